@@ -102,7 +102,8 @@ def families_page() -> str:
         "## Inert in every family",
         inert,
         "## Tensors passed over in every family",
-        "Where a file holds one of them beside the weights, or one of whole numbers that no family names:",
+        "Where a file holds one of them beside the weights, or one of whole numbers that no family names. (Others "
+        "that lie below no part of the model are passed over with a warning.)",
         table(("a name that ends in", "why it changes nothing"), ((code(name), why) for name, why in PASSED_OVER)),
         "## Refused in every family",
         table(("key", "because"), ((code(entry.key), entry.what) for entry in FOREIGN)),

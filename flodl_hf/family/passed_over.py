@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["PASSED_OVER", "WHOLE_NUMBERS", "reason_to_pass_over", "repeated_bias"]
+__all__ = ["PASSED_OVER", "WHOLE_NUMBERS", "changes_a_layer", "reason_to_pass_over", "repeated_bias"]
 
 PASSED_OVER: tuple[tuple[str, str], ...] = (
     ("position_ids", "positions are counted, not stored"),
@@ -27,6 +27,11 @@ PASSED_OVER: tuple[tuple[str, str], ...] = (
 WHOLE_NUMBERS = ("I64", "I32", "BOOL")
 """Dtypes of counters and masks: no weight has them."""
 
+# What libraries of adapters and of few bits call the tensors that they put beside a layer's own.
+_BESIDE = re.compile(
+    r"(?:^|[._])(?:lora|ia3|vera|oft|hada|base_layer|modules_to_save|adapters?|prefix_tuning|prompt_encoder|prefix_encoder|"
+    r"weight_scale|weight_format|input_scale|quant_map|quant_state|absmax|SCB|qweight|qzeros|scales|zero_point)(?:[._]|$)"
+)
 _ENDING = re.compile(rf"(?:^|[._])({'|'.join(re.escape(name) for name, _ in PASSED_OVER)})$")
 
 
@@ -40,6 +45,15 @@ def reason_to_pass_over(name: str, dtype: str) -> str | None:
     if (found := _ENDING.search(name)) is not None:
         return dict(PASSED_OVER)[found[1]]
     return "counts or masks, which no layer computes with" if dtype in WHOLE_NUMBERS else None
+
+
+def changes_a_layer(name: str) -> bool:
+    """Return whether a tensor is an adapter's or a quantiser's: without it the layer beside it computes another thing.
+
+    Args:
+        name: as it is stored.
+    """
+    return _BESIDE.search(name) is not None
 
 
 def repeated_bias(name: str) -> str | None:

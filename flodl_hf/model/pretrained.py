@@ -39,6 +39,7 @@ from flodl_hf.sentence.recipe import SentenceRecipe, read_recipe
 from flodl_hf.sentence.routing import transformer_folder
 from flodl_hf.weights.checkpoint import Checkpoint, SourceManifest, StoredTensor
 from flodl_hf.weights.file_names import MODEL_FILES, WEIGHTS_KEY, weights_named
+from flodl_hf.weights.load_report import warn_of_unexpected
 from flodl_hf.weights.loading import Plan, class_of, head_of, plan_load
 from flodl_hf.weights.on_disk import OnDisk, Weights, stays_on_disk
 from flodl_hf.weights.source import Source
@@ -263,7 +264,8 @@ def _read_folder(
     """
     with open_weights(folder, config) as checkpoint:
         stored = checkpoint.manifest.tensors
-        plan, graph = plan_folder(config, head, stored, str(folder), relabelled=relabelled)
+        plan, graph = plan_folder(config, head, stored, str(folder), relabelled=relabelled, strict=asked.strict_config)
+        warn_of_unexpected(plan.report, stored, stacklevel=2)
         if checkpoint.manifest.passed_over:
             warnings.warn(f"{folder}: {checkpoint.manifest.passed_over}", stacklevel=2)
             plan.report.notes.append(checkpoint.manifest.passed_over)
@@ -435,6 +437,7 @@ def plan_folder(
     where: str,
     *,
     relabelled: bool = False,
+    strict: bool = False,
 ) -> tuple[Plan, Graph]:
     """Return which stored tensor fills which of ours, and the graph that is to be filled, without any memory.
 
@@ -444,6 +447,7 @@ def plan_folder(
         stored: the files' tensors, from their headers.
         where: the folder, for messages.
         relabelled: the labels were given by the caller, so a classifier of another size may start fresh.
+        strict: refuse tensors that nobody knows wherever they lie.
 
     Raises:
         CheckpointError: tensors are missing, unexpected or mis-shaped.
@@ -467,6 +471,8 @@ def plan_folder(
         renew=(spec.classifier,) if spec and spec.classifier and relabelled else (),
         config=config.encoder,
         custom=custom,
+        # Code of a repository may compute with any tensor of its files.
+        settled=bool(config.family.tiny) and not strict and not config.source.get("auto_map"),
     )
     plan.report.notes += config.notes
     if custom is not None and head == "base":

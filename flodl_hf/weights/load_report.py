@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from flodl.errors import capped
+from flodl.errors import capped, visible
 
-__all__ = ["LoadReport"]
+__all__ = ["LoadReport", "warn_of_unexpected"]
 
 
 @dataclass
@@ -20,6 +23,7 @@ class LoadReport:
         matched: our names that were filled, with the stored name each came from.
         renamed: stored names that are not today's Hugging Face names, with today's.
         ignored: stored names that this model does not use, with the reason.
+        unexpected: those of them that nobody knows and that lie outside of the model; loading warns of them.
         new: our names that the file does not have; they hold fresh random values.
         tied: our names that share the tensor of another.
         untied: ties that the configuration asks for and the file's values contradict.
@@ -34,6 +38,7 @@ class LoadReport:
     matched: dict[str, str] = field(default_factory=dict)
     renamed: dict[str, str] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
+    unexpected: tuple[str, ...] = ()
     new: tuple[str, ...] = ()
     tied: tuple[str, ...] = ()
     untied: tuple[str, ...] = ()
@@ -65,3 +70,23 @@ class LoadReport:
             lines.append(f"not used:\n{capped([f'{name}: {why}' for name, why in self.ignored.items()])}")
         lines += self.notes
         return "\n".join(lines)
+
+
+def warn_of_unexpected(report: LoadReport, stored: Mapping[str, Any], stacklevel: int) -> None:
+    """Warn once of the tensors that nobody knows and that are passed over, as transformers does.
+
+    Args:
+        report: of the load.
+        stored: headers by name, with shape and file.
+        stacklevel: as `warnings.warn` takes it, of who calls this.
+    """
+    if not (names := report.unexpected):
+        return
+    files = ", ".join(sorted({visible(stored[name].file) for name in names}))
+    lines = [f"{visible(name)} {list(stored[name].shape)}" for name in names]
+    warnings.warn(
+        f"{report.source}: {len(names)} tensor(s) of {files} belong to no part of this {report.head} model and are "
+        f"passed over, as by transformers:\n{capped(lines)}\n"
+        "The file may be another task's, which head= names; strict_config=True refuses such a file.",
+        stacklevel=stacklevel + 1,
+    )

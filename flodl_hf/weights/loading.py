@@ -14,7 +14,7 @@ from flodl.errors import CheckpointError, capped, nearest, printable
 from flodl_hf.family import Family
 from flodl_hf.family.head_names import HEAD_NAMES
 from flodl_hf.family.keys import KeyMap, Tie
-from flodl_hf.family.passed_over import reason_to_pass_over, repeated_bias
+from flodl_hf.family.passed_over import changes_a_layer, reason_to_pass_over, repeated_bias
 from flodl_hf.layers.parts import named_part, part_of
 from flodl_hf.weights.load_report import LoadReport
 
@@ -116,6 +116,10 @@ class _Names:
         }
         self.reasons |= {name: kept.reason for kept in family.kept for name in (kept.name, *kept.also)}
         self.pooler = {row.theirs for row in family.keys if row.ours.startswith("pooler")}
+        prefix = family.base_prefix + "."
+        self.parts = {row.theirs.removeprefix(prefix).partition(".")[0] for row in family.keys}
+        self.parts |= {family.base_prefix, *family.prefixes}
+        self.head_parts = {theirs.partition(".")[0] for theirs, ours in self.wanted.items() if ours.startswith(_HEAD)}
         self.other_heads: dict[str, str] = {}
         for name, spec in family.heads.items():
             if name == head:
@@ -134,10 +138,12 @@ class _Names:
 
     def of_encoder(self, name: str) -> bool:
         """Return whether a stored name, known or not, lies inside the encoder: below one of its parts."""
-        prefix = self.family.base_prefix + "."
-        parts = {row.theirs.removeprefix(prefix).partition(".")[0] for row in self.family.keys}
-        parts |= {self.family.base_prefix, *self.family.prefixes}
-        return any(one.partition(".")[0] in parts for one in (name, *_unwrapped(name)))
+        return any(one.partition(".")[0] in self.parts for one in (name, *_unwrapped(name)))
+
+    def outside(self, name: str) -> bool:
+        """Return whether a stored name that is nobody's lies below no part of the encoder, nor of the head."""
+        own = any(one.partition(".")[0] in self.head_parts for one in (name, *_unwrapped(name)))
+        return not (own or self.of_encoder(name) or changes_a_layer(name))
 
     def reason(self, name: str) -> str | None:
         """Return why a tensor of this canonical name is not used, or None if it is not known at all."""
@@ -206,6 +212,7 @@ def plan_load(
     renew: Iterable[str] = (),
     config: Any = None,
     custom: str | None = None,
+    settled: bool = False,
 ) -> Plan:
     """Return what fills what.
 
@@ -222,6 +229,7 @@ def plan_load(
         config: the family's settings.
         custom: the class the file was written for, where it is none of ours: what it has outside of the encoder
             is not used.
+        settled: it is known that nobody computes with tensors outside of the model: they are passed over, and told.
 
     Raises:
         CheckpointError: missing, unexpected or mis-shaped tensors; all of them are listed. ``headless`` says whether
@@ -229,13 +237,14 @@ def plan_load(
     """
     names = _Names(family, config, key_map, targets, head)
     stored = _with_parts(stored, names)
-    matching = _Matching(names, targets, LoadReport(where, head, source_head), tuple(renew), custom)
+    matching = _Matching(names, targets, LoadReport(where, head, source_head), tuple(renew), custom, settled)
     for name, tensor in stored.items():
         matching.take(name, tensor)
     ties, compare = _tied(family.heads[head].ties if head != "base" and tie_words else (), matching.placed)
     covered = {tie.also for tie in ties}
     matching.complete(covered)
     matching.settle_biases(stored)
+    matching.settle_surplus(stored)
     if any(matching.problems.values()):
         files = sorted({getattr(tensor, "file", "") for tensor in stored.values()} - {""})
         headless = matching.is_headless(covered)
@@ -262,8 +271,10 @@ class _Matching:
         report: gets what is ignored and what is renamed.
         renew: prefixes of our tensors that start fresh if the stored shape does not fit.
         custom: the class the file was written for, where it is none of ours.
+        settled: tensors outside of the model change no number.
         placed: our names with the stored tensor that fills each.
         repeated: stored tensors that must equal another, with that one.
+        surplus: stored tensors that nobody knows, outside of the model.
         biases: stored tensors of a decoder that repeat a head's bias, with its canonical name.
         fresh: our tensors that the file does not fill.
         misfits: ours that are in the file, but not as they should be: named once, not also as missing.
@@ -275,8 +286,10 @@ class _Matching:
     report: LoadReport
     renew: tuple[str, ...]
     custom: str | None
+    settled: bool = False
     placed: dict[str, str] = field(default_factory=dict)
     repeated: list[tuple[str, str]] = field(default_factory=list)
+    surplus: list[str] = field(default_factory=list)
     biases: dict[str, str] = field(default_factory=dict)
     fresh: set[str] = field(default_factory=set)
     misfits: set[str] = field(default_factory=set)
@@ -315,9 +328,13 @@ class _Matching:
             self.biases[name] = bias
         elif self.custom is not None and not self.names.of_encoder(name):
             self.report.ignored[name] = f"belongs to {printable(self.custom, 60)}, which is none of our classes"
+        elif self.settled and self.names.outside(name):
+            self.surplus.append(name)
         else:
-            hint = nearest(name, self.names.wanted)
-            self.problems["unexpected"].append(f"{name} {list(tensor.shape)}{hint}")
+            self._unexpected(name, tensor)
+
+    def _unexpected(self, name: str, tensor: Stored) -> None:
+        self.problems["unexpected"].append(f"{name} {list(tensor.shape)}{nearest(name, self.names.wanted)}")
 
     def _fits(self, ours: str, name: str, tensor: Stored) -> bool:
         expected = list(self.targets[ours])
@@ -382,6 +399,16 @@ class _Matching:
             else:
                 self.report.ignored[name] = self.names.reason(canonical) or f"{canonical} is what is read"
 
+    def settle_surplus(self, stored: Mapping[str, Stored]) -> None:
+        """Pass over what lies outside of the model, unless it may be what the model lacks, under another name."""
+        lacking = {self.names.key_map.theirs(ours).rpartition(".")[0] for ours in self.fresh}
+        if any(self.problems.values()) or any(nearest(name.rpartition(".")[0], lacking) for name in self.surplus):
+            for name in self.surplus:
+                self._unexpected(name, stored[name])
+            return
+        self.report.unexpected = tuple(self.surplus)
+        self.report.ignored |= dict.fromkeys(self.surplus, "belongs to no part of this model")
+
     def is_headless(self, covered: set[str]) -> bool:
         """Return whether nothing is wrong but that the whole head is missing."""
         wrong = {kind for kind, lines in self.problems.items() if lines}
@@ -434,6 +461,11 @@ def _misfit(
     groups = [f"{kind} ({len(lines)}):\n{capped(lines)}" for kind, lines in problems.items() if lines]
     written = f", and the file says it was written for {source_head}" if source_head and source_head != head else ""
     advice = "Check that config.json and the weights belong together and that the download is complete."
+    if problems["unexpected"] and not problems["missing"]:
+        advice += (
+            " What stands beside a layer's own tensors (an adapter's, a layer too many, an unknown bias) would be left "
+            "out of what that layer computes: merge it into the weights, or write the file without it."
+        )
     if problems["wrong shape"] and not problems["missing"]:
         advice = (
             "Check num_labels / id2label and the sizes in config.json; to start with other labels, pass labels=[...]."

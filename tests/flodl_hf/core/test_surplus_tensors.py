@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -96,10 +97,83 @@ def test_a_file_with_such_buffers_has_the_numbers_of_transformers(family: Any, h
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
-@pytest.mark.parametrize("name", ["bert.embeddings.my_position_ids_projection", "temperature", "foo.inv_freq.weight"])
-def test_other_tensors_are_refused_as_ever(name: str, saved: Saved) -> None:
+INSIDE = [  # parts of a layer that would be left out of what it computes
+    "bert.embeddings.my_position_ids_projection", "bert.encoder.layer.0.attention.self.query.scale",
+    "encoder.layer.1.attention.self.key.lora_A.weight", "bert.encoder.layer.2.output.dense.bias", "bert.new.weight",
+    "base_model.model.bert.encoder.layer.0.attention.self.query.lora_A.default.weight", "cls.predictions.scale",
+    "module.bert.encoder.layer.0.output.dense.SCB", "cls.predictions.decoder.base_layer.weight",
+    "base_model.model.classifier.modules_to_save.weight",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_tensors_inside_of_the_model_are_refused_as_ever(name: str, saved: Saved) -> None:
     folder = rewrite(saved("bert", "masked_lm"), lambda held: held | {name: torch.ones(3)})
-    with pytest.raises(CheckpointError, match=rf"unexpected \(1\):\n  {name}"):
+    with pytest.raises(CheckpointError, match=rf"unexpected \(1\):\n  {name}.*\n.*merge it into the weights"):
+        load(folder)
+
+
+# Of another task, of a training, of a script: names that lie below no part of the model.
+OUTSIDE = {
+    "temperature": (), "foo.inv_freq.weight": (3,), "projection.weight": (3, 16), "projection.bias": (3,),
+    "teacher.encoder.layer.0.attention.self.query.weight": (16, 16), "teacher.classifier.weight": (2, 16),
+    "optimizer.state.exp_avg": (4, 4), "crf.transitions": (2, 2), "span_score.weight": (1, 16),
+}  # fmt: skip
+
+
+def beside(held: dict[str, Tensor]) -> dict[str, Tensor]:
+    return held | {name: torch.full(shape, 0.5) for name, shape in OUTSIDE.items()}
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize(
+    ("family", "head"), [pair for pair in MODELS if pair[0].tiny], ids=lambda part: getattr(part, "model_type", part)
+)
+def test_tensors_outside_of_the_model_are_told_and_passed_over_as_by_transformers(
+    family: Any, head: str, saved: Saved, tmp_path: Path
+) -> None:
+    import transformers
+
+    folder = rewrite(saved(family.model_type, head), beside)
+    kind = "AutoModel" if head == "base" else f"AutoModel{names_of(head).hf_suffix}"
+    theirs = getattr(transformers, kind).from_pretrained(folder).eval()
+    for parameter in theirs.parameters():
+        parameter.data = parameter.data.clone()
+    with pytest.warns(UserWarning, match=r"9 tensor\(s\) of model.safetensors belong to no part") as told:
+        ours = load(folder, head=head)
+    assert len(told) == 1
+    said = str(told[0].message)
+    assert str(folder) in said
+    assert all(name in said for name in list(OUTSIDE)[:3])
+    assert ours.load_report is not None
+    assert set(ours.load_report.unexpected) == OUTSIDE.keys() <= ours.load_report.ignored.keys()
+    pairs = zip(answers(ours), answers(theirs), strict=False)  # theirs may have no pooler
+    assert all(torch.equal(one, other) for one, other in pairs)
+    ours.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    with pytest.raises(CheckpointError, match=r"unexpected \(9\)"):
+        load(folder, head=head, strict_config=True)
+
+
+def test_what_a_model_lacks_under_another_name_is_not_passed_over(saved: Saved) -> None:
+    folder = rewrite(
+        saved("bert", "sequence_classification"),
+        lambda held: {name.replace("classifier", "clasifier"): value for name, value in held.items()},
+    )
+    with pytest.raises(CheckpointError, match=r"unexpected \(2\).*\n.*clasifier.bias.*did you mean") as refused:
+        load(folder)
+    assert "missing (2)" in str(refused.value)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"architectures": None}))
+    with pytest.raises(CheckpointError, match=r"unexpected \(2\)"):  # and the head would be a fresh one
+        load(folder, head="sequence_classification")
+
+
+def test_beside_code_of_a_repository_every_tensor_may_count(saved: Saved) -> None:
+    folder = rewrite(saved("bert", "masked_lm"), beside)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"auto_map": {"AutoModel": "m.Model"}}))
+    with pytest.raises(CheckpointError, match=r"unexpected \(9\)"):
         load(folder)
 
 
