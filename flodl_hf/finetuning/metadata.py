@@ -59,8 +59,8 @@ def head_of_card(job: Job, result: FinetuneResult) -> str:
     }
     library = "sentence-transformers" if result.task in further else "transformers"
     tags = [*further.get(result.task, []), "flodl-hf"]
-    if result.model.active_adapter is not None:
-        kind = type(result.model.adapters[result.model.active_adapter]).__name__
+    if job.model.active_adapter is not None:  # not the result's, whose base would be cast
+        kind = type(job.model.adapters[job.model.active_adapter]).__name__
         library, tags = "peft", [*tags, kind.lower()]
     head |= {"pipeline_tag": PIPELINES[result.task], "library_name": library, "tags": tags}
     kept = ("license", "license_name", "license_link", "language")
