@@ -250,9 +250,14 @@ class PairedRotary(StatedRotary):
     def forward(self, states: Tensor, layout: Layout, num_heads: int) -> Tensor:
         """Return queries, keys or values ``(..., N*H)`` turned, in their dtype."""
         cos, sin = self.angles(states, layout)
-        one, two = states.view(*states.shape[:-1], num_heads, self.width // 2, 2).unbind(-1)
-        turned = torch.stack([one * cos - two * sin, two * cos + one * sin], -1)
-        return turned.to(states.dtype).view(states.shape)
+        key = (*self.name(), cos.dtype, "of each feature")
+        if key not in layout.memo:
+            layout.memo[key] = tuple(each.repeat_interleave(2, -1) for each in (cos, sin))
+        cos, sin = layout.memo[key]
+        x = states.view(*states.shape[:-1], num_heads, self.width)
+        # As the reference has it, whose gradients are sums of these parts.
+        across = torch.stack([-x[..., 1::2], x[..., ::2]], -1).view(x.shape)
+        return (x * cos + across * sin).to(states.dtype).view(states.shape)
 
 
 def sinusoids(places: int, width: int) -> Tensor:

@@ -103,7 +103,7 @@ print(kills, runs)
 def test_a_run_killed_at_random_goes_on(suffix: str, folder: Any, model: Any, numbered: Any, tmp_path: Path) -> None:
     if suffix == "parquet":
         pytest.importorskip("pyarrow")
-    source, wanted, out = numbered(320), tmp_path / f"wanted.{suffix}", tmp_path / f"out.{suffix}"
+    source, wanted, out = numbered(960), tmp_path / f"wanted.{suffix}", tmp_path / f"out.{suffix}"
     predict_file(model(), source, wanted, part_rows=16)
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, str(folder(HEAD)), str(source), str(out), "7"],
