@@ -91,7 +91,7 @@ while not out.exists() or out.with_name(out.name + ".parts").exists():
         predict_file(model, source, out, part_rows=16)
         os._exit(0)
     if kills < 12:
-        time.sleep(chance.uniform(0.02, 0.25))
+        time.sleep(chance.uniform(0.02, 0.15))
         os.kill(child, signal.SIGKILL)
     kills += os.waitpid(child, 0)[1] == signal.SIGKILL
 print(kills, runs)
