@@ -21,6 +21,7 @@ from flodl.data.conll import read_conll
 from flodl.data.faults import Faults
 from flodl.data.squad import read_squad
 from flodl.errors import DataError, nearest, printable
+from flodl.files import expect_file
 
 __all__ = ["Format", "load_rows", "read_rows"]
 
@@ -81,17 +82,7 @@ def read_rows(
     if not isinstance(source, (str, os.PathLike)):
         return _rows_of_object(source)
     path = Path(source)
-    if not os.path.isfile(path):  # no for a path that none can have, where Path.is_file raises
-        if os.path.isdir(path):
-            raise DataError(
-                f"{path}: is a folder, which has {_neighbours(path / '_')}; expected one of its files", path=str(path)
-            )
-        is_folder = os.path.isdir(path.parent)
-        raise DataError(
-            f"{path}: no such file; "
-            + (f"the folder has {_neighbours(path)}" if is_folder else "its folder does not exist either"),
-            path=str(path),
-        )
+    expect_file(path)
     kind = format or _format_of(path)
     if kind not in get_args(Format):
         raise DataError(
@@ -140,12 +131,6 @@ def _format_of(path: Path) -> Format:
             path=str(path),
         )
     return kind
-
-
-def _neighbours(path: Path) -> str:
-    names = sorted(p.name for p in path.parent.iterdir() if p.is_file())
-    near = nearest(path.name, names).removeprefix(", ")
-    return near.removesuffix("?").removeprefix("did you mean ") or f"{names[:5]}"
 
 
 # ------------------------------------------------------------------------------------------------- lines

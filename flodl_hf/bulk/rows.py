@@ -31,6 +31,7 @@ from flodl.data.files import (
     undecodable,
 )
 from flodl.errors import DataError, nearest, printable
+from flodl.files import expect_file
 
 __all__ = ["FORMATS", "Row", "RowFault", "Rows", "open_rows"]
 
@@ -136,9 +137,8 @@ def open_rows(source: str | os.PathLike[str], format: str | None = None, header:
     """
     is_stdin = os.fspath(source) == STDIN
     path = Path(source)
-    if not is_stdin and not os.path.isfile(path):
-        found = "is a folder" if os.path.isdir(path) else "no such file"
-        raise DataError(f"{path}: {found}; expected a path to a file of {', '.join(FORMATS)}; check it", path=str(path))
+    if not is_stdin:
+        expect_file(path)
     kind = format or ("text" if is_stdin else _format_of(path))
     if kind not in FORMATS or (is_stdin and kind in ("parquet", "arrow")):
         known = FORMATS[:4] if is_stdin else FORMATS

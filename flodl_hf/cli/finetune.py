@@ -20,6 +20,7 @@ from flodl.errors import ConfigError, nearest
 from flodl.verbosity import Verbosity, verbosity
 from flodl_hf.cli.choices import choice
 from flodl_hf.cli.once import OnceCommand
+from flodl_hf.cli.places import check_places
 from flodl_hf.cli.shared import emit_json, reporting, say, tell, training_said
 from flodl_hf.cli.spelling import command_line
 from flodl_hf.finetuning.options import SCHEDULES, Options
@@ -75,6 +76,8 @@ def run(
     """Train as the recipe and the command line say; the latter wins."""
     said = {"model": model, "train": train, "eval": held_out, "out": out, **given}
     values = _values(said, recipe, env)
+    data = {"train": train_data(values["train"]), "eval": eval_data(values.get("eval"))}
+    check_places("training", {**values, **data})
     with beginning(values["model"], _loading(values)):
         _run(values, trial, dashboard, control, overwrite, json_output)
 

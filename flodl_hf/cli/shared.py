@@ -18,6 +18,7 @@ from flodl.errors import DataError, FlodlError, printable, visible
 from flodl.progress import worded
 from flodl.verbosity import Verbosity, verbosity
 from flodl_hf.cli.choices import words_of
+from flodl_hf.cli.places import check_places
 from flodl_hf.cli.spelling import begun_with_options, in_options, option_names
 from flodl_hf.cli.streams import NO_ROOM, encodable, lost
 
@@ -62,6 +63,7 @@ def reporting(command: Callable[P, R]) -> Callable[P, R]:
         with warnings.catch_warnings(), worded(partial(in_options, options=option_names(command))):
             warnings.showwarning = partial(_warn, command)
             try:
+                check_places(command.__module__.rpartition(".")[2], said)
                 return command(*args, **said)  # type: ignore[arg-type]
             except FlodlError as fault:
                 _failed(command, type(fault).__name__, str(fault), bool(kwargs.get("json_output")))

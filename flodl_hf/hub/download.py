@@ -26,7 +26,7 @@ from flodl_hf.hub.origin import at_home, same_origin
 from flodl_hf.hub.patience import time_for, within
 from flodl_hf.hub.request import HubRequest, explain, is_unreachable, reason
 
-__all__ = ["CHECKPOINT_FILES", "Resolved", "resolve"]
+__all__ = ["CHECKPOINT_FILES", "Resolved", "expect_place", "resolve"]
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95})?")
 _ADDRESS = re.compile(rf"https?://(huggingface\.co|hf\.co)/(?P<name>{_NAME.pattern})(/.*)?")
@@ -98,26 +98,9 @@ def resolve(
             name=text,
             subfolder=subfolder,
         )
-    path = Path(os.path.expanduser(text))
-    try:
-        exists = path.exists()
-    except OSError:
-        exists = False
-    if exists:
+    path = expect_place(name_or_path)
+    if path is not None:
         return _local(path, subfolder, revision)
-    if "://" in text:
-        meant = _ADDRESS.fullmatch(text)
-        raise HubError(
-            f"{text[:400]}: an address; expected a folder, or a repository as 'owner/name'"
-            + (f"; pass {meant['name']!r}" if meant else "; download it, and pass its folder"),
-            name=text,
-        )
-    if isinstance(name_or_path, os.PathLike) or text.startswith((".", "/", "~", "\\")) or text.count("/") > 1:
-        raise HubError(
-            f"{text[:400]}: no such folder{_alike(text)}; expected one that exists: check the path, or pass a "
-            "repository as 'owner/name'",
-            name=text,
-        )
     name, wanted = _repository(text, revision)
     from huggingface_hub import constants
 
@@ -140,6 +123,35 @@ def resolve(
             pass
     with at_home(constants.ENDPOINT):
         return _from_hub(request)
+
+
+def expect_place(name_or_path: str | os.PathLike[str]) -> Path | None:
+    """Return the local path that a name is of, None for a repository of the Hub; no network is asked.
+
+    Raises:
+        HubError: it is an address, or a path where nothing is.
+    """
+    text = _text_of(name_or_path)
+    path = Path(os.path.expanduser(text))
+    try:
+        if path.exists():
+            return path
+    except OSError:
+        pass
+    if "://" in text:
+        meant = _ADDRESS.fullmatch(text)
+        raise HubError(
+            f"{text[:400]}: an address; expected a folder, or a repository as 'owner/name'"
+            + (f"; pass {meant['name']!r}" if meant else "; download it, and pass its folder"),
+            name=text,
+        )
+    if isinstance(name_or_path, os.PathLike) or text.startswith((".", "/", "~", "\\")) or text.count("/") > 1:
+        raise HubError(
+            f"{text[:400]}: no such folder{_alike(text)}; expected one that exists: check the path, or pass a "
+            "repository as 'owner/name'",
+            name=text,
+        )
+    return None
 
 
 def _text_of(name_or_path: Any) -> str:

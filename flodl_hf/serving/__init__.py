@@ -45,6 +45,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from flodl.errors import ConfigError
+from flodl_hf.hub.download import expect_place
 from flodl_hf.hub.folders import expect_tokenizer
 from flodl_hf.serving.settings import Served, Settings, served
 
@@ -105,6 +106,7 @@ def _settings(models: str | Served | Iterable[str | Served], head: str, given: d
     listed = [models] if isinstance(models, (str, Served)) else models
     settings = Settings(models=served(listed, head), **given)
     for model in settings.models:
+        expect_place(model.source)
         expect_tokenizer(model.source, "serve")
     return settings
 

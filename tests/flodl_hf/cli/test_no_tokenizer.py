@@ -12,10 +12,10 @@ from flodl_hf.cli.app import app_for
 
 COMMANDS = {
     "predict": ["MODEL", "a text"],
-    "encode": ["MODEL", "--in", "no-such-file.txt", "--out", "vectors.npy"],
-    "search": ["MODEL", "a query", "--in", "no-such-file.txt"],
-    "mine": ["MODEL", "--in", "no-such-file.csv", "--out", "mined.jsonl"],
-    "finetune": ["MODEL", "--train", "no-such-file.csv", "--out", "tuned"],
+    "encode": ["MODEL", "--in", "unread.txt", "--out", "vectors.npy"],
+    "search": ["MODEL", "a query", "--in", "unread.txt"],
+    "mine": ["MODEL", "--in", "unread.csv", "--out", "mined.jsonl"],
+    "finetune": ["MODEL", "--train", "unread.csv", "--out", "tuned"],
     "serve": ["MODEL"],
 }
 
@@ -29,8 +29,10 @@ def test_a_missing_tokenizer_is_told_before_anything_is_read(
     folder.mkdir()
     # Neither weights nor a whole configuration: reading either would say so first.
     (folder / "config.json").write_text(json.dumps({"model_type": "bert"}), "utf-8")
+    for file in ("unread.txt", "unread.csv"):
+        (tmp_path / file).write_bytes(b"\xff")  # no text, as who reads it would say
     words = [name, *(str(folder) if word == "MODEL" else word for word in COMMANDS[name])]
     told = CliRunner().invoke(app_for(words), words)
     assert told.exit_code == 1
     assert f"{name}: the model has no tokenizer" in told.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "unread.csv", "unread.txt"]

@@ -1,0 +1,56 @@
+"""What a command line names on this machine, looked at before anything is imported that takes long."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from flodl.errors import DataError
+from flodl.files import expect_file, expect_writable
+from flodl_hf.hub.download import expect_place
+
+__all__ = ["PLACES", "check_places"]
+
+MODEL, ROWS, FILE, FOLDER = "model", "rows", "file", "folder"
+
+PLACES: Mapping[str, Mapping[str, str]] = {
+    "predict": {"model": MODEL, "source": ROWS, "out": FILE},
+    "encode": {"model": MODEL, "source": ROWS, "out": FILE},
+    "search": {"model": MODEL, "corpus": ROWS, "vectors": ROWS},
+    "mine": {"model": MODEL, "source": ROWS, "corpus": ROWS, "out": FILE},
+    "training": {"model": MODEL, "train": ROWS, "eval": ROWS, "out": FOLDER},
+    "inspect": {"model": MODEL},
+    "export": {"out": FOLDER},
+    "convert": {"model": MODEL, "out": FOLDER},
+    "merge": {"base": MODEL, "adapter": MODEL, "out": FOLDER},
+}
+"""Of each command, what its parameters name: a model, a file of rows, a file or a folder that is written.
+
+"training" is what finetune's command line and recipe say together. `serve` looks at its models by itself.
+"""
+
+
+def check_places(command: str, said: Mapping[str, Any]) -> None:
+    """Refuse what is not there, and outputs that could not be written; nothing is read, and no network asked.
+
+    Args:
+        command: a name of `PLACES`; of others nothing is known.
+        said: what the command was given, by parameter.
+
+    Raises:
+        HubError: a model is a path, and nothing is there.
+        DataError: a file of rows is absent, or an output cannot be written.
+    """
+    for name, kind in PLACES.get(command, {}).items():
+        value = said.get(name)
+        if not isinstance(value, (str, os.PathLike)) or not os.fspath(value) or os.fspath(value) == "-":
+            continue
+        if kind == MODEL:
+            expect_place(value)
+        elif kind == ROWS:
+            expect_file(value)
+        elif kind == FOLDER or os.path.isdir(os.path.dirname(os.path.abspath(value))):
+            expect_writable(value)
+        else:
+            raise DataError(f"{value}: its folder does not exist; make it first", path=str(value))
