@@ -13,8 +13,19 @@ from pathlib import Path
 from flodl.errors import capped
 from flodl.files import read_regular
 from flodl_hf.hub.request import HubRequest
+from flodl_hf.weights.file_names import CONFIG_NAME, WEIGHTS_KEY, weights_named
 
-__all__ = ["CHECKPOINT_FILES", "TOKENIZER_FILES", "WEIGHTS", "any_present", "lacking", "select", "select_modules"]
+__all__ = [
+    "CHECKPOINT_FILES",
+    "TOKENIZER_FILES",
+    "WEIGHTS",
+    "any_present",
+    "config_telling",
+    "lacking",
+    "named_weights",
+    "select",
+    "select_modules",
+]
 
 WEIGHTS = "model.safetensors"
 _MODULES = "modules.json"
@@ -85,7 +96,7 @@ def select(request: HubRequest, names: Iterable[str]) -> list[str]:
     inside = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
     chosen = set(filter(_wanted(request.files), inside))
     if WEIGHTS in request.files:
-        weights = weights_among(inside)
+        weights = weights_among(inside) or [name for name in request.weights if name in inside]
         if not weights and not _in_modules(request, inside):
             others = sorted(name for name in inside if re.search(r"\.(safetensors|bin|h5|msgpack|onnx|pt|ot)$", name))
             raise request.error(
@@ -100,6 +111,35 @@ def select(request: HubRequest, names: Iterable[str]) -> list[str]:
     if not chosen and request.modules is not None and _MODULES in inside:
         chosen = set(filter(_wanted(_ROUTING), inside))  # which tell where the wanted ones lie
     return [prefix + name for name in sorted(chosen)]
+
+
+def config_telling(request: HubRequest, names: Iterable[str]) -> list[str]:
+    """Return the configuration, in a list, where it alone can tell which file holds the weights; else nothing."""
+    prefix = f"{request.subfolder}/" if request.subfolder else ""
+    inside = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+    if WEIGHTS not in request.files or weights_among(inside) or _in_modules(request, inside):
+        return []
+    told = CONFIG_NAME in inside and any(name.endswith((".safetensors", ".safetensors.index.json")) for name in inside)
+    return [prefix + CONFIG_NAME] if told else []
+
+
+def named_weights(folder: Path, names: Iterable[str]) -> tuple[str, ...]:
+    """Return the files of weights among ``names`` that a folder's configuration names, an index before its shards.
+
+    Raises:
+        ConfigError: the configuration names what can be no such file.
+    """
+    try:
+        found = json.loads(read_regular(folder / CONFIG_NAME)).get(WEIGHTS_KEY)
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return ()  # which is the reader's to say
+    named = weights_named(found, str(folder / CONFIG_NAME))
+    if named is None or named not in (present := set(names)):
+        return ()
+    if not named.endswith(".index.json"):
+        return (named,)
+    shard = re.compile(re.escape(named.removesuffix(".safetensors.index.json")) + r"-[^/]*-of-[^/]*\.safetensors")
+    return (named, *sorted(filter(shard.fullmatch, present)))
 
 
 def _in_modules(request: HubRequest, names: Iterable[str]) -> bool:
@@ -133,6 +173,8 @@ def lacking(request: HubRequest, folder: Path, present: Sequence[str]) -> list[s
         present: names of all its files.
     """
     missing = _lacking(folder, present)
+    if missing == [WEIGHTS] and (named := named_weights(folder, present)):
+        return _lacking_shards(folder, named, present)
     if missing != [WEIGHTS] or not _in_modules(request, present):
         return missing
     parts = [part for part, holds in _modules_in(request, folder) if holds]
@@ -154,8 +196,10 @@ def _below(part: str, names: Iterable[str]) -> Iterable[str]:
 
 def _lacking(folder: Path, present: Sequence[str]) -> list[str]:
     weights = weights_among(present)
-    if not weights:
-        return [WEIGHTS]
+    return _lacking_shards(folder, weights, present) if weights else [WEIGHTS]
+
+
+def _lacking_shards(folder: Path, weights: Sequence[str], present: Sequence[str]) -> list[str]:
     if not weights[0].endswith(".index.json"):
         return []
     return sorted(_shards(folder / weights[0]) - set(present))

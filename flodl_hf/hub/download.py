@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,16 @@ from typing import Any
 from flodl.errors import FlodlError, capped, nearest, printable
 from flodl.files import read_regular
 from flodl_hf.errors import HubError
-from flodl_hf.hub.choosing import CHECKPOINT_FILES, WEIGHTS, any_present, lacking, select, select_modules
+from flodl_hf.hub.choosing import (
+    CHECKPOINT_FILES,
+    WEIGHTS,
+    any_present,
+    config_telling,
+    lacking,
+    named_weights,
+    select,
+    select_modules,
+)
 from flodl_hf.hub.origin import at_home, same_origin
 from flodl_hf.hub.patience import time_for, within
 from flodl_hf.hub.request import HubRequest, explain, is_unreachable, reason
@@ -285,6 +294,14 @@ def _from_hub(request: HubRequest) -> Resolved:
             "check HF_ENDPOINT: this is no Hub",
         )
     siblings = {sibling.rfilename: sibling for sibling in info.siblings or () if isinstance(sibling.rfilename, str)}
+    snapshot = request.storage / "snapshots" / commit
+    folder = snapshot / request.subfolder if request.subfolder else snapshot
+    telling = config_telling(request, siblings)
+    if telling:
+        _bring(request, commit, telling, siblings)
+        prefix = f"{request.subfolder}/" if request.subfolder else ""
+        inside = [name.removeprefix(prefix) for name in siblings if name.startswith(prefix)]
+        request = replace(request, weights=named_weights(folder, inside))
     chosen = select(request, siblings)
     if not chosen:
         listed = capped(sorted(siblings), 10)
@@ -292,9 +309,7 @@ def _from_hub(request: HubRequest) -> Resolved:
             f"none of {', '.join(request.files)} is there; it holds\n{listed}\n",
             "check the name and subfolder",
         )
-    snapshot = request.storage / "snapshots" / commit
-    folder = snapshot / request.subfolder if request.subfolder else snapshot
-    _bring(request, commit, chosen, siblings)
+    _bring(request, commit, [name for name in chosen if name not in telling], siblings)
     # What lies in folders of modules is known once the small files are there that name them.
     more = [name for name in select_modules(request, siblings, folder) if name not in set(chosen)]
     _bring(request, commit, more, siblings)

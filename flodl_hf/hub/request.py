@@ -25,6 +25,7 @@ class HubRequest:
     Attributes:
         modules: says of a folder with the small files of sentence-transformers which folders its modules lie in, and
             whether each holds a transformer; None where nobody asks.
+        weights: files of weights that a configuration names, where there are none of the usual names.
     """
 
     name: str
@@ -34,6 +35,7 @@ class HubRequest:
     cache: Path
     files: tuple[str, ...]
     modules: Callable[[Path], Mapping[str, bool]] | None = None
+    weights: tuple[str, ...] = ()
 
     @property
     def storage(self) -> Path:

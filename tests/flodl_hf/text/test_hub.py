@@ -198,6 +198,31 @@ def test_shards_are_taken_from_the_index(hub: Hub, tmp_path: Path) -> None:
     assert caught.value.missing == ["model-00002-of-00002.safetensors"]
 
 
+@pytest.mark.parametrize("subfolder", ["", "inside"])
+@pytest.mark.parametrize(
+    ("named", "others"),
+    [
+        ("odd.safetensors", []),
+        ("deep/odd.safetensors", []),
+        ("odd.safetensors.index.json", ["odd-00001-of-00002.safetensors", "odd-00002-of-00002.safetensors"]),
+    ],
+)
+def test_weights_that_the_configuration_names_are_fetched(
+    hub: Hub, tmp_path: Path, named: str, others: list[str], subfolder: str
+) -> None:
+    index = json.dumps({"weight_map": {name: name for name in others}}).encode()
+    files = {"config.json": json.dumps({"model_type": "bert", "transformers_weights": named}).encode()}
+    files |= {named: index, "other.safetensors": b"not needed"} | {name: name.encode() for name in others}
+    hub.files = {f"{subfolder}/{name}" if subfolder else name: data for name, data in files.items()}
+    found = resolve("ada/tiny", cache_dir=tmp_path, subfolder=subfolder)
+    assert _names(found.folder) == {"config.json", named, *others}
+    assert len([line for line in hub.requests if line.startswith("GET") and line.endswith("config.json")]) == 1
+    resolve("ada/tiny", cache_dir=tmp_path, subfolder=subfolder, local_files_only=True)
+    (found.folder / (others[-1] if others else named)).unlink()
+    with pytest.raises(HubError, match="in the cache without"):
+        resolve("ada/tiny", cache_dir=tmp_path, subfolder=subfolder, local_files_only=True)
+
+
 def test_a_repository_with_only_bin_weights_gives_those(hub: Hub, tmp_path: Path) -> None:
     del hub.files["model.safetensors"]
     assert "pytorch_model.bin" in _names(resolve("ada/tiny", cache_dir=tmp_path).folder)
@@ -378,8 +403,9 @@ def test_a_repository_without_readable_weights_says_which_there_are(hub: Hub, tm
         resolve("ada/tiny", cache_dir=tmp_path)
     assert caught.value.others == ["onnx/model.safetensors", "tf_model.h5"]
     assert "flodl-hf convert" in str(caught.value)
-    # A tokenizer alone can still be had.
-    assert _names(resolve("ada/tiny", cache_dir=tmp_path, files=("tokenizer.json",)).folder) == {"tokenizer.json"}
+    # A tokenizer alone can still be had; the configuration was asked for the name of its weights.
+    found = resolve("ada/tiny", cache_dir=tmp_path, files=("tokenizer.json",))
+    assert _names(found.folder) == {"config.json", "tokenizer.json"}
 
 
 def test_a_subfolder_is_the_root_of_what_is_fetched(hub: Hub, tmp_path: Path) -> None:
