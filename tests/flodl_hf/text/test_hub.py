@@ -77,7 +77,10 @@ class Hub:
                 for start, server in hub.moved.items():
                     if path.startswith(start):
                         held = hub.files.get(path.rpartition(COMMIT + "/")[2], b"")
-                        told = {"X_Linked_ETag": f'"{hashlib.sha256(held).hexdigest()}"', "X_Repo_Commit": COMMIT}
+                        told: dict[str, Any] = {
+                            "X_Linked_ETag": f'"{hashlib.sha256(held).hexdigest()}"',
+                            "X_Repo_Commit": COMMIT,
+                        }
                         return self.answer(302, Location=server + self.path, X_Linked_Size=str(len(held)), **told)
                 if hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
                     return self.answer(401, b"{}")
@@ -449,7 +452,7 @@ def test_offline_opens_no_socket(hub: Hub, tmp_path: Path, monkeypatch: pytest.M
     online = resolve("ada/tiny", cache_dir=tmp_path)
     if switch == "environment":
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    only = {"local_files_only": switch == "argument"}
+    only: dict[str, Any] = {"local_files_only": switch == "argument"}
     monkeypatch.setattr(socket, "socket", _NoSocket)
     _events = []
     try:
@@ -652,7 +655,8 @@ def test_a_local_folder_wins_and_needs_no_hub(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(socket, "socket", _NoSocket)
     assert resolve("ada/tiny").folder == Path("ada/tiny")
     assert resolve(tmp_path / "ada" / "tiny", subfolder="sub").folder == tmp_path / "ada" / "tiny" / "sub"
-    for options in ({"subfolder": "absent"}, {"revision": "v1"}):
+    refused: tuple[dict[str, Any], ...] = ({"subfolder": "absent"}, {"revision": "v1"})
+    for options in refused:
         with pytest.raises(HubError):
             resolve("ada/tiny", **options)
 
