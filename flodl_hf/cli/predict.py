@@ -381,6 +381,8 @@ def file_to_file(
         emit_json(result.to_dict())
     elif is_first:
         _tell(result, empty, called or str(result.target))
+    if is_first and result.is_whole and not result.rows:
+        say(f"warning: {source}: has no rows, so that there are none to write", always=True, fg="yellow")
     if signals.number and not result.is_whole:
         if is_first:
             say(f"stopped: {result.parts} parts are kept in {out.name}.parts; {Parts(out, '').again} to go on")

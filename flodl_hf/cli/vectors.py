@@ -62,10 +62,12 @@ def texts_of(path: str, column: str | None) -> tuple[list[str], list[dict[str, A
     Raises:
         DataError: no column of texts can be told.
     """
-    from flodl.data import load_rows
+    from flodl.data import read_rows
     from flodl_hf.columns import NAMES
 
-    rows = load_rows(path, blank_lines=True)
+    rows = list(read_rows(path, blank_lines=True))
+    if not rows:
+        raise DataError(f"{path}: has no rows; expected some, each with a text", rows=0)
     names = list(rows[0])
     known = [name for name in names if name.lower() in NAMES["text"]]
     if column is None:

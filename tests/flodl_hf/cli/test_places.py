@@ -83,3 +83,14 @@ def test_an_output_that_cannot_be_written_is_told_before_a_model_is_opened(
     assert f"nothing can be written in {tmp_path} (Permission denied)" in told.stderr
     assert "finished parts" not in told.stderr
     assert not list(tmp_path.glob(f"{name}*"))
+
+
+@pytest.mark.parametrize("command", ["predict", "encode", "search"])
+def test_a_file_without_rows_is_said_to_have_none(command: str, demo_model: Path, tmp_path: Path) -> None:
+    empty, out = tmp_path / "empty.txt", tmp_path / "out.jsonl"
+    empty.write_text("")
+    given = ["a query", "--in", str(empty)] if command == "search" else ["--in", str(empty), "--out", str(out)]
+    told = CliRunner().invoke(app_for([command]), [command, str(demo_model), *given])
+    assert f"{empty}: has no rows" in told.stderr
+    # A file of answers to no rows has none; in no rows nothing can be searched.
+    assert (told.exit_code, out.exists()) == ((1, False) if command == "search" else (0, True))
