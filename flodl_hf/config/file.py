@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from flodl.errors import ConfigError, printable
 from flodl_hf.weights.checkpoint.members import is_entry, read_member
 from flodl_hf.weights.file_names import CONFIG_NAME
 
-__all__ = ["MAX_CONFIG_BYTES", "config_text_of", "read_json"]
+__all__ = ["MAX_CONFIG_BYTES", "Odd", "config_text_of", "read_json"]
 
 MAX_CONFIG_BYTES = 1_000_000  # the largest on the Hub are label lists of some ten thousand entries
 _MOST_DIGITS = 400  # more than the largest float has
@@ -65,8 +67,34 @@ def _whole_number(digits: str) -> Any:
     return int(digits) if len(digits) <= _MOST_DIGITS else _NoNumber(f"a number of {len(digits):,} digits")
 
 
-def read_json(text: str | bytes, where: str) -> dict[str, Any]:
+@dataclass
+class Odd:
+    """What Python's own reader of JSON, and so transformers, takes and JSON does not have.
+
+    Attributes:
+        twice: keys that stand twice in one table, at any depth; the last of them holds.
+        not_finite: keys of the file below which a NaN or an infinity stands.
+    """
+
+    twice: list[str] = field(default_factory=list)
+    not_finite: list[str] = field(default_factory=list)
+
+
+def _holds_no_number(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_no_number, value.values()))
+    if isinstance(value, list):
+        return any(map(_holds_no_number, value))
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def read_json(text: str | bytes, where: str, odd: Odd | None = None) -> dict[str, Any]:
     """Return the object that ``text`` holds, read strictly.
+
+    Args:
+        text: the JSON.
+        where: its name, for messages.
+        odd: gets the keys that stand twice or hold NaN, which are refused without it.
 
     Raises:
         ConfigError: too large, not UTF-8, not JSON, not an object, a key twice, NaN, or nested too deeply.
@@ -90,20 +118,24 @@ def read_json(text: str | bytes, where: str) -> dict[str, Any]:
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(items)
         if len(result) != len(items):
-            names = [name for name, _ in items]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise fault(f"key {printable(twice)} stands twice")
+            twice = [name for name, times in Counter(name for name, _ in items).items() if times > 1]
+            if odd is None:
+                raise fault(f"key {printable(twice[0])} stands twice")
+            odd.twice += [name for name in twice if name not in odd.twice]
         for name, value in items:
             for part in value if isinstance(value, list) else (value,):
                 if isinstance(part, _NoNumber):
                     raise fault(f"{printable(name)} is {part.why}")
         return result
 
+    def no_number(word: str) -> Any:
+        return _NoNumber(f"{word}, which JSON does not have") if odd is None else float(word)
+
     try:
         value = json.loads(
             text,
             object_pairs_hook=pairs,
-            parse_constant=lambda word: _NoNumber(f"{word}, which JSON does not have"),
+            parse_constant=no_number,
             parse_int=_whole_number,
         )
     except ConfigError:
@@ -114,4 +146,6 @@ def read_json(text: str | bytes, where: str) -> dict[str, Any]:
         raise fault(f"not JSON ({error})") from None
     if not isinstance(value, dict):
         raise fault(f"a JSON {type(value).__name__}")
+    if odd is not None and ("NaN" in text or "Infinity" in text):
+        odd.not_finite += [name for name, one in value.items() if _holds_no_number(one)]
     return value

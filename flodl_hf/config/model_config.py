@@ -7,13 +7,14 @@ writes back what was read and patches only what was changed.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from flodl.errors import ConfigError, nearest, printable, shown
-from flodl_hf.config.file import config_text_of, read_json
+from flodl_hf.config.file import Odd, config_text_of, read_json
 from flodl_hf.config.label_names import MAX_LABELS, PROBLEM_TYPES, label_names, without_unknown_problem
 from flodl_hf.config.label_thresholds import LABEL_THRESHOLDS, thresholds_of
 from flodl_hf.families import model_types, named, row_of, that_claims
@@ -24,7 +25,7 @@ from flodl_hf.family.shared_keys import COMMON_INERT, FOREIGN
 from flodl_hf.hub.folders import resolve_folder
 from flodl_hf.keywords.loading import CONFIG
 from flodl_hf.keywords.taking import taking
-from flodl_hf.weights.file_names import CONFIG_NAME
+from flodl_hf.weights.file_names import CONFIG_NAME, WEIGHTS_KEY
 
 __all__ = ["MAX_LABELS", "PROBLEM_TYPES", "ModelConfig", "family_of", "listed_texts", "read_config", "read_config_file"]
 
@@ -44,6 +45,11 @@ _OTHERS = {
     "gpt2": "GPT-2, which generates text", "t5": "T5, which generates text", "bart": "BART, which generates text",
     "llama": "Llama, which generates text", "qwen2": "Qwen2, which generates text",
 }  # fmt: skip
+# What is read beside a family's rows.
+_READ = frozenset((
+    "id2label", "label2id", "num_labels", "model_type", "architectures", "auto_map", "dtype", "torch_dtype",
+    "initializer_range", LABEL_THRESHOLDS, WEIGHTS_KEY,
+))  # fmt: skip
 _LABEL_KEYS = ("id2label", "label2id", "num_labels")
 
 
@@ -119,10 +125,9 @@ class ModelConfig:
             ConfigError: not JSON, an unknown ``model_type``, or values that are missing, wrong or not
                 understood; all faults are listed at once in ``problems``.
         """
-        source = read_json(text, where)
-        return cls.from_dict(
-            source, where=where, text=text, ignore_config_keys=ignore_config_keys, strict_config=strict_config
-        )
+        odd = Odd()
+        source = read_json(text, where, odd)
+        return cls._read(source, where, text, ignore_config_keys, strict_config=strict_config, whole=False, odd=odd)
 
     @classmethod
     def from_dict(
@@ -147,6 +152,7 @@ class ModelConfig:
         *,
         strict_config: bool = False,
         whole: bool,
+        odd: Odd | None = None,
     ) -> ModelConfig:
         """Return the configuration that a mapping describes; ``whole`` ones state every size themselves."""
         family = family_of(source, where)
@@ -164,6 +170,7 @@ class ModelConfig:
         notes: list[str] = []
         labels = label_names(source, problems, notes, overruled)
         thresholds = thresholds_of(source.get(LABEL_THRESHOLDS), labels, notes)
+        oddities = _told(odd or Odd(), source, family, problems, ignore_config_keys, strict=strict_config)
         decide = Triage(
             (*family.rows, *_SHARED_ROWS),
             (*family.inert, *COMMON_INERT),
@@ -174,6 +181,7 @@ class ModelConfig:
         )
         notes += decide(source, fields, problems, ignore_config_keys, strict=strict_config)
         notes += [f"{said}; it is passed over, as by transformers" for said in overruled or ()]
+        notes += oddities
         notes += [f"{key}: absent, taken as {value}, as by transformers" for key, value in left_out.items()]
         if not problems:
             _consistent(fields, source, family.rows, problems)
@@ -185,7 +193,7 @@ class ModelConfig:
             raise refuse([str(fault)], where, family.model_type) from None
         return cls(
             family, encoder, labels, label_thresholds=thresholds, source=source, text=text, where=where, notes=notes,
-            overruled=overruled or (), left_out=left_out, **shared,
+            overruled=(*(overruled or ()), *oddities), left_out=left_out, **shared,
         )  # fmt: skip
 
     @classmethod
@@ -438,6 +446,25 @@ def family_of(source: Mapping[str, Any], where: str) -> Family:
         problems=["model_type"],
         known=known,
     )
+
+
+def _told(
+    odd: Odd, source: Mapping[str, Any], family: Family, problems: list[str], ignore: Sequence[str], *, strict: bool
+) -> list[str]:
+    """Return what to tell of keys that stand twice and of NaN where nothing reads it; elsewhere those are problems."""
+    read = _READ | {key for row in (*family.rows, *_SHARED_ROWS) for key in (row.key, *row.aliases)}
+    twice = [f"{printable(key, 60)} stands twice; the last one holds" for key in odd.twice]
+    wrong = [key for key in odd.not_finite if key not in ignore and (key in read or strict)]
+    told = tuple(f"{key}: found" for key in wrong)  # by a row, in other words
+    problems[:] = [line for line in problems if not line.startswith(told)]
+    for key in wrong:
+        found = json.dumps(source[key]) if isinstance(source[key], float) else "NaN or Infinity in it"
+        problems.append(f"{printable(key, 60)}: found {found}, which JSON does not have; expected finite numbers")
+    if strict:
+        problems += [f"{printable(key, 60)} stands twice; expected each key once" for key in odd.twice]
+        twice = []
+    unread = [key for key in odd.not_finite if key not in wrong]
+    return twice + [f"{printable(key, 60)}: holds NaN or Infinity, and nothing reads it" for key in unread]
 
 
 def _consistent(fields: Mapping[str, Any], source: Mapping[str, Any], rows: Sequence[Row], problems: list[str]) -> None:

@@ -33,8 +33,8 @@ def patch_json(source_text: str, changes: Mapping[str, Any], *, remove: Collecti
     """Return ``source_text`` with the top-level keys of ``changes`` set to their values.
 
     A value that equals the one in the text (type included) is not touched, so without an effective change the
-    identical text comes back. New keys are put where the alphabet wants them if the source is sorted, else at
-    the end.
+    identical text comes back; with one, only the last of keys that stand twice. New keys are put where the alphabet
+    wants them if the source is sorted, else at the end.
 
     Args:
         source_text: a JSON object.
@@ -42,18 +42,19 @@ def patch_json(source_text: str, changes: Mapping[str, Any], *, remove: Collecti
         remove: keys to take out, if they are there.
 
     Raises:
-        ExportError: the text is not one JSON object with distinct keys, or a value is not JSON
+        ExportError: the text is not one JSON object, or a value is not JSON
             (NaN and infinities are not).
     """
-    members, opening, closing = _members(source_text)
-    present = {member.key: member for member in members}
+    every, opening, closing = _members(source_text)
+    present = {member.key: member for member in every}
+    members = [member for member in every if present[member.key] is member]  # of a key that stands twice the last holds
     spelled = {key: _canonical(key, value) for key, value in changes.items()}
     gone = set(remove) & set(present)
     replaced = {key for key in changes if key in present and _canonical(key, present[key].value, True) != spelled[key]}
     added = [key for key in changes if key not in present]
     if not gone and not replaced and not added:
         return source_text
-    style = _Style(source_text, members, opening)
+    style = _Style(source_text, every, opening)
     pieces: list[tuple[str, str]] = []
     for member in members:
         if member.key in gone:
@@ -111,7 +112,7 @@ def _members(text: str) -> tuple[list[_Member], int, int]:
 
     def fail(found: str) -> ExportError:
         return ExportError(
-            f"JSON text to be changed: {found}; expected one object with distinct keys; mend the source file",
+            f"JSON text to be changed: {found}; expected one object; mend the source file",
             problems=[found],
         )
 
@@ -124,7 +125,6 @@ def _members(text: str) -> tuple[list[_Member], int, int]:
     if text[opening : opening + 1] != "{":
         raise fail(f"begins with {printable(text[opening : opening + 8])}")
     members: list[_Member] = []
-    seen: set[str] = set()
     at = skip(opening + 1)
     try:
         while text[at : at + 1] != "}":
@@ -140,9 +140,6 @@ def _members(text: str) -> tuple[list[_Member], int, int]:
                 raise fail(f"no colon at character {colon}")
             value_start = skip(colon + 1)
             value, end = decoder.raw_decode(text, value_start)
-            if key in seen:
-                raise fail(f"key {printable(key)} stands there twice")
-            seen.add(key)
             members.append(_Member(key, at, value_start, end, value))
             at = skip(end)
     except (ValueError, RecursionError) as error:

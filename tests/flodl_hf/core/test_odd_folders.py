@@ -45,6 +45,11 @@ def file(name: str, value: Any) -> Change:
     return lambda folder: (folder / name).write_text(value if isinstance(value, str) else json.dumps(value))
 
 
+def begun(text: str) -> Change:
+    """Put text before the first key of ``config.json``; keys that come later and are the same hold."""
+    return lambda folder: file("config.json", (folder / "config.json").read_text().replace("{", "{" + text, 1))(folder)
+
+
 def moved(to: str) -> list[Change]:
     return [tensors(dict, to), lambda folder: (folder / "model.safetensors").unlink(), config(transformers_weights=to)]
 
@@ -107,6 +112,9 @@ ODD: dict[str, tuple[list[Change], str | None]] = {
     "another file by name": (moved("other.safetensors"), None),
     "another file, beside the usual one": ([tensors(lambda held: {k: v + 1 for k, v in held.items()}, "other.safetensors"), config(transformers_weights="other.safetensors")], None),
     "a file in a folder below": (moved("below/other.safetensors"), None),
+    "keys twice": ([begun('"vocab_size": 9999, "hidden_size": 3, ')], "'vocab_size' stands twice; the last one holds"),
+    "a key twice in a table": ([begun('"task_specific_params": {"a": 1, "a": 2}, ')], "'a' stands twice; the last one holds"),
+    "numbers that JSON does not have": ([begun('"score": NaN, "task_specific_params": {"best": [-Infinity]}, ')], "'score': holds NaN or Infinity, and nothing reads it"),
     "shards of another name": ([sharded, config(transformers_weights="parts.safetensors.index.json")], None),
 }  # fmt: skip
 MODELS = [("bert", "sequence_classification"), ("roberta", "masked_lm"), ("modernbert", "sequence_classification")]
