@@ -15,7 +15,7 @@ __all__ = ["PLACES", "check_places"]
 MODEL, ROWS, FILE, FOLDER = "model", "rows", "file", "folder"
 
 PLACES: Mapping[str, Mapping[str, str]] = {
-    "predict": {"model": MODEL, "source": ROWS, "out": FILE},
+    "prediction": {"model": MODEL, "source": ROWS, "out": FILE},
     "encode": {"model": MODEL, "source": ROWS, "out": FILE},
     "search": {"model": MODEL, "corpus": ROWS, "vectors": ROWS},
     "mine": {"model": MODEL, "source": ROWS, "corpus": ROWS, "out": FILE},
@@ -27,7 +27,8 @@ PLACES: Mapping[str, Mapping[str, str]] = {
 }
 """Of each command, what its parameters name: a model, a file of rows, a file or a folder that is written.
 
-"training" is what finetune's command line and recipe say together. `serve` looks at its models by itself.
+"training" is what finetune's command line and recipe say together, "prediction" what predict was given once its options
+fit each other. `serve` looks at its models by itself.
 """
 
 

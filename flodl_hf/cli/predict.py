@@ -31,6 +31,7 @@ from flodl_hf.cli.options import (
     file_option,
     running_option,
 )
+from flodl_hf.cli.places import check_places
 from flodl_hf.cli.shared import (
     Json,
     Local,
@@ -170,6 +171,7 @@ def command(
     if page is not None and (source is not None or out is not None):
         _misused("--html draws the answers to texts; it has no room for --in and --out")
     if source is not None and out is not None and not text:
+        check_places("prediction", {"model": model, "source": source, "out": out})
         said = {"question": question, "query": query, "on_error": on_error, "restart": restart, "head": head}
         _file(model, source, out, {**files, **said, **options}, loading, device, json_output)
         return
@@ -184,6 +186,7 @@ def command(
     if files or restart or on_error != "stop":
         named = [f"--{name.replace('_', '-')}" for name in files] or ["--restart" if restart else "--on-error"]
         _misused(f"{', '.join(named)}: needs --in FILE and --out FILE")
+    check_places("prediction", {"model": model})
     if text is None and sys.stdin.isatty():
         say("reading texts from standard input, one a line (Ctrl-D ends)")
     if page is not None and (page.is_dir() or not page.parent.is_dir()):

@@ -71,7 +71,7 @@ def test_a_run_is_told_from_beginning_to_end(tmp_path):
     lane = record.lanes.ranks["0"]
     assert sum(bin_[0] for bin_ in lane["bins"]) > 0
     spent = [sum(bin_[place] for bin_ in lane["bins"]) for place in range(4)]
-    assert sum(spent) <= record.t
+    assert sum(spent) <= record.t + 0.01  # which has two decimals
     assert spent[3] > 0  # two evaluations
     blocks = record.model["parts"][3]["parts"][0]
     assert blocks["folded"] == ["3.0", "3.1", "3.2"]

@@ -18,7 +18,7 @@ from flodl_hf.cli.places import FILE, FOLDER, MODEL, PLACES, ROWS
 
 # A command line of each command, with a word for each parameter of `PLACES`.
 LINES = {
-    "predict": "predict model --in source --out out.jsonl",
+    "prediction": "predict model --in source --out out.jsonl",
     "encode": "encode model --in source --out out.npy",
     "search": "search model query --in corpus --vectors vectors",
     "mine": "mine model --in source --corpus corpus --out out.jsonl",

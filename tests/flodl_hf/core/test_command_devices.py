@@ -60,6 +60,7 @@ def test_the_best_device_is_taken_and_named(folder: str, on_a_gpu: list[Any], tm
     done = run("predict", folder, "the cat", "--device", "cuda:1", "--json")
     assert on_a_gpu.pop() == "cuda:1"
     assert "on cuda:1 (GPU 1)\n" in done.stderr
+    (tmp_path / "in.txt").write_text("the cat\n")
     files = ["--in", tmp_path / "in.txt", "--out", tmp_path / "out.jsonl"]
     done = run("predict", folder, *files)
     assert on_a_gpu.pop() == "cuda"

@@ -86,7 +86,7 @@ def test_what_has_no_use_is_said(folder: Path, tmp_path: Path) -> None:
     assert "--out needs --in" in run("predict", folder, "--out", "-", code=2).stderr
     absent = tmp_path / "absent" / "out.csv"
     done = run("predict", folder, "--in", tmp_path / "in.txt", "--out", absent, code=1)
-    assert f"there is no folder {absent.parent}" in done.stderr
+    assert f"{absent}: its folder does not exist; make it first" in done.stderr
     near = folder.with_name(folder.name + "s")
     assert f"did you mean '{folder.name}'?" in run("predict", near, "the cat", code=1).stderr
 

@@ -87,11 +87,13 @@ def test_a_recipe_an_overlay_and_the_command_line_lie_over_each_other(
 
 
 @pytest.mark.parametrize("summed", [Summed("peer memory"), Summed("NCCL", "FLODL_PEER_MEMORY is 0")], ids=str)
-def test_by_what_gradients_were_summed_is_said(summed: Summed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_what_gradients_were_summed_is_said(summed: Summed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = tmp_path / "t.csv"
+    train.write_text("text,label\na cat,1\n")
     model: Any = None
     done = FinetuneResult(model, None, "rank", {}, [], [], 2, 2, 1.0, {}, summed=summed)
     monkeypatch.setattr(run_module, "finetune", lambda *args, **options: done)
-    said = run("finetune", "m", "--train", "t.csv", "--json")
+    said = run("finetune", "m", "--train", train, "--json")
     assert f"gradients: summed by {summed}\n" in said.stderr
     assert json.loads(said.stdout)["summed"] == {"by": summed.by, "reason": summed.reason}
 

@@ -177,7 +177,8 @@ def test_negatives_by_the_command(base: Path, tmp_path: Path) -> None:
     [
         (("encode", "BASE", "--in", "ROWS", "--out", "v.txt"), "names no format"),
         (("encode", "no-model", "--in", "ROWS", "--out", "nowhere/v.npy"), "its folder does not exist"),
-        (("search", "BASE", "a", "--in", "ROWS", "--vectors", "none.npy"), "no vectors that can be read"),
+        (("search", "BASE", "a", "--in", "ROWS", "--vectors", "none.npy"), "none.npy: no such file"),
+        (("search", "BASE", "a", "--in", "ROWS", "--vectors", "ROWS"), "no vectors that can be read"),
         (("encode", "BASE", "--in", "ROWS", "--out", "v.npy", "--text-column", "b"), "no column 'b'"),
     ],
 )
