@@ -24,6 +24,7 @@ from flodl.distributed.sharded import shard_model, spread
 from flodl.distributed.sync import Sync
 from flodl.distributed.timeline import Timeline
 from flodl.errors import TrainError
+from flodl.signals import StopSignals
 from flodl.train.callback import Hooks
 from flodl.train.epoch_figures import Tally
 from flodl.train.evaluate import Callbacks, Evaluator
@@ -39,7 +40,6 @@ from flodl.train.requests import Wishes
 from flodl.train.saving.identity import check_same_model, identity
 from flodl.train.settings import Settings
 from flodl.train.sharding import check_sharding
-from flodl.train.signals import StopSignals
 from flodl.train.step import Step, TrainStep
 from flodl.train.steplog import StepLog
 

@@ -7,7 +7,7 @@ import os
 import sys
 
 from flodl.errors import FlodlError
-from flodl.train.signals import StopSignals
+from flodl.signals import StopSignals
 from flodl_hf.bulk.file import predict_file
 
 __all__: list[str] = []

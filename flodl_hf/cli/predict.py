@@ -370,7 +370,7 @@ def file_to_file(
 
     ``called`` is what the output is called where that is not its path.
     """
-    from flodl.train.signals import StopSignals
+    from flodl.signals import StopSignals
     from flodl_hf.bulk.parts import Parts
     from flodl_hf.bulk.ranks import Rank
 

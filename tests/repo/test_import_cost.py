@@ -94,3 +94,10 @@ print(sorted({name for name in others if {name, "flodl_hf.cli." + name} & set(sy
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["[]"]
+
+
+@pytest.mark.parametrize(
+    "module", ["flodl_hf.bulk.worker", "flodl_hf.cli.predict", "flodl_hf.vectors.files", "flodl.signals"]
+)
+def test_prediction_comes_without_training(module: str) -> None:
+    assert not [name for name in imported(module)["new"] if str(name).startswith("flodl.train")]  # type: ignore[attr-defined]
