@@ -185,10 +185,13 @@ def expect_file(path: str | os.PathLike[str]) -> None:
     """Refuse a path that is no file's, saying which files are near.
 
     Raises:
-        DataError: nothing is there, or a folder is.
+        DataError: nothing is there, or a folder, a pipe or a device is.
     """
     if os.path.isfile(path):  # no for a path that none can have, where Path.is_file raises
         return
+    if os.path.exists(path) and not os.path.isdir(path):
+        found = "is a pipe or a device; expected a file, which can be read again: write it to one first"
+        raise DataError(f"{os.fspath(path)}: {found}", path=os.fspath(path))
     folder, name = (path, "") if os.path.isdir(path) else os.path.split(path)
     folder = folder or os.curdir
     names: list[str] = []

@@ -17,6 +17,7 @@ __all__ = ["MAX_CONFIG_BYTES", "Odd", "config_text_of", "read_json"]
 
 MAX_CONFIG_BYTES = 1_000_000  # the largest on the Hub are label lists of some ten thousand entries
 _MOST_DIGITS = 400  # more than the largest float has
+_MOST_LEVELS = 100  # those on the Hub have less than ten
 
 
 # What a folder without config.json may be instead.
@@ -88,6 +89,17 @@ def _holds_no_number(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
+def _is_deep(value: Any) -> bool:
+    """Return whether tables and lists lie in one another deeper than functions that call themselves may follow."""
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        inside = (part.values() if isinstance(part, dict) else part for part in level)
+        level = [one for values in inside for one in values if isinstance(one, (dict, list))]
+        if not level:
+            return False
+    return True
+
+
 def read_json(text: str | bytes, where: str, odd: Odd | None = None) -> dict[str, Any]:
     """Return the object that ``text`` holds, read strictly.
 
@@ -146,6 +158,8 @@ def read_json(text: str | bytes, where: str, odd: Odd | None = None) -> dict[str
         raise fault(f"not JSON ({error})") from None
     if not isinstance(value, dict):
         raise fault(f"a JSON {type(value).__name__}")
+    if _is_deep(value):
+        raise fault("nested too deeply")
     if odd is not None and ("NaN" in text or "Infinity" in text):
         odd.not_finite += [name for name, one in value.items() if _holds_no_number(one)]
     return value

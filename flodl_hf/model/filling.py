@@ -118,7 +118,8 @@ class FiniteCheck:
     """Looks through weights for values that are no numbers, beside what the caller does meanwhile.
 
     One pass for the greatest number of each tensor. Without their signs, floating numbers are ordered as their bits
-    are, with infinities and NaN above all others; so integers are compared, by threads that hold no lock.
+    are, with infinities and NaN above all others; so integers are compared, by threads that hold no lock. They
+    have ended when the context of this is left: a process that ends while they are in torch's code is aborted.
     """
 
     def __init__(
@@ -165,6 +166,14 @@ class FiniteCheck:
                     self._done(tensor)
         except BaseException as fault:
             self._failed = fault
+
+    def __enter__(self) -> FiniteCheck:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pending.clear()  # nobody asks any more
+        for thread in self._threads:
+            thread.join()
 
     def wait(self, where: str, report: LoadReport, *, allowed: bool) -> None:
         """Return when all were looked through.

@@ -172,9 +172,10 @@ def _load(
     config, relabelled = _configured(folder, head, asked, adapter)
     read = _read_folder(folder, config, head, asked, warming, relabelled=relabelled)
     report, kept = read.plan.report, _kept(read.plan.report.ignored, config)
-    tokenizer = load_tokenizer(folder, config, strict=False)
     stored = read.manifest.index_name or read.manifest.files[0].name
-    read.finite.wait(str(folder / stored), report, allowed=asked.allow_nonfinite)
+    with read.finite:
+        tokenizer = load_tokenizer(folder, config, strict=False)
+        read.finite.wait(str(folder / stored), report, allowed=asked.allow_nonfinite)
     if tokenizer is not None:
         few = tokenizer.few_tokens(config.encoder.vocab_size)
         report.notes += (*tokenizer.notes, *([few] if few else ()))

@@ -41,7 +41,8 @@ class Warming:
 
     @staticmethod
     def _start(what: Callable[..., None], *args: object) -> Thread:
-        thread = Thread(target=what, args=args, name="flodl-hf-warm", daemon=True)
+        # The end of the process waits for it: one that is ended in torch's code aborts the process.
+        thread = Thread(target=what, args=args, name="flodl-hf-warm")
         thread.start()
         return thread
 

@@ -4,6 +4,7 @@ import builtins
 import csv
 import gzip
 import json
+import os
 
 import numpy as np
 import pytest
@@ -350,3 +351,10 @@ def test_values_of_numpy_are_values_of_python():
         assert found == wanted
         assert [type(v) for row in found for v in row.values()] == [type(v) for row in wanted for v in row.values()]
     assert type(load_rows(rows)[0]["hot"][0]) is bool
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no pipes by name")
+def test_a_pipe_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="pipe: is a pipe or a device; expected a file"):
+        load_rows(tmp_path / "pipe")

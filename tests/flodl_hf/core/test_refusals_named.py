@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ import pytest
 
 from flodl.errors import CheckpointError, ConfigError
 from flodl_hf import load
+from flodl_hf.errors import TokenizerError
+from flodl_hf.model import filling
 
 Saved = Callable[..., Path]
 # Tables that nobody knows are read by that code, maybe, and refused.
@@ -41,6 +45,17 @@ def test_a_value_that_is_no_number_is_named_by_its_key(folder: Path, key: str, n
     with pytest.raises(ConfigError, match=finite if "N" in number or "I" in number else read) as caught:
         load(folder, strict_config=True)
     assert "int_max_str_digits" not in str(caught.value)
+
+
+@pytest.mark.parametrize("inner", ["1", "NaN"])
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
+def test_values_that_lie_too_deep_are_refused(folder: Path, inner: str, opening: str, closing: str) -> None:
+    text = (folder / "config.json").read_text("utf-8")
+    for depth in (100, 300, 500, 800, 980):
+        deep = '{"deep": ' + opening * depth + inner + closing * depth + ", "
+        (folder / "config.json").write_text(text.replace("{", deep, 1))
+        with pytest.raises(ConfigError, match=r"config\.json: nested too deeply; expected a JSON object"):
+            load(folder)
 
 
 def test_a_key_of_another_family_may_hold_anything(folder: Path) -> None:
@@ -75,3 +90,20 @@ def test_line_separators_are_written_out(folder: Path) -> None:
         load(folder)
     assert "a\\u2028b" in str(caught.value)
     assert "\u2028" not in str(caught.value)
+
+
+def test_no_thread_goes_on_after_a_refusal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends while a thread is in torch's code is aborted, with a status that nobody expects."""
+    seen: list[int] = []
+
+    def slow(tensor: Any) -> int:
+        seen.append(tensor.numel())
+        time.sleep(0.05)
+        return 0
+
+    monkeypatch.setattr(filling, "_largest_bits", slow)
+    (folder / "tokenizer.json").write_text("{[]}")
+    with pytest.raises(TokenizerError, match="not valid JSON"):
+        load(folder)
+    assert 0 < len(seen) < 20  # of forty
+    assert not [thread for thread in threading.enumerate() if thread.name == "flodl-hf-finite"]

@@ -1,12 +1,15 @@
 """What a token takes is counted as often as layers are called; small batches say little of a device's pace."""
 
+import time
 from typing import Any
 
 import pytest
+import torch
 
 from flodl_hf.auto import head_named
+from flodl_hf.backends import cpu_products
 from flodl_hf.config.model_config import ModelConfig
-from flodl_hf.serving.peak import Pace, operations_of_token
+from flodl_hf.serving.peak import Pace, operations_of_token, peak_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64,
@@ -19,6 +22,17 @@ def test_operations_of_a_token(family: str, more: dict[str, Any], projection: in
     """ALBERT's three layers are one module; its embeddings are brought to the layers' width."""
     model: Any = head_named("base").model.from_config(ModelConfig.for_model(family, **SIZES, **more))
     assert operations_of_token(model) == 2 * (3 * (4 * 32 * 32 + 2 * 32 * 64) + projection)
+
+
+def test_the_peak_is_that_of_the_faster_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On AMD's processors oneDNN multiplies twice as fast as torch's own product."""
+    monkeypatch.setattr(cpu_products, "has_onednn", lambda dtype: True)
+    monkeypatch.setattr(cpu_products, "OneDnnLinear", lambda weight, bias, at_once: lambda x: x)  # in no time
+    monkeypatch.setattr(torch, "mm", lambda *matrices, out: time.sleep(0.005))
+    at_most = 2 * 512**3 / 0.005
+    assert peak_of(torch.device("cpu"), torch.float32) > at_most
+    monkeypatch.setattr(cpu_products, "has_onednn", lambda dtype: False)
+    assert peak_of(torch.device("cpu"), torch.float32) <= at_most
 
 
 def test_the_pace_is_that_of_full_batches() -> None:
