@@ -406,6 +406,7 @@ def test_several_writers_and_a_reader_never_mix(tmp_path: Path) -> None:
     def write_for_ever() -> None:
         while True:
             replace(target, f"{os.getpid()} {time.monotonic_ns()}")
+            time.sleep(0.001)  # one that never pauses may keep the other from its turn
 
     writers = [in_child(write_for_ever) for _ in range(2)]
     seen: set[str] = set()
