@@ -14,7 +14,7 @@ def warn_of(config: ModelConfig, stacklevel: int) -> None:
     """Warn of settings that are passed over, and of sizes that the file leaves out; one warning for each."""
     if config.overruled:
         warnings.warn(
-            f"{config.where}: settings that do not hold are passed over, as by transformers:\n"
+            f"{config.where}: settings contradict others of the file and are passed over, as by transformers:\n"
             f"{capped(config.overruled)}\nRemove what does not hold; strict_config=True refuses such a file.",
             stacklevel=stacklevel + 1,
         )

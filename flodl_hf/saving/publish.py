@@ -267,10 +267,13 @@ class _Stage:
         while True:
             os.mkdir(self.folder)  # not tempfile: its 0700 would become the mode of the published folder
             self._lock = _lock(self.folder, wait=True)
-            # A sweep may have taken the new folder for a stale one, before it was locked.
-            if self._lock is None or self._lock.holds(self.folder):
-                return
-            self._lock.close()
+            # A sweep may have taken the new folder for a stale one before it was locked, or even opened.
+            if self._lock is None and self.folder.is_dir():
+                return  # there are no locks here
+            if self._lock is not None:
+                if self._lock.holds(self.folder):
+                    return
+                self._lock.close()
             self.folder = self._named()
 
     def clear(self) -> None:

@@ -165,7 +165,7 @@ def test_an_odd_folder_has_the_numbers_of_transformers_and_is_written_again(
 
 def test_names_that_are_no_labels_are_told_and_refused_where_all_has_to_hold(saved: Saved) -> None:
     folder = made(saved("bert", "sequence_classification"), ODD["labels with a gap"][0])
-    with pytest.warns(UserWarning, match=r"config.json: settings that do not hold.*\n.*id2label: names 2 labels"):
+    with pytest.warns(UserWarning, match=r"config.json: settings contradict.*\n.*id2label: names 2 labels"):
         assert load(folder).config.labels == ("a", "LABEL_1")
     with pytest.raises(ConfigError, match=r"config.json.*\n.*id2label: names 2 labels, and their ids are not 0 to 1"):
         load(folder, strict_config=True)

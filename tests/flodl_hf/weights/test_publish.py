@@ -8,10 +8,12 @@ import random
 import signal
 import stat
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -307,6 +309,8 @@ def in_child(work: Callable[[], object]) -> int:
     if child == 0:  # pragma: no cover - killed, or leaves at once
         try:
             work()
+        except Exception:
+            traceback.print_exc()
         finally:
             os._exit(0)
     return child
@@ -400,13 +404,28 @@ def read_pinned(folder: Path) -> set[str]:
         os.close(descriptor)
 
 
+def test_a_stage_that_another_writer_took_for_a_stale_one_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, taken = publish_module._lock, []
+
+    def swept(folder: Path, *, wait: bool) -> Any:
+        if not taken and wait:
+            taken.append(folder)
+            folder.rmdir()  # between its making and its opening
+        return plain(folder, wait=wait)
+
+    monkeypatch.setattr(publish_module, "_lock", swept)
+    assert versions(replace(tmp_path / "out", "new")) == {"new"}
+    assert len(taken) == 1
+
+
 def test_several_writers_and_a_reader_never_mix(tmp_path: Path) -> None:
     target = good(tmp_path / "out")
 
     def write_for_ever() -> None:
         while True:
             replace(target, f"{os.getpid()} {time.monotonic_ns()}")
-            time.sleep(0.001)  # one that never pauses may keep the other from its turn
 
     writers = [in_child(write_for_ever) for _ in range(2)]
     seen: set[str] = set()
