@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,11 +90,10 @@ def write_safetensors(
             problems=["exists"],
         ) from error
     try:
-        with file, ThreadPoolExecutor(1) as hashing:
+        with file:
             for chunk in _chunks(composed, items):
-                hashed = hashing.submit(digest.update, chunk)
                 _write_fully(file.fileno(), chunk)
-                hashed.result()  # before the memory is another tensor's
+                digest.update(chunk)
                 size += len(chunk)
     except BaseException:
         place.unlink(missing_ok=True)
