@@ -181,6 +181,7 @@ class Recorder:
         run = {
             "ranks": event.world,
             "policy": event.policy,
+            "policy_reason": event.policy_reason or None,
             "epochs": event.epochs,
             "steps": total,
             "steps_per_epoch": event.steps_per_epoch or None,

@@ -184,7 +184,7 @@ class TrainerBuilder:
         return self
 
     def policy(self, name: str) -> TrainerBuilder:
-        """Follow ``"sync"``, ``"cadence"`` or ``"async"``; by default Sync, and Cadence on unequal devices."""
+        """Use ``"sync"``, ``"cadence"`` or ``"async"``; the default is Sync, and Cadence where device names differ."""
         return self.set(policy=name.lower())
 
     def backend(self, name: str) -> TrainerBuilder:

@@ -58,6 +58,8 @@ class ShowProgress:
             parts += [f"going on from step {event.step:,}"] if event.resumed_from else []
             if parts:
                 self._say(f"{self.what}: {', '.join(parts)}")
+            if event.world > 1:
+                self._say(f"policy: {event.policy}, because {event.policy_reason}")
         elif self._progress is None:
             return
         elif isinstance(event, StepDone):
@@ -74,9 +76,10 @@ class ShowProgress:
         elif isinstance(event, Decided):
             self._say(f"step {event.step:,}: {event.rule} ({event.reason})")
         elif isinstance(event, Warned):
-            self._say(f"warning: {in_words(event.message)}")
+            self._say(f"warning: {in_words(event.message)}", always=True)
         elif isinstance(event, SaveFailed):
-            self._say(f"warning: the checkpoint of step {event.step:,} could not be written: {event.reason}")
+            text = f"warning: the checkpoint of step {event.step:,} could not be written: {event.reason}"
+            self._say(text, always=True)
         elif isinstance(event, RunDone):
             self._progress.update(event.step)
             self.close()
@@ -94,9 +97,10 @@ class ShowProgress:
         elif isinstance(event, Observed) and event.scope == "epoch" and level >= Verbosity.DEBUG:
             self._say(f"epoch {event.epoch + 1}: {', '.join(figures_of(event.values))}")
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, *, always: bool = False) -> None:
+        """Print a line; one that is not for ``always`` is left out of runs that may be over soon."""
         progress = self._progress
-        if progress is not None and (self.show or progress.elapsed >= AFTER_S):
+        if progress is not None and (self.show or always or progress.elapsed >= AFTER_S):
             progress.say(text)
 
     def close(self) -> None:

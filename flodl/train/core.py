@@ -19,7 +19,7 @@ from torch import nn
 from flodl.distributed.average import model_tensors
 from flodl.distributed.group import Ranks
 from flodl.distributed.local_steps import LocalSteps
-from flodl.distributed.policy import choose_policy, make_policy
+from flodl.distributed.policy import Choice, choose_policy, make_policy
 from flodl.distributed.sharded import shard_model, spread
 from flodl.distributed.sync import Sync
 from flodl.distributed.timeline import Timeline
@@ -55,6 +55,7 @@ class TrainerCore:
         ranks: this process among its peers; ``ranks.device`` is where batches should be.
         events: subscribe here to what happens.
         epoch_number: the epoch that is running or comes next, counted from 0.
+        policy_choice: the name of the policy, and why it was chosen.
         stopping: no further step is taken.
         min_rows: the fewest rows that the model can learn from at once.
         watch: time since the last step.
@@ -115,8 +116,9 @@ class TrainerCore:
             WeightAverage(model, settings.ema, warmup=settings.ema_warmup) if settings.ema is not None else None
         )
         self.graphs = self.observing.graphs
-        wanted = "sync" if self.sharded else settings.policy
-        self.use_policy(choose_policy(ranks, wanted, settings.slowdown.get(ranks.rank, 1.0)))
+        together = f"shard={settings.shard!r}" if self.sharded else "ema" if settings.ema is not None else None
+        slowdown = settings.slowdown.get(ranks.rank, 1.0)
+        self.use_policy(choose_policy(ranks, settings.policy, slowdown=slowdown, together=together))
         self.train_step = train_step
         self.timeline = _timeline(ranks) if settings.timeline else None
         if self.timeline is not None:
@@ -126,13 +128,14 @@ class TrainerCore:
         norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
         self.min_rows = 2 if norms else 1
 
-    def use_policy(self, name: str) -> None:
-        """Have ranks meet by the policy of this name, and steps taken as it wants them.
+    def use_policy(self, choice: Choice) -> None:
+        """Set the policy of the run, and create the step that fits it.
 
         Raises:
             TrainError: the policy cannot keep an average of the weights.
         """
-        settings, ranks = self.settings, self.ranks
+        settings, ranks, name = self.settings, self.ranks, choice.name
+        self.policy_choice = choice
         # Ranks that hold different parts have nothing to compare.
         knobs = replace(settings.knobs, check_every=0) if self.sharded else settings.knobs
         self.policy: Sync | LocalSteps = make_policy(name, ranks, self.model, knobs)

@@ -71,13 +71,14 @@ class Past:
 class RunStarted(Event):
     """The run begins or goes on: how much work is known to lie ahead, and what lies behind.
 
-    ``total_steps`` is the best guess of all steps.
+    ``total_steps`` is the best guess of all steps; ``policy_reason`` states why the policy was chosen.
     """
 
     world: int
     policy: str
     epochs: int
     steps_per_epoch: int
+    policy_reason: str = ""
     max_steps: int | None = None
     step: int = 0
     epoch: int = 0

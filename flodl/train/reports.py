@@ -27,6 +27,7 @@ def report_start(trainer: TrainerCore, past: Past, resumed_from: str | None) -> 
             rank=trainer.ranks.rank,
             world=trainer.ranks.world,
             policy=trainer.policy.name,
+            policy_reason=trainer.policy_choice.reason,
             epochs=settings.num_epochs,
             steps_per_epoch=feed.turns(trainer.epoch_number) if feed is not None else 0,
             max_steps=settings.max_steps,
@@ -36,7 +37,9 @@ def report_start(trainer: TrainerCore, past: Past, resumed_from: str | None) -> 
             past=past,
         )
     )
-    for remark in settings.remarks if trainer.ranks.rank == 0 else ():
+    warning = trainer.policy_choice.warning
+    remarks = (*settings.remarks, *([warning] if warning else []))
+    for remark in remarks if trainer.ranks.rank == 0 else ():
         trainer.events.emit(Warned(rank=0, step=trainer.policy.lr_step, message=remark))
 
 

@@ -133,7 +133,7 @@ class Settings:
         shuffle: a new order each epoch.
         drop_last: leave out the ragged last batch; off, since nothing is dropped unasked.
         seed: decides the order of data and, with the rank, all random generators.
-        policy: ``"sync"``, ``"cadence"``, ``"async"``; None chooses by the devices.
+        policy: ``"sync"``, ``"cadence"``, ``"async"``; None chooses Sync, or Cadence where the names of devices differ.
         shard: ``"fsdp"`` cuts weights, gradients and the optimiser's state into a part for each rank
             (`flodl.distributed.sharded`); with one rank it changes nothing. None has all of them on every rank.
         knobs: settings of the policy.

@@ -60,6 +60,7 @@ def papers(job: Job, result: FinetuneResult, judged: Judged | None = None) -> di
         "losses": result.losses,
         "changes": result.changes,
         "notes": job.notes,
+        "policy": result.policy,
         "recorded": None if result.recorded is None else asdict(result.recorded),
         "summed": None if result.summed is None else asdict(result.summed),
         "tuned": None if result.tuned is None else result.tuned.to_dict(),

@@ -283,7 +283,9 @@ class Options:
 
     devices: Any = _opt(None, "Number of devices, their names (cpu,cpu), or auto for all; under torchrun not needed.")  # noqa: RUF009
     policy: str | None = _opt(
-        None, "sync, cadence or async; by default as the devices suit.", among=("sync", "cadence", "async")
+        None,
+        "sync, cadence or async; default: sync, or cadence where device names differ.",
+        among=("sync", "cadence", "async"),
     )
     shard: str | None = _opt(
         None, "fsdp: weights, gradients and optimiser state in a part for each device.", among=("fsdp",)

@@ -64,6 +64,7 @@ class FinetuneResult:
         holds_model: whether the trained model is in this process.
         generator: the model of masked words that was trained besides, written to ``generator`` inside of the folder;
             None without the option of that name.
+        policy: ``name`` of the policy by which ranks shared the work, and the ``reason`` why it was chosen.
     """
 
     model: EncoderModel
@@ -82,6 +83,7 @@ class FinetuneResult:
     summed: Summed | None = field(default=None, repr=False)
     holds_model: bool = True
     generator: EncoderModel | None = field(default=None, repr=False)
+    policy: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the model as JSON types."""
@@ -146,6 +148,7 @@ def _run_dict(run: FinetuneResult) -> dict[str, Any]:
             "tuned": None if run.tuned is None else run.tuned.to_dict(),
             "recorded": None if run.recorded is None else asdict(run.recorded),
             "summed": None if run.summed is None else asdict(run.summed),
+            "policy": run.policy,
         }
     )
 

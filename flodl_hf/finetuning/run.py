@@ -141,7 +141,7 @@ def finetune(
     result = FinetuneResult(
         found, written, name_of(job.task), ended.metrics, notes.history, notes.losses, notes.steps, ended.best_step,
         ended.seconds, recipe, list(notes.past.changes), tuned, notes.recorded, notes.summed, ended.is_whole,
-        ended.beside if ended.is_whole else None,
+        ended.beside if ended.is_whole else None, notes.policy,
     )  # fmt: skip
     if written is not None:
         _write(job, ended.model, result, written, overwrite, ended.judged)
@@ -236,6 +236,7 @@ class _Notes:
         self.history: list[dict[str, Any]] = []
         self.steps = 0
         self.past = Past()
+        self.policy: dict[str, str] = {}
         self.recorded: Any = None
         self.summed: Any = None
         self.best: Best | None = None
@@ -247,6 +248,7 @@ class _Notes:
 
     def __call__(self, event: Any) -> None:
         if isinstance(event, RunStarted):  # comes again where ranks were started again
+            self.policy = {"name": event.policy, "reason": event.policy_reason}
             self.past, self.losses = event.past, list(event.past.losses)
             self.history = [dict(row) for row in event.past.evaluations]
             self.steps = event.step

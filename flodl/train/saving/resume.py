@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from flodl.distributed.policy import Choice
 from flodl.distributed.rounds import Knobs
 from flodl.distributed.sharded import local, whole_parts
 from flodl.errors import TrainError, capped
@@ -154,7 +155,7 @@ def restore(trainer: TrainerCore, saved: Checkpoint) -> list[dict[str, object]]:
     own = [saved.values[f"rank-{rank}-state"] for rank in range(world)]
     policy = run["recipe"]["policy"]
     if trainer.settings.policy is None and not trainer.ranks.solo and policy != trainer.policy.name:
-        trainer.use_policy(policy)
+        trainer.use_policy(Choice(policy, "the checkpoint was written with it"))
     check_fits(trainer.model, whole_model(saved.tensors))
     changes = _compare(trainer, run["recipe"], saved)
     if policy != trainer.policy.name and not _between_epochs(run["policy"]):

@@ -67,7 +67,8 @@ def test_a_run_is_told_from_beginning_to_end(tmp_path):
     assert {"train/lr", "train/grad_norm", "train/accuracy", "speed/step_ms"} <= set(record.series)
     assert [(row["epoch"], row["step"], row["samples"]) for row in record.epochs] == [(1, 12, 96), (2, 24, 96)]
     assert record.facts["model"]["parameters"] == sum(p.numel() for p in make_model().parameters())
-    assert record.facts["run"] == {"ranks": 1, "policy": "sync", "epochs": 2, "steps": 24, "steps_per_epoch": 12}
+    about = {"policy": "sync", "policy_reason": "there is one rank"}
+    assert record.facts["run"] == {"ranks": 1, **about, "epochs": 2, "steps": 24, "steps_per_epoch": 12}
     lane = record.lanes.ranks["0"]
     assert sum(bin_[0] for bin_ in lane["bins"]) > 0
     spent = [sum(bin_[place] for bin_ in lane["bins"]) for place in range(4)]
@@ -302,6 +303,7 @@ def test_each_rank_has_a_lane(policy):
     told = [line[3] for line in record.log if "summed" in line[3]]
     assert told == ["gradients were summed by gloo"] * (policy == "sync")
     assert record.facts["run"]["ranks"] == 2
+    assert (record.facts["run"]["policy"], record.facts["run"]["policy_reason"]) == (policy, "it was requested")
     assert record.state["status"] == "finished"
 
 

@@ -5,16 +5,18 @@ import time
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from flodl.data import DataLoader, TensorRows
 from flodl.distributed import RankError, launch
+from flodl.distributed import policy as policies
 from flodl.distributed.average import BufferMean, ParameterMean, check_equal
-from flodl.distributed.policy import choose_policy, make_policy
+from flodl.distributed.policy import make_policy
 from flodl.distributed.rounds import Knobs
 from flodl.errors import TrainError
-from flodl.train import EpochMetrics, Loss, RunDone, RunStarted, Saved, Synced, Trainer, adamw, sgd
+from flodl.train import EpochMetrics, Loss, RunDone, RunStarted, Saved, Synced, Trainer, Warned, adamw, sgd
 
 torch.set_num_threads(1)
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
@@ -242,13 +244,54 @@ def test_ranks_that_build_unlike_models_are_told_before_they_talk():
     assert "rank 1 has other parameters" in str(caught.value)
 
 
-def chosen(ranks, slow):
-    return choose_policy(ranks, None, slow if ranks.rank == 1 else 1.0)
+def numbers(case, monkeypatch, ranks=2, **settings):
+    """Return the weights, losses and events of a run whose ranks measure these times and have these device names."""
+    ms, names = case
+    with monkeypatch.context() as fake:
+        fake.setattr(policies, "_probe_ms", lambda device: ms[dist.get_rank()])
+        fake.setattr(policies, "_device_name", lambda device: names[dist.get_rank()])
+        made = Trainer.builder(make_plain, sgd(0.1), double_step).dataset(make_data()).batch_size(8).num_epochs(2)
+        events = []
+        made.devices(ranks, start="fork").set(timeout_s=20, **settings).subscribe(events.append)
+        trained = made.run().join()
+    [start] = [event for event in events if isinstance(event, RunStarted)]
+    warnings = [event.message for event in events if isinstance(event, Warned)]
+    return torch.cat([trained.parameters[name].flatten() for name in sorted(trained.parameters)]), start, warnings
 
 
-def test_equal_ranks_default_to_sync_and_unequal_ones_to_cadence():
-    assert launch(chosen, (1.0,), ranks=2, start="fork").wait() == ["sync", "sync"]
-    assert launch(chosen, (2.5,), ranks=2, start="fork").wait() == ["cadence", "cadence"]
+def make_plain(device):
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).double()
+
+
+def double_step(model, batch):
+    return step(model, {**batch, "x": batch["x"].double()})
+
+
+SAME, UNLIKE = ("H100", "H100"), ("H100", "A100")
+
+
+@pytest.mark.parametrize("settings", [{}, {"shares": (3.0, 1.0), "ema": 0.9}, {"slowdown": {1: 1.2}}], ids=str)
+def test_a_measured_time_changes_no_number(settings, monkeypatch):
+    alone, start, _ = numbers(((1.0, 1.0), SAME), monkeypatch, ranks=1, ema=settings.get("ema"))
+    assert (start.policy, start.policy_reason) == ("sync", "there is one rank")
+    equal, start, none = numbers(((1.0, 1.0), SAME), monkeypatch, **settings)
+    unequal, told, warnings = numbers(((5.0, 1.0), SAME), monkeypatch, **settings)
+    assert torch.equal(unequal, equal)
+    torch.testing.assert_close(equal, alone, rtol=1e-12, atol=1e-12)
+    assert (start.policy, told.policy) == ("sync", "sync")
+    assert "2 x H100" in told.policy_reason
+    assert not none
+    assert len([text for text in warnings if 'policy="cadence"' in text]) == 1
+
+
+def test_unlike_devices_choose_cadence_unless_a_setting_needs_common_steps(monkeypatch):
+    _, start, _ = numbers(((1.0, 1.0), UNLIKE), monkeypatch)
+    assert start.policy == "cadence"
+    assert "A100, H100" in start.policy_reason
+    _, start, _ = numbers(((1.0, 1.0), UNLIKE), monkeypatch, ema=0.9)
+    assert (start.policy, "ema" in start.policy_reason) == ("sync", True)
+    _, start, _ = numbers(((1.0, 1.0), UNLIKE), monkeypatch, policy="sync")
+    assert (start.policy, start.policy_reason) == ("sync", "it was requested")
 
 
 # ---- the other tiers on several ranks ---------------------------------------------------------------

@@ -54,6 +54,7 @@ def test_a_model_comes_out_with_its_papers(base: Path, files: tuple[str, str], t
     assert "| train | train.csv | 40 |" in card
     assert str(tmp_path) not in card
     facts = json.loads((out / "training.json").read_text())
+    assert facts["policy"] == {"name": "sync", "reason": "there is one rank"}
     assert f"| accuracy | {facts['metrics']['accuracy']:.4f} |" in card
     assert facts["data"]["train"]["rows"] == 40
     config = json.loads((out / "config.json").read_text())
