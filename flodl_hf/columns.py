@@ -6,14 +6,15 @@ found here can always be said by the caller instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
 
 from flodl.errors import DataError, capped, nearest
 
-__all__ = ["NAMES", "Columns", "column_names", "flag_of", "infer_columns", "pair_columns"]
+__all__ = ["NAMES", "Columns", "column_names", "data_columns", "flag_of", "infer_columns", "pair_columns"]
 
 Task = Literal["sequence-classification", "token-classification", "question-answering", "masked-lm", "embedding"]
 
@@ -81,7 +82,7 @@ def infer_columns(rows: Sequence[Mapping[str, Any]], named: str | None = None, /
         f"{role}={name!r}"
         + (nearest(str(name), names) if role in NAMES else f": no such role, known are {list(NAMES)}")
         for role, name in said.items()
-        if role not in NAMES or (name is not None and name not in names)
+        if role not in NAMES or (name is not None and name not in names and not any(name in row for row in rows))
     ]
     if wrong:
         raise DataError(f"columns: {'; '.join(wrong)}; the data has columns {names}", names=names, problems=wrong)
@@ -162,8 +163,16 @@ def flag_of(value: Any) -> bool | None:
 
 
 def column_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the columns that any of the rows has, in their order."""
-    return list(dict.fromkeys(name for row in rows for name in row))
+    """Return the columns that any of the rows has, in their order, without columns of row numbers."""
+    return data_columns(dict.fromkeys(name for row in rows for name in row))
+
+
+def data_columns(names: Iterable[str]) -> list[str]:
+    """Return the columns that contain data: not the row numbers of data frames, whose columns have no name."""
+    return [name for name in names if not _ROW_NUMBERS.fullmatch(name)]
+
+
+_ROW_NUMBERS = re.compile(r"Unnamed: \d+(\.\d+)*|__index_level_\d+__")
 
 
 def _meant(name: str, said: Mapping[str, str]) -> str:
@@ -185,8 +194,8 @@ def pair_columns(rows: Sequence[Mapping[str, Any]], said: Mapping[str, str] | No
     Raises:
         DataError: a named column is absent, or there are no two texts.
     """
-    names, asked = list(rows[0]), dict(said or {})
-    wrong = [f"{role}={name!r}" for role, name in asked.items() if role not in PAIR_NAMES or name not in names]
+    names, asked = column_names(rows[:1]), dict(said or {})
+    wrong = [f"{role}={name!r}" for role, name in asked.items() if role not in PAIR_NAMES or name not in rows[0]]
     if wrong:
         raise DataError(
             f"columns: {'; '.join(wrong)}; the data has columns {names}, and the roles are {', '.join(PAIR_NAMES)}",

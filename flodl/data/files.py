@@ -7,16 +7,15 @@ frames go through pyarrow (``arrow``). What a column means is decided in ``colum
 
 from __future__ import annotations
 
-import csv
 import gzip
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
 from flodl.data.arrow import is_table, read_arrow_file, rows_of_table
+from flodl.data.cells import CellRows, numbered_lines, undecodable
 from flodl.data.conll import read_conll
 from flodl.data.faults import Faults
 from flodl.data.squad import read_squad
@@ -44,9 +43,6 @@ _SUFFIXES: dict[str, Format] = {
     ".feather": "arrow",
 }
 
-_FIELD_BYTES = 1 << 27
-"""The longest field of a CSV file; the library's own limit of 131,072 is less than a long document."""
-
 
 def read_rows(
     source: Any,
@@ -60,16 +56,20 @@ def read_rows(
     """Return the rows of ``source`` one by one, each a dict of column names to values.
 
     Values of CSV and TSV files are texts; the other formats keep their types. Gzip files (``.gz``) are
-    unpacked on the way. CSV fields may be quoted; in TSV files quotes are characters like any other. A
-    first line is taken for a header unless ``columns`` names the columns, or one of its cells is empty, a
-    number, longer than 64 characters, or there twice.
+    unpacked on the way. CSV fields may be quoted; in TSV files quotes are characters like any other.
+
+    The first line is a header unless ``columns`` names the columns, or a cell of it is a number, longer than 64
+    characters, or there twice. Even such a line is a header if a cell is a usual name ("text", "label"), if a word is
+    above a column of numbers, or if its cells are the numbers 0, 1, ... above texts. Columns get the names that pandas
+    gives them: ``Unnamed: 0`` for an empty name, ``text.1`` for a repeated one. Row numbers without a name in the
+    header, as R writes them, are left out.
 
     Args:
         source: a path; or rows, a dict of columns, a data set of `datasets`, or anything that speaks Arrow,
             such as a polars or pandas data frame.
         format: what the file is; by default its suffix says.
         columns: names of the columns, for CSV, TSV and CoNLL files without a header.
-        header: whether the first line is a header; None decides by its looks.
+        header: whether the first line is a header; None decides by its cells and those below.
         delimiter: between the cells of CSV and TSV files; by default a tab in TSV files, and in CSV files a comma, or
             the semicolon, tab or bar that divides a header without commas.
         blank_lines: whether empty lines of a text file are rows too, so that rows are lines.
@@ -91,7 +91,8 @@ def read_rows(
             format=kind,
         )
     if kind in ("csv", "tsv"):
-        return _read_cells(path, delimiter or ("" if kind == "csv" else "\t"), kind == "csv", columns, header)
+        sign = delimiter or ("" if kind == "csv" else "\t")
+        return _read_cells(path, quoted=kind == "csv", delimiter=sign, columns=columns, header=header)
     if kind == "conll":
         return _closing(path, lambda lines: read_conll(lines, path, columns=columns))
     if kind == "jsonl":
@@ -141,25 +142,24 @@ def _open(path: Path) -> IO[bytes]:
     return gzip.open(path, "rb") if path.suffix.lower() == ".gz" else open(path, "rb")  # type: ignore[return-value]
 
 
-def _lines(file: IO[bytes], faults: Faults) -> Iterator[tuple[int, str]]:
-    """Yield numbered lines; a line that is not UTF-8 is a fault and left out."""
+def _raw_lines(file: IO[bytes], faults: Faults) -> Iterator[tuple[int, bytes]]:
+    """Yield numbered lines; the rest of a file that cannot be read is a fault."""
     number = 0
     try:
-        for number, raw in enumerate(file, 1):
-            try:
-                # spreadsheet programs mark UTF-8 files with a sign at the very start
-                yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                faults.add(undecodable(raw, error), "UTF-8 text", line=number)
+        for number, raw in numbered_lines(file):
+            yield number, raw
     except (gzip.BadGzipFile, EOFError, OSError) as error:
         faults.add(f"unreadable data ({error})", "a whole file", line=number + 1)
 
 
-def undecodable(raw: bytes, error: UnicodeDecodeError) -> str:
-    """Return what is said of a line that is not UTF-8."""
-    what = f"byte 0x{raw[error.start]:02x} at position {error.start + 1}"
-    is_wide = raw[:2] in (b"\xff\xfe", b"\xfe\xff")
-    return f"{what} (this is how UTF-16 begins; iconv -f UTF-16 -t UTF-8 converts it)" if is_wide else what
+def _lines(file: IO[bytes], faults: Faults) -> Iterator[tuple[int, str]]:
+    """Yield numbered lines; a line that is not UTF-8 is a fault and left out."""
+    for number, raw in _raw_lines(file, faults):
+        try:
+            # Spreadsheet programs mark UTF-8 files with a byte order mark.
+            yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            faults.add(undecodable(raw, error), "UTF-8 text", line=number)
 
 
 def _closing(path: Path, parse: Any) -> Iterator[dict[str, Any]]:
@@ -172,105 +172,22 @@ def _closing(path: Path, parse: Any) -> Iterator[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------- cells
 
 
-def _read_cells(
-    path: Path, delimiter: str, quoted: bool, columns: Sequence[str] | None, header: bool | None
-) -> Iterator[dict[str, Any]]:
+def _read_cells(path: Path, **how: Any) -> Iterator[dict[str, Any]]:
     faults = Faults(path)
-    advice = (
-        "mend these lines, or read a file that is laid out another way (no header, another delimiter) with "
+    with _open(path) as file:
+        rows = CellRows(_raw_lines(file, faults), **how)
+        if rows.fault is not None:
+            line, (found, expected) = rows.fault
+            faults.add(found, expected, line=line)
+        for line, cells in rows:
+            if isinstance(cells, tuple):
+                faults.add(*cells, line=line)
+            elif not faults.count:
+                yield dict(zip(rows.names, cells, strict=True))
+    faults.check(
+        "correct these lines, or read a file with another layout (no header, another delimiter) with "
         "flodl.data.load_rows"
     )
-    if csv.field_size_limit() < _FIELD_BYTES:
-        csv.field_size_limit(_FIELD_BYTES)
-    with _open(path) as file:
-        texts = _texts(file, faults)
-        if not delimiter:
-            delimiter, texts = _separated(texts) if columns is None and header is not False else (",", texts)
-        reader = csv.reader(
-            texts,
-            delimiter=delimiter,
-            quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE,
-            strict=True,
-        )
-        names: list[str] | None = None if columns is None else list(columns)
-        first = True
-        while True:
-            line = reader.line_num + 1
-            try:
-                cells = next(reader)
-            except StopIteration:
-                break
-            except csv.Error as error:
-                faults.add(f"{error}", "cells that can be told apart", line=line)
-                continue
-            if not cells or (len(cells) == 1 and not cells[0].strip()):
-                continue
-            if first:
-                first = False
-                is_header = (names is None and _looks_like_header(cells)) if header is None else header
-                if names is None:
-                    names = _header(cells, faults, line) if is_header else _unnamed(cells)
-                if is_header:
-                    continue
-            assert names is not None
-            if len(cells) != len(names):
-                faults.add(f"{len(cells)} cells: {printable(delimiter.join(cells), 60)}", f"{len(names)}", line=line)
-            elif not faults.count:
-                yield dict(zip(names, cells, strict=True))
-    faults.check(advice)
-
-
-def _texts(file: IO[bytes], faults: Faults) -> Iterator[str]:
-    return (text for _, text in _lines(file, faults))
-
-
-def _separated(texts: Iterator[str]) -> tuple[str, Iterator[str]]:
-    """Return what stands between the cells of a CSV file, by its header, and its lines, none of them lost.
-
-    That is a comma. Where a header has none, as in what spreadsheet programs write in countries with a decimal
-    comma, it is the semicolon, tab or bar that makes several names of it.
-    """
-    first = []
-    for text in texts:
-        first.append(text)
-        if text.strip():
-            break
-    header = first[-1].strip() if first else ""
-    cells = {sign: next(csv.reader([header], delimiter=sign), []) for sign in (",", ";", "\t", "|")}
-    found = [sign for sign in (";", "\t", "|") if len(cells[sign]) > 1 and _looks_like_header(cells[sign])]
-    return found[0] if len(cells[","]) == 1 and len(found) == 1 else ",", chain(first, texts)
-
-
-def _looks_like_header(cells: Sequence[str]) -> bool:
-    if len({cell.strip() for cell in cells}) != len(cells):
-        return False
-    return all(cell.strip() and len(cell) <= 64 and not _is_number(cell) for cell in cells)
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
-
-
-def _header(cells: Sequence[str], faults: Faults, line: int) -> list[str]:
-    names = [cell.strip() for cell in cells]
-    for k, name in enumerate(names):
-        if not name or name in names[:k]:
-            again = " again" if name else ""
-            faults.add(f"the name {name!r}{again}", "a name of its own", line=line, column=str(k + 1))
-    return names
-
-
-def _unnamed(cells: Sequence[str]) -> list[str]:
-    # a file of sentences with labels, or of pairs with labels, is what comes without a header
-    known = {1: ["text"], 2: ["text", "label"], 3: ["text", "text_pair", "label"]}
-    names = known.get(len(cells))
-    if names and _is_number(cells[0]) and not all(map(_is_number, cells)):
-        names = None
-    return names or [f"column_{k}" for k in range(len(cells))]
 
 
 # -------------------------------------------------------------------------------------------------- JSON
@@ -358,7 +275,7 @@ def _rows_of_sequence(source: Any) -> Iterator[dict[str, Any]]:
             raise DataError(
                 f"data: row {number} is {type(row).__name__}; expected a dict of column names to values", row=number
             )
-        yield {name: _plain(value) for name, value in row.items()}
+        yield {name if type(name) is str else str(name): _plain(value) for name, value in row.items()}
 
 
 def _rows_of_columns(source: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -369,7 +286,7 @@ def _rows_of_columns(source: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             "pass one of them)",
             sizes=sizes,
         )
-    names = list(source)
+    names = [str(name) for name in source]
     for values in zip(*source.values(), strict=True):
         yield {name: _plain(value) for name, value in zip(names, values, strict=True)}
 

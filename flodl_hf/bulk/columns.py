@@ -12,7 +12,7 @@ from typing import Any
 
 from flodl.errors import DataError, nearest
 from flodl_hf.bulk.rows import RowFault
-from flodl_hf.columns import NAMES
+from flodl_hf.columns import NAMES, data_columns
 
 __all__ = ["Choice", "ColumnArgs", "choose_columns", "is_doubtful", "item_of"]
 
@@ -91,7 +91,9 @@ def choose_columns(head: str, names: Sequence[str], said: ColumnArgs, own: bool)
         if second is None:
             faults.append(f"no column of {'contexts' if task == 'answers' else 'documents'}; say text_column=")
     else:
-        first = first or _look("text", names, [said.pair_column]) or (names[0] if len(names) == 1 else None)
+        first = first or _look("text", names, [said.pair_column])
+        if first is None and len(found := data_columns(names)) == 1:
+            first = found[0]
         if first is None:
             faults.append("which column holds the texts is not clear; name it: text_column=")
         if task == "classes" and second is None and said.text_column is None:
@@ -109,7 +111,7 @@ def choose_columns(head: str, names: Sequence[str], said: ColumnArgs, own: bool)
 
 def is_doubtful(names: Sequence[str], said: ColumnArgs) -> bool:
     """Return whether the only column goes by no usual name and nobody named it: it may be the first text."""
-    return len(names) == 1 and said == ColumnArgs(keep=said.keep) and _look("text", names, []) is None
+    return len(data_columns(names)) == 1 and said == ColumnArgs(keep=said.keep) and _look("text", names, []) is None
 
 
 def _absent(names: Sequence[str], said: ColumnArgs) -> list[str]:

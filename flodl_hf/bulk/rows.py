@@ -7,7 +7,6 @@ decided in `columns`.
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 import os
@@ -16,20 +15,13 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, get_args
 
+from flodl.data.cells import CellRows, numbered_lines, undecodable
 from flodl.data.columnar import BatchRows
-from flodl.data.files import (
-    _FIELD_BYTES,
-    Format,
-    _format_of,
-    _looks_like_header,
-    _open,
-    _separated,
-    _unnamed,
-    undecodable,
-)
+from flodl.data.files import Format, _format_of, _open
 from flodl.errors import DataError, nearest, printable
 from flodl.files import expect_file
 
@@ -176,7 +168,7 @@ class _TextRows(Rows):
         """Yield the lines with their numbers, from 1."""
         number = 0
         try:
-            for number, raw in enumerate(iter(partial(self._file.readline, MOST_LINE + 1), b""), 1):
+            for number, raw in numbered_lines(iter(partial(self._file.readline, MOST_LINE + 1), b"")):
                 if len(raw) > MOST_LINE:
                     raise DataError(
                         f"{self._name}: line {number} has more than {MOST_LINE:,} bytes; expected a row on each line; "
@@ -266,93 +258,31 @@ class _LineRows(_TextRows):
 
 
 class _CellRows(_TextRows):
-    """Cells with commas, semicolons or tabs between them, under a header."""
+    """Rows of cells under a header; see `flodl.data.cells`."""
 
     def __init__(
         self, file: IO[bytes], name: str, size: int | None, hashed: bool, quoted: bool, header: bool | None
     ) -> None:
         super().__init__(file, name, size, hashed)
-        if csv.field_size_limit() < _FIELD_BYTES:
-            csv.field_size_limit(_FIELD_BYTES)
-        self._damaged: dict[int, str] = {}
-        delimiter, texts = "," if quoted else "\t", self._texts()
-        if quoted and header is not False:
-            delimiter, texts = _separated(texts)
-        self._reader = csv.reader(
-            texts,
-            delimiter=delimiter,
-            quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE,
-            strict=True,
-        )
-        self._first: tuple[int, list[str] | str] | None = None
-        found = self._next()
-        self.names = []
-        if found is None:
-            return
-        line, cells = found
-        if isinstance(cells, str):
-            raise DataError(f"{name}: line {line}, the first with cells: {cells}; expected a header", line=line)
-        is_header = _looks_like_header(cells) if header is None else header
-        self.header_by_looks = is_header and header is None
-        self.names = [cell.strip() for cell in cells] if is_header else _unnamed(cells)
-        again = sorted({n for n in self.names if not n or self.names.count(n) > 1})
-        if again:
-            raise DataError(
-                f"{name}: line {line}, the header names {again} more than once or not at all; expected a name of its "
-                "own for each column, or header=False",
-                line=line,
-                problems=again,
-            )
-        if not is_header:
-            self._first = found
-
-    def _texts(self) -> Iterator[str]:
-        for number, raw in self._lines:
-            try:
-                yield _decoded(raw, number)
-            except RowFault as fault:
-                self._damaged[number] = str(fault)
-                yield raw.decode("utf-8", "replace")
-
-    def _next(self) -> tuple[int, list[str] | str] | None:
-        """Return the next row's line with its cells, or with what is wrong with it."""
-        if self._first is not None:
-            found, self._first = self._first, None
-            return found
-        while True:
-            line = self._reader.line_num + 1
-            try:
-                cells = next(self._reader)
-            except StopIteration:
-                return None
-            except csv.Error as error:
-                return line, f"{error}; expected cells that can be told apart"
-            if self._damaged:
-                fault = next((self._damaged.pop(n) for n in range(line, self._reader.line_num + 1)
-                              if n in self._damaged), None)  # fmt: skip
-                if fault is not None:
-                    return line, fault
-            if cells and not (len(cells) == 1 and not cells[0].strip()):
-                return line, cells
+        cells = CellRows(self._lines, quoted=quoted, delimiter="" if quoted else "\t", header=header)
+        if cells.fault is not None:
+            line, (found, expected) = cells.fault
+            raise DataError(f"{name}: line {line}, the first with cells: found {found}, expected {expected}", line=line)
+        self.names, self.header_by_looks = cells.names, cells.found_header
+        self._cells = iter(cells)
 
     def _skip(self, count: int) -> int:
-        passed = 0
-        while passed < count and self._next() is not None:
-            passed += 1
+        passed = sum(1 for _ in islice(self._cells, count))
         self.number += passed
         return passed
 
     def _take(self, count: int) -> list[Row]:
         rows: list[Row] = []
         assert self.names is not None
-        while len(rows) < count and (found := self._next()) is not None:
-            line, cells = found
+        for line, cells in islice(self._cells, count):
             self.number += 1
-            if isinstance(cells, str):
-                rows.append(Row(self.number, line, None, cells))
-            elif len(cells) != len(self.names):
-                fault = f"found {len(cells)} cells, expected {len(self.names)}: {printable(', '.join(cells), 60)}"
-                rows.append(Row(self.number, line, None, fault))
+            if isinstance(cells, tuple):
+                rows.append(Row(self.number, line, None, f"found {cells[0]}, expected {cells[1]}"))
             else:
                 rows.append(Row(self.number, line, dict(zip(self.names, cells, strict=True))))
         return rows

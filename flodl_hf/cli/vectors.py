@@ -63,17 +63,17 @@ def texts_of(path: str, column: str | None) -> tuple[list[str], list[dict[str, A
         DataError: no column of texts can be told.
     """
     from flodl.data import read_rows
-    from flodl_hf.columns import NAMES
+    from flodl_hf.columns import NAMES, column_names
 
     rows = list(read_rows(path, blank_lines=True))
     if not rows:
         raise DataError(f"{path}: has no rows; expected some, each with a text", rows=0)
-    names = list(rows[0])
+    names = column_names(rows[:1])
     known = [name for name in names if name.lower() in NAMES["text"]]
     if column is None:
         texts = [name for name in names if isinstance(rows[0][name], str)]
         column = known[0] if known else texts[0] if len(texts) == 1 else None
-    if column is None or column not in names:
+    if column is None or column not in rows[0]:
         raise DataError(
             f"{path}: which of the columns {names} holds the texts? Say so: --text-column NAME", names=names
         )

@@ -296,7 +296,7 @@ def _columns_for(named: str, columns: Columns, row: Mapping[str, Any]) -> Column
 def _same_columns(columns: Columns, rows: Sequence[Mapping[str, Any]], where: str) -> None:
     wanted = [getattr(columns, role) for role in columns.__dataclass_fields__ if role != "task"]
     names = column_names(rows[:LOOKED_AT])
-    absent = [name for name in wanted if name is not None and name not in names]
+    absent = [name for name in wanted if name is not None and not any(name in row for row in rows[:LOOKED_AT])]
     if absent:
         near = nearest(absent[0], names)
         raise DataError(

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flodl.errors import ConfigError, DataError, capped
-from flodl_hf.columns import Columns
+from flodl_hf.columns import Columns, column_names
 from flodl_hf.vectors.losses.loss import Form
 
 __all__ = ["TextTable", "are_pairs", "read_table"]
@@ -73,8 +73,7 @@ def read_table(
         ConfigError: a role that there is none of.
         DataError: columns whose meaning cannot be told, or values that cannot be.
     """
-    names = list(rows[0])
-    columns, label = _columns(names, rows[0], dict(said or {}), where)
+    columns, label = _columns(column_names(rows[:1]), rows[0], dict(said or {}), where)
     several = [name for name in columns if isinstance(rows[0].get(name), (list, tuple))]
     count = {name: min(len(row.get(name) or ()) for row in rows) for name in several}
     texts, wrong = [], []
@@ -108,7 +107,7 @@ def _columns(
     if strange:
         raise ConfigError(f"columns: no role {strange[0]!r}; expected {', '.join(ROLES)}", problems=strange)
     asked = {role: said[role].split("+") for role in ROLES if said.get(role)}
-    absent = [name for part in asked.values() for name in part if name not in names]
+    absent = [name for part in asked.values() for name in part if name not in row]
     if absent:
         raise DataError(f"{where}: no column {', '.join(map(repr, absent))}; it has {names}", names=absent)
     label = asked.get("label", [None])[0]

@@ -152,7 +152,7 @@ def test_a_model_that_fails_on_everything_is_not_the_rows_fault(
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        (b"one,two,three\n", "found 3 cells, expected 2"),
+        (b"one,two,three\n", "found 3 cells: 'one,two,three', expected 2"),
         (b'1,"a " b\n', "expected after '\"'"),
         (b"1,caf\xe9\n", "byte 0xe9 at position 6, expected UTF-8"),
     ],

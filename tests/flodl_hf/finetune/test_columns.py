@@ -3,8 +3,10 @@
 import pytest
 
 from flodl.errors import DataError
+from flodl_hf.bulk.columns import ColumnArgs, choose_columns
 from flodl_hf.columns import Columns, infer_columns
 from flodl_hf.finetuning.inferred import guessed_columns
+from flodl_hf.finetuning.vectors.tables import read_table
 
 SENTENCE = {"words": ["a"], "tags": ["O"]}
 ANSWERS = {"text": ["a"], "answer_start": [0]}
@@ -24,6 +26,22 @@ COLUMNS = [
 @pytest.mark.parametrize(("row", "expected"), COLUMNS, ids=[" ".join(row) for row, _ in COLUMNS])
 def test_columns_are_told_by_names_and_kinds(row, expected):
     assert infer_columns([row]) == expected
+
+
+@pytest.mark.parametrize("index", ["Unnamed: 0", "Unnamed: 0.1", "Unnamed: 3", "__index_level_0__"])
+@pytest.mark.parametrize(("row", "expected"), COLUMNS, ids=[" ".join(row) for row, _ in COLUMNS])
+def test_row_numbers_of_data_frames_are_no_column(row, expected, index):
+    for numbered in ({index: "0", **row}, {index: 0, **row}, {**row, index: None}):
+        assert infer_columns([numbered]) == expected
+
+
+@pytest.mark.parametrize("index", ["Unnamed: 0", "__index_level_0__"])
+def test_row_numbers_are_no_text_of_an_example_and_no_text_to_predict(index):
+    assert infer_columns([{index: "a", "other": "b"}] * 4, text=index, label="other").text == index
+    table = read_table([{index: "0", "one": "a", "other": "b"}])
+    assert table.texts == [("a", "b")]
+    choice = choose_columns("base", [index, "headline"], ColumnArgs(), own=False)
+    assert (choice.first, choice.keep) == ("headline", (index, "headline"))
 
 
 def test_sentences_without_entities_do_not_hide_the_spans():
