@@ -32,10 +32,10 @@ test-isa: $(VENV)/.ready ## run the tests of arithmetic with the kernels of othe
 
 torture: $(VENV)/.ready ## damage files, settings, texts, runs and a server, all of it (hours); `make torture-short` takes some minutes
 	mkdir -p build
-	$(BIN)/python -m flodl_hf.torture all --workers $(JOBS) --json build/torture.json
+	$(BIN)/python -m tests.torture all --workers $(JOBS) --json build/torture.json
 
 torture-short: $(VENV)/.ready
-	$(BIN)/python -m flodl_hf.torture all --cases 150 --workers $(JOBS)
+	$(BIN)/python -m tests.torture all --cases 150 --workers $(JOBS)
 
 check: $(VENV)/.ready ## lint, formatting and types
 	$(BIN)/ruff check .

@@ -18,12 +18,9 @@ from flodl_hf.errors import ParityError
 
 __all__ = [
     "Reference",
-    "UserModel",
     "available",
-    "load_as_user",
     "load_reference",
     "make_checkpoint",
-    "prepare_user",
     "reference_ids",
     "version",
 ]
@@ -144,59 +141,6 @@ def reference_ids(folder: str | Path, texts: list[str]) -> list[list[int]]:
     with quiet():
         tokenizer = _transformers().AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     return [tokenizer(text)["input_ids"] for text in texts]
-
-
-@dataclass
-class UserModel:
-    """What a user of transformers has of a folder.
-
-    Attributes:
-        model: in evaluation mode, as loading left it.
-        tokenizer: the folder's, or None where none was asked for.
-    """
-
-    model: Any
-    tokenizer: Any
-
-
-_USER_CLASSES = {
-    "base": "AutoModel",
-    "sequence_classification": "AutoModelForSequenceClassification",
-    "token_classification": "AutoModelForTokenClassification",
-    "question_answering": "AutoModelForQuestionAnswering",
-    "masked_lm": "AutoModelForMaskedLM",
-    "multiple_choice": "AutoModelForMultipleChoice",
-    "next_sentence": "AutoModelForNextSentencePrediction",
-    "pretraining": "AutoModelForPreTraining",
-    "replaced_tokens": "AutoModelForPreTraining",
-}
-
-
-def prepare_user() -> None:
-    """Import what `load_as_user` needs, without running anything."""
-    transformers = _transformers()
-    transformers.utils.logging.disable_progress_bar()
-    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    for name in (*_USER_CLASSES.values(), "AutoTokenizer"):
-        getattr(transformers, name)
-
-
-def load_as_user(
-    folder: str | Path, head: str, *, tokenizer: bool = True, hub: Mapping[str, Any] | None = None
-) -> UserModel:
-    """Return what the documented lines of transformers make of a folder: no option set, no report read.
-
-    Args:
-        folder: a local folder, or with ``hub`` a repository.
-        head: one of our heads' names.
-        tokenizer: load the tokenizer too.
-        hub: options of asking the Hub; without them nothing is asked.
-    """
-    transformers = _transformers()
-    options: Any = {"local_files_only": True} if hub is None else dict(hub)
-    model = getattr(transformers, _USER_CLASSES[head]).from_pretrained(str(folder), **options)
-    words = transformers.AutoTokenizer.from_pretrained(str(folder), **options) if tokenizer else None
-    return UserModel(model.eval(), words)
 
 
 def make_checkpoint(

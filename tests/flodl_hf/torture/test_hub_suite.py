@@ -12,10 +12,9 @@ import pytest
 
 from flodl_hf.errors import HubError
 from flodl_hf.hub.patience import arrived, time_for, within
-from flodl_hf.torture import hub as suite
-from flodl_hf.torture.loopback import COMMIT, REPOSITORY, Hub
-from flodl_hf.torture.runner import run_cases
-from flodl_hf.torture.subjects import Ours
+from tests.torture import hub as suite
+from tests.torture.loopback import COMMIT, REPOSITORY, Hub
+from tests.torture.runner import run_cases
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -30,11 +29,7 @@ def test_a_hub_at_fault_gives_the_model_or_is_refused(count: int) -> None:
         if case.kind in found and len(found[case.kind]) < count:
             found[case.kind].append(case)
     cases = [case for some in found.values() for case in some]
-    bad = [
-        (case.line, verdict.grade, verdict.text)
-        for case, verdict in run_cases(suite, cases, Ours())
-        if not verdict.good
-    ]
+    bad = [(case.line, verdict.grade, verdict.text) for case, verdict in run_cases(suite, cases) if not verdict.good]
     assert bad == []
     assert len(cases) >= len(QUICK)
 
@@ -121,7 +116,7 @@ def test_what_a_damaged_cache_points_to_is_not_removed(hub: Hub, tmp_path: Path)
     ("field", "value"), [("size", "7"), ("size", -1), ("lfs", {"sha256": 5, "size": 1}), ("blobId", 3)]
 )
 def test_what_a_listing_says_of_a_file_is_checked(hub: Hub, tmp_path: Path, field: str, value: object) -> None:
-    from flodl_hf.torture.loopback import listing_of
+    from tests.torture.loopback import listing_of
 
     said = listing_of(hub.files)["siblings"]
     next(entry for entry in said if entry["rfilename"] == "model.safetensors")[field] = value
@@ -133,7 +128,7 @@ def test_what_a_listing_says_of_a_file_is_checked(hub: Hub, tmp_path: Path, fiel
 
 
 def test_files_of_a_repository_are_found_among_very_many(hub: Hub, tmp_path: Path) -> None:
-    from flodl_hf.torture.loopback import listing_of
+    from tests.torture.loopback import listing_of
 
     many = [{"rfilename": f"data/{place}/model.safetensors", "size": 3} for place in range(5_000)]
     hub.take({"at": "listing", "listing": {"siblings": many + listing_of(hub.files)["siblings"]}})

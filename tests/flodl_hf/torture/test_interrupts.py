@@ -13,10 +13,9 @@ import pytest
 
 from flodl.garbage_collection import gc_frozen, gc_paused
 from flodl_hf.saving.publish import publish_folder
-from flodl_hf.torture import interrupts
-from flodl_hf.torture.ctrl_c import CtrlC
-from flodl_hf.torture.runner import run_cases
-from flodl_hf.torture.subjects import Ours
+from tests.torture import interrupts
+from tests.torture.ctrl_c import CtrlC
+from tests.torture.runner import run_cases
 
 
 def at_every_line(call: Callable[[], Any], after: Callable[[str], None], by: int = 1) -> int:
@@ -73,7 +72,7 @@ def test_a_folder_is_the_old_or_the_new_one_and_the_next_leaves_nothing_beside_i
 @pytest.mark.parametrize("name", interrupts.ACTS)
 def test_the_next_call_is_right(name: str) -> None:
     chosen = [case for case in interrupts.cases(0, 400) if case.kind == name][: 6 if name == "inside" else 2]
-    for case, verdict in run_cases(interrupts, chosen, Ours()):
+    for case, verdict in run_cases(interrupts, chosen):
         assert verdict.good, (case.line, verdict.text)
 
 
@@ -91,7 +90,7 @@ def test_ctrl_c_while_torch_exchanges_its_modes_is_still_ctrl_c(
 
     from flodl_hf import load
     from flodl_hf.model import building
-    from flodl_hf.torture.checkpoints import checkpoint, write_files
+    from tests.torture.checkpoints import checkpoint, write_files
 
     def struck(*_: object, **__: object) -> None:
         for _mode in range(_len_torch_function_stack()):

@@ -15,11 +15,10 @@ import pytest
 import torch
 
 from flodl.errors import CheckpointError
-from flodl_hf.torture.case import GOOD, Case, Fault, Grade, Kind, Verdict, dealt, right
-from flodl_hf.torture.judging import judge
-from flodl_hf.torture.runner import RigError, _blocks, load_suite, run_cases
-from flodl_hf.torture.subjects import Ours, subject_named
-from flodl_hf.torture.suites import SUITES
+from tests.torture.case import GOOD, Case, Fault, Grade, Kind, Verdict, dealt, right
+from tests.torture.judging import judge
+from tests.torture.runner import RigError, _blocks, load_suite, run_cases
+from tests.torture.suites import SUITES
 
 linux = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -33,15 +32,15 @@ def suite_of(act: Any, kinds: dict[str, dict[str, Any]]) -> Any:
         def cases(self, seed: int, count: int) -> Iterator[Case]:
             return dealt("made", table, seed, count)
 
-        def run(self, case: Case, folder: Path, subject: Any) -> Verdict:
-            return judge(case, subject, lambda: act(case.kind, folder), lambda found: found or right())
+        def run(self, case: Case, folder: Path) -> Verdict:
+            return judge(case, lambda: act(case.kind, folder), lambda found: found or right())
 
     return Suite("made")
 
 
 def graded(act: Any, kinds: dict[str, dict[str, Any]], count: int = 0) -> dict[str, str]:
     suite = suite_of(act, kinds)
-    found = list(run_cases(suite, list(suite.cases(0, count or len(kinds))), Ours(), workers=2))
+    found = list(run_cases(suite, list(suite.cases(0, count or len(kinds))), workers=2))
     return {case.kind: verdict.grade.value for case, verdict in found}
 
 
@@ -106,9 +105,9 @@ def test_every_end_of_a_call_has_its_grade() -> None:
 @linux
 def test_a_suite_that_fails_by_itself_is_no_verdict() -> None:
     suite = suite_of(lambda kind, folder: None, {"a": {}})
-    suite.run = lambda case, folder, subject: {}["a fault of the rig"]
+    suite.run = lambda case, folder: {}["a fault of the rig"]
     with pytest.raises(RigError, match="a fault of the rig"):
-        list(run_cases(suite, list(suite.cases(0, 2)), Ours()))
+        list(run_cases(suite, list(suite.cases(0, 2))))
 
 
 @pytest.mark.parametrize("name", SUITES)
@@ -119,7 +118,7 @@ def test_cases_come_again_from_seed_and_number(name: str) -> None:
     assert many[:20] == list(suite.cases(3, 20))
     assert [case.number for case in many] == list(range(48))
     assert [case.what for case in many] != [case.what for case in suite.cases(4, 48)]
-    assert many[17].line == f"python -m flodl_hf.torture {name} --seed 3 --only 17"
+    assert many[17].line == f"python -m tests.torture {name} --seed 3 --only 17"
 
 
 def test_kinds_are_mixed_by_their_shares() -> None:
@@ -132,12 +131,6 @@ def test_kinds_are_mixed_by_their_shares() -> None:
     assert [case.what["n"] for case in found if case.kind == "b"] == list(range(100))
 
 
-def test_subjects_are_found_by_name_or_refused() -> None:
-    assert subject_named("ours").name == "ours"
-    with pytest.raises(ValueError, match="did you mean 'transformers'"):
-        subject_named("transformrs")
-
-
 def test_the_scale_has_three_good_grades() -> None:
     assert {grade.value for grade in GOOD} == {"right", "stated", "refused"}
     assert len(Grade) == 11
@@ -147,7 +140,7 @@ def test_the_scale_has_three_good_grades() -> None:
 def test_what_is_not_finished_in_time_is_given_up_and_not_counted() -> None:
     suite = suite_of(lambda kind, folder: time.sleep(60) if kind == "waits" else None, {"quick": {}, "waits": {}})
     started = time.monotonic()
-    found = list(run_cases(suite, list(suite.cases(0, 2)), Ours(), seconds=2.0))
+    found = list(run_cases(suite, list(suite.cases(0, 2)), seconds=2.0))
     assert time.monotonic() - started < 50
     assert "waits" not in {case.kind for case, _ in found}
 
@@ -168,10 +161,10 @@ def test_cases_that_share_a_preparation_go_to_one_process_and_all_workers_have_s
 def test_bits_of_a_case_do_not_depend_on_how_many_threads_torch_has() -> None:
     before = torch.get_num_threads()
     suite = suite_of(lambda kind, folder: None, {"a": {}})
-    suite.run = lambda case, folder, subject: Verdict(Grade.RIGHT, str(torch.get_num_threads()))
+    suite.run = lambda case, folder: Verdict(Grade.RIGHT, str(torch.get_num_threads()))
     try:
         torch.set_num_threads(2)
-        [(_, verdict)] = run_cases(suite, list(suite.cases(0, 1)), Ours())
+        [(_, verdict)] = run_cases(suite, list(suite.cases(0, 1)))
     finally:
         torch.set_num_threads(before)
     assert verdict.text == "1"

@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from flodl_hf import load
-from flodl_hf.torture import config, runs
-from flodl_hf.torture.case import Case, Fault
-from flodl_hf.torture.checkpoints import checkpoint, write_files
-from flodl_hf.torture.comparing import IDS
-from flodl_hf.torture.runner import load_suite, run_cases
-from flodl_hf.torture.subjects import Ours
-from flodl_hf.torture.suites import SUITES
+from tests.torture import config
+from tests.torture.case import Case, Fault
+from tests.torture.checkpoints import checkpoint, write_files
+from tests.torture.comparing import IDS
+from tests.torture.runner import load_suite, run_cases
+from tests.torture.suites import SUITES
 
-ELSEWHERE = ("interrupts", "runs", "powerloss", "disks", "hub", "serve")
+ELSEWHERE = ("interrupts", "hub", "serve")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -27,48 +25,9 @@ ELSEWHERE = ("interrupts", "runs", "powerloss", "disks", "hub", "serve")
 def test_some_cases(name: str) -> None:
     suite = load_suite(name)
     cases = list(suite.cases(7, 12))
-    found = list(run_cases(suite, cases, Ours()))
+    found = list(run_cases(suite, cases))
     assert [(case.line, verdict.grade, verdict.text) for case, verdict in found if not verdict.good] == []
     assert len(found) == len(cases)
-
-
-def test_kinds_of_runs_are_forty_and_differ_in_all_that_runs_differ_in() -> None:
-    kinds = [case.what for case in runs.cases(0, 40)]
-    assert len({case.kind for case in runs.cases(0, 400)}) == 40
-    assert {what["task"] for what in kinds} == set(runs.TASKS)
-    assert {what["end"] for what in kinds} == set(runs.ENDS)
-    assert {what["extra"] for what in kinds} == set(runs.EXTRAS)
-    assert {what["schedule"] for what in kinds} == set(runs.SCHEDULES)
-    assert {what["ranks"] for what in kinds} == {1, 2}
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize(
-    "kinds", [range(1), *(pytest.param(range(n, n + 3), marks=pytest.mark.slow) for n in range(1, 40, 3))], ids=str
-)
-def test_a_run_that_was_ended_is_gone_on_with_to_the_same_bits(kinds: range) -> None:
-    found = list(run_cases(runs, [case for case in runs.cases(5, 40) if case.number in kinds], Ours()))
-    assert [(case.line, verdict.text) for case, verdict in found if not verdict.good] == []
-    assert len(found) == len(kinds)
-
-
-def test_a_run_that_is_another_one_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    case = next(runs.cases(5, 1))
-    (tmp_path / "case").mkdir()
-    finetuned, ran = runs._finetuned, []
-
-    def other(what: Any, root: Path, out: Path, **more: Any) -> Any:
-        ran.append(out)
-        found = finetuned(what, root, out, **more)
-        if len(ran) > 1:
-            found["history"] = found["history"][1:]
-        return found
-
-    monkeypatch.setattr(runs, "_finetuned", other)
-    monkeypatch.setattr(runs, "_ended", lambda *_: None)
-    monkeypatch.setattr(runs, "_left_alone", {})
-    verdict = runs.run(case, tmp_path / "case", Ours())
-    assert (verdict.grade.value, verdict.text) == ("silent", "not as a run left alone: history")
 
 
 def test_a_head_of_a_file_that_says_it_is_an_encoder_is_taken_where_it_is_asked_for(tmp_path: Path) -> None:
@@ -87,8 +46,8 @@ def test_a_head_of_a_file_that_says_it_is_an_encoder_is_taken_where_it_is_asked_
 
 @pytest.mark.parametrize("pad", [1, 3, 7])
 def test_the_second_computation_counts_positions_past_padding(pad: int, tmp_path: Path) -> None:
-    from flodl_hf.torture.checkpoints import tensors_in
-    from flodl_hf.torture.plain import plain_scores
+    from tests.torture.checkpoints import tensors_in
+    from tests.torture.plain import plain_scores
 
     files = dict(checkpoint("roberta"))
     config = {**json.loads(files["config.json"]), "pad_token_id": pad}
@@ -107,12 +66,12 @@ def test_sizes_that_are_left_out_are_told_apart_or_named() -> None:
     faults = [Fault({"family": family, "drop": key}, config.FILES, (key, *config.OTHERWISE)) for family, key in absent]
     cases = [Case(config.NAME, 0, number, "absent", fault) for number, fault in enumerate(faults)]
     assert len(cases) == 2 * len(config.FAMILIES)
-    found = run_cases(config, cases, Ours())
+    found = run_cases(config, cases)
     assert [(case.what, verdict.text) for case, verdict in found if not verdict.good] == []
 
 
 def test_definitions_nested_as_deeply_as_they_come_can_be_written() -> None:
-    from flodl_hf.torture import tokenizer
+    from tests.torture import tokenizer
 
     deep = [case for case in tokenizer.cases(41, 600) if case.what.get("edit") == "normalizer"]
     assert deep
