@@ -29,7 +29,7 @@ from flodl_hf.auto import (
 if TYPE_CHECKING:
     from flodl_hf.auto import AutoConfig
     from flodl_hf.bulk import encode_file, predict_file
-    from flodl_hf.finetuning import finetune
+    from flodl_hf.finetuning import evaluate, finetune
     from flodl_hf.pipelines import pipeline
     from flodl_hf.tokenizer import Tokenizer as AutoTokenizer
 
@@ -45,6 +45,7 @@ __all__ = [
     "AutoModelForTokenClassification",
     "AutoTokenizer",
     "encode_file",
+    "evaluate",
     "finetune",
     "load",
     "pipeline",
@@ -62,10 +63,10 @@ def __getattr__(name: str) -> Any:
         from flodl_hf.tokenizer import Tokenizer
 
         return Tokenizer
-    if name == "finetune":
-        from flodl_hf.finetuning import finetune
+    if name in ("evaluate", "finetune"):
+        import flodl_hf.finetuning
 
-        return finetune
+        return getattr(flodl_hf.finetuning, name)
     if name in ("encode_file", "predict_file"):
         import flodl_hf.bulk
 

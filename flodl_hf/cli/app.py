@@ -27,6 +27,7 @@ NAMES = (
     "mine",
     "serve",
     "finetune",
+    "evaluate",
     "inspect",
     "export",
     "verify",

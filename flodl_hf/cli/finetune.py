@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import fields
 from itertools import count
 from pathlib import Path
@@ -335,7 +335,6 @@ def _pairs(name: str, text: str) -> list[tuple[str, str]]:
 
 def _command() -> Callable[..., None]:
     """Return the command, whose parameters are the arguments and one option for each row of the table."""
-    hints = get_type_hints(Options)
     table = {f.name: f for f in fields(Options)}
 
     def command(**said: Any) -> None:
@@ -354,30 +353,48 @@ def _command() -> Callable[..., None]:
 
     command.__doc__ = HELP
     parameters = [
-        _parameter("model", str | None, typer.Argument(metavar="[MODEL]", help="A local folder or a Hub name.")),
-        _parameter("data", str | None, typer.Argument(metavar="[TRAIN]", help="Training data, as of --train.")),
-        _parameter("train", str | None, typer.Option("--train", "-t", help="Training data: CSV, TSV, JSON lines, "
+        parameter("model", str | None, typer.Argument(metavar="[MODEL]", help="A local folder or a Hub name.")),
+        parameter("data", str | None, typer.Argument(metavar="[TRAIN]", help="Training data, as of --train.")),
+        parameter("train", str | None, typer.Option("--train", "-t", help="Training data: CSV, TSV, JSON lines, "
                    "Parquet, CoNLL, SQuAD JSON or text; for vectors also several as name=file,name=file.")),
-        _parameter("eval", str | None, typer.Option("--eval", help="Held-out data, judged after each epoch: a file, "
+        parameter("eval", str | None, typer.Option("--eval", help="Held-out data, judged after each epoch: a file, "
                    "several as name=file,name=file, or a share of the training rows (0.2).")),
-        _parameter("out", Path | None, typer.Option("--out", "-o", help="Folder to write; by default "
+        parameter("out", Path | None, typer.Option("--out", "-o", help="Folder to write; by default "
                    "MODEL-finetuned here, by the last part of the name, with -2, -3 and so on where that is taken.")),
-        _parameter("overwrite", bool, typer.Option("--overwrite", help="Replace a model in that folder."), False),
-        _parameter("recipe", Path | None, typer.Option("--recipe", "-r", help="YAML file with options; those on the "
+        parameter("overwrite", bool, typer.Option("--overwrite", help="Replace a model in that folder."), False),
+        parameter("recipe", Path | None, typer.Option("--recipe", "-r", help="YAML file with options; those on the "
                    "command line win.")),
-        _parameter("env", str | None, typer.Option("--env", help="Lay RECIPE.ENV.yaml over the recipe.")),
-        _parameter("dry_run", bool, typer.Option("--dry-run", help="Read and check all, try the heaviest batch and "
+        parameter("env", str | None, typer.Option("--env", help="Lay RECIPE.ENV.yaml over the recipe.")),
+        parameter("dry_run", bool, typer.Option("--dry-run", help="Read and check all, try the heaviest batch and "
                    "three steps on a copy, say what the run will need, and write nothing."), False),
-        _parameter("find_lr", bool, typer.Option("--find-lr", help="Train a copy at rising rates, say where the loss "
+        parameter("find_lr", bool, typer.Option("--find-lr", help="Train a copy at rising rates, say where the loss "
                    "fell fastest, and write nothing."), False),
-        _parameter("dashboard", str | None, typer.Option("--dashboard", metavar="[PORT]", help="Show the run on a page "
+        parameter("dashboard", str | None, typer.Option("--dashboard", metavar="[PORT]", help="Show the run on a page "
                    "of this machine, at this port or the first free one from 6060 on.")),
-        _parameter("dashboard_control", bool, typer.Option("--dashboard-control", help="Let that page ask the run to "
+        parameter("dashboard_control", bool, typer.Option("--dashboard-control", help="Let that page ask the run to "
                    "evaluate, save or stop, for whoever has the token in its address."), False),
     ]  # fmt: skip
-    group = ""
-    for name, row in table.items():
+    parameters += option_parameters(table)
+    parameters.append(
+        parameter("json_output", bool, typer.Option("--json", help="Print one JSON document instead of text."), False)
+    )
+    return with_parameters(command, parameters)
+
+
+def with_parameters(command: Callable[..., None], parameters: list[inspect.Parameter]) -> Callable[..., None]:
+    """Return a command that takes these parameters."""
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return command
+
+
+def option_parameters(names: Container[str]) -> list[inspect.Parameter]:
+    """Return a parameter of a command for each of these rows of the table of options."""
+    hints, group, parameters = get_type_hints(Options), "", []
+    for name, row in {f.name: f for f in fields(Options)}.items():
         group = GROUPS.get(name, group)
+        if name not in names:
+            continue
         flag = "--" + name.replace("_", "-")
         kind, shown = _kind(hints[name], name, row.metadata.get("among")), _default(row.default)
         kind = list[str] if name in IN_PARTS else kind
@@ -389,16 +406,12 @@ def _command() -> Callable[..., None]:
             metavar="seqcls|tokcls|qa|mlm|choice|..." if name == "task" else None,
             **bounds if kind in (int, float) else {},
         )  # fmt: skip
-        parameters.append(_parameter(name, kind | None, option))
-    parameters.append(
-        _parameter("json_output", bool, typer.Option("--json", help="Print one JSON document instead of text."), False)
-    )
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
-    return command
+        parameters.append(parameter(name, kind | None, option))
+    return parameters
 
 
-def _parameter(name: str, kind: Any, option: Any, default: Any = None) -> inspect.Parameter:
+def parameter(name: str, kind: Any, option: Any, default: Any = None) -> inspect.Parameter:
+    """Return a parameter of a command."""
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 

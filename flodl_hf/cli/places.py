@@ -20,6 +20,7 @@ PLACES: Mapping[str, Mapping[str, str]] = {
     "search": {"model": MODEL, "corpus": ROWS, "vectors": ROWS},
     "mine": {"model": MODEL, "source": ROWS, "corpus": ROWS, "out": FILE},
     "training": {"model": MODEL, "train": ROWS, "eval": ROWS, "out": FOLDER},
+    "evaluation": {"model": MODEL, "data": ROWS},
     "inspect": {"model": MODEL},
     "export": {"out": FOLDER},
     "convert": {"model": MODEL, "out": FOLDER},
@@ -27,8 +28,8 @@ PLACES: Mapping[str, Mapping[str, str]] = {
 }
 """Of each command, what its parameters name: a model, a file of rows, a file or a folder that is written.
 
-"training" is what finetune's command line and recipe say together, "prediction" what predict was given once its options
-fit each other. `serve` looks at its models by itself.
+"training" is what finetune's command line and recipe contain together, "prediction" and "evaluation" the arguments of
+those commands after they were checked against each other. `serve` looks at its models by itself.
 """
 
 

@@ -15,18 +15,33 @@ from typing import TYPE_CHECKING, Any
 from flodl_hf.finetuning.options import Options
 
 if TYPE_CHECKING:
+    from flodl_hf.finetuning.evaluate_model import evaluate
     from flodl_hf.finetuning.job import plan_job
     from flodl_hf.finetuning.pre_run import DryRun, dry_run, find_lr
     from flodl_hf.finetuning.result import FinetuneResult
     from flodl_hf.finetuning.run import finetune
+    from flodl_hf.results.evaluation import EvaluationResult
 
-__all__ = ["DryRun", "FinetuneResult", "Options", "dry_run", "find_lr", "finetune", "plan_job"]
+__all__ = [
+    "DryRun",
+    "EvaluationResult",
+    "FinetuneResult",
+    "Options",
+    "dry_run",
+    "evaluate",
+    "find_lr",
+    "finetune",
+    "plan_job",
+]
 
 
 def __getattr__(name: str) -> Any:
     # The command line reads the table of options at each start, and must not pay for the trainer then.
     if name in __all__:
-        from flodl_hf.finetuning import job, pre_run, result, run
+        from flodl_hf.finetuning import evaluate_model, job, pre_run, result, run
+        from flodl_hf.results import evaluation
 
-        return getattr(next(part for part in (run, result, job, pre_run) if name in part.__all__), name)
+        return getattr(
+            next(part for part in (run, result, job, pre_run, evaluate_model, evaluation) if name in part.__all__), name
+        )
     raise AttributeError(f"module 'flodl_hf.finetuning' has no attribute {name!r}")

@@ -19,7 +19,7 @@ from flodl_hf.finetuning.user_code import Own
 from flodl_hf.finetuning.vectors.rows import Laid
 from flodl_hf.finetuning.vectors.task import EmbeddingTask
 
-__all__ = ["Batching", "batch_rows", "count_steps", "micro_batch_rows"]
+__all__ = ["Batching", "batch_rows", "count_steps", "evaluation_layout", "micro_batch_rows"]
 
 LONG_EPOCH = 256
 """Batches from which rows of similar length come together unasked: what that saves is time, which short runs have, and
@@ -101,6 +101,11 @@ def _layout(options: Options) -> Literal["padded", "packed", "bucketed"]:
     if options.layout == "packed":
         return "bucketed" if cuda else "packed"
     return "padded"
+
+
+def evaluation_layout(options: Options) -> Literal["padded", "packed"]:
+    """Return the layout of rows in evaluation: that of training, without filling up to shapes."""
+    return "padded" if _layout(options) == "padded" else "packed"
 
 
 def _has_widths(options: Options, task: Task) -> bool:

@@ -98,6 +98,7 @@ def read_tables(train: Any, held_out: Any, options: Options | None = None) -> Ta
     """Return the rows of the given files or objects; of a stream as many as the run can use.
 
     Args:
+        train: training data; None where a model is evaluated and not trained: the first held-out set stands for it.
         held_out: data like ``train``; several by name; or a share (below 1) or number of training rows to hold out.
         options: the choices of the run.
 
@@ -120,6 +121,7 @@ def read_tables(train: Any, held_out: Any, options: Options | None = None) -> Ta
             problems=["train"],
         )
     learned = {f"train {name}": source for name, source in several.items()} if several else {"train": train}
+    learned = {} if train is None else learned
     for name, source in {**learned, **{f"eval {k}".strip(): source for k, source in named.items()}}.items():
         try:
             rows[name] = load_rows(stream_part(source, options, share) if name == "train" else source)
@@ -132,6 +134,9 @@ def read_tables(train: Any, held_out: Any, options: Options | None = None) -> Ta
     if faults:
         raise DataError("\n".join(str(fault) for fault in faults), problems=[str(fault) for fault in faults])
     evals = {name: rows[f"eval {name}".strip()] for name in named}
+    if train is None:
+        first = next(iter(named))
+        return Tables(evals[first], evals, facts, named[first])
     if several:
         if share is not None:
             raise ConfigError("eval: of several training tables no share is held out; expected data", problems=["eval"])

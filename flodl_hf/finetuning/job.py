@@ -16,7 +16,7 @@ import torch
 
 from flodl.errors import ConfigError, DataError
 from flodl_hf.finetuning.batch_size import few_steps, settle_batch_size
-from flodl_hf.finetuning.batching import Batching, batch_rows, count_steps, micro_batch_rows
+from flodl_hf.finetuning.batching import Batching, batch_rows, count_steps, evaluation_layout, micro_batch_rows
 from flodl_hf.finetuning.choices import ChoiceTask
 from flodl_hf.finetuning.data import HEADED, Tables, choose_task, read_tables
 from flodl_hf.finetuning.evaluation import Evaluation, Evaluations
@@ -43,7 +43,7 @@ from flodl_hf.hub.folders import lacks_tokenizer
 if TYPE_CHECKING:
     from flodl_hf.model.encoder_model import EncoderModel
 
-__all__ = ["BESIDE", "Job", "plan_job"]
+__all__ = ["BESIDE", "Job", "make_evaluation", "plan_job", "prepare_held_out", "row_limits"]
 
 ONE_ROW = (
     *("embedding", "rank", "sparse", "multivector"),
@@ -172,7 +172,7 @@ def plan_job(
         raise _no_tokenizer(where)
     if isinstance(task, BESIDE):
         notes += task.settle(opened)
-    limits = _limits(task, opened, tokenizer, options)
+    limits = row_limits(task, opened, tokenizer, options)
     prepared = {"train": task.prepare(tables.train, tokenizer, limits, training=True)}
     rows = prepared["train"].rows
     options, chosen = settle_batch_size(options, task, rows)
@@ -186,15 +186,8 @@ def plan_job(
     weights = _weights(options, task, rows)
     own.check(task, weights, options.label_smoothing)
     objective, collate = _objective(task, options, own, weights, laid_out, rows)
-    for name, examples in tables.evals.items():
-        where = f"eval {name}".strip()
-        try:
-            prepared[where] = task.prepare(examples, tokenizer, limits, training=False)
-        except DataError as fault:
-            # Tasks do not know which set they read.
-            said = f"{where}: {fault.message.removeprefix('finetune: ')}"
-            raise DataError(said, **fault.details) from None
-    parts = {name: prepared[f"eval {name}".strip()] for name in tables.evals}
+    parts = prepare_held_out(task, tables.evals, tokenizer, limits)
+    prepared |= {f"eval {name}".strip(): part for name, part in parts.items()}
     evaluation = _evaluation(task, options, own, parts, objective, collate, laid_out.layout)
     _need_evaluation(options, evaluation)
     if options.tune_thresholds:
@@ -213,6 +206,47 @@ def plan_job(
     if tell is not None and (few := few_steps(job.steps, job.options)) is not None:
         tell(few)
     return job
+
+
+def prepare_held_out(
+    task: Task, sets: Mapping[str, list[dict[str, Any]]], tokenizer: Any, limits: LengthLimits
+) -> dict[str, Prepared]:
+    """Return each set of held-out examples as rows of tokens.
+
+    Raises:
+        DataError: examples do not fit the task; the message names the set.
+    """
+    prepared: dict[str, Prepared] = {}
+    for name, examples in sets.items():
+        try:
+            prepared[name] = task.prepare(examples, tokenizer, limits, training=False)
+        except DataError as fault:
+            # Tasks do not know which set they read.
+            message = f"{f'eval {name}'.strip()}: {fault.message.removeprefix('finetune: ')}"
+            raise DataError(message, **fault.details) from None
+    return prepared
+
+
+def make_evaluation(
+    task: Task, tokenizer: Any, options: Options, own: Own, parts: Mapping[str, Prepared]
+) -> Evaluation | Evaluations:
+    """Return the evaluation of a model that is not trained; each set keeps its predictions and gold labels.
+
+    Args:
+        task: the task, settled for the model.
+        tokenizer: tokenizer of the model.
+        options: the options of the evaluation.
+        own: metrics of the user.
+        parts: examples of each set as rows of tokens.
+    """
+    masking, several = _masking(task, tokenizer, options, "evaluate"), _several(task)
+    usual = CollateRows(tokenizer.pad_token_id or 0, evaluation_layout(options), masking)
+    found: dict[str, Evaluation] = {}
+    for name, part in parts.items():
+        make = None if several is None else getattr(several, "collate_held_out", several.collate)
+        collate = usual if make is None else make(usual, part.rows)
+        found[name] = _evaluation_of(task, part, collate, None, options, own, Judged(name))
+    return found.get("") or Evaluations(found)
 
 
 def _several(task: Task) -> Any:
@@ -244,24 +278,32 @@ def _evaluation(
     task: Task, options: Options, own: Own, parts: Mapping[str, Prepared], objective: Any, collate: Any, layout: str
 ) -> Evaluation | Evaluations | None:
     """Return what judges a model by each held-out set; None where there is none."""
-    several, make = _several(task), _plain_objective(task)
     judging = replace(collate, layout="packed" if layout == "bucketed" else layout, noise=False, widths=())
-    size = options.eval_batch_size or micro_batch_rows(options) or options.rows_in_batch
     found: dict[str, Evaluation] = {}
     for name, part in parts.items():
-        # how wide a batch is padded says nothing of a model
-        judge = make(task.kind, mask_padding=True, own=own.loss) if several is None else several.of_held_out(part)
-        made = judging
-        if isinstance(task, GeneratorTask):
-            judge, made = objective, task.judging(judging, part)
         # What the report says of the first set, kept where one process sees all of it.
         kept = not found and options.ranks == 1 and task.kind != "words" and (options.report or options.tune_thresholds)
-        seen = Judged(name) if kept else None
-        found[name] = Evaluation(task, part, made, judge, size, options.precision, options.seed, own.metrics, seen)
+        found[name] = _evaluation_of(task, part, judging, objective, options, own, Judged(name) if kept else None)
     return found.get("") or (Evaluations(found) if found else None)
 
 
-def _limits(task: Task, opened: EncoderModel, tokenizer: Any, options: Options) -> LengthLimits:
+def _evaluation_of(
+    task: Task, part: Prepared, collate: Any, objective: Any, options: Options, own: Own, seen: Judged | None
+) -> Evaluation:
+    """Return the evaluation of one set of held-out examples; ``objective`` is the loss of training."""
+    several = _several(task)
+    if isinstance(task, GeneratorTask):
+        judge, collate = objective, task.judging(collate, part)
+    elif several is not None:
+        judge = several.of_held_out(part)
+    else:  # the width that a batch is padded to does not describe a model
+        judge = _plain_objective(task)(task.kind, mask_padding=True, own=own.loss)
+    size = options.eval_batch_size or micro_batch_rows(options) or options.rows_in_batch
+    return Evaluation(task, part, collate, judge, size, options.precision, options.seed, own.metrics, seen)
+
+
+def row_limits(task: Task, opened: EncoderModel, tokenizer: Any, options: Options) -> LengthLimits:
+    """Return how long rows of tokens may be."""
     usual = 384 if task.kind == "spans" else None
     bounds = [n for n in (opened.max_tokens, options.max_length or usual) if n]
     if isinstance(task, BESIDE):

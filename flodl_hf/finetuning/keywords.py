@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 from flodl_hf.finetuning.training_arguments import TrainerWords
 
-__all__ = ["FinetuneOptions", "FinetuneWords"]
+__all__ = ["EvaluateOptions", "FinetuneOptions", "FinetuneWords"]
 
 
 class FinetuneOptions(TypedDict, total=False):
@@ -118,3 +118,30 @@ class FinetuneOptions(TypedDict, total=False):
 
 class FinetuneWords(FinetuneOptions, TrainerWords, total=False):
     """What `flodl_hf.finetuning.finetune` takes as keywords besides its arguments."""
+
+
+class EvaluateOptions(TypedDict, total=False):
+    """Options of `flodl_hf.evaluate` as keywords: those of `flodl_hf.finetune` that concern data and evaluation."""
+
+    task: str | None
+    columns: Mapping[str, str] | None
+    problem_type: str | None
+    max_length: int | None
+    stride: int | None
+    long_texts: str
+    batch_size: int | None
+    layout: str
+    precision: str
+    attention: str
+    seed: int
+    concatenate: bool
+    whole_words: bool
+    mask_probability: float
+    loss: str | None
+    vector_loss: str | None
+    loss_options: Mapping[str, Any] | None
+    matryoshka: Sequence[str]
+    pooling: str | None
+    normalize: bool | None
+    revision: str | None
+    local_files_only: bool

@@ -136,6 +136,7 @@ def finetune(
     notes = _Notes(on_event, job.unrecorded)
     ended = _train(job, notes, target, recipe, progress=progress, trackers=trackers, monitor=monitor)
     tuned = _tuned(ended, chosen)
+    ended.model.training_recipe = recipe
     found: Any = ended.model if ended.is_whole else OnFirstRank()
     written = Path(os.path.abspath(target)) if target is not None and _is_first_rank() else None
     result = FinetuneResult(

@@ -20,6 +20,7 @@ from flodl_hf.columns import NAMES, Columns, column_names
 from flodl_hf.finetuning.rows import EncodedRows, RowBuilder
 from flodl_hf.finetuning.step import Kind
 from flodl_hf.finetuning.task import CHUNK, Examples, LengthLimits, Prepared, check_texts
+from flodl_hf.report.figures import conll_tags
 
 if TYPE_CHECKING:
     from flodl_hf.tokenizer import Tokenizer
@@ -209,27 +210,17 @@ class TokenTask:
         return np.bincount(labels[labels != IGNORE], minlength=len(self.names)).tolist()
 
 
-_BILOU = {"L-": "E-", "U-": "S-"}
-
-
 class _Scorer:
     def __init__(self, names: tuple[str, ...], truth: _Truth, has_spans: bool) -> None:
         self.names, self.truth, self.has_spans = names, truth, has_spans
         self.metric = SpanF1()
-        # BILOU's last and unit are called E and S by the rules of the evaluation, which end no span at other letters
-        is_bilou = any(name[:2] in _BILOU for name in names) and all(
-            name[:2] in (*_BILOU, "B-", "I-", "O") for name in names
-        )
-        self.letters = _BILOU if is_bilou else {}
 
     def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
         """Take in the scores of one text's windows; return the tags of its words, as predicted and as they are."""
         said = [row.argmax(-1).tolist() for row in scores]
         fill = "O" if "O" in self.names else self.names[0]
         tags = read_tags(self.truth.units[example], said, self.names, fill=fill)
-        found, true = (
-            [self.letters.get(tag[:2], tag[:2]) + tag[2:] for tag in line] for line in (tags, self.truth.tags[example])
-        )
+        found, true = (conll_tags(line, self.names) for line in (tags, self.truth.tags[example]))
         self.metric.update([found], [true])
         return list(tags), list(self.truth.tags[example])
 

@@ -6,7 +6,7 @@ what it offers to those who use it, is `flodl_hf.model`'s; loading, export and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -46,6 +46,7 @@ class GraphModel(nn.Module):
         source: what it was read from, or None.
         sentence_recipe: how its states become the vector of a text, where the folder says so.
         beside: what learns beside the graph in a run: a projection of token vectors, a decoder.
+        training_recipe: options of the fine-tune that made the model in this process; None for others.
         routed: encoders of the folder's other routes, where routes have transformers of their own.
         dtype_in_shards: what weights are cast to, a layer at a time, when they are cut into shards; None leaves them.
     """
@@ -69,6 +70,7 @@ class GraphModel(nn.Module):
         self._tokenizer: Tokenizer | None = None
         self.sentence_recipe: SentenceRecipe | None = None
         self.beside: nn.Module | None = None
+        self.training_recipe: Mapping[str, Any] | None = None
         self.routed: Routed | None = None
         self.dtype_in_shards: torch.dtype | None = None
         self._on_disk: OnDisk | None = None

@@ -8,6 +8,7 @@ for which folder is `flodl_hf.auto`'s.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -26,6 +27,7 @@ from flodl_hf.model.other_tasks import told
 from flodl_hf.model.transformers_methods import Familiar
 
 if TYPE_CHECKING:
+    from flodl_hf.results.evaluation import EvaluationResult
     from flodl_hf.runtime.explain import Explanation
     from flodl_hf.runtime.options import RunKeywords, RunOptions
     from flodl_hf.runtime.precision import Precision
@@ -124,6 +126,20 @@ class EncoderModel(Opened, Adapted, Familiar):
         else:
             given = {"labels": torch.as_tensor(labels, device=self.device)}
         return self(**inputs, **given).loss
+
+    def evaluate(self, data: Any, **options: Any) -> EvaluationResult:
+        """Return the metrics of the model on labelled data, as `flodl_hf.evaluate` does.
+
+        Args:
+            data: a file or rows with labels, as ``eval`` of `flodl_hf.finetune`; or several data sets by name.
+            **options: as of `flodl_hf.evaluate`.
+
+        Raises:
+            DataError: the data cannot be read, or has labels that the model does not have.
+            PredictError: the head of the model is not trained.
+        """
+        # Fine-tuning imports the models, so that they import it when it is called.
+        return import_module("flodl_hf.finetuning").evaluate(self, data, **options)
 
     @taking(SAVE, ExportError)
     def save_pretrained(

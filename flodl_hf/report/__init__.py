@@ -8,10 +8,12 @@ from __future__ import annotations
 from flodl_hf.report.figures import (
     Calibration,
     Curve,
+    LabelTable,
     SpanErrors,
     best_thresholds,
     calibration,
     confusion,
+    label_table,
     precision_recall,
     span_errors,
 )
@@ -20,11 +22,13 @@ from flodl_hf.report.page import Run, report_page
 __all__ = [
     "Calibration",
     "Curve",
+    "LabelTable",
     "Run",
     "SpanErrors",
     "best_thresholds",
     "calibration",
     "confusion",
+    "label_table",
     "precision_recall",
     "report_page",
     "span_errors",

@@ -11,15 +11,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flodl.metrics import spans_of
+from flodl.metrics import SpanF1, spans_of
 
 __all__ = [
     "Calibration",
     "Curve",
+    "LabelTable",
     "SpanErrors",
     "best_thresholds",
     "calibration",
     "confusion",
+    "conll_tags",
+    "label_table",
     "precision_recall",
     "span_errors",
 ]
@@ -37,6 +40,100 @@ def confusion(predicted: Numbers, truth: Numbers, classes: int) -> Numbers:
     """
     flat = np.bincount(truth.astype(np.int64) * classes + predicted.astype(np.int64), minlength=classes * classes)
     return flat.reshape(classes, classes)
+
+
+@dataclass(frozen=True)
+class LabelTable:
+    """How often each label is predicted right.
+
+    Attributes:
+        labels: label of each row and column of ``confusion``.
+        confusion: rows are true labels, columns predicted labels; with several labels per text for each label
+            ``[[true negatives, false positives], [false negatives, true positives]]``.
+        rows: ``precision``, ``recall``, ``f1`` and ``support`` of each label; 0.0 where nothing was predicted or true.
+    """
+
+    labels: list[str]
+    confusion: list[Any]
+    rows: dict[str, dict[str, float]]
+
+
+def label_table(kind: str, predictions: Any, truth: Any, names: Sequence[str]) -> LabelTable | None:
+    """Return precision, recall and F1 of each label with the confusion matrix; None for tasks without labels.
+
+    Args:
+        kind: what the loss is of, as `flodl_hf.finetuning.step.Kind`.
+        predictions: scores ``(examples, labels)``, or tags or label numbers of each token.
+        truth: label numbers ``(examples,)``, flags ``(examples, labels)``, or tags or label numbers of each token.
+        names: label names by number.
+    """
+    if kind in ("single_label", "pairs"):
+        return _of_classes(np.asarray(predictions).argmax(1), np.asarray(truth), names)
+    if kind == "replaced":
+        flat = [np.concatenate([*map(np.asarray, lines)]) for lines in (predictions, truth)]
+        return _of_classes(flat[0], flat[1], ("original", "replaced"))
+    if kind == "tokens":
+        return _of_tags(predictions, truth, names)
+    if kind != "multi_label":
+        return None
+    said, there = np.asarray(predictions) > 0, np.asarray(truth) > 0.5  # logits
+    tables = [confusion(said[:, i], there[:, i], 2) for i in range(len(names))]
+    rows = {
+        name: _row(table[1, 1], table[:, 1].sum(), table[1].sum()) for name, table in zip(names, tables, strict=True)
+    }
+    return LabelTable(list(names), [table.tolist() for table in tables], rows)
+
+
+def _row(right: int, said: int, there: int) -> dict[str, float]:
+    return {
+        "precision": right / said if said else 0.0,
+        "recall": right / there if there else 0.0,
+        "f1": 2 * right / (said + there) if said + there else 0.0,
+        "support": int(there),
+    }
+
+
+def _of_classes(said: Numbers, there: Numbers, names: Sequence[str]) -> LabelTable:
+    counted = confusion(said, there, len(names))
+    columns = zip(names, counted.diagonal(), counted.sum(0), counted.sum(1), strict=True)
+    rows = {name: _row(right, found, true) for name, right, found, true in columns}
+    return LabelTable(list(names), counted.tolist(), rows)
+
+
+def _of_tags(predictions: Any, truth: Any, names: Sequence[str]) -> LabelTable:
+    """Return the words by label, without B- and I-; precision and recall are of whole spans where tags mark spans."""
+    kinds = {_kind(tag) for tag in (*names, *(tag for tags in truth for tag in tags))}
+    labels = sorted(kinds, key=lambda name: (name == "O", name))
+    ids = {name: i for i, name in enumerate(labels)}
+    said, there = (
+        np.asarray([ids[_kind(tag)] for tags in lines for tag in tags], np.int64) for lines in (predictions, truth)
+    )
+    words = _of_classes(said, there, labels)
+    if "O" not in names or any(tag != "O" and tag[1:2] != "-" for tag in names):
+        return words
+    spans = SpanF1()
+    spans.update(*([conll_tags(tags, names) for tags in lines] for lines in (predictions, truth)))
+    return LabelTable(labels, words.confusion, {kind: {**row} for kind, row in spans.per_type().items()})
+
+
+def _kind(tag: str) -> str:
+    return tag.split("-", 1)[-1]
+
+
+_BILOU = {"L-": "E-", "U-": "S-"}
+
+
+def conll_tags(tags: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return tags with the letters of the CoNLL evaluation: E and S for the L and U of a BILOU scheme.
+
+    Args:
+        tags: of one text.
+        names: all label names, which define the scheme.
+    """
+    prefixes = {name[:2] for name in names}
+    if not prefixes & set(_BILOU) or not prefixes <= {*_BILOU, "B-", "I-", "O"}:
+        return list(tags)
+    return [_BILOU.get(tag[:2], tag[:2]) + tag[2:] for tag in tags]
 
 
 @dataclass(frozen=True)

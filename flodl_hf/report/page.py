@@ -22,7 +22,7 @@ import numpy as np
 
 from flodl.metrics import answer_scores
 from flodl_hf.report.charts import bars, heat_map, line_chart, scatter, stacked_bars
-from flodl_hf.report.figures import best_thresholds, calibration, confusion, precision_recall, span_errors
+from flodl_hf.report.figures import best_thresholds, calibration, label_table, precision_recall, span_errors
 
 __all__ = ["Run", "report_page"]
 
@@ -200,7 +200,9 @@ def _softmax(scores: Any) -> Any:
 def _single(run: Run) -> list[str]:
     scores, truth = _softmax(np.asarray(run.predictions, np.float64)), np.asarray(run.truth, np.int64)
     guess, names = scores.argmax(1), list(run.labels)
-    counted = confusion(guess, truth, len(names))
+    found = label_table("single_label", scores, truth, names)
+    assert found is not None
+    counted = np.asarray(found.confusion)
     kept = np.sort(np.argsort(-counted.sum(1), kind="stable")[:MOST_CLASSES])
     caption = "" if len(kept) == len(names) else f"The {len(kept)} most frequent of {len(names)} labels."
     shown = [names[i] for i in kept]
@@ -208,10 +210,10 @@ def _single(run: Run) -> list[str]:
     matrix = heat_map(table, shown, title="How often each label is read as each")
     rows = []
     for i in kept:
-        right, said, there = counted[i, i], counted[:, i].sum(), counted[i].sum()
-        precision, recall = right / said if said else math.nan, right / there if there else math.nan
-        f1 = 2 * right / (said + there) if said + there else math.nan
-        rows.append([names[i], _share(precision), _share(recall), _share(f1), f"{there:,}"])
+        row, said = found.rows[names[i]], counted[:, i].sum()
+        counts = {"precision": said, "recall": row["support"], "f1": said + row["support"]}
+        shares = [row[name] if count else math.nan for name, count in counts.items()]
+        rows.append([names[i], *map(_share, shares), f"{int(row['support']):,}"])
     by_label = _table(["label", "precision", "recall", "F1", "examples"], rows)
     cells = [[name, *map(str, row)] for name, row in zip(shown, table, strict=True)]
     shown_curves = [1] if len(names) == 2 else list(np.argsort(-counted.sum(1), kind="stable")[:6])
@@ -280,16 +282,9 @@ def _tokens(run: Run) -> list[str]:
     head = ["label", *(kind.replace("_", " ") for kind in kinds)]
     table = _table(head, [[label, *map(str, parts.values())] for label, parts in rows.items()])
     caption = "Each true span once, by the best that was said of it; spurious ones are those that touch none."
-    names = list(dict.fromkeys(tag for tags in run.truth for tag in tags))
-    names = sorted(dict.fromkeys(tag.split("-", 1)[-1] for tag in [*names, *run.labels]), key=lambda n: (n == "O", n))
-    ids = {name: i for i, name in enumerate(names)}
-    pairs = [
-        (ids[a.split("-", 1)[-1]], ids[b.split("-", 1)[-1]])
-        for said, tags in zip(run.predictions, run.truth, strict=True)
-        for a, b in zip(said, tags, strict=True)
-    ]
-    said, there = (np.asarray([pair[i] for pair in pairs], np.int64) for i in (0, 1))
-    words = confusion(said, there, len(names))
+    by_word = label_table("tokens", run.predictions, run.truth, run.labels)
+    assert by_word is not None
+    names, words = by_word.labels, np.asarray(by_word.confusion)
     kept = np.sort(np.argsort(-words.sum(1), kind="stable")[:MOST_CLASSES])
     shown = [names[i] for i in kept]
     return [

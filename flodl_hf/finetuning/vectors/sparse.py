@@ -98,6 +98,10 @@ class SparseTask(EmbeddingTask):
             super().collate(usual, rows), further=Rising(self.losses[0], tuple(starts), options.accumulate, steps)
         )
 
+    def collate_held_out(self, usual: CollateRows, rows: TextRows) -> CollateTexts:
+        """Return what makes batches of a model that is evaluated and not trained: all of the penalty counts."""
+        return super().collate(usual, rows)
+
     def scorer(self, prepared: Prepared) -> SparseScorer:
         """Return a scorer that has seen nothing."""
         form = prepared.truth.form

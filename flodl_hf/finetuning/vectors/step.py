@@ -38,6 +38,7 @@ class VectorObjective:
         layers: take vectors after each layer, for `AdaptiveLayerLoss`.
         shared: ranks share a batch, whose texts are all there for each of them.
         cache_tokens: most tokens in the model at once.
+        dense: dense layers of the folder behind the pooling, in evaluation.
     """
 
     losses: tuple[Any, ...]
@@ -46,6 +47,7 @@ class VectorObjective:
     layers: bool = False
     shared: bool = False
     cache_tokens: int | None = None
+    dense: tuple[Any, ...] = ()
 
     per_token: ClassVar[tuple[str, ...]] = ("input_ids", "token_type_ids")
 
@@ -115,6 +117,8 @@ class VectorObjective:
             vectors = pool_packed(states, part["cu_seqlens"], names)
         else:
             vectors = pool_padded(states, part["attention_mask"], names)
+        for layer in self.dense:
+            vectors = layer(vectors)
         return finish_embeddings(vectors, normalize=self.normalize)
 
     # --- parts of a batch ---------------------------------------------------------------------------------------

@@ -191,11 +191,8 @@ class EmbeddingTask:
             check_pooling(names)
         except Exception as fault:
             problems.append(f"pooling: {fault}")
-        if (
-            before is not None
-            and not before.routes
-            and (before.dense or before.splade is not None or before.late is not None)
-        ):
+        further = before is not None and (before.splade is not None or before.late is not None)
+        if before is not None and not before.routes and (further or (before.dense and not self._evaluated)):
             problems.append("the folder's vectors go through further modules than pooling, which are not trained here")
         if before is not None and before.routes:
             ways = ", ".join(before.routes)
@@ -223,6 +220,15 @@ class EmbeddingTask:
         self._guides["recipe"] = made
         return []
 
+    def settle_held_out(self, model: EncoderModel) -> list[str]:
+        """Have the model make vectors as the options say, to evaluate it as it is; arguments as of `settle`."""
+        self._guides["evaluated"] = True
+        return self.settle(model)
+
+    @property
+    def _evaluated(self) -> bool:
+        return bool(self._guides.get("evaluated"))
+
     def bounds(self, model: EncoderModel) -> list[int]:
         """Return the most tokens of a text, as far as the folder says."""
         recipe = model.sentence_recipe
@@ -248,11 +254,16 @@ class EmbeddingTask:
         form, recipe = prepared.truth.form, self._guides["recipe"]
         plain = [loss.loss if isinstance(loss, AdaptiveLayerLoss) else loss for loss in self.losses]
         fitting = [loss for loss in plain if form in loss.forms or (self._teaches and form in ("texts", "pairs"))]
-        return VectorObjective((fitting[0] if fitting else make_loss(USUAL[form]),), recipe.pooling, recipe.normalize)
+        loss = fitting[0] if fitting else make_loss(USUAL[form])
+        return VectorObjective((loss,), recipe.pooling, recipe.normalize, dense=recipe.dense)
 
     def laid(self, rows: TextRows) -> Laid:
         """Return what lies in a batch."""
         return rows.laid
+
+    def collate_held_out(self, usual: CollateRows, rows: TextRows) -> CollateTexts:
+        """Return what makes batches of a model that is evaluated and not trained."""
+        return self.collate(usual, rows)
 
     def collate(self, usual: CollateRows, rows: TextRows) -> CollateTexts:
         """Return what makes batches, laid out like the usual ones."""
