@@ -2,6 +2,7 @@
 
 FlodlError
 ├── TokenizerError        a tokenizer file or a text that cannot be turned into tokens
+│   └── TextTooLongError  a text of more tokens than the model takes, where it may not be shortened
 ├── HubError              a name that cannot be resolved to a folder of files
 ├── PredictError          a prediction that cannot be made as asked
 ├── ExportError           a folder that cannot be written
@@ -12,11 +13,31 @@ from __future__ import annotations
 
 from flodl.errors import FlodlError
 
-__all__ = ["ExportError", "HubError", "ParityError", "PredictError", "TokenizerError", "no_tokenizer"]
+__all__ = [
+    "ExportError",
+    "HubError",
+    "ParityError",
+    "PredictError",
+    "TextTooLongError",
+    "TokenizerError",
+    "no_tokenizer",
+]
 
 
 class TokenizerError(FlodlError):
     """A tokenizer file that cannot be used, or a text that cannot be turned into tokens."""
+
+
+class TextTooLongError(TokenizerError):
+    """A text of more tokens than the model takes, where it may not be shortened.
+
+    Attributes:
+        found: its tokens.
+        expected: the most tokens that fit.
+    """
+
+    found: int
+    expected: int
 
 
 class HubError(FlodlError):

@@ -1,20 +1,26 @@
-"""How many tokens go through models, told as they do: so that rates can be shown in tokens."""
+"""Counts of tokens that models read and of texts that are truncated, while they are answered."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from flodl_hf.runtime.pending import COUNTED
+from flodl_hf.runtime.pending import COUNTED, TRUNCATED
 
 __all__ = ["counting_tokens"]
 
 
 @contextmanager
-def counting_tokens(count: Callable[[int], None]) -> Iterator[None]:
-    """Have ``count`` called with the tokens, specials included, of all rows that this thread sends meanwhile."""
-    before = COUNTED.set(count)
+def counting_tokens(count: Callable[[int], None], truncated: Callable[[int, int], None]) -> Iterator[None]:
+    """Count what this thread sends to models.
+
+    Args:
+        count: called with the tokens of rows, specials included.
+        truncated: called with the numbers of truncated texts and of their dropped tokens.
+    """
+    counted, cut = COUNTED.set(count), TRUNCATED.set(truncated)
     try:
         yield
     finally:
-        COUNTED.reset(before)
+        COUNTED.reset(counted)
+        TRUNCATED.reset(cut)

@@ -6,6 +6,7 @@ Decides what a call means: which process this is, which model, which input. How 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -150,10 +151,17 @@ def predict_file(
             plan, rank, parts, plan.open(rows),
             reopen=again, on_progress=on_progress, should_stop=should_stop, workers=started[0] if started else None,
         )  # fmt: skip
-        stack.enter_context(counting_tokens(run.count))
+        stack.enter_context(counting_tokens(run.count, run.count_truncated))
         stack.enter_context(Heartbeat(parts, rank, run.figures, parent))
         stack.enter_context(gc_frozen())
-        return run.go(before)
+        result = run.go(before)
+    if result.truncated and result.is_whole:
+        warnings.warn(
+            f"{source}: truncated {result.truncated:,} of {result.rows:,} texts to the length that the model takes, as "
+            "sentence-transformers does. --windows (windows=True) reads all of a text in windows instead.",
+            stacklevel=2,
+        )
+    return result
 
 
 def encode_file(

@@ -42,6 +42,7 @@ class FileResult:
         faulty: rows that could not be answered, left out or written without an answer.
         faults: the first of them, in words.
         empty: rows with nothing to read, whose answers are null (of vectors: the model's vector of nothing).
+        truncated: rows whose text was longer than the model takes and was truncated.
         parts: parts of the output.
         resumed: parts that were there when this run began.
         seconds: time this run took, loading left out.
@@ -57,6 +58,7 @@ class FileResult:
     faulty: int = 0
     faults: list[str] = field(default_factory=list)
     empty: int = 0
+    truncated: int = 0
     parts: int = 0
     resumed: int = 0
     seconds: float = 0.0

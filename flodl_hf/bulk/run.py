@@ -53,13 +53,17 @@ class Run:
         self._reopen = reopen
         self._on_progress, self._should_stop, self._workers = on_progress, should_stop, workers
         self._takes = rank.takes
-        self._tokens = self._new_rows = 0
+        self._tokens = self._new_rows = self._truncated = 0
         self._started = self._told = time.monotonic()
         self._began = time.time()
 
     def count(self, tokens: int) -> None:
         """Take in that so many tokens go through the model."""
         self._tokens += tokens
+
+    def count_truncated(self, texts: int, tokens: int) -> None:
+        """Add to the number of truncated texts."""
+        self._truncated += texts
 
     def figures(self) -> dict[str, Any]:
         """Return how much this rank did."""
@@ -188,6 +192,7 @@ class Run:
         result.faulty = sum(r.get("faulty", 0) for r in records)
         result.faults = [fault for r in records for fault in r.get("faults", ())][:TOLD]
         result.empty = sum(r.get("empty", 0) for r in records)
+        result.truncated = sum(r.get("truncated", 0) for r in records)
         result.parts, result.resumed = sum(map(bool, records)), len(there)
         new = [r for n, r in enumerate(records) if n not in there]
         result.new_rows = sum(r.get("rows", 0) for r in new)
@@ -250,7 +255,7 @@ class Run:
 
     def _lines(self, part: _Part, answers: Iterator[Any], record: dict[str, Any]) -> Iterator[Any]:
         """Yield the part's lines as answers come, and fill in its record at the end."""
-        plan, tokens, late = self._plan, self._tokens, dict(part.faults)
+        plan, tokens, truncated, late = self._plan, self._tokens, self._truncated, dict(part.faults)
         rows, kept, faults = part.rows, part.kept, part.faults
         writer, values = plan.writer, plan.answerer.values
         written = 0
@@ -285,7 +290,7 @@ class Run:
         record |= {
             "rows": len(rows), "written": written, "faulty": len(late), "faults": told[:TOLD],
             "tokens": self._tokens - tokens, "digest": part.digest, "time": time.time(),
-            "empty": sum(map(is_empty, part.items)),
+            "empty": sum(map(is_empty, part.items)), "truncated": self._truncated - truncated,
         }  # fmt: skip
 
     def _explain(self, fault: FlodlError, items: Sequence[Any], good: Sequence[int], faults: dict[int, str]) -> None:

@@ -9,7 +9,18 @@ from typing import Annotated, Any
 import typer
 
 from flodl_hf.cli.choices import FaultWord
-from flodl_hf.cli.options import Device, Devices, Format, PartRows, Precision, Restart, TextColumn, Weights, file_option
+from flodl_hf.cli.options import (
+    Device,
+    Devices,
+    Format,
+    PartRows,
+    Precision,
+    Restart,
+    TextColumn,
+    Weights,
+    Windows,
+    file_option,
+)
 from flodl_hf.cli.shared import Json, Local, Model, Revision, device_said, reporting
 
 
@@ -53,6 +64,7 @@ def command(
         str | None,
         typer.Option("--route", help="The way of these texts, where the folder has several: query or document."),
     ] = None,
+    windows: Windows = False,
     on_error: Annotated[
         FaultWord,
         file_option("--on-error", says="Rows without a text; null writes no vector and the reason (not to .npy)."),
@@ -87,6 +99,7 @@ def command(
         "devices": devices, "precision": precision, "revision": revision, "weights": weights,
     }  # fmt: skip
     said = {name: value for name, value in said.items() if value is not None}
+    said |= {"windows": True} if windows else {}
     said |= {"on_error": on_error, "restart": restart, "local_files_only": local_files_only}
     with beginning(model, {"device": device if devices is None else None, "weights": weights}):
         if devices is None:

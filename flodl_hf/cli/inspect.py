@@ -178,7 +178,7 @@ def ways(recipe: SentenceRecipe) -> list[str]:
         if own.truncate_dim is not None:
             lines.append(f"the first {own.truncate_dim} features are kept")
         if own.max_tokens is not None:
-            lines.append(f"at most {own.max_tokens} tokens: encode cuts longer texts, embed reads them in windows")
+            lines.append(f"at most {own.max_tokens} tokens: longer texts are truncated")
         if own.lower_case:
             lines.append("texts are lower-cased first")
         if own.prompts:

@@ -18,6 +18,7 @@ __all__ = [
     "Restart",
     "TextColumn",
     "Weights",
+    "Windows",
     "file_option",
     "running_option",
 ]
@@ -45,6 +46,12 @@ Restart = Annotated[bool, file_option("--restart", says="Begin anew: throw away 
 Devices = Annotated[
     str | None,
     file_option("--devices", says="How many processes, or their devices: 2, cuda:0,cuda:1, or auto for all."),
+]
+Windows = Annotated[
+    bool,
+    running_option(
+        "--windows", says="Vectors: read all of a long text and average its windows; by default it is truncated."
+    ),
 ]
 Precision = Annotated[PrecisionWord | None, running_option("--precision", says="By default that of the weights.")]
 Weights = Annotated[

@@ -28,6 +28,7 @@ from flodl_hf.cli.options import (
     Restart,
     TextColumn,
     Weights,
+    Windows,
     file_option,
     running_option,
 )
@@ -80,7 +81,7 @@ NoAnswer = Annotated[bool, _answer_option("--no-answer", says="Allow 'there is n
 Strict = Annotated[
     bool,
     _answer_option(
-        "--strict/--no-strict", says="Refuse texts longer than one window instead of reading them in several."
+        "--strict/--no-strict", says="Refuse texts longer than one window instead of reading several or truncating."
     ),
 ]
 Page = Annotated[
@@ -129,6 +130,7 @@ def command(
     aggregation: Aggregation = None,
     no_answer: NoAnswer = False,
     strict: Strict = False,
+    windows: Windows = False,
     precision: Precision = None,
     batch_invariant: BatchInvariant = False,
     weights: Weights = None,
@@ -159,7 +161,7 @@ def command(
     the checkpoint says. A file may have any number of rows; the same command goes on where it was ended.
     """
     options = {"top_k": top_k, "threshold": _threshold(threshold), "aggregation": aggregation}
-    options |= {"strict": strict or None, "no_answer": no_answer or None}
+    options |= {"strict": strict or None, "windows": windows or None, "no_answer": no_answer or None}
     options |= {"precision": precision, "batch_invariant": batch_invariant or None}
     files = {
         "format": input_format, "header": header, "text_column": text_column, "pair_column": pair_column,
@@ -306,7 +308,7 @@ def _known(model: Any, options: dict[str, Any]) -> None:
     takes = {
         "question_answering": {"top_k", "strict", "no_answer", "question"},
         "masked_lm": {"top_k"},
-        "base": {"strict"},
+        "base": {"strict", "windows"},
         "token_classification": {"strict", "aggregation"},
     }.get(model.head, {"top_k", "strict", "threshold"})
     takes |= {"precision", "batch_invariant"}

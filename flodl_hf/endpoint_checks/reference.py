@@ -174,7 +174,7 @@ class Reference:
         if self.task == "vectors":
             pooling = None if way.pooling is None else list(way.pooling)
             return model.embed(
-                texts, normalize=self._scaled(way.scaled), pooling=pooling, prompt=way.prompt
+                texts, normalize=self._scaled(way.scaled), pooling=pooling, prompt=way.prompt, windows=True
             ).numpy()  # fmt: skip
         if way.function is not None:
             run["function_to_apply"] = way.function

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,9 +31,6 @@ if TYPE_CHECKING:
     from flodl_hf.similarity import Similarity
 
 __all__ = ["HEAD", "BaseModel"]
-
-MANY_WINDOWS = 100
-"""So many windows of one text are told: fifty thousand tokens of usual models, the length of a book."""
 
 
 class BaseModel(EncoderModel):
@@ -96,16 +92,16 @@ class BaseModel(EncoderModel):
         prompt: str | None = None,
         task: str | None = None,
         route: str | None = None,
+        windows: bool = False,
         strict: bool = False,
-        truncate: bool = False,
         untrained: bool = False,
         **run: Unpack[RunKeywords],
     ) -> Tensor | Iterator[Tensor]:
         """Return one vector for each text, ``(texts, size)``; for an iterator, an iterator of vectors.
 
-        A folder of sentence-transformers says how it pools; elsewhere tokens are averaged and vectors have
-        length 1. A text longer than the model takes is read in windows whose vectors are averaged, weighted
-        by their tokens; a warning tells of texts of a hundred windows and more.
+        A folder of sentence-transformers specifies the pooling; elsewhere tokens are averaged and vectors have
+        length 1. A text longer than the folder's ``max_seq_length`` is truncated, as in sentence-transformers, and one
+        warning for the call counts the truncated texts.
 
         Args:
             texts: one text or several.
@@ -119,8 +115,8 @@ class BaseModel(EncoderModel):
                 The first call of a task makes a copy of the model. Where the folder has routes, as ``route``.
             route: the way of these texts in a folder whose queries and documents go through layers of their own
                 ("query", "document"); None for the folder's usual one.
-            strict: raise on a text that does not fit into one window.
-            truncate: keep only the first window of a long text, as sentence-transformers does.
+            windows: read all of a long text in windows and average their vectors, weighted by their tokens.
+            strict: raise on a text that is too long.
             untrained: embed although the model holds random values.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
                 `flodl_hf.runtime.RunOptions`; what is not given is as `runtime` set it.
@@ -129,6 +125,7 @@ class BaseModel(EncoderModel):
             PredictError: the model has no tokenizer, or an option makes no sense.
         """
         from flodl_hf.decode.pooling import check_pooling
+        from flodl_hf.heads.vectors import most_sentence_tokens
         from flodl_hf.runtime import Session
         from flodl_hf.runtime.items import several
         from flodl_hf.runtime.passes import Pooled
@@ -146,12 +143,12 @@ class BaseModel(EncoderModel):
             found: Any = adapted(self, task)
             return found.embed(
                 texts, pooling=pooling, normalize=normalize, truncate_dim=truncate_dim, prompt=said, route=route,
-                strict=strict, truncate=truncate, untrained=untrained, **run,
+                windows=windows, strict=strict, untrained=untrained, **run,
             )  # fmt: skip
         if (own := self.on_route(route)) is not self:
             return own.embed(
                 texts, pooling=pooling, normalize=normalize, truncate_dim=truncate_dim, prompt=prompt,
-                route=route_within(own.sentence_recipe, route), strict=strict, truncate=truncate,
+                route=route_within(own.sentence_recipe, route), windows=windows, strict=strict,
                 untrained=untrained, **run,
             )  # fmt: skip
         texts = several(texts, "embed")
@@ -161,9 +158,11 @@ class BaseModel(EncoderModel):
         truncate_dim = recipe.kept(truncate_dim) if recipe else truncate_dim
 
         before = recipe.prompt_for(prompt) if recipe else prompt or ""
-        encode = partial(self._embeddable, strict=strict, truncate=truncate, told=[], prompt=before)
+        # The process of another device also calls it, so it is a method and not a function of this call.
+        encode = partial(self._embeddable, windows=windows, strict=strict, prompt=before)
         single = isinstance(texts, str)
         session = Session(self, run)
+        given: dict[str, Any] = {"single": single, "what": "embed", "limit": most_sentence_tokens(self)}
         dense = recipe.dense if recipe and pooling is None else ()
         if isinstance(texts, Sequence) and not single and not len(texts):
             whole = dense[-1].size if dense else len(names) * self.config.encoder.hidden_size
@@ -172,10 +171,10 @@ class BaseModel(EncoderModel):
             from flodl_hf.heads.vectors import pooled_beyond
 
             finish = pooled_beyond(self, recipe, names, before, dense, truncate_dim=truncate_dim, normalize=wanted)
-            return session.answer(texts, encode, finish.work, finish.take, join=torch.cat, single=single, what="embed")
+            return session.answer(texts, encode, finish.work, finish.take, join=torch.cat, **given)
         vectors = Vectors(len(texts) if isinstance(texts, Sequence) and not single else None, normalize=wanted)
         work = Pooled(names, truncate_dim, wanted)
-        return session.answer(texts, encode, work, vectors.take, join=vectors.joined, single=single, what="embed")
+        return session.answer(texts, encode, work, vectors.take, join=vectors.joined, **given)
 
     @taking(ENCODE)
     def encode(
@@ -192,12 +191,13 @@ class BaseModel(EncoderModel):
         route: str | None = None,
         store: str | None = None,
         ranges: Any = None,
+        windows: bool = False,
         untrained: bool = False,
         **run: Unpack[RunKeywords],
     ) -> Any:
-        """Return vectors as sentence-transformers does: an array, long texts cut, scaled only where the folder says so.
+        """Return vectors as sentence-transformers does: an array, scaled only where the folder says so.
 
-        `embed` is the same with its own defaults: a tensor, long texts read in windows, vectors of length 1.
+        `embed` computes the same vectors with its own defaults: a tensor, vectors of length 1.
 
         Args:
             sentences: one text or several.
@@ -215,6 +215,7 @@ class BaseModel(EncoderModel):
                 calls ``precision``, which here says what the model computes in.
             ranges: ``store`` in bytes: the least and greatest number of each feature, ``(2, size)``; None takes those
                 of these vectors.
+            windows: as in `embed`.
             untrained: encode although the model holds random values.
             **run: how to run; see `flodl_hf.runtime.RunOptions`.
 
@@ -253,7 +254,7 @@ class BaseModel(EncoderModel):
         found: Any = self.embed(
             texts,
             normalize=scaled or bool(normalize_embeddings),
-            truncate=True,
+            windows=windows,
             truncate_dim=whole,
             prompt=prompt,
             task=task,
@@ -395,12 +396,18 @@ class BaseModel(EncoderModel):
         )  # fmt: skip
 
     def embed_sparse(
-        self, texts: str | Iterable[str], *, untrained: bool = False, **run: Unpack[RunKeywords]
+        self,
+        texts: str | Iterable[str],
+        *,
+        windows: bool = False,
+        untrained: bool = False,
+        **run: Unpack[RunKeywords],
     ) -> SparseVectors:
-        """Return a weight for each word of the vocabulary that a text holds, as bge-m3's folder says.
+        """Return a weight for each word of the vocabulary that a text contains, as bge-m3's folder specifies.
 
         Args:
-            texts: one text or several. A long one is read in windows; a word has its largest weight.
+            texts: one text or several.
+            windows: read all of a long text in windows; a word has its largest weight. Otherwise it is truncated.
             untrained: embed although the model holds random values.
             **run: how to run; see `flodl_hf.runtime.RunOptions`.
 
@@ -409,36 +416,21 @@ class BaseModel(EncoderModel):
         """
         from flodl_hf.heads.vectors import lexical_vectors
 
-        return lexical_vectors(self, texts, untrained=untrained, run=run)
+        return lexical_vectors(self, texts, windows=windows, untrained=untrained, run=run)
 
-    def _embeddable(
-        self, texts: list[str], *, strict: bool, truncate: bool, told: list[int], prompt: str = ""
-    ) -> Encoded:
-        """Return the windows of texts as the folder's recipe wants them read; ``told`` is not empty after a warning."""
+    def _embeddable(self, texts: list[str], *, windows: bool, strict: bool, prompt: str = "") -> Encoded:
+        """Return the rows of texts as the folder's recipe wants them read."""
+        from flodl_hf.heads.vectors import most_sentence_tokens
         from flodl_hf.runtime.inputs import encode
 
         tokenizer, recipe = self.tokenizer, self.sentence_recipe
         assert tokenizer is not None
-        limit = self.most_tokens(recipe.max_tokens if recipe else None)
         if prompt:
             texts = [prompt + text for text in texts]
         if recipe is not None and recipe.lower_case:
             texts = [text.lower() for text in texts]
-        # What is cut is cut at the last token that fits, as elsewhere, be it inside a word.
-        encoded = encode(tokenizer, texts, max_tokens=limit, strict=strict, truncate=truncate)
-        if not told and len(encoded.owners) >= MANY_WINDOWS:
-            windows = np.bincount(encoded.owners)
-            longest = int(windows.argmax())
-            if windows[longest] >= MANY_WINDOWS:
-                told.append(longest)
-                warnings.warn(
-                    f"embed: a text of {len(texts[longest]):,} characters is read in {windows[longest]:,} windows of "
-                    f"{limit} tokens, whose vectors are averaged into one. truncate=True keeps the first window, as "
-                    "encode and sentence-transformers do; embed_chunks gives vectors of its parts; strict=True refuses "
-                    "such texts.",
-                    stacklevel=2,
-                )
-        return encoded
+        limit = most_sentence_tokens(self)
+        return encode(tokenizer, texts, max_tokens=limit, strict=strict, truncate=not windows)
 
 
 HEAD = Head(head_names.BASE, BaseModel)

@@ -77,6 +77,7 @@ def chunk_vectors(
 ) -> Any:
     """Return the parts of texts with their vectors; see `BaseModel.embed_chunks`."""
     from flodl_hf.decode.pooling import finish_embeddings
+    from flodl_hf.heads.vectors import most_sentence_tokens
     from flodl_hf.runtime import Session
     from flodl_hf.runtime.inputs import Encoded
     from flodl_hf.runtime.items import several
@@ -90,7 +91,7 @@ def chunk_vectors(
     single = isinstance(given, str)
     asked = [given] if isinstance(given, str) else list(given)
     wanted = _wanted(asked, [spans] if single and spans is not None else spans, chunks)
-    limit = model.most_tokens(recipe.max_tokens if recipe else None)
+    limit = most_sentence_tokens(model)
     shared = overlap if overlap is not None else 0 if limit is None else limit // 4
     if shared < 0 or (limit is not None and shared >= limit - 8):
         raise PredictError(

@@ -127,6 +127,7 @@ class MaskedLM(ScoringModel):
         texts: str | Iterable[str],
         *,
         most: int | None = None,
+        windows: bool = False,
         untrained: bool = False,
         **run: Unpack[RunKeywords],
     ) -> SparseVectors:
@@ -135,7 +136,8 @@ class MaskedLM(ScoringModel):
         A folder of sentence-transformers' SparseEncoder may say otherwise.
 
         Args:
-            texts: one text or several. A long one is read in windows, joined as its tokens are.
+            texts: one text or several.
+            windows: read all of a long text in windows, joined as its tokens are. Otherwise it is truncated.
             most: keep so many words of a text, the largest weights; None for all above zero.
             untrained: embed although the model holds random values.
             **run: how to run; see `flodl_hf.runtime.RunOptions`.
@@ -145,7 +147,7 @@ class MaskedLM(ScoringModel):
         """
         from flodl_hf.heads.vectors import splade_vectors
 
-        found = splade_vectors(self, texts, untrained=untrained, run=run)
+        found = splade_vectors(self, texts, windows=windows, untrained=untrained, run=run)
         return found if most is None else found.top(most)
 
     def _fill_best(self, texts: Any, session: Session, tokenizer: Tokenizer, top_k: int) -> Any:

@@ -111,11 +111,20 @@ ANSWER = {
 MASKS = {**_RUN, **_TEXTS}
 CHOICES = {**_RUN, "inputs": Word("items")}
 PAIRS = {**_RUN, "inputs": Word("pairs"), "sentences": Word("pairs")}
+_LONGER = (
+    "a text is truncated to the max_seq_length of the folder; windows=True reads all of it, strict=True refuses it"
+)
+_TRUNCATED = {
+    "truncate": Word(reason=_LONGER, harmless=(None, True)),
+    "truncation": Word(reason=_LONGER, harmless=(None, True, "longest_first")),
+    "max_length": Word(reason=_LONGER, harmless=(None,)),
+    "max_seq_length": Word(reason=_LONGER, harmless=(None,)),
+}
 EMBED = {
     **_RUN,
     **_TEXTS,
     "normalize_embeddings": Word("normalize"),
-    "max_seq_length": Word(reason=_WINDOWS),
+    **_TRUNCATED,
     "output_value": Word(reason="embed gives a vector a text; call the model for states of tokens",
                          harmless=(None, "sentence_embedding")),
     "convert_to_tensor": Word(reason="embed gives a tensor, encode an array", harmless=(None, True)),
@@ -125,6 +134,7 @@ EMBED = {
 ENCODE = {
     **{name: word for name, word in _RUN.items() if not name.startswith("convert")},
     **{name: Word("sentences") for name in ("inputs", "texts", "sequences")},
+    **_TRUNCATED,
     "output_value": EMBED["output_value"],
     "pool": Word(reason="devices=[...] shares texts among devices"),
     "chunk_size": Word(harmless=None),

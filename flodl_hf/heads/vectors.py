@@ -28,12 +28,25 @@ if TYPE_CHECKING:
     from flodl_hf.sentence.multivector import LateRecipe
     from flodl_hf.sentence.recipe import SentenceRecipe
 
-__all__ = ["keywords_for", "lexical_vectors", "pooled_beyond", "splade_vectors", "token_vectors"]
+__all__ = [
+    "keywords_for",
+    "lexical_vectors",
+    "most_sentence_tokens",
+    "pooled_beyond",
+    "splade_vectors",
+    "token_vectors",
+]
 
 TOKENS = 2048
 """Tokens of a batch whose word scores are kept whole: a quarter of a gigabyte at 30,000 words."""
 QUERIES = 32
 """Filled queries of a batch."""
+
+
+def most_sentence_tokens(model: EncoderModel) -> int | None:
+    """Return the length in tokens that texts are truncated to for vectors: ``max_seq_length`` of the folder."""
+    recipe = model.sentence_recipe
+    return model.most_tokens(recipe.max_tokens if recipe else None)
 
 
 def keywords_for(kind: str, model: EncoderModel, said: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,7 +222,7 @@ def _expanded(model: EncoderModel, late: LateRecipe, encoded: Encoded, width: in
 
 
 def lexical_vectors(
-    model: EncoderModel, texts: str | Iterable[str], *, untrained: bool, run: RunKeywords
+    model: EncoderModel, texts: str | Iterable[str], *, windows: bool, untrained: bool, run: RunKeywords
 ) -> SparseVectors:
     """Return weights of a text's own words; see `BaseModel.embed_sparse`."""
     from flodl_hf.runtime.inputs import encode
@@ -226,7 +239,7 @@ def lexical_vectors(
     left_out = [token for role in roles if (token := getattr(tokenizer, role, None)) is not None]
 
     def encoded(chunk: list[str]) -> Encoded:
-        return encode(tokenizer, chunk, max_tokens=model.max_tokens)
+        return encode(tokenizer, chunk, max_tokens=most_sentence_tokens(model), truncate=not windows)
 
     def finish(chunk: list[str], found: Encoded, states: Pending) -> list[tuple[np.ndarray, np.ndarray]]:
         placed = states.placed()
@@ -244,7 +257,7 @@ def lexical_vectors(
 
 
 def splade_vectors(
-    model: EncoderModel, texts: str | Iterable[str], *, untrained: bool, run: RunKeywords
+    model: EncoderModel, texts: str | Iterable[str], *, windows: bool, untrained: bool, run: RunKeywords
 ) -> SparseVectors:
     """Return weights of words by a masked-word head; see `MaskedLM.embed_sparse`."""
     from flodl_hf.runtime.inputs import encode
@@ -253,10 +266,9 @@ def splade_vectors(
     tokenizer = model.ready("embed_sparse", untrained=untrained)
     recipe = model.sentence_recipe
     pooling = (recipe.splade if recipe else None) or SpladePooling()
-    limit = model.most_tokens(recipe.max_tokens if recipe else None)
 
     def encoded(chunk: list[str]) -> Encoded:
-        return encode(tokenizer, chunk, max_tokens=limit)
+        return encode(tokenizer, chunk, max_tokens=most_sentence_tokens(model), truncate=not windows)
 
     def finish(chunk: list[str], found: Encoded, weights: Pending) -> list[tuple[np.ndarray, np.ndarray]]:
         return list(from_dense(weights.stacked().numpy(), found.owners, len(chunk), pooling.strategy))
@@ -274,7 +286,8 @@ def _collected(
 
     given = several(texts, "embed_sparse")
     asked = [given] if isinstance(given, str) else list(given)
-    found = list(Session(model, run).answer(asked, encode, work, finish, rows=rows, what="embed_sparse"))
+    limit = most_sentence_tokens(model)
+    found = list(Session(model, run).answer(asked, encode, work, finish, rows=rows, what="embed_sparse", limit=limit))
     tokenizer = model.tokenizer
     assert tokenizer is not None
     known = sorted({token for ids, _ in found for token in ids.tolist()})

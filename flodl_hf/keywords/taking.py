@@ -77,7 +77,8 @@ def _own(signature: inspect.Signature) -> frozenset[str]:
 def _joined(own: inspect.Signature, other: inspect.Signature) -> inspect.Signature:
     """Return a signature whose other keywords are those of another."""
     mine = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    more = [p for p in other.parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    more = [p for p in other.parameters.values() if p.kind in kinds]
     there = {p.name for p in mine}
     return own.replace(parameters=[*mine, *(p for p in more if p.name not in there)])
 

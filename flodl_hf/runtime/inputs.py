@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -28,10 +29,27 @@ from flodl_hf.tokenization.rows import cut_each, plan_windows
 if TYPE_CHECKING:
     from flodl_hf.tokenizer import Row, Tokenizer
 
-__all__ = ["Encoded", "Text", "encode", "split_pairs"]
+__all__ = ["TRUNCATION", "Encoded", "Text", "Truncation", "encode", "split_pairs"]
 
 Text = str | tuple[str, str] | Mapping[str, str]
 """A text; or a pair ``(a, b)``, also as ``{"text": a, "text_pair": b}``."""
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """How texts are shortened where a call does not specify it.
+
+    Attributes:
+        max_tokens: the most tokens of a row, if that is below the limit of the model.
+        side: the end of a text that is removed; None as the tokenizer's folder specifies.
+    """
+
+    max_tokens: int | None = None
+    side: Literal["left", "right"] | None = None
+
+
+TRUNCATION: ContextVar[Truncation | None] = ContextVar("TRUNCATION", default=None)
+"""The `Truncation` of the calls of this thread. A server sets it for one request."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +60,15 @@ class Encoded:
         table: the windows as arrays.
         texts: how many texts there are.
         rows: the windows as records, text after text; empty unless they were asked for.
+        truncated: the number of texts that were truncated.
+        dropped: the number of their tokens that are in no window.
     """
 
     table: TokenTable
     texts: int
     rows: list[Row] = field(default_factory=list)
+    truncated: int = 0
+    dropped: int = 0
 
     @property
     def owners(self) -> np.ndarray:
@@ -138,9 +160,12 @@ def encode(
 
     if truncate and pairs is not None:
         cut = cut or "longest"
+    own = TRUNCATION.get() or Truncation()
+    max_tokens = min((most for most in (max_tokens, own.max_tokens) if most is not None), default=None)
     given: dict[str, Any] = {
         "max_tokens": max_tokens, "stride": stride, "cut": cut, "snap": snap and not truncate,
         "overflow": "error" if strict else "truncate" if truncate else "windows",
+        "side": own.side or tokenizer._cut_side,
     }  # fmt: skip
     if not records and not words and len(texts) and stride >= 0 and (max_tokens is None or max_tokens > 0):
         check_batch(texts, "text", False)
@@ -148,10 +173,11 @@ def encode(
             check_batch(pairs, "second text", False)
         frame = frame_of(tokenizer, pairs=pairs is not None)
         if offsets or frame is None:
-            found = _of_encodings(tokenizer, texts, pairs, frame, offsets, given)
+            found, over = _of_encodings(tokenizer, texts, pairs, frame, offsets, given)
         else:
-            found = _of_ids(tokenizer, texts, pairs, frame, given)
-        return Encoded(found, len(texts))
+            found, over = _of_ids(tokenizer, texts, pairs, frame, given)
+        return Encoded(found, len(texts), [], *((len(over), int(over.sum())) if truncate else ()))
+    del given["side"]
     groups = tokenizer.encode_rows(texts, pairs, words=words, offsets=offsets, **given)
     owners = [text for text, group in enumerate(groups) for _ in group]
     rows = [row for group in groups for row in group]
@@ -165,51 +191,56 @@ def _of_encodings(
     frame: Frame | None,
     offsets: bool,
     given: dict[str, Any],
-) -> TokenTable:
-    """Return the windows of texts by what the library says of each; those that are cut come last."""
+) -> tuple[TokenTable, np.ndarray]:
+    """Return the windows of texts, those of several windows last, and how many tokens each long text is too long."""
     encodings = tokenizer._backend.encodings(texts, pairs, fast=not offsets)
     lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
     long = _too_long(lengths, given["max_tokens"])
+    over = lengths[long] - (given["max_tokens"] or 0)
     if not len(long):
-        return of_encodings(encodings, frame=frame, offsets=offsets)
+        return of_encodings(encodings, frame=frame, offsets=offsets), over
     rows = [row_of(encodings[i]) for i in long.tolist()] if offsets else None
     rest = _windows(tokenizer, texts, pairs, long, offsets, given, rows)
     short = np.delete(np.arange(len(encodings)), long)
     if not len(short):
-        return rest
-    return joined(of_encodings([encodings[i] for i in short.tolist()], short, frame=frame, offsets=offsets), rest)
+        return rest, over
+    first = of_encodings([encodings[i] for i in short.tolist()], short, frame=frame, offsets=offsets)
+    return joined(first, rest), over
 
 
 def _of_ids(
     tokenizer: Tokenizer, texts: Sequence[str], pairs: Sequence[str] | None, frame: Frame, given: dict[str, Any]
-) -> TokenTable:
-    """Return the windows of texts without an object for each; those that are cut come last."""
+) -> tuple[TokenTable, np.ndarray]:
+    """Return what `_of_encodings` returns, without an object for each text."""
     backend, limit = tokenizer._backend, given["max_tokens"]
     if len(texts) == 1 and pairs is None and not any(frame.types):
         ids = backend.encodings(texts, fast=True)[0].ids
         if limit is None or len(ids) <= limit:
-            return of_one(ids, frame)
+            return of_one(ids, frame), np.zeros(0, np.int64)
     first, second = backend.flat(texts), None if pairs is None else backend.flat(pairs)
-    long = _too_long(first[1] + (0 if second is None else second[1]) + frame.size, limit)
+    lengths = first[1] + (0 if second is None else second[1]) + frame.size
+    long = _too_long(lengths, limit)
+    over = lengths[long] - (limit or 0)
     if not len(long):
-        return framed(frame, first, second)
+        return framed(frame, first, second), over
     short = np.delete(np.arange(len(texts)), long)
     if second is None and (cut := _cut_ids(tokenizer, texts, long, frame, given)) is not None:
         rest, owners, starts, numbers = cut
         ids, counts = _but(first, long)
         zeros = np.zeros(len(short), np.int64)
-        return framed(
+        table = framed(
             frame,
             (np.concatenate([ids, rest[0]]), np.concatenate([counts, rest[1]])),
             owners=np.concatenate([short, owners]),
             first_token=np.concatenate([zeros, starts]),
             window=np.concatenate([zeros, numbers]),
         )
+        return table, over
     windows = _windows(tokenizer, texts, pairs, long, False, given)
     if not len(short):
-        return windows
+        return windows, over
     second = None if second is None else _but(second, long)
-    return joined(framed(frame, _but(first, long), second, owners=short), windows)
+    return joined(framed(frame, _but(first, long), second, owners=short), windows), over
 
 
 def _too_long(lengths: np.ndarray, limit: int | None) -> np.ndarray:
@@ -238,7 +269,7 @@ def _windows(
         seconds = None if pairs is None else [pairs[i] for i in chosen]
         # Borders of words are looked for.
         rows = tokenizer._backend.rows([texts[i] for i in chosen], seconds, fast=not given["snap"])
-    how = {**given, "cut": given["cut"] or ("first" if pairs is None else "second"), "side": tokenizer._cut_side}
+    how = {**given, "cut": given["cut"] or ("first" if pairs is None else "second")}
     if how["cut"] == "second" and pairs is None:
         raise TokenizerError("cut is 'second', but there are no second texts; pass pairs, or cut='first'")
     groups = cut_each(rows, how.pop("max_tokens"), places=chosen, **how)
@@ -253,7 +284,7 @@ def _cut_ids(
     snap, stride, room = given["snap"], given["stride"], given["max_tokens"] - frame.size
     if given["overflow"] == "error" or given["cut"] == "second" or room < 1:
         return None
-    if not snap and (stride >= room or tokenizer._cut_side == "left"):
+    if not snap and (stride >= room or given["side"] == "left"):
         return None
     chosen = places.tolist()
     parts: list[np.ndarray] = []

@@ -17,13 +17,16 @@ from torch import Tensor
 
 from flodl_hf.decode.rows import Placed
 
-__all__ = ["COUNTED", "HEARD", "Pending"]
+__all__ = ["COUNTED", "HEARD", "TRUNCATED", "Pending"]
 
 HEARD: ContextVar[Callable[[float], None] | None] = ContextVar("HEARD", default=None)
 """Who hears of each batch that is noted, as a share of all rows."""
 
 COUNTED: ContextVar[Callable[[int], None] | None] = ContextVar("COUNTED", default=None)
 """Who hears how many tokens are sent on their way."""
+
+TRUNCATED: ContextVar[Callable[[int, int], None] | None] = ContextVar("TRUNCATED", default=None)
+"""Called with the numbers of truncated texts and of their dropped tokens, instead of a warning."""
 
 
 class Pending:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from functools import partial
@@ -22,7 +23,7 @@ from flodl_hf.runtime.inputs import Encoded
 from flodl_hf.runtime.items import found_by
 from flodl_hf.runtime.options import RunKeywords, RunOptions, options_of
 from flodl_hf.runtime.passes import Work
-from flodl_hf.runtime.pending import COUNTED
+from flodl_hf.runtime.pending import COUNTED, TRUNCATED
 from flodl_hf.runtime.progress import seen
 from flodl_hf.runtime.stream import WINDOW, Job, stream
 
@@ -122,6 +123,7 @@ class Session:
         rows: int = 1,
         kind: type[Found[Any]] | None = None,
         what: str = "predict",
+        limit: int | None = None,
         **words: Any,
     ) -> Any:
         """Return the answers to some items.
@@ -137,11 +139,13 @@ class Session:
             kind: what an answer becomes; items with nothing to read then have an empty one. None leaves it as it is,
                 and runs them too.
             what: the method, as its progress is headed.
+            limit: the tokens that texts are truncated to without a request of the caller, who is warned.
             **words: of `flodl_hf.runtime.items.found_by`.
         """
         starts = STARTS.get()
         start = (lambda encoded: self.start(encoded.table, work)) if starts is None else partial(_by, starts, work)
-        job: Job[Any, Any] = Job(encode, start, finish, join)
+        cut = _Truncated(what, limit)
+        job: Job[Any, Any] = Job(encode, start, cut.counting(finish), join)
         call = None
         if not single and self.options.devices is not None and len(self.options.devices) > 1:
             from flodl_hf.runtime.workers import call_of
@@ -151,8 +155,8 @@ class Session:
         if kind is not None:
             job = found_by(job, kind, **words)
         if single:
-            return self.alone(items, job)
-        found = self.run(items, job, rows=rows, what=what, call=call)
+            return cut.warned(self.alone(items, job))
+        found = cut.warned(self.run(items, job, rows=rows, what=what, call=call))
         return results_of(found) if kind is not None else found
 
     def alone(self, item: Any, job: Job[Any, R]) -> R:
@@ -180,6 +184,49 @@ class Session:
             return stream(items, undisturbed(job), first=first, most=most, ahead=ahead, deep=deep, meanwhile=meanwhile)
 
         return seen(items, job, answers, what=what, show=self.options.progress, by_batch=not ahead)
+
+
+class _Truncated:
+    """Number of truncated texts of one call.
+
+    Args:
+        what: the method.
+        limit: the tokens that texts are truncated to; None for calls that do not warn.
+    """
+
+    def __init__(self, what: str, limit: int | None) -> None:
+        self._what, self._limit = what, limit
+        self._texts = self._cut = 0
+
+    def counting(self, finish: Callable[[list[Any], Encoded, Any], Any]) -> Callable[[list[Any], Encoded, Any], Any]:
+        """Return ``finish`` that also counts."""
+
+        def counted(chunk: list[Any], encoded: Encoded, running: Any) -> Any:
+            found = finish(chunk, encoded, running)
+            self._texts += len(chunk)
+            if encoded.truncated and (heard := TRUNCATED.get()) is not None:
+                heard(encoded.truncated, encoded.dropped)
+            else:
+                self._cut += encoded.truncated
+            return found
+
+        return counted
+
+    def warned(self, found: Any) -> Any:
+        """Return the answers; warn if texts were truncated, for an iterator at its end."""
+        if isinstance(found, Iterator):
+            return self._warned_after(found)
+        if self._cut and self._limit is not None:
+            warnings.warn(
+                f"{self._what}: truncated {self._cut:,} of {self._texts:,} texts to {self._limit} tokens, as "
+                "sentence-transformers does. windows=True reads all of a text in windows instead.",
+                stacklevel=5,
+            )
+        return found
+
+    def _warned_after(self, found: Iterator[Any]) -> Iterator[Any]:
+        yield from found
+        self.warned(None)
 
 
 def _count(table: TokenTable) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from flodl_hf.errors import TokenizerError
+from flodl_hf.errors import TextTooLongError, TokenizerError
 
 __all__ = ["Cut", "Overflow", "Row", "cut_each", "cut_rows", "plan_windows"]
 
@@ -140,8 +140,8 @@ def _slice(row: Row, keep: list[range], window: int, first: int, last: int, trun
     )
 
 
-def _too_long(where: str, total: int, max_tokens: int, why: str, remedy: str) -> TokenizerError:
-    return TokenizerError(
+def _too_long(where: str, total: int, max_tokens: int, why: str, remedy: str) -> TextTooLongError:
+    return TextTooLongError(
         f"{where}: {total} tokens with special tokens, {why}; at most {max_tokens} fit; {remedy}",
         where=where,
         found=total,

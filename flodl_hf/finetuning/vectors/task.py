@@ -153,7 +153,7 @@ class EmbeddingTask:
             self._guides["model"] = BaseModel.from_pretrained(str(self.options.guide), **given)
         known: dict[str, int] = {}
         places = [[known.setdefault(text, len(known)) for text in row] for row in rows]
-        vectors: Any = self._guides["model"].embed(list(known), truncate=True)
+        vectors: Any = self._guides["model"].embed(list(known))
         return vectors.float().numpy()[np.asarray(places)]
 
     def scorer(self, prepared: Prepared) -> Scorer:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +14,17 @@ import numpy as np
 import pytest
 
 from flodl.errors import DataError
-from flodl_hf import encode_file
+from flodl_hf import encode_file, predict_file
 from flodl_hf.bulk.parts import Parts
 from flodl_hf.errors import PredictError
 from flodl_hf.vectors.files import SUFFIXES, ranges_path, read_vectors
 from flodl_hf.vectors.quantize import PRECISIONS, quantize_embeddings, ranges_of
 
 ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.filterwarnings("ignore:.*truncated")
 
 
 def texts_in(source: Path) -> list[str]:
-    import json
-
     return [json.loads(line)["text"] for line in source.read_text().splitlines()]
 
 
@@ -61,6 +62,23 @@ def test_every_format_holds_the_models_vectors(
     assert encode_file(model("base"), source, cut, store=store).resumed == 2
     assert cut.read_bytes() == out.read_bytes()
     assert not Parts(cut, "").folder.exists()
+
+
+@pytest.mark.parametrize("windows", [None, True])
+def test_files_have_the_vectors_of_texts_in_memory(windows: bool | None, model: Any, tmp_path: Path) -> None:
+    source, encoder = tmp_path / "in.txt", model("base")
+    texts = ["the cat", "the cat sat on the mat " * 20, "a dog", "good film " * 40]
+    source.write_text("\n".join(texts))
+    how = {"windows": bool(windows), "batch_invariant": True}
+    for write, suffix, method in ((encode_file, ".npy", encoder.encode), (predict_file, ".jsonl", encoder.embed)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            result = write(encoder, source, tmp_path / f"out{suffix}", part_rows=2, **how)
+        assert ["truncated 2 of 4 texts" in str(one.message) for one in caught] == ([] if windows else [True])
+        assert result.truncated == (0 if windows else 2)
+        rows = (tmp_path / f"out{suffix}").read_text().splitlines() if suffix == ".jsonl" else []
+        found = [json.loads(row)["embedding"] for row in rows] or np.load(tmp_path / "out.npy")
+        assert np.array_equal(np.asarray(found, np.float32), np.asarray(method(texts, **how)))
 
 
 @pytest.mark.parametrize(

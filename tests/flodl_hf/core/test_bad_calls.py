@@ -263,7 +263,7 @@ def test_ten_thousand_words_around_a_mask_leave_it_its_neighbours(make: Maker) -
     assert [fill.sequence for fill in first[0]] == [text.replace("[MASK]", fill.token) for fill in first[0]]
 
 
-def test_ten_thousand_words_are_embedded_whole(make: Maker) -> None:
+def test_ten_thousand_words_are_embedded_in_windows(make: Maker) -> None:
     model = make("bert", "base")
     assert model.tokenizer is not None
     rows = model.tokenizer.encode_rows([LONG], max_tokens=40)[0]
@@ -271,10 +271,7 @@ def test_ten_thousand_words_are_embedded_whole(make: Maker) -> None:
     with torch.no_grad():
         means = torch.stack([model(torch.tensor([row.ids])).last_hidden_state[0].mean(0) for row in rows])
     expected = torch.nn.functional.normalize((means * weights[:, None]).sum(0) / weights.sum(), dim=0)
-    with pytest.warns(UserWarning, match=r"is read in \d+ windows of 40 tokens"):
-        found = model.embed(LONG)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    assert not torch.allclose(model.embed(LONG, truncate=True), expected, atol=1e-3)
+    torch.testing.assert_close(model.embed(LONG, windows=True), expected, rtol=0, atol=1e-5)
 
 
 # --- streams -----------------------------------------------------------------------------------------

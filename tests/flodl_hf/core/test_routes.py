@@ -22,6 +22,7 @@ from flodl_hf import load
 from flodl_hf.errors import ExportError, PredictError
 
 Saved = Callable[..., Path]
+pytestmark = pytest.mark.filterwarnings("ignore:.*truncated")
 QUERY, DOCUMENT = layer(6, 16), layer(4, 16, "linear.Identity", bias=False)
 
 
@@ -110,7 +111,7 @@ def test_each_route_has_its_layers_behind_one_encoder(saved: Saved, name: str) -
 def test_queries_and_documents_take_their_prompts_and_routes(saved: Saved) -> None:
     model: Any = load(behind(saved("bert")))
     asked, found = model.encode_query(TEXTS, convert_to_tensor=True), model.encode_document(TEXTS)
-    assert torch.equal(asked, model.embed(["a cat: " + text for text in TEXTS], route="query", truncate=True))
+    assert torch.equal(asked, model.embed(["a cat: " + text for text in TEXTS], route="query"))
     assert found.tolist() == model.encode(TEXTS, prompt="good ", route="document").tolist()
     assert found.tolist() == model.encode(TEXTS, prompt_name="document", task="document").tolist()
     assert model.encode_query(TEXTS, prompt="").tolist() == model.encode(TEXTS, task="query").tolist()
@@ -230,7 +231,7 @@ def test_routes_may_have_transformers_of_their_own(saved: Saved, tmp_path: Path)
         exact = torch.nn.functional.normalize(through(states_of(alone["document"], text).mean(0), DOCUMENT), dim=0)
         close(model.embed(text), exact)
     assert torch.equal(model.embed(TEXTS, task="query"), model.embed(TEXTS, route="query"))
-    asked = model.embed(["a cat: " + text for text in TEXTS], route="query", truncate=True)
+    asked = model.embed(["a cat: " + text for text in TEXTS], route="query")
     assert model.encode_query(TEXTS).tolist() == asked.tolist()
     assert (model.embed([], route="query").shape, model.embed([]).shape) == ((0, 16), (0, 4))
     assert model.embed_chunks(TEXTS[1], route="query").vectors.shape == (2, 16)

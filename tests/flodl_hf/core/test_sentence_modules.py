@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from sentence_folders import ST, TEXTS, layer, modules, states_of, write
 
 Saved = Callable[..., Path]
+pytestmark = pytest.mark.filterwarnings("ignore:.*truncated")
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_inspect_tells_how_texts_become_vectors(dense: Path, saved: Saved) -> No
         "pooling: mean, scaled to length 1",
         "a dense layer to 6 features, Tanh",
         "a dense layer to 4 features, Identity",
-        "at most 12 tokens: encode cuts longer texts, embed reads them in windows",
+        "at most 12 tokens: longer texts are truncated",
         "texts are lower-cased first",
         "prompts: 'query', 'none'",
     ]
@@ -91,7 +92,7 @@ def test_what_is_cut_is_cut_at_the_last_token_that_fits(name: str, side: str, sa
         assert row.shape[1] == most
         with torch.no_grad():
             whole = model(row)[0][0].mean(0)
-        for found in (model.encode(LONG), model.embed([LONG, "a dog"], truncate=True, normalize=False)[0].numpy()):
+        for found in (model.encode(LONG), model.embed([LONG, "a dog"], normalize=False)[0].numpy()):
             torch.testing.assert_close(torch.from_numpy(found), whole, rtol=0, atol=1e-6)
 
 
@@ -242,11 +243,17 @@ def test_a_masked_word_model_makes_sparse_vectors_without_a_word_about_it(saved:
     one = model.embed_sparse(TEXTS[0])
     assert len(one) == 1
     assert list(one[0]) == list(model.embed_sparse(TEXTS)[0])
-    # A long text is read in windows, and has what each of them has.
+    # Each word of a long text has its largest weight of all windows; without windows=True the text is truncated.
     text = "the cat sat on the mat " * 12
-    whole = model.embed_sparse(text).to_tensor().to_dense()[0]
-    parts = model.embed_sparse([text, "the cat sat"]).to_tensor().to_dense()
+    whole = model.embed_sparse(text, windows=True).to_tensor().to_dense()[0]
+    parts = model.embed_sparse([text, "the cat sat"], windows=True).to_tensor().to_dense()
     torch.testing.assert_close(parts[0], whole, rtol=0, atol=1e-5)
+    with pytest.warns(UserWarning, match="truncated 1 of 2 texts"):
+        first = model.embed_sparse([text, "the cat sat"]).to_tensor().to_dense()
+    row = model.tokenizer(text, truncation=True, max_length=model.max_tokens)["input_ids"]
+    kept = model.embed_sparse(model.tokenizer.decode(row[1:-1])).to_tensor().to_dense()[0]
+    torch.testing.assert_close(first[0], kept, rtol=0, atol=1e-5)
+    assert not torch.allclose(first[0], whole, atol=1e-3)
     with pytest.raises(PredictError, match="sparse_linear"):
         load(saved("bert")).embed_sparse(TEXTS)  # type: ignore[attr-defined]
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from flodl_hf.errors import TextTooLongError
 from flodl_hf.model.encoder_model import EncoderModel
 from flodl_hf.runtime.stream import stream
 
@@ -17,8 +18,12 @@ LONG = "the cat sat on the mat and ran " * 12
 TEXTS = ["the cat sat", LONG, "", "a dog", f"very good film {LONG}", "good", "ada lives in paris"]
 
 
+TRUNCATES = pytest.mark.filterwarnings("ignore:.*truncated")
+
+
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("options", [{}, {"normalize": False}, {"truncate": True}, {"truncate_dim": 5}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"normalize": False}, {"windows": True}, {"truncate_dim": 5}], ids=str)
+@TRUNCATES
 def test_vectors_are_those_of_each_text_alone(
     make: Make, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], ahead: bool
 ) -> None:
@@ -37,20 +42,50 @@ def test_vectors_are_those_of_each_text_alone(
         assert torch.equal(found, torch.nn.functional.normalize(raw, dim=-1))
 
 
-def test_a_text_of_very_many_windows_is_told_once_with_what_else_there_is(make: Make) -> None:
+@pytest.mark.parametrize("devices", [None, ["cpu", "cpu"]])
+@pytest.mark.parametrize("method", ["embed", "encode", "encode_query", "encode_document"])
+def test_one_warning_counts_the_truncated_texts(
+    make: Make, monkeypatch: pytest.MonkeyPatch, method: str, devices: Any
+) -> None:
     model: Any = make("bert", "base")
-    huge = "the cat " * 1900  # 38 tokens in a window
-    said = r"a text of 15,200 characters is read in 100 windows of 40 tokens.*truncate=True keeps the first"
-    for texts in ([huge, "a mat", huge], iter([huge, "a mat", huge])):
-        with pytest.warns(UserWarning, match=said) as told:
-            list(model.embed(texts))
-        assert len(told) == 1
-    cut = torch.from_numpy(model.encode(huge, normalize_embeddings=True))
-    torch.testing.assert_close(model.embed(huge, truncate=True), cut)
-    model.embed(huge[:-400])  # of fewer
+    call = getattr(model, method)
+    monkeypatch.setattr("flodl_hf.runtime.session.stream", lambda items, job, **k: stream(items, job, first=2, most=2))
+    for given in (TEXTS, iter(TEXTS)):
+        with pytest.warns(UserWarning, match="truncated 2 of 7 texts to 40 tokens") as warned:
+            list(call(given, devices=devices))
+        assert len(warned) == 1
+    with pytest.warns(UserWarning, match="truncated 1 of 1 texts"):
+        call(LONG)
+    call([text for text in TEXTS if LONG not in text], devices=devices)
+    call(TEXTS, windows=True)  # no warning
+
+
+@TRUNCATES
+def test_embed_and_encode_truncate_alike_and_windows_are_optional(make: Make) -> None:
+    model: Any = make("bert", "base")
+    kept = LONG[: model.tokenizer.encode_rows([LONG])[0][0].offsets[38][1]]
+    vectors = model.embed([LONG, "a dog"], **EXACT)
+    assert torch.equal(vectors[0], model.embed(kept, **EXACT))
+    assert torch.equal(
+        vectors, model.encode([LONG, "a dog"], normalize_embeddings=True, convert_to_tensor=True, **EXACT)
+    )
+    averaged = model.embed(LONG, windows=True, **EXACT)
+    assert not torch.allclose(averaged, vectors[0], atol=1e-3)
+    assert torch.equal(
+        averaged, model.encode(LONG, windows=True, normalize_embeddings=True, convert_to_tensor=True, **EXACT)
+    )
+    assert torch.equal(model.embed("a dog", windows=True, **EXACT), vectors[1])
+    torch.testing.assert_close(torch.as_tensor(model.similarity(LONG, kept, **EXACT)), torch.ones(1, 1))
+
+
+def test_a_text_that_is_too_long_is_refused_with_strict(make: Make) -> None:
+    model: Any = make("bert", "base")
+    with pytest.raises(TextTooLongError) as caught:
+        model.embed(["a dog", LONG], strict=True)
+    assert (caught.value.where, caught.value.found, caught.value.expected) == ("text 1", 122, 40)
 
 
 def test_lengths_of_windows_say_nothing_of_their_mean(make: Make) -> None:
     model: Any = make("bert", "base")
-    assert model.embed(LONG).norm().item() == pytest.approx(1.0, abs=1e-6)
-    assert model.embed(LONG, normalize=False).norm().item() != pytest.approx(1.0, abs=1e-3)
+    assert model.embed(LONG, windows=True).norm().item() == pytest.approx(1.0, abs=1e-6)
+    assert model.embed(LONG, windows=True, normalize=False).norm().item() != pytest.approx(1.0, abs=1e-3)
