@@ -17,6 +17,7 @@ from flodl.errors import ConfigError, nearest, printable, shown
 from flodl_hf.config.file import Odd, config_text_of, read_json
 from flodl_hf.config.label_names import MAX_LABELS, PROBLEM_TYPES, label_names, without_unknown_problem
 from flodl_hf.config.label_thresholds import LABEL_THRESHOLDS, thresholds_of
+from flodl_hf.decode.activations import activation_changes, stored_activation
 from flodl_hf.families import model_types, named, row_of, that_claims
 from flodl_hf.family import Family
 from flodl_hf.family.config_rows import REQUIRED, Triage, boolean, one_of, read_rows, refuse
@@ -65,6 +66,7 @@ class ModelConfig:
         labels: label names by id.
         problem_type: "regression", "single_label_classification", "multi_label_classification" or None.
         label_thresholds: the score from which each label holds, tuned on held-out data; None without.
+        score_activation: path of the activation that makes scores of a cross-encoder's logits; None without.
         tie_words: whether the masked-word decoder is the word table.
         source: the JSON as read, unknown keys included.
         text: the file's text, or None when the config was made in memory.
@@ -82,6 +84,7 @@ class ModelConfig:
         *,
         problem_type: str | None = None,
         label_thresholds: Mapping[str, float] | None = None,
+        score_activation: str | None = None,
         tie_words: bool = True,
         source: Mapping[str, Any] | None = None,
         text: str | None = None,
@@ -95,6 +98,7 @@ class ModelConfig:
         self.labels = tuple(labels)
         self.problem_type = problem_type
         self.label_thresholds = None if label_thresholds is None else dict(label_thresholds)
+        self.score_activation = score_activation
         self.tie_words = tie_words
         self.source: dict[str, Any] = dict(source or {})
         self.text = text
@@ -192,8 +196,9 @@ class ModelConfig:
         except ValueError as fault:  # a family's own rules between fields
             raise refuse([str(fault)], where, family.model_type) from None
         return cls(
-            family, encoder, labels, label_thresholds=thresholds, source=source, text=text, where=where, notes=notes,
-            overruled=(*(overruled or ()), *oddities), left_out=left_out, **shared,
+            family, encoder, labels, label_thresholds=thresholds, score_activation=stored_activation(source),
+            source=source, text=text, where=where, notes=notes, overruled=(*(overruled or ()), *oddities),
+            left_out=left_out, **shared,
         )  # fmt: skip
 
     @classmethod
@@ -287,25 +292,27 @@ class ModelConfig:
         problem_type: str | None = None,
         encoder: Any = None,
         label_thresholds: Mapping[str, float] | None = None,
+        score_activation: str | None = None,
     ) -> ModelConfig:
         """Return a copy with other labels, problem type or encoder settings; the source text stays to be patched.
 
-        Thresholds are those of the labels they were tuned for: with other labels or another problem type there are none
-        but those given; ``{}`` takes them away.
+        Thresholds and the activation of scores belong to their labels: with other labels or another problem type, only
+        those given here are kept. ``""`` and ``{}`` remove a value.
         """
-        if problem_type is not None and problem_type not in PROBLEM_TYPES:
+        if problem_type and problem_type not in PROBLEM_TYPES:
             raise ConfigError(
                 f"problem_type={problem_type!r}; expected one of {', '.join(PROBLEM_TYPES)}",
                 problems=["problem_type"],
             )
         same = (labels is None or tuple(labels) == self.labels) and problem_type in (None, self.problem_type)
-        kept = self.label_thresholds if same else None
+        kept, own = (self.label_thresholds, self.score_activation) if same else (None, None)
         return ModelConfig(
             self.family,
             self.encoder if encoder is None else encoder,
             self.labels if labels is None else labels,
-            problem_type=problem_type or self.problem_type,
+            problem_type=(self.problem_type if problem_type is None else problem_type) or None,
             label_thresholds=kept if label_thresholds is None else label_thresholds or None,
+            score_activation=(own if score_activation is None else score_activation) or None,
             tie_words=self.tie_words,
             source=self.source,
             text=self.text,
@@ -328,7 +335,7 @@ class ModelConfig:
         result.update(self.label_changes())
         if self.problem_type is not None:
             result["problem_type"] = self.problem_type
-        changed, gone = self.threshold_changes()
+        changed, gone = self.stored_changes()
         return {key: value for key, value in result.items() if key not in gone} | changed
 
     def label_changes(self) -> dict[str, Any]:
@@ -337,16 +344,22 @@ class ModelConfig:
             return {}
         return {"id2label": {str(k): v for k, v in self.id2label.items()}, "label2id": self.label2id}
 
-    def threshold_changes(self) -> tuple[dict[str, Any], list[str]]:
-        """Return the key of thresholds where they differ from what the source says, and the key where they are gone."""
+    def stored_changes(self, beside: str | None = None) -> tuple[dict[str, Any], list[str]]:
+        """Return keys of this package and of sentence-transformers that differ from the source, and keys to remove.
+
+        Args:
+            beside: the activation of scores that another file of the folder stores.
+        """
+        own = beside is None or self.score_activation != beside
+        changed, gone = activation_changes(self.source, self.score_activation) if own else ({}, [])
+        if self.problem_type is None and self.source.get("problem_type") in PROBLEM_TYPES:
+            gone = [*gone, "problem_type"]
         read = thresholds_of(self.source.get(LABEL_THRESHOLDS), label_names(self.source, [], [], []), [])
-        if read == self.label_thresholds:
-            return {}, []
-        return (
-            ({}, [LABEL_THRESHOLDS])
-            if self.label_thresholds is None
-            else ({LABEL_THRESHOLDS: dict(self.label_thresholds)}, [])
-        )
+        if self.label_thresholds is None and read is not None:
+            gone = [*gone, LABEL_THRESHOLDS]
+        elif self.label_thresholds is not None and read != self.label_thresholds:
+            changed[LABEL_THRESHOLDS] = dict(self.label_thresholds)
+        return changed, gone
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for names without an attribute: HF's keys, first as rows, then as the file has them.

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Literal, TypeAlias, get_args
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from flodl_hf.decode.activations import ACTIVATIONS, activate
 from flodl_hf.decode.fast_records import made
 from flodl_hf.decode.rows import as_tensor, owners_of
 from flodl_hf.errors import PredictError
@@ -37,7 +38,10 @@ __all__ = [
 
 _ALONE = np.zeros(1, np.int64)
 
-Activation: TypeAlias = Literal["softmax", "sigmoid", "none"]
+Activation: TypeAlias = str
+"""``"softmax"``, ``"sigmoid"``, ``"none"``, or the name of a class in `flodl_hf.decode.activations.ACTIVATIONS`."""
+
+_FUNCTIONS = ("softmax", "sigmoid", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +66,16 @@ class Ranked:
     Attributes:
         index: its place in the caller's list.
         score: how well it fits, in the units of the chosen activation.
-        windows: number of windows of the document; the best of them gave the score. 0 of one with nothing to read.
+        windows: number of windows of the document; the best of them gave the score.
         text: the document, where the ranking knows it.
+        empty: the document or the query is nothing but white space. The score is the model's for such a pair.
     """
 
     index: int
     score: float
     windows: int = 1
     text: str = ""
-
-    @property
-    def empty(self) -> bool:
-        """Whether there was nothing to read."""
-        return self.windows == 0
+    empty: bool = False
 
 
 def activation_for(problem_type: str | None, num_labels: int, function_to_apply: str | None = None) -> Activation:
@@ -84,15 +85,16 @@ def activation_for(problem_type: str | None, num_labels: int, function_to_apply:
     ``"multi_label_classification"`` or a single label; otherwise softmax.
 
     Raises:
-        PredictError: ``function_to_apply`` is none of softmax, sigmoid, none.
+        PredictError: ``function_to_apply`` is neither softmax, sigmoid, none, nor the name of an activation class.
     """
     if function_to_apply is not None:
-        for name in get_args(Activation):
-            if function_to_apply.lower() == name:
-                return name
+        if function_to_apply.lower() in _FUNCTIONS:
+            return function_to_apply.lower()
+        if function_to_apply in ACTIVATIONS:
+            return "none" if function_to_apply == "Identity" else function_to_apply
         raise PredictError(
-            f"classification: function_to_apply={function_to_apply!r} is unknown; "
-            f"expected one of {', '.join(get_args(Activation))}",
+            f"classification: found function_to_apply={function_to_apply!r}, expected one of {', '.join(_FUNCTIONS)}, "
+            f"or an activation of torch.nn: {', '.join(ACTIVATIONS)}.",
             function_to_apply=function_to_apply,
         )
     if problem_type == "regression":
@@ -107,7 +109,9 @@ def class_scores(logits: Tensor | np.ndarray, activation: Activation) -> Tensor:
     values = as_tensor(logits).float()
     if activation == "softmax":
         return torch.softmax(values, -1)
-    return torch.sigmoid(values) if activation == "sigmoid" else values
+    if activation in ("sigmoid", "none"):
+        return torch.sigmoid(values) if activation == "sigmoid" else values
+    return activate(activation, values)
 
 
 def mean_over_windows(
@@ -240,6 +244,8 @@ def _scores(logits: Tensor, activation: Activation) -> np.ndarray:
     _finite(values, "classification")
     if activation == "none" or not values.size:
         return values
+    if activation not in _FUNCTIONS:
+        return activate(activation, torch.from_numpy(values)).numpy()
     with np.errstate(over="ignore", invalid="ignore"):
         if activation == "sigmoid":
             return 1 / (1 + np.exp(-values))
@@ -371,13 +377,13 @@ def decode_ranking(
     owners: Sequence[int] | np.ndarray | None = None,
     documents: int | None = None,
 ) -> list[Ranked]:
-    """Return the documents of one query, best first; equal scores in the caller's order.
+    """Return the documents of one query, best first; equal scores in the order of their logits, then the caller's.
 
     A document in several windows is as good as its best window: relevance needs one passage, not the whole.
 
     Args:
         logits: one number per row, ``(rows,)`` or ``(rows, 1)``.
-        activation: ``"sigmoid"`` for scores from 0 to 1, ``"none"`` for the logits; both give the same order.
+        activation: what makes a score of a logit, see `activation_for`; not softmax, which is 1 of any number.
         top_k: most documents; all without it.
         owners: index of the document of each row; without it row ``i`` is document ``i``.
         documents: number of documents; without it as many as ``owners`` names.
@@ -391,20 +397,21 @@ def decode_ranking(
             f"ranking: logits of shape {tuple(values.shape)}; expected (rows, 1); use a cross-encoder with one label",
             found=tuple(values.shape),
         )
-    values = values.reshape(-1)
-    _finite(values, "ranking")
     if activation == "softmax":
         raise PredictError("ranking: softmax of one number is always 1; expected 'sigmoid' or 'none'")
     rows = len(values)
+    given = values.reshape(-1).cpu().numpy()
+    _finite(given, "ranking")
+    scores = class_scores(values.reshape(-1), activation).cpu().numpy()
     count = documents if documents is not None else rows if owners is None else _count(owners)
     owner = owners_of(range(rows) if owners is None else owners, rows, count)
     windows = np.bincount(owner, minlength=count)
     if bool((windows == 0).any()):
         missing = np.flatnonzero(windows == 0).tolist()
         raise PredictError(f"ranking: documents {missing[:20]} have no row", missing=missing)
-    best = torch.full((count,), -torch.inf, dtype=values.dtype, device=values.device)
-    best.scatter_reduce_(0, torch.from_numpy(owner).to(values.device), values, "amax")
-    ordered, index = torch.sort(best, descending=True, stable=True)
-    scores = torch.sigmoid(ordered) if activation == "sigmoid" else ordered
-    ranked = [Ranked(i, score, int(windows[i])) for i, score in zip(index.tolist(), scores.tolist(), strict=True)]
+    order = np.lexsort((owner, -given, -scores))
+    _, best = np.unique(owner[order], return_index=True)
+    kept = order[np.sort(best)]
+    found = zip(owner[kept].tolist(), scores[kept].tolist(), strict=True)
+    ranked = [Ranked(document, score, int(windows[document])) for document, score in found]
     return ranked if top_k is None else ranked[:top_k]

@@ -79,13 +79,15 @@ class OnnxTarget:
         return by_label([list(zip(names, row.tolist(), strict=True)) for row in scores], self._labels)
 
     def _scores(self, logits: torch.Tensor) -> torch.Tensor:
+        from flodl_hf.config.score_function import score_function
         from flodl_hf.decode.classes import activation_for, class_scores
         from flodl_hf.heads.sequence_classification import ranking_activation
 
         config = self._config
         if self._task == "ranking":
-            return class_scores(logits, ranking_activation(config.source))
-        return class_scores(logits, activation_for(config.problem_type, config.num_labels))
+            return class_scores(logits, ranking_activation(config))
+        function = score_function(config) or activation_for(config.problem_type, config.num_labels)
+        return class_scores(logits, function)
 
     def _vectors(self, texts: list[str], prompt: str) -> np.ndarray:
         from flodl_hf.decode.pooling import finish_embeddings, pool_padded

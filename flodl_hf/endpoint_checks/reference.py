@@ -241,6 +241,7 @@ class Reference:
         return wanted if wanted is not None else (self.recipe.normalize if self.recipe else True)
 
     def _function(self, way: Way) -> Any:
+        from flodl_hf.config.score_function import score_function
         from flodl_hf.decode.classes import activation_for
         from flodl_hf.heads.sequence_classification import ranking_activation
 
@@ -248,8 +249,8 @@ class Reference:
         if way.function is not None:
             return way.function
         if self.task == "ranking":
-            return ranking_activation(config.source)
-        return activation_for(config.problem_type, self.model.num_labels)
+            return ranking_activation(config)
+        return score_function(config) or activation_for(config.problem_type, self.model.num_labels)
 
     def _model(self, way: Way) -> Any:
         kind = (way.tanh, way.half)

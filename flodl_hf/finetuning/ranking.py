@@ -37,6 +37,7 @@ from flodl_hf.vectors.losses import loss_named, make_loss
 from flodl_hf.vectors.losses.lists import LIST_LOSSES, MarginMSELoss
 
 if TYPE_CHECKING:
+    from flodl_hf.model.encoder_model import EncoderModel
     from flodl_hf.tokenizer import Tokenizer
 
 __all__ = ["RankTask", "plan_ranking"]
@@ -54,6 +55,7 @@ class RankTask:
         columns: where questions, passages and labels stand.
         said: columns as the caller named them, by role.
         loss: of all candidates of a question together; None where each pair has its own.
+        activation: path of the activation that makes scores of the trained model's logits.
     """
 
     columns: Columns
@@ -63,9 +65,18 @@ class RankTask:
     head: str = "sequence_classification"
     kind: Kind = "multi_label"
     labels: tuple[str, ...] = ("LABEL_0",)
-    problem_type: str = "regression"  # as transformers wants it of a model with one label; the loss is the pair's own
+    problem_type: None = None
+    activation: str = "torch.nn.modules.activation.Sigmoid"
     main_metric: str = "ndcg@10"
     per_row: bool = True
+
+    def start(self, model: EncoderModel) -> None:
+        """Have a model store the activation of its scores: its own, or this task's if it has none.
+
+        A problem type is removed: that of transformers would apply another function than sentence-transformers does.
+        """
+        own = model.config.score_activation or self.activation
+        model.config = model.config.changed(problem_type="", score_activation=own)
 
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return a row for each question with each of its candidates, or one for each question with all of them."""
@@ -124,7 +135,7 @@ def plan_ranking(rows: Sequence[Mapping[str, Any]], options: Options) -> RankTas
     """
     wrong = [name for name in ("class_weights", "label_smoothing") if getattr(options, name)]
     wrong += ["labels"] if options.labels not in (None, (), RankTask.labels) else []
-    wrong += ["problem_type"] if options.problem_type not in (None, RankTask.problem_type) else []
+    wrong += ["problem_type"] if options.problem_type not in (None, "regression") else []
     if wrong:
         raise ConfigError(f"{', '.join(wrong)}: a ranker has one score and no classes; expected none", problems=wrong)
     word = options.vector_loss or "BinaryCrossEntropyLoss"
@@ -137,7 +148,9 @@ def plan_ranking(rows: Sequence[Mapping[str, Any]], options: Options) -> RankTas
             raise ConfigError(f"loss_options: {name} has none; expected nothing", problems=["loss_options"])
         kind = OF_PAIRS[name]
         _, _, columns = _pairs(rows, options.columns, "train", bounded=kind == "multi_label")
-        return RankTask(columns, options.columns, kind=kind)
+        # The mean squared error is that of the logits themselves.
+        activation = "torch.nn.modules.linear.Identity" if kind == "regression" else RankTask.activation
+        return RankTask(columns, options.columns, kind=kind, activation=activation)
     if options.neftune:
         raise ConfigError("neftune: lists of candidates have none; expected nothing", problems=["neftune"])
     return RankTask(

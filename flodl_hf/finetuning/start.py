@@ -11,6 +11,7 @@ from flodl_hf.finetuning.data import Known
 from flodl_hf.finetuning.factory import FixedModel, ModelFactory
 from flodl_hf.finetuning.generator.task import GeneratorTask
 from flodl_hf.finetuning.options import Options
+from flodl_hf.finetuning.ranking import RankTask
 from flodl_hf.finetuning.task import Task
 from flodl_hf.finetuning.vectors.task import EmbeddingTask
 
@@ -75,7 +76,7 @@ def open_start(model: Any, task: Task, options: Options) -> tuple[EncoderModel, 
             os.fspath(model), task.head, task.labels, task.problem_type, options.freeze, options.dropout,
             {**shown, "attention": options.attention, **_hub(options)}, bool(options.new_head), options.adapter,
             options.seed,
-            task.start if isinstance(task, BESIDE) else None,
+            task.start if isinstance(task, (*BESIDE, RankTask)) else None,
             as_stored=cut and not isinstance(task, BESIDE),
         )  # fmt: skip
         return factory.open(), factory
@@ -94,6 +95,8 @@ def open_start(model: Any, task: Task, options: Options) -> tuple[EncoderModel, 
         )
     if task.problem_type is not None:
         model.config = model.config.changed(problem_type=task.problem_type)
+    if isinstance(task, RankTask):
+        task.start(model)
     model.set_attention(options.attention)
     if options.adapter is not None:
         model.add_adapter(options.adapter)

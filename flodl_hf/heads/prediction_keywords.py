@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from flodl_hf.decode.activations import activation_at
 from flodl_hf.keywords.loading import device_of
 from flodl_hf.keywords.taking import Word
 from flodl_hf.runtime.plan import usual_budget
@@ -42,6 +43,20 @@ def _split(value: Any, _: Any) -> Any:
     return [label.strip() for label in value.split(",") if label.strip()] if isinstance(value, str) else value
 
 
+def _function(value: Any, _: Any) -> str | None:
+    """Return the name of an activation given as torch's module."""
+    name = None if value is None else activation_at(f"{type(value).__module__}.{type(value).__name__}")
+    if value is not None and (name is None or repr(value) != repr(_plain(name))):
+        raise ValueError('expected a module of torch.nn without settings; or name it: function_to_apply="Tanh"')
+    return name
+
+
+def _plain(name: str) -> Any:
+    from torch import nn
+
+    return getattr(nn, name)()
+
+
 def _grouped(value: Any, _: Any) -> str:
     return "simple" if value else "none"
 
@@ -64,13 +79,13 @@ _RUN = {
     "convert_to_numpy": Word(reason="answers are records; call the model itself for tensors"),
 }  # fmt: skip
 _TEXTS = {name: Word("texts") for name in ("inputs", "sentences", "sequences")}
+_ACTIVATION = {name: Word("function_to_apply", _function) for name in ("activation_fn", "activation_fct")}
 CLASSES = {
     **_RUN,
     **_TEXTS,
     "return_all_scores": Word("top_k", lambda value, _: None if value else 1),
     "apply_softmax": Word("function_to_apply", lambda value, _: "softmax" if value else None),
-    "activation_fn": Word(reason='name the function instead: function_to_apply="softmax", "sigmoid" or "none"'),
-    "activation_fct": Word(reason='name the function instead: function_to_apply="softmax", "sigmoid" or "none"'),
+    **_ACTIVATION,
 }
 ZERO_SHOT = {
     **_RUN,
@@ -82,8 +97,7 @@ ZERO_SHOT = {
 RERANK = {
     **_RUN,
     "return_documents": Word(harmless=None),  # each Ranked has its text
-    "activation_fn": Word(reason="the configuration says how scores are read"),
-    "activation_fct": Word(reason="the configuration says how scores are read"),
+    **_ACTIVATION,
 }
 ENTITIES = {
     **_RUN,

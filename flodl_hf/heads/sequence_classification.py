@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 import torch
 from torch import Tensor
 
-from flodl.errors import printable, shown
+from flodl.errors import shown
+from flodl_hf.config.score_function import score_function
+from flodl_hf.decode.classes import activation_for
 from flodl_hf.encoder.losses import check_labels, classification_loss
 from flodl_hf.errors import PredictError
 from flodl_hf.family import head_names
@@ -23,16 +25,15 @@ from flodl_hf.keywords.taking import taking
 from flodl_hf.model.outputs import SequenceClassificationOutput
 
 if TYPE_CHECKING:
+    from flodl_hf.config.model_config import ModelConfig
     from flodl_hf.decode.classes import Activation, Ranked
     from flodl_hf.results.lists import Ranking
     from flodl_hf.runtime import RunKeywords
     from flodl_hf.runtime.engine import Pending
     from flodl_hf.runtime.inputs import Encoded, Text
+    from flodl_hf.sentence.recipe import SentenceRecipe
 
 __all__ = ["HEAD", "SequenceClassifier", "ranking_activation"]
-
-# By the last word of a class's name.
-_ACTIVATIONS: dict[str, Activation] = {"sigmoid": "sigmoid", "identity": "none", "none": "none"}
 
 
 class SequenceClassifier(ScoringModel):
@@ -64,6 +65,8 @@ class SequenceClassifier(ScoringModel):
         top_k: int | None = None,
         threshold: float | Sequence[float] | Mapping[str, float] | Literal["tuned"] | None = None,
         function_to_apply: str | None = None,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
         strict: bool = False,
         truncate: bool = False,
         untrained: bool = False,
@@ -72,15 +75,21 @@ class SequenceClassifier(ScoringModel):
     ) -> Any:
         """Return for each text its labels with scores, best first: `flodl_hf.results.Labels`, several in a list.
 
-        A text longer than the model takes is read in windows and its scores are the mean of theirs,
-        weighted by their tokens; ``windows`` of each result says how many there were.
+        The folder of a cross-encoder stores the activation of its scores and its default prompt, which are applied as
+        sentence-transformers applies them; ``compat="transformers"`` ignores both, as transformers does.
+
+        A text longer than the model takes is read in windows and its scores are the mean of theirs, weighted by their
+        tokens; ``windows`` of each result says how many there were.
 
         Args:
             texts: texts, or pairs ``(a, b)``; an iterator gives an iterator. One text alone gives its labels.
             top_k: most labels of a text; None for all.
             threshold: least score of a label, for all or by label; "tuned" for those that the model keeps: of several
                 labels those that hold, of two the one that does. None gives all labels, whatever the model keeps.
-            function_to_apply: "softmax", "sigmoid" or "none" instead of what the configuration says.
+            function_to_apply: "softmax", "sigmoid", "none" or the name of an activation of ``torch.nn`` ("Tanh"),
+                instead of the function that the folder or its problem type specifies.
+            prompt: text before each text, or before the first one of each pair; None for the folder's default prompt.
+            prompt_name: name of a prompt of the folder, instead of ``prompt``.
             strict: raise on a text that does not fit into one window.
             truncate: cut a long text to one window, of a pair the longer of the two, as transformers does.
             untrained: predict although parts of the model hold random values.
@@ -105,13 +114,17 @@ class SequenceClassifier(ScoringModel):
         texts = several(texts, "predict", mapping=True)
 
         between: Mapping[str, float] | None = None
+        if compat is None:
+            prompt = self._prompt("predict", prompt, prompt_name)
         if isinstance(threshold, str):
             threshold = tuned_thresholds(self.config.label_thresholds, threshold, function_to_apply)
             if self.config.problem_type != "multi_label_classification":
                 threshold, between = None, threshold
+        if compat is None and function_to_apply is None:
+            function_to_apply = score_function(self.config)
 
         # Not a function of this call alone: the process of another device does it too.
-        encode = partial(self._encode, strict=strict or compat is not None, truncate=truncate)
+        encode = partial(self._encode, strict=strict or compat is not None, truncate=truncate, prompt=prompt or "")
 
         def finish(chunk: list[Text], encoded: Encoded, scores: Pending) -> list[Any]:
             if compat is not None:
@@ -166,7 +179,6 @@ class SequenceClassifier(ScoringModel):
         """
         from flodl_hf.decode import contradiction_id, decode_zero_shot, entailment_id
         from flodl_hf.decode.compat import zero_shot_classification
-        from flodl_hf.errors import PredictError
         from flodl_hf.results.lists import Labels
         from flodl_hf.runtime import Session
         from flodl_hf.runtime.items import several
@@ -214,6 +226,8 @@ class SequenceClassifier(ScoringModel):
         *,
         top_k: int | None = None,
         function_to_apply: str | None = None,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
         strict: bool = False,
         truncate: bool = False,
         untrained: bool = False,
@@ -221,15 +235,18 @@ class SequenceClassifier(ScoringModel):
     ) -> Ranking:
         """Return the documents that fit the query, best first, with their texts and places in the list.
 
-        Scores are what the folder asks for: a cross-encoder's configuration names its activation, and without one
-        it is the sigmoid, as in sentence-transformers. Documents with nothing to read come last, with no windows and
-        the score 0, or the least one where scores are not from 0 to 1.
+        A cross-encoder's folder stores the activation of its scores; without one it is the sigmoid, as in
+        sentence-transformers. Empty documents and queries are scored like others, as sentence-transformers does, and
+        ``empty`` of their results is True.
 
         Args:
             query: what is looked for.
             documents: what may fit; a long one is as good as its best window.
             top_k: most documents; None for all.
-            function_to_apply: "sigmoid" or "none" instead of what the configuration says.
+            function_to_apply: "sigmoid", "none" or the name of an activation of ``torch.nn`` ("Tanh"), instead of the
+                stored activation.
+            prompt: text before the query; None for the folder's default prompt.
+            prompt_name: name of a prompt of the folder, instead of ``prompt``.
             strict: raise on a document that does not fit into one window with the query.
             truncate: cut a long pair to one window, the longer of the two first, as sentence-transformers does.
             untrained: rank although parts of the model hold random values.
@@ -237,8 +254,7 @@ class SequenceClassifier(ScoringModel):
                 `flodl_hf.runtime.RunOptions`; what is not given is as `runtime` set it.
 
         Raises:
-            PredictError: the model has more than one label, documents are no list of strings, or the configuration
-                asks for an activation that is not known.
+            PredictError: the model has more than one label, or documents are no list of strings.
         """
         from flodl_hf.decode import decode_ranking
         from flodl_hf.decode.classes import Ranked
@@ -247,12 +263,12 @@ class SequenceClassifier(ScoringModel):
         from flodl_hf.runtime.passes import Scores
 
         self.ready("rerank", untrained=untrained)
-        activation = ranking_activation(self.config.source, function_to_apply)
+        activation = ranking_activation(self.config, function_to_apply)
+        before = self._prompt("rerank", prompt, prompt_name)
         texts = _documents(query, documents)
-        read = [place for place, text in enumerate(texts) if query.strip() and text.strip()]
 
         def encode(chunk: list[str]) -> Encoded:
-            return self._encode([(query, text) for text in chunk], strict=strict, truncate=truncate)
+            return self._encode([(query, text) for text in chunk], strict=strict, truncate=truncate, prompt=before)
 
         def finish(chunk: list[str], encoded: Encoded, scores: Pending) -> list[Ranked]:
             found = decode_ranking(
@@ -260,52 +276,66 @@ class SequenceClassifier(ScoringModel):
             )  # fmt: skip
             return sorted(found, key=lambda document: document.index)
 
-        session = Session(self, run)
-        best: Any = session.answer([texts[i] for i in read], encode, Scores(True), finish, what="rerank")
+        best: Any = Session(self, run).answer(texts, encode, Scores(True), finish, what="rerank")
         values = torch.tensor([document.score for document in best], dtype=torch.float32)
         ranked = [
-            Ranked(read[found.index], found.score, best[found.index].windows, texts[read[found.index]])
-            for found in decode_ranking(values.view(-1, 1), activation=activation)
+            Ranked(found.index, found.score, best[found.index].windows, text, not (query.strip() and text.strip()))
+            for found in decode_ranking(values.view(-1, 1), activation=activation, top_k=top_k)
+            for text in [texts[found.index]]
         ]
-        # Last, with what is least: nothing is known of them.
-        least = min([0.0, *(found.score for found in ranked)])
-        ranked += [Ranked(place, least, 0, text) for place, text in enumerate(texts) if place not in set(read)]
-        return Ranking(ranked if top_k is None else ranked[:top_k], query)
+        return Ranking(ranked, query)
+
+    @property
+    def cross_encoder(self) -> SentenceRecipe | None:
+        """Settings of the folder if sentence-transformers wrote it as a cross-encoder of these labels; else None."""
+        recipe, activation = self.sentence_recipe, self.config.score_activation
+        return recipe if recipe is not None and activation is not None and recipe.activation == activation else None
+
+    def _prompt(self, method: str, prompt: str | None, name: str | None) -> str:
+        """Return the text before the first text of each pair.
+
+        Raises:
+            PredictError: the folder has no prompt of this name.
+        """
+        recipe = self.cross_encoder
+        if recipe is None and name is None:
+            return prompt or ""
+        from flodl_hf.sentence.recipe import SentenceRecipe
+
+        return (recipe or SentenceRecipe()).resolve_prompt(method, prompt, name)
 
     def _encode(
-        self, items: Sequence[Text], *, strict: bool = False, truncate: bool = False, cut: str | None = None
+        self,
+        items: Sequence[Text],
+        *,
+        strict: bool = False,
+        truncate: bool = False,
+        cut: str | None = None,
+        prompt: str = "",
     ) -> Encoded:
         from flodl_hf.runtime.inputs import encode, split_pairs
 
         tokenizer = self.tokenizer
         assert tokenizer is not None
         firsts, seconds = split_pairs(items, "predict")
-        limit = self.max_tokens
+        recipe = self.cross_encoder
+        if prompt:
+            firsts = [prompt + text for text in firsts]
+        if recipe is not None and recipe.lower_case:
+            firsts, seconds = [text.lower() for text in firsts], seconds and [text.lower() for text in seconds]
+        limit = self.most_tokens(recipe.max_tokens if recipe is not None else None)
         return encode(tokenizer, firsts, seconds, max_tokens=limit, strict=strict, cut=cut, truncate=truncate)
 
 
-def ranking_activation(config: Mapping[str, Any], given: str | None = None) -> Activation:
-    """Return what makes scores of a cross-encoder's logits.
-
-    Args:
-        config: ``config.json``: new files name the activation in ``sentence_transformers``, older ones in
-            ``sbert_ce_default_activation_function``.
-        given: "sigmoid" or "none", instead of what the file says.
+def ranking_activation(config: ModelConfig, given: str | None = None) -> Activation:
+    """Return the function that makes scores of a cross-encoder's logits: the given, else the stored one, else sigmoid.
 
     Raises:
-        PredictError: another activation than these two is asked for.
+        ConfigError: as of `score_function`.
+        PredictError: the given function is not known.
     """
-    new = config.get("sentence_transformers")
-    stated = new.get("activation_fn") if isinstance(new, Mapping) else None
-    named = given or stated or config.get("sbert_ce_default_activation_function") or "sigmoid"
-    found = _ACTIVATIONS.get(str(named).rpartition(".")[2].lower())
-    if found is None:
-        raise PredictError(
-            f"rerank: the activation of scores is {printable(str(named))}; expected Sigmoid or Identity. "
-            "Choose one: function_to_apply='sigmoid' or 'none'; both keep the order.",
-            found=str(named),
-        )
-    return found
+    stored = None if given is not None else score_function(config)
+    return stored or activation_for(None, config.num_labels, given or "sigmoid")
 
 
 def _documents(query: Any, documents: Any) -> list[str]:
@@ -314,7 +344,6 @@ def _documents(query: Any, documents: Any) -> list[str]:
     Raises:
         PredictError: query or documents are not what they are to be.
     """
-    from flodl_hf.errors import PredictError
     from flodl_hf.runtime.items import several
 
     texts = several(documents, "rerank")

@@ -8,7 +8,7 @@ model is handed out only when all of it is there. What was read is remembered as
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -25,16 +25,17 @@ from flodl.graph import Graph
 from flodl_hf.adapters.attach import adapters_of
 from flodl_hf.attention.dot_product import check_implementation
 from flodl_hf.config.model_config import MAX_LABELS, ModelConfig, listed_texts, read_config_file
+from flodl_hf.config.score_function import score_function
 from flodl_hf.config.told import warn_of
 from flodl_hf.family import Kept
+from flodl_hf.family.head_names import SEQUENCE_CLASSIFICATION
 from flodl_hf.graph_model.model import GraphModel
-from flodl_hf.graph_model.routed import Routed, recipe_behind
 from flodl_hf.hub.folders import holds_adapter, resolve_folder
 from flodl_hf.layers.parts import as_whole, parts_from
 from flodl_hf.model.building import assign, empty_graph, initialise, tie_tensors
 from flodl_hf.model.filling import FiniteCheck, check_dtype, check_duplicates, fill, settle_dtype, settle_ties
 from flodl_hf.model.folder_tokenizer import load_tokenizer, tokenizer_files
-from flodl_hf.sentence.multivector import colbert_recipe
+from flodl_hf.model.sentence_folder import colbert_of, follow_routes
 from flodl_hf.sentence.recipe import SentenceRecipe, read_recipe
 from flodl_hf.sentence.routing import transformer_folder
 from flodl_hf.weights.checkpoint import Checkpoint, SourceManifest, StoredTensor
@@ -169,7 +170,8 @@ def _load(
     root, commit = resolve_folder(name_or_path, hub, MODEL_FILES)
     held = _held_to(root, verified)
     folder = transformer_folder(root)
-    config, relabelled = _configured(folder, head, asked, adapter)
+    recipe = read_recipe(root)
+    config, relabelled = _configured(folder, head, asked, adapter, recipe)
     read = _read_folder(folder, config, head, asked, warming, relabelled=relabelled)
     report, kept = read.plan.report, _kept(read.plan.report.ignored, config)
     stored = read.manifest.index_name or read.manifest.files[0].name
@@ -185,7 +187,7 @@ def _load(
     model.mark_untrained(report.new)
     model.load_report = report
     model.tokenizer = tokenizer
-    model.sentence_recipe = read_recipe(root) or _colbert(folder, config)
+    model.sentence_recipe = recipe or colbert_of(folder, config)
     model.source = Source(
         name=str(name_or_path),
         folder=folder,
@@ -202,7 +204,7 @@ def _load(
     if model.sentence_recipe is not None and model.sentence_recipe.routes:
         mapped = in_hub_cache(folder) if asked.mapped is None else asked.mapped
         others = replace(asked, labels=None, problem_type=None, mapped=mapped)
-        _follow_routes(model, root, lambda inside: _load(model_class, inside, others, hub={}))
+        follow_routes(model, root, lambda inside: _load(model_class, inside, others, hub={}))
     model.set_attention(asked.attention)
     model.eval()
     if read.on_disk is not None:
@@ -216,15 +218,21 @@ def _load(
     return model
 
 
-def _configured(folder: Path, head: str, asked: _Wanted, adapter: AdapterFolder | None) -> tuple[ModelConfig, bool]:
+def _configured(
+    folder: Path, head: str, asked: _Wanted, adapter: AdapterFolder | None, recipe: SentenceRecipe | None
+) -> tuple[ModelConfig, bool]:
     """Return a folder's configuration, and whether its labels are those of who asks or of an adapter."""
     config = read_config_file(folder, asked.ignore_config_keys, strict_config=asked.strict_config)
     warn_of(config, stacklevel=2)
+    if recipe is not None and recipe.activation is not None:
+        config = config.changed(score_activation=recipe.activation)
     labels = asked.labels
     if adapter is not None and labels is None:
         labels = adapter.labels(config, head)
     if labels is not None or asked.problem_type is not None:
         config = config.changed(labels=labels, problem_type=asked.problem_type)
+    if head == SEQUENCE_CLASSIFICATION.name:
+        score_function(config)  # raises an error if the stored activation is not known
     return config, labels is not None
 
 
@@ -364,44 +372,6 @@ def _taken(graph: Graph, kept: Mapping[str, Kept], values: Mapping[str, Tensor],
                     where=where,
                 ) from None
     return {entry.name: values[name] for name, entry in kept.items()}
-
-
-def _colbert(folder: Path, config: ModelConfig) -> SentenceRecipe | None:
-    """Return how a folder of ColBERT's class makes vectors; None of any other."""
-    if class_of(config.source.get("architectures")) != "HF_ColBERT" or "HF_ColBERT" not in config.family.pretraining:
-        return None
-    late, files = colbert_recipe(folder)
-    return SentenceRecipe(normalize=True, late=late, files=files)
-
-
-def _follow_routes(model: GraphModel, root: Path, load: Callable[[Path], GraphModel]) -> None:
-    """Say which routes a model has, and put beside it the encoders of those that have their own."""
-    recipe, source = model.sentence_recipe, model.source
-    assert recipe is not None
-    assert source is not None
-    assert model.load_report is not None
-    notes = model.load_report.notes
-    usual = f"texts take {recipe.usual_route!r} where no route is said" if recipe.usual_route else "one has to be said"
-    folders = dict.fromkeys(way.transformer for way in recipe.routes.values())
-    own = folders.keys() - {recipe.transformer}
-    if own and model.head != "base":
-        model.sentence_recipe = recipe_behind(recipe, recipe.transformer)
-        notes.append(f"routes: {recipe.transformer} alone is read; the transformers of other routes are not")
-        return
-    notes.append(f"routes: {', '.join(recipe.routes)}; {usual}")
-    if not own:
-        return
-    others = {}
-    for folder in folders:
-        if folder in own:
-            others[folder] = beside = load(root / folder)
-            assert beside.source is not None
-            assert beside.load_report is not None
-            beside.source.name, beside.source.commit = f"{source.name}/{folder}", source.commit
-            beside.sentence_recipe = recipe_behind(recipe, folder)
-            notes.extend(f"{folder}: {note}" for note in beside.load_report.notes if note not in notes)
-    model.routed = Routed(others)
-    notes.append(f"routes have transformers of their own; calls with ids go through {recipe.transformer}")
 
 
 def _held_to(folder: Path, verified: bool | str) -> Held | None:

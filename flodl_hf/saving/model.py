@@ -278,8 +278,9 @@ def config_text(model: GraphModel) -> str:
         changes["vocab_size"] = config.encoder.vocab_size
     if not _keeps_names(model):
         changes["architectures"] = [architecture(model)]
-    thresholds, gone = config.threshold_changes()
-    changes |= thresholds
+    recipe = model.sentence_recipe
+    stored, gone = config.stored_changes(recipe.activation if recipe is not None else None)
+    changes |= stored
     if config.source.get(WEIGHTS_KEY) not in (None, SAFETENSORS, SAFETENSORS_INDEX):
         gone = [*gone, WEIGHTS_KEY]  # they are written under their usual names
     dtype = DTYPE_NAMES.get(model.dtype)
@@ -308,7 +309,7 @@ def _recipe(model: GraphModel) -> dict[str, bytes]:
 
     # A classifier that was trained on such an encoder keeps them too: its encoder still makes vectors.
     recipe = model.sentence_recipe
-    if recipe is None:
+    if recipe is None or (recipe.activation is not None and recipe.activation != model.config.score_activation):
         return {}
     if recipe.late is not None:
         return dict(recipe.files)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flodl.errors import nearest, printable, shown
+from flodl_hf.decode.activations import stored_activation
 from flodl_hf.errors import PredictError
 from flodl_hf.sentence.dense import Dense, read_dense
 from flodl_hf.sentence.multivector import LateRecipe, m3_layer, multivector_recipe, pylate_recipe
@@ -22,7 +23,7 @@ from flodl_hf.sentence.routing import Modules, kind_of, routing_of, transformer_
 from flodl_hf.sentence.small_files import bytes_of, place_in, settings_in, wrong
 from flodl_hf.sentence.sparse import SpladePooling
 from flodl_hf.weights.checkpoint.members import is_entry
-from flodl_hf.weights.file_names import BOUNDS
+from flodl_hf.weights.file_names import BOUNDS, CONFIG_NAME
 
 __all__ = ["POOLINGS", "SentenceRecipe", "read_recipe", "recipe_on"]
 
@@ -65,6 +66,8 @@ class SentenceRecipe:
         kinds: further names of routes, as the folder maps what texts are for to them.
         transformer: where routes have transformers of their own, the folder of this one's, from the root; else "".
         truncate_dim: how many features of a vector are kept where a call does not say; None for all.
+        kind: class of sentence-transformers that the folder was saved by ("CrossEncoder"); None if it is not stated.
+        activation: path of the activation that makes scores of a cross-encoder's logits; None for other kinds.
     """
 
     pooling: tuple[Any, ...] = ("mean",)
@@ -84,6 +87,8 @@ class SentenceRecipe:
     kinds: Mapping[str, str] = field(default_factory=dict)
     transformer: str = ""
     truncate_dim: int | None = None
+    kind: str | None = None
+    activation: str | None = None
 
     def kept(self, asked: int | None) -> int | None:
         """Return how many features of a vector are kept, of which a call says ``asked``; None for all."""
@@ -126,6 +131,31 @@ class SentenceRecipe:
         if given is None:
             return self.prompts.get(self.default_prompt or "", "")
         return self.prompts.get(given, given)
+
+    def resolve_prompt(self, method: str, prompt: str | None, name: str | None) -> str:
+        """Return the prompt as sentence-transformers resolves it: ``prompt`` itself, else by name, else the default.
+
+        Args:
+            method: the method that was called, for the message.
+            prompt: a text, which is used as it is.
+            name: the name of a prompt; models of vectors always have "query" and "document", empty if not stored.
+
+        Raises:
+            PredictError: there is no prompt of this name.
+        """
+        if prompt is not None:
+            return prompt
+        if name is None:
+            return self.prompts.get(self.default_prompt or "", "")
+        prompts = self.prompts if self.kind == "CrossEncoder" else {"query": "", "document": "", **self.prompts}
+        if name not in prompts:
+            known = ", ".join(map(printable, prompts)) or "none: the folder stores no prompts"
+            raise PredictError(
+                f"{method}: found prompt_name={name!r}{nearest(name, prompts)}, expected one of {known}. "
+                "Give the text itself as prompt=.",
+                found=name,
+            )
+        return prompts[name]
 
 
 def recipe_on(recipe: SentenceRecipe | None, route: str | None) -> SentenceRecipe | None:
@@ -235,8 +265,19 @@ def _recipe(root: Path, modules: Modules, transformer: str, *, keep: bool) -> Se
     prompts, usual = _prompts(said, root / said_in)
     return SentenceRecipe(
         pooling, normalize, length, lower is True, files if kept else {}, tuple(dense), prompts, usual, included,
-        splade, lexical, late, truncate_dim=_features_kept(said, root / said_in),
+        splade, lexical, late, truncate_dim=_features_kept(said, root / said_in), kind=said.get("model_type"),
+        activation=_activation(said, root),
     )  # fmt: skip
+
+
+def _activation(said: Mapping[str, Any], root: Path) -> str | None:
+    """Return the path of a cross-encoder's activation, by the rules of sentence-transformers; None for other kinds."""
+    if said.get("model_type") != "CrossEncoder":
+        return None
+    config = settings_in(root, CONFIG_NAME) if is_entry(root, CONFIG_NAME) else {}
+    labels = len(config.get("id2label") or range(config.get("num_labels", 2)))
+    usual = "torch.nn.modules.activation.Sigmoid" if labels == 1 else "torch.nn.modules.linear.Identity"
+    return str(said.get("activation_fn") or stored_activation(config) or usual)
 
 
 def _features_kept(said: Mapping[str, Any], where: Path) -> int | None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from flodl.errors import ConfigError, printable
 from flodl_hf.weights.checkpoint.members import read_member
 
-__all__ = ["bytes_of", "place_in", "read_json", "settings_in", "wrong"]
+__all__ = ["bytes_of", "place_in", "read_json", "settings_in", "warn_of_unknown", "wrong"]
 
 _LIMIT = 1_000_000
 
@@ -39,6 +41,14 @@ def settings_in(root: Path, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise wrong(root / name, f"holds a JSON {type(value).__name__}", "an object with settings")
     return value
+
+
+def warn_of_unknown(path: Path, settings: Mapping[str, Any], known: Collection[str]) -> None:
+    """Warn once of the settings of a file that are not known and therefore ignored."""
+    unknown = sorted(str(key) for key in settings if key not in known)
+    if unknown:
+        names = ", ".join(printable(key, 60) for key in unknown[:10])
+        warnings.warn(f"{path}: found unknown settings, which are ignored: {names}", UserWarning, stacklevel=2)
 
 
 def bytes_of(root: Path, name: str) -> bytes:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flodl_hf.decode.classes import activation_for
+from flodl_hf.decode.classes import activation_for, class_scores
 from flodl_hf.decode.rows import as_tensor
 
 __all__ = ["feature_extraction", "text_classification", "zero_shot_classification"]
@@ -49,6 +49,8 @@ def text_classification(
     elif activation == "softmax":
         powers = np.exp(values - values.max(axis=-1, keepdims=True))
         values = powers / powers.sum(axis=-1, keepdims=True)
+    elif activation != "none":
+        values = class_scores(values, activation).numpy()
     if legacy:
         best = values.argmax(-1)
         return [{"label": labels[int(i)], "score": float(row[i])} for i, row in zip(best, values, strict=True)]

@@ -12,7 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flodl_hf.errors import PredictError
+from flodl.errors import ConfigError
+from flodl_hf import load
 from flodl_hf.families import FAMILIES
 from flodl_hf.tokenizer import Tokenizer
 
@@ -324,42 +325,49 @@ def test_pairs_are_marked_where_the_tokenizers_class_marks_them(stated: dict[str
 
 OLD, NEW = "sbert_ce_default_activation_function", "sentence_transformers"
 IDENTITY, SIGMOID = "torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Sigmoid"
+TANH = "torch.nn.modules.activation.Tanh"
 
 
 @pytest.mark.parametrize(
-    ("stated", "raw"),
+    ("stated", "function"),
     [
-        ({}, False),
-        ({OLD: IDENTITY}, True),
-        ({OLD: SIGMOID}, False),
-        ({NEW: {"activation_fn": IDENTITY, "version": "4.1.0.dev0"}}, True),
-        ({NEW: {"activation_fn": SIGMOID, "version": "4.1.0.dev0"}}, False),
-        ({NEW: {"activation_fn": SIGMOID}, OLD: IDENTITY}, False),
-        ({NEW: {"version": "4.1.0.dev0"}, OLD: IDENTITY}, True),
+        ({}, torch.sigmoid),
+        ({OLD: IDENTITY}, lambda logits: logits),
+        ({OLD: TANH}, torch.tanh),
+        ({NEW: {"activation_fn": IDENTITY, "version": "4.1.0.dev0"}}, lambda logits: logits),
+        ({NEW: {"activation_fn": "torch.nn.Tanh"}}, torch.tanh),
+        ({NEW: {"activation_fn": SIGMOID}, OLD: IDENTITY}, torch.sigmoid),
+        ({NEW: {"version": "4.1.0.dev0"}, OLD: IDENTITY}, lambda logits: logits),
+        ({NEW: {"activation_fn": "torch.nn.modules.activation.Softplus"}}, torch.nn.functional.softplus),
     ],
 )
-def test_reranking_obeys_the_activation_of_the_cross_encoder(stated: dict[str, Any], raw: bool, make: Maker) -> None:
-    model = make("bert", "sequence_classification", num_labels=1, **stated)
+def test_scores_are_made_by_the_stored_activation(stated: dict[str, Any], function: Any, make: Maker) -> None:
+    model: Any = make("bert", "sequence_classification", num_labels=1, **stated)
     documents = ["the cat sat", "on a mat", ""]
-    by_place = {
-        kind: sorted(model.rerank("cat", documents, function_to_apply=kind)[:2], key=lambda r: r.index)
-        for kind in ("none", "sigmoid")
-    }
-    logits = torch.tensor([r.score for r in by_place["none"]])
-    assert [r.score for r in by_place["sigmoid"]] == logits.sigmoid().tolist()
-    found = model.rerank("cat", documents)
-    assert sorted(found[:2], key=lambda r: r.index) == by_place["none" if raw else "sigmoid"]
-    assert found[2].windows == 0
-    assert found[2].score == min(0.0, *(r.score for r in found[:2]))
+    logits = torch.tensor([r.score for r in _by_place(model.rerank("cat", documents, function_to_apply="none"))])
+    expected = function(logits).tolist()
+    found = _by_place(model.rerank("cat", documents))
+    assert [r.score for r in found] == pytest.approx(expected, abs=1e-6)
+    assert [r.empty for r in found] == [False, False, True]
+    predicted = model.predict([("cat", document) for document in documents[:2]])
+    assert [labels[0].score for labels in predicted] == pytest.approx(expected[:2], abs=1e-6)
+    given = model.predict([("cat", documents[0])], activation_fn=torch.nn.Tanh())
+    assert given[0][0].score == pytest.approx(logits.tanh()[0].item(), abs=1e-6)
 
 
-def test_an_activation_that_is_not_known_is_refused_by_name(make: Maker) -> None:
-    model = make("bert", "sequence_classification", num_labels=1, **{OLD: "torch.nn.modules.activation.Tanh"})
-    with pytest.raises(
-        PredictError, match=r"rerank: .*activation\.Tanh.*expected Sigmoid or Identity.*function_to_apply"
-    ):
-        model.rerank("cat", ["the cat"])
-    assert model.rerank("cat", ["the cat"], function_to_apply="none")
+def _by_place(ranking: Any) -> list[Any]:
+    return sorted(ranking, key=lambda document: document.index)
+
+
+@pytest.mark.parametrize("path", ["mine.Tanh", "torch.nn.modules.activation.GLU", "torch.nn.modules.activation.PReLU"])
+def test_an_activation_that_is_not_known_is_refused_by_name(path: str, saved: Any) -> None:
+    folder = saved("bert", "sequence_classification", num_labels=1)
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, NEW: {"activation_fn": path}}), "utf-8")
+    with pytest.raises(ConfigError, match=r"config\.json") as caught:
+        load(folder)
+    assert caught.value.details["found"] == path
+    load(folder, head="base")
 
 
 def test_reranking_sorts_by_the_best_window(make: Maker, padded: Padded) -> None:

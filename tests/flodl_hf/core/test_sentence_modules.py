@@ -190,17 +190,21 @@ def test_such_folders_of_bin_files_are_converted_whole(dense: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "key"),
     [
-        ({"activation_function": "evil.Evil"}, "activation 'Evil'"),
-        ({"use_residual": True}, "use_residual"),
-        ({"out_features": 5}, "to 5"),
+        ({"activation_function": "evil.Evil"}, "activation_function"),
+        ({"activation_function": "torch.nn.modules.activation.PReLU"}, "activation_function"),
+        ({"module_input_name": "mine"}, "module_input_name"),
+        ({"use_residual": True}, "linear.bias"),  # of other sizes, without its tensor
+        ({"out_features": 5}, "linear.bias"),
     ],
 )
-def test_a_dense_layer_that_is_not_understood_is_refused(dense: Path, change: dict[str, Any], words: str) -> None:
+def test_a_dense_layer_that_is_not_understood_is_refused(dense: Path, change: dict[str, Any], key: str) -> None:
     write(dense, {"2_Dense/config.json": layer(6, 16)["config.json"] | change})
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError) as caught:
         load(dense)
+    assert caught.value.details["where"] == str(dense / "2_Dense/config.json")
+    assert caught.value.details["problems"][0] == key
 
 
 # --- sparse vectors ----------------------------------------------------------------------------------

@@ -252,13 +252,16 @@ def test_lines_of_standard_input_with_nothing_in_them_say_so(
         assert told.stdout.count("(empty)") == 2
 
 
-def test_documents_with_nothing_to_read_come_last(make: Maker) -> None:
+def test_documents_with_nothing_to_read_are_scored_and_marked(make: Maker, padded: Any) -> None:
     model = make("bert", "sequence_classification", id2label={"0": "fits"})
-    found = model.rerank("a cat", ["", *TEXTS, " "])
-    assert [document.index for document in found][2:] == [0, 3]
-    assert [document.empty for document in found] == [False, False, True, True]
-    assert [document.score for document in found][2:] == [0.0, 0.0]
-    assert all(document.empty for document in model.rerank(" ", TEXTS))
+    for query in ("a cat", " "):
+        documents = ["", *TEXTS, " "]
+        found = model.rerank(query, documents)
+        expected = [padded(model, query, document)[0].sigmoid().item() for document in documents]
+        assert {one.index: one.score for one in found} == pytest.approx(dict(enumerate(expected)), abs=1e-6)
+        assert [one.score for one in found] == sorted((one.score for one in found), reverse=True)
+        assert {one.index for one in found if one.empty} == ({0, 3} if query.strip() else {0, 1, 2, 3})
+        assert [one["empty"] for one in found.to_dict()["documents"]] == [one.empty for one in found]
     assert model.rerank("a cat", []) == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,13 @@ def test_a_ranker_trains_is_judged_and_ranks_again_when_read(
     assert again.num_labels == 1
     ours, theirs = (m.rerank(TEXTS[0], TEXTS[40:44]) for m in (result.model, again))
     assert ours == theirs
+    # One score, by every method; transformers applies the sigmoid to one label without a problem type.
+    scores = {document.index: document.score for document in theirs}
+    predicted = again.predict([(TEXTS[0], text) for text in TEXTS[40:44]])
+    assert [labels[0].score for labels in predicted] == pytest.approx([scores[i] for i in range(4)], abs=1e-6)
+    config = json.loads((tmp_path / "out/config.json").read_text("utf-8"))
+    assert "problem_type" not in config
+    assert config["sentence_transformers"] == {"activation_fn": "torch.nn.modules.activation.Sigmoid"}
     assert "text-ranking" in (tmp_path / "out/README.md").read_text()
     from flodl_hf.recipe import load_recipe
 
@@ -105,7 +113,10 @@ def test_what_does_not_say_how_well_passages_fit_is_refused(
 def test_sentence_transformers_ranks_alike(base: Path, tmp_path: Path) -> None:
     library = pytest.importorskip("sentence_transformers")
     result: Any = finetune(base, train=listed(), out=tmp_path / "out", **ONE)
-    theirs = library.CrossEncoder(str(tmp_path / "out"), device="cpu").predict([(TEXTS[0], t) for t in TEXTS[40:44]])
+    pairs = [(TEXTS[0], text) for text in TEXTS[40:44]]
+    theirs = library.CrossEncoder(str(tmp_path / "out"), device="cpu").predict(pairs)
+    again: Any = load(tmp_path / "out")
+    assert [labels[0].score for labels in again.predict(pairs)] == pytest.approx(theirs.tolist(), abs=1e-6)
     ours = {hit.index: hit.score for hit in result.model.rerank(TEXTS[0], TEXTS[40:44])}
     assert [ours[i] for i in range(4)] == pytest.approx(theirs.tolist(), abs=1e-6)
 
@@ -141,7 +152,12 @@ def test_lists_are_learned_and_judged(loss: str, rows: list[dict[str, Any]], bas
     assert result.recipe["vector_loss"] == loss
     model: Any = result.model
     again: Any = load(tmp_path / "out")
-    assert again.rerank(TEXTS[0], TEXTS[20:24]) == model.rerank(TEXTS[0], TEXTS[20:24])
+    ranked = again.rerank(TEXTS[0], TEXTS[20:24])
+    assert ranked == model.rerank(TEXTS[0], TEXTS[20:24])
+    logits = again.rerank(TEXTS[0], TEXTS[20:24], function_to_apply="none")
+    assert [one.score for one in ranked] == pytest.approx(
+        [one.score if loss == "MSE" else torch.tensor(one.score).sigmoid().item() for one in logits], abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("loss", ["Lambda", "ListNet"])
