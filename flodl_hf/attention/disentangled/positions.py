@@ -32,14 +32,22 @@ class Relative:
         rows: the table row of each distance from ``-(length - 1)``, ``(2 * length - 1,)``, int64.
         length: tokens of the longest text.
         reach: distances up to this one have a row of their own in the table.
-        used: rows of each sign that distances of the call can reach, or a few more.
+        buckets: as in `bucketed`.
+        max_distance: as in `bucketed`.
     """
 
     table: Tensor
     rows: Tensor
     length: int
     reach: int
-    used: int
+    buckets: int
+    max_distance: int
+
+    @property
+    def used(self) -> int:
+        """The number of rows of each sign that distances of the call can reach, or a few more."""
+        # Read by the kernels only: a length that an exporter left open has no hash.
+        return _used(self.length, self.table.shape[0] // 2, self.buckets, self.max_distance, self.reach)
 
     @property
     def near(self) -> bool:
@@ -67,6 +75,9 @@ class Relative:
     @cached_property
     def by_query(self) -> Tensor:
         """The table row for every pair of tokens, ``(length, length)``, query by key."""
+        if torch.compiler.is_compiling():  # `unfold` would fix the length of exported and compiled graphs
+            places = torch.arange(self.length, device=self.rows.device)
+            return self.rows[places[:, None] - places + (self.length - 1)]
         # Windows over the reversed rows: the one of token i ends with its distance to the first token, i.
         return self.rows.flip(0).unfold(0, self.length, 1).flip(0)
 
@@ -176,8 +187,7 @@ class RelativePositions(nn.Module):
             return None
         length = layout.length(hidden)
         reach = self.buckets // 2 if self.buckets > 0 else self.span - 1
-        used = _used(length, self.span, self.buckets, self.max_distance, reach)
-        return Relative(table, self._rows(length, hidden.device), length, reach, used)
+        return Relative(table, self._rows(length, hidden.device), length, reach, self.buckets, self.max_distance)
 
     def _rows(self, length: int, device: torch.device) -> Tensor:
         settings = (length, self.span, self.buckets, self.max_distance, device)

@@ -51,14 +51,15 @@ VOCABULARY = [
     *".,!?'",
 ]
 
-# The fewest settings each family needs; keys are those of its config.json.
+# The switches of each family's published checkpoints, in small sizes; keys are those of its config.json.
 TINY: dict[str, dict[str, Any]] = {}
 for family in FAMILIES:
     sizes: dict[str, Any] = {
         "vocab_size": len(VOCABULARY), "hidden_size": 16, "num_layers": 2, "num_heads": 2, "intermediate_size": 24,
         "max_positions": 40, "type_vocab_size": 2, "embedding_size": 8, "summary": "first",
     }  # fmt: skip
-    TINY[family.model_type] = {row.key: sizes[row.field] for row in family.rows if row.field in sizes}
+    switches = {key: value for key, value in family.tiny.get("base", {}).items() if key != "pooler_hidden_size"}
+    TINY[family.model_type] = switches | {row.key: sizes[row.field] for row in family.rows if row.field in sizes}
 
 
 def word_piece() -> Tokenizer:
