@@ -273,6 +273,11 @@ class Adapters:
         """Return how the model makes vectors without an adapter."""
         return model.sentence_recipe if self._before is None else self._before.recipe
 
+    def part_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of the active adapter's parts, without the head that it keeps."""
+        parts = () if self.active is None else self.known[self.active].parts.values()
+        return [parameter for part in parts for parameter in part.parameters()]
+
     def base_names(self, model: GraphModel) -> frozenset[str]:
         """Return the names of tensors of the base that do not learn while an adapter is in."""
         if self.active is None:

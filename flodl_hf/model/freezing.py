@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
+from torch import nn
+
 from flodl.errors import ConfigError, nearest
+from flodl_hf.adapters.attach import adapters_of
 from flodl_hf.graph_model.model import GraphModel
 
-__all__ = ["freeze", "frozen_paths"]
+__all__ = ["freeze", "frozen_parameters", "frozen_paths"]
 
 
 def frozen_paths(model: GraphModel, paths: Sequence[str]) -> list[str]:
@@ -63,17 +66,34 @@ def _range(written: re.Match[str], parents: Collection[str]) -> tuple[list[str],
     return [], f" has no numbered parts under {head.rstrip('.') or 'no name'}"
 
 
-def freeze(model: GraphModel, paths: Sequence[str]) -> None:
-    """Exclude what lies at ``paths`` from training; see `frozen_paths`.
+def frozen_parameters(model: GraphModel, paths: Sequence[str]) -> list[nn.Parameter]:
+    """Return the parameters of the base model at ``paths``; those of an adapter's parts are not among them.
 
     Raises:
         ConfigError: nothing lies at a path, or nothing would be left to train.
     """
     if not paths:
-        return
-    places = frozen_paths(model, paths)
-    for name, parameter in model.graph.named_parameters():
-        if any(name == place or name.startswith(place + ".") for place in places):
-            parameter.requires_grad_(False)
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ConfigError(f"freeze: {', '.join(paths)} leave nothing to train", problems=list(paths))
+        return []
+    places, adapter = frozen_paths(model, paths), {id(p) for p in adapters_of(model).part_parameters()}
+    found = [
+        parameter
+        for name, parameter in model.graph.named_parameters()
+        if id(parameter) not in adapter and any(name == place or name.startswith(place + ".") for place in places)
+    ]
+    chosen = {id(parameter) for parameter in found}
+    if not any(p.requires_grad and id(p) not in chosen for p in model.parameters()):
+        raise ConfigError(
+            f"freeze: found {', '.join(paths)}, which leaves nothing to train; expected fewer parts",
+            problems=["freeze"],
+        )
+    return found
+
+
+def freeze(model: GraphModel, paths: Sequence[str]) -> None:
+    """Exclude the base model's parameters at ``paths`` from training; see `frozen_parameters`.
+
+    Raises:
+        ConfigError: nothing lies at a path, or nothing would be left to train.
+    """
+    for parameter in frozen_parameters(model, paths):
+        parameter.requires_grad_(False)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flodl.errors import ConfigError
+from flodl_hf.adapters.attach import adapters_of
 from flodl_hf.graph_model.model import GraphModel
 from flodl_hf.model.freezing import frozen_paths
 
@@ -155,10 +156,11 @@ class Familiar(GraphModel):
     # --- training -------------------------------------------------------------------------------
 
     def freeze(self, *paths: str) -> Self:
-        """Stop parts from learning; returns the model.
+        """Stop parts from learning; returns the model. The parts of an adapter in the model continue to learn.
 
         Args:
-            *paths: such as "embeddings", "layers.0-5", "layers.3.attention", "encoder"; none for all.
+            *paths: such as "embeddings", "layers.0-5", "layers.3.attention", "encoder"; none for all parameters, with
+                those of an adapter.
 
         Raises:
             ConfigError: nothing lies at a path; nothing is changed then.
@@ -171,8 +173,10 @@ class Familiar(GraphModel):
 
     def _learn(self, paths: Sequence[str], learn: bool) -> Self:
         places = frozen_paths(self, paths)
+        kept = set() if learn else {id(p) for p in adapters_of(self).part_parameters()}
         for name, parameter in self.graph.named_parameters():
-            if not places or any(name == place or name.startswith(place + ".") for place in places):
+            found = any(name == place or name.startswith(place + ".") for place in places)
+            if not places or (found and id(parameter) not in kept):
                 parameter.requires_grad_(learn)
         return self
 

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from flodl.distributed import Ranks, launch
 from flodl.errors import ConfigError
 from flodl_hf import load
-from flodl_hf.adapters import Lora
+from flodl_hf.adapters import IA3, Lora, Prefix, Prompt
+from flodl_hf.adapters.settings import adapter_words
 from flodl_hf.cli.app import app
 from flodl_hf.finetuning import dry_run, finetune, plan_job
 from flodl_hf.finetuning.options import make_options
@@ -26,7 +27,7 @@ ROWS = labelled(48)
 BASIC: dict[str, Any] = {"epochs": 2, "batch_size": 8, "lr": 5e-3, "max_length": 24, "lora": 4, "lora_alpha": 8}
 WHOLE: dict[str, Any] = {
     "batch_size": 8, "max_steps": 3, "schedule": "constant", "optimizer": "sgd", "lr": 0.1, "dropout": 0.0,
-    "max_length": 24, "stride": 8, "group_by_length": False, "mask_padding": True, "lora": 4, "lora_alpha": 8,
+    "max_length": 24, "stride": 8, "group_by_length": False, "lora": 4, "lora_alpha": 8,
 }  # fmt: skip
 
 
@@ -196,3 +197,32 @@ def test_the_command_trains_an_adapter_and_predicts_with_it(base: Path, tmp_path
     ran = CliRunner().invoke(app, ["predict", str(tmp_path / "out"), "a good film"])
     assert ran.exit_code == 0, ran.output
     assert any(label in ran.output for label in ("complaint", "praise"))
+
+
+ADAPTERS: dict[str, Any] = {
+    "lora": Lora(rank=2), "dora": Lora(rank=2, dora=True, targets="all-linear"), "ia3": IA3(), "prompt": Prompt(3),
+    "p-tuning": Prompt(3, encoder=8), "prefix": Prefix(3), "prefix encoder": Prefix(3, encoder=8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("frozen", [["encoder"], ["embeddings", "layers.0-1", "head"]], ids=str)
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_freeze_applies_to_the_base_and_every_part_of_the_adapter_learns(
+    kind: str, frozen: list[str], base: Path
+) -> None:
+    before = learned(plan_job(base, ROWS[:16], None, make_options(adapter_words(ADAPTERS[kind]))).model)
+    chosen: dict[str, Any] = {"adapter": ADAPTERS[kind], "max_steps": 3, "batch_size": 8, "lr": 1e-2, "report": False}
+    free = finetune(base, train=ROWS[:16], **chosen).model
+    model = finetune(base, train=ROWS[:16], freeze=frozen, **chosen).model
+    moved = {name for name, tensor in learned(model).items() if not torch.equal(tensor, before[name])}
+    head = {name for name in before if name.startswith("network.head.")}
+    assert moved == (set(before) - head if "head" in frozen else set(before))
+    if "head" not in frozen:
+        assert apart(learned(model), learned(free)) == 0.0
+    assert model.freeze("encoder").num_parameters(only_trainable=True) > sum(before[name].numel() for name in head)
+
+
+def test_freeze_that_leaves_nothing_to_train_is_refused(base: Path) -> None:
+    with pytest.raises(ConfigError, match="freeze") as fault:
+        plan_job(base, ROWS[:16], None, make_options({"freeze": ["encoder", "pooler", "head"]}))
+    assert fault.value.problems == ["freeze"]
