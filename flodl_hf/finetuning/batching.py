@@ -60,6 +60,8 @@ def batch_rows(
         max_tokens: the most that the model takes.
     """
     vectors = task if isinstance(task, EmbeddingTask) else None
+    if task.kind == "spans" and not options.masks_padding:
+        options = replace(options, layout="padded")  # packed rows have no padding to include in the loss
     layout, unrecorded = _batch_layout(options, own, vectors)
     batches = _batches(options, rows, layout) if vectors is None else vectors.batches(rows)
     collate = CollateRows(pad_id, layout, masking, noise=bool(options.neftune))
@@ -110,8 +112,8 @@ def evaluation_layout(options: Options) -> Literal["padded", "packed"]:
 
 def _has_widths(options: Options, task: Task) -> bool:
     """Return whether padded batches are filled up to widths that come again, for steps that are recorded."""
-    # transformers' loss of spans depends on the width of a batch, which stays its own
-    return options.capture and _on_cuda(options) and (task.kind != "spans" or options.mask_padding)
+    # A loss that includes padding depends on the padded length of a batch, so that length is kept.
+    return options.capture and _on_cuda(options) and (task.kind != "spans" or options.masks_padding)
 
 
 def _on_cuda(options: Options) -> bool:

@@ -7,13 +7,16 @@ a mistake shows before it has cost anything.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
+from flodl.data import SequentialSampler
+from flodl.data.batches import FixedBatches
 from flodl.errors import ConfigError, DataError
 from flodl_hf.finetuning.batch_size import few_steps, settle_batch_size
 from flodl_hf.finetuning.batching import Batching, batch_rows, count_steps, evaluation_layout, micro_batch_rows
@@ -26,7 +29,7 @@ from flodl_hf.finetuning.generator.task import GeneratorTask
 from flodl_hf.finetuning.inferred import alike_labels, guessed_columns, task_line, unlearned_labels
 from flodl_hf.finetuning.judged import Judged
 from flodl_hf.finetuning.options import Options
-from flodl_hf.finetuning.pairs import PretrainingObjective
+from flodl_hf.finetuning.pairs import PairTask, PretrainingObjective
 from flodl_hf.finetuning.ranking import RankTask
 from flodl_hf.finetuning.rates import make_schedule
 from flodl_hf.finetuning.replaced import ReplacedTask
@@ -39,6 +42,7 @@ from flodl_hf.finetuning.user_code import Own
 from flodl_hf.finetuning.vectors.step import VectorObjective
 from flodl_hf.finetuning.vectors.task import EmbeddingTask
 from flodl_hf.hub.folders import lacks_tokenizer
+from flodl_hf.model.freezing import frozen_parameters
 
 if TYPE_CHECKING:
     from flodl_hf.model.encoder_model import EncoderModel
@@ -167,6 +171,7 @@ def plan_job(
         options, notes = settle_head(known, task, options)
     torch.manual_seed(options.seed)  # a new head is drawn at random
     opened, factory = open_start(model, task, options)
+    frozen_parameters(opened, options.freeze)  # raises for wrong paths before the data is tokenized
     tokenizer = opened.tokenizer
     if tokenizer is None:
         raise _no_tokenizer(where)
@@ -255,6 +260,11 @@ def _several(task: Task) -> Any:
     return task if isinstance(task, EmbeddingTask) or listed else None
 
 
+def _has_shares(task: Task) -> TypeGuard[GeneratorTask | PairTask]:
+    """Return whether the loss is the sum of two means; see `flodl_hf.finetuning.step_counts`."""
+    return isinstance(task, GeneratorTask) or (isinstance(task, PairTask) and task.kind == "pairs")
+
+
 def _plain_objective(task: Task) -> type[Objective]:
     return PretrainingObjective if task.kind == "pairs" else Objective
 
@@ -266,11 +276,13 @@ def _objective(
     several, collate = _several(task), laid_out.collate
     if several is not None:
         return several.objective(), several.collate(collate, rows)
+    if _has_shares(task):
+        collate = task.shares(collate, rows, laid_out.batches, options.accumulate)
     if isinstance(task, GeneratorTask):
-        return task.objective(), task.collate(collate, rows, laid_out.batches)
+        return task.objective(), collate
     make = _plain_objective(task)
     return make(
-        task.kind, weights, options.label_smoothing, options.mask_padding, own.loss, options.neftune or None
+        task.kind, weights, options.label_smoothing, options.masks_padding, own.loss, options.neftune or None
     ), collate
 
 
@@ -292,12 +304,15 @@ def _evaluation_of(
 ) -> Evaluation:
     """Return the evaluation of one set of held-out examples; ``objective`` is the loss of training."""
     several = _several(task)
-    if isinstance(task, GeneratorTask):
-        judge, collate = objective, task.judging(collate, part)
-    elif several is not None:
+    if several is not None:
         judge = several.of_held_out(part)
-    else:  # the width that a batch is padded to does not describe a model
-        judge = _plain_objective(task)(task.kind, mask_padding=True, own=own.loss)
+    elif isinstance(task, GeneratorTask):
+        judge = objective
+    else:
+        judge = _plain_objective(task)(task.kind, mask_padding=options.compat is None, own=own.loss)
+    if _has_shares(task):
+        count = len(part.rows)  # both means are over all held-out rows
+        collate = task.shares(collate, part.rows, FixedBatches(SequentialSampler(count), count), sys.maxsize)
     size = options.eval_batch_size or micro_batch_rows(options) or options.rows_in_batch
     return Evaluation(task, part, collate, judge, size, options.precision, options.seed, own.metrics, seen)
 

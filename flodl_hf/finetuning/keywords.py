@@ -83,7 +83,7 @@ class FinetuneOptions(TypedDict, total=False):
     mask_probability: float
     generator: str | None
     discriminator_weight: float | None
-    mask_padding: bool
+    mask_padding: bool | None
     vector_loss: Any
     loss_options: Mapping[str, Any] | None
     matryoshka: Sequence[str]

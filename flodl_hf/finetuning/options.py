@@ -124,7 +124,7 @@ class Options:
     layerwise_decay: float | None = _opt(
         None, "Each layer learns at this times the rate of the layer above.", least=0.0, most=1.0
     )
-    freeze: Sequence[str] = _opt((), "Parts that do not learn: embeddings, layers.0-5, encoder.")
+    freeze: Sequence[str] = _opt((), "Parts of the base model that do not learn: embeddings, layers.0-5, encoder.")
     class_weights: Any = _opt(None, "Weights of the labels in the loss, by name or in order, or 'balanced'.")  # noqa: RUF009
     label_smoothing: float = _opt(0.0, "Share of the target spread over all labels.", least=0.0, most=1.0)
     dropout: float | None = _opt(None, "Dropout everywhere, instead of the model's own.", least=0.0, most=0.99)
@@ -178,7 +178,10 @@ class Options:
     log_every: int = _opt(20, "Steps whose figures are read from a CUDA device together.", least=1)
     on_nan: str = _opt("stop", "stop or skip when loss or gradient is not finite.", among=("stop", "skip"))
     compat: str | None = _opt(
-        None, "transformers: repeat the gradient inflation of that library's Trainer.", among=("transformers",)
+        None,
+        "transformers: compute the losses of its Trainer: gradients of accumulated batches are added without division, "
+        "and the loss of answers includes padding.",
+        among=("transformers",),
     )
 
     eval_every: int | None = _opt(None, "Steps between evaluations, besides the one after each epoch.", least=1)
@@ -209,9 +212,9 @@ class Options:
     discriminator_weight: float | None = _opt(
         None, "generator: weight of the loss of replaced tokens beside that of masked words; by default 50.", least=0.0
     )
-    mask_padding: bool = _opt(
-        False,
-        "qa: leave padding out of the loss, which is then the same however a batch is cut; transformers does not.",
+    mask_padding: bool | None = _opt(
+        None,
+        "qa: exclude padding from the loss; by default yes, and no with compat=transformers.",
     )
 
     vector_loss: Any = _opt(  # noqa: RUF009
@@ -311,6 +314,11 @@ class Options:
         from flodl.devices import training_devices
 
         return training_devices(self.devices, shared=self.backend == "cpu")
+
+    @property
+    def masks_padding(self) -> bool:
+        """Whether the loss of answers excludes padding."""
+        return self.compat is None if self.mask_padding is None else self.mask_padding
 
     @property
     def rows_in_batch(self) -> int:

@@ -24,8 +24,9 @@ from flodl_hf.columns import Columns, pair_columns
 from flodl_hf.encoder.losses import IGNORED_LABEL, token_loss
 from flodl_hf.finetuning.masked import words_of
 from flodl_hf.finetuning.options import Options
-from flodl_hf.finetuning.rows import RELATED, EncodedRows, RowBuilder
+from flodl_hf.finetuning.rows import RELATED, CollateRows, EncodedRows, RowBuilder
 from flodl_hf.finetuning.step import Kind, Objective, run_model
+from flodl_hf.finetuning.step_counts import CollateShares
 from flodl_hf.finetuning.task import CHUNK, Examples, LengthLimits, Prepared, check_texts
 
 if TYPE_CHECKING:
@@ -118,6 +119,10 @@ class PairTask:
         """Return a scorer that has seen nothing."""
         return _Scorer(prepared.truth, words=self.head == "pretraining")
 
+    def shares(self, usual: CollateRows, rows: EncodedRows, batches: Any, accumulate: int) -> CollateShares:
+        """Return the collate function of some batches, where a step has ``accumulate`` of them."""
+        return CollateShares.of_step(usual, rows, batches, accumulate, by_rows=True)
+
     def label_counts(self, rows: EncodedRows) -> None:
         """Return None: the two labels are not weighed."""
         return
@@ -146,9 +151,9 @@ def _read_labels(values: Sequence[Any], column: str, where: str) -> list[int]:
 
 @dataclass(frozen=True)
 class PretrainingObjective(Objective):
-    """The sum of two means, as transformers has it: over masked words, and over pairs.
+    """The sum of two means, as in transformers: over the masked words of a step, and over its pairs.
 
-    Micro-batches of a step weigh by their pairs.
+    ``words_share`` of a batch makes the sum independent of how the step is split (`CollateShares`).
     """
 
     kind: Kind = field(default="pairs")
@@ -163,7 +168,10 @@ class PretrainingObjective(Objective):
         words, related = scores
         pairs = F.cross_entropy(related.view(-1, 2), batch[RELATED], ignore_index=IGNORED_LABEL)
         count = batch["real"].sum() if "real" in batch else related.shape[0]
-        return Loss.mean(token_loss(words, batch["labels"]) + pairs, count)
+        labels = batch["labels"]
+        # The mean over no masked words is NaN.
+        lost = torch.where((labels != IGNORED_LABEL).any(), token_loss(words, labels), 0.0)
+        return Loss.mean(lost * batch["words_share"][0].to(lost.dtype) + pairs, count)
 
     def by_row(self, scores: Any, batch: Any) -> Tensor:
         """Return for each row the sum of its words' losses, how many there are, and the scores of its pair."""

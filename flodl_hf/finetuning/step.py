@@ -84,8 +84,8 @@ class Objective:
         kind: what is learned.
         weights: weight of each label.
         smoothing: share of the target that is spread over all labels.
-        mask_padding: spans only: padding is no place where an answer could be. The reference lets it be one, so
-            that its loss depends on the width that a batch is padded to.
+        mask_padding: spans only: exclude padding from the softmax. transformers includes padding, so that its loss
+            depends on the padded length of a batch.
         own: the user's function in place of the task's loss; see `user_loss`. Batches are not filled up.
         noise: how much there is on word embeddings; see `flodl_hf.finetuning.noise`.
     """
@@ -93,7 +93,7 @@ class Objective:
     kind: Kind
     weights: tuple[float, ...] | None = None
     smoothing: float = 0.0
-    mask_padding: bool = False
+    mask_padding: bool = True
     own: LossFunction | None = None
     noise: float | None = None
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from flodl.data import SequentialSampler
-from flodl.data.batches import FixedBatches
 from flodl.errors import ConfigError
 from flodl.metrics import Accuracy, Classification, Metric, Perplexity
 from flodl_hf.columns import Columns, infer_columns
-from flodl_hf.finetuning.generator.batches import CollateMasked, MaskedTokens, StepCounts
+from flodl_hf.finetuning.generator.batches import CollateMasked
 from flodl_hf.finetuning.generator.start import GeneratorStart, shared_names, taken_out
 from flodl_hf.finetuning.generator.step import JointObjective
 from flodl_hf.finetuning.masked import MaskedTask
@@ -94,19 +91,10 @@ class GeneratorTask(MaskedTask):
         weight = self.options.discriminator_weight
         return JointObjective() if weight is None else JointObjective(weight=weight)
 
-    def collate(self, usual: CollateRows, rows: EncodedRows, batches: Any) -> CollateMasked:
-        """Return what makes batches of training."""
-        return self._collate(usual, rows, batches, self.options.accumulate)
-
-    def judging(self, usual: CollateRows, prepared: Prepared) -> CollateMasked:
-        """Return what makes batches of held-out rows, over all of which both means are taken."""
-        size = len(prepared.rows)
-        return self._collate(usual, prepared.rows, FixedBatches(SequentialSampler(size), size), sys.maxsize)
-
-    def _collate(self, usual: CollateRows, rows: EncodedRows, batches: Any, accumulate: int) -> CollateMasked:
-        given: dict[str, Any] = {f.name: getattr(usual, f.name) for f in fields(CollateRows)}
-        counts = StepCounts(batches, rows.lengths, MaskedTokens(rows, given["masking"]), accumulate)
-        return CollateMasked(**given, probability=self.options.mask_probability, counts=counts)
+    def shares(self, usual: CollateRows, rows: EncodedRows, batches: Any, accumulate: int) -> CollateMasked:
+        """Return the collate function of some batches, where a step has ``accumulate`` of them."""
+        probability = self.options.mask_probability
+        return CollateMasked.of_step(usual, rows, batches, accumulate, by_rows=False, probability=probability)
 
     def scorer(self, prepared: Prepared) -> Any:
         """Return a scorer that has seen nothing."""

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flodl_hf import demo
 
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
+    "max_position_embeddings": 64, "type_vocab_size": 2, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.1,
+}  # fmt: skip
 sys.path.insert(0, str(Path(__file__).parent))
 
 
@@ -19,6 +24,25 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = folder / "config.json"
     config.write_text(config.read_text("utf-8").replace("BertForSequenceClassification", "BertModel"), "utf-8")
     return folder
+
+
+@pytest.fixture(scope="session")
+def starts(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Untrained two-layer encoders of three families, with one tokenizer."""
+    import torch
+
+    from flodl_hf.auto import head_named
+    from flodl_hf.config.model_config import ModelConfig
+
+    tokenizer, found = demo.learn_vocabulary(), {"base": base}
+    for family, head in (("bert", "pretraining"), ("albert", "pretraining"), ("electra", "replaced_tokens")):
+        torch.manual_seed(3)
+        sizes = SIZES if family == "bert" else {**SIZES, "embedding_size": 32}
+        config = ModelConfig.for_model(family, vocab_size=tokenizer.vocab_size, **sizes)
+        model = head_named(head).model.from_config(config)
+        model.tokenizer = tokenizer
+        found[family] = model.save_pretrained(tmp_path_factory.mktemp("starts") / family)
+    return found
 
 
 @pytest.fixture(autouse=True)

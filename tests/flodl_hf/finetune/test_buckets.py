@@ -27,7 +27,6 @@ PLAIN: dict[str, Any] = {
     "schedule": "constant",
     "optimizer": "sgd",
     "lr": 0.05,
-    "mask_padding": True,
     "group_by_length": False,
     "max_steps": 4,
 }
@@ -148,8 +147,9 @@ def test_padded_batches_come_in_few_widths(base: Path, monkeypatch: pytest.Monke
     for task, options, expected in (
         ("sequence_classification", {}, True),
         ("sequence_classification", {"capture": False}, False),
-        ("question_answering", {}, False),
-        ("question_answering", {"mask_padding": True}, True),
+        ("question_answering", {}, True),
+        ("question_answering", {"mask_padding": False}, False),
+        ("question_answering", {"compat": "transformers"}, False),
     ):
         for cuda in (True, False):
             monkeypatch.setattr(batching, "_on_cuda", lambda options, cuda=cuda: cuda)

@@ -17,19 +17,13 @@ from flodl.data.batch import Batch
 from flodl.data.collate import Where
 from flodl.errors import ConfigError, DataError
 from flodl.train import Warned
-from flodl_hf import demo, load
-from flodl_hf.auto import head_named
-from flodl_hf.config.model_config import ModelConfig
+from flodl_hf import load
 from flodl_hf.finetuning import batching, finetune, plan_job
 from flodl_hf.finetuning.options import make_options
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "finetune_parity.py"
 Rows = list[dict[str, Any]]
 FIXED: dict[str, Any] = {"epochs": 9, "batch_size": 8, "lr": 1e-3, "max_length": 40}
-SIZES: dict[str, Any] = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
-    "max_position_embeddings": 64, "type_vocab_size": 2, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.1,
-}  # fmt: skip
 
 
 def choices(count: int = 32) -> Rows:
@@ -59,20 +53,6 @@ STARTS = {
     "replaced_tokens": ("electra",),
 }  # fmt: skip
 CELLS = [(family, task) for task, families in STARTS.items() for family in families]
-
-
-@pytest.fixture(scope="module")
-def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Untrained two-layer encoders of three families, with one tokenizer."""
-    tokenizer, found = demo.learn_vocabulary(), {}
-    for family, head in (("bert", "pretraining"), ("albert", "pretraining"), ("electra", "replaced_tokens")):
-        torch.manual_seed(3)
-        sizes = SIZES if family == "bert" else {**SIZES, "embedding_size": 32}
-        config = ModelConfig.for_model(family, vocab_size=tokenizer.vocab_size, **sizes)
-        model = head_named(head).model.from_config(config)
-        model.tokenizer = tokenizer
-        found[family] = model.save_pretrained(tmp_path_factory.mktemp("starts") / family)
-    return found
 
 
 def planned(start: Any, task: str, rows: Rows, layout: str = "padded", **more: Any) -> Any:

@@ -25,7 +25,7 @@ from flodl_hf.finetuning.run import make_builder, train_job
 torch.set_num_threads(1)
 FIXED: dict[str, Any] = {
     "neftune": 5.0, "dropout": 0.0, "batch_size": 8, "max_steps": 3, "lr": 0.05, "optimizer": "sgd", "max_length": 32,
-    "stride": 8, "group_by_length": False, "mask_padding": True,
+    "stride": 8, "group_by_length": False,
 }  # fmt: skip
 CUTS: list[dict[str, Any]] = [
     {"micro_batch_size": 3},

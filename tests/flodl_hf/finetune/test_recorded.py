@@ -57,7 +57,7 @@ CELLS: dict[str, tuple[str, Rows, dict[str, Any]]] = {
     ),
     "noise": ("sequence_classification", TABLES["sequence_classification"](24), {"neftune": 5.0}),
     "token_classification": ("token_classification", TABLES["token_classification"](24), {}),
-    "question_answering": ("question_answering", TABLES["question_answering"](24), {"mask_padding": True}),
+    "question_answering": ("question_answering", TABLES["question_answering"](24), {}),
     "masked_lm": ("masked_lm", LINES, {}),
     "multiple_choice": ("multiple_choice", CHOICES, {}),
     "next_sentence": ("next_sentence", NEIGHBOURS, {}),
