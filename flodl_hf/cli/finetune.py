@@ -23,7 +23,8 @@ from flodl_hf.cli.once import OnceCommand
 from flodl_hf.cli.places import check_places
 from flodl_hf.cli.shared import emit_json, reporting, say, tell, training_said
 from flodl_hf.cli.spelling import command_line
-from flodl_hf.finetuning.options import SCHEDULES, Options
+from flodl_hf.finetuning.option_checks import SCHEDULES
+from flodl_hf.finetuning.options import Options
 from flodl_hf.finetuning.task_names import TASK_WORDS, TASKS
 from flodl_hf.weights.early import beginning
 

@@ -41,7 +41,7 @@ def make_schedule(
     """Return the schedule of a run of ``total`` steps; an object with ``lr(step)`` is returned as it is.
 
     Args:
-        kind: a name of `flodl_hf.finetuning.options.SCHEDULES`.
+        kind: a name of `flodl_hf.finetuning.option_checks.SCHEDULES`.
         base: the highest rate.
         warmup: see `warmup_steps`.
         lower_is_better: of the figure that a plateau is one of.

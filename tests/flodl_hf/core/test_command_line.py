@@ -42,7 +42,8 @@ def test_words_of_options_are_those_of_the_tables() -> None:
     from docs.generate import words_of
     from flodl_hf.decode.entities import Aggregation
     from flodl_hf.family.head_names import OTHER_WORDS
-    from flodl_hf.finetuning.options import SCHEDULES, Options
+    from flodl_hf.finetuning.option_checks import SCHEDULES
+    from flodl_hf.finetuning.options import Options
     from flodl_hf.heads import HEADS
     from flodl_hf.runtime import Precision
     from flodl_hf.saving.model import DTYPE_NAMES

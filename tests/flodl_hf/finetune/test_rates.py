@@ -9,7 +9,8 @@ import torch
 
 from flodl.errors import ConfigError
 from flodl.train import warmed_up
-from flodl_hf.finetuning.options import SCHEDULES, make_options
+from flodl_hf.finetuning.option_checks import SCHEDULES
+from flodl_hf.finetuning.options import make_options
 from flodl_hf.finetuning.rates import WarmedUp, make_schedule, warmup_steps
 
 # our name and options; transformers' name and options
