@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from flodl.errors import ConfigError, nearest
 from flodl_hf.adapters.settings import adapter_faults
-
-if TYPE_CHECKING:
-    from flodl_hf.finetuning.options import Options
 
 __all__ = ["SCHEDULES", "checked", "combination_faults", "schedule_values"]
 
@@ -103,7 +100,7 @@ def _number(value: Any, fraction: bool) -> int | float:
     return int(value)
 
 
-def combination_faults(options: Options) -> list[str]:
+def combination_faults(options: Any) -> list[str]:
     """Return the problems of options that are valid by themselves and exclude each other."""
     problems = adapter_faults(options)
     schedule = options.schedule
@@ -155,7 +152,7 @@ def schedule_values(schedule: str, given: Mapping[str, Any]) -> tuple[dict[str, 
     return values, problems
 
 
-def _rule_faults(options: Options) -> list[str]:
+def _rule_faults(options: Any) -> list[str]:
     """Return what is wrong with the texts of rules."""
     if not options.rules:
         return ["trend_every: there are no rules that ask about trends; expected rules"] if options.trend_every else []
