@@ -10,6 +10,7 @@ cut (``tokenization/rows.py``), names on the Hub (``hub/``).
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -22,17 +23,17 @@ from flodl_hf.errors import TokenizerError
 from flodl_hf.hub.folders import holds_adapter, resolve_folder
 from flodl_hf.keywords.loading import TOKENIZER
 from flodl_hf.keywords.taking import taking
-from flodl_hf.tokenization.early_cut import LONG, beginning
+from flodl_hf.tokenization.early_cut import beginnings
 from flodl_hf.weights.file_names import ADAPTER_CONFIG, BASE_OF_ADAPTER, CONFIG_NAME, is_vocabulary_in
 
-from .tokenization.added import add_missing
-from .tokenization.backend import Backend, load_json
+from .tokenization.backend import Backend
 from .tokenization.batch import PADDINGS, TRUNCATIONS, as_batch, as_tensors, check_batch, option
+from .tokenization.definition import read_backend
 from .tokenization.doctor import contradictions
 from .tokenization.encoded import Encoded, pad_rows
 from .tokenization.guard import guarded
 from .tokenization.rows import Cut, Overflow, Row, cut_each, cut_rows
-from .tokenization.settings import cuts_by, guess_model_type, read_settings
+from .tokenization.settings import read_settings
 from .tokenization.source import (
     TOKENIZER_FILES,
     parse_json,
@@ -90,7 +91,7 @@ class Tokenizer(Vocabulary):
         )
         super().__init__(frozen, settings, str(folder))
         found = []
-        if "tokenizer.json" in self._files:
+        if "tokenizer.json" in self._files and not frozen.by_code:
             name = "special_tokens_map.json"
             mapped = parse_json(self._files[name], f"{folder}/{name}") if name in self._files else {}
             with guarded(f"{folder}/tokenizer.json", "the tokenizer definition is damaged; fetch it again"):
@@ -146,29 +147,10 @@ class Tokenizer(Vocabulary):
         byte_fallback: bool = False,
     ) -> Tokenizer:
         """Return the tokenizer that ``files`` (name to contents) define; arguments as in [from_folder][]."""
-        stated, mapped, added = (
-            parse_json(files[name], f"{folder}/{name}") if name in files else {}
-            for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-        )
-        size = (config or {}).get("vocab_size")
-        rows = size if isinstance(size, int) else None
-        notes: list[str] = []
-        family = model_type or guess_model_type(config or {}, stated)
-        if "tokenizer.json" in files:
-            backend = load_json(files["tokenizer.json"], f"{folder}/tokenizer.json")
-            with guarded(f"{folder}/tokenizer_config.json", "the settings are damaged; fetch them again"):
-                notes = add_missing(backend, stated, mapped, added, rows, decoder=True)
-            if words := cuts_by(None, stated):
-                notes.append(f"tokenizer.json is taken as it stands; its class cuts words by {words}: ids may differ")
-            for note in notes:
-                if note.startswith(("cls_token", "sep_token", "tokenizer.json is")):  # stands in every row
-                    warnings.warn(f"{folder}: {note}", UserWarning, stacklevel=3)
-        else:
-            from .tokenization.build import build_backend
-
-            backend = build_backend(
-                files, folder=str(folder), model_type=family, settings=stated, rows=rows, byte_fallback=byte_fallback
-            )
+        backend, notes = read_backend(files, str(folder), model_type, config or {}, byte_fallback)
+        for note in notes:
+            if note.startswith(("cls_token", "sep_token", "tokenizer.json is")):  # it concerns every row
+                warnings.warn(f"{folder}: {note}", UserWarning, stacklevel=3)
         return cls(backend, files=files, folder=folder, model_type=model_type, config=config, notes=notes)
 
     @classmethod
@@ -216,17 +198,36 @@ class Tokenizer(Vocabulary):
         return cls.from_folder(transformer_folder(folder))
 
     def files(self) -> dict[str, bytes]:
-        """Return the tokenizer files as the source had them, and a ``tokenizer.json`` in any case."""
+        """Return the tokenizer files of the source, and a ``tokenizer.json`` unless Python code splits the words."""
         out = dict(self._files)
-        if "tokenizer.json" not in out:
+        if "tokenizer.json" not in out and not self._backend.by_code:
             out["tokenizer.json"] = self.to_json().encode("utf-8")
         return out
 
     def to_json(self) -> str:
-        """Return the definition as the text of a ``tokenizer.json``."""
+        """Return the definition as the text of a ``tokenizer.json``.
+
+        Raises:
+            TokenizerError: Python code splits the words, as for Japanese BERT and PhoBERT: there is no definition.
+        """
+        if self._backend.by_code:
+            raise TokenizerError(
+                f"{self._folder}: the words are split by Python code, which tokenizer.json cannot contain; "
+                "save the tokenizer with save_pretrained, which writes its vocabulary files",
+                where=self._folder,
+            )
         if "tokenizer.json" in self._files:
             return self._files["tokenizer.json"].decode("utf-8-sig")
         return self._inner.to_str(pretty=True)
+
+    def fingerprint(self) -> str:
+        """Return a hash of the definition, or of the files where Python code splits the words."""
+        if not self._backend.by_code:
+            return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
+        digest = hashlib.sha256()
+        for name, data in sorted(self._files.items()):
+            digest.update(name.encode() + b"\0" + hashlib.sha256(data).digest())
+        return digest.hexdigest()[:32]
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> tuple[str, ...]:
         """Write [files][] into ``folder``, each beside its target and then renamed; return the paths."""
@@ -235,7 +236,7 @@ class Tokenizer(Vocabulary):
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (
             type(self),
-            self._inner.to_str(),
+            None if self._backend.by_code else self._inner.to_str(),
             self._files,
             self._folder,
             self._settings.model_type,
@@ -323,23 +324,15 @@ class Tokenizer(Vocabulary):
     def _shorten(
         self, texts: Sequence[Any], pairs: Sequence[Any] | None, max_tokens: int, cut: Cut
     ) -> tuple[Sequence[Any], Sequence[Any] | None]:
-        """Return the texts with what truncation would drop anyhow already gone from the very long ones."""
+        """Return the texts, very long ones without most of what truncation drops."""
         if self._settings.truncation_side == "left":
             return texts, pairs
 
         def ids(text: str) -> list[int]:
             return self._backend.encodings([text], special=False, fast=True)[0].ids
 
-        def shorten(batch: Sequence[Any]) -> list[Any]:
-            limit = LONG * (max_tokens + 1)
-            # One more than fits, so that the row still shows that something was dropped.
-            return [beginning(t, max_tokens + 1, ids) if isinstance(t, str) and len(t) > limit else t for t in batch]
-
-        if cut != "second":
-            texts = shorten(texts)
-        if cut != "first" and pairs is not None:
-            pairs = shorten(pairs)
-        return texts, pairs
+        firsts = texts if cut == "second" else beginnings(texts, max_tokens, ids)
+        return firsts, pairs if cut == "first" or pairs is None else beginnings(pairs, max_tokens, ids)
 
     def __call__(
         self,
@@ -458,7 +451,13 @@ class Tokenizer(Vocabulary):
             return self._backend
         other = self.__dict__["_splitting"]
         if other is None:
-            inner = tokenizers.Tokenizer.from_str(self._inner.to_str())
+            if self._backend.by_code:
+                again = self.from_files(
+                    self._files, folder=self._folder, model_type=self._settings.model_type, config=self._config
+                )
+                inner = again._inner
+            else:
+                inner = tokenizers.Tokenizer.from_str(self._inner.to_str())
             inner.encode_special_tokens = split
             other = self.__dict__["_splitting"] = Backend(inner, self._folder)
         return other
@@ -475,7 +474,7 @@ class Tokenizer(Vocabulary):
 
 def _restore(
     kind: type[Tokenizer],
-    text: str,
+    text: str | None,
     files: Any,
     folder: str,
     model_type: Any,
@@ -483,6 +482,8 @@ def _restore(
     pad_token: str | None = None,
     sides: Mapping[str, str] | None = None,
 ) -> Tokenizer:
+    if text is None:
+        return kind.from_files(files, folder=folder, model_type=model_type, config=config)
     backend, sides = tokenizers.Tokenizer.from_str(text), sides or {}
     # What the sections of the definition said, which a frozen one has no more.
     if pad_token is not None or "padding_side" in sides:

@@ -45,7 +45,7 @@ def model_identity(model: Any) -> dict[str, Any]:
         "device": model.device.type,
         "runtime": str(getattr(model, "runtime", None)),
         "config": hashlib.sha256(config.encode()).hexdigest()[:32],
-        "tokenizer": hashlib.sha256(model.tokenizer.to_json().encode()).hexdigest()[:32],
+        "tokenizer": model.tokenizer.fingerprint(),
         "weights": weights.hexdigest()[:32],
     }
 

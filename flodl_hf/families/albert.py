@@ -190,9 +190,10 @@ TOKENIZER = FamilyTokenizer(
     },
     type_ids=False,  # since transformers 5
     files=("spiece.model",),
-    mask_takes_space=True,
     lowercase=True,
     cleaned=True,
+    prefix=True,
+    spaces="words",
 )
 
 TINY = {"embedding_size": 16}

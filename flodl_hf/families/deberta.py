@@ -94,7 +94,6 @@ TOKENIZER = FamilyTokenizer(
     files=("vocab.json", "merges.txt"),
     # As the models were trained, and transformers 4 has it; transformers 5 doubles the separator between two texts.
     template="bert",
-    mask_takes_space=True,
 )
 
 TINY = {

@@ -242,7 +242,7 @@ TOKENIZER = FamilyTokenizer(
     },
     type_ids=False,
     files=("vocab.txt",),
-    anywhere=True,
+    build="anywhere",
 )  # fmt: skip
 
 TINY = {

@@ -103,18 +103,17 @@ TOKENIZER = FamilyTokenizer(
     type_ids=False,
     files=("vocab.json", "merges.txt"),
     template="roberta",
-    mask_takes_space=False,  # transformers 4 let it; 5 does where the settings files say so
 )
 
 # At the base size, where RoBERTa departs from BERT; the word table is each alias's own.
 REAL = {"max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
 
 
-def pieces(first: tuple[str, ...], skipped: int) -> FamilyTokenizer:
+def pieces(first: tuple[str, ...], skipped: int, mask_takes_space: bool = False) -> FamilyTokenizer:
     """Return the tokenizer of a relative that was trained on sentencepiece's pieces, numbered after ``first``."""
     return replace(
-        TOKENIZER, files=("sentencepiece.bpe.model",), template="doubled", mask_takes_space=True,
-        first=first, skipped=skipped,
+        TOKENIZER, files=("sentencepiece.bpe.model",), template="doubled", first=first, skipped=skipped,
+        mask_takes_space=mask_takes_space, prefix=True, spaces="words",
     )  # fmt: skip
 
 

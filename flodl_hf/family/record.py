@@ -80,43 +80,53 @@ class FamilyHead:
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyTokenizer:
-    """What a family's tokenizer does where the files of a folder do not say.
+    """Rules of a tokenizer class: how it is built, where the files of a folder do not specify it.
 
     Args:
         special: the token of each role, such as ``"mask_token"``.
-        type_ids: whether the family's tokenizer class returns segment ids.
-        classes: further names in ``tokenizer_class`` that mean this tokenizer, without "Tokenizer" and "Fast"; the
-            family's class prefix always does.
-        files: the vocabulary files that a tokenizer can be built from: ``vocab.txt`` holds word pieces, ``vocab.json``
-            with ``merges.txt`` byte-level BPE, any other a sentencepiece model. None of them: it takes
-            ``tokenizer.json``.
-        template: the tokens around texts: "bert" (one separator, segments 0 and 1), "doubled" (two separators, one
-            segment) or "roberta" (the same, with offsets that leave out leading spaces).
-        mask_takes_space: whether the mask takes the space before it, where the settings files do not say.
+        type_ids: whether the class returns segment ids.
+        classes: further names in ``tokenizer_class`` for this tokenizer, without "Tokenizer" and "Fast"; the class
+            prefix of the family always is one.
+        files: the vocabulary files that the tokenizer is built from; empty where only ``tokenizer.json`` is read.
+        build: the name of the builder in ``tokenization/build.py``; by default that of the first of ``files``.
+        template: the name of the special tokens around texts, in ``tokenization/templates.py``.
+        mask_takes_space: whether the mask token includes the space before it, unless the settings files specify it.
+        prefix: the default of ``add_prefix_space``.
+        padding_side: the default of ``padding_side``.
         lowercase: the default of ``do_lower_case``; None where the class does not read it.
         split_punctuation: the default of ``split_by_punct``; None where the class does not read it.
-        anywhere: tokens of ``vocab.txt`` are found wherever they stand, and no word is cut otherwise, as ESM does.
-        cleaned: spaces and quotes are made plain and, unless ``keep_accents``, accents taken off before a
-            sentencepiece model sees the text, and "9," is cut apart, as ALBERT does.
-        first: tokens that are numbered before the pieces of a sentencepiece model; a role stands for its token, and
-            the mask is numbered last. Empty where tokens have the model's own numbers.
-        skipped: how many of the model's first pieces ``first`` stands for.
-        words: what the class cuts words by that stands in no file of a folder; empty where files say all. Such a
-            tokenizer is not built from ``vocab.txt``, and ``tokenizer.json`` of that class is taken with a warning.
+        cleaned: whether white space and quotes are normalized, accents are removed unless ``keep_accents``, and "9," is
+            split, before a sentencepiece model segments the text, as ALBERT does.
+        first: tokens that are numbered before the pieces of a sentencepiece model: a role, a token, or a role and its
+            default (``"mask_token=<mask>"``). Empty where tokens have the ids of the model.
+        skipped: how many of the first pieces of the model ``first`` replaces.
+        last: tokens that are numbered after the pieces, like ``first``; ``"extra_ids"`` are the sentinels of T5.
+        unknown: the id of unknown pieces; None for the id of the unknown token.
+        steps: normalizers that transformers applies before a sentencepiece model, by name (``tokenization/pieces.py``).
+        spaces: how words are split for those classes: "words" (at white space), "always" or "first" (the scheme of
+            Metaspace), or "" (no splitting).
+        words: what splits words that is in no file of a folder; empty where the files specify everything. Such a
+            tokenizer is not built from ``vocab.txt``, and ``tokenizer.json`` of that class is read with a warning.
     """
 
     special: Mapping[str, str]
     type_ids: bool
     classes: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
+    build: str = ""
     template: str = "bert"
     mask_takes_space: bool = False
+    prefix: bool = False
+    padding_side: str = "right"
     lowercase: bool | None = None
     split_punctuation: bool | None = None
-    anywhere: bool = False
     cleaned: bool = False
     first: tuple[str, ...] = ()
     skipped: int = 0
+    last: tuple[str, ...] = ()
+    unknown: int | None = None
+    steps: tuple[str, ...] = ()
+    spaces: str = ""
     words: str = ""
 
 

@@ -43,9 +43,12 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "vocab.json",
     "merges.txt",
+    "bpe.codes",
     "sentencepiece.bpe.model",
     "spm.model",
     "spiece.model",
+    "sentencepiece.model",
+    "tokenizer.model",
 )
 
 # Which files a checkpoint is made of. "model.safetensors" stands for the weights in whatever parts they come.

@@ -1,8 +1,6 @@
-"""Special and added tokens of a tokenizer built from vocabulary files, and the template around a text.
+"""Special and added tokens of a tokenizer: which tokens are matched in a text before it is segmented, and their ids.
 
-Decides: which tokens are taken out of a text before it is segmented, their ids, and where special tokens
-stand.
-Leaves to others: the vocabulary.
+Leaves to others: the vocabulary, the template of special tokens (``templates.py``).
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer
 
 from flodl.errors import capped, printable
 from flodl_hf.errors import TokenizerError
@@ -18,7 +16,7 @@ from flodl_hf.errors import TokenizerError
 from .settings import ROLES, content, extra_tokens
 from .source import parse_json
 
-__all__ = ["add_missing", "add_roles", "add_stated", "frame"]
+__all__ = ["add_missing", "add_roles", "add_stated"]
 
 
 def _flag(value: Any, name: str, default: bool) -> bool:
@@ -48,8 +46,8 @@ def add_roles(
         stated: what the settings files say about each role.
         mask_takes_space: whether the mask token swallows the space before it by default.
     """
-    for role in ROLES:
-        if role in tokens:
+    for role in tokens:
+        if role.endswith("_token"):
             takes_space = mask_takes_space and role == "mask_token"
             added = _token(tokens[role], stated.get(role), special=True, takes_space=takes_space)
             tokenizer.add_special_tokens([added])
@@ -170,38 +168,3 @@ def add_missing(
                 "template of tokenizer.json holds (transformers adds it as a new token, which the model never saw)"
             )
     return notes
-
-
-def frame(tokenizer: Tokenizer, template: str, tokens: Mapping[str, str], folder: str, *, prefix: bool) -> None:
-    """Set where special tokens stand around one text or two.
-
-    Args:
-        tokenizer: what is changed.
-        template: ``"bert"`` (one separator, segments 0 and 1), ``"doubled"`` (two separators, one segment) or
-            ``"roberta"`` (the same, with offsets that leave out leading spaces).
-        tokens: token by role.
-        folder: where the vocabulary came from, for messages.
-        prefix: whether a space is put before a text.
-    """
-    first, last = tokens["cls_token"], tokens.get("sep_token") or tokens["eos_token"]
-    first_id, last_id = tokenizer.token_to_id(first), tokenizer.token_to_id(last)
-    if first_id is None or last_id is None:
-        raise TokenizerError(
-            f"{folder}: the vocabulary lacks {printable(first, 40)} or {printable(last, 40)}; "
-            "name the right cls_token and sep_token in tokenizer_config.json",
-            where=folder,
-        )
-    special = [(first, first_id), (last, last_id)]
-    if template == "roberta":
-        tokenizer.post_processor = processors.RobertaProcessing(
-            (last, last_id), (first, first_id), trim_offsets=True, add_prefix_space=prefix
-        )
-        return
-    # Given as lists, because a token may hold the characters that separate the parts of a template string.
-    if template == "bert":
-        single = [f"{first}:0", "$A:0", f"{last}:0"]
-        pair = [*single, "$B:1", f"{last}:1"]
-    else:
-        single = [f"{first}:0", "$A:0", f"{last}:0"]
-        pair = [*single, f"{last}:0", "$B:0", f"{last}:0"]
-    tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)

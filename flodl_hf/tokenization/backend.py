@@ -80,6 +80,18 @@ def row_of(encoding: tokenizers.Encoding, fast: bool = False) -> Row:
     )
 
 
+def _splitting(inner: tokenizers.Tokenizer) -> bytes | None:
+    """Return the serialized pre-tokenizer; None for one of Python code, which cannot be serialized."""
+    if inner.pre_tokenizer is None:
+        return b"{}"
+    try:
+        return inner.pre_tokenizer.__getstate__()
+    except Exception as error:
+        if "Custom PreTokenizer" not in str(error):
+            raise
+        return None
+
+
 def _characters(texts: Sequence[Any]) -> int:
     return sum(len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts)
 
@@ -104,7 +116,7 @@ class Backend:
             inner.no_padding()
             inner.no_truncation()
             normalizer = inner.normalizer.__getstate__() if inner.normalizer else b"{}"
-            pre_tokenizer = inner.pre_tokenizer.__getstate__() if inner.pre_tokenizer else b"{}"
+            pre_tokenizer = _splitting(inner)
         factor = growth(normalizer)
         if factor > MAX_GROWTH:
             raise TokenizerError(
@@ -125,6 +137,8 @@ class Backend:
                 expected=MAX_FRAME,
             )
         self.inner = inner
+        self.by_code = pre_tokenizer is None
+        pre_tokenizer = pre_tokenizer or b"{}"
         self._mark: Mark | Literal[False] | None = False  # not looked for yet
         self.patterns = foreign_patterns(normalizer, pre_tokenizer)
         self.pair_fault: str | None = None  # why pairs cannot be framed for the model

@@ -10,17 +10,31 @@ Decides: how long a prefix suffices. Leaves to others: tokenization and truncati
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
-__all__ = ["LONG", "beginning"]
+__all__ = ["beginning", "beginnings"]
 
 # Characters a token may stand for on average before a longer prefix is tried; English has four.
 _CHARS = 16
 # Texts up to this many characters per wanted token are simply tokenized.
-LONG = 4 * _CHARS
+_LONG = 4 * _CHARS
 # Equal tokens wanted beyond those that are used.
 _MARGIN = 32
 # A text that is one endless word gives no such beginning, and trying on costs more than the whole.
 _DOUBLINGS = 4
+
+
+def beginnings(texts: Sequence[Any], max_tokens: int, encode: Callable[[str], Sequence[int]]) -> list[Any]:
+    """Return the texts, of long ones a prefix that has more tokens than fit.
+
+    Args:
+        texts: texts; lists of words are returned as they are.
+        max_tokens: number of tokens that fit.
+        encode: ids of a text, without special tokens.
+    """
+    limit = _LONG * (max_tokens + 1)
+    # One token more than fits, so that the row still records that something was dropped.
+    return [beginning(t, max_tokens + 1, encode) if isinstance(t, str) and len(t) > limit else t for t in texts]
 
 
 def beginning(text: str, tokens: int, encode: Callable[[str], Sequence[int]]) -> str:

@@ -19,7 +19,7 @@ from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 from .charsmap import CharsMap
 from .sentencepiece import BYTE, CONTROL, UNKNOWN, UNUSED, SentencePieceModel
 
-__all__ = ["SPACE", "cleaning", "decoder", "lowercase", "normalizer", "splitter"]
+__all__ = ["SPACE", "cleaning", "decoder", "lowercase", "normalizer", "splits_words", "splitter"]
 
 SPACE = "\u2581"
 
@@ -84,6 +84,7 @@ def normalizer(
     where: str,
     before: list[normalizers.Normalizer],
     split_punctuation: bool = False,
+    words: bool = False,
 ) -> normalizers.Normalizer:
     """Return the normalizer that prepares a text as sentencepiece does, spaces as U+2581.
 
@@ -92,6 +93,7 @@ def normalizer(
         where: its name, for messages.
         before: what the family does first.
         split_punctuation: punctuation will be split off, and each part treated like a text of its own.
+        words: the pre-tokenizer splits at spaces and marks them.
     """
     out = list(before)
     if split_punctuation:
@@ -115,10 +117,19 @@ def normalizer(
     if split_punctuation:
         # Spaces are left to the pre-tokenizer, which gives each part one.
         return normalizers.Sequence([*out, _replace(f" *{_CUT}+ *", _CUT)])
+    if words:
+        return normalizers.Sequence(out)
     if model.add_dummy_prefix:
         out.append(normalizers.Prepend(SPACE))
     out.append(normalizers.Replace(" ", SPACE))
     return normalizers.Sequence(out)
+
+
+def splits_words(model: SentencePieceModel) -> bool:
+    """Return whether no piece of a model spans words, so that a text can be split at its spaces."""
+    usable = [piece.text for piece in model.pieces if piece.kind not in (UNKNOWN, CONTROL, UNUSED, BYTE)]
+    inner = any(SPACE in text[1:] for text in usable)
+    return SPACE in usable and not inner and model.add_dummy_prefix and model.remove_extra_whitespaces
 
 
 def splitter(model: SentencePieceModel, split_punctuation: bool = False) -> pre_tokenizers.PreTokenizer | None:

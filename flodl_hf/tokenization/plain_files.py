@@ -6,12 +6,12 @@ Decides: which of them are damaged. Leaves to others: what a vocabulary is used 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from flodl.errors import capped, printable
 from flodl_hf.errors import TokenizerError
 
-__all__ = ["read_merges", "read_vocab_json", "read_vocab_txt"]
+__all__ = ["read_fairseq", "read_merges", "read_vocab_json", "read_vocab_txt"]
 
 # Ids are 32-bit numbers in the tokenizers library, and rows of an embedding in every model.
 _MAX_ID = 10_000_000
@@ -45,18 +45,31 @@ def _raise(where: str, faults: list[str], remedy: str) -> None:
 def read_vocab_txt(data: bytes, where: str) -> dict[str, int]:
     """Return token to id from a file with one token a line, the first being id 0.
 
+    A token that occurs twice has the id of its last line, as in transformers.
+
     Raises:
-        TokenizerError: if the file is empty, or a token occurs twice.
+        TokenizerError: if the file is empty.
     """
-    vocab: dict[str, int] = {}
+    lines = _lines(data, where)
+    if not lines:
+        _raise(where, ["the file is empty"], "expected a token on each line; fetch the file again")
+    return {token: number for number, token in enumerate(lines)}
+
+
+def read_fairseq(data: bytes, where: str, first: Sequence[str]) -> dict[str, int]:
+    """Return token to id from a file with a token and its count on each line, numbered after ``first``.
+
+    Raises:
+        TokenizerError: if a line has no count.
+    """
+    vocab = {token: number for number, token in enumerate(first)}
     faults = []
-    for number, token in enumerate(_lines(data, where)):
-        if token in vocab:
-            faults.append(f"line {number + 1}: {printable(token, 40)} is on line {vocab[token] + 1} already")
-        vocab.setdefault(token, number)
-    if not vocab:
-        faults.append("the file is empty")
-    _raise(where, faults, "expected a token on each line, and each token once; fetch the file again")
+    for number, line in enumerate(_lines(data, where), start=1):
+        token, space, _ = line.strip().rpartition(" ")
+        if not space:
+            faults.append(f"line {number}: {printable(line, 40)} is not a token and its count")
+        vocab[token] = len(vocab)
+    _raise(where, faults, "expected the vocabulary of fairseq; fetch the file again, or correct tokenizer_class")
     return vocab
 
 

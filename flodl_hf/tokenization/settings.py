@@ -14,21 +14,18 @@ from typing import Any
 
 from flodl.errors import nearest, shown
 from flodl_hf.errors import TokenizerError
-from flodl_hf.families import named, that_tokenizes
-from flodl_hf.family import Family, FamilyTokenizer
+from flodl_hf.families import named
+from flodl_hf.family import Family
 
+from .classes import class_name, class_rules, guess_model_type, rules_for, rules_of
 from .source import parse_json
 
 __all__ = [
     "ROLES",
     "Settings",
-    "class_family",
     "content",
-    "cuts_by",
     "extra_tokens",
-    "guess_model_type",
     "read_settings",
-    "rules_of",
     "said_of",
 ]
 
@@ -69,54 +66,15 @@ class Settings:
     raw: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
-def guess_model_type(config: Mapping[str, Any], tokenizer_config: Mapping[str, Any]) -> str | None:
-    """Return the family named by ``config.json``, else by the tokenizer's class, else ``None``."""
-    stated = config.get("model_type")
-    if isinstance(stated, str) and stated:
-        return stated
-    return class_family(tokenizer_config)
-
-
-def class_family(tokenizer_config: Mapping[str, Any]) -> str | None:
-    """Return the family of ``tokenizer_class``, or ``None`` if that is absent or unknown."""
-    word = _class_word(tokenizer_config)
-    family = None if word is None else that_tokenizes(word)
-    return None if family is None else family.model_type
-
-
-def _class_word(tokenizer_config: Mapping[str, Any]) -> str | None:
-    """Return ``tokenizer_class`` without its endings, in small letters, or ``None``."""
-    name = tokenizer_config.get("tokenizer_class")
-    return name.removesuffix("Fast").removesuffix("Tokenizer").lower() if isinstance(name, str) and name else None
-
-
-def cuts_by(model_type: str | None, tokenizer_config: Mapping[str, Any]) -> str:
-    """Return what a folder's tokenizer cuts words by that no file holds: its class decides, else the model's family."""
-    stated = _class_word(tokenizer_config)
-    word = model_type if stated is None else class_family(tokenizer_config)
-    return rules_of(named(word)).words
-
-
-def rules_of(family: Family | None) -> FamilyTokenizer:
-    """Return what a family says of its tokenizers; nothing, for one that says nothing or is unknown."""
-    return (family.tokenizer if family is not None else None) or _SILENT
-
-
-_SILENT = FamilyTokenizer(special={}, type_ids=True)
-
-
-def _type_ids(stated: Mapping[str, Any], family: Family | None) -> bool:
-    """Return whether segment ids are made by default, as transformers decides it."""
+def _type_ids(stated: Mapping[str, Any], config: Mapping[str, Any], family: Family | None) -> bool:
+    """Return whether segment ids are returned by default, as in transformers."""
     names = stated.get("model_input_names")
     if isinstance(names, list):
         return "token_type_ids" in names
-    word = _class_word(stated)
-    if word is None:
-        # Without a class transformers takes the family's own.
+    if not any(isinstance(source.get("tokenizer_class"), str) for source in (stated, config)):
         return rules_of(family).type_ids
-    # A class that returns them, and a model that takes them.
-    of_class = that_tokenizes(word)
-    return of_class is not None and rules_of(of_class).type_ids and (family is None or family.uses_token_types)
+    rules = class_rules(class_name(stated, config))
+    return rules is not None and rules.type_ids and (family is None or family.uses_token_types)
 
 
 def content(value: Any) -> str | None:
@@ -210,7 +168,8 @@ def read_settings(
         mapped = parse_json(files["special_tokens_map.json"], f"{folder}/special_tokens_map.json")
     known_as = model_type or guess_model_type(config, stated)
     family = named(known_as)
-    custom = rules_of(family).special
+    rules = rules_for(stated, config, known_as)
+    custom = rules.special
     fallback = {"pad_token": pad_token} if pad_token else {}
     special = {}
     for role in ROLES:
@@ -225,10 +184,10 @@ def read_settings(
         special=special,
         extra_special=tuple(extra),
         model_max_length=_max_length(stated, where),
-        padding_side=_side(stated, "padding_side", where, sides.get("padding_side", "right")),
+        padding_side=_side(stated, "padding_side", where, sides.get("padding_side", rules.padding_side)),
         truncation_side=_side(stated, "truncation_side", where, sides.get("truncation_side", "right")),
         clean_up=stated.get("clean_up_tokenization_spaces") is True,
-        type_ids=_type_ids(stated, family),
+        type_ids=_type_ids(stated, config, family),
         split_special=stated.get("split_special_tokens") is True,
         model_type=known_as,
         raw=stated,

@@ -9,16 +9,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flodl.errors import printable
+from flodl.errors import printable, shown
 from flodl.files import POINTER_ADVICE, is_pointer, make_folders, write_atomically
 from flodl_hf.errors import ExportError, TokenizerError
 from flodl_hf.hub.choosing import TOKENIZER_FILES
 from flodl_hf.weights.checkpoint.members import read_member
 
-__all__ = ["TOKENIZER_FILES", "parse_json", "read_bytes", "read_source", "vocabulary_file", "write_files"]
+if TYPE_CHECKING:
+    from flodl_hf.family import FamilyTokenizer
+
+__all__ = ["TOKENIZER_FILES", "Source", "parse_json", "read_bytes", "read_source", "vocabulary_file", "write_files"]
 
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
@@ -103,3 +107,41 @@ def write_files(files: Mapping[str, bytes], folder: Path) -> tuple[str, ...]:
             errno=error.errno,
         ) from error
     return tuple(str(folder / name) for name in files)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Input of a builder: files, settings and rules.
+
+    Attributes:
+        files: file contents by name.
+        folder: the folder of the files, for messages.
+        settings: ``tokenizer_config.json``.
+        rules: of the tokenizer class, where the settings do not specify it.
+        tokens: special tokens by role, defaults of the class included.
+        byte_fallback: whether byte pieces of a unigram model are used.
+        rows: rows of the model's word table, if known.
+    """
+
+    files: Mapping[str, bytes]
+    folder: str
+    settings: Mapping[str, Any]
+    rules: FamilyTokenizer
+    tokens: Mapping[str, str]
+    byte_fallback: bool = False
+    rows: int | None = None
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return a boolean setting, the default if it is absent or null."""
+        value = self.settings.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise TokenizerError(
+                f"{self.folder}/tokenizer_config.json: {name} is {shown(value, 60)}, expected true or false; "
+                "correct the file",
+                where=self.folder,
+                field=name,
+                found=value,
+            )
+        return value

@@ -36,6 +36,8 @@ VOCABULARY_FILES = (
     "sentencepiece.bpe.model",
     "spm.model",
     "spiece.model",
+    "sentencepiece.model",
+    "tokenizer.model",
 )
 BIN_FILES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 BOUNDS = tuple(
@@ -63,6 +65,7 @@ MODEL_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "merges.txt",
+    "bpe.codes",
     CONFIG_NAME,
     "model.safetensors",  # for the weights in whatever parts they come, pickled ones where there are no others
     "checksums.json",

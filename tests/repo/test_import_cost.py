@@ -65,7 +65,8 @@ def test_a_configuration_takes_one_family_with_it() -> None:
     code = """
 import sys
 from flodl_hf.config.model_config import ModelConfig, family_of
-from flodl_hf.tokenization.settings import class_family, read_settings
+from flodl_hf.tokenization.classes import class_family
+from flodl_hf.tokenization.settings import read_settings
 
 def files():
     return sorted(name for name in sys.modules if name.startswith("flodl_hf.families."))

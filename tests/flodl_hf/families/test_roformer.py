@@ -127,7 +127,7 @@ def test_text_is_cut_where_files_say_all(tmp_path: Path) -> None:
     place = folder(tmp_path)
     (place / "vocab.txt").write_text("\n".join(WORDS) + "\n", "utf-8")
     # The class that a folder without settings means: words of a dictionary that is not here.
-    with pytest.warns(UserWarning, match="no tokenizer: .*vocab.txt: this tokenizer cuts words by jieba's dictionary"):
+    with pytest.warns(UserWarning, match="no tokenizer: .*vocab.txt: the tokenizer splits words by jieba's dictionary"):
         model: Any = load(place)
     assert model.tokenizer is None
     assert model(IDS, MASK)[0].shape == (2, 5, 16)
@@ -140,7 +140,7 @@ def test_text_is_cut_where_files_say_all(tmp_path: Path) -> None:
         assert (saved / name).read_bytes() == (place / name).read_bytes()
     assert not (saved / "tokenizer.json").exists()
     (place / "special_tokens_map.json").unlink()
-    with pytest.raises(TokenizerError, match="cuts words by jieba's dictionary"):
+    with pytest.raises(TokenizerError, match="splits words by jieba's dictionary"):
         AutoTokenizer.from_pretrained(place)
     # Vocabularies of characters, as published.
     settings = place / "tokenizer_config.json"
@@ -160,4 +160,4 @@ def test_text_is_cut_where_files_say_all(tmp_path: Path) -> None:
             model = load(place)
         assert model.tokenizer(["天气 good"])["input_ids"] == [[2, 5, 6, 8, 3]]
         assert len(told) == warned
-        assert sum("cuts words by jieba" in note for note in model.load_report.notes) == warned
+        assert sum("splits words by jieba" in note for note in model.load_report.notes) == warned

@@ -181,7 +181,6 @@ def test_custom_special_tokens_come_from_the_settings() -> None:
     [
         (b"", "empty"),
         (b"\n\n", "empty"),
-        (b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nb\na\n", "line 8"),
         (b"a\nb\n", "[UNK]"),
         (b"[UNK]\n\xff\xfe\n", "UTF-8"),
     ],

@@ -1,0 +1,225 @@
+"""Tokenizer classes of transformers: which files each reads, and the rules by which a tokenizer is built from them.
+
+A folder names its class in ``tokenizer_config.json``, else in ``config.json``. The rules of the classes that belong to
+a family of this package are in the family's file; the table below contains the others, as transformers 5 builds them.
+
+Decides: which rules belong to a class, and which classes are not supported.
+Leaves to others: building the tokenizer (``build.py``, ``pieces.py``), template of special tokens (``templates.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from flodl_hf.families import named, that_tokenizes
+from flodl_hf.family import Family, FamilyTokenizer
+
+__all__ = [
+    "ALIASES",
+    "CLASSES",
+    "PYTHON_BUILDERS",
+    "class_family",
+    "class_name",
+    "class_rules",
+    "guess_model_type",
+    "rules_for",
+    "rules_of",
+]
+
+# Builders whose tokenizers split words by Python code.
+PYTHON_BUILDERS = ("fairseq", "bertweet", "japanese")
+
+# Classes that only wrap tokenizer.json, so that the family decides.
+_GENERIC = ("", "pretrained", "tokenizersbackend", "pythonbackend", "auto")
+
+_ROBERTA = {
+    "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "sep_token": "</s>", "pad_token": "<pad>",
+    "cls_token": "<s>", "mask_token": "<mask>",
+}  # fmt: skip
+_GPT2: Mapping[str, str] = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+_BERT = {
+    "unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]", "cls_token": "[CLS]", "mask_token": "[MASK]",
+}  # fmt: skip
+_ALBERT = {**_BERT, "bos_token": "[CLS]", "eos_token": "[SEP]", "unk_token": "<unk>", "pad_token": "<pad>"}
+_MBART = (
+    "ar_AR", "cs_CZ", "de_DE", "en_XX", "es_XX", "et_EE", "fi_FI", "fr_XX", "gu_IN", "hi_IN", "it_IT", "ja_XX",
+    "kk_KZ", "ko_KR", "lt_LT", "lv_LV", "my_MM", "ne_NP", "nl_XX", "ro_RO", "ru_RU", "si_LK", "tr_TR", "vi_VN",
+    "zh_CN",
+)  # fmt: skip
+_MBART50 = (
+    *_MBART,
+    "af_ZA", "az_AZ", "bn_IN", "fa_IR", "he_IL", "hr_HR", "id_ID", "ka_GE", "km_KH", "mk_MK", "ml_IN", "mn_MN",
+    "mr_IN", "pl_PL", "ps_AF", "pt_XX", "sv_SE", "sw_KE", "ta_IN", "te_IN", "th_TH", "tl_XX", "uk_UA", "ur_PK",
+    "xh_ZA", "gl_ES", "sl_SI",
+)  # fmt: skip
+_FAIRSEQ = ("bos_token", "pad_token", "eos_token", "unk_token")
+_BYTES = ("vocab.json", "merges.txt")
+_SPIECE = ("spiece.model",)
+_BPE_MODEL = ("sentencepiece.bpe.model",)
+
+_byte_level = FamilyTokenizer(special=_GPT2, type_ids=False, files=_BYTES, template="none")
+_suffixed = FamilyTokenizer(special={"unk_token": "<unk>"}, type_ids=False, files=_BYTES, build="suffixed")
+_fairseq = FamilyTokenizer(
+    special=_ROBERTA, type_ids=False, files=("vocab.txt", "bpe.codes"), build="fairseq", template="doubled"
+)
+
+# Without "Tokenizer", in small letters.
+CLASSES: Mapping[str, FamilyTokenizer] = {
+    "bertjapanese": FamilyTokenizer(
+        special=_BERT, type_ids=False, files=("vocab.txt",), build="japanese", lowercase=False
+    ),
+    "funnel": FamilyTokenizer(
+        special={**_ROBERTA, "sep_token": "<sep>", "cls_token": "<cls>"}, type_ids=False, files=("vocab.txt",),
+        lowercase=True, template="funnel",
+    ),
+    "splinter": FamilyTokenizer(
+        special={**_BERT, "question_token": "[QUESTION]"}, type_ids=False, files=("vocab.txt",), lowercase=True,
+        template="splinter",
+    ),
+    # Byte-level BPE
+    "gpt2": _byte_level,
+    "codegen": replace(_byte_level, template="bytes"),
+    "gptneox": replace(_byte_level, special={**_GPT2, "pad_token": "<|padding|>"}, build="byte_level_nfc"),
+    "qwen2": replace(
+        _byte_level, special=dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>"), build="qwen2"
+    ),
+    "blenderbot": replace(_byte_level, special=_ROBERTA, prefix=True, mask_takes_space=True),
+    # BPE with "</w>" at the end of words
+    "herbert": replace(
+        _suffixed,
+        special={role: _ROBERTA[role] for role in ("cls_token", "unk_token", "pad_token", "mask_token", "sep_token")},
+    ),
+    "openaigpt": replace(_suffixed, lowercase=True, template="none"),
+    # BPE with "@@" inside of words
+    "phobert": _fairseq,
+    "bertweet": replace(_fairseq, build="bertweet"),
+    # Sentencepiece
+    "t5": FamilyTokenizer(
+        special={"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}, type_ids=False, files=_SPIECE,
+        build="pieces", template="ends", last=("extra_ids",), unknown=2, steps=("charsmap",), spaces="words",
+    ),
+    "pegasus": FamilyTokenizer(
+        special={"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "<mask_2>"},
+        type_ids=False, files=_SPIECE, build="pieces", template="end", skipped=2,
+        first=("pad_token", "eos_token", "mask_token=<mask_1>", "mask_token_sent=<mask_2>",
+               *(f"<unk_{number}>" for number in range(2, 103))),
+        steps=("charsmap or lines", "spaces"), spaces="always",
+    ),
+    "xlnet": FamilyTokenizer(
+        special={**_ROBERTA, "sep_token": "<sep>", "cls_token": "<cls>"}, type_ids=False, files=_SPIECE,
+        build="pieces", template="xlnet", mask_takes_space=True, padding_side="left", lowercase=False,
+        steps=("quotes", "accents", "lower", "charsmap"), spaces="words",
+    ),
+    "rembert": FamilyTokenizer(
+        special=_ALBERT, type_ids=False, files=("sentencepiece.model",), build="pieces", template="none", prefix=True,
+        lowercase=False, unknown=2, steps=("quotes", "spaces", "accents unless kept", "lower", "charsmap"),
+        spaces="always",
+    ),
+    "bigbird": FamilyTokenizer(
+        special={**_ROBERTA, "sep_token": "[SEP]", "mask_token": "[MASK]", "cls_token": "[CLS]"}, type_ids=False,
+        files=_SPIECE, build="pieces", mask_takes_space=True, prefix=True, steps=("marked spaces",),
+        spaces="always",
+    ),
+    "fnet": FamilyTokenizer(
+        special=_ALBERT, type_ids=True, files=_SPIECE, build="pieces", template="none", steps=("charsmap", "marks"),
+    ),
+    "barthez": FamilyTokenizer(
+        special=_ROBERTA, type_ids=False, files=_BPE_MODEL, build="pieces", template="none", mask_takes_space=True,
+        prefix=True, unknown=3, steps=("blanks",), spaces="always",
+    ),
+    "mbart": FamilyTokenizer(
+        special={**_ROBERTA, "src_lang": "en_XX"}, type_ids=False, files=_BPE_MODEL, build="pieces",
+        template="language last", mask_takes_space=True, first=_FAIRSEQ, skipped=3, last=(*_MBART, "mask_token"),
+        unknown=3, spaces="words",
+    ),
+    "mbart50": FamilyTokenizer(
+        special={**{role: _ROBERTA[role] for role in _ROBERTA if role != "bos_token"}, "src_lang": "en_XX"},
+        type_ids=False, files=_BPE_MODEL, build="pieces", template="language first", mask_takes_space=True,
+        first=("cls_token", *_FAIRSEQ[1:]), skipped=3, last=(*_MBART50, "mask_token"), unknown=3,
+        steps=("charsmap", "spaces"), spaces="always",
+    ),
+    "reformer": FamilyTokenizer(
+        special={"eos_token": "</s>", "unk_token": "<unk>"}, type_ids=False, files=_SPIECE, build="pieces",
+        template="none", steps=("charsmap", "spaces"), spaces="always",
+    ),
+    "llama": FamilyTokenizer(
+        special={"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, type_ids=False,
+        files=("tokenizer.model",), build="llama", template="none", padding_side="left", prefix=True, spaces="first",
+    ),
+    "bertgeneration": FamilyTokenizer(
+        special={"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>",
+                 "sep_token": "<::::>"},
+        type_ids=False, files=_SPIECE, template="none",
+    ),
+}  # fmt: skip
+
+# Classes that transformers builds like one of the table or of a family.
+ALIASES = {
+    **dict.fromkeys(
+        ("convbert", "dprcontextencoder", "dprquestionencoder", "layoutlm", "lxmert", "mobilebert",
+         "retribert", "squeezebert", "bertlegacy"),
+        "bert",
+    ),
+    **dict.fromkeys(("bart", "led", "longformer", "mvp"), "roberta"),
+    "dprreader": "distilbert",
+    "mt5": "t5",
+    "phi3": "llama",
+}  # fmt: skip
+
+
+def class_name(stated: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    """Return the class that a folder names in ``tokenizer_config.json`` or ``config.json``; None for a generic one."""
+    for source in (stated, config):
+        name = source.get("tokenizer_class")
+        if isinstance(name, str) and name:
+            return None if _word(name) in _GENERIC else name
+    return None
+
+
+def _word(name: str) -> str:
+    return name.removesuffix("Fast").removesuffix("Tokenizer").lower()
+
+
+@cache
+def _own(word: str) -> FamilyTokenizer | None:
+    return CLASSES.get(ALIASES.get(word, word))
+
+
+def class_rules(name: str | None) -> FamilyTokenizer | None:
+    """Return the rules of a tokenizer class, or None for a class that is generic or not supported."""
+    if name is None:
+        return None
+    word = _word(name)
+    if (own := _own(word)) is not None:
+        return own
+    family = that_tokenizes(ALIASES.get(word, word))
+    return None if family is None else family.tokenizer
+
+
+def class_family(stated: Mapping[str, Any]) -> str | None:
+    """Return the family of ``tokenizer_class``, or None if the class is absent or belongs to no family."""
+    name = class_name(stated, {})
+    family = None if name is None else that_tokenizes(_word(name))
+    return None if family is None else family.model_type
+
+
+def guess_model_type(config: Mapping[str, Any], stated: Mapping[str, Any]) -> str | None:
+    """Return the family in ``config.json``, else that of the tokenizer class, else None."""
+    name = config.get("model_type")
+    return name if isinstance(name, str) and name else class_family(stated)
+
+
+def rules_for(stated: Mapping[str, Any], config: Mapping[str, Any], model_type: str | None) -> FamilyTokenizer:
+    """Return the rules of a folder's tokenizer: those of its class, else of the family of its model."""
+    return class_rules(class_name(stated, config)) or rules_of(named(model_type))
+
+
+def rules_of(family: Family | None) -> FamilyTokenizer:
+    """Return the tokenizer rules of a family; empty ones for a family that has none or is unknown."""
+    return (family.tokenizer if family is not None else None) or _EMPTY
+
+
+_EMPTY = FamilyTokenizer(special={}, type_ids=True)

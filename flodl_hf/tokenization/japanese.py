@@ -1,0 +1,94 @@
+"""Japanese BERT: words of a morphological analyser, then word pieces, characters or a sentencepiece model.
+
+Decides: the normalizers and splitters of each setting of ``BertJapaneseTokenizer``.
+Leaves to others: the analysers and their packages (``python_words.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from flodl.errors import nearest, shown
+from flodl_hf.errors import TokenizerError
+
+from .pieces import own_numbers
+from .plain_files import read_vocab_txt
+from .python_words import ANALYSERS, Part, Words, located, splitter
+from .source import Source
+
+__all__ = ["build"]
+
+
+def _choice(source: Source, key: str, default: str, known: tuple[str, ...]) -> str:
+    value = source.settings.get(key, default)
+    if value not in known:
+        raise TokenizerError(
+            f"{source.folder}/tokenizer_config.json: {key} is {shown(value, 60)}, expected one of {', '.join(known)}"
+            f"{nearest(str(value), known)}; correct the file",
+            where=source.folder,
+            field=key,
+            found=value,
+            expected=known,
+        )
+    return value
+
+
+def _analysed(source: Source, kind: str, options: Mapping[str, Any], lower: bool) -> Words:
+    """Return a function that splits a text into the words of an analyser."""
+    analyser = ANALYSERS[kind](options)
+    kept = set(source.settings.get("never_split") or ())
+
+    def words(text: str) -> Iterator[Part]:
+        for word, start, stop in located(analyser(text), text):
+            yield word.lower() if lower and word not in kept else word, start, stop
+
+    return words
+
+
+def build(source: Source) -> Tokenizer:
+    """Return the tokenizer of a folder of Japanese BERT.
+
+    Raises:
+        TokenizerError: if the package of an analyser is not installed, or a setting has an unknown value.
+    """
+    lower = source.flag("do_lower_case", False)
+    subwords = _choice(source, "subword_tokenizer_type", "wordpiece", ("wordpiece", "character", "sentencepiece"))
+    kind = _choice(source, "word_tokenizer_type", "basic", ("basic", *ANALYSERS))
+    prepare: list[normalizers.Normalizer] = []
+    split: list[pre_tokenizers.PreTokenizer] = []
+    if source.flag("do_word_tokenize", True):
+        if kind == "basic":
+            basic = normalizers.BertNormalizer(handle_chinese_chars=False, lowercase=lower)
+            prepare, split = [normalizers.NFC(), basic], [pre_tokenizers.BertPreTokenizer()]
+        else:
+            options = source.settings.get(f"{kind}_kwargs") or {}
+            prepare = [normalizers.NFKC()] if options.get("normalize_text", True) else []
+            split = [splitter(_analysed(source, kind, options, lower))]
+    if not source.flag("do_subword_tokenize", True):
+        subwords = "none"
+    if subwords == "sentencepiece":
+        tokenizer = own_numbers(source, "spiece.model")
+        inner = tokenizer.normalizer
+        tokenizer.normalizer = normalizers.Sequence([*prepare, *([inner] if inner else [])])
+        if split:
+            tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, pre_tokenizers.Metaspace()])
+        return tokenizer
+    vocab = read_vocab_txt(source.files["vocab.txt"], f"{source.folder}/vocab.txt")
+    unknown = source.tokens["unk_token"]
+    if subwords == "wordpiece":
+        tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=unknown))
+        split = split or [pre_tokenizers.WhitespaceSplit()]
+        if kind == "sudachi":  # it returns white space as a word
+            split.append(pre_tokenizers.WhitespaceSplit())
+    else:
+        tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=unknown))
+        if subwords == "character":
+            prepare.append(normalizers.NFKC())
+            split.append(pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"))
+    tokenizer.normalizer = normalizers.Sequence(prepare) if prepare else None
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split) if split else None
+    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
+    return tokenizer

@@ -1,0 +1,213 @@
+"""Words that Python code splits: fairseq's BPE (PhoBERT, BERTweet) and Japanese morphological analysers.
+
+Each is a pre-tokenizer of the tokenizers library, so that added tokens, offsets and templates are those of any other
+tokenizer. Such a tokenizer has no ``tokenizer.json``.
+
+Leaves to others: the vocabulary, the template.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import count, pairwise
+from typing import Any
+
+from tokenizers import NormalizedString, PreTokenizedString, pre_tokenizers
+
+from flodl_hf.errors import TokenizerError
+
+__all__ = ["ANALYSERS", "Words", "fairseq_words", "located", "splitter"]
+
+# A word, or a part of one, and its first and last character (exclusive) in the text.
+Part = tuple[str, int, int]
+Words = Callable[[str], Iterable[Part]]
+
+
+def _rewrite(piece: NormalizedString, part: str) -> None:
+    """Change the characters of a piece one by one, so that its place in the text stays as it is."""
+    old = str(piece)
+    if part != old and not part.startswith(old):
+        # The last character stays, however short the new text is.
+        kept = {*range(len(part) - 1), len(old) - 1}
+        numbers = count()
+        piece.filter(lambda _: next(numbers) in kept)
+        characters = iter(part)
+        piece.map(lambda _: next(characters))
+    piece.append(part[len(old) :])
+
+
+class _Splitter:
+    """Pre-tokenizer of the tokenizers library that splits a text into the parts that a function returns."""
+
+    def __init__(self, words: Words) -> None:
+        self._words = words
+        # Analysers are not safe to share between threads.
+        self._lock = threading.Lock()
+
+    def _split(self, _: int, text: NormalizedString) -> list[NormalizedString]:
+        with self._lock:
+            parts = list(self._words(str(text)))
+        out = []
+        for part, start, stop in parts:
+            piece = text[start:stop]
+            if piece is not None:
+                _rewrite(piece, part)
+                out.append(piece)
+        return out
+
+    def pre_tokenize(self, text: PreTokenizedString) -> None:
+        """Split a text; called by the tokenizers library."""
+        text.split(self._split)
+
+
+def splitter(words: Words) -> pre_tokenizers.PreTokenizer:
+    """Return a pre-tokenizer that splits a text into the parts that ``words`` returns."""
+    return pre_tokenizers.PreTokenizer.custom(_Splitter(words))
+
+
+def located(words: Iterable[str], text: str) -> Iterator[Part]:
+    """Yield each word with its place in ``text``; the words follow each other in it."""
+    at = 0
+    for word in words:
+        start = text.find(word, at)
+        if word and start >= 0:
+            at = start + len(word)
+            yield word, start, at
+
+
+# fairseq
+
+
+def fairseq_words(merges: Iterable[tuple[str, str]]) -> Words:
+    """Return a function that splits the words of a text by merges; each part but the last of a word ends in "@@".
+
+    Args:
+        merges: pairs of parts by rank; the last part of a word ends in ``</w>``.
+    """
+    ranks = {pair: rank for rank, pair in enumerate(merges)}
+    known: dict[str, list[str]] = {}
+
+    def parts(word: str) -> list[str]:
+        if word not in known:
+            if len(known) > 100_000:
+                known.clear()
+            known[word] = _merged(word, ranks)
+        return known[word]
+
+    def words(text: str) -> Iterator[Part]:
+        for match in re.finditer(r"\S+\n?", text):
+            at, found = match.start(), parts(match[0])
+            for part in found[:-1]:
+                yield f"{part}@@", at, at + len(part)
+                at += len(part)
+            yield found[-1], at, match.end()
+
+    return words
+
+
+def _merged(word: str, ranks: Mapping[tuple[str, str], int]) -> list[str]:
+    """Return the parts of a word, without the mark of its end."""
+    if len(word) == 1:
+        return [word]
+    parts = [*word[:-1], f"{word[-1]}</w>"]
+    while len(parts) > 1:
+        best = min(pairwise(parts), key=lambda pair: ranks.get(pair, len(ranks)))
+        if best not in ranks:
+            break
+        merged, at = [], 0
+        while at < len(parts):
+            size = 2 if tuple(parts[at : at + 2]) == best else 1
+            merged.append("".join(parts[at : at + size]))
+            at += size
+        parts = merged
+    return [*parts[:-1], parts[-1][: -len("</w>")]]
+
+
+# Japanese analysers
+
+
+def _needed(package: str, what: str, error: ImportError) -> TokenizerError:
+    return TokenizerError(
+        f"{what} needs the package {package}: {error}. Install it with: pip install 'flodl-hf[japanese]' {package}",
+        needs=package,
+    )
+
+
+def _mecab(options: Mapping[str, Any]) -> Callable[[str], Iterable[str]]:
+    try:
+        fugashi = importlib.import_module("fugashi")
+    except ImportError as error:
+        raise _needed("fugashi", "word_tokenizer_type 'mecab'", error) from error
+    name, option = options.get("mecab_dic", "unidic_lite"), options.get("mecab_option") or ""
+    if name is not None:
+        if name not in ("ipadic", "unidic_lite", "unidic"):
+            raise TokenizerError(
+                f"mecab_kwargs: mecab_dic is {name!r}, expected 'unidic_lite', 'ipadic', 'unidic' or null; "
+                "correct tokenizer_config.json",
+                field="mecab_dic",
+                found=name,
+            )
+        try:
+            folder = importlib.import_module(name).DICDIR
+        except ImportError as error:
+            raise _needed(name.replace("_", "-"), f"mecab_dic {name!r}", error) from error
+        if not os.path.isdir(folder):
+            raise TokenizerError(
+                f"mecab_dic {name!r}: the package has no dictionary at {folder}, expected a folder. "
+                "Download it with: python -m unidic download",
+                field="mecab_dic",
+                found=name,
+            )
+        option = f'-d "{folder}" -r "{os.path.join(folder, "mecabrc")}" {option}'
+    tagger = fugashi.GenericTagger(option)
+    return lambda text: [word.surface for word in tagger(text)]
+
+
+def _trimmed(words: Iterable[str], options: Mapping[str, Any]) -> list[str]:
+    return [word.strip() for word in words if word.strip()] if options.get("trim_whitespace") else list(words)
+
+
+def _sudachi(options: Mapping[str, Any]) -> Callable[[str], Iterable[str]]:
+    try:
+        sudachi = importlib.import_module("sudachipy")
+    except ImportError as error:
+        raise _needed("sudachipy", "word_tokenizer_type 'sudachi'", error) from error
+    mode = options.get("sudachi_split_mode", "A")
+    if mode not in ("A", "B", "C"):
+        raise TokenizerError(
+            f"sudachi_kwargs: sudachi_split_mode is {mode!r}, expected 'A', 'B' or 'C'; correct tokenizer_config.json",
+            field="sudachi_split_mode",
+            found=mode,
+        )
+    kind = options.get("sudachi_dict_type", "core")
+    try:
+        words = sudachi.Dictionary(
+            config_path=options.get("sudachi_config_path"), resource_dir=options.get("sudachi_resource_dir"), dict=kind
+        )
+    except ImportError as error:
+        raise _needed(f"sudachidict-{kind}", f"sudachi_dict_type {kind!r}", error) from error
+    projection = options.get("sudachi_projection")
+    more = {"projection": projection} if projection else {}
+    analyser = words.create(getattr(sudachi.SplitMode, mode), **more)
+    return lambda text: _trimmed([word.surface() for word in analyser.tokenize(text)], options)
+
+
+def _jumanpp(options: Mapping[str, Any]) -> Callable[[str], Iterable[str]]:
+    try:
+        rhoknp = importlib.import_module("rhoknp")
+    except ImportError as error:
+        raise _needed("rhoknp", "word_tokenizer_type 'jumanpp'", error) from error
+    analyser = rhoknp.Jumanpp()
+    return lambda text: _trimmed([part.text for part in analyser.apply_to_sentence(text.strip()).morphemes], options)
+
+
+# The value of word_tokenizer_type, with a function that makes the analyser from its settings.
+ANALYSERS: Mapping[str, Callable[[Mapping[str, Any]], Callable[[str], Iterable[str]]]] = {
+    "mecab": _mecab,
+    "sudachi": _sudachi,
+    "jumanpp": _jumanpp,
+}
