@@ -8,9 +8,22 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
-from flodl.errors import TrainError, capped, nearest, visible
+from flodl.errors import ConfigError, TrainError, capped, nearest, visible
 
-__all__ = ["Values", "check_fields", "choice", "listed", "number", "of_kind", "pair", "path", "text", "truth", "whole"]
+__all__ = [
+    "Values",
+    "check_fields",
+    "choice",
+    "listed",
+    "number",
+    "of_kind",
+    "pair",
+    "path",
+    "share",
+    "text",
+    "truth",
+    "whole",
+]
 
 MOST_SHOWN = 80
 """Characters that an error quotes of a value."""
@@ -44,11 +57,13 @@ class Values:
         )
 
 
-def check_fields(record: Any, table: Mapping[str, Values], where: str) -> None:
+def check_fields(
+    record: Any, table: Mapping[str, Values], where: str, error: type[ConfigError | TrainError] = TrainError
+) -> None:
     """Refuse a record whose values are not those of ``table``.
 
     Raises:
-        TrainError: ``problems`` lists each field with what was found and what was expected.
+        error: ``problems`` lists each field with what was found and what was expected.
     """
     problems = []
     for name, values in table.items():
@@ -57,8 +72,9 @@ def check_fields(record: Any, table: Mapping[str, Values], where: str) -> None:
             near = nearest(found, values.words) if isinstance(found, str) and values.words else ""
             problems.append(f"{name}: found {_shown(found)}{near}; expected {values.expected}.")
     if problems:
-        said = problems[0] if len(problems) == 1 else f"{where}: values that cannot be:\n{capped(problems)}"
-        raise TrainError(said, problems=problems, where=where)
+        one = problems[0] if where == "settings" else f"{where}: {problems[0]}"
+        said = one if len(problems) == 1 else f"{where}: values that cannot be:\n{capped(problems)}"
+        raise error(said, problems=problems, where=where)
 
 
 def _shown(value: Any) -> str:
@@ -96,6 +112,11 @@ def number(least: float | None = None, *, above: float | None = None, below: flo
 
     beyond = float("nan") if not bounds else least - 1 if least is not None else above if above is not None else below
     return Values(expected=" ".join(["a number", " and ".join(bounds)]).strip(), fits=fits, beyond=beyond)
+
+
+def share() -> Values:
+    """Return numbers from 0 to 1, both included."""
+    return Values(expected="a number from 0 to 1", fits=lambda v: _is_number(v) and 0 <= v <= 1, beyond=1.5)
 
 
 def choice(*words: str) -> Values:

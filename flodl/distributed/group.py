@@ -28,7 +28,7 @@ from flodl.distributed.neighbours import Neighbours
 from flodl.errors import TrainError, visible
 from flodl.system import hard_stop
 
-__all__ = ["Ranks", "is_first_rank", "join_ranks", "under_torchrun"]
+__all__ = ["Ranks", "is_first_rank", "join_ranks", "launched_world", "under_torchrun"]
 
 PULSE_S = 0.5
 LOOK_S = 0.25
@@ -258,6 +258,11 @@ def _say(text: str) -> None:
 def under_torchrun() -> bool:
     """Return whether a launcher has already given this process its rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launched_world(alone: int = 1) -> int:
+    """Return the number of ranks that a launcher started; ``alone`` without a launcher."""
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else alone
 
 
 def is_first_rank() -> bool:

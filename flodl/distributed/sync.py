@@ -11,7 +11,6 @@ from flodl.distributed.average import check_equal
 from flodl.distributed.group import Ranks
 from flodl.distributed.rounds import Knobs, Round
 from flodl.distributed.shares import ratios_from_ms
-from flodl.errors import TrainError
 
 __all__ = ["Sync"]
 
@@ -35,12 +34,6 @@ class Sync:
         self.position = 0
         self.steps = 0
         given = knobs.shares
-        if isinstance(given, tuple) and len(given) != ranks.world:
-            raise TrainError(
-                f"shares: found {len(given)} for {ranks.world} ranks; give one for each.",
-                shares=given,
-                world=ranks.world,
-            )
         self.ratios = given if isinstance(given, tuple) else (1.0,) * ranks.world
         self._ms = 0.0
         self._samples = 0

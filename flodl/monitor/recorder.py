@@ -182,7 +182,7 @@ class Recorder:
             "ranks": event.world,
             "policy": event.policy,
             "policy_reason": event.policy_reason or None,
-            "epochs": event.epochs,
+            "epochs": event.epochs or None,
             "steps": total,
             "steps_per_epoch": event.steps_per_epoch or None,
             "resumed_from": event.resumed_from,
@@ -190,7 +190,7 @@ class Recorder:
         self.say(
             session={"step": event.step},
             facts={"run": {name: value for name, value in run.items() if value is not None}},
-            state={"status": "running", "epochs": event.epochs, "reason": None},
+            state={"status": "running", "epochs": event.epochs or None, "reason": None},
         )
         if event.resumed_from:
             self.note(f"goes on from step {event.step:,} ({event.resumed_from})", step=event.step)

@@ -8,14 +8,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from flodl.devices import training_devices
-from flodl.distributed.group import Ranks, is_first_rank, join_ranks, under_torchrun
+from flodl.distributed.group import Ranks, is_first_rank, join_ranks, launched_world, under_torchrun
 from flodl.distributed.launch import launch
 from flodl.errors import TrainError
 from flodl.train.console import ShowProgress
@@ -23,7 +23,7 @@ from flodl.train.events import EpochMetrics, Event
 from flodl.train.handle import Handle, SendEvents, Trained
 from flodl.train.monitored import monitor_of, orders_of
 from flodl.train.optim.optimizers import OptimizerMaker
-from flodl.train.plan import RunPlan
+from flodl.train.plan import GivenModel, RunPlan
 from flodl.train.pre_run import Rehearsal, rehearse
 from flodl.train.rate_search import RateSearch, search_rates
 from flodl.train.settings import Settings, make_settings
@@ -36,16 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["TrainerBuilder"]
 
 Subscription = tuple[Callable[[Any], Any], tuple[type, ...]]
-
-
-@dataclass(frozen=True)
-class _Given:
-    """Hands out a model that exists already."""
-
-    model: nn.Module
-
-    def __call__(self, device: torch.device) -> nn.Module:
-        return self.model
 
 
 def _check_factory(make: Any) -> None:
@@ -82,7 +72,7 @@ class TrainerBuilder:
         make: Callable[..., Any],
     ) -> None:
         if isinstance(model_factory, nn.Module):
-            model_factory = _Given(model_factory)
+            model_factory = GivenModel(model_factory)
         else:
             _check_factory(model_factory)
         self._plan = RunPlan(model_factory, optimizer_factory, train_step, Settings(), make)
@@ -362,19 +352,18 @@ class TrainerBuilder:
         Raises:
             TrainError: data or batch size are missing, or something cannot be sent to a new process.
         """
-        plan = self._plan
+        plan, world = self._plan, self._world()
+        if plan.data is None:
+            raise TrainError("run: found no dataset; call .dataset(...) first.", missing=["dataset"])
+        plan.check(launched_world(world))
         shown = ShowProgress(plan.settings.progress, total=self._total)
         subscribers = [*self._subscribers, *([(shown, ())] if plan.settings.progress is not False else [])]
-        missing = [name for name, absent in (("dataset", plan.data is None),) if absent]
-        if missing:
-            raise TrainError(f"run: found no {', '.join(missing)}; call .{missing[0]}(...) first.", missing=missing)
         trackers = plan.settings.made_trackers() if is_first_rank() else []
         subscribers += [(tracker, ()) for tracker in trackers]
         plan = replace(plan, settings=replace(plan.settings, trackers=()))  # they stay in this process
         over = contextlib.ExitStack()
         for close in (shown.close, *(tracker.end for tracker in trackers if isinstance(tracker, Tracker))):
             over.callback(close)
-        world = self._world()
         monitor = monitor_of(plan.settings, is_first_rank())
         subscribers += [] if monitor is None else [(monitor, ())]
         if world == 1 or under_torchrun():
@@ -428,10 +417,6 @@ class TrainerBuilder:
         handle = Handle(world=world, metrics_fn=self._metrics_fn, subscribers=subscribers, over=over)
         settings = plan.settings
         alone = not self._subscribers and len(subscribers) == 1 and isinstance(subscribers[0][0], ShowProgress)
-        if settings.max_restarts and settings.folder is None:
-            raise TrainError(
-                "max_restarts: found no folder for checkpoints; expected one to resume from. Call .checkpoints(folder)."
-            )
         devices = None if isinstance(self._devices, (int, str)) else self._devices
         if monitor is not None:
             # a monitor stays in this process

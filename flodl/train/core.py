@@ -29,6 +29,7 @@ from flodl.train.callback import Hooks
 from flodl.train.epoch_figures import Tally
 from flodl.train.evaluate import Callbacks, Evaluator
 from flodl.train.events import Events, Warned
+from flodl.train.faults import check_settings
 from flodl.train.feed import Feed
 from flodl.train.monitored import callbacks_of
 from flodl.train.observing import Observing
@@ -39,7 +40,6 @@ from flodl.train.precision import Precision
 from flodl.train.requests import Wishes
 from flodl.train.saving.identity import check_same_model, identity
 from flodl.train.settings import Settings
-from flodl.train.sharding import check_sharding
 from flodl.train.step import Step, TrainStep
 from flodl.train.steplog import StepLog
 
@@ -76,7 +76,7 @@ class TrainerCore:
         self.callbacks = callbacks or Callbacks()
         self.events = Events(ranks.rank)
         ranks.phase("model build")
-        check_sharding(settings, self.callbacks)
+        check_settings(settings, world=ranks.world, callbacks=self.callbacks)
         self.sharded = settings.shard is not None and not ranks.solo
         # What is to be cut is moved by layers.
         self.model = model if self.sharded else model.to(ranks.device)

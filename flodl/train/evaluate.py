@@ -74,13 +74,6 @@ class Evaluator:
             "early_stopping": early_stopping[0] if early_stopping else None,
             "keep_best": keep_best,
         }
-        for setting, name in self._asked.items():
-            if name is not None and callbacks.eval_fn is None and not callbacks.evals:
-                raise TrainError(
-                    f"{setting}: found {name!r} and nothing that evaluates; expected figures to judge by. Add "
-                    ".evaluate(step, data) or .eval_fn(call), or leave it out.",
-                    setting=setting,
-                )
         self.history: list[dict[str, Any]] = []
         self.found: dict[str, float] = {}
         self.at_step = 0

@@ -25,7 +25,17 @@ from flodl.nested import map_leaves
 from flodl.train.loader_order import decide_order, random_kept
 from flodl.train.loss import batch_len, is_column
 
-__all__ = ["EndlessFeed", "Feed", "RowFeed", "Share", "StreamFeed", "as_feed", "gives_batches", "to_device"]
+__all__ = [
+    "EndlessFeed",
+    "Feed",
+    "RowFeed",
+    "Share",
+    "StreamFeed",
+    "as_feed",
+    "check_data",
+    "gives_batches",
+    "to_device",
+]
 
 
 @dataclass(frozen=True)
@@ -335,22 +345,14 @@ def as_feed(
     """Return the feed over a loader, or over a data set cut into batches of ``batch_size``.
 
     Raises:
-        DataError: a loader without a length, and no ``max_steps``.
-        TrainError: rows without a ``batch_size``.
+        DataError, TrainError: as of `check_data`.
     """
     sizes: Any = {"accumulate": accumulate, "micro_batch_size": micro_batch_size}
     if isinstance(data, DataLoader):
         return RowFeed(data, device=device, **sizes)
-    if isinstance(data, torch.utils.data.DataLoader) or (batch_size is None and batches is None):
-        _refuse_rows(data)
-        if _length_of(data) is not None:
+    if check_data(data, batch_size=batch_size, batches=batches, max_steps=max_steps):
+        if _length_of(data) is not None or max_steps is None:
             return StreamFeed(data, device, seed=seed, **sizes)
-        if max_steps is None:
-            raise DataError(
-                f"trainer: found {type(data).__name__} without a length; expected a loader whose len() is the number "
-                "of batches in an epoch, or max_steps, which says how many steps to train on it. Wrap it in "
-                "flodl.data.DataLoader, put it into a list, or set max_steps (held-out data need a length)."
-            )
         return EndlessFeed(data, device, max_steps=max_steps, seed=seed, **sizes)
     options: dict[str, Any] = (
         {"batches": batches}
@@ -358,6 +360,29 @@ def as_feed(
         else {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
     )
     return RowFeed(DataLoader(data, seed=seed, device=device, collate=collate, **options), **sizes)
+
+
+def check_data(
+    data: Any, *, batch_size: int | None = None, batches: Any = None, max_steps: int | None = None, **_: Any
+) -> bool:
+    """Return whether ``data`` yields batches, rather than rows that are cut into batches.
+
+    Raises:
+        DataError: a loader without a length, and no ``max_steps``.
+        TrainError: rows without a ``batch_size``.
+    """
+    if isinstance(data, DataLoader):
+        return False
+    if not isinstance(data, torch.utils.data.DataLoader) and (batch_size is not None or batches is not None):
+        return False
+    _refuse_rows(data)
+    if _length_of(data) is None and max_steps is None:
+        raise DataError(
+            f"trainer: found {type(data).__name__} without a length; expected a loader whose len() is the number "
+            "of batches in an epoch, or max_steps, which specifies the number of steps. Wrap it in "
+            "flodl.data.DataLoader, put it into a list, or set max_steps (held-out data need a length)."
+        )
+    return True
 
 
 def _refuse_rows(data: Any) -> None:

@@ -253,7 +253,7 @@ class Loop(TrainerCore):
             self.stopping = evaluate_now(self) or self.stopping
 
     def _over(self) -> bool:
-        return self.out_of_steps or self.epoch_number >= self.settings.num_epochs
+        return self.out_of_steps or 0 < self.settings.num_epochs <= self.epoch_number
 
     def _call(self, name: str, *args: Any, may_stop: bool = False) -> Any:
         """Call a function of the user; one that only looks on may fail without ending the run."""
@@ -297,6 +297,9 @@ class Loop(TrainerCore):
     def _begin_run(self) -> None:
         self.model.train()
         self.restore()
+        self._report_begin()
+
+    def _report_begin(self) -> None:
         self.saves.begin()
         report_start(self, self.saves.past(), self.resumed_from)
         self.hooks.call("on_train_begin")

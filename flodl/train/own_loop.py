@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from flodl.distributed.sync import Sync
@@ -14,7 +15,8 @@ from flodl.train.feed import as_feed
 from flodl.train.loop import Loop
 from flodl.train.loss import as_loss, batch_len
 from flodl.train.monitored import monitor_of, orders_of
-from flodl.train.route import refuse_capture_in_own_loop
+from flodl.train.route import warn_of_own_loop
+from flodl.train.settings import Settings
 from flodl.train.step import StepResult
 
 __all__ = ["OwnLoop"]
@@ -30,16 +32,18 @@ class OwnLoop(Loop):
     _summed = False  # whether any batch of the step had
     _turn: int | None = None
     _last = False
-    _begun = False
+    _restored = _begun = False
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs from the present one (after a resume: where it stopped) to ``count`` - 1."""
+        self.settings = replace(self.settings, num_epochs=count)
         with self._leaving_cleanly(), contextlib.closing(self._shown), contextlib.ExitStack() as left:
             for tracker in self._trackers:
                 left.callback(getattr(tracker, "end", lambda: None))
-            self._begin_once()
+            self._restore_once()
             while self.epoch_number < count and not self.stopping:
                 yield self.epoch_number
+            self._begin_once()
             self._end_run()
 
     @functools.cached_property
@@ -55,9 +59,9 @@ class OwnLoop(Loop):
     def _trackers(self) -> list[Any]:
         return self.settings.made_trackers() if self.ranks.rank == 0 else []
 
-    def _begin_once(self) -> None:
-        if not self._begun:
-            self._begun = True
+    def _restore_once(self) -> None:
+        if not self._restored:
+            self._restored = True
             if (monitor := monitor_of(self.settings, self.ranks.rank == 0)) is not None:
                 self.events.subscribe(monitor)
                 monitor.take_orders(orders_of(self.settings, judged=False), self.ask)
@@ -65,8 +69,30 @@ class OwnLoop(Loop):
                 self.events.subscribe(self._shown)
             for tracker in self._trackers:
                 self.events.subscribe(tracker)
-            self._begin_run()
-            refuse_capture_in_own_loop(self)
+            if hasattr(self.optimizer, "register_step_pre_hook"):
+                self.optimizer.register_step_pre_hook(self._refuse_own_step)
+            self.model.train()
+            self.restore()
+
+    def _begin_once(self) -> None:
+        """Report that the run begins. The first call of `epoch` does this, because it has the number of steps."""
+        self._restore_once()
+        if not self._begun:
+            self._begun = True
+            self._report_begin()
+            warn_of_own_loop(self)
+
+    def _refuse_own_step(self, *_: Any) -> None:
+        """Refuse ``optimizer.step()`` in a batch of `epoch`: the parameters would move twice.
+
+        Raises:
+            TrainError: the call does not come from `step`.
+        """
+        if self._turn is not None:
+            raise TrainError(
+                "optimizer.step(): found a call inside of trainer.epoch(); expected trainer.step() alone, which moves the "
+                "parameters and clears the gradients. Remove optimizer.step() and optimizer.zero_grad()."
+            )
 
     def epoch(self, loader: Any) -> Iterator[Any]:
         """Yield this rank's batches of the present epoch, on its device; call `step` for each.
@@ -83,12 +109,9 @@ class OwnLoop(Loop):
             TrainError: a batch cannot be cut into shares, or there is none.
             SystemExit: SIGTERM or SIGINT came; the state is saved.
         """
-        settings = self.settings
-        if isinstance(settings.micro_batch_size, str):
-            raise TrainError(
-                "micro_batch_size: a loop of your own is not tried out before it runs; expected a number of rows.",
-                found=settings.micro_batch_size,
-            )
+        if not self._restored and self.settings.num_epochs == Settings.num_epochs:
+            self.settings = replace(self.settings, num_epochs=0)  # without `epochs` the number is unknown
+        settings: Any = self.settings
         self.feed = as_feed(
             loader,
             self.ranks.device,
@@ -117,7 +140,11 @@ class OwnLoop(Loop):
                 self._timer = timer
                 self.graphs.cut()
                 with self.observing.watching:  # until the caller steps, or leaves
-                    yield batch
+                    try:
+                        yield batch
+                    except GeneratorExit:
+                        self._turn = None  # the caller left the loop
+                        raise
                 if self._turn is not None:  # the caller did not step
                     self.step()
             if self.stopping:

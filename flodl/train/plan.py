@@ -10,14 +10,28 @@ import torch
 from torch import nn
 
 from flodl.distributed.group import Ranks
+from flodl.train.callback import Hooks
 from flodl.train.core import seed_all
 from flodl.train.evaluate import Callbacks
-from flodl.train.feed import as_feed, gives_batches
-from flodl.train.optim.optimizers import OptimizerMaker
+from flodl.train.faults import check_settings
+from flodl.train.feed import as_feed, check_data, gives_batches
+from flodl.train.observing import Observing
+from flodl.train.optim.optimizers import OptimizerMaker, make_optimizer
 from flodl.train.settings import Settings
 from flodl.train.step import TrainStep
 
-__all__ = ["RunPlan"]
+__all__ = ["GivenModel", "RunPlan"]
+
+
+@dataclass(frozen=True)
+class GivenModel:
+    """A factory that returns a model that exists already."""
+
+    model: nn.Module
+
+    def __call__(self, device: torch.device) -> nn.Module:
+        """Return the model."""
+        return self.model
 
 
 @dataclass(frozen=True)
@@ -52,6 +66,33 @@ class RunPlan:
     def is_judged(self) -> bool:
         """Whether there is anything to evaluate by."""
         return bool(self.evals or self.callbacks.eval_fn)
+
+    def check(self, world: int) -> None:
+        """Check everything that does not need a rank, before ranks are started.
+
+        Raises:
+            TrainError: settings that cannot be combined, a model that cannot be trained, or rows without a batch size.
+            DataError: data without a length.
+            GraphPathError: a path of ``watch`` or ``rules`` that the model does not have.
+        """
+        settings = self.settings
+        check_settings(settings, world=world, callbacks=replace(self.callbacks, evals=self.evals))
+        Hooks(None, settings.callbacks)
+        sizes: dict[str, Any] = {"batch_size": settings.batch_size, "max_steps": settings.max_steps}
+        check_data(self.data, **{**sizes, **self.data_options})
+        micro = settings.micro_batch_size if isinstance(settings.micro_batch_size, int) else None
+        for _, data, options in self.evals.values():
+            check_data(data, **{"batch_size": None if gives_batches(data) else micro or settings.batch_size, **options})
+        if isinstance(self.model_factory, GivenModel) and world > 1:
+            model = self.model_factory.model
+            observing = Observing(model, Ranks(), settings)
+            try:
+                if not isinstance(self.optimizer_factory, torch.optim.Optimizer):
+                    observing.optimizer(
+                        lambda: make_optimizer(model, self.optimizer_factory, settings.parameter_groups)
+                    )
+            finally:
+                observing.close()
 
     def trainer(self, ranks: Ranks) -> Any:
         """Return this rank's trainer."""

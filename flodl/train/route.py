@@ -19,7 +19,7 @@ from flodl.train.core import TrainerCore
 from flodl.train.settings import Settings
 from flodl.train.step.capture import Capturer, CudaCapturer
 
-__all__ = ["choose_route", "compiled", "refuse_capture_in_own_loop"]
+__all__ = ["choose_route", "compiled", "warn_of_own_loop"]
 
 CHOICES = ("auto", True, False)
 
@@ -71,15 +71,9 @@ def choose_route(trainer: TrainerCore) -> None:
         trainer.warn(f"capture: steps run one operation at a time, because {reason}")
 
 
-def refuse_capture_in_own_loop(trainer: TrainerCore) -> None:
-    """Warn that the steps of a loop that the user writes are not captured, or refuse where they have to be.
-
-    Raises:
-        TrainError: ``capture`` is True.
-    """
+def warn_of_own_loop(trainer: TrainerCore) -> None:
+    """Warn that the steps of a loop that the user writes are not captured."""
     reason = "the loop is your own (Trainer.setup); those of Trainer.builder are captured"
-    if trainer.settings.capture is True:
-        raise TrainError(f"capture: steps cannot be captured, because {reason}. Leave it at 'auto'.", reason=reason)
     if trainer.ranks.device.type == "cuda" and trainer.settings.capture == "auto":
         trainer.warn(f"capture: steps run one operation at a time, because {reason}")
 

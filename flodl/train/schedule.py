@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+from flodl.checked_fields import Values, check_fields, choice, number, of_kind, share, whole
 from flodl.errors import ConfigError
 
 __all__ = [
@@ -27,7 +28,7 @@ __all__ = [
     "Schedule",
     "StepDecay",
     "Warmup",
-    "require",
+    "check_arguments",
 ]
 
 
@@ -40,18 +41,25 @@ class Schedule(Protocol):
         ...
 
 
-def require(schedule: object, **holds: bool) -> None:
-    """Refuse a schedule for which a rule does not hold; rules are named with ``_`` for spaces.
+def check_arguments(schedule: object, **values: Values) -> None:
+    """Check the arguments of a schedule.
+
+    Args:
+        schedule: its attributes are the arguments.
+        **values: what each argument may be.
 
     Raises:
-        ConfigError: ``problems`` lists the rules.
+        ConfigError: ``problems`` lists each argument with what was found and what was expected.
     """
-    problems = [rule.replace("_", " ") for rule, kept in holds.items() if not kept]
-    if problems:
-        raise ConfigError(
-            f"{schedule!r}: expected {' and '.join(problems)}; correct the arguments.",
-            problems=problems,
-        )
+    check_fields(schedule, values, type(schedule).__name__, ConfigError)
+
+
+RATE, SHARE = number(least=0), share()
+STEPS, SOME_STEPS = number(least=0), number(least=1)
+
+
+def _is_rising(steps: tuple[Any, ...]) -> bool:
+    return all(map(STEPS.fits, steps)) and list(steps) == sorted(set(steps))
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,9 @@ class Constant:
     """
 
     base: float
+
+    def __post_init__(self) -> None:
+        check_arguments(self, base=RATE)
 
     def lr(self, step: int) -> float:
         """Return the learning rate of ``step``."""
@@ -84,7 +95,7 @@ class Linear:
     total: int
 
     def __post_init__(self) -> None:
-        require(self, total_of_at_least_1=self.total >= 1)
+        check_arguments(self, start=RATE, end=RATE, total=SOME_STEPS)
 
     def lr(self, step: int) -> float:
         """Return the learning rate of ``step``."""
@@ -106,7 +117,7 @@ class StepDecay:
     gamma: float = 0.1
 
     def __post_init__(self) -> None:
-        require(self, size_of_at_least_1=self.size >= 1)
+        check_arguments(self, base=RATE, size=SOME_STEPS, gamma=number())
 
     def lr(self, step: int) -> float:
         """Return the learning rate of ``step``."""
@@ -129,7 +140,8 @@ class MultiStep:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "milestones", tuple(self.milestones))
-        require(self, rising_milestones=list(self.milestones) == sorted(set(self.milestones)))
+        rising = of_kind("rising numbers of steps", _is_rising)
+        check_arguments(self, base=RATE, milestones=rising, gamma=number())
 
     def lr(self, step: int) -> float:
         """Return the learning rate of ``step``."""
@@ -147,6 +159,9 @@ class Exponential:
 
     base: float
     gamma: float
+
+    def __post_init__(self) -> None:
+        check_arguments(self, base=RATE, gamma=number())
 
     def lr(self, step: int) -> float:
         """Return the learning rate of ``step``."""
@@ -168,7 +183,7 @@ class Cosine:
     total: int
 
     def __post_init__(self) -> None:
-        require(self, total_of_at_least_1=self.total >= 1)
+        check_arguments(self, base=RATE, floor=RATE, total=SOME_STEPS)
 
     def lr(self, step: int) -> float:
         """Return the learning rate of ``step``."""
@@ -192,7 +207,7 @@ class Warmup:
     steps: int
 
     def __post_init__(self) -> None:
-        require(self, steps_of_at_least_0=self.steps >= 0)
+        check_arguments(self, target=RATE, steps=STEPS)
 
     def lr(self, step: int) -> float:
         """Return the learning rate of ``step``."""
@@ -216,12 +231,7 @@ class OneCycle:
     divisor: float = 25.0
 
     def __post_init__(self) -> None:
-        require(
-            self,
-            total_of_at_least_1=self.total >= 1,
-            warmup_fraction_from_0_to_1=0 <= self.warmup_fraction <= 1,
-            divisor_above_0=self.divisor > 0,
-        )
+        check_arguments(self, peak=RATE, total=SOME_STEPS, warmup_fraction=SHARE, divisor=number(above=0))
 
     def lr(self, step: int) -> float:
         """Return the learning rate of ``step``."""
@@ -251,7 +261,7 @@ class Cyclic:
     down: int | None = None
 
     def __post_init__(self) -> None:
-        require(self, up_of_at_least_1=self.up >= 1, down_of_at_least_1=self.down is None or self.down >= 1)
+        check_arguments(self, base=RATE, peak=RATE, up=SOME_STEPS, down=SOME_STEPS | None)
 
     def lr(self, step: int) -> float:
         """Return the learning rate of ``step``."""
@@ -274,12 +284,8 @@ class Plateau:
 
     def __init__(self, base: float, patience: int, factor: float = 0.1, floor: float = 0.0, mode: str = "min") -> None:
         self.base, self.patience, self.factor, self.floor, self.mode = base, patience, factor, floor, mode
-        require(
-            self,
-            patience_of_at_least_1=patience >= 1,
-            factor_between_0_and_1=0 < factor < 1,
-            mode_min_or_max=mode in ("min", "max"),
-        )
+        values = {"base": RATE, "patience": whole(1), "factor": number(above=0, below=1), "floor": number()}
+        check_arguments(self, **values, mode=choice("min", "max"))
         self._rate = base
         self._best: float | None = None
         self._wait = 0

@@ -12,9 +12,10 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from flodl.distributed.group import Ranks, join_ranks
+from flodl.distributed.group import Ranks, join_ranks, launched_world
 from flodl.errors import TrainError
 from flodl.train.builder import TrainerBuilder
+from flodl.train.faults import check_settings
 from flodl.train.fitting import fit_micro_batch
 from flodl.train.optim.optimizers import OptimizerMaker
 from flodl.train.own_loop import OwnLoop
@@ -66,6 +67,7 @@ class Trainer(OwnLoop):
             TrainError: a setting that does not exist, or ranks that built different models.
         """
         chosen = make_settings(settings)
+        check_settings(chosen, world=launched_world() if ranks is None else ranks.world, own_loop=True)
         joined = ranks or join_ranks(timeout_s=chosen.timeout_s, frozen_after_s=chosen.frozen_after_s)
         return cls(model, optimizer, settings=chosen, ranks=joined)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flodl.train.schedule import require
+from flodl.checked_fields import choice, number
+from flodl.train.schedule import RATE, SHARE, SOME_STEPS, STEPS, check_arguments
 
 __all__ = ["CosineFloor", "CosineRestarts", "InverseSqrt", "Polynomial", "WarmedUp", "WarmupStableDecay"]
 
@@ -43,12 +44,7 @@ class CosineFloor:
     cycles: float = 0.5
 
     def __post_init__(self) -> None:
-        require(
-            self,
-            warmup_of_at_least_0=self.warmup >= 0,
-            total_of_at_least_1=self.total >= 1,
-            floor_from_0_to_1=0 <= self.floor <= 1,
-        )
+        check_arguments(self, base=RATE, total=SOME_STEPS, warmup=STEPS, floor=SHARE, cycles=number())
 
     def lr(self, step: int) -> float:
         """Return the learning rate of ``step``."""
@@ -79,12 +75,7 @@ class CosineRestarts:
     cycles: float = 1
 
     def __post_init__(self) -> None:
-        require(
-            self,
-            warmup_of_at_least_0=self.warmup >= 0,
-            total_of_at_least_1=self.total >= 1,
-            cycles_above_0=self.cycles > 0,
-        )
+        check_arguments(self, base=RATE, total=SOME_STEPS, warmup=STEPS, cycles=number(above=0))
 
     def lr(self, step: int) -> float:
         """Return the learning rate of ``step``."""
@@ -118,13 +109,8 @@ class Polynomial:
     power: float = 1.0
 
     def __post_init__(self) -> None:
-        require(
-            self,
-            warmup_of_at_least_0=self.warmup >= 0,
-            total_of_at_least_1=self.total >= 1,
-            end_below_base=self.end < self.base,
-            power_above_0=self.power > 0,
-        )
+        check_arguments(self, base=RATE, total=SOME_STEPS, warmup=STEPS, power=number(above=0))
+        check_arguments(self, end=number(below=self.base))
 
     def lr(self, step: int) -> float:
         """Return the learning rate of ``step``."""
@@ -155,11 +141,7 @@ class InverseSqrt:
     timescale: int | None = None
 
     def __post_init__(self) -> None:
-        require(
-            self,
-            warmup_of_at_least_0=self.warmup >= 0,
-            timescale_of_at_least_1=self.timescale is None or self.timescale >= 1,
-        )
+        check_arguments(self, base=RATE, warmup=STEPS, timescale=SOME_STEPS | None)
 
     def lr(self, step: int) -> float:
         """Return the learning rate of ``step``."""
@@ -197,12 +179,8 @@ class WarmupStableDecay:
     cycles: float = 0.5
 
     def __post_init__(self) -> None:
-        require(
-            self,
-            steps_of_at_least_0=min(self.warmup, self.stable, self.decay) >= 0,
-            rise_and_fall_among_linear_cosine_and_1_sqrt=self.rise in CURVES and self.fall in CURVES,
-            floor_from_0_to_1=0 <= self.floor <= 1,
-        )
+        steps = dict.fromkeys(("warmup", "stable", "decay"), STEPS)
+        check_arguments(self, base=RATE, **steps, rise=choice(*CURVES), fall=choice(*CURVES), floor=SHARE)
 
     def lr(self, step: int) -> float:
         """Return the learning rate of ``step``."""
@@ -247,6 +225,9 @@ class WarmedUp:
     base: float
     warmup: int
     total: int
+
+    def __post_init__(self) -> None:
+        check_arguments(self, base=RATE, warmup=STEPS, total=STEPS)
 
     def lr(self, step: int) -> float:
         """Return the rate of a step, counted from 0."""

@@ -162,7 +162,7 @@ def test_a_figure_that_is_not_there_is_refused_at_the_first_evaluation(tmp_path,
     with pytest.raises(TrainError, match=f"{setting}: there is no figure 'scoer'.*'score'") as caught:
         judged(tmp_path / "a", **{setting: value}).run()
     assert caught.value.found == ["score"]
-    with pytest.raises(TrainError, match=f"{setting}.*nothing that evaluates"):
+    with pytest.raises(TrainError, match=f"{setting}.*no evaluation"):
         builder(tmp_path / "b", **{setting: value}).run()
 
 

@@ -24,6 +24,7 @@ from flodl.train.schedule import (
     StepDecay,
     Warmup,
 )
+from flodl.train.warmed_up import Polynomial, WarmupStableDecay
 
 TABLE = [
     (Constant(0.3), {0: 0.3, 10**6: 0.3}),
@@ -109,6 +110,24 @@ def test_impossible_arguments_are_refused(make):
     with pytest.raises(ConfigError) as caught:
         make()
     assert caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: Linear("0.1", 0, 0), ["start", "total"]),
+        (lambda: MultiStep(1, "ab"), ["milestones"]),
+        (lambda: OneCycle(-1, 10, divisor=0), ["peak", "divisor"]),
+        (lambda: Plateau(1, 1.5, factor="half"), ["patience", "factor"]),
+        (lambda: Polynomial(1.0, 10, end=2.0), ["end"]),
+        (lambda: WarmupStableDecay(1.0, 0, -1, 2, rise="log", floor=2), ["stable", "rise", "floor"]),
+    ],
+)
+def test_an_error_names_each_argument_with_what_was_found_and_expected(make, names):
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == names
+    assert all("found" in problem and "expected" in problem for problem in caught.value.problems)
 
 
 def test_plateau_falls_after_patience_and_strict_improvement_resets_it():

@@ -192,8 +192,8 @@ def test_one_rank_shards_nothing() -> None:
     ],
 )
 def test_what_does_not_go_with_shards_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
-    with pytest.raises(TrainError) as fault:
-        run(1, None, **({"shard": "fsdp"} | settings))
+    with pytest.raises(TrainError) as fault:  # not a RankError: no rank was started
+        run(2, None, **({"shard": "fsdp"} | settings))
     assert named in str(fault.value)
 
 

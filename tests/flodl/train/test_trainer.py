@@ -15,6 +15,8 @@ from flodl.train import (
     EvalDone,
     Loss,
     RunDone,
+    RunStarted,
+    Saved,
     Settings,
     StepDone,
     Trainer,
@@ -395,3 +397,42 @@ def test_all_names_exist():
     for module in (flodl.train, flodl.distributed):
         assert [name for name in module.__all__ if not hasattr(module, name)] == []
         assert len(set(module.__all__)) == len(module.__all__)
+
+
+def own_loop_events(tmp_path, with_epochs=True, **settings):
+    """Return the events and the trainer of a loop of three epochs over five batches."""
+    events = []
+    trainer = Trainer.setup(make_model(), optimizer=adamw(1e-2), folder=str(tmp_path), **settings)
+    trainer.events.subscribe(events.append)
+    loader = DataLoader(make_data(), 8, seed=3)
+    for _ in trainer.epochs(3) if with_epochs else range(3):
+        for batch in trainer.epoch(loader):
+            trainer.backward(step(trainer.model, batch))
+            trainer.step()
+    trainer.saves.close()
+    return events, trainer
+
+
+@pytest.mark.parametrize("with_epochs", [True, False])
+@pytest.mark.parametrize("save_end", [True, False])
+def test_a_loop_of_ones_own_reports_its_length_and_saves_each_epoch(tmp_path, with_epochs, save_end):
+    events, _ = own_loop_events(tmp_path, with_epochs, save_end=save_end)
+    [start] = [event for event in events if isinstance(event, RunStarted)]
+    assert (start.epochs, start.steps_per_epoch) == (3 if with_epochs else 0, 5)
+    assert start.total_steps == (15 if with_epochs else 0)
+    saved = [event.step for event in events if isinstance(event, Saved)]
+    assert saved == ([5, 10, 15] if save_end or not with_epochs else [5, 10])
+    assert [event.reason for event in events if isinstance(event, RunDone)] == ["finished"] * with_epochs
+
+
+def test_a_loop_of_ones_own_refuses_a_second_update(tmp_path):
+    trainer = Trainer.setup(make_model(), optimizer=adamw(1e-2))
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    for batch in trainer.epoch(DataLoader(make_data(), 8, seed=3)):
+        trainer.backward(step(trainer.model, batch))
+        with pytest.raises(TrainError, match=r"trainer\.step\(\) alone"):
+            trainer.optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+        break
+    trainer.optimizer.step()  # outside of a batch it is the user's own
+    assert not all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))

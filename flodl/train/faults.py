@@ -1,0 +1,134 @@
+"""Combinations of settings that cannot be, found before ranks are started and before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from flodl.checked_fields import number
+from flodl.errors import TrainError, capped
+from flodl.train.evaluate import Callbacks, RankedEval
+from flodl.train.settings import Settings
+
+__all__ = ["check_settings", "setting_faults"]
+
+
+def setting_faults(
+    settings: Settings, *, world: int = 1, callbacks: Callbacks | None = None, own_loop: bool = False
+) -> list[str]:
+    """Return each combination of settings that cannot be, as ``<setting>: found ..., expected ...``.
+
+    Args:
+        settings: of the run; each value alone is valid.
+        world: the number of ranks.
+        callbacks: functions that the run calls, and its evaluations; None where they are not known yet.
+        own_loop: whether the loop is written by the user (`Trainer.setup`).
+    """
+    return [
+        *(_own_loop_faults(settings) if own_loop else []),
+        *_policy_faults(settings, world),
+        *_schedule_faults(settings, world),
+        *([] if settings.shard is None else _shard_faults(settings, callbacks or Callbacks())),
+        *([] if callbacks is None else _metric_faults(settings, callbacks)),
+    ]
+
+
+def check_settings(
+    settings: Settings, *, world: int = 1, callbacks: Callbacks | None = None, own_loop: bool = False
+) -> None:
+    """Raise where `setting_faults` finds anything; the arguments are the same.
+
+    Raises:
+        TrainError: ``problems`` lists all faults.
+    """
+    problems = setting_faults(settings, world=world, callbacks=callbacks, own_loop=own_loop)
+    if len(problems) == 1:
+        raise TrainError(problems[0], problems=problems)
+    if problems:
+        raise TrainError(f"settings that cannot be combined:\n{capped(problems)}", problems=problems)
+
+
+def _own_loop_faults(settings: Settings) -> Iterator[str]:
+    if settings.micro_batch_size == "auto":
+        yield "micro_batch_size: found 'auto' in a loop of your own, which has no trial run; expected a number of rows"
+    if settings.capture is True:
+        yield (
+            "capture: found True in a loop of your own (Trainer.setup), whose steps are not captured; expected 'auto', "
+            "or Trainer.builder"
+        )
+
+
+def _policy_faults(settings: Settings, world: int) -> Iterator[str]:
+    knobs = settings.knobs
+    if settings.ema is not None and world > 1 and settings.policy in ("cadence", "async"):
+        yield (
+            f"ema: found {settings.ema:g} with policy={settings.policy!r} on {world} ranks, where each rank steps "
+            "by itself and would have another average; expected policy='sync', one rank, or no ema"
+        )
+    if isinstance(knobs.shares, tuple) and len(knobs.shares) != world:
+        yield f"shares: found {len(knobs.shares)} for {world} ranks, expected one number for each rank"
+    if isinstance(knobs.shares, tuple) and not any(knobs.shares):
+        yield f"shares: found {knobs.shares}, expected at least one number above 0"
+    if knobs.speed_hint is not None and world > 1 and knobs.speed_hint[0] >= world:
+        yield f"speed_hint: found rank {knobs.speed_hint[0]}, expected a rank from 0 to {world - 1}"
+    if settings.capture is True and settings.precision == "fp16":
+        yield "capture: found True with precision='fp16', whose float16 loss scale is not captured; expected 'auto'"
+    if settings.capture is True and knobs.shares == "measured" and world > 1:
+        yield "capture: found True with shares='measured', which times each step; expected 'auto', or fixed shares"
+    if settings.max_restarts and settings.folder is None and world > 1:
+        yield f"max_restarts: found {settings.max_restarts} and no folder to resume from, expected .checkpoints(folder)"
+
+
+def _schedule_faults(settings: Settings, world: int) -> Iterator[str]:
+    made: Any = settings.schedule
+    if made is None:
+        return
+    expected = "an object with lr(step), or a function of the number of ranks that returns one"
+    if not hasattr(made, "lr"):
+        try:
+            made = made(world)
+        except Exception as error:
+            yield f"schedule: found a function that raises {type(error).__name__}: {error}, expected {expected}"
+            return
+    if not callable(getattr(made, "lr", None)):
+        yield f"schedule: found a function that returns {type(made).__name__}, expected {expected}"
+        return
+    try:
+        rate = made.lr(0)
+    except Exception as error:
+        yield f"schedule: lr(0) raises {type(error).__name__}: {error}, expected a learning rate"
+        return
+    if not number(least=0).fits(rate) or rate == float("inf"):
+        yield f"schedule: lr(0) returns {rate!r}, expected a learning rate of 0 or more"
+
+
+def _metric_faults(settings: Settings, callbacks: Callbacks) -> Iterator[str]:
+    if callbacks.eval_fn is not None or callbacks.evals:
+        return
+    for name, wanted in (
+        ("early_stopping", settings.early_stopping and settings.early_stopping[0]),
+        ("keep_best", settings.keep_best),
+    ):
+        if wanted:
+            yield f"{name}: found {wanted!r} and no evaluation, expected .evaluate(step, data) or .eval_fn(call)"
+
+
+def _shard_faults(settings: Settings, callbacks: Callbacks) -> list[str]:
+    refused = {
+        f"policy={settings.policy!r}: ranks hold different parts, so they step together; 'sync' does": (
+            settings.policy not in (None, "sync")
+        ),
+        "precision='fp16': its loss scale would differ by rank; use 'bf16'": settings.precision == "fp16",
+        "ema: an average of the weights is kept whole on each rank": settings.ema is not None,
+        "capture=True: collectives of shards are not captured; leave it at 'auto'": settings.capture is True,
+        "compile: torch.compile does not see through the shards' hooks here": settings.compile,
+        "micro_batch_size='auto': trials on one rank would wait for the others; give a number": (
+            settings.micro_batch_size == "auto"
+        ),
+        "rules: they change which weights learn": bool(settings.rules),
+        "checkpoint_fn: it is called on one rank, which holds a part of the model": callbacks.checkpoint_fn is not None,
+        "eval_fn: it is called on one rank, which holds a part of the model; give .evaluate(step, data)": (
+            callbacks.eval_fn is not None and not isinstance(callbacks.eval_fn, RankedEval)
+        ),
+    }
+    return [f"shard={settings.shard!r} with {what}" for what, found in refused.items() if found]
