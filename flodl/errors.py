@@ -11,6 +11,9 @@
     ├── TrainError            a training run that cannot start or go on
     └── DeviceError           a device that is absent or not able to do what was asked
 
+    KeyboardInterrupt
+    └── TrainInterrupted      Ctrl-C ended a training run (``.step``, ``.folder``, ``.trained``, ``.result``)
+
 Messages have four beats: where it happened, what was found, what was expected, what to do.
 Faults of one kind are collected and raised once; the parts are kept as attributes so that
 programs and tests read fields and not prose. Every error survives pickling, because training
@@ -34,6 +37,7 @@ __all__ = [
     "GraphError",
     "GraphPathError",
     "TrainError",
+    "TrainInterrupted",
     "UnsafeFileError",
     "capped",
     "nearest",
@@ -101,6 +105,30 @@ class DataError(FlodlError):
 
 class TrainError(FlodlError):
     """A training run that cannot start or cannot go on."""
+
+
+class TrainInterrupted(KeyboardInterrupt):
+    """Ctrl-C (SIGINT) ended a training run. The step was finished and its state was saved before.
+
+    The model that was given to the run, where it was trained in this process, has the trained weights.
+
+    Attributes:
+        step: optimiser steps taken.
+        folder: folder of the checkpoints; None where the run has none.
+        trained: the weights at that step, a `flodl.train.Trained`; None where ranks ended before they trained.
+        result: the partial result of ``finetune``, a `flodl_hf.finetuning.FinetuneResult`; None for other runs.
+    """
+
+    def __init__(self, *, step: int = 0, folder: str | None = None, trained: Any = None) -> None:
+        self.step, self.folder, self.trained = step, folder, trained
+        self.result: Any = None
+        super().__init__()
+
+    def __str__(self) -> str:
+        weights = "result.model" if self.result is not None else "trained"
+        how = "" if self.trained is None else f" The weights are in the attribute `{weights}` of this exception."
+        saved = f" Run it again with resume=True to continue from {self.folder}." if self.folder else ""
+        return f"stopped after step {self.step}.{saved}{how}"
 
 
 class DeviceError(FlodlError):

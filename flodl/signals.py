@@ -6,12 +6,30 @@ import contextlib
 import os
 import signal
 import time
-from typing import Any
+from typing import Any, NoReturn
 
-__all__ = ["StopSignals"]
+from flodl.errors import TrainInterrupted
+
+__all__ = ["StopSignals", "stop_by"]
 
 SETTLE_S = 1.0
 """A launcher passes a terminal's Ctrl-C on to ranks that got it themselves: twice within this time is once."""
+
+
+def stop_by(number: int, **about: Any) -> NoReturn:
+    """Leave because of a signal: Ctrl-C as Python reports it, another signal with the status of a shell.
+
+    Args:
+        number: of the signal.
+        **about: attributes of the `TrainInterrupted`.
+
+    Raises:
+        TrainInterrupted: the signal is SIGINT.
+        SystemExit: another signal; the code is 128 and its number.
+    """
+    if number == signal.SIGINT:
+        raise TrainInterrupted(**about)
+    raise SystemExit(128 + number)
 
 
 class StopSignals:

@@ -29,6 +29,7 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 from flodl.distributed.board import Board
 from flodl.distributed.group import FROZEN_S, join_ranks
 from flodl.errors import TrainError
+from flodl.signals import stop_by
 from flodl.system import die_with_parent, hard_stop, is_stopped, loopback
 
 __all__ = ["Crew", "RankError", "launch"]
@@ -151,7 +152,8 @@ class Crew:
 
         Raises:
             RankError: a rank failed and no restart is left.
-            SystemExit: every rank saved and left on a signal.
+            TrainInterrupted: every rank saved and left on SIGINT.
+            SystemExit: every rank saved and left on SIGTERM.
         """
         pending = [m for m in self._members if not m.ended]
         if not pending:
@@ -167,7 +169,7 @@ class Crew:
             self._store = None
             codes = {member.process.exitcode for member in self._members}
             if codes <= {128 + signal.SIGTERM, 128 + signal.SIGINT}:
-                raise SystemExit(max(codes))
+                stop_by(max(codes) - 128)
             return True
         return False
 
@@ -218,7 +220,7 @@ class Crew:
         if self._passed and (board.phase(rank) in STARTING or self._died_of(self._passed)):
             # Ranks that had not begun to listen end by the signal itself, and the others lose contact with them.
             self.stop()
-            raise SystemExit(128 + self._passed)
+            stop_by(self._passed)
         error = RankError(
             f"rank {rank} of {self.world} (pid {member.process.pid}) failed in phase '{board.phase(rank)}', "
             f"step {board.step(rank)}: {reason.rstrip('.')}. The other ranks were stopped. "
@@ -273,7 +275,7 @@ class Crew:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(member.process.pid, hard_stop() if seen > 1 else number)
             if seen > 1:
-                raise SystemExit(128 + number)
+                stop_by(number)
 
         with contextlib.suppress(ValueError):  # only the main thread may set handlers
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -344,6 +346,8 @@ def _rank_main(fn: Callable[..., Any], args: tuple[Any, ...], seat: _Seat, board
         code = leaving.code if isinstance(leaving.code, int) else 1
         if code == 0:
             pipe.send(("result", None))
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
     except BaseException as error:
         # A peer's death shows in every survivor as a lost connection; waiting a moment lets the
         # launcher hear of the cause first.

@@ -17,7 +17,7 @@ from torch import nn
 from flodl.devices import training_devices
 from flodl.distributed.group import Ranks, is_first_rank, join_ranks, launched_world, under_torchrun
 from flodl.distributed.launch import launch
-from flodl.errors import TrainError
+from flodl.errors import TrainError, TrainInterrupted
 from flodl.train.console import ShowProgress
 from flodl.train.events import EpochMetrics, Event
 from flodl.train.handle import Handle, SendEvents, Trained
@@ -444,7 +444,12 @@ def _run_rank(ranks: Ranks, plan: RunPlan) -> bytes | None:
     trainer = replace(plan, callbacks=replace(plan.callbacks, metrics_fn=ask_host)).trainer(ranks)
     if plan.listening and ranks.rank == 0:
         trainer.events.subscribe(SendEvents(ranks.pipe, every_s=0.1 if plan.listening == "some" else 0.0))
-    trainer.fit()
+    try:
+        trainer.fit()
+    except TrainInterrupted as stop:
+        if ranks.rank == 0:
+            ranks.pipe.send(("stopped", (stop.step, stop.folder, stop.trained.to_bytes())))
+        raise
     if ranks.rank == 0:
         return Trained.of(trainer.model).to_bytes()
     if trainer.sharded:

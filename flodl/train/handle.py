@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors.torch import save as format_tensors
 from torch import nn
 
 from flodl.distributed.launch import LOOK_S, Crew
-from flodl.errors import TrainError
+from flodl.errors import TrainError, TrainInterrupted
 from flodl.train.events import EpochMetrics, Event, Events, Observed, RunFailed, StepDone
 from flodl.train.saving.state import load_model, model_state
 from flodl.train.snapshots import ModelSnapshot, taken_from
@@ -159,6 +160,7 @@ class Handle:
         self._seen: list[EpochMetrics] = []
         self._trained: Trained | None = None
         self._snapshots: deque[ModelSnapshot] = deque()
+        self._stopped: dict[str, Any] = {}
 
     def __repr__(self) -> str:
         state = "running" if self._trained is None else "over"
@@ -177,6 +179,10 @@ class Handle:
             return None
         if kind == "snapshot":
             self._snapshots.append(taken_from(body))
+            return None
+        if kind == "stopped":
+            step, folder, data = body
+            self._stopped = {"step": step, "folder": folder, "trained": Trained.from_bytes(data, self._seen)}
             return None
         if kind == "failed":
             error, restarts = body
@@ -220,8 +226,17 @@ class Handle:
         """
         if self._trained is not None or self.crew is None:
             return False
-        with self.crew.passing_signals():
+        with self._interrupted(), self.crew.passing_signals():
             return not self.crew.poll(timeout_s)
+
+    @contextlib.contextmanager
+    def _interrupted(self) -> Iterator[None]:
+        """Give an interruption the state that rank 0 sent before it left."""
+        try:
+            yield
+        except TrainInterrupted:
+            self._trained = self._stopped.get("trained")
+            raise TrainInterrupted(**self._stopped) from None
 
     def ranks(self) -> list[RankStatus]:
         """Return what each rank is doing right now, without asking it; nothing where this process trained."""
@@ -276,7 +291,7 @@ class Handle:
     def next_metrics(self) -> EpochMetrics | None:
         """Wait for the next epoch's figures and return them; None when the run is over."""
         while not self._queue and self._trained is None and self.crew is not None:
-            with self.crew.passing_signals():
+            with self._interrupted(), self.crew.passing_signals():
                 over = self.crew.poll(timeout_s=LOOK_S)
             if over:
                 break
@@ -287,12 +302,15 @@ class Handle:
 
         Raises:
             RankError: a rank failed; it says which, where and why.
-            SystemExit: the run was ended by SIGTERM (143) or SIGINT (130) and has saved its state.
+            TrainInterrupted: SIGINT (Ctrl-C) ended the run, which has saved its state. A second call returns the
+                trained state at that step.
+            SystemExit: SIGTERM ended the run, which has saved its state; the code is 143.
         """
         if self._trained is None:
             assert self.crew is not None
             try:
-                data = self.crew.wait()[0]
+                with self._interrupted():
+                    data = self.crew.wait()[0]
             finally:
                 if self._over is not None:
                     self._over()

@@ -8,9 +8,10 @@ that users write. What a step computes is in `flodl.train.step`, who does which 
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -19,11 +20,13 @@ from flodl.distributed.rounds import Round
 from flodl.distributed.sync import Sync
 from flodl.distributed.timeline import Timeline
 from flodl.errors import TrainError
+from flodl.signals import stop_by
 from flodl.train.core import TrainerCore
 from flodl.train.epoch_figures import Tally, epoch_metrics
 from flodl.train.evaluate import Callbacks
 from flodl.train.events import RunDone
 from flodl.train.feed import Feed, Share
+from flodl.train.handle import Trained
 from flodl.train.optim.optimizers import OptimizerMaker
 from flodl.train.reports import evaluate_now, report_failure, report_round, report_start
 from flodl.train.route import compiled
@@ -139,7 +142,7 @@ class Loop(TrainerCore):
         if any(flags[:3]):
             self.save(wait=True)
             if flags[0]:
-                self._leave(128 + round(flags[1] / flags[0]))
+                self._leave(round(flags[1] / flags[0]))
             self.stopping = True
         elif (self.saves.due or self.saves.best_due or flags[4]) and not self._epoch_ends():
             self.save()
@@ -182,11 +185,18 @@ class Loop(TrainerCore):
 
     _left_over: tuple[float, ...] = ()
 
-    def _leave(self, code: int) -> None:
+    def _leave(self, number: int) -> NoReturn:
+        """Leave because of a signal, the state saved; after Ctrl-C the model has the trained weights."""
         self.log.settle(self.tally)
         self._report_end("signal", self.policy.lr_step)
+        about: dict[str, Any] = {}
+        if number == signal.SIGINT:
+            if self.average is not None:
+                self.average.put()
+            trained = Trained.of(self.model, keep=self.ranks.rank == 0 or not self.sharded)
+            about = {"step": self.policy.lr_step, "folder": self.settings.folder, "trained": trained}
         self._close()
-        raise SystemExit(code)
+        stop_by(number, **about)
 
     def _epoch_ends(self) -> bool:
         """Return whether a save after the epoch follows at once."""

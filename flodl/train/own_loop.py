@@ -90,8 +90,8 @@ class OwnLoop(Loop):
         """
         if self._turn is not None:
             raise TrainError(
-                "optimizer.step(): found a call inside of trainer.epoch(); expected trainer.step() alone, which moves the "
-                "parameters and clears the gradients. Remove optimizer.step() and optimizer.zero_grad()."
+                "optimizer.step(): found a call inside of trainer.epoch(); expected trainer.step() alone, which moves "
+                "the parameters and clears the gradients. Remove optimizer.step() and optimizer.zero_grad()."
             )
 
     def epoch(self, loader: Any) -> Iterator[Any]:
@@ -107,7 +107,8 @@ class OwnLoop(Loop):
         Raises:
             DataError: no length, and no ``max_steps``.
             TrainError: a batch cannot be cut into shares, or there is none.
-            SystemExit: SIGTERM or SIGINT came; the state is saved.
+            TrainInterrupted: SIGINT (Ctrl-C) came; the state is saved.
+            SystemExit: SIGTERM came; the state is saved.
         """
         if not self._restored and self.settings.num_epochs == Settings.num_epochs:
             self.settings = replace(self.settings, num_epochs=0)  # without `epochs` the number is unknown

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
+from flodl.errors import TrainInterrupted
 from flodl.train.core import TrainerCore
 from flodl.train.events import EvalDone, Past, RunFailed, RunStarted, Synced, Warned
 
@@ -45,7 +46,7 @@ def report_start(trainer: TrainerCore, past: Past, resumed_from: str | None) -> 
 
 def report_failure(trainer: TrainerCore, fault: BaseException) -> None:
     """Report that the run ends by an error; a loop that is left, and an end by a signal, are none."""
-    if isinstance(fault, (GeneratorExit, SystemExit)):
+    if isinstance(fault, (GeneratorExit, SystemExit, TrainInterrupted)):
         return
     ranks = trainer.ranks
     trainer.events.emit(

@@ -106,7 +106,8 @@ class Trainer(OwnLoop):
 
         Raises:
             TrainError: a loss is not finite (``on_nan="stop"``), a rank is lost, or a checkpoint does not fit.
-            SystemExit: SIGTERM or SIGINT came; the state is saved, the code is 143 or 130.
+            TrainInterrupted: SIGINT (Ctrl-C) came; the state is saved.
+            SystemExit: SIGTERM came; the state is saved, the code is 143.
         """
         if self.feed is None or self.train_step is None:
             raise TrainError(

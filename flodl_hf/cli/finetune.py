@@ -121,7 +121,6 @@ def _run(
         overwrite=overwrite,
         progress=None if verbosity() == Verbosity.QUIET else True,
         monitor=monitor,
-        on_event=_say_how_to_go_on,
         **values,
     )
     record = getattr(monitor, "folder", None)
@@ -260,14 +259,6 @@ class Command(OnceCommand):
             if word == "--dashboard" and not "".join(args[place + 1 : place + 2]).isdecimal():
                 filled.append(ANY_PORT)
         return super().parse_args(ctx, filled)
-
-
-def _say_how_to_go_on(event: Any) -> None:
-    """Say how a run that was stopped goes on."""
-    from flodl.train import RunDone
-
-    if isinstance(event, RunDone) and event.reason == "signal":
-        say(f"stopped after step {event.step}; run the same command with --resume to go on")
 
 
 def train_data(text: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
 
 import typer
 
-from flodl.errors import DataError, FlodlError, printable, visible
+from flodl.errors import DataError, FlodlError, TrainInterrupted, printable, visible
 from flodl.progress import worded
 from flodl.verbosity import Verbosity, verbosity
 from flodl_hf.cli.choices import words_of
@@ -67,8 +67,9 @@ def reporting(command: Callable[P, R]) -> Callable[P, R]:
                 return command(*args, **said)  # type: ignore[arg-type]
             except FlodlError as fault:
                 _failed(command, type(fault).__name__, str(fault), bool(kwargs.get("json_output")))
-            except KeyboardInterrupt:
-                say("interrupted", always=True)
+            except KeyboardInterrupt as fault:
+                if not isinstance(fault, TrainInterrupted):  # which is reported where it is raised
+                    say("interrupted", always=True)
                 raise typer.Exit(130) from None
             except BrokenPipeError:
                 # The reader of our output has seen enough.

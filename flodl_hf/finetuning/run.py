@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from flodl.errors import ConfigError, TrainError, printable, visible
+from flodl.errors import ConfigError, TrainError, TrainInterrupted, printable, visible
 from flodl.files import path_fault
 from flodl.progress import in_words
 from flodl.train import Callback, EvalDone, RunDone, RunStarted, StepDone
@@ -111,6 +112,8 @@ def finetune(
         TrainError: the training failed, or checkpoints of another run are in the way.
         ExportError: ``out`` is in use, or cannot be written.
         HubError, CheckpointError, TokenizerError: the model cannot be opened.
+        TrainInterrupted: Ctrl-C ended the run after its state was saved. Its ``result`` contains the model as trained
+            so far, and the losses and figures; with ``out`` the same call with ``resume=True`` continues the run.
 
     Torch's and Python's global random generators are seeded by this call. Under torchrun every rank calls it; the
     first one writes, and its result has the best model. With ``shard`` the others' results have none (``holds_model``).
@@ -134,7 +137,11 @@ def finetune(
         tracker.config.update(_settings(job.options))  # with what the data decided
     recipe = {"model": _named(model), "train": _named(train), "eval": _named(eval), **_recipe(job)}
     notes = _Notes(on_event, job.unrecorded)
-    ended = _train(job, notes, target, recipe, progress=progress, trackers=trackers, monitor=monitor)
+    try:
+        ended = _train(job, notes, target, recipe, progress=progress, trackers=trackers, monitor=monitor)
+    except (TrainInterrupted, SystemExit) as stop:
+        _stopped(stop, job, notes, target, recipe)
+        raise
     tuned = _tuned(ended, chosen)
     ended.model.training_recipe = recipe
     found: Any = ended.model if ended.is_whole else OnFirstRank()
@@ -149,6 +156,24 @@ def finetune(
         if ended.folder is not None and not chosen.keep_checkpoints and chosen.checkpoints is None:
             shutil.rmtree(ended.folder, ignore_errors=True)
     return result
+
+
+def _stopped(stop: BaseException, job: Job, notes: _Notes, target: Path | None, recipe: dict[str, Any]) -> None:
+    """Report how to resume a run that a signal ended, and attach its partial result to the exception."""
+    if isinstance(stop, SystemExit) and stop.code != 128 + signal.SIGTERM:
+        return
+    folder = _kept_in(job.options, target)
+    if _is_first_rank():
+        how = "run the same command with resume=True to go on" if folder else "there is no out= to resume from"
+        print(in_words(f"stopped after step {notes.steps}; {how}"), file=sys.stderr, flush=True)
+    if isinstance(stop, TrainInterrupted):
+        whole = stop.trained is not None and stop.trained.whole
+        found: Any = job.model.eval() if whole else OnFirstRank()
+        stop.folder = None if folder is None else str(folder)
+        stop.result = FinetuneResult(
+            found, None, name_of(job.task), {}, notes.history, notes.losses, notes.steps, notes.steps,
+            notes.seconds, recipe, list(notes.past.changes), holds_model=whole, policy=notes.policy,
+        )  # fmt: skip
 
 
 def _bytes_to_write(model: EncoderModel) -> int:
@@ -242,6 +267,12 @@ class _Notes:
         self.summed: Any = None
         self.best: Best | None = None
         self._model: Any = None
+        self._began = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Time of the training so far, that before a resume included."""
+        return self.past.seconds + time.perf_counter() - self._began
 
     def keep_best(self, best: Best, model: Any) -> None:
         """Have the best weights of ``model`` kept in memory."""

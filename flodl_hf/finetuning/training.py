@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flodl.errors import ConfigError
+from flodl.errors import ConfigError, TrainInterrupted
 from flodl.train import Profiler, Trainer, adamw, parameter_groups, sgd
 from flodl.train.optim.optimizers import layerwise_decay
 from flodl_hf.finetuning.factory import (
@@ -87,8 +87,13 @@ def train_job(
     builder = make_builder(job, on_event, stack, folder).progress(progress, total=job.steps).set(monitor=monitor)
     for tracker in trackers:
         builder.subscribe(tracker)
-    handle = builder.run()
-    state = handle.join()
+    try:
+        handle = builder.run()
+        state = handle.join()
+    except TrainInterrupted as stop:
+        if stop.trained is not None and stop.trained.whole:
+            take(job.model, stop.trained.state_dict())
+        raise
     if handle.model is not None:
         trained: Any = handle.model
         return trained

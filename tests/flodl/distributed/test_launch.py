@@ -222,7 +222,10 @@ def two_ranks(folder, wait_s, saving):
     run.dataset({"x": torch.randn(12, 2)}).batch_size(4).num_epochs(2).devices(2, start="fork").policy("sync")
     if saving:
         run.checkpoints(str(folder / "kept"))
-    run.run().join()
+    try:
+        run.run().join()
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 @pytest.mark.parametrize("saving", [False, True])

@@ -3,9 +3,11 @@
 import json
 import multiprocessing
 import os
+import pickle
 import random
 import shutil
 import signal
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -17,8 +19,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from flodl.distributed import RankError, Ranks
-from flodl.errors import CheckpointError, TrainError
-from flodl.train import Loss, Saved, SaveFailed, Settings, Trainer, Warned, adamw, sgd
+from flodl.errors import CheckpointError, TrainError, TrainInterrupted
+from flodl.train import Loss, Saved, SaveFailed, Settings, StepDone, Trainer, Warned, adamw, sgd
 from flodl.train.saving import keeper
 from flodl.train.saving.keeper import Keeper
 from flodl.train.saving.reading import list_checkpoints, read_checkpoint
@@ -339,6 +341,14 @@ def test_two_runs_cannot_write_to_one_folder(tmp_path):
 # ---- signals ---------------------------------------------------------------------------------------
 
 
+def leaving_as_a_shell_reports(run):
+    """Run; an interruption leaves with the status that a shell reports."""
+    try:
+        run()
+    except TrainInterrupted:
+        sys.exit(128 + signal.SIGINT)
+
+
 def slowly(folder, ranks):
     def nap(epoch, trainer):
         def rest(event):
@@ -348,7 +358,8 @@ def slowly(folder, ranks):
 
         trainer.events.subscribe(rest)
 
-    builder(folder, ranks=ranks, save_every=None, save_epochs=False).epoch_fn(nap).run().join()
+    run = builder(folder, ranks=ranks, save_every=None, save_epochs=False).epoch_fn(nap)
+    leaving_as_a_shell_reports(lambda: run.run().join())
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -367,6 +378,58 @@ def test_a_signal_finishes_the_step_saves_and_leaves(whole, tmp_path, ranks, num
     assert 0 < read_checkpoint(saved).step < 24
     builder(tmp_path, ranks=ranks, save_every=None, save_epochs=False).run().join()
     assert same_bits(finished(tmp_path), whole[ranks])
+
+
+@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_raises_an_interruption_that_has_the_trained_weights(whole, tmp_path, ranks, saved):
+    steps = []
+
+    def press(event):
+        steps.append(event.step)
+        if event.step == 5:
+            signal.raise_signal(signal.SIGINT)
+
+    run = builder(tmp_path, ranks=ranks, save_every=None, save_epochs=False)
+    if not saved:
+        run.set(folder=None)
+    with pytest.raises(TrainInterrupted) as caught:
+        run.subscribe(press, StepDone).run().join()
+    stop = caught.value
+    assert isinstance(stop, KeyboardInterrupt)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert 5 <= stop.step < 24
+    assert pickle.loads(pickle.dumps(stop)).step == stop.step
+    if not saved:
+        assert stop.folder is None
+        return
+    [path] = list_checkpoints(stop.folder)
+    stored = read_checkpoint(path)
+    assert stored.step == stop.step
+    assert all(torch.equal(stop.trained.state_dict()[name], value) for name, value in stored.tensors["model"].items())
+    builder(tmp_path, ranks=ranks, save_every=None, save_epochs=False).run().join()
+    assert same_bits(finished(tmp_path), whole[ranks])
+
+
+def test_ctrl_c_in_a_loop_of_ones_own_leaves_the_average_in_the_model():
+    model = torch.nn.Linear(2, 1)
+    trainer = Trainer.setup(model, optimizer=sgd(0.1), ema=0.5)
+    seen = []
+
+    def loop():
+        for _ in trainer.epochs(3):
+            for number, x in enumerate(trainer.epoch([torch.ones(4, 2)] * 5)):
+                if number == 3:
+                    signal.raise_signal(signal.SIGINT)
+                trainer.backward(model(x).square().mean())
+                trainer.step()
+                seen.append(model.weight.detach().clone())
+
+    with pytest.raises(TrainInterrupted) as caught:
+        loop()
+    assert caught.value.step == 4
+    assert torch.equal(caught.value.trained.parameters["weight"], model.weight)
+    assert not any(torch.equal(model.weight, weight) for weight in seen[1:])
 
 
 def test_settings_have_a_meaning_for_every_field():

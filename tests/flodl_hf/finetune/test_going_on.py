@@ -14,12 +14,13 @@ import pytest
 import torch
 from finetune_tables import labelled, questions, tagged
 
-from flodl.errors import TrainError
+from flodl.errors import TrainError, TrainInterrupted
 from flodl.train.saving.reading import list_checkpoints
 from flodl_hf import load
 from flodl_hf.finetuning import finetune, identity, plan_job
 from flodl_hf.finetuning.identity import BY_HASH, BY_THE_TRAINER, CHANGES_NO_NUMBER, identity_of
 from flodl_hf.finetuning.options import Options, make_options
+from flodl_hf.finetuning.result import FinetuneResult
 
 ROWS = labelled(48)
 SWAPPED_LABELS = {"complaint": "praise", "praise": "complaint"}
@@ -37,6 +38,34 @@ def broken_off(at: int, base: Any, out: Path, rows: Any = ROWS[:40], held_out: A
 
     with pytest.raises(Stopped):
         finetune(base, train=rows, eval=held_out, out=out, on_event=stop, save_every=1, **{**BASIC, **options})
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("out", [True, False])
+def test_ctrl_c_in_python_keeps_what_was_trained(out: bool, ranks: int, base: Path, tmp_path: Path) -> None:
+    def press(event: Any) -> None:
+        if type(event).__name__ == "StepDone" and event.step == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    given: dict[str, Any] = {"train": ROWS[:40], **BASIC, **({"out": tmp_path / "out"} if out else {})}
+    if ranks > 1:
+        given["devices"] = ["cpu"] * ranks
+    with pytest.raises(KeyboardInterrupt) as caught:
+        finetune(base, on_event=press, **given)
+    assert isinstance(caught.value, TrainInterrupted)
+    result = caught.value.result
+    assert isinstance(result, FinetuneResult)
+    assert result.steps == len(result.losses) == caught.value.step < 10
+    trained = caught.value.trained.parameters
+    assert trained
+    assert all(torch.equal(p.cpu(), trained[name]) for name, p in result.model.named_parameters() if name in trained)
+    assert len(result.model.predict(["a text"])) == 1
+    assert (caught.value.folder is not None) == out
+    if out and ranks == 1:
+        rest = finetune(base, resume=True, **given)
+        whole = finetune(base, train=ROWS[:40], **BASIC)
+        assert rest.losses == whole.losses
+        assert rest.losses[: result.steps] == result.losses
 
 
 @pytest.mark.parametrize(("save", "judge"), [(7, 5), (5, 7), (3, 2), (None, 3)])
