@@ -130,5 +130,7 @@ def test_data_without_a_batch_are_told(data: Any) -> None:
 
 
 def test_a_length_or_a_number_of_steps_is_asked_for() -> None:
-    with pytest.raises(DataError, match=r"found Endless without a length; .*max_steps, which specifies the number of steps"):
+    with pytest.raises(
+        DataError, match=r"found Endless without a length; .*max_steps, which specifies the number of steps"
+    ):
         weights(Endless(), max_steps=None)
