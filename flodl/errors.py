@@ -116,7 +116,7 @@ class TrainInterrupted(KeyboardInterrupt):
         step: optimiser steps taken.
         folder: folder of the checkpoints; None where the run has none.
         trained: the weights at that step, a `flodl.train.Trained`; None where ranks ended before they trained.
-        result: the partial result of ``finetune``, a `flodl_hf.finetuning.FinetuneResult`; None for other runs.
+        result: a partial result that the caller of the trainer attached; None where there is none.
     """
 
     def __init__(self, *, step: int = 0, folder: str | None = None, trained: Any = None) -> None:
