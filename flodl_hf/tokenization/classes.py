@@ -69,7 +69,7 @@ _fairseq = FamilyTokenizer(
 # Without "Tokenizer", in small letters.
 CLASSES: Mapping[str, FamilyTokenizer] = {
     "bertjapanese": FamilyTokenizer(
-        special=_BERT, type_ids=False, files=("vocab.txt",), build="japanese", lowercase=False
+        special=_BERT, type_ids=False, files=("vocab.txt",), build="japanese", lowercase=False, spaces="words"
     ),
     "funnel": FamilyTokenizer(
         special={**_ROBERTA, "sep_token": "<sep>", "cls_token": "<cls>"}, type_ids=False, files=("vocab.txt",),

@@ -47,7 +47,11 @@ def read_backend(
     rows = size if isinstance(size, int) else None
     rules = class_rules(class_name(stated, config))
     # No definition contains words that Python code splits, so transformers reads the files of such a class.
-    by_code = rules is not None and rules.build in PYTHON_BUILDERS and rules.files[0] in files
+    by_code = (
+        rules is not None
+        and rules.build in PYTHON_BUILDERS
+        and any(name in files for name in (rules.files[0], "spiece.model"))
+    )
     if "tokenizer.json" not in files or by_code:
         from .build import build_backend
 

@@ -69,20 +69,27 @@ def build(source: Source) -> Tokenizer:
             split = [splitter(_analysed(source, kind, options, lower))]
     if not source.flag("do_subword_tokenize", True):
         subwords = "none"
+    name = "spiece.model" if subwords == "sentencepiece" else "vocab.txt"
+    if name not in source.files:
+        raise TokenizerError(
+            f"{source.folder}: {name} is missing, expected it for subword_tokenizer_type {subwords!r}; copy the "
+            "tokenizer files of the checkpoint there",
+            where=source.folder,
+            field="subword_tokenizer_type",
+            found=subwords,
+        )
     if subwords == "sentencepiece":
-        tokenizer = own_numbers(source, "spiece.model")
-        inner = tokenizer.normalizer
-        tokenizer.normalizer = normalizers.Sequence([*prepare, *([inner] if inner else [])])
+        tokenizer = own_numbers(source, name)
+        tokenizer.normalizer = normalizers.Sequence([*prepare, tokenizer.normalizer])
         if split:
-            tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, pre_tokenizers.Metaspace()])
+            inner = tokenizer.pre_tokenizer or pre_tokenizers.Metaspace()
+            tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, inner])
         return tokenizer
     vocab = read_vocab_txt(source.files["vocab.txt"], f"{source.folder}/vocab.txt")
     unknown = source.tokens["unk_token"]
     if subwords == "wordpiece":
         tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=unknown))
-        split = split or [pre_tokenizers.WhitespaceSplit()]
-        if kind == "sudachi":  # it returns white space as a word
-            split.append(pre_tokenizers.WhitespaceSplit())
+        split.append(pre_tokenizers.WhitespaceSplit())  # an analyser may return white space as a part of a word
     else:
         tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=unknown))
         if subwords == "character":
