@@ -84,6 +84,7 @@ class CellRows:
 
     Attributes:
         names: names of the columns.
+        has_header: whether the first line is a header.
         found_header: whether the first line was taken for a header because ``header`` is None.
         fault: the first line and its fault, if the first line cannot be read; there are no names then.
     """
@@ -110,7 +111,7 @@ class CellRows:
         rows = self._read()
         first = next(rows, None)
         self.names = list(columns or ())
-        self.found_header = False
+        self.has_header = self.found_header = False
         self.fault: tuple[int, Fault] | None = None
         self._index = False
         self._rows: Iterator[tuple[int, list[str] | Fault]] = iter(())
@@ -123,7 +124,7 @@ class CellRows:
         ahead = list(islice(rows, LOOKED_AT))
         below = [row for _, row in ahead if isinstance(row, list)]
         is_header = (columns is None and _is_header(cells, below)) if header is None else header
-        self.found_header = is_header and header is None
+        self.has_header, self.found_header = is_header, is_header and header is None
         if columns is None:
             self.names = _column_names(cells) if is_header else _unnamed(cells)
         self._index = is_header and _has_row_names(len(self.names), below)

@@ -19,7 +19,7 @@ from flodl_hf.bulk.columns import ColumnArgs
 from flodl_hf.bulk.counting import counting_tokens
 from flodl_hf.bulk.parts import Parts
 from flodl_hf.bulk.plan import make_plan
-from flodl_hf.bulk.ranks import Heartbeat, Rank, Workers, device_names
+from flodl_hf.bulk.ranks import Heartbeat, LostRank, Rank, Workers, device_names
 from flodl_hf.bulk.results import FileResult, Progress
 from flodl_hf.bulk.rows import STDIN, open_rows
 from flodl_hf.bulk.run import Run
@@ -111,8 +111,7 @@ def predict_file(
     path, out = Path(source), Path(target)
     kind = output_format(out)
     names = device_names(devices) if devices is not None else []
-    _check(path, out, on_error, part_rows, restart, rank, len(names))
-    started: list[Workers] = []
+    _check(path, out, on_error, part_rows, rank, len(names))
     if len(names) > 1:
         if not isinstance(model, (str, os.PathLike)):
             raise PredictError("predict_file: devices need a model's folder or name, which every process loads itself")
@@ -120,7 +119,7 @@ def predict_file(
     elif names:
         device = names[0]
     parts = Parts(out, kind)
-    if restart:
+    if restart and rank.rank == 0:
         parts.clear()
     if isinstance(model, (str, os.PathLike)):
         from flodl_hf.auto import load
@@ -131,30 +130,46 @@ def predict_file(
         model = load(str(model), head=head, device=device or rank.device, weights=weights, **hub)
     model.ready("predict_file", untrained=bool(options.get("untrained")))
     said = ColumnArgs(**{name: job[name] for name in ColumnArgs.__dataclass_fields__})
-    rows = open_rows(source, format, header)
+    run: Run | None = None
     with ExitStack() as stack:
+        heart = Heartbeat(parts, rank, lambda: {} if run is None else run.figures(), parent)
+        if rank.rank:
+            stack.enter_context(heart)
+            if not heart.join(should_stop or (lambda: False)):
+                return FileResult(out)
+        begun = parts.known() if rank.rank or parts.has_parts() else None
+        size = (begun or {}).get("part_rows", part_rows)
+        if part_rows not in (None, size):
+            warnings.warn(f"{out}: its parts were begun with {size} rows each; part_rows={part_rows} has no effect")
+        rows = open_rows(source, format, header)
         stack.callback(rows.close)
-        plan = make_plan(model, rows, path, kind, parts, said, on_error, part_rows, options)
-        if rank.world == 1:
-            stack.callback(parts.drop_if_empty)
-        before = {r: parts.told(r) for r in range(rank.world) if r != rank.rank}
-        if rank.rank == 0:
-            parts.begin(plan.identity, replace=restart)
-        elif not parts.join(plan.identity):
-            return FileResult(out)
+        plan = make_plan(model, rows, path, format, kind, parts, said, on_error, size, options)
+        if rank.rank:
+            parts.expect(plan.identity)
+        else:
+            if rank.world == 1:
+                stack.callback(parts.drop_if_empty)
+            parts.begin(plan.identity, plan.part_rows, replace=restart)
+        workers: Workers | None = None
         if len(names) > 1:
             paths = {name: os.fspath(job[name]) for name in ("model", "source", "target")}
-            started.append(Workers({**job, **paths}, names))
-            stack.callback(started[0].stop)
+            workers = Workers({**job, **paths}, names)
+            stack.callback(workers.stop)
         again = None if str(path) == STDIN else lambda: plan.open(open_rows(source, format, header))
         run = Run(
-            plan, rank, parts, plan.open(rows),
-            reopen=again, on_progress=on_progress, should_stop=should_stop, workers=started[0] if started else None,
+            plan, rank, parts, plan.open(rows), reopen=again, on_progress=on_progress, should_stop=should_stop,
+            workers=workers, wait_for_ranks=heart.wait_for_ranks if workers is None else None,
         )  # fmt: skip
         stack.enter_context(counting_tokens(run.count, run.count_truncated))
-        stack.enter_context(Heartbeat(parts, rank, run.figures, parent))
+        if not rank.rank:
+            stack.enter_context(heart)
         stack.enter_context(gc_frozen())
-        result = run.go(before)
+        try:
+            result = run.go()
+        except LostRank as lost:
+            raise lost.fault from None
+        if workers is not None:
+            workers.stop(finish=not result.is_whole)
     if result.truncated and result.is_whole:
         warnings.warn(
             f"{source}: truncated {result.truncated:,} of {result.rows:,} texts to the length that the model takes, as "
@@ -212,17 +227,13 @@ def encode_file(
 _OWN = ("devices", "device", "restart", "on_progress", "should_stop", "parent", "job")
 
 
-def _check(
-    path: Path, out: Path, on_error: str, part_rows: int | None, restart: bool, rank: Rank, processes: int
-) -> None:
+def _check(path: Path, out: Path, on_error: str, part_rows: int | None, rank: Rank, processes: int) -> None:
     """Refuse what makes no sense whatever the model is."""
     faults = []
     if on_error not in ("stop", "skip", "null"):
         faults.append(f"on_error is {on_error!r}; expected stop, skip or null")
     if part_rows is not None and part_rows < 1:
         faults.append(f"part_rows is {part_rows}; expected at least 1")
-    if restart and rank.world > 1:
-        faults.append(f"restart would throw away what other ranks write; remove {out.name}.parts before starting them")
     if str(path) == STDIN and (rank.world > 1 or processes > 1):
         faults.append("standard input can be read by one process only; write it to a file first")
     if fault := path_fault(out):

@@ -13,7 +13,6 @@ import hashlib
 import os
 import re
 import shutil
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -34,11 +33,7 @@ JOINING = "joining"
 BLOCK_BYTES = 1 << 20
 MOST = 16 << 20
 """Bytes of a manifest or a record."""
-# What manifests and records held before they were sealed: folders begun then are gone on with.
-OLD_MANIFEST = ("version", "input", "model", "options", "replace")
-OLD_RECORD = ("rows", "written", "faulty", "faults", "tokens", "digest", "time", "empty", "bytes")
 _OWN_NAME = re.compile(r"(manifest|part-\d{8}|rank-\d{5})\.[a-z]+|joining|\..*").fullmatch
-WAIT_S = 120.0  # how long another rank may take to lay out the folder
 
 
 class DamagedPart(Exception):
@@ -70,7 +65,7 @@ class Parts:
             PredictError: the folder is there and is no such folder.
         """
         try:
-            return unseal(read_regular(self.folder / MANIFEST, MOST), OLD_MANIFEST)
+            return unseal(read_regular(self.folder / MANIFEST, MOST))
         except FileNotFoundError:
             strays = [p.name for p in self.folder.iterdir()][:5] if self.folder.is_dir() else []
             if [name for name in strays if not name.startswith((".", "rank-"))]:
@@ -99,14 +94,22 @@ class Parts:
         strays = sorted(path.name for path in self.folder.iterdir() if not _OWN_NAME(path.name))
         if strays:
             self._not_ours(f"holds {strays[:5]}")
-        shutil.rmtree(self.folder)
+        self._remove()
 
-    def begin(self, identity: Mapping[str, Any], *, replace: bool) -> None:
-        """Lay out the folder, or go on in one that is there.
+    def _remove(self) -> None:
+        """Remove the folder: renamed first, because other ranks may write into it while it is emptied."""
+        gone = self.folder.with_name(f".{self.folder.name[:200]}.{os.getpid()}.gone")
+        self.folder.rename(gone)
+        sync_folder(gone.parent)  # or a power loss could restore its name without its content
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def begin(self, identity: Mapping[str, Any], part_rows: int, *, replace: bool) -> None:
+        """Lay out the folder, or resume in an existing one.
 
         Args:
-            identity: what the run is of.
-            replace: the output may be there already.
+            identity: identity of the job.
+            part_rows: rows of a part.
+            replace: the output may exist already.
 
         Raises:
             PredictError: the output is there, or parts of a run of something else are.
@@ -125,16 +128,20 @@ class Parts:
                 "which replaces it",
                 path=str(self.target),
             )
-        if manifest is not None and self._has_parts():
+        if manifest is not None and self.has_parts():
             self._compare(manifest, identity)
         elif manifest is not None:
-            manifest = None  # nothing was finished, so there is nothing to go on from
-        content = {**identity, "replace": replace if manifest is None else manifest["replace"]}
+            manifest = None  # no part was finished, so there is nothing to resume
+        content = {
+            **identity, "part_rows": part_rows, "replace": replace if manifest is None else manifest["replace"],
+        }  # fmt: skip
         with self.writing():
             make_folders(self.folder)
             if manifest != content:
                 write_atomically(self.folder / MANIFEST, [seal(content)])
-            for leftover in (*self.folder.glob(".*.tmp"), *self.target.parent.glob(f".{self.target.name[:200]}.*.tmp")):
+            # Files of an earlier run's ranks; ranks that wait for this run write theirs again.
+            old = (*self.folder.glob("rank-*"), *self.folder.glob(".*.tmp"))
+            for leftover in (*old, *self.target.parent.glob(f".{self.target.name[:200]}.*.tmp")):
                 leftover.unlink(missing_ok=True)
             # Finished parts that a kill kept from being removed.
             prefix = f".{self.folder.name[:200]}."
@@ -142,44 +149,28 @@ class Parts:
                 if entry.name.startswith(prefix) and entry.name.endswith(".gone") and entry.is_dir():
                     shutil.rmtree(entry, ignore_errors=True)
 
-    def join(self, identity: Mapping[str, Any], wait_s: float = WAIT_S) -> bool:
-        """Wait until the first rank has laid out the folder; False if the output is there without one.
+    def expect(self, identity: Mapping[str, Any]) -> None:
+        """Check that the folder, laid out by the first rank, is of this job.
 
         Raises:
-            PredictError: the folder is of another run, or does not come.
+            PredictError: it is of another one.
         """
-        until = time.monotonic() + wait_s
-        while (manifest := self.known()) is None or (self._parted(manifest, identity) and not self._has_parts()):
-            if time.monotonic() > until:
-                if self.target.exists():
-                    return False
-                raise PredictError(
-                    f"{self.folder}: the first rank (RANK=0) has not begun within {wait_s:.0f} s; start it with the "
-                    "same command",
-                    path=str(self.folder),
-                )
-            time.sleep(0.05)
-        self._compare(manifest, identity)
-        return True
+        if (manifest := self.known()) is not None:
+            self._compare(manifest, identity)
 
     def drop_if_empty(self) -> None:
         """Remove the folder if nothing was finished in it."""
-        if (self.folder / MANIFEST).exists() and not self._has_parts():
+        if (self.folder / MANIFEST).exists() and not self.has_parts():
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _has_parts(self) -> bool:
+    def has_parts(self) -> bool:
+        """Return whether a part is finished."""
         return next(self.folder.glob("part-*.json"), None) is not None
 
-    def _parted(self, manifest: Mapping[str, Any], identity: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        parted = differences({k: v for k, v in manifest.items() if k != "replace"}, identity)
-        if set(parted) == {"options.on_error"} and parted["options.on_error"] == ("stop", "skip"):
-            # Parts that were finished under "stop" hold no faulty row, and are what "skip" would have written.
-            return {}
-        return parted
-
     def _compare(self, manifest: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-        parted = self._parted(manifest, identity)
-        if parted:
+        parted = differences({k: v for k, v in manifest.items() if k not in ("replace", "part_rows")}, identity)
+        # Parts that were finished under "stop" contain no faulty row and are what "skip" would have written.
+        if parted and parted != {"options.on_error": ("stop", "skip")}:
             lines = [f"{name}: begun with {was!r}, now {now!r}" for name, (was, now) in parted.items()]
             raise PredictError(
                 f"{self.folder}: holds the parts of a run with other input, model or options:\n{capped(lines)}\n"
@@ -210,7 +201,7 @@ class Parts:
     def record(self, number: int) -> dict[str, Any] | None:
         """Return what is known of a finished part; None if it is not finished."""
         try:
-            record = unseal(read_regular(self._record(number), MOST), OLD_RECORD)
+            record = unseal(read_regular(self._record(number), MOST))
             whole = self._data(number).stat().st_size == record["bytes"]
         except (OSError, ValueError, KeyError):
             return None
@@ -252,8 +243,7 @@ class Parts:
             while block := file.read(BLOCK_BYTES):
                 digest.update(block)
                 yield block
-        # Parts from before there were sums have a length only, which was compared.
-        if record is None or record.get("sha256", digest.hexdigest()) != digest.hexdigest():
+        if record is None or record.get("sha256") != digest.hexdigest():
             raise DamagedPart(number)
 
     def is_whole(self, number: int) -> bool:
@@ -289,12 +279,8 @@ class Parts:
                 raise DamagedPart(sizes.index(None))
             pieces = Pieces(lambda: (self.blocks(number) for number in range(count)), sum(filter(None, sizes)))
             write_atomically(self.target, writer.joined(pieces))
-        # Out of the way first: a pulse may write into the folder while it is being emptied.
-        gone = self.folder.with_name(f".{self.folder.name[:200]}.{os.getpid()}.gone")
         with suppress(OSError):
-            self.folder.rename(gone)
-            sync_folder(gone.parent)  # or a power loss could bring its name back, and not what was in it
-            shutil.rmtree(gone, ignore_errors=True)
+            self._remove()
 
     @property
     def again(self) -> str:

@@ -11,11 +11,11 @@ from typing import Any
 
 from flodl.errors import DataError, printable
 from flodl_hf.bulk.columns import ColumnArgs, choose_columns, is_doubtful, item_of
-from flodl_hf.bulk.identity import input_identity, model_identity
+from flodl_hf.bulk.identity import input_identity, model_identity, option_identity
 from flodl_hf.bulk.parts import Parts
 from flodl_hf.bulk.renamed import renamed_writer
-from flodl_hf.bulk.rows import STDIN, Row, Rows
-from flodl_hf.bulk.tasks import Answerer, answerer_for
+from flodl_hf.bulk.rows import STDIN, Row, Rows, format_of
+from flodl_hf.bulk.tasks import Answerer, answerer_for, method_of
 from flodl_hf.bulk.vectors import vector_writer
 from flodl_hf.bulk.write import Writer
 
@@ -52,6 +52,7 @@ def make_plan(
     model: Any,
     rows: Rows,
     source: Path,
+    format: str | None,
     kind: str,
     parts: Parts,
     said: ColumnArgs,
@@ -67,8 +68,7 @@ def make_plan(
     """
     from flodl_hf.version import own_version
 
-    size = part_rows or (parts.known() or {}).get("options", {}).get("part_rows")
-    size = size or (CUDA_PART if model.device.type == "cuda" else CPU_PART)
+    size = part_rows or (CUDA_PART if model.device.type == "cuda" else CPU_PART)
     first: list[Row] = []
     names, own = rows.names, rows.names is None
     if names is None or (kind in ("parquet", "arrow") and rows.types is None):
@@ -102,15 +102,17 @@ def make_plan(
     )  # fmt: skip
     # Tables are read by column.
     wanted = None if rows.types is None else tuple(dict.fromkeys((*choice.read, *(choice.keep or ()))))
+    method = method_of(model, choice.task, stored="store" in options)
     identity = {
         "version": own_version(),
         "input": {"stream": STDIN} if str(source) == STDIN else input_identity(source),
-        "model": model_identity(model),
+        "model": model_identity(model, options.get("task")),
         "options": {
-            **choice.to_dict(), **{k: v for k, v in options.items() if v is not None},
-            "format": kind, "columns": list(names), "on_error": on_error, "part_rows": size,
+            **choice.to_dict(), **option_identity(options, method, model.run_options),
+            "read_as": format_of(source, format), "header": rows.has_header, "columns": list(names),
+            "format": kind, "on_error": on_error,
         },
     }  # fmt: skip
-    # As it comes back from the folder, so that equal things compare equal.
-    identity = json.loads(json.dumps(identity, default=str))
+    # As it is read back from the folder, so that equal values compare equal.
+    identity = json.loads(json.dumps(identity))
     return Plan(model, source, answerer, writer, item_of(choice), on_error, size, wanted, choice.read, identity)

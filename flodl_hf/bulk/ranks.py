@@ -1,7 +1,8 @@
-"""Several processes on one file: who takes which part, who is alive, and starting them on this host.
+"""Several processes on one file: assignment of parts, heartbeats, and worker processes on this host.
 
-Part ``n`` is rank ``n % world``'s, so that no rank has to ask another. Ranks share nothing but the folder of parts:
-each tells there that it is alive, and the first one waits for the parts of the others.
+Part ``n`` is predicted by rank ``n % world``. Ranks share only the folder of parts: each writes there that it is alive.
+The first rank lays out the folder and acknowledges there the ranks that it has seen; the others wait for that, so they
+never take an earlier run's folder for this run's. The first rank then waits for the parts of the others.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -26,11 +28,22 @@ from flodl.errors import DeviceError
 from flodl_hf.bulk.parts import Parts
 from flodl_hf.errors import PredictError
 
-__all__ = ["Heartbeat", "Rank", "Workers", "device_names", "wait_for_parts"]
+__all__ = ["Heartbeat", "LostRank", "Rank", "Workers", "device_names", "wait_for_parts"]
 
 PULSE_S = 1.0
-FROZEN_S = 60.0  # a rank that gave no sign for so long is taken for dead
-START_S = 600.0  # a rank that gave none yet may still be loading its model
+SEEK_S = 0.05  # between two looks for other ranks
+FROZEN_S = 60.0  # a rank that wrote nothing for this time is taken for dead
+START_S = 600.0  # a rank that wrote nothing yet may still be loading its model
+JOIN_S = 120.0  # time for the first rank to lay out the folder
+TAIL = 8192  # bytes of a worker's last messages that are reported
+
+
+class LostRank(Exception):
+    """Another rank failed: its ``fault``. Not a library error, so no handler takes it for the fault of a row."""
+
+    def __init__(self, fault: PredictError) -> None:
+        super().__init__(str(fault))
+        self.fault = fault
 
 
 @dataclass(frozen=True)
@@ -75,12 +88,12 @@ class Rank:
 
 
 class Heartbeat:
-    """Tells in the folder, as long as it is entered, that this rank is alive and how far it is.
+    """Writes into the folder, as long as it is entered, that this rank is alive and its figures.
 
     Args:
         parts: the folder.
-        rank: which rank this is.
-        figures: what to tell.
+        rank: the rank of this process.
+        figures: returns the figures to write.
         parent: end this process when its parent is no longer this one.
     """
 
@@ -89,54 +102,81 @@ class Heartbeat:
     ) -> None:
         self._parts, self._rank, self._figures, self._parent = parts, rank, figures, parent
         self._life = f"{os.getpid()}-{time.time_ns()}"
+        self._seen: dict[str, str] = {}  # by other rank, the life that the first rank has acknowledged
         self._beats = 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Heartbeat:
-        self._tell()
+        self._write()
         self._thread.start()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._over.set()
         self._thread.join()
-        self._tell("" if error is None else f"{kind.__name__}: {error}")
+        self._write("" if error is None else f"{kind.__name__}: {error}")
 
-    def _tell(self, fault: str | None = None) -> None:
+    def join(self, should_stop: Callable[[], bool]) -> bool:
+        """Wait until the first rank has laid out the folder and acknowledged this rank.
+
+        Returns False if there is nothing to do: the output is complete, or a stop was requested.
+
+        Raises:
+            PredictError: the first rank does not begin.
+        """
+        until = time.monotonic() + JOIN_S
+        while self._parts.told(0).get("seen", {}).get(str(self._rank.rank)) != self._life:
+            if should_stop():
+                return False
+            if time.monotonic() > until:
+                if self._parts.target.exists():
+                    return False
+                raise PredictError(
+                    f"{self._parts.folder}: the first rank (RANK=0) has not begun within {JOIN_S:.0f} s; start it "
+                    "with the same command",
+                    path=str(self._parts.folder),
+                )
+            self._write()
+            time.sleep(SEEK_S)
+        return True
+
+    def wait_for_ranks(self, most_s: float) -> None:
+        """Wait until all other ranks were acknowledged, so that none waits for a folder that was removed."""
+        until = time.monotonic() + most_s
+        while len(self._seen) + 1 < self._rank.world and time.monotonic() < until:
+            time.sleep(SEEK_S)
+
+    def _write(self, fault: str | None = None) -> None:
         self._beats += 1
         state = {"life": self._life, "beat": self._beats, "fault": fault or "", "over": fault is not None}
-        self._parts.tell(self._rank.rank, {**state, **self._figures()})
+        self._parts.tell(self._rank.rank, {**state, "seen": self._seen, **self._figures()})
 
     def _run(self) -> None:
-        while not self._over.wait(PULSE_S):
+        while not self._over.wait(PULSE_S if self._rank.rank or len(self._seen) + 1 >= self._rank.world else SEEK_S):
             if self._parent is not None and os.getppid() != self._parent:
                 os._exit(1)
-            self._tell()
+            if self._rank.rank == 0:
+                others = {r: self._parts.told(r) for r in range(1, self._rank.world)}
+                self._seen = {str(r): told["life"] for r, told in others.items() if "life" in told}
+            self._write()
 
 
-def wait_for_parts(
-    parts: Parts,
-    rank: Rank,
-    missing: Sequence[int],
-    before: Mapping[int, Mapping[str, Any]],
-    on_wait: Callable[[int], bool],
-) -> bool:
-    """Wait until other ranks have finished their parts; False if told to stop.
+def wait_for_parts(parts: Parts, rank: Rank, missing: Sequence[int], on_wait: Callable[[int], bool]) -> bool:
+    """Wait until other ranks have finished their parts; False if a stop was requested.
 
     Args:
         parts: the folder.
         rank: this rank.
-        missing: parts that were not there.
-        before: what the other ranks had last said when this run began.
-        on_wait: called now and then with the number of missing parts; True stops the waiting.
+        missing: parts that were not finished.
+        on_wait: called repeatedly with the number of missing parts; True ends the wait.
 
     Raises:
-        PredictError: a rank failed, was ended, or gives no sign.
+        PredictError: a rank failed, was ended, or wrote nothing for too long.
     """
-    last = dict(before)
+    last: dict[int, Any] = {}
     started = time.monotonic()
-    since = dict.fromkeys(before, started)
+    since: dict[int, float] = {}
     left = list(missing)
     while left := [number for number in left if parts.record(number) is None]:
         if on_wait(len(left)):
@@ -145,16 +185,14 @@ def wait_for_parts(
             told = parts.told(other)
             if told != last.get(other, {}):
                 last[other], since[other] = told, time.monotonic()
-            # What was said before this run began may be of an earlier one, or of a rank that was quicker to start.
-            fresh = told != before.get(other, {})
-            silent = time.monotonic() - since.get(other, started)
-            if told.get("over") and (fresh or silent > FROZEN_S):
+            if told.get("over"):
                 if all(parts.record(number) is not None for number in left if number % rank.world == other):
                     continue
                 _lost(parts, other, told.get("fault") or "it was stopped before its parts were done", left)
-            if silent > (FROZEN_S if fresh else START_S):
+            silent = time.monotonic() - since.get(other, started)
+            if silent > (FROZEN_S if told else START_S):
                 _lost(parts, other, f"it gave no sign for {silent:.0f} s", left)
-        time.sleep(0.05)
+        time.sleep(SEEK_S)
     return True
 
 
@@ -198,14 +236,16 @@ class Workers:
 
     Args:
         job: keyword arguments of `flodl_hf.bulk.predict_file`, as JSON types.
-        devices: the device of each rank, that of rank 0 included.
+        devices: the device of each rank, including rank 0.
     """
 
     def __init__(self, job: Mapping[str, Any], devices: Sequence[str]) -> None:
         threads = str(max(1, torch.get_num_threads() // len(devices)))
         self._before = torch.get_num_threads()
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        on_cpu = all(name == "cpu" for name in devices)
+        self._messages: dict[int, IO[bytes]] = {}
+        self._reported: set[int] = set()
+        on_cpu = all(name.startswith("cpu") for name in devices)
         if on_cpu:
             torch.set_num_threads(int(threads))
         for rank, device in enumerate(devices[1:], 1):
@@ -215,33 +255,59 @@ class Workers:
             root = str(Path(__file__).parents[2])
             env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, env.get("PYTHONPATH"))))
             command = [sys.executable, "-m", "flodl_hf.bulk.worker", json.dumps({**job, "device": device})]
+            self._messages[rank] = messages = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop
             # In a group of its own: a Ctrl-C at the terminal reaches it through rank 0, once.
-            self._running[rank] = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+            self._running[rank] = subprocess.Popen(
+                command, env=env, stdin=subprocess.DEVNULL, stderr=messages, start_new_session=True
+            )
 
     def check(self, again: str = "run the same command again") -> None:
-        """Notice ranks that were killed, which cannot say so themselves.
+        """Raise if a worker ended before its parts were done.
 
         Args:
-            again: what to do to go on, in words.
+            again: how to resume the job, in words.
 
         Raises:
-            PredictError: one was.
+            LostRank: a worker ended by a signal or with another status than 0.
         """
         for rank, process in self._running.items():
-            code = process.poll()
-            if code is not None and code < 0:
-                name = signal.Signals(-code).name
-                raise PredictError(
-                    f"rank {rank}: ended by {name}; all finished parts are kept. To go on from there, {again}",
-                    rank=rank,
-                    reason=name,
+            if code := process.poll():
+                how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+                message = self._message(rank)
+                self._reported.add(rank)
+                raise LostRank(
+                    PredictError(
+                        f"rank {rank}: {how}{': ' if message else ''}{message}\nAll finished parts are kept. "
+                        f"To resume, {again}",
+                        rank=rank,
+                        status=code,
+                        reason=message or how,
+                    )
                 )
 
-    def stop(self) -> None:
-        """Have all ranks finish their part, and wait for them."""
+    def _message(self, rank: int) -> str:
+        """Return the last messages of a worker; of a traceback, the exception."""
+        file = self._messages[rank]
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+        text = file.read().decode("utf-8", "replace").strip()
+        _, trace, after = text.rpartition("Traceback (most recent call last):")
+        lines = [line for line in after.splitlines() if line.strip() and not line.startswith(" ")] if trace else []
+        return "\n".join(lines) or text
+
+    def stop(self, *, finish: bool = False) -> None:
+        """End all workers and wait for them.
+
+        Args:
+            finish: let each finish the part it is predicting; otherwise they are killed, and unfinished parts are lost.
+        """
         for process in self._running.values():
             with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-        for process in self._running.values():
+                process.terminate() if finish else process.kill()
+        for rank, process in self._running.items():
             process.wait()
+            with self._messages[rank] as file:
+                if rank not in self._reported:
+                    file.seek(0)
+                    sys.stderr.write(file.read().decode("utf-8", "replace"))
+        self._running = {}
         torch.set_num_threads(self._before)

@@ -25,7 +25,7 @@ from flodl.data.files import Format, _format_of, _open
 from flodl.errors import DataError, nearest, printable
 from flodl.files import expect_file
 
-__all__ = ["FORMATS", "Row", "RowFault", "Rows", "open_rows"]
+__all__ = ["FORMATS", "Row", "RowFault", "Rows", "format_of", "open_rows"]
 
 MOST_LINE = 1 << 26
 """Bytes of a line."""
@@ -71,10 +71,12 @@ class Rows:
         names: the columns; None where each row has its own.
         types: Arrow types of the columns; None where values are texts or JSON.
         digest: of everything read so far; None where the file itself can be looked at again.
+        has_header: whether the first line is a header.
         header_by_looks: whether the first line was taken for a header because nobody said what it is.
     """
 
     names: list[str] | None = None
+    has_header: bool = False
     header_by_looks: bool = False
     types: dict[str, Any] | None = None
     total: int | None = None
@@ -116,6 +118,11 @@ class Rows:
         raise NotImplementedError
 
 
+def format_of(source: str | os.PathLike[str], format: str | None = None) -> str:
+    """Return the format of a file: as given, else by its suffix; standard input is text."""
+    return format or ("text" if os.fspath(source) == STDIN else _format_of(Path(source)))
+
+
 def open_rows(source: str | os.PathLike[str], format: str | None = None, header: bool | None = None) -> Rows:
     """Return the rows of a file, or of standard input for ``"-"``.
 
@@ -131,7 +138,7 @@ def open_rows(source: str | os.PathLike[str], format: str | None = None, header:
     path = Path(source)
     if not is_stdin:
         expect_file(path)
-    kind = format or ("text" if is_stdin else _format_of(path))
+    kind = format_of(source, format)
     if kind not in FORMATS or (is_stdin and kind in ("parquet", "arrow")):
         known = FORMATS[:4] if is_stdin else FORMATS
         advice = "write one JSON object a line (jsonl)" if kind in get_args(Format) else "say which it is"
@@ -268,7 +275,7 @@ class _CellRows(_TextRows):
         if cells.fault is not None:
             line, (found, expected) = cells.fault
             raise DataError(f"{name}: line {line}, the first with cells: found {found}, expected {expected}", line=line)
-        self.names, self.header_by_looks = cells.names, cells.found_header
+        self.names, self.has_header, self.header_by_looks = cells.names, cells.has_header, cells.found_header
         self._cells = iter(cells)
 
     def _skip(self, count: int) -> int:

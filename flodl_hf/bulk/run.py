@@ -48,18 +48,21 @@ class Run:
         on_progress: Callable[[Progress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
         workers: Workers | None = None,
+        wait_for_ranks: Callable[[float], None] | None = None,
     ) -> None:
         self._plan, self._rank, self._parts, self._rows = plan, rank, parts, rows
         self._reopen = reopen
         self._on_progress, self._should_stop, self._workers = on_progress, should_stop, workers
+        self._wait_for_ranks = wait_for_ranks
         self._takes = rank.takes
         self._tokens = self._new_rows = self._truncated = 0
         self._started = self._told = time.monotonic()
         self._began = time.time()
 
     def count(self, tokens: int) -> None:
-        """Take in that so many tokens go through the model."""
+        """Count tokens that go through the model; also called after each batch, so that lost workers are noticed."""
         self._tokens += tokens
+        self._check()
 
     def count_truncated(self, texts: int, tokens: int) -> None:
         """Add to the number of truncated texts."""
@@ -69,12 +72,14 @@ class Run:
         """Return how much this rank did."""
         return {"rows": self._new_rows, "tokens": self._tokens}
 
-    def go(self, before: Mapping[int, Mapping[str, Any]]) -> FileResult:
+    def go(self) -> FileResult:
         """Do this rank's parts; the first rank then waits for the others and makes one file of all."""
         result = FileResult(self._parts.target, columns=self._plan.read)
         there: set[int] = set()
         number, stopped = self._walk(there)
-        if not stopped and self._rank.rank == 0 and self._all_there(number, there, before):
+        if not stopped and self._rank.rank == 0 and self._all_there(number, there):
+            if self._wait_for_ranks is not None:
+                self._wait_for_ranks(QUICKER_S)
             for turn in range(MENDED + 1):
                 damaged = self._join(number)
                 if not damaged:
@@ -171,18 +176,21 @@ class Run:
         self._records = [self._parts.record(number) or {} for number in range(count)]
         self._parts.finish(count, self._plan.writer)
 
-    def _all_there(self, count: int, there: set[int], before: Mapping[int, Mapping[str, Any]]) -> bool:
+    def _all_there(self, count: int, there: set[int]) -> bool:
         others = [n for n in range(count) if not self._rank.takes(n) and n not in there]
 
         def on_wait(left: int) -> bool:
-            if self._workers is not None:
-                self._workers.check(self._parts.again)
             self._tell(waiting=left)
             return self._is_over()
 
-        return wait_for_parts(self._parts, self._rank, others, before, on_wait)
+        return wait_for_parts(self._parts, self._rank, others, on_wait)
+
+    def _check(self) -> None:
+        if self._workers is not None:
+            self._workers.check(self._parts.again)
 
     def _is_over(self) -> bool:
+        self._check()
         return self._should_stop is not None and self._should_stop()
 
     def _result(self, result: FileResult, numbers: range, there: set[int]) -> FileResult:

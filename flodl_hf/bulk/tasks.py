@@ -19,7 +19,7 @@ from flodl.errors import FlodlError, nearest
 from flodl_hf.bulk.columns import Choice
 from flodl_hf.errors import PredictError
 
-__all__ = ["VECTOR", "Answerer", "answerer_for", "faulty_items"]
+__all__ = ["VECTOR", "Answerer", "answerer_for", "faulty_items", "method_of"]
 
 VECTOR = "vector"
 """The column of vectors that are stored as `encode_file` was asked to."""
@@ -60,7 +60,7 @@ def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any]) -> Answ
     """
     given = {name: value for name, value in options.items() if value is not None}
     stored = given.pop("store", None) if choice.task == "vectors" else None
-    method = getattr(model, _METHODS[choice.task] if stored is None else "encode")
+    method = method_of(model, choice.task, stored=stored is not None)
     known = _keywords(method, choice.task)
     wrong = [f"{name}{nearest(name, known)}" for name in given if name not in known]
     if wrong:
@@ -94,6 +94,11 @@ def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any]) -> Answ
     if choice.task == "masks":
         return Answerer({"masks": [[FILL]]}, run, lambda found: ([_records(fills, FILL) for fills in found],))
     return Answerer({"embedding": "vector"}, run, lambda found: (found.float().numpy(),), strict)
+
+
+def method_of(model: Any, task: str, *, stored: bool) -> Any:
+    """Return the method of a model that does a task; ``stored`` vectors are made by ``encode``."""
+    return getattr(model, "encode" if stored else _METHODS[task])
 
 
 _METHODS = {

@@ -27,8 +27,8 @@ def main() -> None:
                 **job,
             )
         except FlodlError as fault:
-            # Rank 0 reads it in the folder, and says it.
-            sys.stderr.write(f"rank {os.environ['RANK']}: {fault}\n")
+            # Rank 0 reports it.
+            sys.stderr.write(f"{type(fault).__name__}: {fault}\n")
             raise SystemExit(1) from None
     raise SystemExit(128 + signals.number if signals.number else 0)
 

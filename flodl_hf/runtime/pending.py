@@ -23,7 +23,7 @@ HEARD: ContextVar[Callable[[float], None] | None] = ContextVar("HEARD", default=
 """Who hears of each batch that is noted, as a share of all rows."""
 
 COUNTED: ContextVar[Callable[[int], None] | None] = ContextVar("COUNTED", default=None)
-"""Who hears how many tokens are sent on their way."""
+"""Called with the number of tokens of each window that is sent, and with 0 after each batch."""
 
 TRUNCATED: ContextVar[Callable[[int, int], None] | None] = ContextVar("TRUNCATED", default=None)
 """Called with the numbers of truncated texts and of their dropped tokens, instead of a warning."""
@@ -41,7 +41,7 @@ class Pending:
         self._parts: list[tuple[np.ndarray, np.ndarray, Tensor, Any]] = []
         self.threads: list[Thread] = []
         self.faults: list[BaseException] = []
-        self._heard = HEARD.get()
+        self._heard, self._counted = HEARD.get(), COUNTED.get()
 
     def add(self, rows: np.ndarray, sizes: np.ndarray, values: Tensor, event: Any) -> None:
         """Note a batch.
@@ -55,6 +55,8 @@ class Pending:
         self._parts.append((rows, sizes, values, event))
         if self._heard is not None:
             self._heard(len(rows) / self._rows)
+        if self._counted is not None:
+            self._counted(0)
 
     def parts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the rows of each batch and their results, ``(results, ...)``, batch after batch as they arrive."""

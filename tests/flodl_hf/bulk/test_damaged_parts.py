@@ -14,7 +14,7 @@ import pytest
 import flodl_hf.bulk.run as run
 from flodl.hashed_json import seal, unseal
 from flodl_hf import predict_file
-from flodl_hf.bulk.parts import OLD_MANIFEST, OLD_RECORD, Parts
+from flodl_hf.bulk.parts import Parts
 from flodl_hf.errors import PredictError
 
 SUFFIXES = ["jsonl", "csv", "tsv", "parquet"]
@@ -148,20 +148,6 @@ def test_a_disk_that_keeps_nothing_is_given_up_and_standard_input_is_asked_for_a
             else:
                 with pytest.raises(PredictError, match="send the same input again"):
                     predict_file(model(), "-", out, format="jsonl", part_rows=10)
-    assert out.read_bytes() == wanted.read_bytes()
-
-
-def test_folders_from_before_there_were_seals_go_on(model: Any, numbered: Any, tmp_path: Path) -> None:
-    source, wanted, out = numbered(40), tmp_path / "wanted.jsonl", tmp_path / "out.jsonl"
-    predict_file(model(), source, wanted, part_rows=10)
-    folder = begun(model(), source, out)
-    for path in (folder / "manifest.json", *folder.glob("part-*.json")):
-        keys = OLD_MANIFEST if path.name == "manifest.json" else OLD_RECORD
-        path.write_text(json.dumps({key: unseal(path.read_bytes())[key] for key in keys}))
-    # Length is all that was kept of a part then.
-    short = folder / "part-00000000.jsonl"
-    short.write_bytes(short.read_bytes()[:-1])
-    assert predict_file(model(), source, out).resumed == 1
     assert out.read_bytes() == wanted.read_bytes()
 
 
