@@ -59,6 +59,8 @@ for family in FAMILIES:
         "max_positions": 40, "type_vocab_size": 2, "embedding_size": 8, "summary": "first",
     }  # fmt: skip
     switches = {key: value for key, value in family.tiny.get("base", {}).items() if key != "pooler_hidden_size"}
+    # A masked-word head that is not "legacy" reads the word table, so both have one width.
+    sizes |= {} if switches.get("legacy", True) else {"embedding_size": sizes["hidden_size"]}
     TINY[family.model_type] = switches | {row.key: sizes[row.field] for row in family.rows if row.field in sizes}
 
 
