@@ -125,8 +125,10 @@ class Familiar(GraphModel):
         if decoder is not None:
             if not tied:
                 self._put("head.decoder.weight", _resized(decoder.weight, new, scale))
-            if decoder.bias is not None:
-                self._put("head.decoder.bias", _resized(decoder.bias, new, None if scale is None else 0.0))
+            for name in ("head.decoder.bias", "head.lm_bias.bias"):  # where a family has the bias of each word
+                bias = dict(self.graph.named_parameters()).get(name)
+                if bias is not None:
+                    self._put(name, _resized(bias, new, None if scale is None else 0.0))
             decoder.out_features = new
         self.config = self.config.changed(encoder=replace(self.config.encoder, vocab_size=new))
         return table

@@ -8,8 +8,9 @@ logarithm of the distance (He et al. 2021, https://arxiv.org/abs/2111.09543, the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,13 @@ class Relative:
     reach: int
     buckets: int
     max_distance: int
+    _computed: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    def _once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+        # torch.compile cannot enter the lock of `functools.cached_property` in Python 3.11.
+        if name not in self._computed:
+            self._computed[name] = compute()
+        return self._computed[name]
 
     @property
     def used(self) -> int:
@@ -67,24 +75,27 @@ class Relative:
         reach = min(self.length, middle)
         return slice(middle - reach, middle + reach)
 
-    @cached_property
+    @property
     def columns(self) -> Tensor:
-        """Where ``rows`` stand in the `window`, int32."""
-        return (self.rows - self.window.start).int()
+        """The positions of ``rows`` in the `window`, int32."""
+        return self._once("columns", lambda: (self.rows - self.window.start).int())
 
-    @cached_property
+    @property
     def by_query(self) -> Tensor:
         """The table row for every pair of tokens, ``(length, length)``, query by key."""
+        return self._once("by_query", self._by_query)
+
+    @property
+    def by_key(self) -> Tensor:
+        """The same key by query, in memory order."""
+        return self._once("by_key", lambda: self.by_query.t().contiguous())
+
+    def _by_query(self) -> Tensor:
         if torch.compiler.is_compiling():  # `unfold` would fix the length of exported and compiled graphs
             places = torch.arange(self.length, device=self.rows.device)
             return self.rows[places[:, None] - places + (self.length - 1)]
         # Windows over the reversed rows: the one of token i ends with its distance to the first token, i.
         return self.rows.flip(0).unfold(0, self.length, 1).flip(0)
-
-    @cached_property
-    def by_key(self) -> Tensor:
-        """The same key by query, in memory order."""
-        return self.by_query.t().contiguous()
 
     def index_for(self, length: int, *, by_key: bool = False) -> Tensor:
         """Return the table row for every pair of tokens of a text, ``(length, length)``, query by key.
