@@ -14,7 +14,7 @@ from torch import Tensor
 
 __all__ = ["REORDERED", "Evidence", "Status", "gap", "verdict"]
 
-Status = Literal["pass", "fail", "unsupported", "not run"]
+Status = Literal["pass", "fail", "unsupported", "no reference", "not run"]
 
 # Sums in another order: some hundred fp32 additions of numbers near one; larger ones are rounded at their own size.
 REORDERED = 1e-5
@@ -26,7 +26,7 @@ class Evidence:
 
     Attributes:
         check: its name.
-        status: one of four words.
+        status: one of five words.
         detail: what was compared, or why it was not.
         measured: the largest difference; None where nothing is measured.
         where: the first module or tensor where the sides part.

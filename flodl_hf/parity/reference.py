@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from importlib.util import find_spec
 from inspect import signature
@@ -79,6 +80,10 @@ class Reference:
         """Return the outputs of one batch by name, without gradients."""
         with torch.no_grad():
             return dict(self.model(**inputs).items())
+
+    def in_float64(self) -> Reference:
+        """Return a copy of the model that computes in float64."""
+        return Reference(deepcopy(self.model).double(), self.missing, self.unexpected)
 
     def keys_before(self, held: Tensor, rows: int) -> Any:
         """Return keys and values that stand before those of each row, as the model takes them for one call.

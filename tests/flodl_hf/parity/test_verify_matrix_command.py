@@ -60,7 +60,7 @@ def test_a_table_a_page_and_a_file(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert lines[0].split() == ["qa"]
     assert [line.split() for line in lines[1:3]] == [["bert", "pass"], ["distilbert", "pass"]]
-    assert "2 of 2 cells pass at tiny size" in page.read_text("utf-8")
+    assert "2 cells at tiny size: 2 pass." in page.read_text("utf-8")
     assert json.loads(out.read_text("utf-8"))["counts"] == {"pass": 2}
 
 
@@ -144,9 +144,31 @@ def test_reports_show_every_status_and_the_largest_difference() -> None:
         "command": None,
     }
     page = as_markdown(results, facts)
-    assert "1 of 4 cells pass" in page
+    assert "4 cells at tiny size: 1 pass, 1 fail, 1 not run, 1 unsupported." in page
     assert "| albert (groups) | not run | unsupported |" in page
     assert as_json(results, facts)["counts"] == {"pass": 1, "fail": 1, "not run": 1, "unsupported": 1}
+
+
+@pytest.mark.parametrize("family", ["new", "jina_bert", "jina_embeddings_v3_tasks"])
+def test_families_that_transformers_cannot_read_have_a_status_of_their_own(family: str) -> None:
+    done = run("--families", family, "--heads", "base")
+    assert done.exit_code == 0, done.output
+    assert [line for line in done.stdout.splitlines() if line.startswith(f"no reference: {family}/base: ")]
+    assert run_cell(Cell(family, "base")).status == "no reference"
+
+
+@transformers
+def test_the_limit_of_adapters_follows_the_rounding_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs that float32 itself makes 2e-5 wrong may differ by as much as the same sums in another order do."""
+    options: dict[str, Any] = {"checks": ["adapters"]}
+    cell = Cell("gte", "token_classification", "no token types")
+    [fine] = run_cell(cell, **options).evidence
+    monkeypatch.setattr("flodl_hf.parity.adapters.gap", lambda a, b: 1e-3 if a.dtype == b.dtype else 0.0)
+    [wrong] = run_cell(cell, **options).evidence
+    assert fine.status == "pass"
+    assert fine.measured is not None
+    assert fine.measured < 1e-5
+    assert wrong.status == "fail"
 
 
 def test_unknown_checks_raise_before_anything_runs() -> None:
