@@ -72,7 +72,7 @@ def demo_is_trained(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
     """Have `write_demo` copy the demo's model, for programs that would train the same one again."""
 
     def copied(folder: str | Path) -> Path:
-        return Path(shutil.copytree(demo_model, folder))
+        return Path(shutil.copytree(demo_model, folder, dirs_exist_ok=True))
 
     monkeypatch.setattr("flodl_hf.demo.write_demo", copied)
     return copied

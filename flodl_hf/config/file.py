@@ -24,7 +24,7 @@ _MOST_LEVELS = 100  # those on the Hub have less than ten
 _ANOTHERS = {
     "gliner_config.json": (
         "By gliner_config.json this is GLiNER, another architecture, which finds spans of any label; its own library "
-        "runs it, and docs/which-models.md says what loads here. "
+        "runs it. "
     ),
 }
 

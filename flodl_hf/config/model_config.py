@@ -453,8 +453,8 @@ def family_of(source: Mapping[str, Any], where: str) -> Family:
     what = f" That is {other}, another architecture." if other else ""
     raise ConfigError(
         f"{where}: model_type {found}{hint}; expected one of {', '.join(known)}.{what} "
-        "docs/which-models.md says what loads and what to do with others; a family that differs little from one of "
-        "these is one file (docs/adding-a-family.md, `flodl_hf.families.register`).",
+        "Other architectures run in transformers. One that differs little from a family of this list can be added: "
+        "flodl_hf.families.register(FAMILY).",
         where=where,
         problems=["model_type"],
         known=known,

@@ -151,8 +151,8 @@ def _travelled(model_type: str, config: type[Any]) -> Family:
     known = model_types()
     raise ConfigError(
         f"the family {model_type!r} of what is pickled is not known in this process, which has {', '.join(known)}. "
-        f"Call flodl_hf.register(FAMILY) where the module {config.__module__} is imported, so that every process that "
-        "loads it knows the family.",
+        f"Call flodl_hf.families.register(FAMILY) where the module {config.__module__} is imported, so that every "
+        "process that loads it knows the family.",
         problems=["model_type"],
         known=known,
     )

@@ -45,7 +45,9 @@ class HubRequest:
     def error(self, found: str, remedy: str, **details: Any) -> HubError:
         """Return an error that names the repository, what was found, and what to do."""
         where = self.name if self.revision == "main" else f"{self.name}@{self.revision}"
-        return HubError(f"{where}: {found}; {remedy}", name=self.name, revision=self.revision, **details)
+        # A name without an owner may be the folder of the examples.
+        demo = "" if "/" in self.name else ". To try the library offline, `flodl-hf demo` writes the folder demo-model"
+        return HubError(f"{where}: {found}; {remedy}{demo}", name=self.name, revision=self.revision, **details)
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:

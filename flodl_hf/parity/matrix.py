@@ -92,7 +92,7 @@ def run_cell(cell: Cell, *, size: str = "tiny", checks: Sequence[str] = (), seed
     elif not cell.record.tiny and not cell.record.real:
         reason = (
             f"transformers cannot read files of {cell.family}, which were written for the code of a repository; tests "
-            "compare it with another implementation"
+            "compare the encoder with another implementation"
         )
         result.evidence = [Evidence(check.__name__, "no reference", reason) for check in chosen]
     elif not variants_of(cell.record, size):

@@ -146,7 +146,8 @@ def test_the_documents_are_found() -> None:
 
 
 @pytest.mark.parametrize("path", WITH_CODE, ids=name)
-def test_the_blocks_run(path: Path, working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("working_folder", "demo_is_trained")
+def test_the_blocks_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("document")
     monkeypatch.setitem(sys.modules, "document", module)
     for block in blocks_of(path):
