@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
 
+from flodl.data import as_numbers
 from flodl.errors import DataError, capped, nearest
 
 __all__ = ["NAMES", "Columns", "column_names", "data_columns", "flag_of", "infer_columns", "pair_columns"]
@@ -95,7 +96,7 @@ def infer_columns(rows: Sequence[Mapping[str, Any]], named: str | None = None, /
             return found[role]
         for known in NAMES[role]:
             for name in names:
-                if name.lower() == known and name not in found.values() and _kind(rows, name) in kinds:
+                if name.lower() == known and name not in found.values() and _written_kind(rows, name) in kinds:
                     return name
         return None
 
@@ -152,7 +153,7 @@ def _are_words_as_text(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) 
     """Return whether columns that are called words and tags hold texts, as in a CSV file."""
     called = {role: [name for name in names if name.lower() in NAMES[role] and name.lower() != "labels"]
               for role in ("words", "tags")}  # fmt: skip
-    return all(any(_kind(rows, name) == "text" for name in found) for found in called.values())
+    return all(any(_written_kind(rows, name) == "text" for name in found) for found in called.values())
 
 
 def flag_of(value: Any) -> bool | None:
@@ -257,6 +258,13 @@ def _repeats(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
 
 
 def _kind(rows: Sequence[Mapping[str, Any]], name: str) -> str:
+    """Return what a column contains; texts that are all numbers, as CSV files contain them, are numbers."""
+    kind = _written_kind(rows, name)
+    is_number = kind == "text" and not any(isinstance(v, str) for v in as_numbers([row.get(name) for row in rows]))
+    return "number" if is_number else kind
+
+
+def _written_kind(rows: Sequence[Mapping[str, Any]], name: str) -> str:
     kinds = {_kind_of(row.get(name)) for row in rows} - {"nothing"}
     if "empty list" in kinds and kinds - {"empty list"} <= {"list of text", "list of numbers", "list of records"}:
         kinds = kinds - {"empty list"} or kinds

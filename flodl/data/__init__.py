@@ -16,11 +16,11 @@ from flodl.data.builtin import Cifar10, Mnist, Shakespeare, crop_and_flip
 from flodl.data.collate import CollateTokens, Where, collate_rows
 from flodl.data.datasets import BatchDataset, Dataset, RowSource, TensorRows, as_batches
 from flodl.data.distributed import DistributedPlan, RankBatches
-from flodl.data.files import load_rows, read_rows
+from flodl.data.files import Table, load_rows, read_rows
 from flodl.data.loader import DataLoader, EpochIterator
 from flodl.data.rng import Rng, permutation
 from flodl.data.samplers import RandomSampler, Sampler, SequentialSampler, WeightedSampler
-from flodl.data.targets import Targets, infer_targets
+from flodl.data.targets import Targets, as_numbers, infer_targets, is_missing
 
 __all__ = [
     "Batch",
@@ -44,18 +44,21 @@ __all__ = [
     "Sampler",
     "SequentialSampler",
     "Shakespeare",
+    "Table",
     "Targets",
     "TensorRows",
     "TokenBudgetBatches",
     "WeightedSampler",
     "Where",
     "as_batches",
+    "as_numbers",
     "collate_rows",
     "crop_and_flip",
     "cut_fixed",
     "fill_budget",
     "group_by_length",
     "infer_targets",
+    "is_missing",
     "load_rows",
     "permutation",
     "read_rows",

@@ -115,7 +115,7 @@ class BatchRows:
                         self._group += 1
                         passed += size
                         continue
-            found = self._next(count - passed)
+            found = self.take_batch(count - passed)
             if found is None:
                 break
             passed += found.num_rows
@@ -124,7 +124,7 @@ class BatchRows:
     def take(self, count: int) -> list[dict[str, Any]]:
         """Return the next ``count`` rows, fewer at the end."""
         rows: list[dict[str, Any]] = []
-        while len(rows) < count and (found := self._next(count - len(rows))) is not None:
+        while len(rows) < count and (found := self.take_batch(count - len(rows))) is not None:
             rows += found.to_pylist()
         return rows
 
@@ -133,7 +133,7 @@ class BatchRows:
         self._batch = self._batches = None
         self._file.close()
 
-    def _next(self, most: int) -> Any:
+    def take_batch(self, most: int) -> Any:
         """Return at most ``most`` rows as a batch; None at the end."""
         try:
             while self._batch is None:

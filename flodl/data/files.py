@@ -14,7 +14,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
-from flodl.data.arrow import is_table, read_arrow_file, rows_of_table
+from flodl.data.arrow import (
+    Classes,
+    is_saved_dataset,
+    is_table,
+    names_of_classes,
+    read_arrow_file,
+    read_saved_dataset,
+    rows_of_table,
+)
 from flodl.data.cells import CellRows, numbered_lines, undecodable
 from flodl.data.conll import read_conll
 from flodl.data.faults import Faults
@@ -22,7 +30,7 @@ from flodl.data.squad import read_squad
 from flodl.errors import DataError, nearest, printable
 from flodl.files import expect_file
 
-__all__ = ["Format", "load_rows", "read_rows"]
+__all__ = ["Format", "Table", "load_rows", "read_rows"]
 
 Format = Literal["csv", "tsv", "jsonl", "json", "text", "conll", "squad", "parquet", "arrow"]
 
@@ -79,9 +87,25 @@ def read_rows(
             say where. A faulty file is read to its end, so that all faults come at once; rows before the
             first were given.
     """
+    return _read(source, format, {}, columns=columns, header=header, delimiter=delimiter, blank_lines=blank_lines)
+
+
+def _read(
+    source: Any,
+    format: Format | None,
+    classes: Classes,
+    *,
+    columns: Sequence[str] | None = None,
+    header: bool | None = None,
+    delimiter: str | None = None,
+    blank_lines: bool = False,
+) -> Iterator[dict[str, Any]]:
+    """Return the rows of ``source`` as `read_rows` does; ``classes`` receives the names of declared classes."""
     if not isinstance(source, (str, os.PathLike)):
-        return _rows_of_object(source)
+        return _rows_of_object(source, classes)
     path = Path(source)
+    if is_saved_dataset(path):
+        return read_saved_dataset(path, classes)
     expect_file(path)
     kind = format or _format_of(path)
     if kind not in get_args(Format):
@@ -101,20 +125,35 @@ def read_rows(
         return _closing(path, lambda lines: _plain_rows(lines, blank_lines))
     if kind in ("json", "squad"):
         return _read_json(path, kind)
-    return read_arrow_file(path, kind)
+    return read_arrow_file(path, kind, classes)
 
 
 def _plain_rows(lines: Iterator[tuple[int, str]], blank_lines: bool) -> Iterator[dict[str, Any]]:
     return ({"text": text.rstrip("\r\n")} for _, text in lines if blank_lines or text.strip())
 
 
-def load_rows(source: Any, format: Format | None = None, **options: Any) -> list[dict[str, Any]]:
-    """Return all rows of ``source`` as a list; see :func:`read_rows` for the arguments and errors.
+class Table(list[dict[str, Any]]):
+    """Rows of a table.
+
+    Args:
+        rows: the rows.
+        classes: names of classes by number, for each column whose source declares them: features of `datasets`, also
+            in the metadata of Parquet and Arrow files, and dictionary types of Arrow, such as pandas' categories.
+    """
+
+    def __init__(self, rows: Iterable[dict[str, Any]] = (), classes: Classes | None = None) -> None:
+        self.classes: Classes = {} if classes is None else classes
+        super().__init__(rows)
+
+
+def load_rows(source: Any, format: Format | None = None, **options: Any) -> Table:
+    """Return all rows of ``source`` as a list, with declared classes; see `read_rows` for the arguments and errors.
 
     Raises:
         DataError: also if there are no rows.
     """
-    rows = list(read_rows(source, format, **options))
+    classes: Classes = {}
+    rows = Table(_read(source, format, classes, **options), classes)
     if not rows:
         raise DataError(f"{source if isinstance(source, (str, os.PathLike)) else 'data'}: no rows", rows=0)
     return rows
@@ -252,13 +291,14 @@ def _read_json(path: Path, kind: str) -> Iterator[dict[str, Any]]:
 # ----------------------------------------------------------------------------------------------- objects
 
 
-def _rows_of_object(source: Any) -> Iterator[dict[str, Any]]:
+def _rows_of_object(source: Any, classes: Classes) -> Iterator[dict[str, Any]]:
     if isinstance(source, Mapping):
-        return _rows_of_columns(source)
+        return _rows_of_columns(source, classes)
+    classes |= names_of_classes(getattr(source, "features", None))
     if hasattr(source, "__getitem__") and hasattr(source, "__len__") and not is_table(source):
         return _rows_of_sequence(source)
     if is_table(source):
-        return rows_of_table(source)
+        return rows_of_table(source, classes)
     if isinstance(source, Iterable):
         return _rows_of_sequence(source)
     raise DataError(
@@ -278,7 +318,7 @@ def _rows_of_sequence(source: Any) -> Iterator[dict[str, Any]]:
         yield {name if type(name) is str else str(name): _plain(value) for name, value in row.items()}
 
 
-def _rows_of_columns(source: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _rows_of_columns(source: Mapping[str, Any], classes: Classes) -> Iterator[dict[str, Any]]:
     sizes = {name: len(column) if hasattr(column, "__len__") else -1 for name, column in source.items()}
     if len(set(sizes.values())) != 1 or -1 in sizes.values() or any(isinstance(c, str) for c in source.values()):
         raise DataError(
@@ -287,8 +327,21 @@ def _rows_of_columns(source: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             sizes=sizes,
         )
     names = [str(name) for name in source]
-    for values in zip(*source.values(), strict=True):
+    for name, column in source.items():
+        # A pandas column has its categories in an accessor, a pandas array itself.
+        categories = getattr(getattr(column, "cat", column), "categories", None)
+        if categories is not None:
+            classes[str(name)] = tuple(map(str, categories))
+    columns = [
+        [None if _is_missing(v) else str(v) for v in column] if str(name) in classes else column
+        for name, column in source.items()
+    ]
+    for values in zip(*columns, strict=True):
         yield {name: _plain(value) for name, value in zip(names, values, strict=True)}
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or value != value
 
 
 _PLAIN = frozenset({str, int, float, bool, type(None), dict})

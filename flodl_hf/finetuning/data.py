@@ -15,11 +15,13 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from flodl.data import Targets, infer_targets, load_rows
+from flodl.data import Table, Targets, infer_targets, load_rows
+from flodl.data.arrow import is_saved_dataset, names_of_classes, saved_files
 from flodl.errors import ConfigError, DataError, nearest
 from flodl_hf.columns import NAMES, Columns, column_names, infer_columns
 from flodl_hf.finetuning.answers import AnswerTask
 from flodl_hf.finetuning.choices import choice_columns, plan_choices
+from flodl_hf.finetuning.declared import aligned, drop_unlabelled
 from flodl_hf.finetuning.generator.task import GeneratorTask, plan_generator
 from flodl_hf.finetuning.inferred import LOOKED_AT, refuse_lost_labels
 from flodl_hf.finetuning.masked import MaskedTask
@@ -36,9 +38,9 @@ from flodl_hf.finetuning.vectors.auxiliary import BesideTask
 from flodl_hf.finetuning.vectors.denoising import DenoisingTask
 from flodl_hf.finetuning.vectors.multivector import MultiVectorTask
 from flodl_hf.finetuning.vectors.sparse import SparseTask
-from flodl_hf.finetuning.vectors.tables import are_pairs, read_table
+from flodl_hf.finetuning.vectors.tables import are_pairs, read_table, table_columns
 from flodl_hf.finetuning.vectors.task import EmbeddingTask, plan_embedding
-from flodl_hf.vectors.losses.auxiliary import needs_layer
+from flodl_hf.vectors.losses.auxiliary import classifies, needs_layer
 from flodl_hf.vectors.losses.denoising import denoises
 
 __all__ = ["HEADED", "Known", "Tables", "choose_task", "is_several", "read_tables"]
@@ -76,22 +78,39 @@ class Tables:
         train: training rows.
         evals: sets of held-out rows by name, which is empty where there is one.
         facts: for each of them what the model card says: name, rows, and the hash of a file.
-        source: the training data as the caller gave it, asked for names of its labels.
         parts: training tables by name, where there are several.
         is_shared: whether the held-out rows are some of what was given to train on.
     """
 
-    train: list[dict[str, Any]]
-    evals: dict[str, list[dict[str, Any]]]
+    train: Table
+    evals: dict[str, Table]
     facts: dict[str, dict[str, Any]]
-    source: Any = None
-    parts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    parts: dict[str, Table] = field(default_factory=dict)
     is_shared: bool = False
 
     @property
     def labelled(self) -> list[dict[str, Any]]:
         """The rows whose labels there are: those to train on, and those that were held out of them."""
         return [*self.train, *self.evals[""]] if self.is_shared else self.train
+
+    def drop_unlabelled(self, column: str | None, labels: Sequence[str] | None = None) -> None:
+        """Remove rows whose label is -1, which means that there is none.
+
+        Raises:
+            DataError: no row of a table has a label.
+        """
+        evals = {f"eval {name}".strip(): rows for name, rows in self.evals.items()}
+        parts = self.parts or {"train": self.train}
+        drop_unlabelled({**parts, **evals}, column, labels)
+        if self.parts:
+            self.train[:] = [row for part in parts.values() for row in part]
+        for name, rows in {
+            **{f"train {name}": part for name, part in self.parts.items()},
+            "train": self.train,
+            **evals,
+        }.items():
+            if name in self.facts:
+                self.facts[name]["rows"] = len(rows)
 
 
 def read_tables(train: Any, held_out: Any, options: Options | None = None) -> Tables:
@@ -110,7 +129,7 @@ def read_tables(train: Any, held_out: Any, options: Options | None = None) -> Ta
     share = None if isinstance(held_out, bool) or not isinstance(held_out, (int, float)) else held_out
     whole: dict[str, Any] = {} if held_out is None or share is not None else {"": held_out}
     named = dict(held_out) if is_several(held_out) else whole
-    rows: dict[str, list[dict[str, Any]]] = {}
+    rows: dict[str, Table] = {}
     facts: dict[str, dict[str, Any]] = {}
     faults: list[DataError] = []
     several = dict(train) if is_several(train) else {}
@@ -125,6 +144,7 @@ def read_tables(train: Any, held_out: Any, options: Options | None = None) -> Ta
     for name, source in {**learned, **{f"eval {k}".strip(): source for k, source in named.items()}}.items():
         try:
             rows[name] = load_rows(stream_part(source, options, share) if name == "train" else source)
+            rows[name].classes |= names_of_classes(getattr(source, "features", None))
         except DataError as fault:
             faults.append(DataError(fault.message.replace(", or say format=", ""), **fault.details))
             continue
@@ -141,13 +161,14 @@ def read_tables(train: Any, held_out: Any, options: Options | None = None) -> Ta
         if share is not None:
             raise ConfigError("eval: of several training tables no share is held out; expected data", problems=["eval"])
         parts = {name: rows[f"train {name}"] for name in several}
-        return Tables([row for part in parts.values() for row in part], evals, facts, train, parts)
+        return Tables(Table(row for part in parts.values() for row in part), evals, facts, parts)
     if share is not None:
         rows["train"], evals[""] = _held_out(rows["train"], share, options.seed)
         name = f"{facts['train']['name']}, {len(evals['']):,} rows held out"
         facts["eval"] = {**facts["train"], "name": name, "rows": len(evals[""])}
         facts["train"]["rows"] = len(rows["train"])
-    return Tables(rows["train"], evals, facts, train, is_shared=share is not None)
+        return Tables(rows["train"], evals, facts, is_shared=True)
+    return Tables(rows["train"], {name: aligned(part, rows["train"]) for name, part in evals.items()}, facts)
 
 
 def is_several(source: Any) -> TypeGuard[Mapping[str, Any]]:
@@ -163,7 +184,7 @@ def _is_table(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
 
 
-def _held_out(rows: list[Any], share: float, seed: int) -> tuple[list[Any], list[Any]]:
+def _held_out(rows: Table, share: float, seed: int) -> tuple[Table, Table]:
     """Return the rows to train on and those held out, each in their order; the same ones for the same seed."""
     count = round(share * len(rows)) if share < 1 else int(share)
     if share <= 0 or not 0 < count < len(rows) or (share >= 1 and share != count):
@@ -173,17 +194,19 @@ def _held_out(rows: list[Any], share: float, seed: int) -> tuple[list[Any], list
             problems=["eval"],
         )
     chosen = set(np.random.default_rng(seed).permutation(len(rows))[:count].tolist())
-    return [row for i, row in enumerate(rows) if i not in chosen], [rows[i] for i in sorted(chosen)]
+    kept = Table((row for i, row in enumerate(rows) if i not in chosen), rows.classes)
+    return kept, Table((rows[i] for i in sorted(chosen)), rows.classes)
 
 
 def _facts(source: Any) -> dict[str, Any]:
     if not isinstance(source, (str, os.PathLike)):
         return {"name": f"{type(source).__name__} in memory"}
-    digest = hashlib.sha256()
-    with open(source, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return {"name": Path(source).name, "sha256": digest.hexdigest()}
+    digest, path = hashlib.sha256(), Path(source)
+    for one in [path / name for name in saved_files(path)] if is_saved_dataset(path) else [path]:
+        with open(one, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return {"name": path.name, "sha256": digest.hexdigest()}
 
 
 def choose_task(tables: Tables, options: Options, known: Known, own: Any = None) -> tuple[Task, Options]:
@@ -210,6 +233,9 @@ def choose_task(tables: Tables, options: Options, known: Known, own: Any = None)
         raise ConfigError(
             "projection: only vectors of tokens have one; expected task='multivector'", problems=["projection"]
         )
+    is_ranked = named == "rank" and bool(tables.train.classes)
+    if is_ranked or named in ("embedding", *OTHER_VECTORS) or (named is None and (pairs or tables.parts)):
+        tables.drop_unlabelled(_class_column(tables, options))
     if denoises(options.vector_loss) and named in (None, "embedding") and not tables.parts:
         options = replace(options, vector_loss="DenoisingAutoEncoderLoss", fused=False)
         return plan_embedding({"": tables.train}, options, own, DenoisingTask)
@@ -239,7 +265,16 @@ def _needs_layer(rows: Sequence[Mapping[str, Any]], options: Options) -> bool:
     """Return whether vectors are learned by a loss that has a layer of its own: named, or usual for such rows."""
     if options.vector_loss is not None:
         return needs_layer(options.vector_loss, options.loss_options)
-    return read_table([rows[0]], options.columns).form == "pair_classes"
+    return read_table(rows, options.columns).form == "pair_classes"
+
+
+def _class_column(tables: Tables, options: Options) -> str | None:
+    """Return the column of classes that vectors are learned from; None if there is none, or one of scores."""
+    for rows in [*tables.parts.values()] or [tables.train]:
+        texts, label = table_columns(rows, options.columns)
+        if label in rows.classes or (label is not None and (len(texts) == 1 or classifies(options.vector_loss))):
+            return label
+    return None
 
 
 def _of_its_own(named: str | None, tables: Tables, options: Options, known: Known) -> Task | None:
@@ -317,6 +352,8 @@ def _same_columns(columns: Columns, rows: Sequence[Mapping[str, Any]], where: st
 def _sequence(tables: Tables, columns: Columns, options: Options, known: Known) -> SequenceTask:
     if columns.label is None:
         raise DataError(f"train: found no column of labels among {list(tables.train[0])}; say columns={{'label': ...}}")
+    if options.problem_type in (None, "single_label_classification"):
+        tables.drop_unlabelled(columns.label, options.labels)
     values = [row.get(columns.label) for row in tables.labelled]
     if columns.label.lower() not in NAMES["label"] and columns.label in values:
         raise DataError(
@@ -336,9 +373,16 @@ def _sequence(tables: Tables, columns: Columns, options: Options, known: Known) 
         values = [v if isinstance(v, (list, tuple)) else [v] for v in values]
     found = _targets(values, kind)
     if found.kind == "regression":
-        return SequenceTask(columns, found, ("LABEL_0",))
+        names = tuple(options.labels or (f"LABEL_{k}" for k in range(found.size)))
+        if len(names) != found.size:
+            raise ConfigError(
+                f"labels: found {len(names)} names for {found.size} numbers in column {columns.label!r}; expected as "
+                "many names",
+                problems=["labels"],
+            )
+        return SequenceTask(columns, found, names)
     own = known.labels if known.head == "sequence_classification" else ()
-    stored, names = _names(found.names, options.labels, _feature_names(tables.source, columns.label), own)
+    stored, names = _names(found.names, options.labels, tables.train.classes.get(columns.label), own)
     if len(names) == 1 and found.kind == "single_label":
         raise DataError(
             f"train: every row has the label {names[0]!r}; expected at least two labels to tell apart, or "
@@ -364,7 +408,7 @@ def _tokens(tables: Tables, columns: Columns, options: Options, known: Known) ->
         raise ConfigError("problem_type: labels of words have none; expected nothing", problems=["problem_type"])
     found = tag_names(tables.labelled, columns)
     own = known.labels if known.head == "token_classification" else ()
-    stored, names = _names(found, options.labels, _feature_names(tables.source, columns.tags), own)
+    stored, names = _names(found, options.labels, tables.train.classes.get(columns.tags or ""), own)
     return TokenTask(columns, names, None if stored == names else stored)
 
 
@@ -399,13 +443,3 @@ def _names(
                 f"labels: the data has {missing[:8]}, which are not among {list(names)[:20]}", problems=missing
             )
     return found, found
-
-
-def _feature_names(source: Any, column: str | None) -> list[str] | None:
-    """Return the names that a Hugging Face data set declares for the numbers in a column."""
-    features = getattr(source, "features", None)
-    if not isinstance(features, Mapping) or column not in features:
-        return None
-    feature = features[column]
-    names = getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
-    return list(names) if names else None

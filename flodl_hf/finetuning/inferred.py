@@ -129,7 +129,8 @@ def task_line(task: Task, rows: Sequence[Any], asked: str | None) -> str:
         several = ", any number of them a text" if task.kind == "multi_label" else ""
         parts.append(f"{len(task.labels)} labels{several}: {', '.join(names)}{more}")
     elif task.kind == "regression":
-        parts.append("a number for each text")
+        count = len(task.labels or ())
+        parts.append("a number for each text" if count < 2 else f"{count} numbers for each text")
     elif task.head == "masked_lm":
         parts.append("the words behind masks are learned, no label")
     parts.append(f"{len(rows):,} row{'s' * (len(rows) != 1)}")

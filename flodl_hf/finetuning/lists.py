@@ -69,10 +69,10 @@ def read_lists(
     """
     if has_lists(rows, said):
         return _of_columns(rows, said, where)
-    table = read_table(rows, said, where)
+    table = read_table(rows, said, where).as_scores
     if table.form == "triplets":
-        grades = (1.0, *[0.0] * (table.width - 2))
-        return [Candidates(row[0], tuple(row[1:]), grades) for row in table.texts], table.columns
+        found = [Candidates(row[0], row[1:], (1.0, *[0.0] * (len(row) - 2))) for row in table.texts]
+        return found, table.columns
     if table.form == "teacher_scores" and table.labels is not None:
         scores = table.labels.reshape(len(table.texts), -1)
         if scores.shape[1] == table.width - 2:  # differences from the positive

@@ -169,7 +169,7 @@ def _pairs(
         where: what the table is called in messages.
         bounded: labels go from 0 to 1.
     """
-    table = None if has_lists(rows, said) else read_table(rows, said, where)
+    table = None if has_lists(rows, said) else read_table(rows, said, where).as_scores
     if table is None or table.form == "teacher_scores":
         lists, columns = read_lists(rows, said, where)
         pairs = [(one.question, text) for one in lists for text in one.texts]

@@ -1,4 +1,4 @@
-"""Labels for whole texts and pairs: one of several, any number of several, or a number.
+"""Labels for whole texts and pairs: one of several, any number of several, or numbers.
 
 A text that is longer than a row is cut at its end, as transformers' scripts do; of a pair the longer one gives way.
 Or it is read in windows, of which each learns the label; judged is their mean, as `predict` answers.
@@ -151,7 +151,8 @@ class _Scorer:
         self._metrics: list[Any] = {
             "single_label": lambda: [Classification(size, "binary" if size == 2 else "macro")],
             "multi_label": lambda: [MultiLabel(size, "micro")],
-            "regression": lambda: [SquaredError(), Pearson(), Spearman()],
+            # Correlations are of one number; several numbers of a text may have different scales.
+            "regression": lambda: [SquaredError(), *([Pearson(), Spearman()] if size == 1 else [])],
         }[kind]()
         self._examples: list[int] = []
         self._scores: list[Tensor] = []

@@ -51,7 +51,14 @@ def tag_names(examples: Examples, columns: Columns) -> tuple[str, ...]:
             column=tags,
         )
     found = {str(tag) for row in examples for tag in row[tags]}
-    if all(tag.isdecimal() for tag in found):
+    if all(tag.removeprefix("-").isdecimal() for tag in found):
+        below = [i for i, row in enumerate(examples) if any(str(tag).startswith("-") for tag in row[tags])]
+        if below:
+            raise DataError(
+                f"finetune: column {tags!r} has numbers below 0 in {len(below)} rows, first row {below[0]}; expected "
+                "the number of a tag for each word, from 0. Leave rows without tags out",
+                rows=below,
+            )
         return tuple(str(k) for k in range(max(map(int, found), default=0) + 1))
     return tuple(sorted(found, key=lambda tag: (tag != "O", tag.partition("-")[2], tag)))
 

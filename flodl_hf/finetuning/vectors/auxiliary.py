@@ -17,7 +17,7 @@ from flodl_hf.finetuning.task import Examples, Prepared
 from flodl_hf.finetuning.user_code import Kept
 from flodl_hf.finetuning.vectors.scorer import VectorScorer
 from flodl_hf.finetuning.vectors.step import VectorObjective
-from flodl_hf.finetuning.vectors.tables import TextTable, read_table
+from flodl_hf.finetuning.vectors.tables import TextTable
 from flodl_hf.finetuning.vectors.task import EmbeddingTask
 from flodl_hf.vectors.losses import USUAL, make_loss
 from flodl_hf.vectors.losses.auxiliary import BESIDE, OF_CLASSES, classifies
@@ -66,7 +66,7 @@ class BesideTask(EmbeddingTask):
     @classmethod
     def read(cls, examples: Examples, options: Options, where: str) -> TextTable:
         """Return a table; integers are classes where the loss is of classes."""
-        table = read_table(examples, options.columns, where)
+        table = super().read(examples, options, where)
         whole = table.labels is not None and table.labels.dtype.kind == "i" and table.labels.min() >= 0
         if classifies(options.vector_loss) and table.form in ("scored", "binary") and whole:
             return replace(table, form=OF_CLASSES)
@@ -99,7 +99,9 @@ class BesideTask(EmbeddingTask):
     @property
     def _classes(self) -> int:
         first = self._first
-        return int(first.labels.max()) + 1 if first.form == OF_CLASSES and first.labels is not None else 0
+        if first.form != OF_CLASSES or first.labels is None:
+            return 0
+        return len(first.names) or int(first.labels.max()) + 1
 
     @property
     def start(self) -> LayerStart:

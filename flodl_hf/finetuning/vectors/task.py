@@ -19,7 +19,7 @@ from flodl_hf.finetuning.vectors.batches import TextBatches
 from flodl_hf.finetuning.vectors.rows import PARTS, CollateTexts, Laid, TextRows
 from flodl_hf.finetuning.vectors.scorer import MAIN, HeldOut, VectorScorer
 from flodl_hf.finetuning.vectors.step import VectorObjective
-from flodl_hf.finetuning.vectors.tables import TextTable, read_table
+from flodl_hf.finetuning.vectors.tables import TextTable, expect_equal_widths, read_table
 from flodl_hf.sentence.recipe import SentenceRecipe
 from flodl_hf.vectors.losses import (
     CACHED,
@@ -91,8 +91,12 @@ class EmbeddingTask:
 
     @classmethod
     def read(cls, examples: Examples, options: Options, where: str) -> TextTable:
-        """Return a table of such examples."""
-        return read_table(examples, options.columns, where)
+        """Return a table of such examples.
+
+        Raises:
+            DataError: rows have different numbers of texts.
+        """
+        return expect_equal_widths(read_table(examples, options.columns, where), where)
 
     def held_out(self, examples: Examples) -> TextTable:
         """Return held-out examples.
@@ -101,7 +105,12 @@ class EmbeddingTask:
             DataError: they are judged by a layer that only a loss of theirs would give.
         """
         table = self.read(examples, self.options, "eval")
-        if table.form == "pair_classes":
+        forms = {one.form for one in self.tables.values()}
+        if "pair_classes" not in forms:
+            table = table.as_scores
+        if table.form == "binary" and "scored" in forms and "binary" not in forms:
+            table = replace(table, form="scored")
+        if table.form == "pair_classes" and "pair_classes" not in forms:
             raise DataError(
                 f"eval: pairs have names of classes ({', '.join(table.names[:5])}), which {self.name} was not trained "
                 "for; expected numbers of how alike texts are, or training rows with such classes",
@@ -358,7 +367,9 @@ def plan_embedding(
     named = dict(asked) if isinstance(asked, Mapping) else dict.fromkeys(tables, asked)
     problems += [f"vector_loss: there is no table {name!r}" for name in named if name not in tables]
     losses, cached = [], False
-    for name, table in tables.items():
+    for name, table in list(tables.items()):
+        if table.form not in kind.usual and own is None and named.get(name) is None:
+            table = tables[name] = table.as_scores
         word = named.get(name) or kind.usual.get(table.form)
         if word is None:
             problems.append(
@@ -371,6 +382,8 @@ def plan_embedding(
             loss = kind.loss_named(word, options)
         elif loss is None:
             loss = word
+        if table.form not in loss.forms and table.as_scores.form in loss.forms:
+            table = tables[name] = table.as_scores
         fits = table.form in loss.forms or (isinstance(loss, MSELoss) and options.guide is not None)
         if not fits:
             said = f"{table.form} ({table.width} texts{'' if table.labels is None else ' with labels'})"
@@ -410,7 +423,7 @@ class _Own:
     """A loss of the user's own: ``loss(vectors, labels)`` with one ``(examples, size)`` for each text."""
 
     call: Any
-    forms: tuple[str, ...] = tuple(USUAL)
+    forms: tuple[str, ...] = (*USUAL, "pair_classes")
     in_batch: bool = True
     by_guide: bool = False
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from finetune_tables import TABLES, labelled, tagged
+from finetune_tables import TABLES, labelled, sentences, tagged
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -60,6 +60,42 @@ def test_ten_steps_equal_a_plain_transformers_loop_to_the_bit(
     assert found.ours == found.theirs
     assert found.different_weights == []
     assert found.ours[0] != found.ours[-1]
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize(
+    ("problem_type", "label"),
+    [
+        ("regression", lambda i: [i / 4, -i / 8, 1.0]),
+        ("regression", lambda i: i / 4),
+        ("multi_label_classification", lambda i: [i / 8, 1 - i / 8]),
+    ],
+)
+def test_the_loss_of_numbers_is_that_of_transformers(
+    problem_type: str, label: Any, layout: str, base: Path, tmp_path: Path
+) -> None:
+    library = pytest.importorskip("transformers")
+    rows = [{"text": text, "label": label(i)} for i, text in enumerate(sentences()[:8])]
+    options = {**FIXED, "max_steps": 1, "dropout": 0.0, "lr": 0.0, "layout": layout, "problem_type": problem_type}
+    result = finetune(base, train=rows, eval=rows, out=tmp_path / "out", report=False, **options)
+    theirs = library.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert theirs.config.problem_type == problem_type
+    given = load(tmp_path / "out").tokenizer([row["text"] for row in rows], padding=True, return_tensors="pt")
+    inputs = {name: torch.as_tensor(given[name]) for name in ("input_ids", "attention_mask", "token_type_ids")}
+    labels = torch.tensor([row["label"] for row in rows], dtype=torch.float32)
+    with torch.no_grad():
+        loss = theirs(**inputs, labels=labels).loss.item()
+    assert result.losses[0] == pytest.approx(loss, rel=1e-6)
+    assert result.metrics["eval_loss"] == pytest.approx(loss, rel=1e-6)
+    for found, scores in zip(
+        load(tmp_path / "out").predict([row["text"] for row in rows]), theirs(**inputs).logits, strict=True
+    ):
+        expected = scores.sigmoid() if problem_type != "regression" else scores
+        by_label = {one.label: one.score for one in found}
+        assert [
+            by_label[f"LABEL_{k}" if problem_type == "regression" else str(k)] for k in range(len(scores))
+        ] == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-6)
 
 
 def trained(base: Any, rows: Any, **options: Any) -> dict[str, Tensor]:
