@@ -24,11 +24,11 @@ def stop_by(number: int, **about: Any) -> NoReturn:
         **about: attributes of the `TrainInterrupted`.
 
     Raises:
-        TrainInterrupted: the signal is SIGINT.
+        TrainInterrupted: the signal is SIGINT and a run has ended; a plain KeyboardInterrupt without ``about``.
         SystemExit: another signal; the code is 128 and its number.
     """
     if number == signal.SIGINT:
-        raise TrainInterrupted(**about)
+        raise TrainInterrupted(**about) if about else KeyboardInterrupt
     raise SystemExit(128 + number)
 
 

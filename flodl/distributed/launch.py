@@ -152,7 +152,7 @@ class Crew:
 
         Raises:
             RankError: a rank failed and no restart is left.
-            TrainInterrupted: every rank saved and left on SIGINT.
+            KeyboardInterrupt: every rank saved and left on SIGINT.
             SystemExit: every rank saved and left on SIGTERM.
         """
         pending = [m for m in self._members if not m.ended]

@@ -206,7 +206,7 @@ class Recorder:
             self.point("train/loss", place, loss, at=0.0, epoch=epoch)
         for row in event.past.evaluations:
             for name, value in row.items():
-                if name not in ("step", "epoch"):
+                if name not in ("step", "epoch", "details"):
                     self.point(_eval_name(name), row["step"], value, at=0.0, epoch=row["epoch"])
 
     def _on_StepDone(self, event: Any) -> None:

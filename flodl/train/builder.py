@@ -141,7 +141,9 @@ class TrainerBuilder:
         name: str | None = None,
         **options: Any,
     ) -> TrainerBuilder:
-        """Evaluate after each epoch, or every so many steps, the ranks sharing the work.
+        """Evaluate after each epoch, or every so many steps instead, the ranks sharing the work.
+
+        The model of the last step is evaluated in either case.
 
         Called again with another name it adds a set of data, each with a step of its own.
 
@@ -156,8 +158,11 @@ class TrainerBuilder:
         self._plan = replace(self._plan, evals={**others, name or "": (step, data, options)})
         return self.set(eval_every=every)
 
-    def eval_fn(self, call: Callable[[nn.Module], Mapping[str, float]]) -> TrainerBuilder:
-        """Evaluate by ``call(model) -> {name: value}`` on rank 0; the others wait and get the values."""
+    def eval_fn(self, call: Callable[[nn.Module], Mapping[str, Any]]) -> TrainerBuilder:
+        """Evaluate by ``call(model) -> {name: value}`` on rank 0; the others wait and get the values.
+
+        Numbers are figures, also in nested mappings; lists, arrays and texts are in `EvalDone.details`.
+        """
         return self._call(eval_fn=call)
 
     # ---- ranks ---------------------------------------------------------------------------------------

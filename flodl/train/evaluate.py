@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -20,14 +22,14 @@ from flodl.train.loss import as_loss, batch_len
 from flodl.train.precision import Precision
 from flodl.train.saving.judged import signed
 
-__all__ = ["Callbacks", "Evaluator", "RankedEval"]
+__all__ = ["Callbacks", "Evaluator", "RankedEval", "split_figures"]
 
 
 @runtime_checkable
 class RankedEval(Protocol):
     """An ``eval_fn`` whose work ranks share."""
 
-    def on_ranks(self, model: nn.Module, ranks: Ranks, speeds: Sequence[float]) -> Mapping[str, float]:
+    def on_ranks(self, model: nn.Module, ranks: Ranks, speeds: Sequence[float]) -> Mapping[str, Any]:
         """Return the figures of ``model``, the same on each rank.
 
         Args:
@@ -49,7 +51,7 @@ class Callbacks:
     epoch_fn: Callable[[int, Any], Any] | None = None
     checkpoint_fn: Callable[[int, nn.Module], Any] | None = None
     metrics_fn: Callable[[EpochMetrics], Any] | None = None
-    eval_fn: Callable[[nn.Module], Mapping[str, float]] | None = None
+    eval_fn: Callable[[nn.Module], Mapping[str, Any]] | None = None
     evals: Mapping[str, tuple[Callable[[nn.Module, Any], Any], Feed]] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
 
@@ -62,6 +64,7 @@ class Evaluator:
 
     Attributes:
         found: the last figures.
+        details: the last results of ``eval_fn`` that are not numbers, as JSON values.
         at_step: the step at which they were taken.
         history: ``step``, ``epoch`` and figures of every evaluation, those before a resume included.
     """
@@ -76,9 +79,15 @@ class Evaluator:
         }
         self.history: list[dict[str, Any]] = []
         self.found: dict[str, float] = {}
+        self.details: dict[str, Any] = {}
         self.at_step = 0
         self.best: float | None = None
         self.waits = 0
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is anything to evaluate with."""
+        return self.callbacks.eval_fn is not None or bool(self.callbacks.evals)
 
     def run(
         self,
@@ -99,7 +108,7 @@ class Evaluator:
         speeds = speeds if speeds is not None and len(speeds) == ranks.world else (1.0,) * ranks.world
         calls = self.callbacks
         self.at_step = step
-        if calls.eval_fn is None and not calls.evals:
+        if not self.evaluates:
             return None
         ranks.phase("evaluation")
         found: dict[str, float] = {}
@@ -111,7 +120,8 @@ class Evaluator:
                     figures = self._shares(eval_step, data, model, ranks, precision, speeds)
                     found |= {f"{name}/{figure}" if name else figure: value for figure, value in figures.items()}
                 if calls.eval_fn is not None:
-                    found |= _called(calls.eval_fn, model, ranks, speeds)
+                    figures, self.details = _called(calls.eval_fn, model, ranks, speeds)
+                    found |= figures
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -211,9 +221,43 @@ class Evaluator:
             self.best, self.waits = state["best"], state["waits"]
 
 
-def _called(call: Any, model: nn.Module, ranks: Ranks, speeds: Sequence[float]) -> dict[str, float]:
-    """Return the figures of a user's function: of all ranks together where it can, else of rank 0."""
+def split_figures(found: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return the numbers of an evaluation, and the rest as JSON values.
+
+    Args:
+        found: results by name. Numbers in nested mappings get names such as ``report/macro avg/f1-score``; lists,
+            arrays and texts are the rest.
+    """
+    figures: dict[str, float] = {}
+    details: dict[str, Any] = {}
+    for name, value in found.items():
+        if isinstance(value, Mapping):
+            numbers, rest = split_figures({f"{name}/{key}": part for key, part in value.items()})
+            figures, details = figures | numbers, details | rest
+        elif isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and math.prod(value.shape) == 1:
+            figures[str(name)] = float(value.item())
+        elif isinstance(value, Real):
+            figures[str(name)] = float(value)
+        else:
+            details[str(name)] = _as_json(value)
+    return figures, details
+
+
+def _as_json(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return _as_json(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(name): _as_json(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [_as_json(part) for part in value]
+    return value if value is None or isinstance(value, (str, bool, int, float)) else str(value)
+
+
+def _called(
+    call: Any, model: nn.Module, ranks: Ranks, speeds: Sequence[float]
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return the figures and details of a user's function: of all ranks together where it can, else of rank 0."""
     if isinstance(call, RankedEval):
-        return {name: float(value) for name, value in call.on_ranks(model, ranks, speeds).items()}
-    own = {name: float(value) for name, value in call(model).items()} if ranks.rank == 0 else {}
-    return ranks.tell(own)
+        return split_figures(call.on_ranks(model, ranks, speeds))
+    figures, details = ranks.tell(split_figures(call(model)) if ranks.rank == 0 else [])
+    return figures, details

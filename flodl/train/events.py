@@ -35,6 +35,7 @@ __all__ = [
     "Subscriber",
     "Synced",
     "Warned",
+    "figures_in",
 ]
 
 
@@ -167,12 +168,22 @@ class Synced(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalDone(Event):
-    """The model was evaluated."""
+    """The model was evaluated.
+
+    ``metrics`` are the figures; those of nested mappings have names such as ``report/macro avg/f1-score``. ``details``
+    are the results that are not numbers, such as a confusion matrix, as JSON values.
+    """
 
     step: int
     epoch: int
     metrics: Mapping[str, float]
     wall_ms: float
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+def figures_in(evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures of a record of `Past.evaluations`."""
+    return {name: value for name, value in evaluation.items() if name not in ("step", "epoch", "details")}
 
 
 @dataclass(frozen=True, kw_only=True)

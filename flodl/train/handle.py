@@ -234,7 +234,7 @@ class Handle:
         """Give an interruption the state that rank 0 sent before it left."""
         try:
             yield
-        except TrainInterrupted:
+        except KeyboardInterrupt:
             self._trained = self._stopped.get("trained")
             raise TrainInterrupted(**self._stopped) from None
 

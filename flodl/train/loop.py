@@ -24,7 +24,7 @@ from flodl.signals import stop_by
 from flodl.train.core import TrainerCore
 from flodl.train.epoch_figures import Tally, epoch_metrics
 from flodl.train.evaluate import Callbacks
-from flodl.train.events import RunDone
+from flodl.train.events import EpochMetrics, RunDone
 from flodl.train.feed import Feed, Share
 from flodl.train.handle import Trained
 from flodl.train.optim.optimizers import OptimizerMaker
@@ -213,7 +213,7 @@ class Loop(TrainerCore):
         self.tally.wall_ms += self.watch.restart()
         done = self.epoch_number
         self.epoch_number += 1
-        if self.evaluator.at_step != self.policy.steps:
+        if self.evaluator.at_step != self.policy.steps and (not self.settings.eval_every or self._over()):
             self._evaluate()
         parts = self.ranks.gather(self.tally.to_dict())
         metrics = epoch_metrics(
@@ -226,7 +226,7 @@ class Loop(TrainerCore):
         observed = self.observing.end_epoch(metrics, parts)
         self.hooks.call("on_epoch_end", done)
         self.tally = Tally()
-        self.rates.observe(metrics, self.settings.schedule_metric)
+        self._observe(metrics)
         self.events.emit(metrics)
         if observed is not None:
             self.events.emit(observed)
@@ -261,6 +261,17 @@ class Loop(TrainerCore):
     def _evaluate(self) -> None:
         if self.policy.steps >= self.settings.eval_delay or self._over():
             self.stopping = evaluate_now(self) or self.stopping
+            name = self.settings.schedule_metric
+            if name != "loss" and name in self.evaluator.found:
+                self.rates.observe(self.evaluator.found, name)
+
+    def _observe(self, metrics: EpochMetrics) -> None:
+        """Give the schedule a training figure of an epoch; it has figures of evaluations when they are taken."""
+        name, evaluated = self.settings.schedule_metric, self.evaluator.found
+        known = {**evaluated, **metrics.metrics, "loss": metrics.loss}
+        is_to_come = name not in known and not evaluated and self.evaluator.evaluates
+        if name == "loss" or not (name in evaluated or is_to_come):
+            self.rates.observe(known, name)
 
     def _over(self) -> bool:
         return self.out_of_steps or 0 < self.settings.num_epochs <= self.epoch_number

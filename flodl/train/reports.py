@@ -96,7 +96,9 @@ def evaluate_now(trainer: TrainerCore, *, counts: bool = True) -> bool:
             return False
         if counts:
             trainer.observing.evaluated(found)
-        trainer.evaluator.history.append({"step": policy.steps, "epoch": trainer.epoch_number, **found})
+        details = trainer.evaluator.details
+        record = {"step": policy.steps, "epoch": trainer.epoch_number, **found}
+        trainer.evaluator.history.append(record | ({"details": details} if details else {}))
         # Told here, so that whoever is told sees the model that was judged.
         trainer.events.emit(
             EvalDone(
@@ -104,6 +106,7 @@ def evaluate_now(trainer: TrainerCore, *, counts: bool = True) -> bool:
                 step=policy.steps,
                 epoch=trainer.epoch_number,
                 metrics=found,
+                details=details,
                 wall_ms=trainer.watch.ms,
             )
         )

@@ -170,7 +170,7 @@ class Settings:
         remarks: lines that are told when the run begins, as `Warned`.
         identity: further values by name that decide the numbers of the run (of the loss, of the data), as JSON values;
             a resumed run compares them.
-        eval_every: steps between evaluations; None evaluates after epochs only.
+        eval_every: steps between evaluations; None evaluates after each epoch. The last model is always evaluated.
         eval_start: evaluate before the first step too; these figures are told and decide nothing.
         eval_delay: no evaluation before so many steps, but for the one at the end.
         early_stopping: ``(metric, patience)``: stop after so many evaluations without improvement.

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from flodl.errors import CheckpointError
+from flodl.train.events import figures_in
 from flodl.train.optim.ema import averaged_state
 from flodl.train.saving.judged import judged, signed
 from flodl.train.saving.reading import read_checkpoint
@@ -57,7 +58,7 @@ def take_best(
     best = max((value for value, _ in values), default=None)
     first = next((row for value, row in values if value == best), None)
     if first is not None and first["step"] == last_step:  # the model at hand
-        return last_step, {name: value for name, value in first.items() if name not in ("step", "epoch")}
+        return last_step, figures_in(first)
     for _, step, path in judged(folder, metric):
         try:
             saved = read_checkpoint(path, weights_only=True)

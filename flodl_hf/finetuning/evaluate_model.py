@@ -16,6 +16,7 @@ from flodl.devices import best_device, find_device, training_devices
 from flodl.distributed import Ranks, join_ranks, launch
 from flodl.distributed.group import under_torchrun
 from flodl.errors import ConfigError, DataError, capped, nearest
+from flodl.train.evaluate import split_figures
 from flodl_hf.finetuning.data import choose_task, read_tables
 from flodl_hf.finetuning.evaluation import Evaluation, Evaluations
 from flodl_hf.finetuning.flag_columns import with_listed_flags
@@ -108,9 +109,13 @@ def evaluate(
             figures, found = _alone(opened, evaluation, _one_device(model, opened, device))
         else:
             figures, found = _on_devices(opened, evaluation, places)
+        figures, details = split_figures(figures)
         seconds = time.perf_counter() - started
     results = {
-        name: _result(task, one, found[name], figures if name == "" else _part(figures, name), seconds, notes)
+        name: replace(
+            _result(task, one, found[name], figures if name == "" else _part(figures, name), seconds, notes),
+            details=details if name == "" else _part(details, name),
+        )
         for name, one in sets.items()
     }
     if "" in results:
@@ -120,7 +125,7 @@ def evaluate(
     )
 
 
-def _part(figures: Mapping[str, float], name: str) -> dict[str, float]:
+def _part(figures: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {key.removeprefix(f"{name}/"): value for key, value in figures.items() if key.startswith(f"{name}/")}
 
 
@@ -352,12 +357,7 @@ def _alone(model: EncoderModel, evaluation: Evaluation | Evaluations, device: to
 
 def _on_devices(model: EncoderModel, evaluation: Evaluation | Evaluations, places: int | list[str]) -> Found:
     names, count = (None, places) if isinstance(places, int) else (places, len(places))
-    try:
-        return launch(_on_rank, (model.cpu(), evaluation), ranks=count, device=names).wait()[0]
-    except SystemExit as left:
-        if left.code == 130:
-            raise KeyboardInterrupt from None
-        raise
+    return launch(_on_rank, (model.cpu(), evaluation), ranks=count, device=names).wait()[0]
 
 
 def _on_rank(ranks: Ranks, model: EncoderModel, evaluation: Evaluation | Evaluations) -> Found:

@@ -187,6 +187,7 @@ class Evaluation:
         if self.task.kind == "words":
             known.append("perplexity")
         bare = "eval_loss" if name.lstrip("-") == "loss" else name.lstrip("-")
+        bare = bare.removeprefix("eval_") if bare not in known and bare.removeprefix("eval_") in known else bare
         # which figures a function of the user's gives is known when it has given them
         if bare not in known and "/" not in bare and (self.own is None or isinstance(self.own, Mapping)):
             raise ConfigError(
@@ -222,11 +223,17 @@ class Evaluations:
     def check_metric(self, name: str) -> str:
         """Return the name of a figure with its set and sign; of the first set where none is named.
 
+        Args:
+            name: ``set/figure``, or as transformers names it ``eval_set_figure``.
+
         Raises:
             ConfigError: no set has such a figure.
         """
         sign, bare = ("-", name[1:]) if name.startswith("-") else ("", name)
         at, _, figure = bare.partition("/")
-        at, figure = (at, figure) if at in self.sets else (next(iter(self.sets)), bare)
+        if at not in self.sets:
+            named = [(one, f"{start}{one}_") for start in ("eval_", "") for one in sorted(self.sets, key=len)]
+            fits = [(one, bare.removeprefix(start)) for one, start in named if bare.startswith(start)]
+            at, figure = fits[-1] if fits else (next(iter(self.sets)), bare)
         found = self.sets[at].check_metric(sign + figure)
         return f"-{at}/{found[1:]}" if found.startswith("-") else f"{at}/{found}"

@@ -166,7 +166,9 @@ class Options:
         among=("transformers",),
     )
 
-    eval_every: int | None = _opt(None, "Steps between evaluations, besides the one after each epoch.", least=1)
+    eval_every: int | None = _opt(
+        None, "Steps between evaluations; default: after each epoch. The last model is always evaluated.", least=1
+    )
     eval_batch_size: int | None = _opt(
         None, "Rows at once in evaluation; by default batch_size if given, else 32.", least=1
     )

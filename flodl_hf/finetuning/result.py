@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flodl.errors import TrainError
 from flodl.observe.curve import curve_svg
 from flodl.progress import clock, count
+from flodl.train.events import figures_in
 from flodl_hf.finetuning.factory import cast_stored
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ class FinetuneResult:
         folder: where it was written; None without ``out``.
         task: the head's name.
         metrics: figures of the model on the held-out data; empty without any.
-        history: one record for each evaluation: ``step``, ``epoch`` and its figures.
+        history: one record for each evaluation: ``step``, ``epoch`` and its figures; in ``details`` what the user's
+            metrics returned that is not a number, such as a confusion matrix.
         losses: mean training loss of every optimiser step.
         steps: optimiser steps taken.
         best_step: the step that ``model`` is from.
@@ -161,7 +163,7 @@ def _run_page(run: FinetuneResult) -> str:
     """Return a run as HTML: the loss of each step as a curve, evaluations as lines in it and rows below."""
     from flodl_hf.results.pages import table
 
-    names = list(dict.fromkeys(name for record in run.history for name in record if name not in ("step", "epoch")))
+    names = list(dict.fromkeys(name for record in run.history for name in figures_in(record)))
     rows = [
         [count(record.get("step", 0)), *(_cell(record.get(name)) for name in names)] for record in run.history[-20:]
     ]

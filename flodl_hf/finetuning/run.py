@@ -23,7 +23,7 @@ from flodl.errors import ConfigError, TrainError, TrainInterrupted, printable, v
 from flodl.files import path_fault
 from flodl.progress import in_words
 from flodl.train import Callback, EvalDone, RunDone, RunStarted, StepDone
-from flodl.train.events import Past
+from flodl.train.events import Past, figures_in
 from flodl.train.saving.reading import list_checkpoints
 from flodl.train.trackers import Tracker, make_tracker
 from flodl_hf.adapters.settings import Settings, adapter_words
@@ -167,9 +167,11 @@ def _stopped(stop: BaseException, job: Job, notes: _Notes, target: Path | None, 
         how = "run the same command with resume=True to go on" if folder else "there is no out= to resume from"
         print(in_words(f"stopped after step {notes.steps}; {how}"), file=sys.stderr, flush=True)
     if isinstance(stop, TrainInterrupted):
-        whole = stop.trained is not None and stop.trained.whole
-        found: Any = job.model.eval() if whole else OnFirstRank()
         stop.folder = None if folder is None else str(folder)
+        if stop.trained is None:  # the ranks had not begun
+            return
+        whole = stop.trained.whole
+        found: Any = job.model.eval() if whole else OnFirstRank()
         stop.result = FinetuneResult(
             found, None, name_of(job.task), {}, notes.history, notes.losses, notes.steps, notes.steps,
             notes.seconds, recipe, list(notes.past.changes), holds_model=whole, policy=notes.policy,
@@ -288,7 +290,8 @@ class _Notes:
             self.losses.append(event.loss)
             self.steps = event.step
         elif isinstance(event, EvalDone):
-            self.history.append({"step": event.step, "epoch": event.epoch, **event.metrics})
+            details = {"details": event.details} if event.details else {}
+            self.history.append({"step": event.step, "epoch": event.epoch, **event.metrics, **details})
             if self.best is not None:
                 self.best(self._model, event.step, event.metrics)
         elif isinstance(event, RunDone):
@@ -332,7 +335,7 @@ def _kept_in(options: Options, target: Path | None) -> Path | None:
 
 def _take_best(job: Job, model: EncoderModel, folder: Path | None, notes: _Notes) -> tuple[int, dict[str, float]]:
     """Load the weights of the best evaluation into ``model``; return its step and figures."""
-    last = {k: v for k, v in notes.history[-1].items() if k not in ("step", "epoch")} if notes.history else {}
+    last = figures_in(notes.history[-1]) if notes.history else {}
     taken = None
     if notes.best is not None:
         taken = notes.best.take(model)

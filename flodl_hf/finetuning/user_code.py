@@ -118,8 +118,11 @@ class OwnScorer:
         """Return the task's metrics, and what is kept."""
         return [*self.scorer.metrics(), self.kept]
 
-    def compute(self) -> dict[str, float]:
-        """Return the task's figures and the user's own, which win where they share a name."""
+    def compute(self) -> dict[str, Any]:
+        """Return the task's figures and the user's own, which replace those of the same name.
+
+        Results that are not numbers are returned as the user's function gave them.
+        """
         figures = self.scorer.compute()
         if not self.kept.items:
             return figures | (dict.fromkeys(self.own, float("nan")) if isinstance(self.own, Mapping) else {})
@@ -131,11 +134,11 @@ class OwnScorer:
             whole = np.int64 if self.task.kind == "single_label" else np.float32
             predictions, truth = np.asarray(predictions, np.float32), np.asarray(truth, whole)
         if isinstance(self.own, Mapping):
-            return figures | {name: float(call(predictions, truth)) for name, call in self.own.items()}
+            return figures | {name: call(predictions, truth) for name, call in self.own.items()}
         given = self.own(predictions, truth)
         if not isinstance(given, Mapping):
             raise TrainError(
                 f"metrics: found {type(given).__name__}; expected figures by name, such as {{'accuracy': 0.9}}",
                 found=type(given).__name__,
             )
-        return figures | {str(name): float(value) for name, value in given.items()}
+        return figures | {str(name): value for name, value in given.items()}

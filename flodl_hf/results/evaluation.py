@@ -28,6 +28,7 @@ class EvaluationResult:
         truth: the gold labels, in the same form.
         sets: result of each data set by name, if several were given; then the fields above from ``labels`` on are None.
         notes: remarks about how data and options were interpreted.
+        details: results of the user's metrics that are not numbers, by name, as JSON types.
     """
 
     task: str
@@ -41,6 +42,7 @@ class EvaluationResult:
     truth: Any = field(default=None, repr=False)
     sets: dict[str, EvaluationResult] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list, repr=False)
+    details: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but predictions and gold labels as JSON types."""
@@ -49,6 +51,7 @@ class EvaluationResult:
             "examples": self.examples, "seconds": round(self.seconds, 3), "labels": self.labels,
             "confusion": self.confusion, "per_label": self.per_label, "notes": self.notes,
         }  # fmt: skip
+        found |= {"details": self.details} if self.details else {}
         return found | ({"sets": {name: one.to_dict() for name, one in self.sets.items()}} if self.sets else {})
 
     def __str__(self) -> str:

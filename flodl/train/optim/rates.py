@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from flodl.errors import TrainError
-from flodl.train.events import EpochMetrics
 
 __all__ = ["Rates"]
 
@@ -68,17 +67,19 @@ class Rates:
 
     _read: tuple[int, int, float] | None = None
 
-    def observe(self, metrics: EpochMetrics, name: str) -> None:
-        """Tell a schedule that waits for plateaus the figure ``name`` of an epoch."""
+    def observe(self, figures: Mapping[str, float], name: str) -> None:
+        """Give a schedule that waits for plateaus the figure ``name``.
+
+        Raises:
+            TrainError: there is no such figure.
+        """
         if not hasattr(self.schedule, "observe"):
             return
-        known = {**metrics.metrics, **metrics.eval, "loss": metrics.loss}
-        if name not in known:
+        if name not in figures:
             raise TrainError(
-                f"schedule_metric: found no figure {name!r} after epoch {metrics.epoch}; there are {', '.join(known)}.",
-                name=name,
+                f"schedule_metric: found no figure {name!r}, expected one of {', '.join(figures)}.", name=name
             )
-        self.schedule.observe(known[name])
+        self.schedule.observe(figures[name])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the schedule's state, empty for a pure one."""

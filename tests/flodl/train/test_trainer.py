@@ -3,6 +3,7 @@
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -272,7 +273,35 @@ def test_an_evaluation_every_few_steps():
     steps = []
     made = builder(eval_every=4).eval_fn(lambda model: {"one": 1.0})
     made.subscribe(lambda event: steps.append(event.step), EvalDone).run().join()
-    assert steps == [4, 6, 8, 12]
+    assert steps == [4, 8, 12]
+    steps.clear()
+    builder(eval_every=5).eval_fn(lambda model: {"one": 1.0}).subscribe(
+        lambda event: steps.append(event.step), EvalDone
+    ).run()
+    assert steps == [5, 10, 12]  # the last model is always evaluated
+
+
+def test_results_that_are_no_numbers_are_details_of_an_evaluation():
+    found = {
+        "accuracy": np.float32(0.5), "whole": torch.tensor([2]), "sure": True, "matrix": np.array([[1, 2], [3, 4]]),
+        "report": {"no": {"f1-score": 0.25, "names": ["a"]}, "accuracy": 0.5}, "note": "text", 7: None,
+    }  # fmt: skip
+    events = []
+    builder(keep_best=None).eval_fn(lambda model: found).subscribe(events.append, EvalDone).run()
+    assert events[-1].metrics == {
+        "accuracy": 0.5, "whole": 2.0, "sure": 1.0, "report/no/f1-score": 0.25, "report/accuracy": 0.5
+    }  # fmt: skip
+    assert events[-1].details == {
+        "matrix": [[1, 2], [3, 4]], "report/no/names": ["a"], "note": "text", "7": None
+    }  # fmt: skip
+
+
+def test_a_plateau_of_an_evaluation_counts_evaluations_as_they_come():
+    rates = []
+    scores = iter([1.0, 0.5, 0.4, 0.3])
+    run = builder(schedule=Plateau(0.5, 2, 0.1, mode="max"), schedule_metric="score", eval_every=3)
+    run.eval_fn(lambda model: {"score": next(scores)}).subscribe(lambda event: rates.append(event.lr), StepDone).run()
+    assert rates == pytest.approx([0.5] * 9 + [0.05] * 3)
 
 
 def test_plateau_is_told_the_loss_and_asked_by_name():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from flodl.train import Callback, Loss
 from flodl.train.saving.reading import list_checkpoints, read_checkpoint
 from flodl_hf import load
 from flodl_hf.finetuning import finetune, plan_job
+from flodl_hf.finetuning.evaluate_model import evaluate
 from flodl_hf.finetuning.options import make_options
 from flodl_hf.finetuning.run import train_job
 from flodl_hf.finetuning.user_code import Own
@@ -238,6 +241,66 @@ def test_several_sets_are_judged_and_the_first_decides(base: Path, tmp_path: Pat
     assert other.metrics["hard/eval_loss"] == min(entry["hard/eval_loss"] for entry in other.history)
     with pytest.raises(ConfigError, match="accuracy"):
         finetune(base, train=rows[:24], eval=sets, metric="hard/acuracy")
+
+
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    [
+        ("eval_hard_accuracy", "hard/accuracy"),
+        ("hard_accuracy", "hard/accuracy"),
+        ("eval_hard_loss", "-hard/eval_loss"),
+        ("eval_accuracy", "easy/accuracy"),
+        ("eval_very_hard_accuracy", "very_hard/accuracy"),
+        ("-hard_accuracy", "-hard/accuracy"),
+    ],
+)
+def test_a_figure_of_a_set_is_named_as_transformers_names_it(metric: str, expected: str, base: Path) -> None:
+    rows = labelled(40)
+    sets = {"easy": rows[24:32], "hard": rows[32:36], "very_hard": rows[36:]}
+    options = {"metric_for_best_model": metric, "load_best_model_at_end": True, **QUICK}
+    if metric.startswith("-"):
+        options = {"metric": metric, **QUICK}
+    assert plan_job(base, rows[:24], sets, make_options(options)).metric == expected
+
+
+def report(predictions: Any, truth: Any) -> dict[str, Any]:
+    """Return what sklearn's ``confusion_matrix`` and ``classification_report(output_dict=True)`` return."""
+    said = predictions.argmax(1)
+    matrix = np.array([[((truth == i) & (said == j)).sum() for j in (0, 1)] for i in (0, 1)])
+    table = {"complaint": {"support": int((truth == 0).sum())}, "accuracy": float((said == truth).mean())}
+    return {"matrix": matrix, "report": table, "wrong": [int(i) for i in np.flatnonzero(said != truth)]}
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_lists_and_tables_of_own_metrics_are_kept_beside_the_figures(by_name: bool, base: Path, tmp_path: Path) -> None:
+    rows = labelled(32)
+    parts = ("matrix", "report", "wrong")
+    own: Any = {name: partial(lambda name, *given: report(*given)[name], name) for name in parts} if by_name else report
+    result = finetune(base, train=rows[:24], eval=rows[24:], metrics=own, out=tmp_path / "out", epochs=2, batch_size=8)
+    assert result.metrics["report/accuracy"] == result.metrics["accuracy"]
+    assert result.metrics["report/complaint/support"] == 4.0
+    assert not {"matrix", "wrong", "details"} & set(result.metrics)
+    facts = json.loads((tmp_path / "out" / "training.json").read_text())
+    for row in facts["history"]:
+        matrix = np.array(row["details"]["matrix"])
+        assert matrix.sum() == 8
+        assert np.trace(matrix) == round(8 * row["accuracy"])
+        assert len(row["details"]["wrong"]) == 8 - np.trace(matrix)
+    found = evaluate(tmp_path / "out", rows[24:], metrics=own)
+    assert (
+        found.details == facts["history"][[row["step"] for row in facts["history"]].index(result.best_step)]["details"]
+    )
+
+
+def test_early_stopping_counts_the_evaluations_that_were_requested(base: Path) -> None:
+    """As transformers 5.23: 6 steps an epoch, evaluations after 4, 8, 12, 16; no improvement after the first."""
+    scores = iter([0.9, 0.5, 0.5, 0.5, 0.5])
+    result = finetune(
+        base, train=labelled(48), eval=labelled(8), metrics={"own": lambda *_: next(scores)}, metric="own",
+        eval_strategy="steps", eval_steps=4, early_stopping_patience=3, epochs=10, batch_size=8,
+    )  # fmt: skip
+    assert [row["step"] for row in result.history] == [4, 8, 12, 16]
+    assert (result.steps, result.best_step) == (16, 4)
 
 
 def test_columns_by_name_are_one_set(base: Path) -> None:
