@@ -1,6 +1,7 @@
 """Graphs of modules, written as a chain and run as straight-line Python."""
 
 from flodl.graph.flow import FlowBuilder
+from flodl.graph.function import Function
 from flodl.graph.gate import Gate
 from flodl.graph.graph import Graph
 from flodl.graph.halts import LearnedHalt, ThresholdHalt
@@ -18,6 +19,7 @@ __all__ = [
     "FixedSelector",
     "FlowBuilder",
     "ForLoop",
+    "Function",
     "Gate",
     "Graph",
     "Heat",

@@ -71,7 +71,7 @@ def _keywords(draft: Draft) -> list[Fault]:
         for name in wrong:
             faults.append(_at(node, f"{name!r} cannot be a keyword argument; rename it: using(word={name!r})"))
         valid = tuple(name for name in names if name not in wrong)
-        faults.extend(_at(node, problem) for problem in check_forward(node.module, valid))
+        faults.extend(_at(node, problem) for problem in check_forward(node.module, valid, len(node.inputs)))
     return faults
 
 

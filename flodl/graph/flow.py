@@ -1,4 +1,4 @@
-"""The fluent verbs. They only record; nothing here raises, and `build()` judges the whole chain.
+"""The fluent verbs. They only record their arguments; `build()` checks the whole chain and raises.
 
 What a recorded step turns into is decided in `wire`, what is wrong with it in `wire` and `check`, and how
 the result runs in `source`.
@@ -7,7 +7,7 @@ the result runs in `source`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from torch import nn
@@ -23,12 +23,16 @@ __all__ = ["FlowBuilder", "LoopVerb", "MapVerb"]
 
 _ABSENT = object()
 
+Step = nn.Module | Callable[..., Any]
+"""What a verb runs."""
+
 
 class FlowBuilder:
     """Collects the steps of a graph and turns them into a `Graph`.
 
     A chain has a current stream (what the next module reads) and a target (what `using` feeds).
-    Every verb returns the builder. Faults are found by `build()`, all at once.
+    Every verb returns the builder. Faults are found by `build()`, all at once. A verb that takes a module also takes a
+    function, which becomes a `flodl.graph.Function`.
 
     Args:
         first: the first module; without it the graph starts with its own input.
@@ -39,42 +43,51 @@ class FlowBuilder:
         >>> graph = FlowBuilder(nn.Linear(4, 8)).through(nn.GELU()).also(nn.Linear(8, 8)).tag("mixed").build()
     """
 
-    def __init__(self, first: nn.Module | None = None, *, entry: str = "input", name: str | None = None) -> None:
+    def __init__(self, first: Step | None = None, *, entry: str = "input", name: str | None = None) -> None:
         self._entry = entry
         self._steps: list[VerbCall] = []
         self._verbose = False
         self._record("from_", module=first, name=name)
 
     @classmethod
-    def from_(cls, first: nn.Module, *, entry: str = "input", name: str | None = None) -> FlowBuilder:
+    def from_(cls, first: Step, *, entry: str = "input", name: str | None = None) -> FlowBuilder:
         """Return a builder whose chain starts with ``first``."""
         return cls(first, entry=entry, name=name)
 
-    def through(self, module: nn.Module, *, name: str | None = None) -> FlowBuilder:
+    def through(self, module: Step, *, name: str | None = None) -> FlowBuilder:
         """Send the stream through ``module``; its output becomes the stream."""
         return self._record("through", module=module, name=name)
 
-    def fork(self, module: nn.Module, *, name: str | None = None) -> FlowBuilder:
+    def fork(self, module: Step, *, name: str | None = None) -> FlowBuilder:
         """Run ``module`` on the stream beside it; the stream stays, and a `tag` right after names it."""
         return self._record("fork", module=module, name=name)
 
-    def also(self, module: nn.Module, *, name: str | None = None) -> FlowBuilder:
+    def also(self, module: Step, *, name: str | None = None) -> FlowBuilder:
         """Add ``module(stream)`` to the stream: a residual. `using` feeds the module, `tag` names the sum."""
         return self._record("also", module=module, name=name)
 
     def also_with(
-        self, skip: nn.Module, main: nn.Module, *, name: str | None = None, skip_name: str | None = None
+        self, skip: Step, main: Step, *, name: str | None = None, skip_name: str | None = None
     ) -> FlowBuilder:
         """Replace the stream by ``skip(stream) + main(stream)``; `using` feeds ``main``."""
         return self._record("also_with", skip=skip, main=main, name=name, skip_name=skip_name)
 
-    def split(self, *modules: nn.Module | Iterable[nn.Module], names: Sequence[str] | None = None) -> FlowBuilder:
+    def split(self, *modules: Step | Iterable[Step], names: Sequence[str] | None = None) -> FlowBuilder:
         """Open one stream for each module, all reading the current one; `using` then feeds all of them."""
-        return self._record("split", modules=_flat(modules), names=None if names is None else tuple(names))
+        return self._record("split", modules=_flat(modules), names=names)
 
-    def merge(self, how: Literal["add", "mean"] = "add") -> FlowBuilder:
-        """Close the open streams into one: their sum, or the sum times one over their number."""
-        return self._record("merge", how=how)
+    def merge(
+        self, how: Literal["add", "mean", "concat"] | Step = "add", *, dim: int = -1, name: str | None = None
+    ) -> FlowBuilder:
+        """Close the open streams into one.
+
+        Args:
+            how: ``"add"`` for their sum, ``"mean"`` for the sum times one over their number, ``"concat"`` to join them,
+                or a function or module that is called with all streams in order, such as ``torch.maximum``.
+            dim: the dimension of ``"concat"``; the last by default.
+            name: name of a function or module among the graph's children.
+        """
+        return self._record("merge", how=how, dim=dim, name=name)
 
     def tag(self, name: str) -> FlowBuilder:
         """Name the pending fork's output, or else the stream, so that `using` and paths can refer to it."""
@@ -108,24 +121,20 @@ class FlowBuilder:
         pairs = [(t, t) for t in _flat(tags)] + list(renamed.items())
         return self._record("using", pairs=tuple(pairs))
 
-    def loop_body(self, body: nn.Module, *, name: str | None = None) -> LoopVerb:
+    def loop_body(self, body: Step, *, name: str | None = None) -> LoopVerb:
         """Begin a loop over ``body``; end it by ``for_n``, ``while_cond`` or ``until_cond``."""
         self._record("loop_body", body=body, name=name)
         return LoopVerb(self)
 
-    def gate(
-        self, router: nn.Module, *experts: nn.Module | Iterable[nn.Module], name: str | None = None
-    ) -> FlowBuilder:
+    def gate(self, router: Step, *experts: Step | Iterable[Step], name: str | None = None) -> FlowBuilder:
         """Run every expert and sum their outputs weighted by ``router(stream)``; `using` feeds the router."""
         return self._record("gate", router=router, modules=_flat(experts), name=name)
 
-    def switch(
-        self, router: nn.Module, *branches: nn.Module | Iterable[nn.Module], name: str | None = None
-    ) -> FlowBuilder:
+    def switch(self, router: Step, *branches: Step | Iterable[Step], name: str | None = None) -> FlowBuilder:
         """Run the one branch whose index ``router(stream)`` gives; `using` feeds the router."""
         return self._record("switch", router=router, modules=_flat(branches), name=name)
 
-    def map(self, body: nn.Module, *, name: str | None = None) -> MapVerb:
+    def map(self, body: Step, *, name: str | None = None) -> MapVerb:
         """Begin applying ``body`` to parts of a value; end it by ``each``, ``over`` or ``slices``."""
         self._record("map", body=body, name=name)
         return MapVerb(self)
@@ -166,31 +175,38 @@ class FlowBuilder:
         return self
 
 
-class LoopVerb:
-    """A loop that still needs to be told when to stop."""
+class _OpenVerb:
+    """A loop or a map whose end is still to come. Other verbs are recorded, so that `build` reports the missing end."""
 
     def __init__(self, flow: FlowBuilder) -> None:
         self._flow = flow
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._flow, name)
+
+
+class LoopVerb(_OpenVerb):
+    """A loop whose number of iterations is still to come."""
 
     def for_n(self, count: int) -> FlowBuilder:
         """Apply the body exactly ``count`` times."""
         return self._flow._record("for_n", count=count)
 
-    def while_cond(self, condition: nn.Module, max_iterations: int) -> FlowBuilder:
+    def while_cond(self, condition: Step, max_iterations: int) -> FlowBuilder:
         """Apply the body until ``condition(state)`` is positive beforehand: 0 to ``max_iterations`` times."""
         return self._flow._record("while_cond", condition=condition, count=max_iterations)
 
-    def until_cond(self, condition: nn.Module, max_iterations: int) -> FlowBuilder:
+    def until_cond(self, condition: Step, max_iterations: int) -> FlowBuilder:
         """Apply the body until ``condition(state)`` is positive afterwards: 1 to ``max_iterations`` times."""
         return self._flow._record("until_cond", condition=condition, count=max_iterations)
 
 
-class MapVerb:
-    """A map that still needs to be told over which parts it goes."""
+class MapVerb(_OpenVerb):
+    """A map whose parts are still to come."""
 
-    def __init__(self, flow: FlowBuilder) -> None:
-        self._flow = flow
-        self._batched = False
+    _batched = False
 
     def batched(self) -> MapVerb:
         """Apply the body once to the whole value, for bodies that treat rows independently."""

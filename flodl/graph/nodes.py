@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from flodl.errors import GraphError, nearest
+from flodl.graph.function import Function
 
 __all__ = ["Fault", "Input", "Node", "Plan", "Reference", "VerbCall", "check_forward", "kind_of"]
 
@@ -101,7 +102,7 @@ class Node:
         tags: names given to its output.
         position: the step that made it.
         verb: the verb that made it.
-        mode: ``mean`` on a merge that averages, the tag read on a ``state_read``, else empty.
+        mode: ``add``, ``mean``, or ``concat`` and its dimension on a merge, the tag on a ``state_read``, else empty.
         level: distance from the entry, for drawing and profiling.
     """
 
@@ -192,24 +193,31 @@ class Plan:
 
 def kind_of(module: nn.Module) -> str:
     """Return the prefix of a module's node id: its ``flodl_name``, else its class name in lower case."""
-    given = getattr(type(module), "flodl_name", None)
+    given = getattr(module, "flodl_name", None)
     name = given if isinstance(given, str) else type(module).__name__
     cleaned = "".join(c if c.isalnum() else "_" for c in name.lower())
     return cleaned or "module"
 
 
-def check_forward(module: nn.Module, keywords: tuple[str, ...]) -> list[str]:
-    """Return what a call ``module(x, **keywords)`` would trip over; empty when it would be accepted.
+def check_forward(module: nn.Module, keywords: tuple[str, ...], streams: int = 1) -> list[str]:
+    """Return why a call ``module(x, **keywords)`` would fail; empty when it would be accepted.
+
+    Args:
+        module: what is called.
+        keywords: names of the keyword arguments.
+        streams: the number of positional arguments.
 
     A module may speak for itself by a method ``check_keywords(keywords) -> list[str]``, as the loop,
     the gate, the switch and the map do for what they hold.
     """
     own = getattr(type(module), "check_keywords", None)
-    if own is not None:
+    if own is not None and streams == 1:
         return own(module, keywords)
-    return check_callable(
-        module.forward, type(module).__name__, ("x",), keywords, hooked=bool(module._forward_pre_hooks)
-    )
+    function, owner = module.forward, type(module).__name__
+    if isinstance(module, Function):
+        function, owner = module.function, module.flodl_name
+    hooked = bool(module._forward_pre_hooks)
+    return check_callable(function, owner, ("x",) * streams, keywords, hooked=hooked)
 
 
 def check_callable(
@@ -241,9 +249,9 @@ def check_callable(
         else:
             signature.bind(*leading, **dict.fromkeys(k for k in keywords if k not in unknown))
     except TypeError as error:
-        problems.append(f"{owner}{signature} would be called with {_call(keywords)}: {error}")
+        problems.append(f"{owner}{signature} would be called with {_call(leading, keywords)}: {error}")
     return problems
 
 
-def _call(keywords: tuple[str, ...]) -> str:
-    return "(x" + "".join(f", {k}=..." for k in keywords) + ")"
+def _call(leading: tuple[str, ...], keywords: tuple[str, ...]) -> str:
+    return f"({', '.join([*leading, *(f'{k}=...' for k in keywords)])})"

@@ -37,7 +37,12 @@ def missing_inputs(**given: Any) -> GraphError:
     )
 
 
-_GLOBALS = {"_Missing": Missing, "_missing_inputs": missing_inputs, "_zeros_like": torch.zeros_like}
+_GLOBALS = {
+    "_Missing": Missing,
+    "_missing_inputs": missing_inputs,
+    "_zeros_like": torch.zeros_like,
+    "_cat": torch.cat,
+}
 
 
 def forward_source(plan: Plan, captured: Iterable[str] = ()) -> str:
@@ -175,6 +180,8 @@ class _Writer:
         ]
         if node.role == "add" or (node.role == "merge" and node.mode == "add"):
             return " + ".join(operands)
+        if node.role == "merge" and node.mode.startswith("concat"):
+            return f"_cat(({', '.join(operands)}), {node.mode.removeprefix('concat ')})"
         if node.role == "merge":
             return f"({' + '.join(operands)}) * (1 / {len(operands)})"
         arguments = list(operands)

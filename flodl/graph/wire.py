@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from flodl.errors import nearest
+from flodl.graph.function import Function
 from flodl.graph.gate import Gate
 from flodl.graph.loop import ForLoop, UntilLoop, WhileLoop
 from flodl.graph.map import MapRows, MapSlices, MapWhole
@@ -90,10 +91,11 @@ class _Wiring:
         }
         self.waiting: list[tuple[DraftNode, int, str]] = []
         self.step = steps[0]
+        if not isinstance(entry, str) or not entry.isidentifier():
+            self._fault(f"the entry is called {entry!r}, which cannot be an argument's name")
+            entry = "input"
         self._append("entry", entry)
         self.draft.inputs.append(Input(entry, 0))
-        if not entry.isidentifier():
-            self._fault(f"the entry is called {entry!r}, which cannot be an argument's name")
 
     def run(self) -> Draft:
         """Read every step in order and close what stays open."""
@@ -154,10 +156,13 @@ class _Wiring:
         total = self._node("add", [side.index, node.index])
         self._advance([total.index], [node.index])
 
-    def _split(self, modules: tuple[nn.Module, ...], names: tuple[str, ...] | None) -> None:
+    def _split(self, modules: tuple[nn.Module, ...], names: Any) -> None:
         stream = self._stream()
         if len(modules) < 2:
             self._fault(f"{len(modules)} modules given; a split needs at least two, one for each stream")
+        if names is not None and (isinstance(names, str) or not isinstance(names, Sequence)):
+            self._fault(f"the names are {names!r}; give a list with one name for each module")
+            names = None
         if names is not None and len(names) != len(modules):
             self._fault(f"{len(names)} names given for {len(modules)} modules")
             names = None
@@ -165,12 +170,19 @@ class _Wiring:
         if made:
             self._advance(made, list(made))
 
-    def _merge(self, how: str) -> None:
+    def _merge(self, how: Any, dim: Any, name: str | None) -> None:
         if len(self.current) < 2:
             self._fault("there is one stream; merge closes the streams that split opened")
-        if how not in ("add", "mean"):
-            self._fault(f"cannot merge by {how!r}; give 'add' or 'mean'")
-        node = self._node("merge", list(self.current), mode=how)
+        if not isinstance(how, str) and callable(how):
+            node = self._module_node(how, list(self.current), name)
+        else:
+            if not isinstance(how, str) or how not in ("add", "mean", "concat"):
+                self._fault(f"cannot merge by {how!r}; give 'add', 'mean', 'concat', a function or an nn.Module")
+            if not isinstance(dim, int) or isinstance(dim, bool) or (dim != -1 and how != "concat"):
+                self._fault(f"found dim={dim!r} with {how!r}; expected an int, and only with 'concat'")
+            if name is not None:
+                self._fault(f"found name={name!r} with {how!r}; expected a name only for a function or an nn.Module")
+            node = self._node("merge", list(self.current), mode=f"concat {dim}" if how == "concat" else str(how))
         self._advance([node.index], [node.index])
 
     def _tag(self, tag: str) -> None:
@@ -288,7 +300,9 @@ class _Wiring:
         begun = self._begun()
         body = self._checked(begun.args["body"], "body")
         stream = self._stream()
-        if tag in self.draft.tags:
+        if not self._is_name(tag):
+            pass
+        elif tag in self.draft.tags:
             stream = [self.draft.tags[tag]]
         else:
             self._fault(f"goes over {tag!r}, which no earlier step tags{nearest(str(tag), self.draft.tags)}")
@@ -310,7 +324,10 @@ class _Wiring:
 
     def _internal(self, tags: tuple[str, ...]) -> None:
         for tag in tags:
-            self.draft.internal.setdefault(tag, self.step.position)
+            if isinstance(tag, str):
+                self.draft.internal.setdefault(tag, self.step.position)
+            else:
+                self._fault(f"{tag!r} cannot be a tag; give the name of one")
 
     # building blocks
 
@@ -340,9 +357,11 @@ class _Wiring:
             return module
         if isinstance(module, type) and issubclass(module, nn.Module):
             self._fault(f"the {role} is the class {module.__name__}; give an instance, {module.__name__}(...)")
+        elif callable(module):
+            return Function(module)
         else:
-            self._fault(f"the {role} is {type(module).__name__}; it has to be an nn.Module")
-        return nn.Identity()
+            self._fault(f"the {role} is {type(module).__name__}; it has to be an nn.Module or a function")
+        return Function(_stand_in)
 
     def _stream(self) -> list[int]:
         if len(self.current) > 1:
@@ -393,6 +412,11 @@ class _Wiring:
 
 
 _ENDINGS = {"loop_body": ("for_n", "while_cond", "until_cond"), "map": ("each", "over", "slices")}
+
+
+def _stand_in(stream: Any, *others: Any, **named: Any) -> Any:
+    """Take the place of a part that is a fault, so that it causes no further faults."""
+    return stream
 
 
 def _is_constant(value: Any) -> bool:

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +29,14 @@ class Blend(nn.Module):
     def forward(self, x: Tensor, *, ctx: Tensor, extra: Tensor | None = None) -> Tensor:
         x = x * torch.sigmoid(ctx)
         return x if extra is None else x + extra
+
+
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def weighted(a: Tensor, b: Tensor, *, by: Tensor) -> Tensor:
+    return a * by + b
 
 
 def block() -> Graph:
@@ -63,6 +72,12 @@ FORMS = [
     Form("split mean", lambda: FlowBuilder().split([linear(), linear()]).tag_group("h").merge("mean"), (4, 8), ("h_0", "h_1")),
     Form("split names", lambda: FlowBuilder().split([linear(), linear()], names=["p", "q"]).merge("mean"), (4, 8), ("p", "q")),
     Form("input", lambda: FlowBuilder(linear()).input("ctx").through(Blend()).using("ctx"), (4, 8), ("linear_1", "blend_3"), ("ctx",)),
+    Form("split concat", lambda: FlowBuilder(linear()).split(linear(3), linear(5)).merge("concat"), (4, 8), ("linear_1", "linear_2", "linear_3")),
+    Form("concat rows", lambda: FlowBuilder(linear()).split(linear(), torch.tanh).merge("concat", dim=0).tag("c"), (8, 8), ("linear_1", "linear_2", "tanh_3")),
+    Form("merge by a function", lambda: FlowBuilder(linear()).split(linear(), linear()).merge(torch.maximum).tag("m"), (4, 8), ("linear_1", "linear_2", "linear_3", "m")),
+    Form("merge by a module", lambda: FlowBuilder(linear()).split(linear(), linear()).merge(nn.Bilinear(WIDTH, WIDTH, 3), name="b"), (4, 3), ("linear_1", "linear_2", "linear_3", "b")),
+    Form("merge with a reference", lambda: FlowBuilder(linear()).tag("a").split(linear(), linear()).merge(weighted).using(by="a"), (4, 8), ("a", "linear_2", "linear_3", "weighted_4")),
+    Form("functions", lambda: FlowBuilder(linear()).through(nn.functional.gelu).also(partial(torch.mul, other=0.5)).through(double, name="d"), (4, 8), ("linear_1", "gelu_2", "mul_3", "d")),
     Form("inputs", lambda: FlowBuilder(linear()).through(Blend()).using("ctx", extra="more").input("ctx", "more"), (4, 8), ("linear_1", "blend_2"), ("ctx", "more")),
     Form("optional", lambda: FlowBuilder(linear()).input("ctx").input("extra", default=None).through(Blend()).using("ctx", "extra"), (4, 8), ("linear_1", "blend_4"), ("ctx",)),
     Form("nested", lambda: FlowBuilder(linear()).through(block()).also(block(), name="b"), (4, 8), ("linear_1", "graph_2", "b")),

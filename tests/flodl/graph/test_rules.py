@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +43,14 @@ class Needs(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return x * mask
+
+
+def of_two(a: Tensor, b: Tensor) -> Tensor:
+    return a * b
+
+
+def of_three(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    return a * b * c
 
 
 def one(value: float = 1.0) -> Tensor:
@@ -192,6 +202,20 @@ FAULTS: list[tuple[str, Callable[[], FlowBuilder], list[tuple[str, tuple[str, ..
     ("unresolved references", lambda: FlowBuilder(StateAdd()).using("ghost", "spook").tag("ghots"), [("using", ("'ghost'", "'ghots'")), ("using", ("'spook'",))]),
     ("merge without split", lambda: FlowBuilder(lin()).merge(), [("merge", ("one stream",))]),
     ("unknown merge", lambda: FlowBuilder().split(lin(), lin()).merge("max"), [("merge", ("'max'", "mean"))]),  # pyright: ignore[reportArgumentType]
+    ("merge by nothing", lambda: FlowBuilder().split(lin(), lin()).merge(None), [("merge", ("None", "'concat'"))]),  # pyright: ignore[reportArgumentType]
+    ("merge by a class", lambda: FlowBuilder().split(lin(), lin()).merge(nn.Bilinear), [("merge", ("class Bilinear",))]),
+    ("merge by a module of one", lambda: FlowBuilder().split(lin(), lin()).merge(lin()), [("merge", ("Linear", "(x, x)"))]),
+    ("merge by a function of three", lambda: FlowBuilder().split(lin(), lin()).merge(of_three), [("merge", ("of_three", "(x, x)"))]),
+    ("merge by a keyword", lambda: FlowBuilder(lin()).tag("t").split(lin(), lin()).merge(of_two).using("t"), [("merge", ("of_two", "'t'"))]),
+    ("concat along a text", lambda: FlowBuilder().split(lin(), lin()).merge("concat", dim="last"), [("merge", ("dim='last'", "int"))]),  # pyright: ignore[reportArgumentType]
+    ("a sum along a dimension", lambda: FlowBuilder().split(lin(), lin()).merge("add", dim=0), [("merge", ("dim=0", "'concat'"))]),
+    ("a sum with a name", lambda: FlowBuilder().split(lin(), lin()).merge("add", name="sum"), [("merge", ("name='sum'",))]),
+    ("a function of nothing", lambda: FlowBuilder(lin()).through(lambda: 1), [("through", ("lambda",))]),
+    ("no function", lambda: FlowBuilder(lin()).through(5), [("through", ("int", "function"))]),  # pyright: ignore[reportArgumentType]
+    ("an open loop", lambda: FlowBuilder(lin()).loop_body(lin()).through(lin()), [("loop_body", ("never ended",))]),
+    ("an open map", lambda: FlowBuilder(lin()).map(lin()).batched().tag("a"), [("map", ("never ended",))]),
+    ("names of a split that are none", lambda: FlowBuilder(lin()).split(lin(), lin(), names=5).merge(), [("split", ("5",))]),  # pyright: ignore[reportArgumentType]
+    ("an entry that is no text", lambda: FlowBuilder(lin(), entry=5), [("from", ("5",))]),  # pyright: ignore[reportArgumentType]
     ("split of one", lambda: FlowBuilder(lin()).split(lin()), [("split", ("1 modules",))]),
     ("split names", lambda: FlowBuilder().split(lin(), lin(), names=["a"]).merge(), [("split", ("1 names", "2 modules"))]),
     ("using after nothing", lambda: FlowBuilder().input("a").using("a"), [("using", ("nothing to feed",))]),
@@ -226,7 +250,6 @@ FAULTS: list[tuple[str, Callable[[], FlowBuilder], list[tuple[str, tuple[str, ..
     ("group named as a tag", lambda: FlowBuilder(lin()).tag("g").split(lin(), lin()).tag_group("g").merge(), [("tag_group", ("name of a tag",))]),
     ("member named as a tag", lambda: FlowBuilder(lin()).tag("g_1").split(lin(), lin()).tag_group("g").merge(), [("tag_group", ("'g_1'", "already"))]),
     ("a class for a module", lambda: FlowBuilder(lin()).through(nn.GELU), [("through", ("class GELU", "GELU("))]),  # pyright: ignore[reportArgumentType]
-    ("a function for a module", lambda: FlowBuilder(lin()).through(torch.relu), [("through", ("nn.Module",))]),  # pyright: ignore[reportArgumentType]
     ("a text for an expert", lambda: FlowBuilder(lin()).gate(SoftmaxRouter(W, 2), lin(), "no"), [("gate", ("expert 1", "str"))]),  # pyright: ignore[reportArgumentType]
     ("duplicate name", lambda: FlowBuilder(lin(), name="a").through(lin(), name="a"), [("through", ("'a'", "linear_1"))]),
     ("name that is another's tag", lambda: FlowBuilder(lin()).also(lin(), name="s").tag("s"), [("also", ("'s'", "add_3"))]),
@@ -391,3 +414,62 @@ def test_a_step_lets_go_of_all_that_it_was_the_last_to_use() -> None:
 def test_verbose_prints_the_tree(capsys: pytest.CaptureFixture[str]) -> None:
     FlowBuilder(lin()).tag("abc").label("net").verbose().build()
     assert "net" in capsys.readouterr().err
+
+
+# functions
+
+
+def test_merges_give_the_values_that_they_name() -> None:
+    a, b = Times(2), Times(3)
+    x = torch.tensor([[1.0, -1.0]])
+    expected = {
+        "concat": torch.tensor([[2.0, -2.0, 3.0, -3.0]]),
+        of_two: torch.tensor([[6.0, 6.0]]),
+        torch.maximum: torch.tensor([[3.0, -2.0]]),
+    }
+    for how, value in expected.items():
+        assert torch.equal(FlowBuilder().split(a, b).merge(how).build()(x), value)  # pyright: ignore[reportArgumentType]
+    assert FlowBuilder().split(a, b).merge("concat", dim=0).build()(x).shape == (2, 2)
+    with pytest.raises(RuntimeError, match="same number of dimensions"):
+        FlowBuilder().split(a, nn.Flatten(0)).merge("concat").build()(torch.ones(2, 2))
+
+
+def test_the_structural_hash_tells_functions_and_merges_apart() -> None:
+    def local(x: Tensor) -> Tensor:
+        return x + 1
+
+    chains: list[Callable[[], FlowBuilder]] = [
+        lambda: FlowBuilder(lin()).through(torch.relu),
+        lambda: FlowBuilder(lin()).through(torch.tanh),
+        lambda: FlowBuilder(lin()).through(local),
+        lambda: FlowBuilder(lin()).through(lambda x: x + 1),
+        lambda: FlowBuilder(lin()).through(lambda x: x + 2),
+        lambda: FlowBuilder(lin()).through(lambda x: x * 2),
+        *(
+            (lambda how=how, dim=dim: FlowBuilder(lin()).split(lin(), lin()).merge(how, dim=dim))  # pyright: ignore
+            for how, dim in (("add", -1), ("mean", -1), ("concat", -1), ("concat", 0), (torch.add, -1), (of_two, -1))
+        ),
+    ]
+    hashes = [make().build().structural_hash() for make in chains]
+    assert len(set(hashes)) == len(chains)
+    assert hashes == [make().build().structural_hash() for make in chains]
+
+
+@pytest.mark.parametrize("value", [None, 5, 2.5, "", "a.b", [], ["a"], {"a": 1}, object(), nn.Linear], ids=repr)
+def test_no_argument_makes_a_verb_raise(value: object) -> None:
+    given: Any = value
+    for use in (
+        lambda f: FlowBuilder(given), lambda f: FlowBuilder(lin(), entry=given), lambda f: f.through(given),
+        lambda f: f.through(lin(), name=given), lambda f: f.fork(given), lambda f: f.also(given),
+        lambda f: f.also_with(given, lin()), lambda f: f.split(given, given).merge(), lambda f: f.tag(given),
+        lambda f: f.split(lin(), lin(), names=given).merge(), lambda f: f.split(lin(), lin()).merge(given),
+        lambda f: f.split(lin(), lin()).merge("concat", dim=given), lambda f: f.split(lin(), lin()).tag_group(given),
+        lambda f: f.input(given), lambda f: f.input("a", default=given), lambda f: f.using(given),
+        lambda f: f.using(a=given), lambda f: f.loop_body(given).for_n(given),
+        lambda f: f.loop_body(lin()).while_cond(given, 2), lambda f: f.gate(given, lin(), given),
+        lambda f: f.switch(lin(), given), lambda f: f.map(given).over(given), lambda f: f.map(lin()).slices(given),
+        lambda f: f.label(given), lambda f: f.internal(given),
+    ):  # fmt: skip
+        flow = use(FlowBuilder(lin()))
+        with contextlib.suppress(GraphBuildError):
+            flow.build()
