@@ -92,8 +92,7 @@ TOKENIZER = FamilyTokenizer(
     special=deberta_v2.TOKENIZER.special,
     type_ids=True,
     files=("vocab.json", "merges.txt"),
-    # As the models were trained, and transformers 4 has it; transformers 5 doubles the separator between two texts.
-    template="bert",
+    template="doubled",  # as in transformers 5; transformers 4 had one separator between two texts
 )
 
 TINY = {

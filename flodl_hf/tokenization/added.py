@@ -24,13 +24,13 @@ def _flag(value: Any, name: str, default: bool) -> bool:
 
 
 def _token(text: str, stated: Any, *, special: bool, takes_space: bool = False) -> AddedToken:
-    # Matched in the text as it is written: what normalization does to a marker is of no use to anyone.
+    # As in transformers, a token is matched in the normalized text unless it is special or its entry specifies it.
     return AddedToken(
         text,
         lstrip=_flag(stated, "lstrip", takes_space),
         rstrip=_flag(stated, "rstrip", False),
         single_word=_flag(stated, "single_word", False),
-        normalized=False,
+        normalized=_flag(stated, "normalized", not special),
         special=special,
     )
 
@@ -53,14 +53,35 @@ def add_roles(
             tokenizer.add_special_tokens([added])
 
 
-def add_stated(tokenizer: Tokenizer, files: Mapping[str, bytes], settings: Mapping[str, Any], folder: str) -> None:
-    """Add what ``added_tokens.json`` and ``added_tokens_decoder`` state, under the ids stated there.
+def _named(settings: Mapping[str, Any], mapped: Mapping[str, Any]) -> set[str | None]:
+    """Return the special tokens that the settings files name."""
+    return {content(source.get(role)) for source in (settings, mapped) for role in ROLES} | set(
+        extra_tokens(settings, mapped)
+    )
+
+
+def add_stated(
+    tokenizer: Tokenizer,
+    files: Mapping[str, bytes],
+    settings: Mapping[str, Any],
+    mapped: Mapping[str, Any],
+    folder: str,
+) -> None:
+    """Add the tokens of ``added_tokens.json`` or ``added_tokens_decoder`` with the ids in these files.
+
+    Args:
+        tokenizer: the tokenizer to change.
+        files: tokenizer files by name.
+        settings: ``tokenizer_config.json``.
+        mapped: ``special_tokens_map.json``.
+        folder: the folder of the files, for messages.
 
     Raises:
         TokenizerError: if a stated id cannot be had.
     """
     wanted: dict[int, tuple[str, Any, str]] = {}
     faults: list[str] = []
+    named = _named(settings, mapped)
     if "added_tokens.json" in files:
         for text, number in parse_json(files["added_tokens.json"], f"{folder}/added_tokens.json").items():
             if isinstance(number, bool) or not isinstance(number, int) or number < 0 or not text:
@@ -77,14 +98,13 @@ def add_stated(tokenizer: Tokenizer, files: Mapping[str, bytes], settings: Mappi
         else:
             wanted[int(number)] = (text, stated, "tokenizer_config.json")
     for number, (text, stated, file) in sorted(wanted.items()):
-        special = _flag(stated, "special", False)
+        special = _flag(stated, "special", stated is None and text in named)
         token = _token(text, stated, special=special)
-        found = tokenizer.token_to_id(text)
-        if found is None:
-            tokenizer.add_tokens([token])
-            found = tokenizer.token_to_id(text)
-        elif special:
+        if special:
             tokenizer.add_special_tokens([token])
+        else:
+            tokenizer.add_tokens([token])
+        found = tokenizer.token_to_id(text)
         if found != number:
             faults.append(f"{file}: {printable(text, 40)} is stated as id {number} and comes to id {found}")
     if faults:
@@ -121,6 +141,7 @@ def add_missing(
     """
     notes: list[str] = []
     wanted: list[tuple[str, AddedToken, int | None]] = []
+    named = _named(settings, mapped)
     if decoder:
         stated = settings.get("added_tokens_decoder")
         if isinstance(stated, Mapping):
@@ -129,16 +150,8 @@ def add_missing(
             by_id = [(n, text, None) for text, n in added.items() if isinstance(n, int) and not isinstance(n, bool)]
         for number, text, value in sorted(by_id, key=lambda entry: entry[0]):
             if text:
-                special = _flag(value, "special", False)
-                token = AddedToken(
-                    text,
-                    special=special,
-                    normalized=_flag(value, "normalized", not special),
-                    lstrip=_flag(value, "lstrip", False),
-                    rstrip=_flag(value, "rstrip", False),
-                    single_word=_flag(value, "single_word", False),
-                )
-                wanted.append((text, token, number))
+                special = _flag(value, "special", value is None and text in named)
+                wanted.append((text, _token(text, value, special=special), number))
     wanted += [(t, _token(t, v, special=True), None) for t, v in extra_tokens(settings, mapped).items()]
     for text, token, number in wanted:
         found = tokenizer.token_to_id(text)

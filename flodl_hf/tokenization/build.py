@@ -290,7 +290,7 @@ def build_backend(
     with guarded(f"{folder}/{vocabulary_file(files)}", "the vocabulary files are damaged; fetch them again"):
         tokenizer = _builder(own)(source)
         # First those whose ids are stated: a role's token that the vocabulary lacks takes the next free id.
-        add_stated(tokenizer, files, settings, folder)
+        add_stated(tokenizer, files, settings, mapped, folder)
         add_roles(tokenizer, tokens, stated, mask_takes_space=own.mask_takes_space)
         add_missing(tokenizer, settings, mapped, {}, rows, decoder=False)
         template = own.template

@@ -211,6 +211,51 @@ def test_a_saved_tokenizer_is_read_equally_by_both(
         assert theirs(text)["input_ids"] == first(text)["input_ids"], text
 
 
+ADDED = ["NewTok", "Élève", "New Tok"]
+SPECIALS = {"MPNetTokenizer": ("<s>", "<pad>", "</s>", "[UNK]", "<mask>")}
+
+
+def entries(first: int, **flags: bool) -> dict[str, Any]:
+    return {"added_tokens_decoder": {str(first + i): {"content": text, **flags} for i, text in enumerate(ADDED)}}
+
+
+@pytest.mark.transformers
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("flags", [
+    None, {"normalized": True}, {"normalized": False}, {"normalized": True, "special": True}, {"special": True}, {},
+    {"normalized": True, "lstrip": True, "rstrip": True}, {"single_word": True},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("name", [
+    "BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MPNetTokenizer", "AlbertTokenizer", "RobertaTokenizer",
+    "XLNetTokenizer",
+])  # fmt: skip
+def test_added_tokens_are_matched_as_in_transformers(tmp_path: Path, name: str, flags: dict[str, bool] | None) -> None:
+    from transformers import AutoTokenizer
+
+    models = {
+        "AlbertTokenizer": ALBERT,
+        "XLNetTokenizer": {**XLNET, "control_symbols": XLNET["control_symbols"] + ",<mask>"},
+    }
+    if name in models:
+        files = spm("spiece.model", **models[name])()
+    else:
+        files = byte_pieces() if name == "RobertaTokenizer" else word_pieces(*SPECIALS.get(name, ()))
+    lower = {} if name == "RobertaTokenizer" else {"do_lower_case": True}
+    first = len(AutoTokenizer.from_pretrained(folder_of(tmp_path, name, "bert", files, lower)))
+    folder = folder_of(
+        tmp_path, name, "bert", files, {**lower, **(entries(first, **flags) if flags is not None else {})}
+    )
+    if flags is None:
+        numbers = {text: first + i for i, text in enumerate(ADDED)}
+        (folder / "added_tokens.json").write_text(json.dumps(numbers))
+    theirs, ours = AutoTokenizer.from_pretrained(folder), Tokenizer.from_folder(folder)
+    for text in (
+        "a NewTok b", "a newtok b", "aNEWTOKb NEWTOK", "x NewTokNewTok y", "  NewTok  ", "Ada ÉLÈVE élève eleve",
+        "[MASK] ada <mask> NewTok", "New Tok new tok",
+    ):  # fmt: skip
+        assert ours(text).input_ids == theirs(text)["input_ids"], text
+
+
 @pytest.mark.transformers
 @pytest.mark.filterwarnings("ignore")
 def test_each_class_of_transformers_is_read_or_refused_with_its_name(tmp_path: Path) -> None:
