@@ -28,7 +28,7 @@ from flodl_hf.weights.file_names import ADAPTER_CONFIG, BASE_OF_ADAPTER, CONFIG_
 
 from .tokenization.backend import Backend
 from .tokenization.batch import PADDINGS, TRUNCATIONS, as_batch, as_tensors, check_batch, option
-from .tokenization.definition import read_backend
+from .tokenization.definition import read_backend, with_sections
 from .tokenization.doctor import contradictions
 from .tokenization.encoded import Encoded, pad_rows
 from .tokenization.guard import guarded
@@ -63,6 +63,7 @@ class Tokenizer(Vocabulary):
         model_type: str | None = None,
         config: Mapping[str, Any] | None = None,
         notes: Sequence[str] = (),
+        overridden: bool = False,
     ) -> None:
         """Take over ``backend``: no one else may change it afterwards.
 
@@ -72,12 +73,14 @@ class Tokenizer(Vocabulary):
             folder: where it came from, for messages.
             model_type: family, if known.
             config: the model's ``config.json``, if known.
-            notes: where its files contradict each other, and which won; kept as ``notes``, with what is found.
+            notes: contradictions of its files, and which file is used; further ones are added to ``notes``.
+            overridden: whether settings replaced parts of ``tokenizer.json``.
 
         Raises:
             TokenizerError: if a settings file is damaged, or the normalizer would exhaust memory.
         """
         self._files = dict(files or {})
+        self._overridden = overridden
         self._config = dict(config or {})
         frozen = Backend(backend, f"{folder}/{vocabulary_file(self._files)}" if self._files else str(folder))
         settings = read_settings(
@@ -147,11 +150,15 @@ class Tokenizer(Vocabulary):
         byte_fallback: bool = False,
     ) -> Tokenizer:
         """Return the tokenizer that ``files`` (name to contents) define; arguments as in [from_folder][]."""
-        backend, notes = read_backend(files, str(folder), model_type, config or {}, byte_fallback)
+        backend, notes, overridden = read_backend(files, str(folder), model_type, config or {}, byte_fallback)
         for note in notes:
-            if note.startswith(("cls_token", "sep_token", "tokenizer.json is")):  # it concerns every row
+            # It concerns every row.
+            if note.startswith(("cls_token", "sep_token", "tokenizer.json ")) and "the former is used" not in note:
                 warnings.warn(f"{folder}: {note}", UserWarning, stacklevel=3)
-        return cls(backend, files=files, folder=folder, model_type=model_type, config=config, notes=notes)
+        return cls(
+            backend, files=files, folder=folder, model_type=model_type, config=config, notes=notes,
+            overridden=overridden,
+        )  # fmt: skip
 
     @classmethod
     @taking(TOKENIZER, TokenizerError)
@@ -216,7 +223,7 @@ class Tokenizer(Vocabulary):
                 "save the tokenizer with save_pretrained, which writes its vocabulary files",
                 where=self._folder,
             )
-        if "tokenizer.json" in self._files:
+        if "tokenizer.json" in self._files and not self._overridden:
             return self._files["tokenizer.json"].decode("utf-8-sig")
         return self._inner.to_str(pretty=True)
 
@@ -243,6 +250,7 @@ class Tokenizer(Vocabulary):
             self._config,
             self._backend.pad_token,
             self._backend.sides,
+            self._overridden,
         )
 
     def __deepcopy__(self, memo: Any) -> Tokenizer:
@@ -481,16 +489,9 @@ def _restore(
     config: Any,
     pad_token: str | None = None,
     sides: Mapping[str, str] | None = None,
+    overridden: bool = False,
 ) -> Tokenizer:
     if text is None:
         return kind.from_files(files, folder=folder, model_type=model_type, config=config)
-    backend, sides = tokenizers.Tokenizer.from_str(text), sides or {}
-    # What the sections of the definition said, which a frozen one has no more.
-    if pad_token is not None or "padding_side" in sides:
-        found = None if pad_token is None else backend.token_to_id(pad_token)
-        backend.enable_padding(
-            direction=sides.get("padding_side", "right"), pad_token=pad_token or "", pad_id=found or 0
-        )
-    if "truncation_side" in sides:
-        backend.enable_truncation(1, direction=sides["truncation_side"])
-    return kind(backend, files=files, folder=folder, model_type=model_type, config=config)
+    backend = with_sections(text, pad_token, sides or {})
+    return kind(backend, files=files, folder=folder, model_type=model_type, config=config, overridden=overridden)

@@ -21,6 +21,7 @@ __all__ = [
     "ALIASES",
     "CLASSES",
     "PYTHON_BUILDERS",
+    "WITHOUT_CLASS",
     "class_family",
     "class_name",
     "class_rules",
@@ -31,6 +32,9 @@ __all__ = [
 
 # Builders whose tokenizers split words by Python code.
 PYTHON_BUILDERS = ("fairseq", "bertweet", "japanese")
+
+# Families for which transformers has no tokenizer class, so that their tokenizer.json is used as it is.
+WITHOUT_CLASS = ("modernbert", "xlm-roberta-xl", "new", "eurobert", "jina_bert", "jina_embeddings_v3_tasks")
 
 # Classes that only wrap tokenizer.json, so that the family decides.
 _GENERIC = ("", "pretrained", "tokenizersbackend", "pythonbackend", "auto")

@@ -1,23 +1,33 @@
 """The tokenizer of a folder's files: ``tokenizer.json``, or one that is built from the vocabulary files.
 
-Decides: which of the two is read.
-Leaves to others: building (``build.py``), tokens that only settings files name (``added.py``).
+Decides: which of the two is read, and that a definition without post-processor gets the template of its class.
+Leaves to others: building (``build.py``), settings that replace parts (``overrides.py``), tokens that only settings
+files name (``added.py``).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 import tokenizers
 
+from flodl.errors import printable
+from flodl_hf.errors import TokenizerError
+from flodl_hf.families import named
+from flodl_hf.family import FamilyTokenizer
+
 from .added import add_missing
 from .backend import load_json
-from .classes import PYTHON_BUILDERS, class_name, class_rules, guess_model_type
+from .classes import PYTHON_BUILDERS, WITHOUT_CLASS, class_name, class_rules, guess_model_type, rules_of
 from .guard import guarded
+from .overrides import applied, parts_of
+from .settings import ROLES, content, said_of
 from .source import parse_json
+from .templates import frame, template_ends
 
-__all__ = ["read_backend"]
+__all__ = ["read_backend", "with_sections"]
 
 
 def read_backend(
@@ -26,8 +36,8 @@ def read_backend(
     model_type: str | None,
     config: Mapping[str, Any],
     byte_fallback: bool,
-) -> tuple[tokenizers.Tokenizer, list[str]]:
-    """Return the tokenizer of a folder, and notes about contradictions of its files.
+) -> tuple[tokenizers.Tokenizer, list[str], bool]:
+    """Return the tokenizer of a folder, notes about contradictions, and whether it differs from ``tokenizer.json``.
 
     Args:
         files: tokenizer files by name.
@@ -60,10 +70,143 @@ def read_backend(
             files, folder=folder, model_type=family, settings=stated, config=config, rows=rows,
             byte_fallback=byte_fallback,
         )  # fmt: skip
-        return backend, []
+        return backend, [], False
     backend = load_json(files["tokenizer.json"], f"{folder}/tokenizer.json")
+    rules = class_rules(class_name(stated, config)) or _family_rules(stated, config, model_type)
+    tokens = {
+        role: text
+        for role in ROLES
+        if (text := next(filter(None, map(content, said_of(role, stated, mapped))), None)) is not None
+    }
+    overridden = _overridden(backend, files["tokenizer.json"], folder, rules, stated, tokens)
+    if overridden is not None:
+        backend = overridden[0]
     with guarded(f"{folder}/tokenizer_config.json", "the settings are damaged; fetch them again"):
         notes = add_missing(backend, stated, mapped, added, rows, decoder=True)
+        changes = [] if overridden is None else overridden[1]
+        if rules is not None and rules.files:
+            framed = _framed if backend.post_processor is None else _reframed
+            changes += framed(backend, rules, stated, tokens, folder)
     if rules is not None and rules.words:
         notes.append(f"tokenizer.json is read as it is; its class splits words by {rules.words}: ids may differ")
-    return backend, notes
+    return backend, notes + changes, bool(changes)
+
+
+def _family_rules(
+    stated: Mapping[str, Any], config: Mapping[str, Any], model_type: str | None
+) -> FamilyTokenizer | None:
+    """Return the rules of the class that transformers takes for a folder that names none; None if it has no class."""
+    if any(isinstance(source.get("tokenizer_class"), str) for source in (stated, config)):
+        return None
+    family = model_type or guess_model_type(config, stated)
+    return None if family in WITHOUT_CLASS else rules_of(named(family))
+
+
+def _overridden(
+    backend: tokenizers.Tokenizer,
+    data: bytes,
+    folder: str,
+    rules: FamilyTokenizer | None,
+    stated: Mapping[str, Any],
+    tokens: Mapping[str, str],
+) -> tuple[tokenizers.Tokenizer, list[str]] | None:
+    """Return the tokenizer with the settings that replace parts of its definition, and notes; None for none."""
+    if rules is None or not rules.files:
+        return None
+    components = {
+        name: json.loads(part.__getstate__())
+        for name in ("normalizer", "pre_tokenizer", "post_processor")
+        if (part := getattr(backend, name)) is not None
+    }
+    notes = applied(components, rules, stated)
+    unknown = tokens.get("unk_token")
+    former = getattr(backend.model, "unk_token", None)
+    if isinstance(former, str) and unknown not in (None, former) and backend.token_to_id(str(unknown)) is not None:
+        notes.append(_used("unk_token", str(unknown), former))
+    else:
+        unknown = None
+    if not notes:
+        return None
+    # Loaded again, so that added tokens are normalized by the changed normalizer.
+    definition = {**parse_json(data, f"{folder}/tokenizer.json"), **components}
+    if unknown is not None:
+        definition["model"]["unk_token"] = unknown
+    return load_json(json.dumps(definition).encode(), f"{folder}/tokenizer.json"), notes
+
+
+def _framed(
+    backend: tokenizers.Tokenizer,
+    rules: FamilyTokenizer,
+    stated: Mapping[str, Any],
+    tokens: Mapping[str, str],
+    folder: str,
+) -> list[str]:
+    """Add the template of the class to a definition without post-processor; return notes."""
+    prefix = stated.get("add_prefix_space", rules.prefix) is True
+    try:
+        frame(backend, rules.template, {**rules.special, **tokens}, folder, prefix=prefix, settings=stated)
+    except TokenizerError:
+        lacking = "the vocabulary lacks special tokens of its class, so that none are added"
+        return [f"tokenizer.json has no post_processor: {lacking}"]
+    if not backend.num_special_tokens_to_add(False):
+        return []
+    around = " and ".join(dict.fromkeys(_around(backend)))
+    return [f"tokenizer.json has no post_processor: {around} are added as its class does, as in transformers 5"]
+
+
+def _around(backend: tokenizers.Tokenizer) -> list[str]:
+    """Return the special tokens around one text, read from the definition of the post-processor."""
+    for part in parts_of(json.loads(backend.post_processor.__getstate__())):
+        if part.get("type") == "TemplateProcessing":
+            return [piece["SpecialToken"]["id"] for piece in part["single"] if "SpecialToken" in piece]
+        if part.get("type") in ("RobertaProcessing", "BertProcessing"):
+            return [part["cls"][0], part["sep"][0]]
+    return []
+
+
+def _reframed(
+    backend: tokenizers.Tokenizer,
+    rules: FamilyTokenizer,
+    stated: Mapping[str, Any],
+    tokens: Mapping[str, str],
+    folder: str,
+) -> list[str]:
+    """Replace tokens of the template by those that the settings name; return notes."""
+    around = _around(backend)
+    roles = template_ends(rules.template)
+    if len(around) < 2 or roles is None:
+        return []
+    former = dict(zip(roles, (around[0], around[-1]), strict=True))
+    changed = {
+        role: tokens[role]
+        for role, token in former.items()
+        if tokens.get(role, token) != token and backend.token_to_id(tokens[role]) is not None
+    }
+    if changed:
+        prefix = stated.get("add_prefix_space", rules.prefix) is True
+        frame(backend, rules.template, {**rules.special, **former, **changed}, folder, prefix=prefix)
+    return [_used(role, token, former[role]) for role, token in changed.items()]
+
+
+def _used(role: str, token: str, former: str) -> str:
+    new, old = printable(token, 40), printable(former, 40)
+    return f"{role}: {new} by the settings files and {old} in tokenizer.json; the former is used, as in transformers 5"
+
+
+def with_sections(text: str, pad_token: str | None, sides: Mapping[str, str]) -> tokenizers.Tokenizer:
+    """Return the tokenizer of a definition, with sections for padding and truncation, which a loaded one lacks.
+
+    Args:
+        text: the definition.
+        pad_token: the token of the padding section.
+        sides: ``padding_side`` and ``truncation_side``, as far as there are sections.
+    """
+    backend = tokenizers.Tokenizer.from_str(text)
+    if pad_token is not None or "padding_side" in sides:
+        found = None if pad_token is None else backend.token_to_id(pad_token)
+        backend.enable_padding(
+            direction=sides.get("padding_side", "right"), pad_token=pad_token or "", pad_id=found or 0
+        )
+    if "truncation_side" in sides:
+        backend.enable_truncation(1, direction=sides["truncation_side"])
+    return backend

@@ -1,7 +1,6 @@
-"""Where a tokenizer's settings files contradict its ``tokenizer.json``, and which of them is obeyed.
+"""Contradictions between the settings files of a tokenizer and its ``tokenizer.json``, and which of them is used.
 
-Decides: what counts as a contradiction. What is obeyed is decided where it is read: ``tokenizer.json`` for everything
-that makes ids (normalization, splitting, the template), the settings files for roles, lengths and sides.
+Settings that replace parts of ``tokenizer.json`` are applied before (``definition.py``) and reported there.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from flodl.errors import printable
 from .settings import ROLES, Settings, content, said_of
 
 __all__ = ["contradictions"]
-
-_BY_FILE = "tokenizer.json holds, and transformers 5 lets the setting hold"
 
 
 def contradictions(
@@ -67,8 +64,7 @@ def _switches(inner: tokenizers.Tokenizer, stated: Mapping[str, Any]) -> Iterato
             found["do_lower_case"] = part.get("lowercase")
             found["strip_accents"] = part.get("strip_accents")
             found["tokenize_chinese_chars"] = part.get("handle_chinese_chars")
-    plain = "do_lower_case" not in found  # a normalizer that transformers leaves as it is
-    if plain:
+    if "do_lower_case" not in found:
         found["do_lower_case"] = any(part.get("type") == "Lowercase" for part in normalizers)
     for part in _parts(inner.pre_tokenizer):
         if part.get("type") == "ByteLevel":
@@ -76,8 +72,7 @@ def _switches(inner: tokenizers.Tokenizer, stated: Mapping[str, Any]) -> Iterato
     for key, value in found.items():
         said = stated.get(key)
         if isinstance(said, bool) and said != value:
-            which = "tokenizer.json holds" if plain and key == "do_lower_case" else _BY_FILE
-            yield f"{key}: {said} in tokenizer_config.json and {value} in tokenizer.json; {which}"
+            yield f"{key}: {said} in tokenizer_config.json and {value} in tokenizer.json; the latter is used"
 
 
 def _role(role: str, stated: Mapping[str, Any], mapped: Mapping[str, Any]) -> str | None:
@@ -105,7 +100,7 @@ def _template(inner: tokenizers.Tokenizer, stated: Mapping[str, Any], mapped: Ma
         if said and said != token and inner.token_to_id(said) is not None:
             yield (
                 f"{role}: {printable(said, 40)} by the settings files and {printable(token, 40)} in the template of "
-                f"tokenizer.json; rows are made by the template, and transformers 5 rebuilds it"
+                f"tokenizer.json; the latter is used"
             )
 
 
@@ -114,7 +109,7 @@ def _unknown(inner: tokenizers.Tokenizer, stated: Mapping[str, Any], mapped: Map
     if said and isinstance(used, str) and said != used:
         yield (
             f"unk_token: {printable(said, 40)} by the settings files and {printable(used, 40)} in tokenizer.json; "
-            + _BY_FILE
+            "the latter is used"
         )
 
 

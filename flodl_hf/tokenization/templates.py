@@ -13,12 +13,13 @@ from tokenizers import Tokenizer, processors
 from flodl.errors import printable
 from flodl_hf.errors import TokenizerError
 
-__all__ = ["TEMPLATES", "frame"]
+__all__ = ["TEMPLATES", "frame", "template_ends"]
 
 # One text and two texts; a role stands for its token, and a number is a token type.
 TEMPLATES: Mapping[str, tuple[str, str]] = {
     "bert": ("cls_token $A sep_token", "cls_token $A sep_token $B:1 sep_token:1"),
     "doubled": ("cls_token $A sep_token", "cls_token $A sep_token sep_token $B sep_token"),
+    "doubled ends": ("bos_token $A eos_token", "bos_token $A eos_token eos_token $B eos_token"),
     "none": ("$A", "$A $B:1"),
     "end": ("$A eos_token", "$A $B eos_token"),
     "ends": ("$A eos_token", "$A eos_token $B eos_token"),
@@ -29,6 +30,13 @@ TEMPLATES: Mapping[str, tuple[str, str]] = {
     "language last": ("$A eos_token src_lang", "$A $B eos_token src_lang"),
     "language first": ("src_lang $A eos_token", "src_lang $A $B eos_token"),
 }
+
+
+def template_ends(template: str) -> tuple[str, str] | None:
+    """Return the roles of the first and the last token around one text; None for a template of another form."""
+    parts = TEMPLATES.get("doubled" if template == "roberta" else template, ("", ""))[0].split()
+    roles = [part.partition(":")[0] for part in parts if not part.startswith("$")]
+    return (roles[0], roles[1]) if len(parts) == 3 and len(roles) == 2 and parts[1] == "$A" else None
 
 
 def frame(

@@ -41,8 +41,8 @@ CASES: list[tuple[Callable[[], Any], str, dict[str, Any], dict[str, Any], str | 
     (WORDPIECE, "bert", {"tokenize_chinese_chars": False}, {}, "tokenize_chinese_chars: False .* and True in"),
     (byte_level, "roberta", {"add_prefix_space": True}, {}, "add_prefix_space: True .* and False in"),
     (byte_level, "roberta", {"do_lower_case": True}, {}, "do_lower_case: True .* and False in"),
-    (WORDPIECE, "bert", {"cls_token": "[SEP]"}, {}, r"cls_token: '\[SEP\]' .* '\[CLS\]' in the template"),
-    (WORDPIECE, "bert", {"sep_token": {"content": "[PAD]"}}, {}, r"sep_token: '\[PAD\]' .* '\[SEP\]' in the template"),
+    (WORDPIECE, "bert", {"cls_token": "[SEP]"}, {}, r"cls_token: '\[SEP\]' .* '\[CLS\]' in tokenizer.json; the former"),
+    (WORDPIECE, "bert", {"sep_token": {"content": "[PAD]"}}, {}, r"sep_token: '\[PAD\]' .* '\[SEP\]' in tokenizer.json; the former"),
     (WORDPIECE, "bert", {"unk_token": "[PAD]"}, {}, r"unk_token: '\[PAD\]' .* '\[UNK\]' in"),
     (padded, "bert", {"pad_token": "[MASK]"}, {}, r"pad_token: '\[MASK\]' .* '\[PAD\]' in the padding section.*settings hold"),
     (WORDPIECE, "bert", {"max_len": 7, "model_max_length": 9}, {}, "max_len: 7 beside model_max_length 9; the latter holds"),
@@ -65,36 +65,25 @@ def test_a_contradiction_is_named_with_what_holds(
     notes = loaded(make, family, stated, config).notes
     assert len(notes) == (says is not None), notes
     assert says is None or re.search(says, notes[0]), notes[0]
-    assert says is None or re.search("hold|added|made by|obey|given", notes[0])
-
-
-def test_tokenizer_json_is_obeyed_in_each_of_them() -> None:
-    for make, family, stated, config, says in CASES:
-        if says is not None and "tokenizer.json" in loaded(make, family, stated, config).notes[0]:
-            plain = loaded(make, family, {}, {})
-            assert loaded(make, family, stated, config)(TEXT).input_ids == plain(TEXT).input_ids, stated
+    assert says is None or re.search("hold|added|made by|obey|given|is used", notes[0])
 
 
 @pytest.mark.transformers
 @pytest.mark.filterwarnings("ignore")
-def test_transformers_lets_the_setting_hold_where_the_note_says_so(tmp_path: Path) -> None:
+def test_the_ids_are_those_of_transformers_in_each_of_them(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    classes = {"bert": "BertTokenizer", "roberta": "RobertaTokenizer"}
-    tried = 0
-    for number, (make, family, stated, config, says) in enumerate(CASES):
+    for number, (make, family, stated, config, _) in enumerate(CASES):
+        if any(isinstance(value, dict) for value in stated.values()):
+            continue  # transformers raises TypeError
         ours = loaded(make, family, stated, config)
-        if says is None or "transformers 5 lets" not in ours.notes[0]:
-            continue
         folder = tmp_path / str(number)
         folder.mkdir()
         for name, data in ours.files().items():
             (folder / name).write_bytes(data)
-        (folder / "tokenizer_config.json").write_text(json.dumps({**stated, "tokenizer_class": classes[family]}))
-        theirs = AutoTokenizer.from_pretrained(folder)
-        assert theirs(TEXT)["input_ids"] != ours(TEXT).input_ids, stated
-        tried += 1
-    assert tried == 5
+        (folder / "config.json").write_text(json.dumps({"model_type": family}))
+        for text in (TEXT, "ada"):
+            assert AutoTokenizer.from_pretrained(folder)(text)["input_ids"] == ours(text).input_ids, stated
 
 
 def test_inspect_shows_them(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -330,3 +332,88 @@ def test_words_that_python_splits_have_offsets_and_survive_pickling() -> None:
     assert ours("a </s> b", split_special_tokens=True).input_ids != ours("a </s> b").input_ids
     with pytest.raises(TokenizerError):
         ours.to_json()
+
+
+BOTH = (True, False)
+FUNNEL = ("<s>", "<pad>", "</s>", "[UNK]", "<mask>")
+# Class, family, vocabulary files, settings that replace parts of tokenizer.json.
+REPLACED: list[tuple[str, str, Callable[[], dict[str, bytes]], dict[str, tuple[Any, ...]]]] = [
+    ("BertTokenizer", "bert", word_pieces, {"do_lower_case": BOTH, "strip_accents": (True, None)}),
+    ("BertTokenizer", "bert", word_pieces, {"tokenize_chinese_chars": BOTH}),
+    ("DistilBertTokenizer", "distilbert", word_pieces, {"do_lower_case": BOTH}),
+    ("MPNetTokenizer", "mpnet", lambda: word_pieces(*FUNNEL), {"do_lower_case": BOTH}),
+    ("RobertaTokenizer", "roberta", byte_pieces, {"add_prefix_space": BOTH}),
+    ("AlbertTokenizer", "albert", spm("spiece.model", **ALBERT), {"do_lower_case": BOTH, "keep_accents": BOTH}),
+    ("AlbertTokenizer", "albert", spm("spiece.model", **ALBERT), {"add_prefix_space": BOTH}),
+    ("XLMRobertaTokenizer", "xlm-roberta", spm("sentencepiece.bpe.model", **ROBERTA), {"add_prefix_space": BOTH}),
+    ("DebertaV2Tokenizer", "deberta-v2",
+     spm("spm.model", pad_id=0, bos_id=1, eos_id=2, unk_id=3, pad_piece="[PAD]", bos_piece="[CLS]", eos_piece="[SEP]",
+         unk_piece="[UNK]"), {"do_lower_case": BOTH, "split_by_punct": BOTH}),
+]  # fmt: skip
+
+
+@pytest.mark.transformers
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "family", "make", "keys"), REPLACED, ids=[f"{c[0]}-{'-'.join(c[3])}" for c in REPLACED]
+)
+def test_settings_replace_parts_of_the_definition(
+    tmp_path: Path, name: str, family: str, make: Callable[[], dict[str, bytes]], keys: dict[str, tuple[Any, ...]]
+) -> None:
+    from transformers import AutoTokenizer
+
+    settings = [dict(zip(keys, values, strict=True)) for values in itertools.product(*keys.values())]
+    texts = ["Ada, ÉTÉ été (Café)!", "東京は 日本", "see <mask> [MASK] now", "  two  Spaces ", "don't"]
+    (tmp_path / "made").mkdir()
+    (tmp_path / "read").mkdir()
+    for made, stated in itertools.product((settings[0], settings[-1]), settings):
+        theirs = AutoTokenizer.from_pretrained(folder_of(tmp_path / "made", name, family, make(), made))
+        theirs.save_pretrained(tmp_path / "saved")
+        files = {"tokenizer.json": (tmp_path / "saved" / "tokenizer.json").read_bytes()}
+        folder = folder_of(tmp_path / "read", name, family, files, stated)
+        theirs, ours = AutoTokenizer.from_pretrained(folder), Tokenizer.from_folder(folder)
+        for text in texts:
+            assert ours(text).input_ids == theirs(text)["input_ids"], (made, stated, text)
+        assert ours.files()["tokenizer.json"] == files["tokenizer.json"]
+        assert Inner.from_str(ours.to_json()).encode(texts[0]).ids == ours(texts[0]).input_ids
+        assert (made == stated) == (not [note for note in ours.notes if note.split(":")[0] in keys])
+
+
+def test_a_generic_class_leaves_the_definition_as_it_is() -> None:
+    stated = {"tokenizer_class": "PreTrainedTokenizerFast", "do_lower_case": False}
+    files = {
+        "tokenizer.json": wordpiece().to_str().encode(), "tokenizer_config.json": json.dumps(stated).encode(),
+    }  # fmt: skip
+    tokenizer = Tokenizer.from_files(files, config={"model_type": "bert"})
+    assert tokenizer("ADA").input_ids == tokenizer("ada").input_ids
+
+
+FRAMED: list[tuple[str, Callable[[], dict[str, bytes]], Callable[[], Inner]]] = [
+    ("bert", word_pieces, wordpiece), ("distilbert", word_pieces, wordpiece), ("electra", word_pieces, wordpiece),
+    ("ernie", word_pieces, wordpiece), ("roberta", byte_pieces, byte_level), ("data2vec-text", byte_pieces, byte_level),
+    ("xlm-roberta-xl", byte_pieces, byte_level), ("modernbert", word_pieces, wordpiece),
+]  # fmt: skip
+
+
+@pytest.mark.transformers
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(("family", "make", "inner"), FRAMED, ids=[case[0] for case in FRAMED])
+def test_a_definition_without_post_processor_has_the_template_of_its_class(
+    tmp_path: Path, family: str, make: Any, inner: Callable[[], Inner], named: bool
+) -> None:
+    from transformers import AutoTokenizer
+
+    definition = {**json.loads(inner().to_str()), "post_processor": None}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    if named:
+        (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    expected = theirs("Ada"), theirs("Ada", "Paris")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours = Tokenizer.from_folder(tmp_path)
+    assert [ours("Ada").input_ids, ours("Ada", "Paris").input_ids] == [found["input_ids"] for found in expected]
+    framed = expected[0]["input_ids"] != theirs("Ada", add_special_tokens=False)["input_ids"]
+    assert any("post_processor" in str(warning.message) for warning in caught) == framed
