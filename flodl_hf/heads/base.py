@@ -400,6 +400,7 @@ class BaseModel(EncoderModel):
         texts: str | Iterable[str],
         *,
         windows: bool = False,
+        strict: bool = False,
         untrained: bool = False,
         **run: Unpack[RunKeywords],
     ) -> SparseVectors:
@@ -408,6 +409,7 @@ class BaseModel(EncoderModel):
         Args:
             texts: one text or several.
             windows: read all of a long text in windows; a word has its largest weight. Otherwise it is truncated.
+            strict: raise on a text that is too long.
             untrained: embed although the model holds random values.
             **run: how to run; see `flodl_hf.runtime.RunOptions`.
 
@@ -416,7 +418,7 @@ class BaseModel(EncoderModel):
         """
         from flodl_hf.heads.vectors import lexical_vectors
 
-        return lexical_vectors(self, texts, windows=windows, untrained=untrained, run=run)
+        return lexical_vectors(self, texts, windows=windows, strict=strict, untrained=untrained, run=run)
 
     def _embeddable(self, texts: list[str], *, windows: bool, strict: bool, prompt: str = "") -> Encoded:
         """Return the rows of texts as the folder's recipe wants them read."""

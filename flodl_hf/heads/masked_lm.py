@@ -128,6 +128,7 @@ class MaskedLM(ScoringModel):
         *,
         most: int | None = None,
         windows: bool = False,
+        strict: bool = False,
         untrained: bool = False,
         **run: Unpack[RunKeywords],
     ) -> SparseVectors:
@@ -138,6 +139,7 @@ class MaskedLM(ScoringModel):
         Args:
             texts: one text or several.
             windows: read all of a long text in windows, joined as its tokens are. Otherwise it is truncated.
+            strict: raise on a text that is too long.
             most: keep so many words of a text, the largest weights; None for all above zero.
             untrained: embed although the model holds random values.
             **run: how to run; see `flodl_hf.runtime.RunOptions`.
@@ -147,7 +149,7 @@ class MaskedLM(ScoringModel):
         """
         from flodl_hf.heads.vectors import splade_vectors
 
-        found = splade_vectors(self, texts, windows=windows, untrained=untrained, run=run)
+        found = splade_vectors(self, texts, windows=windows, strict=strict, untrained=untrained, run=run)
         return found if most is None else found.top(most)
 
     def _fill_best(self, texts: Any, session: Session, tokenizer: Tokenizer, top_k: int) -> Any:

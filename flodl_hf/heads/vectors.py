@@ -222,7 +222,13 @@ def _expanded(model: EncoderModel, late: LateRecipe, encoded: Encoded, width: in
 
 
 def lexical_vectors(
-    model: EncoderModel, texts: str | Iterable[str], *, windows: bool, untrained: bool, run: RunKeywords
+    model: EncoderModel,
+    texts: str | Iterable[str],
+    *,
+    windows: bool,
+    strict: bool,
+    untrained: bool,
+    run: RunKeywords,
 ) -> SparseVectors:
     """Return weights of a text's own words; see `BaseModel.embed_sparse`."""
     from flodl_hf.runtime.inputs import encode
@@ -239,7 +245,7 @@ def lexical_vectors(
     left_out = [token for role in roles if (token := getattr(tokenizer, role, None)) is not None]
 
     def encoded(chunk: list[str]) -> Encoded:
-        return encode(tokenizer, chunk, max_tokens=most_sentence_tokens(model), truncate=not windows)
+        return encode(tokenizer, chunk, max_tokens=most_sentence_tokens(model), strict=strict, truncate=not windows)
 
     def finish(chunk: list[str], found: Encoded, states: Pending) -> list[tuple[np.ndarray, np.ndarray]]:
         placed = states.placed()
@@ -257,7 +263,13 @@ def lexical_vectors(
 
 
 def splade_vectors(
-    model: EncoderModel, texts: str | Iterable[str], *, windows: bool, untrained: bool, run: RunKeywords
+    model: EncoderModel,
+    texts: str | Iterable[str],
+    *,
+    windows: bool,
+    strict: bool,
+    untrained: bool,
+    run: RunKeywords,
 ) -> SparseVectors:
     """Return weights of words by a masked-word head; see `MaskedLM.embed_sparse`."""
     from flodl_hf.runtime.inputs import encode
@@ -268,7 +280,7 @@ def splade_vectors(
     pooling = (recipe.splade if recipe else None) or SpladePooling()
 
     def encoded(chunk: list[str]) -> Encoded:
-        return encode(tokenizer, chunk, max_tokens=most_sentence_tokens(model), truncate=not windows)
+        return encode(tokenizer, chunk, max_tokens=most_sentence_tokens(model), strict=strict, truncate=not windows)
 
     def finish(chunk: list[str], found: Encoded, weights: Pending) -> list[tuple[np.ndarray, np.ndarray]]:
         return list(from_dense(weights.stacked().numpy(), found.owners, len(chunk), pooling.strategy))

@@ -152,7 +152,6 @@ class Endpoint:
                 read(
                     door.fields,
                     _parsed(body, house.settings.max_tokens),
-                    strict=door.strict,
                     most=house.settings.max_inputs,
                 ),
                 key,
@@ -275,6 +274,10 @@ class Endpoint:
             (b"x-inference-time", b"%.1f" % (call.inferred_s * 1000)),
             (b"x-flodl-windows", b"%d" % call.windows),
         ]
+        if call.truncated:
+            found.append((b"x-flodl-truncated-texts", b"%d" % call.truncated))
+        if call.empty:
+            found.append((b"x-flodl-empty-texts", b"%d" % call.empty))
         if call.dropped:
             found.append((b"x-flodl-dropped-tokens", b"%d" % call.dropped))
         return found if call.trace is None else found + encoded(call.trace.headers)

@@ -1,7 +1,7 @@
 """What a client is told that cannot be answered: a status and a body, in the words of the door that it came to.
 
 Statuses are those of each convention: text-embeddings-inference has 413 for what breaks a limit and 424 for a model
-that cannot, OpenAI's and Cohere's interfaces have 400.
+that cannot, OpenAI's and Cohere's interfaces have 400. A field that a route does not have is 422 everywhere.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ Style = Literal["tei", "openai", "cohere"]
 _KINDS: dict[str, tuple[int, int, str, str]] = {
     "body": (400, 400, "Validation", "invalid_request_error"),
     "field": (422, 400, "Validation", "invalid_request_error"),
+    "unknown": (422, 422, "Validation", "invalid_request_error"),
     "limit": (413, 400, "Validation", "invalid_request_error"),
     "empty": (400, 400, "Empty", "invalid_request_error"),
     "tokenizer": (422, 400, "Tokenizer", "invalid_request_error"),

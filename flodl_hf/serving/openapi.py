@@ -7,7 +7,7 @@ from http import HTTPStatus
 from typing import Any
 
 from flodl_hf.serving.doors.door import Door
-from flodl_hf.serving.doors.fields import KINDS
+from flodl_hf.serving.doors.fields import schema_of
 from flodl_hf.serving.faults import statuses
 
 __all__ = ["Told", "below_model", "openapi"]
@@ -53,12 +53,7 @@ def below_model(path: str) -> str:
 
 
 def _operation(door: Door) -> dict[str, Any]:
-    schema = {
-        "type": "object",
-        "properties": {field.name: {**KINDS[field.kind][0], "description": field.says} for field in door.fields},
-        "required": [field.name for field in door.fields if field.needed],
-        "additionalProperties": not door.strict,
-    }
+    schema = schema_of(door.fields)
     answers = {str(status): HTTPStatus(status).phrase for status in statuses(door.style)}
     answers |= {
         "200": "the answer; also as application/msgpack, and vectors as application/x-npy",

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flodl_hf.errors import PredictError, TokenizerError
+from flodl_hf.errors import PredictError, TextTooLongError, TokenizerError
 from flodl_hf.sentence.recipe import recipe_on
 from flodl_hf.serving.peak import operations_of_token
 from flodl_hf.serving.ticket import Ticket
@@ -23,9 +23,15 @@ Done = tuple[Any, list[np.ndarray]]
 
 
 def _cutting(options: Mapping[str, Any]) -> dict[str, bool]:
-    """Return how long texts are read: in windows where nothing is said, cut, or refused."""
+    """Return keywords of scores: long texts are read in windows unless ``truncate`` is given."""
     truncate = options.get("truncate")
     return {} if truncate is None else {"truncate": True} if truncate else {"strict": True}
+
+
+def _shortening(options: Mapping[str, Any]) -> dict[str, bool]:
+    """Return keywords of vectors: a text that is too long is refused unless ``truncate`` or ``windows`` is true."""
+    windows = options.get("windows") is True
+    return {"windows": windows, "strict": not windows and not options.get("truncate")}
 
 
 def _uncut(options: Mapping[str, Any], task: str) -> dict[str, bool]:
@@ -46,24 +52,6 @@ def _limit(model: Any) -> int | None:
     return model.most_tokens(recipe.max_tokens if recipe is not None and model.head == "base" else None)
 
 
-def _dropped(model: Any, ticket: Ticket, texts: Sequence[str], pairs: Sequence[str] | None, limit: int | None) -> int:
-    """Return how many tokens of texts that were cut were not read."""
-    from flodl_hf.runtime.inputs import encode
-
-    if limit is None or 2 * ticket.longest < limit:
-        return 0
-    whole = encode(model.tokenizer, texts, pairs, max_tokens=None).table.lengths
-    read = encode(model.tokenizer, texts, pairs, max_tokens=limit, truncate=True).table.lengths
-    return int(whole.sum() - read.sum())
-
-
-def _note_cut(
-    model: Any, ticket: Ticket, options: Mapping[str, Any], texts: Sequence[str], pairs: Sequence[str] | None = None
-) -> None:
-    if options.get("truncate"):
-        ticket.dropped += _dropped(model, ticket, texts, pairs, _limit(model))
-
-
 # ---- vectors -------------------------------------------------------------------------------------------
 
 
@@ -78,9 +66,7 @@ def _embed(model: Any, items: list[Any], options: Mapping[str, Any], ticket: Tic
     if items and isinstance(items[0], list):
         return {}, [_embed_ids(model, items, options)]
     texts = items
-    found = model.embed(texts, **given, prompt=options.get("prompt"), **_cutting(options)).numpy()
-    _note_cut(model.on_route(options.get("route")), ticket, options, texts)
-    return {}, [found]
+    return {}, [model.embed(texts, **given, prompt=options.get("prompt"), **_shortening(options)).numpy()]
 
 
 def _for_kind(model: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -114,7 +100,10 @@ def _embed_ids(model: Any, rows: list[list[int]], options: Mapping[str, Any]) ->
         if not row or min(row) < 0 or max(row) >= words:
             raise TokenizerError(f"input {place}: expected ids from 0 to {words - 1}, and at least one")
         if limit is not None and len(row) > limit:
-            raise TokenizerError(f"input {place} has {len(row)} ids, and the model takes {limit}; cut it, or send text")
+            raise TextTooLongError(
+                f"input {place} has {len(row)} ids; expected at most {limit}. Shorten it, or send text",
+                found=len(row), expected=limit,
+            )  # fmt: skip
     counts = np.fromiter(map(len, rows), np.int64, len(rows))
     ids = np.concatenate([np.asarray(row, np.int32) for row in rows])
     encoded = Encoded(framed(Frame((), (), (), (0, 0, 0, 0, 0), False), (ids, counts)), len(rows))
@@ -132,8 +121,7 @@ def _width(model: Any, route: str | None = None) -> int:
 
 def _embed_sparse(model: Any, items: list[str], options: Mapping[str, Any], ticket: Ticket) -> Done:
     """Weights of words, by their ids."""
-    _uncut(options, "embed_sparse")
-    found = model.embed_sparse(items)
+    found = model.embed_sparse(items, **_shortening(options))
     return [
         [{"index": index, "value": value} for index, value in zip(ids.tolist(), weights.tolist(), strict=True)]
         for ids, weights in zip(found.ids, found.weights, strict=True)
@@ -154,30 +142,37 @@ def _late_interaction(model: Any, items: list[str], options: Mapping[str, Any], 
         marker = (late.query_marker if query else late.document_marker) is not None
         over = np.maximum(0, lengths + marker - limit)
         if options.get("truncate") is False and over.any():
-            raise TokenizerError(
+            raise TextTooLongError(
                 f"input {int(over.argmax())} has {int(over.max())} tokens more than the folder reads, {limit}; leave "
                 "truncate out to have it cut"
             )
-        ticket.dropped += int(over.sum())
+        ticket.count_truncated(int((over > 0).sum()), int(over.sum()))
     found = [one.float().numpy() for one in model.embed_tokens(items, query=query)]
     return {"lengths": [len(one) for one in found]}, [np.concatenate(found)]
 
 
 def _embed_all(model: Any, items: list[str], options: Mapping[str, Any], ticket: Ticket) -> Done:
     """States of all tokens, windows one after another."""
+    import torch
+
+    from flodl_hf.decode.pooling import finish_embeddings
     from flodl_hf.runtime import Session
     from flodl_hf.runtime.inputs import encode
     from flodl_hf.runtime.passes import States
 
     tokenizer = model.ready("embed_all")
-    cutting: dict[str, Any] = _cutting(options)
-    encoded = encode(tokenizer, items, max_tokens=_limit(model), **cutting)
+    how = _shortening(options)
+    encoded = encode(tokenizer, items, max_tokens=_limit(model), strict=how["strict"], truncate=not how["windows"])
+    ticket.count_truncated(encoded.truncated, encoded.dropped)
     placed = Session(model, {}).start(encoded.table, States()).placed()
     rows = placed.rows(encoded.table)
     order = np.lexsort((encoded.table.window, encoded.owners))
     lengths = np.bincount(encoded.owners, weights=encoded.table.lengths, minlength=len(items)).astype(int)
-    _note_cut(model, ticket, options, items)
-    return {"lengths": lengths.tolist()}, [np.concatenate([rows[i].numpy() for i in order])]
+    states = finish_embeddings(
+        torch.cat([rows[i] for i in order]), truncate_dim=options.get("dimensions"),
+        normalize=options.get("normalize") is True,
+    )  # fmt: skip
+    return {"lengths": lengths.tolist()}, [states.numpy()]
 
 
 def _similarity(model: Any, items: list[str], options: Mapping[str, Any], ticket: Ticket) -> Done:
@@ -206,10 +201,6 @@ def _classify(model: Any, items: list[Any], options: Mapping[str, Any], ticket: 
         texts: list[Any] = [items[place] if kind is str else tuple(items[place]) for place in places]
         for place, one in zip(places, model.predict(texts, **given, **_cutting(options)), strict=True):
             found[place] = one.to_rows()
-        if kind is str:
-            _note_cut(model, ticket, options, texts)
-        else:
-            _note_cut(model, ticket, options, [a for a, _ in texts], [b for _, b in texts])
     return found, []
 
 
@@ -220,8 +211,6 @@ def _rerank(model: Any, items: list[str], options: Mapping[str, Any], ticket: Ti
     if most := options.get("max_tokens_per_doc"):
         documents = _shortened(model, ticket, documents, most)
     found = model.rerank(query, documents, **given, **_cutting(options))
-    if documents:
-        _note_cut(model, ticket, options, [query] * len(documents), documents)
     return [{"index": one.index, "score": one.score, "windows": one.windows} for one in found], []
 
 
@@ -229,7 +218,7 @@ def _shortened(model: Any, ticket: Ticket, texts: list[str], most: int) -> list[
     """Return texts of at most so many tokens, cut behind a token."""
     out = []
     for text, (row,) in zip(texts, model.tokenizer.encode_rows(texts, add_special_tokens=False), strict=True):
-        ticket.dropped += max(0, len(row.ids) - most)
+        ticket.count_truncated(int(len(row.ids) > most), max(0, len(row.ids) - most))
         out.append(text if len(row.ids) <= most else text[: row.offsets[most - 1][1]])
     return out
 
@@ -265,7 +254,7 @@ def _entities(model: Any, items: list[str], options: Mapping[str, Any], ticket: 
 
 def _answer(model: Any, items: list[list[str]], options: Mapping[str, Any], ticket: Ticket) -> Done:
     """Answers to questions about contexts."""
-    given = _given(options, "top_k", "max_answer_length", "no_answer", "null_margin", "stride", "window_tokens")
+    given = _given(options, "top_k", "max_answer_length", "no_answer", "stride", "window_tokens", "whole_words")
     found = model.answer_batch([tuple(item) for item in items], **given, **_uncut(options, "answer"))
     return [one.to_rows() for one in found], []
 

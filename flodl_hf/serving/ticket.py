@@ -45,6 +45,7 @@ class Ticket:
         rows: rows likewise.
         longest: most tokens of a row.
         dropped: tokens that were cut off.
+        truncated: texts that they were cut off.
         waited_s: how long its rows waited before the first of them ran.
         timeline: when what happened, where it is traced.
         turn: held by its thread while that computes, and let go of while it waits for a batch.
@@ -59,11 +60,17 @@ class Ticket:
     rows: int = 0
     longest: int = 0
     dropped: int = 0
+    truncated: int = 0
     waited_s: float = 0.0
     timeline: Timeline | None = None
     turn: Semaphore | None = None
     read_on: Callable[[], None] = _nothing
     waits: list[Event] = field(default_factory=list)
+
+    def count_truncated(self, texts: int, tokens: int) -> None:
+        """Add texts that were truncated, and how many of their tokens were dropped."""
+        self.truncated += texts
+        self.dropped += tokens
 
     def give_up(self) -> None:
         """Let its rows leave the queue, and whoever waits for them go on."""

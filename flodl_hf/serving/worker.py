@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import copy_context
 from functools import partial
 from threading import Lock, Semaphore, Thread
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from flodl.errors import FlodlError
-from flodl_hf.errors import TokenizerError
+from flodl_hf.errors import TextTooLongError, TokenizerError
 from flodl_hf.serving.adapted import Together, open_adapters, put_together
 from flodl_hf.serving.admission import weigh
 from flodl_hf.serving.batching import Batcher
@@ -52,7 +53,15 @@ LONG = 65_536
 # A request alone with at most so many characters is tokenised and on the device before another thread reads on, in a
 # millisecond.
 SHORT = 2048
-_KINDS = {DeadlineError: "deadline", GivenUpError: "given_up", TokenizerError: "tokenizer", FlodlError: "refused"}
+# Of requests that warm the models: long texts are read in windows.
+_WHOLE = {"windows": True}
+_KINDS = {
+    DeadlineError: "deadline",
+    GivenUpError: "given_up",
+    TextTooLongError: "limit",
+    TokenizerError: "tokenizer",
+    FlodlError: "refused",
+}
 
 
 class _Stream:
@@ -133,7 +142,7 @@ class Worker:
             task, items = warm_items(model)
             for count in (1, 8) if not self.cuda else (1, 1, 1, 8, 64, 64, 64):
                 asked = items[:1] if count == 1 else items * count
-                self.answer({"model": name, "task": task, "items": asked}, Ticket())
+                self.answer({"model": name, "task": task, "items": asked, "options": _WHOLE}, Ticket())
 
     def describe(self, name: str) -> dict[str, Any]:
         """Return what is said of a model; of an adapter also its base, and which share its batches."""
@@ -158,7 +167,7 @@ class Worker:
             name, model = next(iter(self.models.items()))
             task, items = warm_items(model)
             for _ in range(2):
-                self.answer({"model": name, "task": task, "items": items * 64}, Ticket())
+                self.answer({"model": name, "task": task, "items": items * 64, "options": _WHOLE}, Ticket())
         return self.batcher.pace.now
 
     def has_room(self) -> bool:
@@ -173,6 +182,8 @@ class Worker:
 
     def answer(self, message: dict[str, Any], ticket: Ticket) -> tuple[Any, list[np.ndarray]]:
         """Return the answer to a request."""
+        from flodl_hf.runtime.inputs import TRUNCATION, Truncation
+        from flodl_hf.runtime.pending import TRUNCATED
         from flodl_hf.runtime.session import SENDING
 
         mixed = self.together.get(message["model"])
@@ -182,12 +193,15 @@ class Worker:
                 model, places = mixed[0], [(mixed[1],)] * len(table)
             return self.batcher.send(ticket, model, options, table, work, places)
 
-        model = self.models[message["model"]]
-        before = SENDING.set(send)
-        try:
-            return TASKS[message["task"]][1](model, message["items"], message.get("options") or {}, ticket)
-        finally:
-            SENDING.reset(before)
+        model, options = self.models[message["model"]], message.get("options") or {}
+
+        def run() -> tuple[Any, list[np.ndarray]]:
+            SENDING.set(send)
+            TRUNCATED.set(ticket.count_truncated)
+            TRUNCATION.set(Truncation(options.get("max_tokens"), options.get("side")))
+            return TASKS[message["task"]][1](model, message["items"], options, ticket)
+
+        return copy_context().run(run)
 
 
 def _fault(fault: BaseException) -> dict[str, str]:
@@ -264,6 +278,7 @@ class _Requests:
         self._tickets.pop((stream, number), None)
         reply |= {
             "id": number, "tokens": ticket.tokens, "rows": ticket.rows, "dropped": ticket.dropped,
+            "truncated": ticket.truncated,
             "waited_s": ticket.waited_s, "took_s": time.perf_counter() - started,
             "queued": worker.batcher.queued_tokens, "ran": worker.batcher.drained(),
             "rate": worker.batcher.pace.now,

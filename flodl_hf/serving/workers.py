@@ -43,6 +43,7 @@ class Answer:
         tokens: tokens that ran.
         rows: rows likewise; a text of several windows has several.
         dropped: tokens that were cut off.
+        truncated: texts that they were cut off.
         waited_s: how long the first row waited for its batch.
         took_s: all of it, in the worker.
         timeline: what it did when, where that was asked for.
@@ -53,6 +54,7 @@ class Answer:
     tokens: int
     rows: int
     dropped: int
+    truncated: int
     waited_s: float
     took_s: float
     timeline: Sequence[Any] = ()
@@ -295,7 +297,8 @@ class Workers:
             return
         asked.done(
             Answer(
-                message["data"], arrays, message["tokens"], message["rows"], message["dropped"], message["waited_s"],
+                message["data"], arrays, message["tokens"], message["rows"], message["dropped"], message["truncated"],
+                message["waited_s"],
                 message["took_s"], message.get("timeline", ()),
             )
         )  # fmt: skip

@@ -18,11 +18,42 @@ from flodl_hf.serving.settings import Settings
 from flodl_hf.serving.traces import Trace, Traces
 from flodl_hf.serving.workers import Answer, TaskError, Workers
 
-__all__ = ["MODEL", "Call", "Door", "Gathered", "House", "Reply"]
+__all__ = [
+    "ACTIVATIONS",
+    "MODEL",
+    "OTHERS",
+    "SHORTENED",
+    "Call",
+    "Door",
+    "Gathered",
+    "House",
+    "Reply",
+    "flagged",
+    "is_blank",
+    "is_raw",
+    "shortening",
+]
 
 Gathered = Callable[[], Awaitable[tuple[Metrics, int, int]]]
 
 MODEL = Field("model", "text", "which of the models that are served; needed where several could answer")
+OTHERS = (
+    *(Field(name, "text", "accepted", effect=False) for name in ("user", "request_id", "cache_salt")),
+    Field("priority", "any", "accepted; the header x-priority decides", effect=False),
+)
+"""Fields that clients of OpenAI, Cohere and vLLM send and that change no number."""
+SHORTENED = (
+    Field("truncate_prompt_tokens", "tokens", "truncate texts to so many tokens, -1 to the model's length"),
+    Field("truncation_side", "direction", "the end that truncation removes; by default as the tokenizer's folder"),
+)
+"""How requests of vLLM truncate texts."""
+ACTIVATIONS = (
+    Field("use_activation", "flag", "false returns scores as they leave the head"),
+    Field("activation", "flag", "as use_activation"),
+    Field("softmax", "flag", "as use_activation"),
+    Field("raw_scores", "flag", "true returns scores as they leave the head"),
+)
+"""How requests of vLLM and infinity ask for scores without an activation."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +78,9 @@ class Door:
     Attributes:
         path: of the address.
         says: what it is for.
-        fields: of the request.
+        fields: the table of fields of a request; others are refused.
         answer: what is done with a call.
         style: in whose words faults are told.
-        strict: whether fields that are not known are refused.
         group: whose convention it is.
     """
 
@@ -59,7 +89,6 @@ class Door:
     fields: tuple[Field, ...]
     answer: Callable[[Call], Awaitable[Reply]]
     style: Style = "tei"
-    strict: bool = False
     group: str = "flodl-hf"
 
 
@@ -116,6 +145,8 @@ class Call:
     texts: int = 0
     characters: int = 0
     dropped: int = 0
+    truncated: int = 0
+    empty: int = 0
     waited_s: float = 0.0
     inferred_s: float = 0.0
     size: int = 0
@@ -187,6 +218,7 @@ class Call:
         settings, admission = house.settings, house.admission
         count = texts or len(items)
         self.texts += count
+        self.empty += sum(map(is_blank, items))
         if not items:
             raise RefusedError("there are no inputs; expected at least one", "empty")
         if count > settings.max_inputs:
@@ -226,6 +258,7 @@ class Call:
         self.tokens += found.tokens
         self.windows += found.rows
         self.dropped += found.dropped
+        self.truncated += found.truncated
         self.waited_s += found.waited_s
         self.inferred_s += max(0.0, found.took_s - found.waited_s)
         return found
@@ -247,6 +280,40 @@ class Call:
     def usage(self) -> dict[str, int]:
         """Return what the call came to."""
         return {"tokens": self.tokens, "windows": self.windows, "dropped_tokens": self.dropped}
+
+
+def shortening(call: Call, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the options of a task for texts that are too long.
+
+    Args:
+        call: the request.
+        given: the fields; None takes those of the request.
+    """
+    given = call.fields if given is None else given
+    size, truncate = given.get("truncate_prompt_tokens"), given.get("truncate")
+    return {
+        "truncate": truncate if size is None else True,
+        "max_tokens": None if size == -1 else size,
+        "side": given.get("truncation_side") or given.get("truncation_direction"),
+        "windows": given.get("windows"),
+    }
+
+
+def is_raw(call: Call) -> bool:
+    """Return whether scores are wanted as they leave the head."""
+    given = call.fields
+    return given.get("raw_scores") is True or any(given.get(field.name) is False for field in ACTIVATIONS[:3])
+
+
+def flagged(record: dict[str, Any], empty: bool) -> dict[str, Any]:
+    """Return a record of an answer, with ``"empty": true`` if there was nothing to read."""
+    return {**record, "empty": True} if empty else record
+
+
+def is_blank(item: Any) -> bool:
+    """Return whether a text, or both texts of a pair, have nothing to read."""
+    parts = [item] if isinstance(item, str) else item
+    return not any(part.strip() if isinstance(part, str) else True for part in parts)
 
 
 def _able(info: Mapping[str, Any], tasks: Sequence[str]) -> bool:

@@ -1,4 +1,7 @@
-"""Fields of requests: what each holds, checked and brought to one form, and its JSON schema."""
+"""Fields of requests: the value that each contains, checked and brought to one form, and its JSON schema.
+
+`Door.fields` is the table of a route. A field that is not in the table is refused with status 422.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 from flodl.errors import nearest, shown
 from flodl_hf.serving.faults import RefusedError
 
-__all__ = ["KINDS", "Field", "read"]
+__all__ = ["KINDS", "Field", "not_a_field", "read", "schema_of"]
 
 
 @dataclass(frozen=True)
@@ -22,12 +25,31 @@ class Field:
         kind: a name of `KINDS`.
         says: what it means.
         needed: whether it has to be there.
+        effect: False for a field that clients send and that changes no number of the answer.
+        fields: the fields of an object.
     """
 
     name: str
     kind: str
     says: str
     needed: bool = False
+    effect: bool = True
+    fields: tuple[Field, ...] = ()
+
+    def schema(self) -> dict[str, Any]:
+        """Return the JSON schema."""
+        found = {**KINDS[self.kind][0], "description": self.says}
+        return found | (schema_of(self.fields) if self.fields else {})
+
+
+def schema_of(fields: Sequence[Field]) -> dict[str, Any]:
+    """Return the JSON schema of an object with these fields and no others."""
+    return {
+        "type": "object",
+        "properties": {field.name: field.schema() for field in fields},
+        "required": [field.name for field in fields if field.needed],
+        "additionalProperties": False,
+    }
 
 
 def _text(value: Any) -> str | None:
@@ -97,7 +119,19 @@ def _thresholds(value: Any) -> Any:
 
 
 def _word(*words: str) -> tuple[dict[str, Any], str, Callable[[Any], Any]]:
-    return {"type": "string", "enum": list(words)}, f"one of {', '.join(words)}", lambda v: v if v in words else None
+    def check(value: Any) -> str | None:
+        word = value.lower() if isinstance(value, str) else None
+        return word if word in words else None
+
+    return {"type": "string", "enum": list(words)}, f"one of {', '.join(words)}", check
+
+
+def _tokens(value: Any) -> int | None:
+    return value if type(value) is int and (value == -1 or value >= 1) else None
+
+
+def _labels(value: Any) -> list[str] | None:
+    return _texts([label.strip() for label in value.split(",")] if isinstance(value, str) else value)
 
 
 _STRING = {"type": "string"}
@@ -135,7 +169,16 @@ KINDS: dict[str, tuple[dict[str, Any], str, Callable[[Any], Any]]] = {
     "flag": ({"type": "boolean"}, "true or false", _flag),
     "object": ({"type": "object"}, "an object", lambda value: value if isinstance(value, dict) else None),
     "any": ({}, "anything", lambda value: value),
-    "direction": _word("left", "right", "Left", "Right"),
+    "tokens": ({"type": "integer", "minimum": -1}, "-1, or an integer from 1", _tokens),
+    "labels": ({"oneOf": [_STRING, _LIST]}, "a list of labels, or labels with commas between them", _labels),
+    "true": ({"const": True}, "true, the only value that is supported", lambda value: value if value is True else None),
+    "text fields": ({"const": ["text"]}, '["text"]', lambda value: value if value == ["text"] else None),
+    "direction": _word("left", "right"),
+    "float": _word("float"),
+    "float32": _word("float32"),
+    "endianness": _word("native", "little"),
+    "modality": _word("text"),
+    "pooling task": _word("embed", "token_embed", "classify"),
     "encoding": _word("float", "base64"),
     "input_type": _word(
         "query", "document", "passage", "search_query", "search_document", "classification", "clustering"
@@ -150,14 +193,14 @@ KINDS: dict[str, tuple[dict[str, Any], str, Callable[[Any], Any]]] = {
 _LISTED = ("inputs", "rows", "pairs", "documents", "questions", "any")
 
 
-def read(fields: Sequence[Field], body: Any, *, strict: bool, most: int) -> dict[str, Any]:
+def read(fields: Sequence[Field], body: Any, *, most: int, path: str = "") -> dict[str, Any]:
     """Return the fields of a request in one form; those that are not there, or null, are None.
 
     Args:
         fields: what the door takes.
         body: the JSON.
-        strict: refuse fields that the door does not know; conventions of others pass over them.
         most: inputs of a request; of a list with more, nothing is looked at.
+        path: put before the names of fields in messages.
 
     Raises:
         RefusedError: a field is missing, wrong or not known.
@@ -173,26 +216,37 @@ def read(fields: Sequence[Field], body: Any, *, strict: bool, most: int) -> dict
                 others = [shown(name, 40) for name in islice(body, 9) if name not in known]
                 beside = f" beside {', '.join(others[:3])}" if others else ""
                 raise RefusedError(
-                    f"{field.name} is missing{beside}; expected {KINDS[field.kind][1]}", "field", param=field.name
-                )
+                    f"{path}{field.name} is missing{beside}; expected {KINDS[field.kind][1]}", "field",
+                    param=path + field.name,
+                )  # fmt: skip
             found[field.name] = None
             continue
         if field.kind in _LISTED and isinstance(value, list) and len(value) > most and type(value[0]) is not int:
             raise RefusedError(
-                f"{field.name} has {len(value)} inputs; expected at most {most} in a request", "limit", param=field.name
+                f"{path}{field.name} has {len(value)} inputs; expected at most {most} in a request",
+                "limit",
+                param=path + field.name,
             )
         _, words, check = KINDS[field.kind]
         found[field.name] = checked = check(value)
         if checked is None:
             raise RefusedError(
-                f"{field.name}{_wrong(field.kind, value, check)}; expected {words}", "field", param=field.name
+                f"{path}{field.name}{_wrong(field.kind, value, check)}; expected {words}", "field",
+                param=path + field.name,
             )  # fmt: skip
-    if strict and (unknown := [name for name in body if name not in found]):
-        raise RefusedError(
-            f"unknown field {shown(unknown[0], 60)}{nearest(unknown[0], known)}; expected {', '.join(known)}", "field",
-            param=unknown[0],
-        )  # fmt: skip
+        if field.fields:
+            found[field.name] = read(field.fields, value, most=most, path=f"{path}{field.name}.")
+    for name, value in body.items():
+        if name not in found and value is not None:
+            raise not_a_field(path + name, [path + name for name in known])
     return found
+
+
+def not_a_field(name: str, known: Sequence[str]) -> RefusedError:
+    """Return the error of a field that the route, or the task of the model, does not have."""
+    return RefusedError(
+        f"unknown field {shown(name, 60)}{nearest(name, known)}; expected {', '.join(known)}", "unknown", param=name
+    )
 
 
 def _wrong(kind: str, value: Any, check: Callable[[Any], Any]) -> str:

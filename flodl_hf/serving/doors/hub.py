@@ -5,31 +5,63 @@ What is meant follows from the model's head, as at endpoints of the Hub; `huggin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from flodl.errors import shown
-from flodl_hf.serving.doors.door import MODEL, Call, Door, Reply
-from flodl_hf.serving.doors.fields import KINDS, Field
+from flodl_hf.serving.doors.door import MODEL, Call, Door, Reply, shortening
+from flodl_hf.serving.doors.fields import KINDS, Field, not_a_field, read
+from flodl_hf.serving.doors.tei import (
+    CUT,
+    DIMENSIONS,
+    DIRECTION,
+    NORMALIZE,
+    PAIR,
+    PROMPT,
+    ROUTE,
+    TRUNCATE,
+    WINDOWS,
+    prompted,
+    similarity,
+)
 from flodl_hf.serving.faults import RefusedError
 
 __all__ = ["DOORS"]
 
-
-_PARAMETERS = {
-    "top_k": "whole",
-    "function_to_apply": "activation",
-    "hypothesis_template": "text",
-    "multi_label": "flag",
-    "aggregation_strategy": "aggregation",
-    "ignore_labels": "texts",
-    "max_answer_len": "whole",
-    "handle_impossible_answer": "flag",
-    "targets": "texts",
-    "normalize": "flag",
-    "truncate": "flag",
-}
-"""What each of the parameters that are read is; others are passed over."""
+_SIMILARITY = (TRUNCATE, DIRECTION, PROMPT)
+_VECTORS = (*_SIMILARITY, NORMALIZE, DIMENSIONS, WINDOWS, ROUTE, Field("encoding_format", "float", "float"))
+_TOP = Field("top_k", "whole", "most answers of each input")
+_CLASSES = (
+    _TOP,
+    Field("function_to_apply", "activation", "what makes scores of the head's numbers"),
+    Field("threshold", "thresholds", "least score, for all or by label"),
+    CUT,
+    Field("truncation", "flag", "as truncate"),
+    DIRECTION,
+)
+_ZERO_SHOT = (
+    Field("candidate_labels", "labels", "the labels, for a model of inference"),
+    Field("hypothesis_template", "text", "the hypothesis, with {} where the label goes"),
+    Field("multi_label", "flag", "whether several labels may be true"),
+)
+_ENTITIES = (
+    Field("aggregation_strategy", "aggregation", "what carries an entity's label; simple by default"),
+    Field("ignore_labels", "texts", "labels that are left out; O by default"),
+    Field("stride", "whole", "tokens that neighbouring windows share"),
+)
+_ANSWERS = (
+    _TOP,
+    Field("topk", "whole", "as top_k"),
+    Field("max_answer_len", "whole", "most tokens of an answer"),
+    Field("handle_impossible_answer", "flag", "whether there may be no answer"),
+    Field("align_to_words", "flag", "widen answers to whole words; true by default"),
+    Field("doc_stride", "whole", "tokens that neighbouring windows share"),
+    Field("max_seq_len", "whole", "most tokens of a window"),
+)
+_MASKS = (_TOP, Field("targets", "texts", "words to choose from"))
+_INERT = (
+    Field("batch_size", "whole", "accepted", effect=False),
+    Field("padding", "any", "accepted", effect=False),
+)
 
 
 def _of(kind: str, value: Any, name: str) -> Any:
@@ -40,42 +72,50 @@ def _of(kind: str, value: Any, name: str) -> Any:
     return found
 
 
-def _parameters(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters that are there, each checked."""
-    found = {}
-    for name, value in given.items():
-        if value is None:
-            continue
-        word = name == "function_to_apply" and isinstance(value, str)
-        found[name] = _of(_PARAMETERS[name], value.lower() if word else value, name) if name in _PARAMETERS else value
-    return found
+def _given(call: Call, takes: tuple[Field, ...], *, above: bool = False) -> dict[str, Any]:
+    """Return the parameters of a request that have a value.
+
+    Args:
+        call: the request.
+        takes: the parameters of the task.
+        above: whether they may also be fields of the request, as clients send those of vectors.
+
+    Raises:
+        RefusedError: a parameter that the task does not have.
+    """
+    known = [field.name for field in (*takes, *_INERT)]
+    fields = {field.name: call.fields[field.name] for field in _VECTORS}
+    given = {name: value for name, value in (call.fields["parameters"] or {}).items() if value is not None}
+    beside = {name: value for name, value in fields.items() if value is not None}
+    for path, names in (("parameters.", given), ("", beside)):
+        for name in names:
+            if name not in known or not (path or above):
+                raise not_a_field(path + name, [path + one for one in known])
+    return given | beside
 
 
 async def _root(call: Call) -> Reply:
-    inputs, given = call.fields["inputs"], _parameters(call.fields["parameters"] or {})
+    inputs = call.fields["inputs"]
     if isinstance(inputs, dict) and "source_sentence" in inputs:
-        sentences = _of("texts", inputs.get("sentences"), "sentences")
-        found = await call.ask("similarity", [_of("text", inputs["source_sentence"], "source_sentence"), *sentences])
-        return Reply(found.data)
-    head = call.info()["head"]
+        return await similarity(call, read(PAIR, inputs, most=call.house.settings.max_inputs, path="inputs."),
+                                _given(call, _SIMILARITY, above=True))  # fmt: skip
     single = not isinstance(inputs, list)
-    answered = await _HEADS[head](call, inputs, given, single)
+    answered = await _HEADS[call.info()["head"]](call, inputs, single)
     return answered if isinstance(answered, Reply) else Reply(answered)
 
 
-async def _vectors(call: Call, inputs: Any, given: dict[str, Any], single: bool) -> Reply:
-    normalize = call.fields["normalize"] if call.fields["normalize"] is not None else given.get("normalize")
-    truncate = call.fields["truncate"] if call.fields["truncate"] is not None else given.get("truncate")
-    options = {"normalize": normalize, "truncate": truncate, "dimensions": call.fields["dimensions"]}
+async def _vectors(call: Call, inputs: Any, single: bool) -> Reply:
+    given = _given(call, _VECTORS, above=True)
+    options = {**shortening(call, given), **prompted(call, given)}
+    options |= {name: given.get(name) for name in ("normalize", "dimensions", "route")}
     found = await call.ask("embed", _of("inputs", inputs, "inputs"), options)
     return Reply(found.arrays[0], found.arrays[0])
 
 
-async def _classes(call: Call, inputs: Any, given: dict[str, Any], single: bool) -> Any:
-    if "candidate_labels" in given:
-        labels = given["candidate_labels"]
-        labels = [label.strip() for label in labels.split(",")] if isinstance(labels, str) else labels
-        options: dict[str, Any] = {"labels": _of("texts", labels, "candidate_labels")}
+async def _classes(call: Call, inputs: Any, single: bool) -> Any:
+    if (call.fields["parameters"] or {}).get("candidate_labels") is not None:
+        given = _given(call, _ZERO_SHOT)
+        options: dict[str, Any] = {"labels": given["candidate_labels"]}
         if "hypothesis_template" in given:
             options["template"] = given["hypothesis_template"]
         options["multi_label"] = given.get("multi_label") is True
@@ -83,14 +123,18 @@ async def _classes(call: Call, inputs: Any, given: dict[str, Any], single: bool)
         rows = [[{"label": one["label"], "score": one["score"]} for one in row] for row in found.data]
         return rows[0] if single else rows
     items = _of("pairs", inputs, "inputs")
-    options = {"function_to_apply": given.get("function_to_apply"), "top_k": given.get("top_k")}
+    given = _given(call, _CLASSES)
+    options = {name: given.get(name) for name in ("function_to_apply", "top_k", "threshold")} | shortening(call, given)
+    if options["truncate"] is None and given.get("truncation"):
+        options["truncate"] = True
     found = await call.ask("classify", items, options)
     return [[{"label": one["label"], "score": one["score"]} for one in row] for row in found.data]
 
 
-async def _entities(call: Call, inputs: Any, given: dict[str, Any], single: bool) -> Any:
+async def _entities(call: Call, inputs: Any, single: bool) -> Any:
+    given = _given(call, _ENTITIES)
     strategy = given.get("aggregation_strategy", "simple")
-    options = {"aggregation": strategy, "ignore_labels": given.get("ignore_labels")}
+    options = {"aggregation": strategy, "ignore_labels": given.get("ignore_labels"), "stride": given.get("stride")}
     found = await call.ask("entities", _of("texts", inputs, "inputs"), options)
     name = "entity" if strategy == "none" else "entity_group"
     rows = [
@@ -100,22 +144,28 @@ async def _entities(call: Call, inputs: Any, given: dict[str, Any], single: bool
     return rows[0] if single else rows
 
 
-async def _answers(call: Call, inputs: Any, given: dict[str, Any], single: bool) -> Any:
+async def _answers(call: Call, inputs: Any, single: bool) -> Any:
+    given = _given(call, _ANSWERS)
+    top = given.get("top_k", given.get("topk"))
     options = {
-        "top_k": given.get("top_k"),
+        "top_k": top,
         "max_answer_length": given.get("max_answer_len"),
         "no_answer": given.get("handle_impossible_answer"),
+        "whole_words": given.get("align_to_words"),
+        "stride": given.get("doc_stride"),
+        "window_tokens": given.get("max_seq_len"),
     }
     found = await call.ask("answer", _of("questions", inputs, "inputs"), options)
     rows = [
         [{"answer": one["text"], **{n: one[n] for n in ("score", "start", "end")}} for one in row] for row in found.data
     ]
-    if given.get("top_k", 1) == 1:
+    if top in (None, 1):
         return (rows[0][0] if rows[0] else {"answer": "", "score": 0.0, "start": 0, "end": 0}) if single else rows
     return rows[0] if single else rows
 
 
-async def _masks(call: Call, inputs: Any, given: dict[str, Any], single: bool) -> Any:
+async def _masks(call: Call, inputs: Any, single: bool) -> Any:
+    given = _given(call, _MASKS)
     options = {"top_k": given.get("top_k"), "targets": given.get("targets")}
     found = await call.ask("fill_mask", _of("texts", inputs, "inputs"), options)
     rows = [
@@ -145,12 +195,18 @@ _HEADS = {
     "masked_lm": _masks,
 }
 
+_PARAMETERS = {
+    field.name: field
+    for table in (_VECTORS, _CLASSES, _ZERO_SHOT, _ENTITIES, _ANSWERS, _MASKS, _INERT)
+    for field in table
+}
 _ROOT = (
     Field("inputs", "any", "what the model's head takes", True),
-    Field("parameters", "object", "its options, under the names of transformers' pipelines"),
-    Field("normalize", "flag", "of vectors"),
-    Field("truncate", "flag", "of vectors"),
-    Field("dimensions", "whole", "of vectors"),
+    Field(
+        "parameters", "object", "those of the task, as of transformers' pipelines", fields=tuple(_PARAMETERS.values())
+    ),
+    *_VECTORS,
+    Field("options", "object", "accepted", effect=False),
     MODEL,
 )
 

@@ -1,6 +1,6 @@
 """Our doors, for the heads that no convention has: classes, entities, answers, masks, labels of one's own.
 
-All answer alike: the model, a result for each input, and what it came to. Fields that are not known are refused.
+All answer alike: the model, a result for each input, and what it came to.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from flodl_hf.serving.doors.door import MODEL, Call, Door, Reply
+from flodl_hf.serving.doors.door import MODEL, Call, Door, Reply, shortening
 from flodl_hf.serving.doors.fields import Field
+from flodl_hf.serving.doors.tei import CUT, DIRECTION
 from flodl_hf.serving.faults import RefusedError
 
 __all__ = ["DOORS", "READ_ALL"]
@@ -18,7 +19,6 @@ __all__ = ["DOORS", "READ_ALL"]
 READ_ALL = Field(
     "truncate", "flag", "false refuses texts that do not fit into one window; else they are read in windows"
 )
-_CUT = Field("truncate", "flag", "true cuts long texts, false refuses them; without it they are read in windows")
 
 
 def _whole(call: Call, name: str, rows: list[Any], items: list[Any]) -> Reply:
@@ -38,7 +38,7 @@ def _chosen(call: Call, *names: str) -> dict[str, Any]:
 
 async def _classify(call: Call) -> Reply:
     items = call.fields["inputs"]
-    given = _chosen(call, "top_k", "threshold", "truncate")
+    given = {**_chosen(call, "top_k", "threshold"), **shortening(call)}
     found = await call.ask("classify", items, {**given, "function_to_apply": call.fields["activation"]})
     return _whole(call, "labels", found.data, items)
 
@@ -89,7 +89,7 @@ _TEXTS = Field("inputs", "texts", "one text or several", True)
 _TOP = Field("top_k", "whole", "most of each input")
 
 DOORS = tuple(
-    Door(path, says, (*fields, MODEL), answer, strict=True)
+    Door(path, says, (*fields, MODEL), answer)
     for path, says, fields, answer in (
         (
             "/v1/classify",
@@ -99,7 +99,8 @@ DOORS = tuple(
                 _TOP,
                 Field("threshold", "thresholds", "least score, for all or by label"),
                 Field("activation", "activation", "what makes scores of the head's numbers"),
-                _CUT,
+                CUT,
+                DIRECTION,
             ),
             _classify,
         ),

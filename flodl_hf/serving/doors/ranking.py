@@ -5,8 +5,21 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from flodl_hf.serving.doors.door import MODEL, Call, Door, Reply
+from flodl_hf.serving.doors.door import (
+    ACTIVATIONS,
+    MODEL,
+    OTHERS,
+    SHORTENED,
+    Call,
+    Door,
+    Reply,
+    flagged,
+    is_blank,
+    is_raw,
+    shortening,
+)
 from flodl_hf.serving.doors.fields import Field
+from flodl_hf.serving.doors.tei import CUT
 from flodl_hf.serving.faults import RefusedError
 
 __all__ = ["DOORS"]
@@ -17,12 +30,14 @@ async def _rerank(call: Call) -> Reply:
     documents = fields["documents"]
     if not documents:
         raise RefusedError("documents is empty; expected at least one", "empty", param="documents")
-    given = {"max_tokens_per_doc": fields["max_tokens_per_doc"]}
-    found = await call.ask("rerank", [fields["query"], *documents], given, texts=len(documents))
+    query = fields["query"]
+    given = {**shortening(call), "max_tokens_per_doc": fields["max_tokens_per_doc"], "raw": is_raw(call)}
+    found = await call.ask("rerank", [query, *documents], given, texts=len(documents))
     top = fields["top_n"] or len(documents)
     results: list[dict[str, Any]] = []
     for one in found.data[:top]:
-        result = {"index": one["index"], "relevance_score": one["score"]}
+        empty = is_blank(query) or is_blank(documents[one["index"]])
+        result = flagged({"index": one["index"], "relevance_score": one["score"]}, empty)
         if fields["return_documents"]:
             result["document"] = {"text": documents[one["index"]]}
         results.append(result)
@@ -36,7 +51,7 @@ async def _rerank(call: Call) -> Reply:
                 "api_version": {"version": call.door.path[2]},
                 "billed_units": {"search_units": 1},
                 "tokens": {"input_tokens": call.tokens},
-                "warnings": [f"{call.dropped} tokens were cut off by max_tokens_per_doc"] if call.dropped else [],
+                "warnings": [f"{call.dropped} tokens were truncated"] if call.dropped else [],
             },
         }
     )
@@ -49,6 +64,11 @@ _FIELDS = (
     Field("top_n", "whole", "most documents in the answer"),
     Field("max_tokens_per_doc", "whole", "cut documents after so many tokens; else long ones are read in windows"),
     Field("return_documents", "flag", "whether texts are in the answer"),
+    Field("rank_fields", "text fields", "the fields of documents that are read"),
+    CUT,
+    *SHORTENED,
+    *ACTIVATIONS,
+    *OTHERS,
 )
 
 DOORS = tuple(

@@ -1,53 +1,61 @@
 """The doors of text-embeddings-inference: paths, fields and answers as it has them.
 
-Where it computes otherwise, ours stay exact: texts that are too long are read in windows unless ``truncate`` says
-otherwise, and GELU is what the checkpoint names.
+As there, a text that is too long for a vector is refused with status 413 unless ``truncate`` is true. Scores of texts
+and pairs read long texts in windows unless ``truncate`` is given, and GELU is the function that the checkpoint names.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from flodl.errors import shown
-from flodl_hf.serving.doors.door import MODEL, Call, Door, Reply
+from flodl_hf.serving.doors.door import MODEL, Call, Door, Reply, flagged, is_blank, is_raw, shortening
 from flodl_hf.serving.doors.fields import Field
 from flodl_hf.serving.faults import RefusedError
 
-__all__ = ["DOORS", "cutting", "prompted"]
+__all__ = [
+    "CUT",
+    "DIMENSIONS",
+    "DIRECTION",
+    "NORMALIZE",
+    "PAIR",
+    "PROMPT",
+    "ROUTE",
+    "TRUNCATE",
+    "WINDOWS",
+    "prompted",
+    "similarity",
+]
 
-TRUNCATE = Field("truncate", "flag", "true cuts long texts, false refuses them; without it they are read in windows")
-DIRECTION = Field("truncation_direction", "direction", "which end stays when cut; only right is cut off")
+TRUNCATE = Field("truncate", "flag", "true truncates long texts; otherwise they are refused")
+CUT = Field("truncate", "flag", "true truncates long texts, false refuses them; without it they are read in windows")
+DIRECTION = Field("truncation_direction", "direction", "the end that truncation removes; right by default")
+WINDOWS = Field("windows", "flag", "true reads all of a long text in windows and averages their vectors")
 PROMPT = Field("prompt_name", "text", "a prompt of the model's folder, put before each text")
 ROUTE = Field("route", "text", "the way of these texts, where the folder has several: query, document")
 NORMALIZE = Field("normalize", "flag", "scale vectors to length 1; by default as the folder says")
+DIMENSIONS = Field("dimensions", "whole", "keep so many features")
 RAW = Field("raw_scores", "flag", "scores as they leave the head")
+PAIR = (
+    Field("source_sentence", "text", "the text that the others are compared with", True),
+    Field("sentences", "texts", "the others", True),
+)
 
 
-def cutting(call: Call) -> dict[str, Any]:
-    """Return how long texts are read.
-
-    Raises:
-        RefusedError: they are to be cut at their beginning.
-    """
-    direction = call.fields.get("truncation_direction")
-    if direction in ("left", "Left") and call.fields["truncate"]:
-        raise RefusedError(
-            "truncation_direction is left; texts are cut at their end only. Leave truncate out to have all read.",
-            "field",
-            param="truncation_direction",
-        )
-    return {"truncate": call.fields["truncate"]}
-
-
-def prompted(call: Call) -> dict[str, Any]:
+def prompted(call: Call, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the prompt that was asked for, by its name.
+
+    Args:
+        call: the request.
+        given: the fields; None takes those of the request.
 
     Raises:
         RefusedError: the model has no such prompt.
     """
-    name = call.fields.get("prompt_name")
+    name = (call.fields if given is None else given).get("prompt_name")
     if name is None:
         return {}
     prompts = call.house.workers.models[call.model]["prompts"]
@@ -68,7 +76,7 @@ def _texts(call: Call) -> list[str]:
 
 async def _embed(call: Call) -> Reply:
     call.info("embed")
-    given = {**cutting(call), **prompted(call)}
+    given = {**shortening(call), **prompted(call)}
     given |= {name: call.fields[name] for name in ("normalize", "dimensions", "route")}
     found = await call.ask("embed", call.fields["inputs"], given)
     return Reply(found.arrays[0], found.arrays[0])
@@ -76,14 +84,14 @@ async def _embed(call: Call) -> Reply:
 
 async def _embed_all(call: Call) -> Reply:
     call.info("embed_all")
-    found = await call.ask("embed_all", _texts(call), cutting(call))
+    found = await call.ask("embed_all", _texts(call), shortening(call))
     ends = np.cumsum(found.data["lengths"])
     return Reply(np.split(found.arrays[0], ends[:-1]), found.arrays[0])
 
 
 async def _embed_sparse(call: Call) -> Reply:
     call.info("embed_sparse")
-    return await call.passed_on("embed_sparse", _texts(call), cutting(call))
+    return await call.passed_on("embed_sparse", _texts(call), shortening(call))
 
 
 def _pairs_of(value: Any) -> tuple[list[Any], bool]:
@@ -109,40 +117,51 @@ def _pairs_of(value: Any) -> tuple[list[Any], bool]:
 
 async def _predict(call: Call) -> Reply:
     items, single = _pairs_of(call.fields["inputs"])
-    given = {**cutting(call), "raw": call.fields["raw_scores"]}
+    given = {**shortening(call), "raw": is_raw(call)}
     found = await call.ask("classify", items, given)
-    rows = [[{"score": one["score"], "label": one["label"]} for one in row] for row in found.data]
+    rows = [
+        [flagged({"score": one["score"], "label": one["label"]}, is_blank(item)) for one in row]
+        for row, item in zip(found.data, items, strict=True)
+    ]
     return Reply(rows[0] if single else rows)
 
 
 async def _rerank(call: Call) -> Reply:
-    texts = call.fields["texts"]
+    query, texts = call.fields["query"], call.fields["texts"]
     if not texts:
         raise RefusedError("texts is empty; expected at least one", "empty", param="texts")
-    given = {**cutting(call), "raw": call.fields["raw_scores"]}
-    found = await call.ask("rerank", [call.fields["query"], *texts], given, texts=len(texts))
-    more = {"text": texts} if call.fields["return_text"] else {}
+    given = {**shortening(call), "raw": is_raw(call)}
+    found = await call.ask("rerank", [query, *texts], given, texts=len(texts))
+    ranked = [(one, texts[one["index"]]) for one in found.data]
+    more = call.fields["return_text"] is True
     return Reply(
         [
-            {"index": one["index"], "score": one["score"], **{name: held[one["index"]] for name, held in more.items()}}
-            for one in found.data
+            flagged(
+                {"index": one["index"], "score": one["score"]} | ({"text": text} if more else {}),
+                is_blank(query) or is_blank(text),
+            )
+            for one, text in ranked
         ]
     )
 
 
 async def _similarity(call: Call) -> Reply:
-    given, parameters = call.fields["inputs"], call.fields["parameters"] or {}
-    source, sentences = given.get("source_sentence"), given.get("sentences")
-    right = isinstance(source, str) and isinstance(sentences, list) and set(map(type, sentences)) <= {str}
-    if not right:
-        raise RefusedError(
-            'inputs: expected {"source_sentence": "...", "sentences": ["..."]}', "field", param="inputs"
-        )  # fmt: skip
-    if not sentences:
+    return await similarity(call, call.fields["inputs"], call.fields["parameters"] or {})
+
+
+async def similarity(call: Call, inputs: Mapping[str, Any], given: Mapping[str, Any]) -> Reply:
+    """Return how alike a text is to others.
+
+    Args:
+        call: the request.
+        inputs: of `PAIR`.
+        given: ``truncate``, ``truncation_direction``, ``prompt_name``.
+    """
+    call.info("similarity")
+    texts = [inputs["source_sentence"], *inputs["sentences"]]
+    if len(texts) == 1:
         raise RefusedError("sentences is empty; expected at least one", "empty", param="inputs")
-    truncate = parameters.get("truncate")
-    options = {"truncate": truncate if isinstance(truncate, bool) else None}
-    found = await call.ask("similarity", [source, *sentences], options, texts=1 + len(sentences))
+    found = await call.ask("similarity", texts, {**shortening(call, given), **prompted(call, given)}, texts=len(texts))
     return Reply(found.data)
 
 
@@ -158,7 +177,6 @@ async def _decode(call: Call) -> Reply:
 
 _INPUTS = Field("inputs", "inputs", "texts, or ids as they are", True)
 _TEXTS = Field("inputs", "texts", "one text or several", True)
-_DIMENSIONS = Field("dimensions", "whole", "keep so many features")
 
 DOORS = tuple(
     Door(path, says, (*fields, MODEL), answer, group="text-embeddings-inference")
@@ -166,17 +184,22 @@ DOORS = tuple(
         (
             "/embed",
             "a vector for each text",
-            (_INPUTS, NORMALIZE, TRUNCATE, DIRECTION, PROMPT, ROUTE, _DIMENSIONS),
+            (_INPUTS, NORMALIZE, TRUNCATE, DIRECTION, WINDOWS, PROMPT, ROUTE, DIMENSIONS),
             _embed,
         ),
-        ("/embed_all", "a state for each token", (_TEXTS, TRUNCATE, DIRECTION, PROMPT), _embed_all),
-        ("/embed_sparse", "weights of words for each text", (_TEXTS, TRUNCATE, DIRECTION, PROMPT), _embed_sparse),
+        ("/embed_all", "a state for each token", (_TEXTS, TRUNCATE, DIRECTION, WINDOWS, PROMPT), _embed_all),
+        (
+            "/embed_sparse",
+            "weights of words for each text",
+            (_TEXTS, TRUNCATE, DIRECTION, WINDOWS, PROMPT),
+            _embed_sparse,
+        ),
         (
             "/predict",
             "labels with scores",
             (
                 Field("inputs", "any", "a text, a pair, or a list of lists of one or two", True),
-                TRUNCATE,
+                CUT,
                 DIRECTION,
                 RAW,
             ),
@@ -188,7 +211,7 @@ DOORS = tuple(
             (
                 Field("query", "text", "what is looked for", True),
                 Field("texts", "texts", "what may fit", True),
-                TRUNCATE,
+                CUT,
                 DIRECTION,
                 RAW,
                 Field("return_text", "flag", "whether texts are in the answer"),
@@ -199,8 +222,8 @@ DOORS = tuple(
             "/similarity",
             "how alike a text is to others",
             (
-                Field("inputs", "object", "source_sentence and sentences", True),
-                Field("parameters", "object", "truncate and others"),
+                Field("inputs", "object", "source_sentence and sentences", True, fields=PAIR),
+                Field("parameters", "object", "of the texts", fields=(TRUNCATE, DIRECTION, PROMPT)),
             ),
             _similarity,
         ),

@@ -8,8 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from flodl_hf.serving.doors.door import MODEL, Call, Door, Reply
+from flodl_hf.serving.doors.door import (
+    ACTIVATIONS,
+    MODEL,
+    OTHERS,
+    SHORTENED,
+    Call,
+    Door,
+    Reply,
+    flagged,
+    is_blank,
+    is_raw,
+    shortening,
+)
 from flodl_hf.serving.doors.fields import Field
+from flodl_hf.serving.doors.openai import FORMS, written
+from flodl_hf.serving.doors.tei import DIMENSIONS, NORMALIZE
 from flodl_hf.serving.faults import RefusedError
 
 __all__ = ["DOORS"]
@@ -31,36 +45,16 @@ def _whole(call: Call, kind: str, data: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _cut(call: Call, *tasks: str) -> dict[str, Any]:
-    """Return how long texts are read: in windows, or cut to the model's window where that is asked for.
-
-    Raises:
-        RefusedError: they are to be cut anywhere else.
-    """
-    size = call.fields["truncate_prompt_tokens"]
-    if size is None:
-        return {}
-    limit = call.info(*tasks)["max_tokens"]
-    if type(size) is not int or not (size == -1 or (limit is not None and size >= limit)):
-        raise RefusedError(
-            f"truncate_prompt_tokens is {size!r}; expected -1, which is the model's length"
-            f"{f' of {limit}' if limit else ''}. Leave it out to have all of a text read.",
-            "field",
-            param="truncate_prompt_tokens",
-        )
-    return {"truncate": True}
-
-
 async def _classify(call: Call) -> Reply:
-    found = await call.ask("classify", call.fields["input"], _cut(call, "classify"))
+    found = await call.ask("classify", call.fields["input"], {**shortening(call), "raw": is_raw(call)})
     labels = call.house.workers.models[call.model]["labels"]
     data = []
     for index, row in enumerate(found.data):
         by_label = {one["label"]: one["score"] for one in row}
-        # Of a text with nothing to read there is no label and no probability.
         probs = [by_label[label] for label in labels] if row else []
         best = row[0]["label"] if row else None
-        data.append({"index": index, "label": best, "probs": probs, "num_classes": len(labels)})
+        record = {"index": index, "label": best, "probs": probs, "num_classes": len(labels)}
+        data.append(flagged(record, is_blank(call.fields["input"][index])))
     return Reply(_whole(call, "classify", data))
 
 
@@ -71,43 +65,77 @@ async def _score(call: Call) -> Reply:
             f"text_1 has {len(first)} texts and text_2 {len(second)}; expected one, or as many", "field", param="text_1"
         )
     firsts = first * len(second) if len(first) == 1 else first
-    found = await call.ask("score", [[a, b] for a, b in zip(firsts, second, strict=True)], _cut(call, "score"))
-    data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(found.data)]
+    pairs = [[a, b] for a, b in zip(firsts, second, strict=True)]
+    found = await call.ask("score", pairs, {**shortening(call), "raw": is_raw(call)})
+    data = [
+        flagged({"index": i, "object": "score", "score": score}, is_blank(pair))
+        for i, (score, pair) in enumerate(zip(found.data, pairs, strict=True))
+    ]
     return Reply(_whole(call, "score", data))
 
 
 async def _pooling(call: Call) -> Reply:
-    """The states of all tokens of an encoder; of a model with a head its raw scores."""
-    info = call.info("embed_all", "classify")
-    if "embed_all" in info["tasks"]:
-        found = await call.ask("embed_all", call.fields["input"], _cut(call, "embed_all"))
-        rows: list[Any] = np.split(found.arrays[0], np.cumsum(found.data["lengths"])[:-1])
-    else:
-        found = await call.ask("classify", call.fields["input"], {"raw": True, **_cut(call, "classify")})
+    """The states of all tokens or the vector of an encoder; the scores of a model with a head, raw unless asked."""
+    fields, info = call.fields, call.info("embed_all", "classify")
+    tasks = ("token_embed", "embed") if "embed_all" in info["tasks"] else ("classify",)
+    task = fields["task"] or tasks[0]
+    if task not in tasks:
+        raise RefusedError(
+            f"task is {task!r}; expected one of {', '.join(tasks)} for {call.model}", "unknown", param="task"
+        )
+    if task == "classify":
+        for name in ("dimensions", "normalize"):
+            if fields[name] is not None:
+                raise RefusedError(f"{name}: {call.model} has scores and no vectors", "unknown", param=name)
+        raw = is_raw(call) or not any(fields[field.name] for field in ACTIVATIONS[:3])
+        found = await call.ask("classify", fields["input"], {"raw": raw, **shortening(call)})
         scores = [{one["label"]: one["score"] for one in row} for row in found.data]
-        rows = [[row[label] for label in info["labels"]] if row else [] for row in scores]
-    return Reply(
-        _whole(call, "pool", [{"index": i, "object": "pooling", "data": row} for i, row in enumerate(rows)])
-    )  # fmt: skip
+        rows: list[Any] = [np.array([row[label] for label in info["labels"]], np.float32) for row in scores]
+    else:
+        normalize = fields["normalize"] if fields["normalize"] is not None else fields["use_activation"]
+        given = {**shortening(call), "dimensions": fields["dimensions"], "normalize": normalize}
+        found = await call.ask("embed" if task == "embed" else "embed_all", fields["input"], given)
+        rows = list(found.arrays[0])
+        if task == "token_embed":
+            rows = np.split(found.arrays[0], np.cumsum(found.data["lengths"])[:-1])
+    data = [
+        {"index": i, "object": "pooling", "data": written(row, fields["encoding_format"])} for i, row in enumerate(rows)
+    ]
+    return Reply(_whole(call, "pool", data))
 
 
-_TRUNCATE = Field("truncate_prompt_tokens", "any", "-1 cuts at the model's length; else long texts are read in windows")
 _INPUT = Field("input", "texts", "one text or several", True)
 
+_SCORES = (*ACTIVATIONS, *SHORTENED, FORMS[0], *OTHERS)
+
 DOORS = tuple(
-    Door(path, says, (MODEL, *fields, _TRUNCATE), answer, style="openai", group="vLLM")
+    Door(path, says, (MODEL, *fields), answer, style="openai", group="vLLM")
     for path, says, fields, answer in (
-        ("/classify", "the best label and all probabilities", (_INPUT,), _classify),
+        ("/classify", "the best label and all probabilities", (_INPUT, *_SCORES), _classify),
         (
             "/score",
             "how well texts fit one another",
             (
                 Field("text_1", "texts", "one text, or as many as text_2", True),
                 Field("text_2", "texts", "one text or several", True),
+                *_SCORES,
             ),
             _score,
         ),
-        ("/pooling", "states of tokens, or raw scores", (_INPUT,), _pooling),
+        (
+            "/pooling",
+            "vectors, states of tokens, or scores",
+            (
+                _INPUT,
+                Field("task", "pooling task", "embed, token_embed or classify; by default what the model has"),
+                DIMENSIONS,
+                NORMALIZE,
+                Field("encoding_format", "encoding", "float or base64"),
+                *FORMS[1:],
+                *_SCORES,
+            ),
+            _pooling,
+        ),
     )
 )
 """Paths of vLLM's pooling models."""

@@ -15,12 +15,15 @@ from serving_models import MASKED, QUESTIONS, TEXTS
 CLOSE = 2e-5
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*truncated")
 ARROW = "application/vnd.apache.arrow.stream"
 
 
 def asked(http: Any, path: str, **body: Any) -> Any:
     if path in ("/embed", "/embed_all", "/similarity"):
         body = {"model": "embed", **body}
+    if path in ("/embed", "/embed_all", "/embed_sparse", "/v1/embeddings"):
+        body = {"truncate": True, **body}
     answer = http.post(path, json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()
@@ -52,14 +55,15 @@ def test_vectors_are_those_of_embed(http: Any, local: dict[str, Any]) -> None:
     packed = asked(http, "/v1/embeddings", input=TEXTS, model="embed", encoding_format="base64")["data"]
     read = np.stack([np.frombuffer(base64.b64decode(row["embedding"]), "<f4") for row in packed])
     assert np.abs(read - expected).max() < CLOSE
-    assert np.abs(np.array(asked(http, "/", inputs=TEXTS, model="embed")) - expected).max() < CLOSE
+    assert np.abs(np.array(asked(http, "/", inputs=TEXTS, model="embed", truncate=True)) - expected).max() < CLOSE
 
 
 def test_vectors_are_scaled_and_shortened_as_asked(http: Any, local: dict[str, Any]) -> None:
     for given, ours in (
         ({"normalize": False}, {"normalize": False}),
         ({"dimensions": 8}, {"truncate_dim": 8}),
-        ({"truncate": True}, {"truncate": True}),
+        ({"truncate": True}, {}),
+        ({"windows": True}, {"windows": True}),
     ):
         expected = local["embed"].embed(TEXTS, **ours).numpy()
         found = np.array(asked(http, "/embed", inputs=TEXTS, **given), np.float32)
@@ -87,7 +91,7 @@ def test_states_of_tokens(http: Any, local: dict[str, Any]) -> None:
     assert np.abs(np.array(found) - expected.numpy()).max() < 10 * CLOSE
     (pooled,) = asked(http, "/pooling", input=text, model="embed")["data"]
     close(pooled["data"], found)
-    long = asked(http, "/embed_all", inputs=[TEXTS[4], text])
+    long = asked(http, "/embed_all", inputs=[TEXTS[4], text], windows=True)
     assert len(long[0]) > 64
     assert np.abs(np.array(long[1]) - np.array(found)).max() < 10 * CLOSE
 
@@ -136,15 +140,15 @@ def test_ranking_is_that_of_rerank(http: Any, local: dict[str, Any]) -> None:
     short = http.post(
         "/v2/rerank", json={"query": "cat", "documents": TEXTS, "model": "ranker", "max_tokens_per_doc": 2}
     )
-    assert "cut off" in short.json()["meta"]["warnings"][0]
+    assert "tokens were truncated" in short.json()["meta"]["warnings"][0]
 
 
 def test_likeness_is_that_of_similarity(http: Any, local: dict[str, Any]) -> None:
     expected = local["embed"].similarity(TEXTS[:1], TEXTS[1:])[0].tolist()
     body = {"source_sentence": TEXTS[0], "sentences": TEXTS[1:]}
-    close(asked(http, "/similarity", inputs=body), expected)
-    close(asked(http, "/", inputs=body, model="embed"), expected)
-    scores = asked(http, "/score", text_1=TEXTS[0], text_2=TEXTS[1:], model="embed")["data"]
+    close(asked(http, "/similarity", inputs=body, parameters={"truncate": True}), expected)
+    close(asked(http, "/", inputs=body, model="embed", parameters={"truncate": True}), expected)
+    scores = asked(http, "/score", text_1=TEXTS[0], text_2=TEXTS[1:], model="embed", truncate_prompt_tokens=-1)["data"]
     close([one["score"] for one in scores], expected)
 
 
@@ -223,26 +227,50 @@ def test_tokens_go_out_and_come_back(http: Any) -> None:
 # ---- what is cut, what is empty ------------------------------------------------------------------------
 
 
-def test_nothing_is_cut_in_silence(http: Any, local: dict[str, Any]) -> None:
+def test_nothing_is_truncated_silently(http: Any, local: dict[str, Any]) -> None:
     long = TEXTS[4]
-    tokens = len(local["embed"].tokenizer.encode_rows([long])[0][0].ids)
-    whole = http.post("/embed", json={"model": "embed", "inputs": long})
-    assert int(whole.headers["x-compute-tokens"]) >= tokens
+    dropped = len(local["embed"].tokenizer.encode_rows([long])[0][0].ids) - local["embed"].max_tokens
+    whole = http.post("/embed", json={"model": "embed", "inputs": long, "windows": True})
     assert int(whole.headers["x-flodl-windows"]) > 1
-    assert "x-flodl-dropped-tokens" not in whole.headers
+    assert "x-flodl-truncated-texts" not in whole.headers
     cut = http.post("/embed", json={"model": "embed", "inputs": [long, "a"], "truncate": True})
-    assert int(cut.headers["x-flodl-dropped-tokens"]) >= tokens - local["embed"].max_tokens
+    assert (cut.headers["x-flodl-dropped-tokens"], cut.headers["x-flodl-truncated-texts"]) == (str(dropped), "1")
     assert int(cut.headers["x-flodl-windows"]) == 2
     said = http.post("/v1/embeddings", json={"input": [long], "truncate": True, "model": "embed"}).json()
-    assert said["usage"]["dropped_tokens"] == int(cut.headers["x-flodl-dropped-tokens"])
+    assert said["usage"]["dropped_tokens"] == dropped
     classes = http.post("/v1/classify", json={"inputs": [long], "truncate": True, "model": "classes"}).json()
-    assert classes["usage"]["dropped_tokens"] == int(cut.headers["x-flodl-dropped-tokens"])
+    assert classes["usage"]["dropped_tokens"] == dropped
     assert classes["usage"]["windows"] == 1
-    refused = http.post("/embed", json={"model": "embed", "inputs": long, "truncate": False})
-    assert (refused.status_code, refused.json()["error_type"]) == (422, "Tokenizer")
     both = http.post("/v1/entities", json={"inputs": long, "truncate": True})
     assert both.status_code == 422
     assert "windows" in both.json()["error"]
+
+
+@pytest.mark.parametrize("truncate", [None, False])
+@pytest.mark.parametrize(
+    ("path", "status", "body"),
+    [
+        ("/embed", 413, {"inputs": TEXTS}),
+        ("/embed_all", 413, {"inputs": TEXTS}),
+        ("/embed_sparse", 413, {"inputs": TEXTS, "model": "m3"}),
+        ("/embed_sparse", 413, {"inputs": TEXTS, "model": "mlm"}),
+        ("/similarity", 413, {"inputs": {"source_sentence": "a", "sentences": TEXTS}}),
+        ("/", 413, {"inputs": TEXTS}),
+        ("/", 413, {"inputs": {"source_sentence": "a", "sentences": TEXTS}}),
+        ("/v1/embeddings", 400, {"input": TEXTS}),
+        ("/pooling", 400, {"input": TEXTS}),
+        ("/pooling", 400, {"input": TEXTS, "task": "embed"}),
+        ("/score", 400, {"text_1": "a", "text_2": TEXTS}),
+    ],
+)
+def test_vectors_of_texts_that_are_too_long_are_refused(
+    http: Any, path: str, status: int, body: dict[str, Any], truncate: bool | None
+) -> None:
+    more: dict[str, Any] = {} if path in ("/pooling", "/score") else {"truncate": truncate}
+    more = {"parameters": more} if path == "/similarity" else more
+    answer = http.post(path, json={"model": "embed", **body, **more})
+    assert answer.status_code == status, answer.text
+    assert "86 tokens" in answer.text
 
 
 def test_empty_texts_have_one_rule(http: Any, local: dict[str, Any]) -> None:
@@ -265,7 +293,9 @@ def test_empty_texts_have_one_rule(http: Any, local: dict[str, Any]) -> None:
 
 def test_binary_answers(http: Any) -> None:
     expected = np.array(asked(http, "/embed", inputs=TEXTS), np.float32)
-    npy = http.post("/embed", json={"model": "embed", "inputs": TEXTS}, headers={"accept": "application/x-npy"})
+    npy = http.post(
+        "/embed", json={"model": "embed", "inputs": TEXTS, "truncate": True}, headers={"accept": "application/x-npy"}
+    )
     assert npy.headers["content-type"] == "application/x-npy"
     assert np.abs(np.load(io.BytesIO(npy.content)) - expected).max() < CLOSE
     arrow = {"accept": "application/vnd.apache.arrow.stream"}
@@ -274,16 +304,15 @@ def test_binary_answers(http: Any) -> None:
     else:
         import pyarrow as pa
 
-        answer = http.post("/embed", json={"model": "embed", "inputs": TEXTS}, headers=arrow)
+        answer = http.post("/embed", json={"model": "embed", "inputs": TEXTS, "truncate": True}, headers=arrow)
         assert answer.headers["content-type"] == arrow["accept"]
         table = pa.ipc.open_stream(answer.content).read_all()
         assert table.column_names == ["vector"]
         assert np.abs(np.array(table["vector"].to_pylist()) - expected).max() < CLOSE
         assert http.post("/v1/entities", json={"inputs": "a"}, headers=arrow).status_code == 406
     msgpack = pytest.importorskip("msgpack")
-    found = msgpack.unpackb(
-        http.post("/embed", json={"model": "embed", "inputs": TEXTS}, headers={"accept": "application/msgpack"}).content
-    )
+    body = {"model": "embed", "inputs": TEXTS, "truncate": True}
+    found = msgpack.unpackb(http.post("/embed", json=body, headers={"accept": "application/msgpack"}).content)
     assert np.abs(np.frombuffer(found["data"], found["dtype"]).reshape(found["shape"]) - expected).max() < CLOSE
     tokens = http.post("/tokenize", json={"model": "embed", "inputs": "a"}, headers={"accept": "application/msgpack"})
     assert msgpack.unpackb(tokens.content) == asked(http, "/tokenize", model="embed", inputs="a")
@@ -298,9 +327,9 @@ def test_binary_answers(http: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/embed", {"model": "embed", "inputs": TEXTS}),
-        ("/embed_all", {"model": "embed", "inputs": TEXTS}),
-        ("/v1/embeddings", {"model": "embed", "input": TEXTS}),
+        ("/embed", {"model": "embed", "inputs": TEXTS, "truncate": True}),
+        ("/embed_all", {"model": "embed", "inputs": TEXTS, "truncate": True}),
+        ("/v1/embeddings", {"model": "embed", "input": TEXTS, "truncate": True}),
         ("/v1/late-interaction", {"inputs": TEXTS}),
         ("/v1/entities", {"inputs": TEXTS, "aggregation": "none", "ignore_labels": []}),
         ("/tokenize", {"model": "embed", "inputs": TEXTS}),
@@ -358,13 +387,13 @@ def test_of_too_many_inputs_none_is_looked_at(http: Any, path: str, body: dict[s
         ("/embed", {"inputs": "a", "truncate": "yes"}, 422, "true or false"),
         ("/embed", {"inputs": "a", "dimensions": 4000}, 422, "dimensions"),
         ("/embed", {"inputs": "a", "prompt_name": "query"}, 422, "prompt"),
-        ("/embed", {"inputs": "a", "truncate": True, "truncation_direction": "left"}, 422, "left"),
+        ("/embed", {"inputs": "a", "truncation_direction": "up"}, 422, "left"),
         ("/embed", {"inputs": ["a"] * 3000}, 413, "at most 2048"),
         ("/embed", {"inputs": "a", "model": "none"}, 404, "embed"),
         ("/embed", {"inputs": "a", "model": "ner"}, 424, "no head"),
         ("/embed_sparse", {"inputs": "a", "model": "ner"}, 424, "no head for embed_sparse"),
         ("/v1/late-interaction", {"inputs": "a", "model": "embed"}, 424, "no head for late_interaction"),
-        ("/v1/late-interaction", {"inputs": TEXTS[4], "truncate": False}, 422, "leave truncate out"),
+        ("/v1/late-interaction", {"inputs": TEXTS[4], "truncate": False}, 413, "leave truncate out"),
         ("/predict", {"inputs": "a"}, 404, "several models"),
         ("/predict", {"inputs": [["a", "b", "c"]], "model": "classes"}, 422, "pair"),
         ("/v1/classify", {"inputs": "a", "model": "classes", "top": 1}, 422, "top_k"),
@@ -415,8 +444,10 @@ def test_vllms_word_for_cutting(http: Any, local: dict[str, Any]) -> None:
         ("/pooling", {"input": long, "model": "embed"}),
     ):
         cut = http.post(path, json={**fields, "truncate_prompt_tokens": -1})
-        assert int(cut.headers["x-flodl-dropped-tokens"]) > 0
-        refused = http.post(path, json={**fields, "truncate_prompt_tokens": 10})
+        shorter = http.post(path, json={**fields, "truncate_prompt_tokens": 10})
+        dropped = [int(answer.headers["x-flodl-dropped-tokens"]) for answer in (cut, shorter)]
+        assert dropped[1] - dropped[0] == 64 - 10
+        refused = http.post(path, json={**fields, "truncate_prompt_tokens": 0})
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "truncate_prompt_tokens"
 

@@ -1,0 +1,322 @@
+"""The table of fields of each route: each field is applied, has no effect on numbers, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from serving_models import MASKED, MODELS, QUESTIONS, TEXTS
+
+from flodl_hf.serving.doors import DOORS
+from flodl_hf.serving.doors.fields import Field
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*truncated")
+LONG = "good film " + TEXTS[4] + " the cat ran"
+LABELS = MODELS["ner"][1]
+CUT = {"truncate": True}
+SHORT = {"truncate_prompt_tokens": 8}
+PAIR = {"source_sentence": "a cat", "sentences": ["dog", "a mat"]}
+LONG_PAIR = {"source_sentence": "a cat", "sentences": ["dog", LONG]}
+RANKED = {"model": "ranker", "query": "cat", "documents": ["a cat", LONG]}
+QA = {"model": "qa", "inputs": {"question": QUESTIONS[1][0], "context": QUESTIONS[1][1]}}
+PARTS = {"model": "qa", "inputs": {"question": "who ran", "context": "catdogs ratmats goodfilms " * 3}}
+NER = {"model": "ner", "inputs": LONG}
+
+# A request to each route, and for each field that is applied a value that changes the answer: the value, and what is
+# in both requests besides. Parameters of the Hugging Face routes have a request of their own.
+REQUESTS: dict[str, dict[str, Any]] = {
+    "/embed": {"model": "m3", "inputs": ["a cat", "dog"]},
+    "/embed_all": {"model": "m3", "inputs": ["a cat", "dog"]},
+    "/embed_sparse": {"model": "m3", "inputs": ["a cat", "dog"]},
+    "/predict": {"model": "classes", "inputs": [["a cat"], ["dog"]]},
+    "/rerank": {"model": "ranker", "query": "cat", "texts": ["a cat", "dog"]},
+    "/similarity": {"model": "m3", "inputs": PAIR},
+    "/tokenize": {"model": "m3", "inputs": ["a cat"]},
+    "/decode": {"model": "m3", "ids": [[2, 5, 6, 3]]},
+    "/v1/embeddings": {"model": "m3", "input": ["a cat", "dog"]},
+    "/v1/rerank": RANKED,
+    "/v2/rerank": RANKED,
+    "/classify": {"model": "classes", "input": ["a cat", LONG]},
+    "/score": {"model": "ranker", "text_1": "cat", "text_2": ["a cat", LONG]},
+    "/pooling": {"model": "embed", "input": ["a cat", "dog"]},
+    "/v1/classify": {"model": "classes", "inputs": ["a cat", LONG]},
+    "/v1/entities": NER,
+    "/v1/answer": QA,
+    "/v1/fill-mask": {"model": "mlm", "inputs": MASKED},
+    "/v1/zero-shot": {"model": "nli", "inputs": ["a cat"], "labels": ["animal", "city"]},
+    "/v1/late-interaction": {"model": "m3", "inputs": ["a cat", "dog"]},
+    "/": {"model": "m3", "inputs": ["a cat", "dog"]},
+}
+SHORTENED = {"truncate_prompt_tokens": (8, {}), "truncation_side": ("left", SHORT)}
+TEI = {"truncation_direction": ("Left", {**CUT, "inputs": LONG}), "prompt_name": ("query", {})}
+VECTORS = {**TEI, "normalize": (True, {}), "dimensions": (8, {})}
+RAW = {"use_activation": (False, {}), "activation": (False, {}), "softmax": (False, {}), "raw_scores": (True, {})}
+CLASSES = {"model": "classes", "inputs": ["a cat", LONG]}
+APPLIED: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
+    "/embed": VECTORS,
+    "/embed_all": TEI,
+    "/embed_sparse": TEI,
+    "/predict": {
+        "raw_scores": (True, {}),
+        "truncate": (True, {"inputs": LONG}),
+        "truncation_direction": ("left", {**CUT, "inputs": LONG}),
+    },
+    "/rerank": {
+        "raw_scores": (True, {}),
+        "return_text": (True, {}),
+        "truncate": (True, {"texts": ["a", LONG]}),
+        "truncation_direction": ("left", {**CUT, "texts": ["a", LONG]}),
+    },
+    "/similarity": {
+        "parameters.truncation_direction": ("left", {"parameters": CUT, "inputs": LONG_PAIR}),
+        "parameters.prompt_name": ("query", {}),
+    },
+    "/tokenize": {"add_special_tokens": (False, {}), "prompt_name": ("query", {})},
+    "/decode": {"skip_special_tokens": (False, {})},
+    "/v1/embeddings": {
+        "encoding_format": ("base64", {}),
+        "dimensions": (8, {}),
+        "normalize": (True, {}),
+        "use_activation": (True, {}),
+        "truncate_prompt_tokens": (3, {}),
+        "truncation_side": ("left", {"truncate_prompt_tokens": 3}),
+        "prompt_name": ("query", {}),
+        "input_type": ("query", {}),
+    },
+    "/v2/rerank": {
+        "top_n": (1, {}),
+        "max_tokens_per_doc": (1, {}),
+        "return_documents": (True, {}),
+        "truncate": (True, {}),
+        **SHORTENED,
+        **RAW,
+    },
+    "/classify": {**SHORTENED, **RAW},
+    "/score": {**SHORTENED, **RAW},
+    "/pooling": {
+        "task": ("embed", {}),
+        "dimensions": (8, {}),
+        "normalize": (True, {}),
+        "encoding_format": ("base64", {}),
+        "use_activation": (True, {}),
+        "truncate_prompt_tokens": (3, {}),
+        "truncation_side": ("left", {"truncate_prompt_tokens": 3}),
+        **{name: (name != "raw_scores", {"model": "classes"}) for name in ("activation", "softmax")},
+    },
+    "/v1/classify": {
+        "top_k": (1, {}),
+        "threshold": (0.3, {}),
+        "activation": ("none", {}),
+        "truncate": (True, {}),
+        "truncation_direction": ("left", CUT),
+    },
+    "/v1/entities": {"aggregation": ("none", {}), "ignore_labels": (LABELS, {}), "constrained": (True, {})},
+    "/v1/answer": {"top_k": (3, {}), "max_answer_length": (1, {"top_k": 9}), "no_answer": (True, {"top_k": 40})},
+    "/v1/fill-mask": {"top_k": (1, {}), "targets": (["cat"], {})},
+    "/v1/zero-shot": {"template": ("a {}", {}), "multi_label": (True, {})},
+    "/": {
+        **VECTORS,
+        **{f"parameters.{name}": value for name, value in VECTORS.items()},
+        "parameters.top_k": (1, CLASSES),
+        "parameters.function_to_apply": ("NONE", CLASSES),
+        "parameters.threshold": (0.3, CLASSES),
+        "parameters.truncate": (True, CLASSES),
+        "parameters.truncation": (True, CLASSES),
+        "parameters.hypothesis_template": (
+            "a {}", {"model": "nli", "inputs": "a cat", "parameters": {"candidate_labels": "animal, city"}},
+        ),
+        "parameters.multi_label": (
+            True, {"model": "nli", "inputs": "a cat", "parameters": {"candidate_labels": ["animal", "city"]}},
+        ),
+        "parameters.candidate_labels": ("animal, city", {"model": "nli", "inputs": "a cat"}),
+        "parameters.aggregation_strategy": ("none", NER),
+        "parameters.ignore_labels": (LABELS, NER),
+        "parameters.stride": (30, NER),
+        "parameters.topk": (3, QA),
+        "parameters.max_answer_len": (1, {**QA, "parameters": {"top_k": 9}}),
+        "parameters.handle_impossible_answer": (True, {**QA, "parameters": {"top_k": 40}}),
+        "parameters.align_to_words": (False, {**PARTS, "parameters": {"top_k": 40}}),
+        "parameters.doc_stride": (4, {**QA, "parameters": {"max_seq_len": 24}}),
+        "parameters.max_seq_len": (24, QA),
+        "parameters.targets": (["cat"], {"model": "mlm", "inputs": MASKED}),
+    },
+}  # fmt: skip
+APPLIED["/v1/rerank"] = APPLIED["/v2/rerank"]
+# Fields that turn a refusal into an answer, or the reverse: truncate and windows of vectors.
+DECIDES = {
+    "truncate": {"/embed", "/embed_all", "/embed_sparse", "/v1/embeddings", "/"},
+    "windows": {"/embed", "/embed_all", "/embed_sparse", "/v1/embeddings", "/"},
+    "parameters.truncate": {"/similarity", "/"},
+    "parameters.windows": {"/"},
+}
+# Refused on false, with a text that is read in windows otherwise.
+REFUSES = {"/v1/entities", "/v1/answer", "/v1/zero-shot", "/v1/late-interaction"}
+ONE_VALUE = {
+    "add_special_tokens": (True, False),
+    "embed_dtype": ("float32", "float16"),
+    "endianness": ("little", "big"),
+    "modality": ("text", "image"),
+    "rank_fields": (["text"], ["title"]),
+    "encoding_format": ("float", "base64"),
+}
+NO_EFFECT = {"options": {"wait_for_model": True}, "batch_size": 4, "padding": True, "priority": 3}
+# In tests of their own; "query" changes vectors of other folders than this one's.
+ELSEWHERE = {
+    "model",
+    "query",
+    "route",
+    "parameters.route",
+    "parameters.truncation_direction",
+    "windows",
+    "parameters.windows",
+}
+
+
+def put(body: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """Return a request with a field, which may be one of an object."""
+    name, _, inner = path.partition(".")
+    return {**body, name: {**body.get(name, {}), inner: value} if inner else value}
+
+
+def fields_of(table: tuple[Field, ...], path: str = "") -> Iterator[tuple[str, Field]]:
+    for field in table:
+        yield path + field.name, field
+        yield from fields_of(field.fields, f"{path}{field.name}.")
+
+
+def answered(http: Any, path: str, body: dict[str, Any]) -> Any:
+    answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    if isinstance(found, dict):
+        found = {name: value for name, value in found.items() if name not in ("id", "created", "usage", "meta")}
+    return found
+
+
+def param_of(answer: Any) -> str:
+    """Return the text of a refusal."""
+    found = answer.json()
+    error = found.get("message") or found["error"]
+    return error["message"] if isinstance(error, dict) else error
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, (dict, list)) and type(a) is type(b) and len(a) == len(b):
+        pairs = zip(a.items(), b.items(), strict=True) if isinstance(a, dict) else zip(a, b, strict=True)
+        return (
+            all(same(x, y) for x, y in pairs)
+            if isinstance(a, list)
+            else all(x[0] == y[0] and same(x[1], y[1]) for x, y in pairs)
+        )
+    return bool(abs(a - b) < 1e-5) if isinstance(a, float) and isinstance(b, float) else bool(a == b)
+
+
+def test_every_field_of_every_route_is_in_a_table_here() -> None:
+    for door in DOORS:
+        for path, field in fields_of(door.fields):
+            name = path.rpartition(".")[2]
+            inert = not field.effect or (name in ONE_VALUE and field.kind not in ("flag", "encoding"))
+            known = inert or field.needed or field.fields or path in APPLIED.get(door.path, ()) or path in ELSEWHERE
+            known = known or door.path in DECIDES.get(path, ()) or (name == "truncate" and door.path in REFUSES)
+            known = known or (door.path == "/pooling" and path == "raw_scores")
+            assert known, (door.path, path)
+
+
+@pytest.mark.parametrize(("path", "name"), [(path, name) for path, fields in APPLIED.items() for name in fields])
+def test_fields_are_applied(http: Any, path: str, name: str) -> None:
+    value, context = APPLIED[path][name]
+    body = {**REQUESTS[path], **context}
+    before = {**body, "parameters": {}} if name == "parameters.candidate_labels" else body
+    assert not same(answered(http, path, put(body, name, value)), answered(http, path, before))
+
+
+@pytest.mark.parametrize(("name", "path"), [(name, path) for name, paths in DECIDES.items() for path in sorted(paths)])
+def test_fields_decide_whether_long_texts_are_refused(http: Any, name: str, path: str) -> None:
+    long: Any = LONG_PAIR if path == "/similarity" else LONG
+    body = {**REQUESTS[path], "input" if path == "/v1/embeddings" else "inputs": long}
+    assert http.post(path, json=body).status_code == (400 if path == "/v1/embeddings" else 413)
+    assert http.post(path, json=put(body, name, False)).status_code in (400, 413)
+    found = http.post(path, json=put(body, name, True))
+    assert found.status_code == 200, found.text
+    assert ("x-flodl-truncated-texts" in found.headers) == name.endswith("truncate")
+
+
+@pytest.mark.parametrize("path", sorted(REFUSES))
+def test_windows_are_refused_without_truncation(http: Any, path: str) -> None:
+    body = {**REQUESTS[path], **({"inputs": [["who", LONG * 9]]} if path == "/v1/answer" else {"inputs": LONG})}
+    assert http.post(path, json=body).status_code == 200
+    assert http.post(path, json={**body, "truncate": False}).status_code == 413
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.path)
+def test_fields_without_effect_and_unknown_fields(http: Any, door: Any) -> None:
+    body = REQUESTS[door.path]
+    plain = answered(http, door.path, body)
+    for path, field in fields_of(door.fields):
+        name = path.rpartition(".")[2]
+        if not field.effect:
+            assert same(answered(http, door.path, put(body, path, NO_EFFECT.get(name, "abc"))), plain), path
+        elif name in ONE_VALUE and field.kind not in ("flag", "encoding"):
+            right, wrong = ONE_VALUE[name]
+            assert same(answered(http, door.path, put(body, path, right)), plain), path
+            answer = http.post(door.path, json=put(body, path, wrong))
+            assert answer.status_code in (400, 422)
+            assert path in param_of(answer)
+    objects = [
+        f"{path}." for path, field in fields_of(door.fields) if field.fields and path in ("inputs", "parameters")
+    ]
+    for path in ("nothing_known", *(f"{path}nothing_known" for path in objects)):
+        for address in (door.path, f"/models/{body['model']}/-{'' if door.path == '/' else door.path}"):
+            answer = http.post(address, json=put(body, path, 1))
+            assert answer.status_code == 422, answer.text
+            assert repr(path) in param_of(answer)
+        # A field that is null is not given.
+        assert same(answered(http, door.path, put(body, path, None)), plain)
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ({"model": "ner", "inputs": "a"}, "parameters.top_k"),
+        ({"model": "ner", "inputs": "a"}, "dimensions"),
+        ({"model": "classes", "inputs": "a"}, "parameters.doc_stride"),
+        ({"model": "embed", "inputs": "a"}, "parameters.top_k"),
+        ({"model": "embed", "inputs": PAIR}, "parameters.dimensions"),
+        ({"model": "nli", "inputs": "a", "parameters": {"candidate_labels": ["b"]}}, "parameters.top_k"),
+    ],
+)
+def test_parameters_of_other_tasks_are_refused(http: Any, body: dict[str, Any], name: str) -> None:
+    answer = http.post("/", json=put(body, name, 2))
+    assert answer.status_code == 422, answer.text
+    assert repr(name) in param_of(answer)
+
+
+def test_no_object_of_the_document_takes_unknown_fields(http: Any) -> None:
+    document = http.get("/openapi.json").json()
+    for described in document["paths"].values():
+        if "post" in described:
+            schema = described["post"]["requestBody"]["content"]["application/json"]["schema"]
+            assert schema["additionalProperties"] is False
+            for part in ("inputs", "parameters"):
+                if "properties" in schema["properties"].get(part, {}):
+                    assert schema["properties"][part]["additionalProperties"] is False
+
+
+# Ids of transformers' tokenizer with the same truncation.
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_texts_are_truncated_at_either_end(http: Any, local: dict[str, Any], side: str) -> None:
+    model = local["embed"]
+    whole = model.tokenizer.encode_rows([LONG])[0][0]
+    for most in (9, 64):
+        kept = whole.offsets[1:-1][-(most - 2) :] if side == "left" else whole.offsets[1 : most - 1]
+        expected = model.embed(LONG[kept[0][0] : kept[-1][1]]).numpy()
+        asked = {"input": LONG, "model": "embed", "truncation_side": side, "truncate_prompt_tokens": most}
+        vectors = [answered(http, "/v1/embeddings", asked)["data"][0]["embedding"]]
+        pooled = answered(http, "/pooling", {**asked, "task": "embed"})["data"][0]["data"]
+        if most == 64:
+            tei = {"inputs": LONG, "model": "embed", "truncate": True, "truncation_direction": side.title()}
+            vectors += [answered(http, path, tei)[0] for path in ("/embed", "/")]
+        for found in (*vectors, pooled):
+            assert np.abs(np.array(found) - expected).max() < 2e-5
