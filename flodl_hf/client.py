@@ -1,99 +1,24 @@
 """A client of ``flodl-hf serve``, with and without asyncio: texts in, arrays and records out.
 
-It asks again where the server says to come back later, and needs `httpx` alone (the extra ``client``), no torch.
+It retries a request that the server has no room for, sends many texts in several requests that the server accepts, and
+needs `httpx` alone (the extra ``client``), no torch.
 """
 
 from __future__ import annotations
 
 import asyncio
-import io
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Self
 
 import httpx
 import numpy as np
 
-from flodl.errors import FlodlError
+from flodl_hf import client_requests as requests
+from flodl_hf.client_requests import ServerError
 
 __all__ = ["AsyncClient", "Client", "ServerError"]
-
-
-class ServerError(FlodlError):
-    """A request that the server did not answer.
-
-    Attributes:
-        status: of HTTP; 0 where nothing came.
-        kind: the server's word for it.
-    """
-
-    status: int
-    kind: str
-
-
-@dataclass(frozen=True)
-class _Ask:
-    """What is asked, and how its answer is read."""
-
-    path: str
-    body: Mapping[str, Any] | None
-    read: Callable[[httpx.Response], Any]
-    accept: str = "application/json"
-
-
-def _results(answer: httpx.Response) -> list[dict[str, Any]]:
-    return answer.json()["results"]
-
-
-def _array(answer: httpx.Response) -> np.ndarray:
-    return np.load(io.BytesIO(answer.content), allow_pickle=False)
-
-
-def _said(**fields: Any) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def _embed(
-    texts: str | Sequence[str], model: str | None, normalize: bool | None, dimensions: int | None, truncate: bool | None
-) -> _Ask:
-    body = _said(inputs=_plain(texts), model=model, normalize=normalize, dimensions=dimensions, truncate=truncate)
-    if isinstance(texts, str):
-        return _Ask("embed", body, lambda answer: _array(answer)[0], "application/x-npy")
-    return _Ask("embed", body, _array, "application/x-npy")
-
-
-def _plain(texts: str | Sequence[Any]) -> Any:
-    return texts if isinstance(texts, str) else [list(t) if isinstance(t, tuple) else t for t in texts]
-
-
-def _own(task: str, inputs: Any, model: str | None, more: Mapping[str, Any]) -> _Ask:
-    return _Ask(f"v1/{task}", _said(inputs=_plain(inputs), model=model, **more), _results)
-
-
-def _sparse(texts: str | Sequence[str], model: str | None) -> _Ask:
-    def read(answer: httpx.Response) -> list[tuple[np.ndarray, np.ndarray]]:
-        return [
-            (np.array([one["index"] for one in row], np.int64), np.array([one["value"] for one in row], np.float32))
-            for row in answer.json()
-        ]
-
-    return _Ask("embed_sparse", _said(inputs=_plain(texts), model=model), read)
-
-
-def _tokens(texts: str | Sequence[str], query: bool, model: str | None) -> _Ask:
-    def read(answer: httpx.Response) -> list[np.ndarray]:
-        return [np.array(row["vectors"], np.float32) for row in _results(answer)]
-
-    return _Ask("v1/late-interaction", _said(inputs=_plain(texts), query=query, model=model), read)
-
-
-def _rerank(query: str, documents: Sequence[str], model: str | None, top_k: int | None) -> _Ask:
-    body = _said(query=query, documents=list(documents), model=model, top_n=top_k)
-    return _Ask(
-        "v2/rerank", body, lambda answer: [(r["index"], r["relevance_score"]) for r in answer.json()["results"]]
-    )
 
 
 def _traced(headers: dict[str, str]) -> dict[str, str]:
@@ -103,9 +28,6 @@ def _traced(headers: dict[str, str]) -> dict[str, str]:
 
         inject(headers)
     return headers
-
-
-_MODELS = _Ask("v1/models", None, lambda answer: {row["id"]: row for row in answer.json()["data"]})
 
 
 class _Asking:
@@ -118,9 +40,11 @@ class _Asking:
         self._given: dict[str, Any] = {"base_url": self.url + "/", "headers": headers, "timeout": timeout_s}
 
     @staticmethod
-    def _request(ask: _Ask) -> dict[str, Any]:
-        method = "GET" if ask.body is None else "POST"
-        return {"method": method, "url": ask.path, "json": ask.body, "headers": _traced({"accept": ask.accept})}
+    def _request(ask: requests.Ask) -> dict[str, Any]:
+        headers = {"accept": ask.accept, "content-type": "application/json"}
+        content = None if ask.body is None else requests.encoded(ask.path, ask.body)
+        return {"method": "GET" if content is None else "POST", "url": ask.path, "content": content,
+                "headers": _traced(headers)}  # fmt: skip
 
     def _again_after(self, answer: httpx.Response, tried: int) -> float | None:
         """Return when to ask again, or None where the answer stands."""
@@ -129,7 +53,7 @@ class _Asking:
         said = answer.headers.get("retry-after", "")
         return min(60.0, float(said)) if said.isdecimal() else min(8.0, 0.5 * 2**tried)
 
-    def _taken(self, ask: _Ask, answer: httpx.Response) -> Any:
+    def _taken(self, ask: requests.Ask, answer: httpx.Response) -> Any:
         if answer.status_code == 200:
             return ask.read(answer)
         try:
@@ -141,14 +65,14 @@ class _Asking:
         kind = body.get("error_type", "") if isinstance(body, dict) else ""
         raise ServerError(
             f"{self.url}/{ask.path}: {message or answer.reason_phrase} ({answer.status_code})",
-            status=answer.status_code, kind=kind,
+            status=answer.status_code, kind=kind, reason=answer.headers.get("x-flodl-fault", ""),
         )  # fmt: skip
 
-    def _unreached(self, ask: _Ask, fault: Exception) -> ServerError:
+    def _unreached(self, ask: requests.Ask, fault: Exception) -> ServerError:
         said = str(fault) or type(fault).__name__
         return ServerError(
             f"{self.url}/{ask.path}: no answer ({said}); is the server there, and is the address right?", status=0,
-            kind="unreached",
+            kind="unreached", reason="",
         )  # fmt: skip
 
 
@@ -166,7 +90,21 @@ class Client(_Asking):
         super().__init__(url, api_key=api_key, timeout_s=timeout_s, retries=retries)
         self._http = httpx.Client(**self._given)
 
-    def _ask(self, ask: _Ask) -> Any:
+    def _ask(self, ask: requests.Ask) -> Any:
+        parts = requests.requests_of(ask)
+        try:
+            part = next(parts)
+            while True:
+                try:
+                    answer = self._answer(part)
+                except ServerError as fault:
+                    part = parts.throw(fault)
+                else:
+                    part = parts.send(answer)
+        except StopIteration as end:
+            return end.value
+
+    def _answer(self, ask: requests.Ask) -> Any:
         tried = 0
         while True:
             try:
@@ -186,7 +124,8 @@ class Client(_Asking):
         model: str | None = None,
         normalize: bool | None = None,
         dimensions: int | None = None,
-        truncate: bool | None = None,
+        truncate: bool = True,
+        windows: bool = False,
     ) -> np.ndarray:
         """Return a vector for each text, ``(texts, features)`` in float32; of one text its vector.
 
@@ -195,12 +134,13 @@ class Client(_Asking):
             model: which of the server's models; None where one alone embeds.
             normalize: scale vectors to length 1; None as the folder says.
             dimensions: keep so many features.
-            truncate: True cuts long texts, False refuses them; None has them read in windows.
+            truncate: truncate long texts, as sentence-transformers does, and warn; False refuses them.
+            windows: read all of a long text in windows and average their vectors.
 
         Raises:
             ServerError: the server did not answer.
         """
-        return self._ask(_embed(texts, model, normalize, dimensions, truncate))
+        return self._ask(requests.embed(texts, model, normalize, dimensions, truncate, windows))
 
     def embed_sparse(
         self, texts: str | Sequence[str], *, model: str | None = None
@@ -211,7 +151,7 @@ class Client(_Asking):
             texts: one text or several.
             model: which model; one of masked words, or with bge-m3's layers.
         """
-        return self._ask(_sparse(texts, model))
+        return self._ask(requests.sparse(texts, model))
 
     def embed_tokens(
         self, texts: str | Sequence[str], *, query: bool = False, model: str | None = None
@@ -223,7 +163,7 @@ class Client(_Asking):
             query: whether texts are what is looked for.
             model: which model.
         """
-        return self._ask(_tokens(texts, query, model))
+        return self._ask(requests.tokens(texts, query, model))
 
     def classify(self, texts: Any, *, model: str | None = None, **more: Any) -> list[dict[str, Any]]:
         """Return for each text or pair its labels, ``{"labels": [{"label", "score", "windows"}], "empty"}``.
@@ -233,7 +173,7 @@ class Client(_Asking):
             model: which model.
             **more: ``top_k``, ``threshold``, ``activation``, ``truncate``.
         """
-        return self._ask(_own("classify", texts, model, more))
+        return self._ask(requests.own("classify", texts, model, more))
 
     def entities(self, texts: str | Sequence[str], *, model: str | None = None, **more: Any) -> list[dict[str, Any]]:
         """Return for each text its entities.
@@ -243,7 +183,7 @@ class Client(_Asking):
             model: which model.
             **more: ``aggregation``, ``ignore_labels``, ``constrained``, ``truncate``.
         """
-        return self._ask(_own("entities", texts, model, more))
+        return self._ask(requests.own("entities", texts, model, more))
 
     def answer(self, pairs: Sequence[Any], *, model: str | None = None, **more: Any) -> list[dict[str, Any]]:
         """Return for each question and context its answers.
@@ -253,7 +193,7 @@ class Client(_Asking):
             model: which model.
             **more: ``top_k``, ``max_answer_length``, ``no_answer``, ``truncate``.
         """
-        return self._ask(_own("answer", pairs, model, more))
+        return self._ask(requests.own("answer", pairs, model, more))
 
     def fill_mask(self, texts: str | Sequence[str], *, model: str | None = None, **more: Any) -> list[dict[str, Any]]:
         """Return for each text the words for its masks.
@@ -263,7 +203,7 @@ class Client(_Asking):
             model: which model.
             **more: ``top_k``, ``targets``.
         """
-        return self._ask(_own("fill-mask", texts, model, more))
+        return self._ask(requests.own("fill-mask", texts, model, more))
 
     def zero_shot(
         self, texts: str | Sequence[str], labels: Sequence[str], *, model: str | None = None, **more: Any
@@ -276,7 +216,7 @@ class Client(_Asking):
             model: which model.
             **more: ``template``, ``multi_label``, ``truncate``.
         """
-        return self._ask(_own("zero-shot", texts, model, {"labels": list(labels), **more}))
+        return self._ask(requests.own("zero-shot", texts, model, {"labels": list(labels), **more}))
 
     def rerank(
         self, query: str, documents: Sequence[str], *, model: str | None = None, top_k: int | None = None
@@ -289,11 +229,11 @@ class Client(_Asking):
             model: which model.
             top_k: most of them.
         """
-        return self._ask(_rerank(query, documents, model, top_k))
+        return self._ask(requests.rerank(query, documents, model, top_k))
 
     def models(self) -> dict[str, dict[str, Any]]:
         """Return what is known of each model that is served."""
-        return self._ask(_MODELS)
+        return self._ask(requests.MODELS)
 
     def healthy(self) -> bool:
         """Return whether requests are answered now."""
@@ -327,7 +267,21 @@ class AsyncClient(_Asking):
         super().__init__(url, api_key=api_key, timeout_s=timeout_s, retries=retries)
         self._http = httpx.AsyncClient(**self._given)
 
-    async def _ask(self, ask: _Ask) -> Any:
+    async def _ask(self, ask: requests.Ask) -> Any:
+        parts = requests.requests_of(ask)
+        try:
+            part = next(parts)
+            while True:
+                try:
+                    answer = await self._answer(part)
+                except ServerError as fault:
+                    part = parts.throw(fault)
+                else:
+                    part = parts.send(answer)
+        except StopIteration as end:
+            return end.value
+
+    async def _answer(self, ask: requests.Ask) -> Any:
         tried = 0
         while True:
             try:
@@ -347,58 +301,59 @@ class AsyncClient(_Asking):
         model: str | None = None,
         normalize: bool | None = None,
         dimensions: int | None = None,
-        truncate: bool | None = None,
+        truncate: bool = True,
+        windows: bool = False,
     ) -> np.ndarray:
         """Return a vector for each text; see `Client.embed`."""
-        return await self._ask(_embed(texts, model, normalize, dimensions, truncate))
+        return await self._ask(requests.embed(texts, model, normalize, dimensions, truncate, windows))
 
     async def embed_sparse(
         self, texts: str | Sequence[str], *, model: str | None = None
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """As `Client.embed_sparse`."""
-        return await self._ask(_sparse(texts, model))
+        return await self._ask(requests.sparse(texts, model))
 
     async def embed_tokens(
         self, texts: str | Sequence[str], *, query: bool = False, model: str | None = None
     ) -> list[np.ndarray]:
         """As `Client.embed_tokens`."""
-        return await self._ask(_tokens(texts, query, model))
+        return await self._ask(requests.tokens(texts, query, model))
 
     async def classify(self, texts: Any, *, model: str | None = None, **more: Any) -> list[dict[str, Any]]:
         """Return for each text or pair its labels; see `Client.classify`."""
-        return await self._ask(_own("classify", texts, model, more))
+        return await self._ask(requests.own("classify", texts, model, more))
 
     async def entities(
         self, texts: str | Sequence[str], *, model: str | None = None, **more: Any
     ) -> list[dict[str, Any]]:
         """Return for each text its entities; see `Client.entities`."""
-        return await self._ask(_own("entities", texts, model, more))
+        return await self._ask(requests.own("entities", texts, model, more))
 
     async def answer(self, pairs: Sequence[Any], *, model: str | None = None, **more: Any) -> list[dict[str, Any]]:
         """Return for each question and context its answers; see `Client.answer`."""
-        return await self._ask(_own("answer", pairs, model, more))
+        return await self._ask(requests.own("answer", pairs, model, more))
 
     async def fill_mask(
         self, texts: str | Sequence[str], *, model: str | None = None, **more: Any
     ) -> list[dict[str, Any]]:
         """Return for each text the words for its masks; see `Client.fill_mask`."""
-        return await self._ask(_own("fill-mask", texts, model, more))
+        return await self._ask(requests.own("fill-mask", texts, model, more))
 
     async def zero_shot(
         self, texts: str | Sequence[str], labels: Sequence[str], *, model: str | None = None, **more: Any
     ) -> list[dict[str, Any]]:
         """Return for each text the labels of one's own with scores; see `Client.zero_shot`."""
-        return await self._ask(_own("zero-shot", texts, model, {"labels": list(labels), **more}))
+        return await self._ask(requests.own("zero-shot", texts, model, {"labels": list(labels), **more}))
 
     async def rerank(
         self, query: str, documents: Sequence[str], *, model: str | None = None, top_k: int | None = None
     ) -> list[tuple[int, float]]:
         """Return places and scores of documents, best first; see `Client.rerank`."""
-        return await self._ask(_rerank(query, documents, model, top_k))
+        return await self._ask(requests.rerank(query, documents, model, top_k))
 
     async def models(self) -> dict[str, dict[str, Any]]:
         """Return what is known of each model that is served."""
-        return await self._ask(_MODELS)
+        return await self._ask(requests.MODELS)
 
     async def close(self) -> None:
         """Close its connections."""

@@ -19,6 +19,7 @@ _KINDS: dict[str, tuple[int, int, str, str]] = {
     "body": (400, 400, "Validation", "invalid_request_error"),
     "field": (422, 400, "Validation", "invalid_request_error"),
     "unknown": (422, 422, "Validation", "invalid_request_error"),
+    "long": (413, 400, "Validation", "invalid_request_error"),
     "limit": (413, 400, "Validation", "invalid_request_error"),
     "empty": (400, 400, "Empty", "invalid_request_error"),
     "tokenizer": (422, 400, "Tokenizer", "invalid_request_error"),
@@ -64,7 +65,9 @@ def statuses(style: Style) -> list[int]:
 def told(fault: RefusedError, style: Style) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Return status, body and headers of a fault."""
     at_tei, elsewhere, word, kind = _KINDS[fault.kind]
-    headers = {} if fault.after_s is None else {"retry-after": str(int(fault.after_s))}
+    headers = {"x-flodl-fault": fault.kind}
+    if fault.after_s is not None:
+        headers["retry-after"] = str(int(fault.after_s))
     if style == "tei":
         return at_tei, {"error": fault.message, "error_type": word}, headers
     if style == "cohere":

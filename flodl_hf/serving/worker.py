@@ -58,7 +58,7 @@ _WHOLE = {"windows": True}
 _KINDS = {
     DeadlineError: "deadline",
     GivenUpError: "given_up",
-    TextTooLongError: "limit",
+    TextTooLongError: "long",
     TokenizerError: "tokenizer",
     FlodlError: "refused",
 }

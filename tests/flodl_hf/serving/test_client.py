@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from serving_models import MASKED, QUESTIONS, TEXTS
 
+from flodl.errors import DataError
 from flodl_hf.client import AsyncClient, Client, ServerError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*truncated")
 
 
 def test_both_clients_give_what_the_models_give(served: tuple[str, Any], local: dict[str, Any]) -> None:
@@ -60,3 +65,100 @@ def test_a_server_that_is_not_there_is_told_of() -> None:
         assert not client.healthy()
         with pytest.raises(ServerError, match="no answer"):
             client.embed("a")
+
+
+@pytest.mark.parametrize("limit", ["max_inputs", "max_tokens", "max_body"])
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_requests_above_a_limit_of_the_server_are_split(
+    served: tuple[str, Any], limit: str, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f"{text} {word}" for word in ("cat", "dog", "film", "mat") for text in ("a", "the", "good")]
+    calls = {
+        "embed": ((texts,), {"model": "embed"}),
+        "classify": ((texts,), {"model": "classes"}),
+        "entities": ((texts,), {}),
+        "answer": (([("who", text) for text in texts],), {}),
+        "fill_mask": (([f"{text} [MASK]" for text in texts],), {"top_k": 1}),
+        "zero_shot": ((texts, ["a", "b"]), {}),
+        "rerank": (("cat", texts), {"top_k": 5}),
+        "embed_sparse": ((texts,), {"model": "m3"}),
+        "embed_tokens": ((texts,), {}),
+    }
+
+    def answers() -> list[Any]:
+        if kind is Client:
+            with Client(served[0]) as client:
+                return [getattr(client, name)(*args, **given) for name, (args, given) in calls.items()]
+
+        async def awaited() -> list[Any]:
+            async with AsyncClient(served[0]) as client:
+                return [await getattr(client, name)(*args, **given) for name, (args, given) in calls.items()]
+
+        return asyncio.run(awaited())
+
+    whole = answers()
+    house = served[1].state.house
+    value = {"max_inputs": 5, "max_tokens": 30, "max_body": 250}[limit]
+    monkeypatch.setattr(house, "settings", replace(house.settings, **{limit: value}))
+    for name, one, other in zip(calls, answers(), whole, strict=True):
+        assert len(one) == len(other), name
+        if name == "rerank":
+            assert [index for index, _ in one] == [index for index, _ in other]
+        elif name in ("embed", "embed_tokens", "embed_sparse"):
+            for a, b in zip(one, other, strict=True):
+                assert np.abs(np.asarray(a) - np.asarray(b)).max(initial=0) < 2e-5, name
+        else:
+            names = [[sorted(map(str, row)) for row in rows] for rows in (one, other)]
+            assert names[0] == names[1]
+
+
+def test_a_text_that_no_request_has_room_for_is_refused(
+    served: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house = served[1].state.house
+    with Client(served[0]) as client:
+        with pytest.raises(ServerError) as caught:
+            client.embed(["a", TEXTS[4]], model="embed", truncate=False)
+        assert (caught.value.status, caught.value.reason) == (413, "long")
+        monkeypatch.setattr(house, "settings", replace(house.settings, max_tokens=10))
+        with pytest.raises(ServerError) as caught:
+            client.embed(["a", TEXTS[4]], model="embed")
+        assert (caught.value.status, caught.value.reason) == (413, "limit")
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_long_texts_have_the_vector_of_python(served: tuple[str, Any], local: dict[str, Any], windows: bool) -> None:
+    expected = local["embed"].embed(TEXTS, windows=windows).numpy()
+    with Client(served[0]) as client, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert np.abs(client.embed(TEXTS, model="embed", windows=windows) - expected).max() < 2e-5
+        assert np.abs(client.embed(TEXTS[4], model="embed", windows=windows) - expected[4]).max() < 2e-5
+    assert [one.category for one in caught] == ([] if windows else [UserWarning, UserWarning])
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize(
+    ("method", "given"),
+    [
+        ("embed", ("a\ud800b",)),
+        ("embed", (["a", "\udfff"],)),
+        ("classify", ([("a", "\ud800")],)),
+        ("rerank", ("\ud800", ["a"])),
+        ("rerank", ("a", ["\ud800"])),
+        ("zero_shot", ("a", ["\ud800"])),
+        ("embed", ([b"a"],)),
+        ("embed", ([float("nan")],)),
+    ],
+)
+def test_texts_that_cannot_be_sent_are_refused(kind: Any, method: str, given: Any) -> None:
+    async def awaited() -> None:
+        async with AsyncClient("http://127.0.0.1:9") as client:
+            await getattr(client, method)(*given)
+
+    def waited() -> None:
+        with Client("http://127.0.0.1:9") as client:
+            getattr(client, method)(*given)
+
+    with pytest.raises(DataError) as caught:
+        waited() if kind is Client else asyncio.run(awaited())
+    str(caught.value).encode()  # the message can be written
