@@ -24,6 +24,7 @@ from flodl_hf.errors import PredictError
 from flodl_hf.export import onnx_session
 
 PROMPT = "query: "
+pytestmark = pytest.mark.filterwarnings("ignore:.*truncated")
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +175,10 @@ MISTAKES: dict[str, tuple[Callable[[Any, list[str], dict[str, Any]], Any], str, 
     "padding read": (lambda m, t, b: padded(m, t, mask=False, count=False), "in a batch", "attention reads the padding"),
     "padding counted": (lambda m, t, b: padded(m, t, mask=True, count=True), "in a batch", "pooling counts the padding"),
     "unordered": (lambda m, t, b: sorted_by_length(m, t), "order", "sorted by length, and not put back"),
+    "windows": (
+        lambda m, t, b: rows_of(m, t, prompt=b.get("prompt_name"), normalize=b["normalize"], windows=True),
+        "a long text", "all of it is read, in windows, where the model takes 64",
+    ),
     "cut": (lambda m, t, b: cut(m, t), "a long text", "it is cut to 32 tokens, where the model takes 64"),
 }  # fmt: skip
 
@@ -201,20 +206,26 @@ def test_what_is_right_has_no_fault(sources: dict[str, Path], fake: tuple[str, F
         ["token ids", "vectors", "vectors not scaled", "prompt query", "in a batch", "order", "a long text"], "equal"
     )
     assert all(row.difference is None or row.difference < 1e-5 for row in report.rows)
-    assert "in windows" in report.rows[-1].cause
+    assert report.rows[-1].cause == "it is cut to 64 tokens"
     # Half precision is seen, and is no mistake.
     half: Any = load(sources["vectors"], dtype="bfloat16")
     held.paths["/embed"] = lambda body: right(half)(body["inputs"], body).tolist()
     report = verify_endpoint(url, str(sources["vectors"]))
     assert report.passed, report.table()
     assert "rounding" in next(row for row in report.rows if row.what == "vectors").cause
-    # A server that refuses long texts cuts nothing in silence.
-    held.paths["/embed"] = lambda body: (
-        413 if any(len(text) > 300 for text in body["inputs"]) else right(model)(body["inputs"], body).tolist()
-    )
-    report = verify_endpoint(url, str(sources["vectors"]))
-    assert report.passed
-    assert "refused with status 413" in report.rows[-1].cause
+    # A server that refuses long texts, always or without truncate=True.
+    for always, cause in (
+        (True, "refused with status 413, so nothing is truncated silently"),
+        (False, "refused with status 413, and with truncate it is cut to 64 tokens"),
+    ):
+        held.paths["/embed"] = lambda body, always=always: (
+            413
+            if any(len(text) > 300 for text in body["inputs"]) and (always or not body.get("truncate"))
+            else right(model)(body["inputs"], body).tolist()
+        )
+        report = verify_endpoint(url, str(sources["vectors"]))
+        assert report.passed
+        assert report.rows[-1].cause == cause
 
 
 @pytest.mark.parametrize("task", ["vectors", "labels", "ranking"])
@@ -330,7 +341,7 @@ def test_the_command(sources: dict[str, Path], fake: tuple[str, Fake]) -> None:
     given = ["verify-endpoint", url, "--source", str(sources["vectors"])]
     done = CliRunner().invoke(app, given)
     assert done.exit_code == 0, done.output
-    assert "in windows" in done.output
+    assert "it is cut to 64 tokens" in done.output
     held.paths = tei(lambda texts, body: rows_of(model, texts, pooling="cls"))
     done = CliRunner().invoke(app, [*given, "--json"])
     assert done.exit_code == 1
