@@ -55,6 +55,7 @@ def pages() -> dict[str, str]:
         "heads.md": heads_page(),
         "cli.md": cli_page(),
         "errors.md": errors_page(),
+        "routes.md": routes_page(),
     }
 
 
@@ -67,8 +68,9 @@ def index_page() -> str:
         "- [Heads](heads.md): tasks, classes, results\n"
         "- [Command line](cli.md): every option\n"
         "- [Errors](errors.md): the tree\n"
+        "- [Routes](routes.md): the fields of each path of `flodl-hf serve`\n"
         "- [flodl_hf](../api/flodl_hf.md) and [flodl](../api/flodl.md): classes and functions, in the built site",
-        "```{toctree}\n:hidden:\n\nfamilies\nheads\ncli\nerrors\n../api/flodl_hf\n../api/flodl\n```",
+        "```{toctree}\n:hidden:\n\nfamilies\nheads\ncli\nerrors\nroutes\n../api/flodl_hf\n../api/flodl\n```",
     )
 
 
@@ -363,6 +365,37 @@ def errors_page() -> str:
         parts += [f"`{module.__name__}`:", "```text\n" + inspect.cleandoc(drawing) + "\n```"]
         parts += [part for part in text[1:] if part is not drawing]
     return joined("# Errors", NOTE, *parts, table(("error", "is a", "raised for"), rows))
+
+
+def routes_page() -> str:
+    """Return the fields of each path of the server."""
+    from flodl_hf.serving.doors import DOORS
+
+    parts = []
+    for door in DOORS:
+        rows = [
+            (code(name), kind, "required" if field.needed else "applied" if field.effect else "no effect", field.says)
+            for name, kind, field in fields_of(door.fields)
+        ]
+        parts += [f"## `{door.path}` ({door.group})", f"{door.says[0].upper()}{door.says[1:]}."]
+        parts.append(table(("field", "value", "use", "meaning"), rows))
+    return joined(
+        "# Routes",
+        NOTE,
+        "Guide: [serving](../guides/serving.md). Fields marked *no effect* are accepted because clients send them, and "
+        "change no number. Any other field is refused with status 422, and the message names it. The parameters of `/` "
+        "are those of the model's task: one of another task is refused too.",
+        *parts,
+    )
+
+
+def fields_of(fields: Iterable[Any], path: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Yield the name, the kind of value and the record of each field, and of the fields of objects."""
+    from flodl_hf.serving.doors.fields import KINDS
+
+    for field in fields:
+        yield path + field.name, KINDS[field.kind][1].replace("|", "\\|"), field
+        yield from fields_of(field.fields, f"{path}{field.name}.")
 
 
 def short(name: str) -> str:

@@ -5,7 +5,7 @@
 ``config.pbtxt`` says the rest (``deploy/triton`` has two): the input ``TEXT`` (strings, or pairs of them), one output,
 and the parameters ``model`` (a folder), ``precision`` and ``options`` (JSON keywords of the method). The output is
 ``VECTOR`` (float32, what ``embed`` gives) or ``ANSWER`` (a string: what ``predict`` gives, as JSON). Requests that come
-together run as one call, packed; texts that are too long are read in windows, as in Python.
+together run as one call, packed. Long texts are read in windows, or truncated for vectors, as in Python.
 """
 
 from __future__ import annotations

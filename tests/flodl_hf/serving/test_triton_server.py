@@ -109,6 +109,7 @@ if not REPOSITORY.exists():
     pytest.skip("tested from a wheel: the files are not here", allow_module_level=True)
 
 
+@pytest.mark.filterwarnings("ignore:.*truncated")
 @pytest.mark.usefixtures("backend")
 def test_vectors(folders: dict[str, Path], local: dict[str, Any]) -> None:
     model = started("encoder", folders["embed"], precision="")
