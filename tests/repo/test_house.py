@@ -34,7 +34,7 @@ ONLY_IN = {
     "pyarrow": ("flodl/data/", "flodl_hf/serving/answering.py"),
     "starlette": ("flodl_hf/serving/",),
     "uvicorn": ("flodl_hf/serving/",),
-    "httpx": ("flodl_hf/client.py",),
+    "httpx": ("flodl_hf/client/",),
     "onnx": ("flodl_hf/export/engine.py",),
     "onnx_ir": ("flodl_hf/export/engine.py",),
     "onnxruntime": ("flodl_hf/export/onnx_session.py",),

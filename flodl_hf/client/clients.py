@@ -1,8 +1,4 @@
-"""A client of ``flodl-hf serve``, with and without asyncio: texts in, arrays and records out.
-
-It retries a request that the server has no room for, sends many texts in several requests that the server accepts, and
-needs `httpx` alone (the extra ``client``), no torch.
-"""
+"""The client that waits for its answers, and the client for programs with asyncio."""
 
 from __future__ import annotations
 
@@ -15,10 +11,10 @@ from typing import Any, Self
 import httpx
 import numpy as np
 
-from flodl_hf import client_requests as requests
-from flodl_hf.client_requests import ServerError
+from flodl_hf.client import requests
+from flodl_hf.client.requests import ServerError
 
-__all__ = ["AsyncClient", "Client", "ServerError"]
+__all__ = ["AsyncClient", "Client"]
 
 
 def _traced(headers: dict[str, str]) -> dict[str, str]:
