@@ -23,6 +23,7 @@ from flodl_hf.bulk.ranks import Heartbeat, LostRank, Rank, Workers, device_names
 from flodl_hf.bulk.results import FileResult, Progress
 from flodl_hf.bulk.rows import STDIN, open_rows
 from flodl_hf.bulk.run import Run
+from flodl_hf.bulk.tasks import VECTOR
 from flodl_hf.bulk.write import output_format
 from flodl_hf.errors import PredictError
 from flodl_hf.vectors.files import SUFFIXES
@@ -171,11 +172,11 @@ def predict_file(
         if workers is not None:
             workers.stop(finish=not result.is_whole)
     if result.truncated and result.is_whole:
-        warnings.warn(
-            f"{source}: truncated {result.truncated:,} of {result.rows:,} texts to the length that the model takes, as "
-            "sentence-transformers does. --windows (windows=True) reads all of a text in windows instead.",
-            stacklevel=2,
-        )
+        how = "pairs whose texts are both long, the longer text first, as transformers does"
+        if plan.answerer.columns.keys() & {"embedding", VECTOR}:
+            how = "texts to the length that the model takes, as sentence-transformers does. --windows (windows=True) "
+            how += "reads all of a text in windows instead"
+        warnings.warn(f"{source}: truncated {result.truncated:,} of {result.rows:,} {how}.", stacklevel=2)
     return result
 
 

@@ -41,7 +41,7 @@ class FileResult:
         written: rows of the output.
         faulty: rows that could not be answered, left out or written without an answer.
         faults: the first of them, in words.
-        empty: rows with nothing to read, whose answers are null (of vectors: the model's vector of nothing).
+        empty: rows whose texts are empty or white space alone; they are answered as the model answers an empty text.
         truncated: rows whose text was longer than the model takes and was truncated.
         parts: parts of the output.
         resumed: parts that were there when this run began.

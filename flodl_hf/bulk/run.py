@@ -23,7 +23,6 @@ from flodl_hf.bulk.results import FileResult, Progress
 from flodl_hf.bulk.rows import Row, RowFault, Rows
 from flodl_hf.bulk.tasks import faulty_items
 from flodl_hf.errors import PredictError
-from flodl_hf.results.lists import is_empty
 
 __all__ = ["Run"]
 
@@ -226,8 +225,8 @@ class Run:
             if faults and plan.on_error == "stop":
                 raise self._refusal(part.rows, faults)
             good = [place for place in range(len(items)) if place not in faults]
-            lines = self._lines(part, plan.answerer.run([items[place] for place in good]), record)
             try:
+                lines = self._lines(part, plan.answerer.run([items[place] for place in good]), record)
                 self._parts.commit(part.number, plan.writer.part(lines), record)
                 break
             except _Refusal as refusal:
@@ -298,7 +297,8 @@ class Run:
         record |= {
             "rows": len(rows), "written": written, "faulty": len(late), "faults": told[:TOLD],
             "tokens": self._tokens - tokens, "digest": part.digest, "time": time.time(),
-            "empty": sum(map(is_empty, part.items)), "truncated": self._truncated - truncated,
+            "empty": sum(plan.answerer.empty(item) for item in part.items if item is not None),
+            "truncated": self._truncated - truncated,
         }  # fmt: skip
 
     def _explain(self, fault: FlodlError, items: Sequence[Any], good: Sequence[int], faults: dict[int, str]) -> None:

@@ -18,6 +18,7 @@ from flodl.data.columnar import Kind
 from flodl.errors import FlodlError, nearest
 from flodl_hf.bulk.columns import Choice
 from flodl_hf.errors import PredictError
+from flodl_hf.results.lists import is_empty
 
 __all__ = ["VECTOR", "Answerer", "answerer_for", "faulty_items", "method_of"]
 
@@ -39,12 +40,18 @@ class Answerer:
         run: answers of some items, in their order.
         values: an answer as one value for each column.
         strict: whether items longer than a window are refused.
+        empty: whether an item is counted as empty.
     """
 
     columns: dict[str, Kind]
     run: Callable[[Sequence[Any]], Iterator[Any]]
     values: Callable[[Any], tuple[Any, ...]]
     strict: bool = False
+    empty: Callable[[Any], bool] = is_empty
+
+
+def _second_is_empty(item: tuple[str, str]) -> bool:
+    return is_empty(item[1])
 
 
 def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any]) -> Answerer:
@@ -78,6 +85,8 @@ def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any]) -> Answ
             # The run over the file shows how far it is.
             lambda items: iter(_relevance(partial(method, **given, progress=False), items)),
             lambda found: (found,),
+            strict,
+            _second_is_empty,
         )
     if stored is not None:
         return _stored(method, stored, given)
@@ -164,7 +173,6 @@ def _classes(model: Any, method: Any, given: dict[str, Any], strict: bool) -> An
         return method(iter(items), **given)
 
     if alone:
-        # Of a text with nothing to read both are None.
         return Answerer(dict(LABEL), run, _best, strict)
     return Answerer({"labels": [LABEL]}, run, lambda found: (_records(found, LABEL),), strict)
 
@@ -184,8 +192,9 @@ def _answers(method: Any, given: dict[str, Any], strict: bool) -> Answerer:
         return found[0].text, found[0].score, found[0].start, found[0].end
 
     if given.get("top_k", 1) == 1:
-        return Answerer({"answer": "text", "score": "float", "start": "int", "end": "int"}, run, best, strict)
-    return Answerer({"answers": [SPAN]}, run, lambda found: (_records(found, SPAN),), strict)
+        columns: dict[str, Kind] = {"answer": "text", "score": "float", "start": "int", "end": "int"}
+        return Answerer(columns, run, best, strict, _second_is_empty)
+    return Answerer({"answers": [SPAN]}, run, lambda found: (_records(found, SPAN),), strict, _second_is_empty)
 
 
 def _records(found: Sequence[Any], kinds: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -221,7 +230,7 @@ def faulty_items(model: Any, answerer: Answerer, items: Sequence[Any]) -> dict[i
                 pass
         except FlodlError as fault:
             if len(places) == 1:
-                found[places[0]] = str(fault)
+                found[places[0]] = str(fault).removeprefix("text 0: ")
             else:
                 half = len(places) // 2
                 stack += [places[half:], places[:half]]

@@ -328,9 +328,7 @@ def ranked(model: Any, texts: list[str], query: str, options: dict[str, Any]) ->
 
 def show(found: Any) -> str:
     """Return an answer as indented lines."""
-    lines: list[str] = []
-    if getattr(found, "empty", False):
-        return "  (empty)"
+    lines = ["  (empty)"] if getattr(found, "empty", False) else []
     if found and isinstance(found[0], float):
         return (
             "  " + " ".join(f"{x:.4f}" for x in found[:8]) + (f" ... ({len(found)} numbers)" if len(found) > 8 else "")
@@ -365,7 +363,7 @@ def file_to_file(
     said: dict[str, Any],
     json_output: bool,
     doing: str,
-    empty: str = "their answers are null",
+    empty: str = "they are answered as empty texts",
     called: str | None = None,
 ) -> None:
     """Have ``run`` (`predict_file`, `encode_file`) make a file of a file; with a bar, and leave as the signals say.

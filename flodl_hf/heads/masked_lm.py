@@ -78,7 +78,7 @@ class MaskedLM(ScoringModel):
             PredictError: a text has no mask, ``top_k`` is below 1, or the model has no tokenizer or an untrained
                 head.
         """
-        from flodl_hf.results.lists import Fills, results_of
+        from flodl_hf.results.lists import Fills, is_empty, results_of
         from flodl_hf.runtime import Session
         from flodl_hf.runtime.items import found_by, several
         from flodl_hf.runtime.passes import ScoresAt
@@ -115,7 +115,7 @@ class MaskedLM(ScoringModel):
 
         job: Job[str, Any] = Job(encode, start, finish)
         if compat is None:
-            job = found_by(job, Fills)
+            job = found_by(job, Fills, blank=is_empty)
         if isinstance(texts, str):
             return session.alone(texts, job)
         # Scores over a whole vocabulary take much memory.
@@ -156,7 +156,7 @@ class MaskedLM(ScoringModel):
         """Return the best words of the whole vocabulary for each mask."""
         from flodl_hf.decode.fast_records import made
         from flodl_hf.decode.masks import mask_places
-        from flodl_hf.results.lists import Fills, results_of
+        from flodl_hf.results.lists import Fills, is_empty, results_of
         from flodl_hf.runtime.inputs import encode as rows_of
         from flodl_hf.runtime.items import found_by
         from flodl_hf.runtime.passes import BestAt
@@ -207,7 +207,7 @@ class MaskedLM(ScoringModel):
                 answers[text].append(made(Fill, words, own, given, [before + word + after for word in words]))
             return answers
 
-        job: Job[str, Any] = found_by(Job(encode, start, finish), Fills)
+        job: Job[str, Any] = found_by(Job(encode, start, finish), Fills, blank=is_empty)
         if isinstance(texts, str):
             return session.alone(texts, job)
         return results_of(session.run(texts, job, rows=4, what="fill_mask"))

@@ -124,7 +124,7 @@ class MultipleChoice(ScoringModel):
         def encoded(chunk: list[Any]) -> Encoded:
             pairs = [(prompt, choice) for prompt, choices in map(_item, chunk) for choice in choices]
             first, second = [prompt for prompt, _ in pairs], [choice for _, choice in pairs]
-            return encode(tokenizer, first, second, max_tokens=self.max_tokens, strict=strict, cut="first")
+            return encode(tokenizer, first, second, max_tokens=self.max_tokens, strict=strict)
 
         def finish(chunk: list[Any], found: Encoded, scores: Pending) -> list[list[Ranked]]:
             merged = mean_over_windows(scores.stacked(), found.owners, found.texts, found.counts)[:, 0]
@@ -137,7 +137,7 @@ class MultipleChoice(ScoringModel):
         given = _item(items) if single else [_item(item, place) for place, item in enumerate(items)]
         return Session(self, run).answer(
             given, encoded, Scores(True), finish, single=single, rows=4, kind=Ranking,
-            blank=lambda item: not _item(item)[0].strip(), given=lambda item: _item(item)[0],
+            given=lambda item: _item(item)[0],
         )  # fmt: skip
 
 

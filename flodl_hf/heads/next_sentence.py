@@ -61,8 +61,8 @@ class NextSentence(ScoringModel):
     ) -> Any:
         """Return for each pair the probabilities that its second text "follows" and that it does not ("other").
 
-        A pair too long for the model is read in windows of its second text, and scores are the mean of theirs,
-        weighted by their tokens.
+        A pair too long for the model is read in windows of its longer text, and scores are the mean of theirs,
+        weighted by their tokens; see `SequenceClassifier.predict`.
 
         Args:
             pairs: ``(first, second)``, or several in a list; an iterator gives an iterator.

@@ -215,7 +215,7 @@ class QuestionAnswerer(EncoderModel):
 
         return Session(self, run).answer(
             pairs, tokens, Scores(False), finish, single=isinstance(pairs, Mapping), rows=4, what="answer",
-            kind=Answers if compat is None else None, given=_given,
+            kind=Answers if compat is None else None, given=_given, blank=_without_context,
         )  # fmt: skip
 
 
@@ -254,17 +254,27 @@ def _given(item: Any) -> tuple[str, str]:
     return item if type(item) is tuple else _pair(item, 0)
 
 
+def _without_context(item: Any) -> bool:
+    """Return whether an item is a pair with an empty context; faulty items are not, so that reading them raises."""
+    try:
+        return not _pair(item, 0)[1].strip()
+    except PredictError:
+        return False
+
+
 def _tokens(tokenizer: Tokenizer, chunk: Sequence[Any], **options: Any) -> Encoded:
     from flodl_hf.runtime.inputs import encode
 
     questions, contexts = _questions(chunk)
-    return encode(tokenizer, questions, contexts, offsets=True, **options)
+    return encode(tokenizer, questions, contexts, offsets=True, cut="second", **options)
 
 
 def _questions(chunk: Sequence[Any]) -> tuple[list[str], list[str]]:
     from flodl_hf.runtime.items import plain_pairs
+    from flodl_hf.runtime.stream import FIRST_PLACE
 
-    pairs = chunk if plain_pairs(chunk) else [_pair(item, place) for place, item in enumerate(chunk)]
+    places = enumerate(chunk, FIRST_PLACE.get())
+    pairs = chunk if plain_pairs(chunk) else [_pair(item, place) for place, item in places]
     questions, contexts = zip(*pairs, strict=True) if pairs else ((), ())
     return list(questions), list(contexts)
 

@@ -105,7 +105,7 @@ class ReplacedTokens(ScoringModel):
         """
         from flodl_hf.decode import TagScheme, decode_entities_batch
         from flodl_hf.decode.rows import Placed
-        from flodl_hf.results.lists import Entities
+        from flodl_hf.results.lists import Entities, is_empty
         from flodl_hf.runtime import Session
         from flodl_hf.runtime.inputs import encode
         from flodl_hf.runtime.items import several
@@ -128,7 +128,7 @@ class ReplacedTokens(ScoringModel):
             )  # fmt: skip
 
         return Session(self, run).answer(
-            texts, tokens, Scores(False), finish, single=isinstance(texts, str), kind=Entities
+            texts, tokens, Scores(False), finish, single=isinstance(texts, str), kind=Entities, blank=is_empty
         )
 
 

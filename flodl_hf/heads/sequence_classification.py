@@ -79,7 +79,8 @@ class SequenceClassifier(ScoringModel):
         sentence-transformers applies them; ``compat="transformers"`` ignores both, as transformers does.
 
         A text longer than the model takes is read in windows and its scores are the mean of theirs, weighted by their
-        tokens; ``windows`` of each result says how many there were.
+        tokens; ``windows`` of each result is their number. Windows of a pair cut its longer text and repeat the other
+        one; if both are long, both are truncated as by transformers, the longer one first, with a warning.
 
         Args:
             texts: texts, or pairs ``(a, b)``; an iterator gives an iterator. One text alone gives its labels.
@@ -200,7 +201,7 @@ class SequenceClassifier(ScoringModel):
 
         def encode(chunk: list[str]) -> Encoded:
             pairs = [(text, template.format(label)) for text in chunk for label in labels]
-            return self._encode(pairs, strict=strict or compat is not None, cut="first")
+            return self._encode(pairs, strict=strict or compat is not None)
 
         def finish(chunk: list[str], encoded: Encoded, scores: Pending) -> list[Any]:
             logits = scores.stacked()
@@ -310,7 +311,6 @@ class SequenceClassifier(ScoringModel):
         *,
         strict: bool = False,
         truncate: bool = False,
-        cut: str | None = None,
         prompt: str = "",
     ) -> Encoded:
         from flodl_hf.runtime.inputs import encode, split_pairs
@@ -324,7 +324,7 @@ class SequenceClassifier(ScoringModel):
         if recipe is not None and recipe.lower_case:
             firsts, seconds = [text.lower() for text in firsts], seconds and [text.lower() for text in seconds]
         limit = self.most_tokens(recipe.max_tokens if recipe is not None else None)
-        return encode(tokenizer, firsts, seconds, max_tokens=limit, strict=strict, cut=cut, truncate=truncate)
+        return encode(tokenizer, firsts, seconds, max_tokens=limit, strict=strict, truncate=truncate)
 
 
 def ranking_activation(config: ModelConfig, given: str | None = None) -> Activation:

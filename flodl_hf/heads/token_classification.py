@@ -87,7 +87,7 @@ class TokenClassifier(ScoringModel):
             TokenizerError: a text is not a valid string, or too long with ``strict``.
         """
         from flodl_hf.decode import TagScheme, decode_entities_batch, join_words
-        from flodl_hf.results.lists import Entities
+        from flodl_hf.results.lists import Entities, is_empty
         from flodl_hf.runtime import Session
         from flodl_hf.runtime.inputs import encode
         from flodl_hf.runtime.items import several
@@ -120,7 +120,9 @@ class TokenClassifier(ScoringModel):
         single = isinstance(texts, str) or (
             words and isinstance(texts, Sequence) and len(texts) > 0 and isinstance(texts[0], str)
         )
-        told = {"blank": _without_words, "given": lambda item: join_words(item).text} if words else {}
+        told: dict[str, Any] = (
+            {"blank": _without_words, "given": lambda item: join_words(item).text} if words else {"blank": is_empty}
+        )
         return Session(self, run).answer(
             texts, tokens, Scores(False), finish, single=single, kind=Entities if compat is None else None, **told
         )

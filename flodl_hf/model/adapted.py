@@ -140,7 +140,6 @@ class Adapted(GraphModel):
 
         from flodl_hf.adapters.mixed import Mixed
         from flodl_hf.errors import PredictError
-        from flodl_hf.runtime.items import is_empty
         from flodl_hf.runtime.session import STARTS
 
         texts, given = list(texts), list(adapters)
@@ -161,8 +160,7 @@ class Adapted(GraphModel):
             try:
                 for at in range(0, len(texts), WINDOW):
                     chunk = texts[at : at + WINDOW]
-                    read = [names.index(n) for n, text in zip(given[at:], chunk, strict=False) if not is_empty(text)]
-                    numbers = np.array(read, np.int64)
+                    numbers = np.array([names.index(name) for name in given[at : at + len(chunk)]], np.int64)
                     token = STARTS.set(lambda encoded, work, numbers=numbers: mixed.start(encoded, work, numbers))
                     try:
                         answers += self.predict(chunk, window=WINDOW, **options)  # type: ignore[attr-defined]

@@ -26,14 +26,12 @@ R = TypeVar("R", bound="Found[Any]")
 
 
 def is_empty(item: Any) -> bool:
-    """Return whether a text has nothing to read: white space alone; of a pair, either of its texts."""
+    """Return whether a text is empty or white space alone; of a pair, whether both of its texts are."""
     if isinstance(item, str):
         return not item.strip()
-    if isinstance(item, Mapping):
-        return any(is_empty(part) for part in item.values() if isinstance(part, str))
-    if isinstance(item, (tuple, list)):
-        return any(is_empty(part) for part in item if isinstance(part, str))
-    return False
+    parts = item.values() if isinstance(item, Mapping) else item if isinstance(item, (tuple, list)) else ()
+    texts = [part for part in parts if isinstance(part, str)]
+    return bool(texts) and all(map(is_empty, texts))
 
 
 def plain(value: Any) -> Any:
@@ -122,8 +120,8 @@ class Found(Sequence[T]):
 
     @property
     def empty(self) -> bool:
-        """Whether there was nothing to read, so that there is no answer either."""
-        return not self._records and is_empty(self.given)
+        """Whether the text is empty or white space alone; of a pair, whether both of its texts are."""
+        return is_empty(self.given)
 
     def to_dict(self) -> dict[str, Any]:
         """Return text, records and whether the text was empty, as JSON types."""
@@ -238,12 +236,17 @@ class Entities(Found["Entity"]):
 class Answers(Found["Answer"]):
     """The answers to one question, best first; ``text``, ``score``, ``start`` and ``end`` are the best one's.
 
-    Equal to an `Answer` where that is all there is. None stands for all of them where question or context is empty.
+    Equal to an `Answer` if that is the only one. An empty context has no answers; the properties are then None.
     """
 
     __slots__ = ()
     called = "answers"
     columns = ("question", "context", "text", "score", "start", "end")
+
+    @property
+    def empty(self) -> bool:
+        """Whether the context is empty or white space alone."""
+        return is_empty(self.given[1])
 
     @property
     def text(self) -> str | None:
@@ -350,6 +353,11 @@ class Ranking(Found["Ranked"]):
     def query(self) -> str:
         """What was looked for."""
         return self.given
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to rank."""
+        return not self._records and is_empty(self.given)
 
     def to_dict(self) -> dict[str, Any]:
         """Return query and documents as JSON types."""

@@ -36,7 +36,7 @@ class Drawn(Protocol):
 
 def page_of(found: Drawn) -> str:
     """Return what was found in one text as a piece of HTML; how it is drawn depends on what its records are called."""
-    if found.empty:
+    if found.empty and not found:
         return f"<div>{_shown(found.given) or '&nbsp;'} <i>(empty)</i></div>"
     draw = _PAGES.get(found.called)
     return f"<pre>{escape(repr(found))}</pre>" if draw is None else draw(found)

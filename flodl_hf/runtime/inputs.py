@@ -12,6 +12,7 @@ import numpy as np
 from flodl_hf.decode.rows import TokenTable
 from flodl_hf.errors import PredictError, TokenizerError
 from flodl_hf.runtime.items import plain_pairs
+from flodl_hf.runtime.stream import FIRST_PLACE
 from flodl_hf.runtime.token_table import (
     Flat,
     Frame,
@@ -48,6 +49,8 @@ class Truncation:
     side: Literal["left", "right"] | None = None
 
 
+_NONE = np.zeros(0, np.int64)
+
 TRUNCATION: ContextVar[Truncation | None] = ContextVar("TRUNCATION", default=None)
 """The `Truncation` of the calls of this thread. A server sets it for one request."""
 
@@ -62,6 +65,7 @@ class Encoded:
         rows: the windows as records, text after text; empty unless they were asked for.
         truncated: the number of texts that were truncated.
         dropped: the number of their tokens that are in no window.
+        uncut: whether windows were requested: these texts are pairs, both of whose texts are long.
     """
 
     table: TokenTable
@@ -69,6 +73,7 @@ class Encoded:
     rows: list[Row] = field(default_factory=list)
     truncated: int = 0
     dropped: int = 0
+    uncut: bool = False
 
     @property
     def owners(self) -> np.ndarray:
@@ -94,7 +99,7 @@ def split_pairs(items: Sequence[Any], task: str) -> tuple[Sequence[str], list[st
         return first, list(second)
     firsts: list[str] = []
     seconds: list[str | None] = []
-    for place, item in enumerate(items):
+    for place, item in enumerate(items, FIRST_PLACE.get()):
         if isinstance(item, Mapping):
             if "text" not in item:
                 raise PredictError(
@@ -116,7 +121,7 @@ def split_pairs(items: Sequence[Any], task: str) -> tuple[Sequence[str], list[st
         seconds.append(pair[1])
     if all(second is None for second in seconds):
         return firsts, None
-    alone = [place for place, second in enumerate(seconds) if second is None]
+    alone = [place for place, second in enumerate(seconds, FIRST_PLACE.get()) if second is None]
     if alone:
         raise PredictError(
             f"{task}: items {alone[:8]} are single texts among pairs; expected one kind in a call",
@@ -145,21 +150,21 @@ def encode(
     Args:
         tokenizer: whose tokens.
         texts: texts, or lists of words with ``words``.
-        pairs: second texts, which are the ones that are cut into windows unless ``cut`` says otherwise; with
-            ``truncate`` the longer of the two gives way, as in transformers and sentence-transformers.
+        pairs: second texts. The longer text of a pair is cut into windows; if both are long, or with ``truncate``,
+            both are truncated, the longer one first, as transformers does.
         max_tokens: most tokens of a window, specials included.
         stride: tokens that neighbouring windows share.
         strict: raise on a text that needs several windows.
         words: the texts are split into words already.
         offsets: note where each token stands in its text.
-        cut: "first" or "second": which text of a pair is cut.
+        cut: "first" or "second": the text of each pair that is cut; None for the longer one.
         snap: let windows begin and end between words.
         truncate: keep what fits into one window, up to the last token.
         records: also return the windows as records, which compatible outputs read.
     """
 
-    if truncate and pairs is not None:
-        cut = cut or "longest"
+    if pairs is not None:
+        cut = cut or ("longest" if truncate else "longer")
     own = TRUNCATION.get() or Truncation()
     max_tokens = min((most for most in (max_tokens, own.max_tokens) if most is not None), default=None)
     given: dict[str, Any] = {
@@ -176,7 +181,7 @@ def encode(
             found, over = _of_encodings(tokenizer, texts, pairs, frame, offsets, given)
         else:
             found, over = _of_ids(tokenizer, texts, pairs, frame, given)
-        return Encoded(found, len(texts), [], *((len(over), int(over.sum())) if truncate else ()))
+        return Encoded(found, len(texts), [], len(over), int(over.sum()), uncut=not truncate)
     del given["side"]
     groups = tokenizer.encode_rows(texts, pairs, words=words, offsets=offsets, **given)
     owners = [text for text, group in enumerate(groups) for _ in group]
@@ -192,15 +197,14 @@ def _of_encodings(
     offsets: bool,
     given: dict[str, Any],
 ) -> tuple[TokenTable, np.ndarray]:
-    """Return the windows of texts, those of several windows last, and how many tokens each long text is too long."""
+    """Return the windows of texts, those of long texts last, and how many tokens each truncated text lost."""
     encodings = tokenizer._backend.encodings(texts, pairs, fast=not offsets)
     lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
     long = _too_long(lengths, given["max_tokens"])
-    over = lengths[long] - (given["max_tokens"] or 0)
     if not len(long):
-        return of_encodings(encodings, frame=frame, offsets=offsets), over
+        return of_encodings(encodings, frame=frame, offsets=offsets), _NONE
     rows = [row_of(encodings[i]) for i in long.tolist()] if offsets else None
-    rest = _windows(tokenizer, texts, pairs, long, offsets, given, rows)
+    rest, over = _windows(tokenizer, texts, pairs, long, offsets, given, rows)
     short = np.delete(np.arange(len(encodings)), long)
     if not len(short):
         return rest, over
@@ -216,13 +220,12 @@ def _of_ids(
     if len(texts) == 1 and pairs is None and not any(frame.types):
         ids = backend.encodings(texts, fast=True)[0].ids
         if limit is None or len(ids) <= limit:
-            return of_one(ids, frame), np.zeros(0, np.int64)
+            return of_one(ids, frame), _NONE
     first, second = backend.flat(texts), None if pairs is None else backend.flat(pairs)
     lengths = first[1] + (0 if second is None else second[1]) + frame.size
     long = _too_long(lengths, limit)
-    over = lengths[long] - (limit or 0)
     if not len(long):
-        return framed(frame, first, second), over
+        return framed(frame, first, second), _NONE
     short = np.delete(np.arange(len(texts)), long)
     if second is None and (cut := _cut_ids(tokenizer, texts, long, frame, given)) is not None:
         rest, owners, starts, numbers = cut
@@ -235,8 +238,8 @@ def _of_ids(
             first_token=np.concatenate([zeros, starts]),
             window=np.concatenate([zeros, numbers]),
         )
-        return table, over
-    windows = _windows(tokenizer, texts, pairs, long, False, given)
+        return table, lengths[long] - limit if given["overflow"] == "truncate" else _NONE
+    windows, over = _windows(tokenizer, texts, pairs, long, False, given)
     if not len(short):
         return windows, over
     second = None if second is None else _but(second, long)
@@ -262,8 +265,11 @@ def _windows(
     offsets: bool,
     given: dict[str, Any],
     rows: list[Row] | None = None,
-) -> TokenTable:
-    """Return the windows of texts that are too long for one; ``rows`` are those texts where they are there already."""
+) -> tuple[TokenTable, np.ndarray]:
+    """Return the windows of texts that are too long for one, and the numbers of dropped tokens of truncated ones.
+
+    ``rows`` are those texts if they are tokenized already.
+    """
     chosen = places.tolist()
     if rows is None:
         seconds = None if pairs is None else [pairs[i] for i in chosen]
@@ -272,9 +278,11 @@ def _windows(
     how = {**given, "cut": given["cut"] or ("first" if pairs is None else "second")}
     if how["cut"] == "second" and pairs is None:
         raise TokenizerError("cut is 'second', but there are no second texts; pass pairs, or cut='first'")
-    groups = cut_each(rows, how.pop("max_tokens"), places=chosen, **how)
+    numbers = [FIRST_PLACE.get() + place for place in chosen]
+    groups = cut_each(rows, how.pop("max_tokens"), places=numbers, **how)
     owners = [place for place, group in zip(chosen, groups, strict=True) for _ in group]
-    return table_of([row for group in groups for row in group], owners, offsets=offsets)
+    dropped = [len(row) - len(cut[0]) for row, cut in zip(rows, groups, strict=True) if cut[0].truncated]
+    return table_of([row for group in groups for row in group], owners, offsets=offsets), np.array(dropped, np.int64)
 
 
 def _cut_ids(

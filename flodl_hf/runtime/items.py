@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 from flodl.errors import FlodlError
 from flodl_hf.errors import PredictError
-from flodl_hf.results.lists import Found, is_empty
+from flodl_hf.results.lists import Found
 from flodl_hf.runtime.stream import Job
 
-__all__ = ["found_by", "passing_over_empty", "plain_pairs", "refuse_two_texts", "several"]
+__all__ = ["found_by", "plain_pairs", "refuse_two_texts", "several"]
 
 R = TypeVar("R")
 
@@ -80,32 +80,20 @@ def plain_pairs(items: Sequence[Any]) -> bool:
     return {kind for part in zip(*items, strict=True) for kind in set(map(type, part))} == {str}
 
 
-def _empties(chunk: Sequence[Any], blank: Callable[[Any], bool]) -> list[bool] | None:
-    """Return which items cannot be read; None where all can."""
-    if blank is is_empty:
-        # Most lists are plain texts with something in them, which is soon seen.
-        if set(map(type, chunk)) == {str} and all(map(str.strip, chunk)):
-            return None
-        if plain_pairs(chunk) and all(all(map(str.strip, part)) for part in zip(*chunk, strict=True)):
-            return None
-    empty = list(map(blank, chunk))
-    return empty if any(empty) else None
-
-
 def found_by(
     job: Job[Any, Any],
     kind: type[Found[Any]],
     *,
-    blank: Callable[[Any], bool] = is_empty,
+    blank: Callable[[Any], bool] | None = None,
     given: Callable[[Any], Any] = lambda item: item,
 ) -> Job[Any, Any]:
-    """Return a job whose answers are of a kind that knows its text, and that has none for what cannot be read.
+    """Return a job whose answers are of a kind that contains its text.
 
     Args:
-        job: what is done with texts that can be read.
-        kind: what its answers become.
-        blank: which items cannot be read.
-        given: what an answer keeps of its item.
+        job: answers texts.
+        kind: type of the answers.
+        blank: whether an item has no answer; None answers all items, empty texts as transformers does.
+        given: returns what an answer contains of its item.
     """
 
     def finish(chunk: list[Any], encoded: Any, running: Any) -> list[Any]:
@@ -114,23 +102,22 @@ def found_by(
         texts = chunk if set(map(type, chunk)) == {str} else list(map(given, chunk))
         return list(map(kind, answers, texts))
 
-    return passing_over_empty(Job(job.encode, job.start, finish), lambda item: kind((), given(item)), blank)
+    found = Job(job.encode, job.start, finish)
+    return found if blank is None else _skipping(found, lambda item: kind((), given(item)), blank)
 
 
-def passing_over_empty(
-    job: Job[Any, R], nothing: Callable[[Any], R], blank: Callable[[Any], bool] = is_empty
-) -> Job[Any, R]:
-    """Return a job that never runs items with nothing to read.
+def _skipping(job: Job[Any, R], nothing: Callable[[Any], R], blank: Callable[[Any], bool]) -> Job[Any, R]:
+    """Return a job that does not run blank items.
 
     Args:
-        job: what is done with the others.
-        nothing: the answer to such an item.
-        blank: which items these are.
+        job: answers the others.
+        nothing: the answer to a blank item.
+        blank: whether an item is blank.
     """
 
     def encode(chunk: list[Any]) -> Any:
-        empty = _empties(chunk, blank)
-        if empty is None:
+        empty = list(map(blank, chunk))
+        if not any(empty):
             return None, job.encode(chunk)
         read = [item for item, without in zip(chunk, empty, strict=True) if not without]
         try:

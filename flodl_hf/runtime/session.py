@@ -196,7 +196,7 @@ class _Truncated:
 
     def __init__(self, what: str, limit: int | None) -> None:
         self._what, self._limit = what, limit
-        self._texts = self._cut = 0
+        self._texts = self._cut = self._pairs = 0
 
     def counting(self, finish: Callable[[list[Any], Encoded, Any], Any]) -> Callable[[list[Any], Encoded, Any], Any]:
         """Return ``finish`` that also counts."""
@@ -206,6 +206,8 @@ class _Truncated:
             self._texts += len(chunk)
             if encoded.truncated and (heard := TRUNCATED.get()) is not None:
                 heard(encoded.truncated, encoded.dropped)
+            elif encoded.uncut:
+                self._pairs += encoded.truncated
             else:
                 self._cut += encoded.truncated
             return found
@@ -220,6 +222,12 @@ class _Truncated:
             warnings.warn(
                 f"{self._what}: truncated {self._cut:,} of {self._texts:,} texts to {self._limit} tokens, as "
                 "sentence-transformers does. windows=True reads all of a text in windows instead.",
+                stacklevel=5,
+            )
+        if self._pairs:
+            warnings.warn(
+                f"{self._what}: truncated {self._pairs:,} of {self._texts:,} pairs, whose texts are both long: the "
+                "longer text first, as transformers does. strict=True refuses such pairs.",
                 stacklevel=5,
             )
         return found

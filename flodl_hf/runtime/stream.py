@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -17,7 +18,10 @@ from typing import Any, Generic, TypeVar
 
 from flodl.garbage_collection import gc_paused
 
-__all__ = ["WINDOW", "Job", "stream"]
+__all__ = ["FIRST_PLACE", "WINDOW", "Job", "stream"]
+
+FIRST_PLACE: ContextVar[int] = ContextVar("FIRST_PLACE", default=0)
+"""Place in the whole input of the first item that is encoded, so that errors name places in what was given."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -108,9 +112,20 @@ def _each(parts: Iterator[Sequence[R]]) -> Iterator[R]:
         yield from part
 
 
+def _at(place: int, step: Callable[[list[T]], Any], chunk: list[T]) -> Any:
+    """Return what a step makes of items, the first of which is at ``place`` in the input."""
+    before = FIRST_PLACE.set(place)
+    try:
+        return step(chunk)
+    finally:
+        FIRST_PLACE.reset(before)
+
+
 def _in_turn(items: Iterator[T], job: Job[T, R], sizes: Iterator[int]) -> Iterator[Sequence[R]]:
+    place = 0
     while chunk := list(islice(items, next(sizes))):
-        yield job.alone(chunk)
+        yield _at(place, job.alone, chunk)
+        place += len(chunk)
 
 
 def _overlapped(
@@ -132,9 +147,16 @@ def _overlapped(
     running: deque[tuple[list[T], Any, Any]] = deque()
     # Two, so that the tokenizer's cores have texts while the interpreter makes arrays of the tokens of others.
     pool = ThreadPoolExecutor(2, thread_name_prefix="flodl-hf-encode")
+    place = 0
+
+    def encode(part: list[T]) -> None:
+        nonlocal place
+        encoding.append((part, pool.submit(_at, place, job.encode, part)))
+        place += len(part)
+
     try:
         for part in (chunk, following):
-            encoding.append((part, pool.submit(job.encode, part)))
+            encode(part)
         if meanwhile is not None:
             meanwhile()
         while encoding:
@@ -143,7 +165,7 @@ def _overlapped(
                 encoded = future.result()
                 running.append((part, encoded, job.start(encoded)))
                 if further := list(islice(items, next(sizes))):
-                    encoding.append((further, pool.submit(job.encode, further)))
+                    encode(further)
             except Exception:
                 # What was answered before the fault is handed out before it.
                 while running:

@@ -14,8 +14,10 @@ from flodl_hf.errors import TextTooLongError, TokenizerError
 
 __all__ = ["Cut", "Overflow", "Row", "cut_each", "cut_rows", "plan_windows"]
 
-Cut = Literal["first", "second", "longest"]
+Cut = Literal["first", "second", "longer", "longest"]
 Overflow = Literal["windows", "truncate", "error"]
+
+_LEAST_ROOM = 4  # windows of a pair contain at least this fraction of the room, 1/4, of the text that is cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +168,9 @@ def cut_rows(
         row: the whole text, or pair, as one uncut row.
         max_tokens: most tokens in a window, special tokens counted; ``None`` leaves the row whole.
         stride: tokens of the cut text that neighbouring windows share.
-        cut: which text is cut; the other one is repeated in every window. ``"longest"`` (truncation only)
-            shortens the longer of the two.
+        cut: which text is cut; the other one is repeated in every window. ``"longer"`` cuts the longer of the two into
+            windows; if the shorter one leaves less than a quarter of the room, both are truncated as by
+            ``"longest"``, which only truncates: the longer text gives way until both are equal.
         overflow: make windows, drop what does not fit, or raise.
         snap: start and end windows between words where possible.
         side: which end is dropped when truncating, and comes last among windows that do not snap.
@@ -180,6 +183,8 @@ def cut_rows(
     total = len(row.ids)
     if cut == "longest" and overflow == "windows":
         raise TokenizerError(f"{where}: cut='longest' only truncates; use cut='first' or 'second' for windows")
+    if cut == "longer":
+        cut = _longer(row, max_tokens) if overflow == "windows" else "longest"
     sequence = 1 if cut == "second" else 0
     if max_tokens is None or total <= max_tokens:
         return [_whole(row, sequence)]
@@ -228,6 +233,15 @@ def cut_rows(
         )
         for number, (a, b) in enumerate(ranges)
     ]
+
+
+def _longer(row: Row, max_tokens: int | None) -> Cut:
+    """Return the text of a pair that windows cut, or ``"longest"`` if the other one leaves too little room."""
+    first, second = (row.sequence_ids.count(text) for text in (0, 1))
+    room = (max_tokens or len(row.ids)) - (len(row.ids) - first - second)
+    if (room - min(first, second)) * _LEAST_ROOM < room:
+        return "longest"
+    return "first" if first > second else "second"
 
 
 def cut_each(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import pytest
 import torch
 
 from flodl.errors import DataError
-from flodl_hf import predict_file
+from flodl_hf import load, predict_file
 from flodl_hf.bulk import rows
 from flodl_hf.decode import Classification
 
+GOLDEN = Path(__file__).parents[2] / "golden"
 GOOD = {"id": 0, "text": "a cat"}
 
 # A faulty line, and what is said of it.
@@ -41,23 +43,23 @@ def lines(faulty: str) -> list[str]:
 
 @pytest.mark.parametrize("head", ["sequence_classification", "token_classification"])
 @pytest.mark.parametrize("suffix", ["jsonl", "csv"])
-def test_a_row_with_nothing_to_read_has_null_for_an_answer(
+def test_an_empty_row_is_answered_as_an_empty_text(
     head: str, suffix: str, model: Any, jsonl: Callable[..., Path], tmp_path: Path
 ) -> None:
     source, out = jsonl(lines('{"id": 9, "text": " \\n\\t"}')), tmp_path / f"out.{suffix}"
     result = predict_file(model(head), source, out, part_rows=4)
     assert (result.rows, result.written, result.faulty, result.empty) == (10, 10, 0, 1)
     assert result.to_dict()["empty"] == 1
+    (found,) = model(head).predict([" \n\t"])
     if suffix == "csv":
         with out.open(newline="") as file:
             row = list(csv.DictReader(file))[5]
-        assert [row[name] for name in row if name not in ("id", "text")] in (["", ""], ["[]"])
     else:
         row = json.loads(out.read_text().splitlines()[5])
-        assert {k: v for k, v in row.items() if k not in ("id", "text")} in (
-            {"label": None, "score": None},
-            {"entities": []},
-        )
+    if head == "token_classification":
+        assert row["entities"] in ("[]", [])
+    else:
+        assert (row["label"], float(row["score"])) == (found.label, pytest.approx(found.score, abs=1e-6))
 
 
 @pytest.mark.parametrize("case", FAULTY)
@@ -265,3 +267,43 @@ def test_a_line_without_end_is_refused_before_it_is_in_memory(
     with pytest.raises(DataError, match="line 2 has more than 1,000 bytes; expected a row on each line") as caught:
         predict_file(model("sequence_classification"), source, tmp_path / "out.jsonl", text_column="text")
     assert caught.value.line == 2
+
+
+LONG = " ".join(["cat"] * 60)
+
+
+@pytest.mark.parametrize(
+    "pair", [(LONG, "a dog"), ("a dog", LONG), (LONG, LONG), ("", "a dog"), ("a dog", ""), ("", "")]
+)
+def test_pairs_have_the_answers_of_python(pair: tuple[str, str], model: Any, jsonl: Any, tmp_path: Path) -> None:
+    source, out = jsonl([{"text": pair[0], "text_pair": pair[1]}]), tmp_path / "out.jsonl"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = predict_file(model("sequence_classification"), source, out)
+        (best,) = model("sequence_classification").predict([pair], top_k=1)[0]
+    assert len(caught) == 2 * (pair == (LONG, LONG))
+    row = json.loads(out.read_text())
+    assert (row["label"], row["score"]) == (best.label, pytest.approx(best.score, abs=1e-6))
+    assert (result.empty, result.faulty, result.truncated) == (pair == ("", ""), 0, pair == (LONG, LONG))
+
+
+@pytest.mark.parametrize("on_error", ["skip", "null"])
+def test_a_long_document_of_a_query_is_one_faulty_row(on_error: str, jsonl: Any, tmp_path: Path) -> None:
+    from flodl_hf.config.model_config import ModelConfig
+    from flodl_hf.heads.sequence_classification import SequenceClassifier
+
+    base: Any = load(GOLDEN / "bert-sequence_classification")
+    config = ModelConfig.from_dict({**base.config.source, "id2label": {"0": "fits"}, "label2id": {"fits": 0}})
+    ranker = SequenceClassifier.from_config(config)
+    ranker.tokenizer = base.tokenizer
+    documents = [{"query": f"who {n % 2}", "text": text} for n, text in enumerate(["a cat", "a dog", LONG, "a mat"])]
+    source, out = jsonl(documents), tmp_path / "out.jsonl"
+    how: Any = {"query_column": "query", "untrained": True, "on_error": on_error}
+    assert predict_file(ranker, source, out, **how).faulty == 0  # read in windows
+    result = predict_file(ranker, source, out, restart=True, strict=True, **how)
+    assert (result.rows, result.faulty) == (4, 1)
+    assert result.faults[0].startswith("row 3 (line 3): ")
+    assert "text " not in result.faults[0].partition(": ")[2][:8]
+    with pytest.raises(DataError) as refused:
+        predict_file(ranker, source, out, restart=True, strict=True, **{**how, "on_error": "stop"})
+    assert refused.value.rows == [3]

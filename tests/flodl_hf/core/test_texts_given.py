@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from flodl.errors import FlodlError
 from flodl_hf.errors import PredictError
 
 Maker = Callable[..., Any]
@@ -198,9 +200,8 @@ def test_a_text_with_nothing_to_read_says_so_and_disturbs_no_other(head: str, bl
     assert [one.empty for one in found] == [False, True, False, True]
     assert found.empty == [1, 3]
     assert alike([found[0], found[2]], expected)
-    assert found[1] == []
-    assert getattr(found[1], "label", None) is None
-    assert getattr(found[1], "score", None) is None
+    # Labels are those of an empty text; nothing else can be found in one.
+    assert bool(found[1]) == (head == "sequence_classification")
     assert found[1].to_dict()["empty"] is True
     # All of them, and by an iterator.
     assert [one.empty for one in ASK[head](model, iter(items(head, [blank] * 3)))] == [True] * 3
@@ -208,25 +209,104 @@ def test_a_text_with_nothing_to_read_says_so_and_disturbs_no_other(head: str, bl
 
 @pytest.mark.parametrize("blank", ["", "  "])
 def test_one_text_with_nothing_to_read(blank: str, make: Maker) -> None:
-    classes = make("bert", "sequence_classification", id2label={"0": "entailment", "1": "b"})
     for found in (
-        classes.predict(blank),
-        classes.predict([("the cat", blank)])[0],
-        classes.predict({"text": blank, "text_pair": "the cat"}),
-        classes.zero_shot(blank, ["cats", "dogs"]),
         make("bert", "token_classification").predict(blank),
         make("bert", "token_classification").predict([[blank, blank]], words=True)[0],
         make("bert", "masked_lm").fill_mask(blank),
         make("bert", "question_answering").answer("what?", blank),
-        make("bert", "question_answering").answer(blank, "the cat"),
     ):
         assert found.empty
         assert found == []
     assert make("bert", "token_classification").predict([]) == []
+    assert not make("bert", "question_answering").answer(blank, "the cat").empty
     # A word that is blank leaves the others to be read.
     assert not make("bert", "token_classification").predict([["the", blank]], words=True)[0].empty
     # A vector of nothing is what other libraries give for it, too.
     assert make("bert", "base").embed(blank).shape == (16,)
+
+
+@pytest.mark.parametrize("blank", ["", "  "])
+def test_empty_texts_have_the_labels_that_the_model_gives_them(blank: str, make: Maker, padded: Any) -> None:
+    """The numbers are those of a pass over the tokenizer's ids, whatever texts are beside them."""
+    model = make("bert", "sequence_classification", id2label={"0": "entailment", "1": "b"})
+    pairs = [("the cat", blank), (blank, "the cat"), (blank, blank), ("the cat", "sat")]
+    found = model.predict(pairs)
+    for pair, labels in zip(pairs, found, strict=True):
+        expected = padded(model, *pair).softmax(-1).tolist()
+        assert {one.label: one.score for one in labels} == pytest.approx(
+            dict(zip(model.config.labels, expected, strict=True)), abs=1e-6
+        )
+    assert [labels.empty for labels in found] == [False, False, True, False]
+    (alone,) = model.predict([blank])
+    expected = padded(model, blank).softmax(-1).tolist()
+    assert sorted((one.score for one in alone), reverse=True) == pytest.approx(sorted(expected, reverse=True), abs=1e-6)
+    assert alone.empty
+    assert model.predict({"text": blank, "text_pair": "the cat"}) == found[1]
+    assert model.zero_shot(blank, ["cats", "dogs"]).empty
+    assert len(model.zero_shot(blank, ["cats", "dogs"])) == 2
+
+
+LONG = " ".join(["the cat sat on the mat"] * 20)
+
+
+@pytest.mark.parametrize("head", ["sequence_classification", "next_sentence"])
+@pytest.mark.parametrize("pair", [(LONG, "the cat"), ("the cat", LONG)])
+def test_the_longer_text_of_a_pair_is_read_in_windows(head: str, pair: tuple[str, str], make: Maker) -> None:
+    model = make("bert", head)
+    (found,) = model.predict([pair])
+    assert model.tokenizer is not None
+    cut = "first" if pair[0] == LONG else "second"
+    (rows,) = model.tokenizer.encode_rows([pair[0]], [pair[1]], max_tokens=model.max_tokens, cut=cut)
+    assert found[0].windows == len(rows) > 1
+    with torch.no_grad():
+        passes = [model(torch.tensor([row.ids]), token_type_ids=torch.tensor([row.type_ids])) for row in rows]
+    scores = torch.cat([one.logits for one in passes]).softmax(-1)
+    weights = torch.tensor([len(row.ids) - sum(row.special) for row in rows], dtype=torch.float32)
+    expected = (scores * weights[:, None]).sum(0) / weights.sum()
+    assert sorted(one.score for one in found) == pytest.approx(sorted(expected.tolist()), abs=1e-6)
+    with pytest.raises(FlodlError, match="text 0"):
+        model.predict([pair], strict=True)
+
+
+def test_pairs_of_two_long_texts_are_truncated_as_by_transformers(make: Maker) -> None:
+    model = make("bert", "sequence_classification")
+    with pytest.warns(UserWarning, match="1 of 3 pairs"):
+        found = model.predict([("a cat", "a dog"), (LONG, LONG), ("a cat", LONG)])
+    assert [labels[0].windows > 1 for labels in found] == [False, False, True]
+    tokenizer: Any = model.tokenizer
+    encoded = tokenizer([LONG], [LONG], truncation=True, max_length=model.max_tokens, return_tensors="pt")
+    with torch.no_grad():
+        expected = model(**encoded).logits[0].softmax(-1).tolist()
+    assert sorted(one.score for one in found[1]) == pytest.approx(sorted(expected), abs=1e-6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a truncation that was requested needs no warning
+        assert model.predict([(LONG, LONG)], truncate=True)[0] == found[1]
+
+
+def test_zero_shot_and_choices_cut_the_longer_text(make: Maker) -> None:
+    model = make("bert", "sequence_classification", id2label={"0": "entailment", "1": "b"})
+    assert model.zero_shot(LONG, ["cats"])[0].windows > 1
+    assert model.zero_shot("the cat", ["cats"], template=LONG + " {}")[0].windows > 1
+    choices: Any = make("bert", "multiple_choice")
+    assert len(choices.predict((LONG, ["the cat", "the dog"]))) == 2
+    assert len(choices.predict(("the cat", [LONG, "the dog"]))) == 2
+
+
+@pytest.mark.parametrize(
+    ("head", "wrong"),
+    [
+        *(("sequence_classification", wrong) for wrong in (("",), ("a", "b", "c"), {"text_pair": ""}, None, ("", 3))),
+        *(("question_answering", wrong) for wrong in (("",), ("a", "b", ""), {"context": ""}, None, (3, ""))),
+    ],
+)
+def test_what_is_no_pair_is_refused_with_its_place(head: str, wrong: Any, make: Maker) -> None:
+    model = make("bert", head)
+    ask = model.predict if head == "sequence_classification" else model.answer_batch
+    # The second window of the list.
+    for before in (1, 1030):
+        with pytest.raises(PredictError) as refused:
+            ask([("a", "")] * before + [wrong], window=1024)
+        assert refused.value.place == before
 
 
 @answering
@@ -247,7 +327,7 @@ def test_lines_of_standard_input_with_nothing_in_them_say_so(
         found = [json.loads(line) for line in told.stdout.splitlines()]
         assert [line["text"] for line in found] == lines
         assert [line.get("empty", False) for line in found] == [False, True, True]
-        assert [line["result"] for line in found][1:] == [[], []]
+        assert [bool(line["result"]) for line in found][1:] == [head == "sequence_classification"] * 2
     else:
         assert told.stdout.count("(empty)") == 2
 
