@@ -192,7 +192,12 @@ def _loaded(name_or_path: str | Path, head: str, options: Any) -> EncoderModel:
     architectures = config.source.get("architectures")
     found = task(config.family) or head_of(config.family, architectures) or "base"
     try:
-        return head_named(found).model.from_pretrained(name_or_path, **options)
+        model = head_named(found).model.from_pretrained(name_or_path, **options)
+        recipe = model.sentence_recipe
+        if found != "base" or recipe is None or recipe.scorer is None:
+            return model
+        # Only the folder's other files, which come with the model, name a cross-encoder that has no head.
+        return head_named("sequence_classification").model.from_pretrained(name_or_path, **options)
     except CheckpointError as fault:
         if found == "base" or not getattr(fault, "headless", False):
             raise

@@ -163,6 +163,13 @@ def describe(name: str, head: str, hub: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _step(step: Any) -> str:
+    """Return what a module makes of vectors."""
+    if step.kind == "Dense":
+        return f"a dense layer to {step.size} features, {step.activation}"
+    return step.kind if step.size is None else f"{step.kind} to {step.size} features"
+
+
 def ways(recipe: SentenceRecipe) -> list[str]:
     """Return what a folder says of how texts become vectors, a sentence each."""
     said = []
@@ -174,7 +181,7 @@ def ways(recipe: SentenceRecipe) -> list[str]:
             lines.append("words of the vocabulary have weights (embed_sparse)")
         else:
             lines.append(f"pooling: {', '.join(map(str, own.pooling))}" + (", scaled to length 1" * own.normalize))
-        lines += [f"a dense layer to {layer.size} features, {layer.activation}" for layer in own.dense]
+        lines += [_step(step) for step in (*own.tokens, *own.dense)]
         if own.truncate_dim is not None:
             lines.append(f"the first {own.truncate_dim} features are kept")
         if own.max_tokens is not None:

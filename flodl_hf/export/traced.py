@@ -74,6 +74,13 @@ class Traced(nn.Module):
                 ),
                 problems=list(recipe.routes),
             )
+        if recipe is not None and recipe.changes_states:
+            kinds = [step.kind for step in recipe.tokens] or ["hidden states of several layers"]
+            raise ExportError(
+                f"export: found a folder whose vectors are made of {', '.join(kinds)}, expected a pooling of the last "
+                "states. Export the transformer alone: model.sentence_recipe = None",
+                problems=kinds,
+            )
         pooled = recipe is not None and recipe.splade is None and (recipe.late is None or recipe.late.beside)
         self._recipe = recipe if pooled else None
         names = ["input_ids", "attention_mask", *(["token_type_ids"] if model.config.token_types > 1 else [])]

@@ -165,9 +165,10 @@ class BaseModel(EncoderModel):
         given: dict[str, Any] = {"single": single, "what": "embed", "limit": most_sentence_tokens(self)}
         dense = recipe.dense if recipe and pooling is None else ()
         if isinstance(texts, Sequence) and not single and not len(texts):
-            whole = dense[-1].size if dense else len(names) * self.config.encoder.hidden_size
+            size = self.config.encoder.hidden_size
+            whole = recipe.width(size) if recipe and pooling is None else len(names) * size
             return torch.zeros(0, truncate_dim or whole, dtype=torch.float32)
-        if recipe is not None and (dense or (before and not recipe.include_prompt)):
+        if recipe is not None and (dense or recipe.changes_states or (before and not recipe.include_prompt)):
             from flodl_hf.heads.vectors import pooled_beyond
 
             finish = pooled_beyond(self, recipe, names, before, dense, truncate_dim=truncate_dim, normalize=wanted)

@@ -77,11 +77,10 @@ def chunk_vectors(
 ) -> Any:
     """Return the parts of texts with their vectors; see `BaseModel.embed_chunks`."""
     from flodl_hf.decode.pooling import finish_embeddings
-    from flodl_hf.heads.vectors import most_sentence_tokens
+    from flodl_hf.heads.vectors import changed_states, most_sentence_tokens, read_states
     from flodl_hf.runtime import Session
     from flodl_hf.runtime.inputs import Encoded
     from flodl_hf.runtime.items import several
-    from flodl_hf.runtime.passes import States
     from flodl_hf.runtime.token_table import table_of
     from flodl_hf.sentence.recipe import recipe_on
 
@@ -113,7 +112,7 @@ def chunk_vectors(
         windows: list[list[tuple[Any, Tensor]]] = [[] for _ in items]
         of_rows = pending.placed().rows(encoded.table)
         for row, states, owner in zip(encoded.rows, of_rows, encoded.owners.tolist(), strict=True):
-            windows[owner].append((row, states))
+            windows[owner].append((row, changed_states(recipe, states)))
         found = []
         for (text, own), group in zip(items, windows, strict=True):
             states, places = _one_pass(group, len(before))
@@ -136,7 +135,8 @@ def chunk_vectors(
         return found
 
     items = list(zip(asked, wanted, strict=True))
-    found = list(Session(model, run).answer(items, encode, States(), finish, what="embed_chunks")) if items else []
+    work, session = read_states(model, recipe), Session(model, run)
+    found = list(session.answer(items, encode, work, finish, what="embed_chunks")) if items else []
     return found[0] if single else found
 
 

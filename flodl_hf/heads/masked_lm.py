@@ -16,7 +16,7 @@ from flodl_hf.encoder.losses import check_labels, token_loss
 from flodl_hf.errors import PredictError
 from flodl_hf.family import head_names
 from flodl_hf.heads.head import Head
-from flodl_hf.heads.prediction_keywords import MASKS
+from flodl_hf.heads.prediction_keywords import MASKS, SPARSE, SPARSE_ENCODE
 from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.keywords.taking import taking
 from flodl_hf.model.outputs import MaskedLMOutput
@@ -122,11 +122,14 @@ class MaskedLM(ScoringModel):
         found = session.run(texts, job, rows=16, what="fill_mask")
         return results_of(found) if compat is None else found
 
+    @taking(SPARSE)
     def embed_sparse(
         self,
         texts: str | Iterable[str],
         *,
         most: int | None = None,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
         windows: bool = False,
         strict: bool = False,
         untrained: bool = False,
@@ -134,23 +137,87 @@ class MaskedLM(ScoringModel):
     ) -> SparseVectors:
         """Return SPLADE's weights of words: log(1 + relu) of their scores, the largest over a text's tokens.
 
-        A folder of sentence-transformers' SparseEncoder may say otherwise.
+        The folder of a SparseEncoder of sentence-transformers may specify another pooling, prompts and ``most``.
 
         Args:
             texts: one text or several.
+            most: keep so many words of a text, the largest weights; None for what the folder specifies, else all above
+                zero.
+            prompt: text before each text; None for the folder's default prompt.
+            prompt_name: name of a prompt of the folder, instead of ``prompt``.
             windows: read all of a long text in windows, joined as its tokens are. Otherwise it is truncated.
             strict: raise on a text that is too long.
-            most: keep so many words of a text, the largest weights; None for all above zero.
             untrained: embed although the model holds random values.
             **run: how to run; see `flodl_hf.runtime.RunOptions`.
 
         Raises:
-            PredictError: the model has no tokenizer or an untrained head.
+            PredictError: the model has no tokenizer or an untrained head, or the folder no such prompt.
         """
         from flodl_hf.heads.vectors import splade_vectors
 
-        found = splade_vectors(self, texts, windows=windows, strict=strict, untrained=untrained, run=run)
-        return found if most is None else found.top(most)
+        return splade_vectors(
+            self, texts, most=most, prompt=prompt, prompt_name=prompt_name, windows=windows, strict=strict,
+            untrained=untrained, run=run,
+        )  # fmt: skip
+
+    @taking(SPARSE_ENCODE)
+    def encode(
+        self,
+        sentences: str | Iterable[str],
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        batch_size: int | None = None,
+        *,
+        max_active_dims: int | None = None,
+        convert_to_tensor: bool = True,
+        convert_to_sparse_tensor: bool = True,
+        windows: bool = False,
+        untrained: bool = False,
+        **run: Unpack[RunKeywords],
+    ) -> Any:
+        """Return sparse vectors as sentence-transformers' SparseEncoder does: a sparse tensor ``(texts, words)``.
+
+        Args:
+            sentences: one text or several.
+            prompt_name: name of a prompt of the folder; None for its default prompt.
+            prompt: text before each text, instead of ``prompt_name``.
+            batch_size: most texts of a batch; None for what suits the device.
+            max_active_dims: most words of a text; None for what the folder specifies.
+            convert_to_tensor: False returns a list of tensors.
+            convert_to_sparse_tensor: False returns dense tensors.
+            windows: as in `embed_sparse`.
+            untrained: encode although the model holds random values.
+            **run: how to run; see `flodl_hf.runtime.RunOptions`.
+
+        Raises:
+            PredictError: the model has no tokenizer or an untrained head, or the folder no such prompt.
+        """
+        from flodl_hf.runtime.items import several
+
+        texts = several(sentences, "encode")
+        given: dict[str, Any] = {**run, "batch_size": batch_size}
+        found = self.embed_sparse(
+            texts, most=max_active_dims, prompt=prompt, prompt_name=prompt_name, windows=windows, untrained=untrained,
+            **given,
+        ).to_tensor()  # fmt: skip
+        found = found if convert_to_sparse_tensor else found.to_dense()
+        if isinstance(texts, str):
+            return found[0]
+        return found if convert_to_tensor else [found[place] for place in range(len(found))]
+
+    @taking(SPARSE_ENCODE, like=encode)
+    def encode_query(self, sentences: str | Iterable[str], **how: Any) -> Any:
+        """Return sparse vectors of queries: `encode` with the folder's prompt "query", or none if it has none."""
+        from flodl_hf.heads.vectors import keywords_for
+
+        return self.encode(sentences, **keywords_for("query", self, how))
+
+    @taking(SPARSE_ENCODE, like=encode)
+    def encode_document(self, sentences: str | Iterable[str], **how: Any) -> Any:
+        """Return sparse vectors of documents: `encode` with the folder's prompt "document", or none if it has none."""
+        from flodl_hf.heads.vectors import keywords_for
+
+        return self.encode(sentences, **keywords_for("document", self, how))
 
     def _fill_best(self, texts: Any, session: Session, tokenizer: Tokenizer, top_k: int) -> Any:
         """Return the best words of the whole vocabulary for each mask."""

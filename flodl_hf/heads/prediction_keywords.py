@@ -19,6 +19,8 @@ __all__ = [
     "MASKS",
     "PAIRS",
     "RERANK",
+    "SPARSE",
+    "SPARSE_ENCODE",
     "ZERO_SHOT",
 ]
 
@@ -152,4 +154,15 @@ ENCODE = {
     "output_value": EMBED["output_value"],
     "pool": Word(reason="devices=[...] shares texts among devices"),
     "chunk_size": Word(harmless=None),
+}
+SPARSE = {
+    **{name: word for name, word in _RUN.items() if not name.startswith("convert")},
+    **_TEXTS,
+    "max_active_dims": Word("most"),
+    "save_to_cpu": Word(harmless=None),
+    "pool": Word(reason="devices=[...] shares texts among devices", harmless=(None,)),
+    "chunk_size": Word(harmless=None),
+}
+SPARSE_ENCODE = {name: word for name, word in SPARSE.items() if word.ours not in ("texts", "most")} | {
+    name: Word("sentences") for name in ("inputs", "texts", "sequences")
 }

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from flodl_hf.errors import PredictError
-from flodl_hf.sentence.multivector import marked as marked_row
 from flodl_hf.sentence.multivector import marker_id
+from flodl_hf.sentence.recipe import SentenceRecipe
 from flodl_hf.sentence.sparse import SparseVectors, SpladePooling, from_dense, from_tokens
 
 if TYPE_CHECKING:
@@ -23,10 +23,9 @@ if TYPE_CHECKING:
     from flodl_hf.runtime import RunKeywords
     from flodl_hf.runtime.engine import Pending
     from flodl_hf.runtime.inputs import Encoded
-    from flodl_hf.runtime.passes import Work
-    from flodl_hf.sentence.dense import Dense
+    from flodl_hf.runtime.passes import States, Work
     from flodl_hf.sentence.multivector import LateRecipe
-    from flodl_hf.sentence.recipe import SentenceRecipe
+    from flodl_hf.sentence.steps import Step
 
 __all__ = [
     "keywords_for",
@@ -80,7 +79,7 @@ class Beyond(NamedTuple):
 
 
 def pooled_beyond(
-    model: EncoderModel, recipe: SentenceRecipe, names: tuple[Any, ...], prompt: str, dense: Sequence[Dense], *,
+    model: EncoderModel, recipe: SentenceRecipe, names: tuple[Any, ...], prompt: str, dense: Sequence[Step], *,
     truncate_dim: int | None, normalize: bool,
 ) -> Beyond:  # fmt: skip
     """Return how texts are pooled where dense layers follow, or where a prompt's tokens do not count.
@@ -95,7 +94,7 @@ def pooled_beyond(
         normalize: scale vectors to length 1.
     """
     from flodl_hf.decode.pooling import finish_embeddings
-    from flodl_hf.runtime.passes import Pooled, States
+    from flodl_hf.runtime.passes import Pooled
     from flodl_hf.runtime.vectors import Vectors
 
     tokenizer = model.tokenizer
@@ -106,21 +105,41 @@ def pooled_beyond(
             found = layer(found)
         return finish_embeddings(found, truncate_dim=truncate_dim, normalize=normalize)
 
-    if recipe.include_prompt or not prompt:
+    if (recipe.include_prompt or not prompt) and not recipe.changes_states:
         vectors = Vectors(None, normalize=False)
         return Beyond(Pooled(names), lambda texts, encoded, pending: finished(vectors.take(texts, encoded, pending)))
     if "pooler" in names:
         raise PredictError(
-            "embed: the pooler reads the first token, which counts as the prompt's; choose another pooling"
+            "embed: the pooler reads the first token of the last layer; the folder leaves out tokens of prompts, or "
+            "reads other states. Choose another pooling."
         )
     # As sentence-transformers counts: the tokens of the prompt alone, its last special one left out.
-    row = tokenizer.encode_rows([prompt], max_tokens=None, offsets=False)[0][0]
-    skipped = len(row.ids) - int(bool(row.special[-1]))
+    skipped = 0
+    if prompt and not recipe.include_prompt:
+        row = tokenizer.encode_rows([prompt], max_tokens=None, offsets=False)[0][0]
+        skipped = len(row.ids) - int(bool(row.special[-1]))
 
     def take(texts: list[str], encoded: Encoded, pending: Pending) -> Tensor:
-        return finished(_without_prompt(pending.placed().rows(encoded.table), encoded, names, skipped, len(texts)))
+        rows = [changed_states(recipe, states) for states in pending.placed().rows(encoded.table)]
+        return finished(_without_prompt(rows, encoded, names, skipped, len(texts)))
 
-    return Beyond(States(), take)
+    return Beyond(read_states(model, recipe), take)
+
+
+def read_states(model: EncoderModel, recipe: SentenceRecipe | None) -> States:
+    """Return the pass that gives the states which a folder reads: those of the last layer, or of others."""
+    from flodl_hf.runtime.passes import States
+
+    if recipe is None or not recipe.changes_states:
+        return States()
+    return States(recipe.shares(model.config.encoder.num_layers, "the folder"))
+
+
+def changed_states(recipe: SentenceRecipe | None, states: Tensor) -> Tensor:
+    """Return the states of one text's tokens, ``(tokens, size)``, after the modules between transformer and pooling."""
+    for step in recipe.tokens if recipe is not None else ():
+        states = step(states)
+    return states
 
 
 def _without_prompt(
@@ -159,16 +178,12 @@ def token_vectors(
         )
     given = several(texts, "embed_tokens")
     asked = [given] if isinstance(given, str) else list(given)
-    marker = late.query_marker if query else late.document_marker
     limit = min(
         (n for n in (late.query_length if query else late.document_length, model.max_tokens) if n), default=None
     )
-    mark = None if marker is None else marker_id(tokenizer, marker)
-    room = None if limit is None else limit - (mark is not None)
 
     def marked(chunk: list[str]) -> Encoded:
-        groups = tokenizer.encode_rows(chunk, max_tokens=room, overflow="truncate", offsets=False)
-        rows = [group[0] if mark is None else marked_row(group[0], mark) for group in groups]
+        rows = late.rows(tokenizer, chunk, limit, query=query)
         return Encoded(table_of(rows, range(len(rows)), offsets=False), len(rows), rows)
 
     if query and late.expanded:
@@ -266,6 +281,9 @@ def splade_vectors(
     model: EncoderModel,
     texts: str | Iterable[str],
     *,
+    most: int | None,
+    prompt: str | None,
+    prompt_name: str | None,
     windows: bool,
     strict: bool,
     untrained: bool,
@@ -276,18 +294,26 @@ def splade_vectors(
     from flodl_hf.runtime.passes import Splade
 
     tokenizer = model.ready("embed_sparse", untrained=untrained)
+    # The recipe of an encoder that makes dense vectors has prompts for those.
     recipe = model.sentence_recipe
-    pooling = (recipe.splade if recipe else None) or SpladePooling()
+    if recipe is None or recipe.splade is None:
+        recipe = SentenceRecipe(splade=SpladePooling())
+    pooling = recipe.splade or SpladePooling()
+    before = recipe.resolve_prompt("embed_sparse", prompt, prompt_name)
 
     def encoded(chunk: list[str]) -> Encoded:
-        return encode(tokenizer, chunk, max_tokens=most_sentence_tokens(model), strict=strict, truncate=not windows)
+        read = [before + text for text in chunk] if before else chunk
+        read = [text.lower() for text in read] if recipe.lower_case else read
+        return encode(tokenizer, read, max_tokens=most_sentence_tokens(model), strict=strict, truncate=not windows)
 
     def finish(chunk: list[str], found: Encoded, weights: Pending) -> list[tuple[np.ndarray, np.ndarray]]:
         return list(from_dense(weights.stacked().numpy(), found.owners, len(chunk), pooling.strategy))
 
     if model.run_options.token_budget is None:
         run = {"token_budget": TOKENS, **run}
-    return _collected(model, texts, encoded, Splade(pooling), finish, run, rows=16)
+    found = _collected(model, texts, encoded, Splade(pooling), finish, run, rows=16)
+    kept = recipe.most_words if most is None else most
+    return found if kept is None else found.top(kept)
 
 
 def _collected(

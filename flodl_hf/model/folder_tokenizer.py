@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flodl.errors import FlodlError
 from flodl_hf.config.model_config import ModelConfig
@@ -20,8 +22,16 @@ if TYPE_CHECKING:
 __all__ = ["load_tokenizer", "tokenizer_files"]
 
 
-def load_tokenizer(folder: Path, config: ModelConfig, *, strict: bool = True) -> Tokenizer | None:
+def load_tokenizer(
+    folder: Path, config: ModelConfig, *, strict: bool = True, overrides: Mapping[str, Any] | None = None
+) -> Tokenizer | None:
     """Return the folder's tokenizer, or None where there are no tokenizer files, or, unless strict, none that say all.
+
+    Args:
+        folder: with the files.
+        config: of the model.
+        strict: raise where the files do not say all.
+        overrides: values that override those of ``tokenizer_config.json``.
 
     Raises:
         TokenizerError: damaged files, or a token whose id has no row in the word table.
@@ -32,6 +42,11 @@ def load_tokenizer(folder: Path, config: ModelConfig, *, strict: bool = True) ->
 
     try:
         tokenizer = Tokenizer.from_folder(folder, model_type=config.model_type)
+        if overrides:
+            files = dict(tokenizer.files())
+            stated = json.loads(files.get("tokenizer_config.json", b"{}"))
+            files["tokenizer_config.json"] = json.dumps({**stated, **overrides}, indent=2).encode()
+            tokenizer = Tokenizer.from_files(files, folder=folder, model_type=config.model_type)
     except FlodlError as fault:
         if strict or "words" not in fault.details:
             raise

@@ -35,7 +35,14 @@ from flodl_hf.layers.parts import as_whole, parts_from
 from flodl_hf.model.building import assign, empty_graph, initialise, tie_tensors
 from flodl_hf.model.filling import FiniteCheck, check_dtype, check_duplicates, fill, settle_dtype, settle_ties
 from flodl_hf.model.folder_tokenizer import load_tokenizer, tokenizer_files
-from flodl_hf.model.sentence_folder import colbert_of, follow_routes
+from flodl_hf.model.sentence_folder import (
+    colbert_of,
+    follow_routes,
+    graph_of,
+    head_in_files,
+    note_setfit,
+    with_overrides,
+)
 from flodl_hf.sentence.recipe import SentenceRecipe, read_recipe
 from flodl_hf.sentence.routing import transformer_folder
 from flodl_hf.weights.checkpoint import Checkpoint, SourceManifest, StoredTensor
@@ -171,19 +178,25 @@ def _load(
     held = _held_to(root, verified)
     folder = transformer_folder(root)
     recipe = read_recipe(root)
+    note_setfit(root, head)
     config, relabelled = _configured(folder, head, asked, adapter, recipe)
-    read = _read_folder(folder, config, head, asked, warming, relabelled=relabelled)
+    head = head_in_files(head, recipe)
+    own = head == model_class.head
+    read = _read_folder(folder, config, head, asked, warming, relabelled=relabelled, pooler=own)
     report, kept = read.plan.report, _kept(read.plan.report.ignored, config)
     stored = read.manifest.index_name or read.manifest.files[0].name
     with read.finite:
-        tokenizer = load_tokenizer(folder, config, strict=False)
+        overrides = recipe.transformer_settings.tokenizer if recipe is not None else {}
+        tokenizer = load_tokenizer(folder, config, strict=False, overrides=overrides)
         read.finite.wait(str(folder / stored), report, allowed=asked.allow_nonfinite)
     if tokenizer is not None:
         few = tokenizer.few_tokens(config.encoder.vocab_size)
         report.notes += (*tokenizer.notes, *([few] if few else ()))
 
     beside = _filled(read, config, kept, str(folder))
-    model = model_class(config, read.graph)
+    if recipe is not None and recipe.changes_states:
+        recipe.shares(config.encoder.num_layers, str(root))  # raises an error for a hidden state that is not there
+    model = model_class(config, graph_of(read.graph, head, model_class.head, recipe))
     model.mark_untrained(report.new)
     model.load_report = report
     model.tokenizer = tokenizer
@@ -223,9 +236,8 @@ def _configured(
 ) -> tuple[ModelConfig, bool]:
     """Return a folder's configuration, and whether its labels are those of who asks or of an adapter."""
     config = read_config_file(folder, asked.ignore_config_keys, strict_config=asked.strict_config)
+    config = with_overrides(config, recipe, asked.ignore_config_keys, strict_config=asked.strict_config)
     warn_of(config, stacklevel=2)
-    if recipe is not None and recipe.activation is not None:
-        config = config.changed(score_activation=recipe.activation)
     labels = asked.labels
     if adapter is not None and labels is None:
         labels = adapter.labels(config, head)
@@ -264,7 +276,14 @@ class _ReadFolder:
 
 
 def _read_folder(
-    folder: Path, config: ModelConfig, head: str, asked: _Wanted, warming: Warming | None, *, relabelled: bool
+    folder: Path,
+    config: ModelConfig,
+    head: str,
+    asked: _Wanted,
+    warming: Warming | None,
+    *,
+    relabelled: bool,
+    pooler: bool,
 ) -> _ReadFolder:
     """Match what a folder holds with the graph, and read it.
 
@@ -273,7 +292,9 @@ def _read_folder(
     """
     with open_weights(folder, config) as checkpoint:
         stored = checkpoint.manifest.tensors
-        plan, graph = plan_folder(config, head, stored, str(folder), relabelled=relabelled, strict=asked.strict_config)
+        plan, graph = plan_folder(
+            config, head, stored, str(folder), relabelled=relabelled, strict=asked.strict_config, pooler=pooler
+        )
         warn_of_unexpected(plan.report, stored, stacklevel=2)
         if checkpoint.manifest.passed_over:
             warnings.warn(f"{folder}: {checkpoint.manifest.passed_over}", stacklevel=2)
@@ -409,6 +430,7 @@ def plan_folder(
     *,
     relabelled: bool = False,
     strict: bool = False,
+    pooler: bool = True,
 ) -> tuple[Plan, Graph]:
     """Return which stored tensor fills which of ours, and the graph that is to be filled, without any memory.
 
@@ -419,13 +441,13 @@ def plan_folder(
         where: the folder, for messages.
         relabelled: the labels were given by the caller, so a classifier of another size may start fresh.
         strict: refuse tensors that nobody knows wherever they lie.
+        pooler: have the encoder alone compute the pooler's output, if the file has its tensors.
 
     Raises:
         CheckpointError: tensors are missing, unexpected or mis-shaped.
         ConfigError: the family has no such head.
     """
-    pooler = any("pooler" in name for name in stored)
-    graph = empty_graph(config, head, pooler=pooler)
+    graph = empty_graph(config, head, pooler=pooler and any("pooler" in name for name in stored))
     spec = None if head == "base" else config.family.heads[head]
     architectures = config.source.get("architectures")
     written = head_of(config.family, architectures, head)

@@ -2,20 +2,124 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch import Tensor, nn
+
+from flodl.errors import ConfigError
+from flodl.graph import FlowBuilder
+from flodl_hf.decode.pooling import pool_padded
+from flodl_hf.family.head_names import BASE, SEQUENCE_CLASSIFICATION
 from flodl_hf.graph_model.routed import Routed, recipe_behind
+from flodl_hf.layout.layouts import Layout, Padded
+from flodl_hf.runtime.pool import pool
+from flodl_hf.saving.json_text import patch_json
 from flodl_hf.sentence.multivector import colbert_recipe
 from flodl_hf.sentence.recipe import SentenceRecipe
+from flodl_hf.weights.checkpoint.members import is_entry
 from flodl_hf.weights.loading import class_of
 
 if TYPE_CHECKING:
+    from flodl.graph import Graph
     from flodl_hf.config.model_config import ModelConfig
     from flodl_hf.graph_model.model import GraphModel
 
-__all__ = ["colbert_of", "follow_routes"]
+__all__ = ["colbert_of", "follow_routes", "graph_of", "head_in_files", "note_setfit", "with_overrides"]
+
+_SETFIT = ("model_head.pkl", "config_setfit.json")
+
+
+def with_overrides(
+    config: ModelConfig, recipe: SentenceRecipe | None, ignored: Sequence[str], *, strict_config: bool
+) -> ModelConfig:
+    """Return the configuration with what the folder's other files override: settings, and the activation of scores.
+
+    Overridden settings are written into ``config.json`` when the model is saved.
+
+    Raises:
+        ConfigError: a value is not understood.
+    """
+    if recipe is None:
+        return config
+    changes = dict(recipe.transformer_settings.config)
+    dtype = recipe.transformer_settings.dtype
+    if dtype not in (None, "auto"):
+        changes["dtype"] = str(dtype).removeprefix("torch.")
+    if changes:
+        where = f"{config.where} with config_kwargs and model_kwargs of sentence_bert_config.json"
+        text = patch_json(config.text or json.dumps(config.source), changes)
+        config = config.from_text(text, where, ignored, strict_config=strict_config)
+    if recipe.scorer is not None:
+        config = config.changed(labels=[f"LABEL_{number}" for number in range(recipe.scorer.size)])
+    return config if recipe.activation is None else config.changed(score_activation=recipe.activation)
+
+
+def head_in_files(head: str, recipe: SentenceRecipe | None) -> str:
+    """Return the head whose tensors the weight files hold: none if a dense layer makes a cross-encoder's scores."""
+    scored = head == SEQUENCE_CLASSIFICATION.name and recipe is not None and recipe.scorer is not None
+    return BASE.name if scored else head
+
+
+def graph_of(graph: Graph, held: str, wanted: str, recipe: SentenceRecipe | None) -> Graph:
+    """Return the graph of the wanted head: that of the files, with the folder's own scores behind it if it has some."""
+    if held == wanted or recipe is None:
+        return graph
+    encoder = FlowBuilder(graph.get_submodule("encoder"), name="encoder")
+    flow = encoder.input("token_type_ids", "position_ids", default=None).input("layout")
+    flow = flow.using("token_type_ids", "position_ids", "layout").tag("last_hidden_state")
+    return flow.through(PooledScores(recipe), name="head").using("layout").build()
+
+
+class PooledScores(nn.Module):
+    """Scores of pooled states, as a folder of Transformer, Pooling and Dense makes them.
+
+    Args:
+        recipe: of the folder.
+    """
+
+    def __init__(self, recipe: SentenceRecipe) -> None:
+        super().__init__()
+        self.recipe = recipe
+
+    def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
+        """Return ``(texts, labels)``."""
+        names = self.recipe.pooling
+        if isinstance(layout, Padded) and layout.mask is not None:
+            found = pool_padded(hidden, layout.mask, names)
+        else:
+            found = pool(hidden, layout, names)
+        for step in self.recipe.dense:
+            found = step(found)
+        return found
+
+
+def note_setfit(root: Path, head: str) -> None:
+    """Warn of a folder of setfit, whose classifier is a pickle, which is never read.
+
+    Raises:
+        ConfigError: a classifier was requested.
+    """
+    found = next((name for name in _SETFIT if is_entry(root, name)), None)
+    if found is None:
+        return
+    if head == SEQUENCE_CLASSIFICATION.name:
+        raise ConfigError(
+            f"{root / found}: found a classifier of setfit, expected weights in config.json's own head. The classifier "
+            "is a pickle (model_head.pkl), which is never executed. Load the encoder with head='base', and train a new "
+            "classifier on its vectors.",
+            where=str(root / found),
+            problems=[found],
+        )
+    warnings.warn(
+        f"{root / found}: the classifier of setfit (model_head.pkl) is a pickle and is not read; this is the encoder "
+        "alone",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 def colbert_of(folder: Path, config: ModelConfig) -> SentenceRecipe | None:

@@ -87,13 +87,26 @@ class Scores:
 
 @dataclass(frozen=True)
 class States:
-    """The token states."""
+    """The token states.
 
+    Args:
+        shares: numbers of hidden states with their shares of the result; nothing for the last state alone.
+    """
+
+    shares: tuple[tuple[int, float], ...] = ()
     per_text: bool = False
 
     def __call__(self, graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout, at: Tensor | None) -> Tensor:
         """Return ``(tokens, hidden)``."""
-        return _flat(encoded(graph, ids, types, layout), layout)
+        if not self.shares:
+            return _flat(encoded(graph, ids, types, layout), layout)
+        from flodl_hf.graph_model.hidden_states import watched
+
+        with watched(graph, hidden_states=True, attentions=False) as seen:
+            all_states(graph, ids, types, layout)
+        states = seen["hidden_states"]
+        total = sum((states[place].float() * share for place, share in self.shares), states[0].new_zeros(()).float())
+        return _flat(_own(graph, layout, total), layout)
 
 
 @dataclass(frozen=True)

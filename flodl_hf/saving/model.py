@@ -269,7 +269,9 @@ def _canonical(model: GraphModel, stored: str) -> str:
 def config_text(model: GraphModel) -> str:
     """Return the text of ``config.json``: the source's, with what changed patched in."""
     config = model.config
-    changes: dict[str, Any] = dict(config.label_changes())
+    recipe = model.sentence_recipe
+    scored = recipe is not None and recipe.scorer is not None and recipe.scorer.size == config.num_labels
+    changes: dict[str, Any] = {} if scored else dict(config.label_changes())
     if changes and "num_labels" in config.source:
         changes["num_labels"] = config.num_labels
     if config.problem_type is not None and config.source.get("problem_type") != config.problem_type:
@@ -278,7 +280,6 @@ def config_text(model: GraphModel) -> str:
         changes["vocab_size"] = config.encoder.vocab_size
     if not _keeps_names(model):
         changes["architectures"] = [architecture(model)]
-    recipe = model.sentence_recipe
     stored, gone = config.stored_changes(recipe.activation if recipe is not None else None)
     changes |= stored
     if config.source.get(WEIGHTS_KEY) not in (None, SAFETENSORS, SAFETENSORS_INDEX):

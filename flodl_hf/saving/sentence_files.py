@@ -7,9 +7,9 @@ changed how vectors are made.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
-from flodl_hf.sentence.dense import dense_files
 from flodl_hf.sentence.recipe import POOLINGS, SentenceRecipe
 from flodl_hf.sentence.sparse import splade_files
 
@@ -23,35 +23,72 @@ _PREFIX = "sentence_transformers.models."
 def recipe_files(recipe: SentenceRecipe, hidden_size: int) -> dict[str, bytes]:
     """Return the small files of a sentence-transformers folder whose weights lie at its root."""
     if recipe.splade is not None:
-        return splade_files(recipe.splade, recipe.max_tokens)
-    behind, files = _router_files(recipe, hidden_size) if recipe.routes else _behind(recipe, hidden_size)
+        return splade_files(recipe.splade, recipe.max_tokens, model_settings(recipe))
+    if recipe.activation is not None and recipe.scorer is None:
+        behind, files = [], {}  # the head of a cross-encoder lies among the weights
+    else:
+        behind, files = _router_files(recipe, hidden_size) if recipe.routes else _behind(recipe, hidden_size)
     modules = [
         {"idx": place, "name": str(place), "path": path, "type": _PREFIX + kind}
         for place, (kind, path) in enumerate([("Transformer", ""), *behind])
     ]
     said: dict[str, Any] = {"modules.json": modules}
-    more: dict[str, Any] = {}
-    if recipe.prompts:
-        more = {"prompts": dict(recipe.prompts), "default_prompt_name": recipe.default_prompt}
-    if recipe.truncate_dim is not None:
-        more["truncate_dim"] = recipe.truncate_dim
-    if more:
+    if more := model_settings(recipe):
         said["config_sentence_transformers.json"] = more
-    if recipe.max_tokens is not None:
-        bounds = {"max_seq_length": recipe.max_tokens, "do_lower_case": recipe.lower_case}
+    if bounds := bounds_of(recipe):
         said["sentence_bert_config.json"] = bounds
     return {name: _json(value) for name, value in said.items()} | files
 
 
+def model_settings(recipe: SentenceRecipe) -> dict[str, Any]:
+    """Return what ``config_sentence_transformers.json`` says of a model."""
+    found: dict[str, Any] = {}
+    if recipe.prompts:
+        found = {"prompts": dict(recipe.prompts), "default_prompt_name": recipe.default_prompt}
+    stated = {
+        "truncate_dim": recipe.truncate_dim, "max_active_dims": recipe.most_words, "model_type": recipe.kind,
+        "activation_fn": recipe.activation,
+    }  # fmt: skip
+    return found | {key: value for key, value in stated.items() if value is not None}
+
+
+def bounds_of(recipe: SentenceRecipe) -> dict[str, Any]:
+    """Return what ``sentence_bert_config.json`` says: lengths, and the output of the model that is read.
+
+    Overrides of ``config.json`` and ``tokenizer_config.json`` are left out: those files have their values now.
+    """
+    overrides = ("model_kwargs", "model_args", "processor_kwargs", "tokenizer_args", "config_kwargs", "config_args")
+    stated = recipe.transformer_settings.stated
+    found = {key: value for key, value in stated.items() if key not in (*overrides, "processing_kwargs")}
+    if recipe.max_tokens is not None:
+        found |= {"max_seq_length": recipe.max_tokens, "do_lower_case": recipe.lower_case}
+    return found
+
+
 def _behind(recipe: SentenceRecipe, hidden_size: int, inside: str = "") -> tuple[Parts, dict[str, bytes]]:
     """Return kinds and folders of the modules behind a transformer, and their files."""
-    kinds = ["Pooling", *("Dense" for _ in recipe.dense), *(["Normalize"] if recipe.normalize else [])]
-    pooling: dict[str, Any] = {"word_embedding_dimension": hidden_size, "include_prompt": recipe.include_prompt}
-    pooling |= {key: name in recipe.pooling for key, name in POOLINGS.items()}
-    files = {f"{inside}1_Pooling/config.json": _json(pooling)}
-    for place, layer in enumerate(recipe.dense, 2):
-        files |= dense_files(f"{inside}{place}_Dense", layer)
-    return [(kind, f"{inside}{place}_{kind}") for place, kind in enumerate(kinds, 1)], files
+    parts: Parts = []
+    files: dict[str, bytes] = {}
+
+    def add(kind: str, made: Callable[[str], dict[str, bytes]]) -> None:
+        parts.append((kind, f"{inside}{len(parts) + 1}_{kind}"))
+        files.update(made(parts[-1][1]))
+
+    if recipe.layers is not None:
+        add("WeightedLayerPooling", recipe.layers.files)
+    for step in recipe.tokens:
+        add(step.kind, step.files)
+    if recipe.pooling != ("pooler",):
+        sizes = [step.size for step in recipe.tokens if step.size is not None]
+        size = sizes[-1] if sizes else hidden_size
+        pooling: dict[str, Any] = {"word_embedding_dimension": size, "include_prompt": recipe.include_prompt}
+        pooling |= {key: name in recipe.pooling for key, name in POOLINGS.items()}
+        add("Pooling", lambda part: {f"{part}/config.json": _json(pooling)})
+    for step in recipe.dense:
+        add(step.kind, step.files)
+    if recipe.normalize:
+        add("Normalize", lambda part: {})
+    return parts, files
 
 
 def _router_files(recipe: SentenceRecipe, hidden_size: int) -> tuple[Parts, dict[str, bytes]]:

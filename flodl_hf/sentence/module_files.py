@@ -62,7 +62,7 @@ def refuse_setting(where: Path, key: str, value: Any, expected: str) -> ConfigEr
     """Return the error of a setting that changes numbers and is not supported."""
     said = printable(value, 80) if isinstance(value, str) else shown(value, 80)
     return ConfigError(
-        f"{where}: found {key}: {said}, which is not supported; expected {expected}. Correct it, or load the "
+        f"{where}: found {key}: {said}, expected {expected}; other values are not supported. Correct it, or load the "
         "transformer's own folder without it.",
         where=str(where),
         problems=[key],

@@ -27,7 +27,6 @@ __all__ = [
     "LateRecipe",
     "colbert_recipe",
     "m3_layer",
-    "marked",
     "marker_id",
     "multivector_recipe",
     "pylate_files",
@@ -45,6 +44,8 @@ class LateRecipe:
         projections: what makes a token's vector of its state, one after another; `Dense`, or modules that learn.
         query_marker: the token that stands behind the first one of a query; None for none.
         document_marker: the same of a document.
+        query_prompt: the text before a query, which may begin with such a token.
+        document_prompt: the same of a document.
         query_length: tokens of a query, special ones and marker included; None: as the model takes.
         document_length: most tokens of a document, the same way.
         expanded: queries are filled up to their length with mask tokens, whose vectors count too.
@@ -64,6 +65,31 @@ class LateRecipe:
     skipped: Sequence[str] = field(default=(), repr=False)
     first: bool = True
     beside: bool = False
+    query_prompt: str = ""
+    document_prompt: str = ""
+
+    def rows(self, tokenizer: Any, texts: Sequence[str], most: int | None, *, query: bool) -> list[Any]:
+        """Return the first row of tokens of each text, with its marker and its prompt.
+
+        Args:
+            tokenizer: of the model.
+            texts: queries or documents.
+            most: most tokens of a row, or None.
+            query: whether they are queries.
+
+        Raises:
+            PredictError: the tokenizer does not have the marker.
+        """
+        marker = self.query_marker if query else self.document_marker
+        mark, before = None, self.query_prompt if query else self.document_prompt
+        if marker is not None:
+            mark = marker_id(tokenizer, marker)
+        elif before:
+            mark, before = _token_and_text(tokenizer, before)
+        room = None if most is None else most - (mark is not None)
+        read = [before + text for text in texts] if before else list(texts)
+        groups = tokenizer.encode_rows(read, None, max_tokens=room, offsets=False, cut=None, overflow="truncate")
+        return [group[0] if mark is None else _marked(group[0], mark) for group in groups]
 
     def vectors(self, states: Tensor) -> Tensor:
         """Return a vector of length 1 for each state, ``(tokens, size)``, in float32."""
@@ -86,6 +112,17 @@ def _length(said: Mapping[str, Any], key: str, usual: int, where: str) -> int:
 def _marker(said: Mapping[str, Any], key: str, usual: str, where: str) -> str | None:
     """Return the token that marks texts; None where the file says that there is none."""
     return None if said.get(key, usual) in (None, "") else _text(said, key, usual, where)
+
+
+def _prompt(prompts: Any, kind: str, where: str) -> str:
+    """Return the prompt that stands behind the marker of queries or documents."""
+    found = prompts.get(kind) if isinstance(prompts, dict) else prompts
+    if not isinstance(found, str | None):
+        raise ConfigError(
+            f"{where}: prompts is {shown(prompts, 60)}; expected texts by name. Correct it.", where=where,
+            problems=["prompts"],
+        )  # fmt: skip
+    return found or ""
 
 
 def _text(said: Mapping[str, Any], key: str, usual: str, where: str) -> str:
@@ -148,6 +185,7 @@ def pylate_recipe(said: Mapping[str, Any], projections: Sequence[Dense], where: 
     skipped = said.get("skiplist_words", list(string.punctuation))
     if not isinstance(skipped, list) or not all(isinstance(word, str) for word in skipped):
         raise ConfigError(f"{where}: skiplist_words is {shown(skipped, 60)}; expected a list of words", where=where)
+    prompts = said.get("prompts") or {}
     return LateRecipe(
         tuple(projections),
         _marker(said, "query_prefix", "[Q] ", where),
@@ -157,6 +195,8 @@ def pylate_recipe(said: Mapping[str, Any], projections: Sequence[Dense], where: 
         expanded=said.get("do_query_expansion") is not False,
         attended=said.get("attend_to_expansion_tokens") is True,
         skipped=tuple(skipped),
+        query_prompt=_prompt(prompts, "query", where),
+        document_prompt=_prompt(prompts, "document", where),
     )
 
 
@@ -204,13 +244,13 @@ def multivector_recipe(
     filled = None if expansion is None else _length(expansion, "length", 32, where)
     return LateRecipe(
         tuple(projections),
-        _marker(prompts, "query", "", where),
-        _marker(prompts, "document", "", where),
-        filled or lengths.get("query_length"),
-        lengths.get("document_length"),
+        query_length=filled or lengths.get("query_length"),
+        document_length=lengths.get("document_length"),
         expanded=expansion is not None,
         attended=expansion is not None and expansion.get("attend") is True,
         skipped=tuple(skipped),
+        query_prompt=_prompt(prompts, "query", where),
+        document_prompt=_prompt(prompts, "document", where),
     )
 
 
@@ -267,7 +307,17 @@ def m3_layer(root: Path, name: str) -> tuple[Dense, bytes]:
     return Dense(weight.float(), None if bias is None else bias.float()), read_member(root, name, 1 << 30)
 
 
-def marked(row: Any, mark: int) -> Any:
+def _token_and_text(tokenizer: Any, prompt: str) -> tuple[int | None, str]:
+    """Return the token that a prompt begins with, if texts do not contain it as a word, and the rest of the prompt."""
+    for token in (prompt.strip(), *prompt.split(None, 1)[:1]):
+        found = marker_id(tokenizer, token, None) if token else None
+        if found is not None and (found in tokenizer.all_special_ids or tokenizer.tokenize(token) != [token]):
+            rest = prompt.split(token, 1)[1]
+            return found, rest if rest.strip() else ""
+    return None, prompt
+
+
+def _marked(row: Any, mark: int) -> Any:
     """Return a row of tokens with a marker behind its first one."""
     return replace(
         row, ids=[row.ids[0], mark, *row.ids[1:]], type_ids=[row.type_ids[0], *row.type_ids],

@@ -1,9 +1,9 @@
-"""Folders of sentence-transformers: what their small files say about pooling.
+"""Folders of sentence-transformers: what their small files specify about vectors and scores.
 
-``modules.json`` lists a transformer, a pooling, and perhaps dense layers and a normalisation; or SPLADE's two modules;
-or a transformer and the dense layers of token vectors, as PyLate and MultiVectorEncoder have them. Queries and
-documents may have routes of their own through poolings and dense layers (Router, formerly Asym), behind one transformer
-or each behind its own.
+``modules.json`` lists a transformer, a pooling, and perhaps modules that change vectors of tokens before it and vectors
+of texts behind it (`flodl_hf.sentence.steps`); or SPLADE's two modules; or a transformer and the dense layers of token
+vectors, as PyLate and MultiVectorEncoder have them. Queries and documents may have routes of their own through poolings
+and what is behind them (Router, formerly Asym), behind one transformer or each behind its own.
 Anything else would change vectors and is refused.
 """
 
@@ -17,11 +17,14 @@ from typing import Any
 from flodl.errors import nearest, printable, shown
 from flodl_hf.decode.activations import stored_activation
 from flodl_hf.errors import PredictError
-from flodl_hf.sentence.dense import Dense, read_dense
+from flodl_hf.sentence.dense import Dense
+from flodl_hf.sentence.module_files import refuse_setting
 from flodl_hf.sentence.multivector import LateRecipe, m3_layer, multivector_recipe, pylate_recipe
 from flodl_hf.sentence.routing import Modules, kind_of, routing_of, transformer_folder
-from flodl_hf.sentence.small_files import bytes_of, place_in, settings_in, wrong
+from flodl_hf.sentence.small_files import bytes_of, place_in, settings_in, warn_of_unknown, wrong
 from flodl_hf.sentence.sparse import SpladePooling
+from flodl_hf.sentence.steps import STEPS, LayerWeights, Scaled, Step, read_layer_weights, read_step
+from flodl_hf.sentence.transformer_settings import TransformerSettings, layer_number, transformer_settings
 from flodl_hf.weights.checkpoint.members import is_entry
 from flodl_hf.weights.file_names import BOUNDS, CONFIG_NAME
 
@@ -40,7 +43,17 @@ _NEWPOOLINGS = {
     "weightedmean": "weighted_mean",
     "mean_sqrt_len_tokens": "mean_sqrt_len",
 }
-_LEAST_TOKENS = 3  # two special ones and one of the text
+_POOLING_KEYS = ("embedding_dimension", "word_embedding_dimension", "pooling_mode", "include_prompt", *POOLINGS)
+_SPLADE_KEYS = (
+    "pooling_strategy", "activation_function", "embedding_dimension", "word_embedding_dimension", "chunk_size",
+)  # fmt: skip
+_MASK_KEYS = ("skiplist_words", "skiplist_tasks", "keep_only_token_ids")
+_MODEL_KEYS = (
+    "__version__", "model_type", "prompts", "default_prompt_name", "similarity_fn_name", "truncate_dim",
+    "max_active_dims", "activation_fn", "keep_in_fp32_modules", "requirements", "query_prefix", "document_prefix",
+    "query_length", "document_length", "query_expansion", "do_query_expansion", "attend_to_expansion_tokens",
+    "attend_to_mask_tokens", "skiplist_words", "mask_punctuation", "token_pooling",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,6 +67,9 @@ class SentenceRecipe:
         lower_case: whether texts are lower-cased first.
         files: the small files as read, by name, to be written back unchanged.
         dense: what is applied to a pooled vector, one after another, before it is scaled.
+        tokens: what is applied to the states of a text's tokens, one after another, before they are pooled.
+        layers: weights of the hidden states whose mean is read instead of the last state; None for the last.
+        layer: number of the hidden state that is read instead of the last; None for the last.
         prompts: what is put before texts, by name.
         default_prompt: the prompt of those that say none.
         include_prompt: whether tokens of a prompt are pooled too.
@@ -68,6 +84,8 @@ class SentenceRecipe:
         truncate_dim: how many features of a vector are kept where a call does not say; None for all.
         kind: class of sentence-transformers that the folder was saved by ("CrossEncoder"); None if it is not stated.
         activation: path of the activation that makes scores of a cross-encoder's logits; None for other kinds.
+        most_words: most words of a sparse vector; None for all above zero.
+        transformer_settings: how the transformer is loaded.
     """
 
     pooling: tuple[Any, ...] = ("mean",)
@@ -75,7 +93,10 @@ class SentenceRecipe:
     max_tokens: int | None = None
     lower_case: bool = False
     files: Mapping[str, bytes] = field(default_factory=dict)
-    dense: tuple[Dense, ...] = ()
+    dense: tuple[Step, ...] = ()
+    tokens: tuple[Step, ...] = ()
+    layers: LayerWeights | None = None
+    layer: int | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     include_prompt: bool = True
@@ -89,6 +110,35 @@ class SentenceRecipe:
     truncate_dim: int | None = None
     kind: str | None = None
     activation: str | None = None
+    most_words: int | None = None
+    transformer_settings: TransformerSettings = field(default_factory=TransformerSettings)
+
+    @property
+    def changes_states(self) -> bool:
+        """Whether vectors are made of other values than the last states, which passes of the runtime pool."""
+        return bool(self.tokens) or self.layers is not None or self.layer is not None
+
+    @property
+    def scorer(self) -> Dense | None:
+        """The dense layer that makes a cross-encoder's scores of pooled vectors; None if there is none."""
+        last = self.dense[-1] if self.dense else None
+        return last if isinstance(last, Dense) and last.of_scores else None
+
+    def shares(self, layers: int, where: str) -> tuple[tuple[int, float], ...]:
+        """Return the numbers of the hidden states that are read and their shares; nothing for the last state alone.
+
+        Args:
+            layers: of the model.
+            where: the folder, for messages.
+
+        Raises:
+            ConfigError: the model has other hidden states.
+        """
+        if self.layers is not None:
+            found = self.layers.shares()
+            layer_number(found[-1][0], layers, where)
+            return found
+        return () if self.layer is None else ((layer_number(self.layer, layers, where), 1.0),)
 
     def kept(self, asked: int | None) -> int | None:
         """Return how many features of a vector are kept, of which a call says ``asked``; None for all."""
@@ -96,7 +146,9 @@ class SentenceRecipe:
 
     def width(self, hidden_size: int) -> int:
         """Return how many features a vector has before any are left out, of states of ``hidden_size``."""
-        return self.dense[-1].size if self.dense else len(self.pooling) * hidden_size
+        sizes = [step.size for step in (*self.tokens, *self.dense) if step.size is not None]
+        own = [step.size for step in self.dense if step.size is not None]
+        return own[-1] if own else len(self.pooling) * (sizes[-1] if sizes else hidden_size)
 
     def route_of(self, asked: str | None) -> str | None:
         """Return the route that texts take; None where the folder has none.
@@ -201,73 +253,104 @@ def read_recipe(root: Path) -> SentenceRecipe | None:
 
 def _recipe(root: Path, modules: Modules, transformer: str, *, keep: bool) -> SentenceRecipe:
     """Return what the modules of one route say, with their files where weights lie at the root, or are to be kept."""
-    pooling: tuple[Any, ...] = ("mean",)
-    normalize = False
     kept = keep or transformer_folder(root) == root
     places = dict.fromkeys([(root / transformer).relative_to(root), Path()])
     known = [(place / name).as_posix() for place in places for name in BOUNDS]
     bounds = next((name for name in known if is_entry(root, name)), BOUNDS[0])
     said_in = "config_sentence_transformers.json"
+    said = settings_in(root, said_in) if is_entry(root, said_in) else {}
+    warn_of_unknown(root / said_in, said, _MODEL_KEYS)
     read = ["modules.json", bounds, said_in]
-    dense: list[Dense] = []
+    kinds = [kind_of(module) for module in modules]
+    late = "MultiVectorMask" in kinds or (
+        "Pooling" not in kinds and any(_is_of_tokens(root, m) for m in modules if kind_of(m) == "Dense")
+    )
+    stated = settings_in(root, bounds) if is_entry(root, bounds) else {}
+    settings = transformer_settings(stated, root / bounds, several=keep, late=late)
+    pooling: tuple[Any, ...] = ("pooler",) if settings.pooler else ("mean",)
+    before: list[Step] = []
+    behind: list[Step] = []
+    steps = before if "Pooling" in kinds else behind
     more: dict[str, bytes] = {}
     splade: SpladePooling | None = None
-    mask: dict[str, Any] | None = None
+    mask: dict[str, Any] = {}
+    layers: LayerWeights | None = None
     included = True
-    for module in modules:
-        kind = kind_of(module)
+    for module, kind in zip(modules, kinds, strict=True):
+        path = module.get("path")
+        place = (place_in(root, path) / "config.json").relative_to(root).as_posix()
         if kind == "Pooling":
-            inside = place_in(root, module.get("path"))
-            if not inside.is_dir():
-                found = f"names {printable(str(module.get('path')), 80)} for the pooling, which is no folder here"
+            if not place_in(root, path).is_dir():
+                found = f"names {printable(str(path), 80)} for the pooling, which is no folder here"
                 raise wrong(root / "modules.json", found, "the folder with its config.json")
-            place = (inside / "config.json").relative_to(root).as_posix()
+            if settings.pooler:
+                raise wrong(root / bounds, "found module_output_name sentence_embedding", "token_embeddings")
             pooling = _pooling(root, place)
             included = settings_in(root, place).get("include_prompt") is not False
             read.append(place)
-        elif kind == "Dense":
-            part = place_in(root, module.get("path")).relative_to(root).as_posix()
-            layer, held = read_dense(root, part)
-            dense.append(layer)
-            more |= held
+            steps = behind
+        elif kind in STEPS:
+            step, files = read_step(root, kind, path)
+            if step.of_tokens != (steps is before) and not late:
+                key = "module_input_name"
+                raise refuse_setting(root / place, key, step.of_tokens, "token_embeddings before a pooling alone")
+            steps.append(step)
+            more |= files
+        elif kind == "WeightedLayerPooling":
+            layers, files = read_layer_weights(root, path)
+            more |= files
         elif kind == "SpladePooling":
-            place = (place_in(root, module.get("path")) / "config.json").relative_to(root).as_posix()
             splade = _splade(root, place)
             read.append(place)
         elif kind == "MultiVectorMask":
-            place = (place_in(root, module.get("path")) / "config.json").relative_to(root).as_posix()
             mask = settings_in(root, place) if is_entry(root, place) else {}
+            warn_of_unknown(root / place, mask, _MASK_KEYS)
             read.append(place)
-        elif kind == "Normalize":
-            normalize = True
-            if (settings_of := module.get("path")) and mask is not None:
-                read.append((place_in(root, settings_of) / "config.json").relative_to(root).as_posix())
-    settings = settings_in(root, bounds) if is_entry(root, bounds) else {}
-    length, lower = settings.get("max_seq_length"), settings.get("do_lower_case")
-    if length is not None and (type(length) is not int or length < _LEAST_TOKENS):
-        found = f"max_seq_length is {shown(length, 60)}"
-        raise wrong(root / bounds, found, f"an integer from {_LEAST_TOKENS}, or null")
-    if lower is not None and not isinstance(lower, bool):
-        raise wrong(root / bounds, f"do_lower_case is {shown(lower, 60)}", "true or false")
-    said = settings_in(root, said_in) if is_entry(root, said_in) else {}
-    late = None
-    if mask is not None:
-        late, dense, normalize = multivector_recipe(said, settings, mask, dense, str(root)), [], False
-    elif dense and not any(kind_of(module) == "Pooling" for module in modules):
-        late, dense = pylate_recipe(said, dense, str(root / said_in)), []
+    if layers is not None and not _gives_all_layers(root / transformer, settings):
+        layers = None  # sentence-transformers then ignores the module
+    normalize = bool(behind) and isinstance(behind[-1], Scaled)
+    while behind and isinstance(behind[-1], Scaled):
+        behind.pop()
+    projections = [step for step in behind if isinstance(step, Dense)]
+    tokens = None
+    if "MultiVectorMask" in kinds:
+        tokens = multivector_recipe(said, stated, mask, projections, str(root))
+    elif late:
+        tokens = pylate_recipe(said, projections, str(root / said_in))
+    elif behind and "Pooling" not in kinds and not settings.pooler:
+        raise wrong(root / "modules.json", f"found {behind[0].kind} without a pooling", "a Pooling before it")
+    if tokens is not None:
+        behind, normalize = [], False
     lexical = None
     if is_entry(root, "sparse_linear.pt"):
         lexical, more["sparse_linear.pt"] = m3_layer(root, "sparse_linear.pt")
     if is_entry(root, "colbert_linear.pt"):
         layer, more["colbert_linear.pt"] = m3_layer(root, "colbert_linear.pt")
-        late = LateRecipe((layer,), first=False, beside=True)
+        tokens = LateRecipe((layer,), first=False, beside=True)
     files = {name: bytes_of(root, name) for name in read if is_entry(root, name)} | more
     prompts, usual = _prompts(said, root / said_in)
     return SentenceRecipe(
-        pooling, normalize, length, lower is True, files if kept else {}, tuple(dense), prompts, usual, included,
-        splade, lexical, late, truncate_dim=_features_kept(said, root / said_in), kind=said.get("model_type"),
-        activation=_activation(said, root),
+        pooling=pooling, normalize=normalize, max_tokens=settings.max_tokens, lower_case=settings.lower_case,
+        files=files if kept else {}, dense=tuple(behind), tokens=tuple(before), layers=layers, layer=settings.layer,
+        prompts=prompts, default_prompt=usual, include_prompt=included, splade=splade, lexical=lexical, late=tokens,
+        truncate_dim=_number_of(said, "truncate_dim", root / said_in), kind=said.get("model_type"),
+        activation=_activation(said, root), most_words=_number_of(said, "max_active_dims", root / said_in),
+        transformer_settings=settings,
     )  # fmt: skip
+
+
+def _is_of_tokens(root: Path, module: Mapping[str, Any]) -> bool:
+    """Return whether a dense layer changes the vectors of tokens rather than those of texts."""
+    if module["type"].startswith("pylate."):
+        return True
+    name = (place_in(root, module.get("path")) / "config.json").relative_to(root).as_posix()
+    return is_entry(root, name) and settings_in(root, name).get("module_input_name") == "token_embeddings"
+
+
+def _gives_all_layers(folder: Path, settings: TransformerSettings) -> bool:
+    """Return whether the transformer's configuration asks for the hidden states of all layers."""
+    config = settings_in(folder, CONFIG_NAME) if is_entry(folder, CONFIG_NAME) else {}
+    return {**config, **settings.config}.get("output_hidden_states") is True
 
 
 def _activation(said: Mapping[str, Any], root: Path) -> str | None:
@@ -280,11 +363,11 @@ def _activation(said: Mapping[str, Any], root: Path) -> str | None:
     return str(said.get("activation_fn") or stored_activation(config) or usual)
 
 
-def _features_kept(said: Mapping[str, Any], where: Path) -> int | None:
-    """Return how many features of a vector a folder keeps; None for all."""
-    found = said.get("truncate_dim")
+def _number_of(said: Mapping[str, Any], key: str, where: Path) -> int | None:
+    """Return how many features or words of a vector a folder keeps; None for all."""
+    found = said.get(key)
     if found is not None and (type(found) is not int or found < 1):
-        raise wrong(where, f"truncate_dim is {shown(found, 60)}", "a number of features from 1, or null")
+        raise wrong(where, f"{key} is {shown(found, 60)}", "a number from 1, or null")
     return found
 
 
@@ -304,6 +387,7 @@ def _prompts(said: Mapping[str, Any], where: Path) -> tuple[dict[str, str], str 
 
 def _splade(root: Path, name: str) -> SpladePooling:
     settings = settings_in(root, name) if is_entry(root, name) else {}
+    warn_of_unknown(root / name, settings, _SPLADE_KEYS)
     found = SpladePooling(settings.get("pooling_strategy", "max"), settings.get("activation_function", "relu"))
     if found.strategy not in ("max", "sum") or found.activation not in ("relu", "log1p_relu"):
         raise wrong(
@@ -314,6 +398,7 @@ def _splade(root: Path, name: str) -> SpladePooling:
 
 def _pooling(root: Path, name: str) -> tuple[Any, ...]:
     settings = settings_in(root, name)
+    warn_of_unknown(root / name, settings, _POOLING_KEYS)
     stated = settings.get("pooling_mode")
     if isinstance(stated, str):
         stated = [stated]

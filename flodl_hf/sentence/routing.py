@@ -26,7 +26,10 @@ __all__ = [
     "transformer_folders",
 ]
 
-_KNOWN = ("Transformer", "Pooling", "Dense", "Normalize", "MLMTransformer", "SpladePooling", "MultiVectorMask")
+_KNOWN = (
+    "Transformer", "Pooling", "Dense", "LayerNorm", "Dropout", "Normalize", "CNN", "WeightedLayerPooling",
+    "MLMTransformer", "SpladePooling", "MultiVectorMask",
+)  # fmt: skip
 _ROUTERS = ("Router", "Asym")
 WEIGHT_FILES = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
@@ -132,44 +135,29 @@ def _checked(root: Path, value: Modules) -> Modules:
     unknown = [kind for kind in kinds if kind not in _KNOWN]
     if unknown:
         raise ConfigError(
-            f"{root / 'modules.json'}: module {printable(unknown[0], 80)} is not supported; expected Transformer, "
-            "Pooling, Dense and Normalize, a Router of these, or MLMTransformer and SpladePooling. Load the "
-            "transformer's own folder to use it without.",
+            f"{root / 'modules.json'}: found the module {printable(unknown[0], 80)}, which is not supported; expected "
+            f"{', '.join(_KNOWN)}, or a Router of these. Load the transformer's own folder to use it without.",
             where=str(root / "modules.json"),
             problems=unknown,
         )
+    first, behind = kinds[:1], kinds[1:]
     if "MultiVectorMask" in kinds:
-        dense = len(kinds) - 3
-        if dense < 1 or kinds != ["Transformer", *["Dense"] * dense, "MultiVectorMask", "Normalize"]:
-            raise wrong(
-                root / "modules.json", f"found the modules {', '.join(kinds[:6])}",
-                "for vectors of tokens Transformer, Dense, MultiVectorMask and Normalize",
-            )  # fmt: skip
-        return value
-    places = [_KNOWN.index(kind) for kind in kinds]
-    dense = "Dense" in kinds and "Pooling" not in kinds and "Normalize" not in kinds
-    late = dense and all(_of_tokens(root, module) for module in value if kind_of(module) == "Dense")
-    several = any(kinds.count(kind) > 1 for kind in _KNOWN if kind not in ("Dense", "Normalize"))
-    splade = kinds == ["MLMTransformer", "SpladePooling"]
-    mixed = "MLMTransformer" in kinds or "SpladePooling" in kinds or (dense and not late)
-    if not splade and (places[:1] != [0] or places != sorted(places) or several or mixed):
-        found = ", ".join(kinds[:6]) or "none"
-        raise wrong(
-            root / "modules.json", f"found the modules {found}",
-            "one Transformer, one Pooling, then Dense and Normalize; or MLMTransformer, SpladePooling",
-        )  # fmt: skip
+        sound = behind[:-2] == ["Dense"] * (len(kinds) - 3) != [] and behind[-2:] == ["MultiVectorMask", "Normalize"]
+        expected = "for vectors of tokens Transformer, Dense, MultiVectorMask and Normalize"
+    elif "SpladePooling" in kinds or first == ["MLMTransformer"]:
+        sound, expected = behind == ["SpladePooling"], "for sparse vectors Transformer and SpladePooling"
+    else:
+        at = behind.index("Pooling") if "Pooling" in behind else 0
+        sound = behind.count("Pooling") < 2 and "WeightedLayerPooling" not in behind[1:]
+        sound = sound and not {"LayerNorm", "Dropout"} & set(behind[:at]) and "CNN" not in behind[at:]
+        sound = sound and not {"Transformer", "MLMTransformer"} & set(behind)
+        expected = (
+            "one Transformer, one Pooling, and Dense, LayerNorm, Dropout and Normalize behind it; "
+            "WeightedLayerPooling, CNN and Dense for vectors of tokens before it; or Transformer and SpladePooling"
+        )
+    if first not in (["Transformer"], ["MLMTransformer"]) or not sound:
+        raise wrong(root / "modules.json", f"found the modules {', '.join(kinds[:8]) or 'none'}", expected)
     return value
-
-
-def _of_tokens(root: Path, module: Mapping[str, Any]) -> bool:
-    """Return whether a dense layer stands behind each token rather than behind a pooling."""
-    if module["type"].startswith("pylate."):
-        return True
-    place = place_in(root, module.get("path"))
-    return (place / "config.json").is_file() and (
-        settings_in(root, (place / "config.json").relative_to(root).as_posix()).get("module_output_name")
-        == "token_embeddings"
-    )
 
 
 def kind_of(module: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ Decides what such vectors are, how they are compared and joined; how they are co
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,8 +143,16 @@ def from_tokens(ids: np.ndarray, weights: np.ndarray, left_out: Iterable[int]) -
     return words.astype(np.int64), largest
 
 
-def splade_files(pooling: SpladePooling, max_tokens: int | None) -> dict[str, bytes]:
-    """Return the small files of a SparseEncoder's folder."""
+def splade_files(
+    pooling: SpladePooling, max_tokens: int | None, settings: Mapping[str, Any] | None = None
+) -> dict[str, bytes]:
+    """Return the small files of a SparseEncoder's folder.
+
+    Args:
+        pooling: how weights are made.
+        max_tokens: most tokens of a text.
+        settings: further contents of ``config_sentence_transformers.json``: prompts, ``max_active_dims``.
+    """
     prefix = "sentence_transformers.sparse_encoder.models."
     names = (("", "MLMTransformer"), ("1_SpladePooling", "SpladePooling"))
     modules = [{"idx": i, "name": str(i), "path": path, "type": prefix + kind} for i, (path, kind) in enumerate(names)]
@@ -154,7 +162,7 @@ def splade_files(pooling: SpladePooling, max_tokens: int | None) -> dict[str, by
         "1_SpladePooling/config.json": {
             "pooling_strategy": pooling.strategy, "activation_function": pooling.activation,
         },
-        "config_sentence_transformers.json": said | {"similarity_fn_name": "dot"},
+        "config_sentence_transformers.json": said | {"similarity_fn_name": "dot"} | dict(settings or {}),
         "sentence_bert_config.json": {"max_seq_length": max_tokens, "do_lower_case": False},
     }  # fmt: skip
     return {name: (json.dumps(value, indent=2) + "\n").encode() for name, value in files.items()}

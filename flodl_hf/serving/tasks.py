@@ -91,9 +91,9 @@ def _embed_ids(model: Any, rows: list[list[int]], options: Mapping[str, Any]) ->
     model.ready("embed")
     if options.get("prompt"):
         raise PredictError("embed: the folder puts a prompt before such texts, which ids cannot take; send texts")
-    if recipe is not None and recipe.dense:
+    if recipe is not None and (recipe.dense or recipe.changes_states):
         raise PredictError(
-            "embed: the folder has dense layers behind its pooling, which read texts; send texts, not ids"
+            "embed: the folder has modules besides a pooling, which are applied to texts; send texts, not ids"
         )
     limit, words = _limit(model), model.config.encoder.vocab_size
     for place, row in enumerate(rows):
@@ -116,7 +116,7 @@ def _embed_ids(model: Any, rows: list[list[int]], options: Mapping[str, Any]) ->
 def _width(model: Any, route: str | None = None) -> int:
     recipe = recipe_on(model.sentence_recipe, route)
     wide = model.on_route(route).config.encoder.hidden_size
-    return recipe.dense[-1].size if recipe is not None and recipe.dense else wide
+    return recipe.width(wide) if recipe is not None else wide
 
 
 def _embed_sparse(model: Any, items: list[str], options: Mapping[str, Any], ticket: Ticket) -> Done:

@@ -52,8 +52,13 @@ RECIPE_FILES = (
     "*/config.json",
     *BOUNDS,
     "config_sentence_transformers.json",
-    "*_Dense/model.safetensors",
-    "*_Dense/pytorch_model.bin",
+    "*/cnn_config.json",
+    *(
+        f"*_{kind}/{name}"
+        for kind in ("Dense", "LayerNorm", "CNN", "WeightedLayerPooling")
+        for name in ("model.safetensors", "pytorch_model.bin")
+    ),
+    "config_setfit.json",
     "artifact.metadata",
     "colbert_linear.pt",
     "sparse_linear.pt",

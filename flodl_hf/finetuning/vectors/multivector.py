@@ -15,7 +15,7 @@ from flodl_hf.finetuning.vectors.multivector_step import CollateLate, LateObject
 from flodl_hf.finetuning.vectors.projection import LateStart, take_out
 from flodl_hf.finetuning.vectors.rows import PARTS, Laid, TextRows
 from flodl_hf.finetuning.vectors.task import EmbeddingTask
-from flodl_hf.sentence.multivector import LateRecipe, marked, marker_id
+from flodl_hf.sentence.multivector import LateRecipe, marker_id
 from flodl_hf.vectors.losses import make_loss
 from flodl_hf.vectors.losses.multivector import MULTIVECTOR_LOSSES, MULTIVECTOR_USUAL
 
@@ -76,9 +76,9 @@ class MultiVectorTask(EmbeddingTask):
         queries = min((n for n in (late.query_length, self._guides["most"]) if n), default=None)
         for start in range(0, len(rows), max(1, CHUNK // width)):
             part = rows[start : start + max(1, CHUNK // width)]
-            asked = _marked([row[0] for row in part], tokenizer, late.query_marker, queries)
+            asked = late.rows(tokenizer, [row[0] for row in part], queries, query=True)
             found = [text for row in part for text in row[1:]]
-            others = iter(_marked(found, tokenizer, late.document_marker, limits.max_tokens))
+            others = iter(late.rows(tokenizer, found, limits.max_tokens, query=False))
             for query in asked:
                 documents = [next(others) for _ in range(width - 1)]
                 for row in (query, *documents):
@@ -120,11 +120,3 @@ class MultiVectorTask(EmbeddingTask):
     def scorer(self, prepared: Prepared) -> LateScorer:
         """Return a scorer that has seen nothing."""
         return LateScorer(prepared.truth)
-
-
-def _marked(texts: Sequence[str], tokenizer: Tokenizer, marker: str | None, most: int | None) -> list[Any]:
-    """Return the first row of each text, with a marker behind its first token."""
-    mark = None if marker is None else marker_id(tokenizer, marker)
-    room = None if most is None else most - (mark is not None)
-    groups = tokenizer.encode_rows(list(texts), None, max_tokens=room, offsets=False, cut=None, overflow="truncate")
-    return [group[0] if mark is None else marked(group[0], mark) for group in groups]

@@ -200,7 +200,9 @@ class EmbeddingTask:
             check_pooling(names)
         except Exception as fault:
             problems.append(f"pooling: {fault}")
-        further = before is not None and (before.splade is not None or before.late is not None)
+        further = before is not None and (
+            before.splade is not None or before.late is not None or before.changes_states
+        )  # fmt: skip
         if before is not None and not before.routes and (further or (before.dense and not self._evaluated)):
             problems.append("the folder's vectors go through further modules than pooling, which are not trained here")
         if before is not None and before.routes:

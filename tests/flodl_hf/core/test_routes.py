@@ -189,7 +189,7 @@ def test_a_route_has_to_be_said_where_none_is_usual(saved: Saved) -> None:
         ({"structure": {}}, "the structure of one route"),
         ({"structure": {"query": ["gone"]}}, "the structure of one route"),
         ({"types": ["Dense"]}, "the structure of one route"),
-        ({"types": {"query_0_Dense": ST + "CNN"}, "structure": {"query": ["query_0_Dense"]}}, "module 'CNN'"),
+        ({"types": {"query_0_Dense": ST + "LSTM"}, "structure": {"query": ["query_0_Dense"]}}, "module 'LSTM'"),
         ({"types": {"query_0_Dense": ST + "Transformer"}, "structure": {"query": ["query_0_Dense"]}}, "found the modules"),
         ({"parameters": {"default_route": "other"}}, "default_route is 'other'"),
         ({"parameters": {"route_mappings": {"query": "query"}}}, "route_mappings has"),
@@ -307,7 +307,7 @@ def test_a_classifier_takes_the_usual_transformer_alone(saved: Saved, tmp_path: 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("StaticEmbedding", "module 'StaticEmbedding' is not supported"), ("CLIPModel", "module 'CLIPModel'")],
+    [("StaticEmbedding", "module 'StaticEmbedding', which is not supported"), ("CLIPModel", "module 'CLIPModel'")],
 )
 def test_routes_through_other_modules_are_refused(saved: Saved, kind: str, words: str) -> None:
     folder = apart(saved("bert"), saved("distilbert"))
