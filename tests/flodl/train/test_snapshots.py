@@ -211,7 +211,7 @@ print(*handle.crew.pids, flush=True)
 )
 def test_a_program_that_leaves_without_waiting_ends_its_ranks(end):
     script = LEAVES.format(paths=[str(Path(__file__).parent)], end=end)
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90)
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=900)
     assert found.returncode == 3, found.stderr
     pids = [int(word) for word in found.stdout.split() if word.isdecimal()]
     assert len(pids) == 2

@@ -1,5 +1,6 @@
 """What is watched inside of a model reaches the events of a run: of steps and of epochs, however steps are computed."""
 
+import multiprocessing
 from dataclasses import replace
 
 import pytest
@@ -306,10 +307,25 @@ def test_a_loop_that_is_left_takes_in_nothing_more():
     assert observe.live.seeing() is None
 
 
+class FirstRankFirst(Callback):
+    """Has the other ranks wait until rank 0 has taken a step, so that they do not take all turns of the epoch."""
+
+    def __init__(self):
+        self.stepped = multiprocessing.get_context("fork").Event()
+
+    def on_step_begin(self, trainer, batches):
+        if trainer.ranks.rank and trainer.policy.name != "sync":
+            self.stepped.wait()
+
+    def on_step_end(self, trainer, result):
+        self.stepped.set()
+
+
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
 def test_ranks_tell_their_own_steps_and_one_epoch(policy):
     alone, _ = watched(run(make_model(), still, watch=WATCH[:1], num_epochs=1))
-    fork = run(make_model(), still, watch=WATCH[:1], num_epochs=1).devices(2, start="fork").policy(policy)
+    fork = run(make_model(), still, watch=WATCH[:1], num_epochs=1, callbacks=[FirstRankFirst()])
+    fork.devices(2, start="fork").policy(policy)
     both, _ = watched(fork)
     close(values(both, "epoch"), values(alone, "epoch"))
     assert values(both, "step")
