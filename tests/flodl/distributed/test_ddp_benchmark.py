@@ -17,7 +17,7 @@ from benchmarks.ddp.__main__ import arguments  # noqa: E402
 
 def run(tmp_path, *options):
     command = [sys.executable, "-m", "benchmarks.ddp", *options, "--device", "cpu", "--quick", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return json.loads((tmp_path / "results.json").read_text())
 

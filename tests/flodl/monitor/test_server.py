@@ -291,7 +291,7 @@ def test_readers_that_never_read_slow_nobody(monitor, monkeypatch):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         sock.sendall(f"GET /events HTTP/1.1\r\nHost: localhost:{address(monitor)[1]}\r\n\r\n".encode())
         readers.append(sock)
-    end = time.monotonic() + 60
+    end = time.monotonic() + 600
     while monitor.readers < MOST_STREAMS and time.monotonic() < end:
         time.sleep(0.01)
     assert monitor.readers == MOST_STREAMS
@@ -304,7 +304,7 @@ def test_readers_that_never_read_slow_nobody(monitor, monkeypatch):
     monitor.record  # noqa: B018
     ring = monitor.runs.ring
     assert sum(len(data) for _, data in ring._kept) <= ring.most_bytes + 16_000_000
-    end = time.monotonic() + 60
+    end = time.monotonic() + 600
     while monitor.readers and time.monotonic() < end:
         monitor.note(text)
         time.sleep(0.05)
@@ -322,7 +322,7 @@ def test_vanished_readers_are_forgotten(monitor, monkeypatch):
     assert monitor.readers == 5
     for sock in readers:
         sock.close()
-    end = time.monotonic() + 60
+    end = time.monotonic() + 600
     while monitor.readers and time.monotonic() < end:
         time.sleep(0.05)
     assert monitor.readers == 0

@@ -127,7 +127,7 @@ def run(capturer, monkeypatch, *, ranks=2, model=with_norm, train_step=plain, op
     trained = (
         Trainer.builder(model, optimizer or adamw(1e-2), train_step)
         .dataset(make_data(bad))
-        .set(**{"batch_size": 8, "num_epochs": 2, "seed": 1, "policy": "sync", "timeout_s": 30, **settings})
+        .set(**{"batch_size": 8, "num_epochs": 2, "seed": 1, "policy": "sync", "timeout_s": 300, **settings})
         .devices(ranks, start="fork")
         .subscribe(steps.append, StepDone)
         .subscribe(ends.append, RunDone)

@@ -44,7 +44,7 @@ def test_a_snapshot_has_the_weights_of_its_step_and_changes_nothing(settings):
     trained = run(callbacks=[looks], **settings).eval_fn(lambda model: {"score": 0.5}).run()
     untouched = run(callbacks=[plain], **settings).eval_fn(lambda model: {"score": 0.5}).run()
     for number, asked in looks.asked.items():
-        found = asked.result(timeout=5)
+        found = asked.result(timeout=300)
         assert found.step == number
         assert found.epoch == (number - 1) // 6
         assert all(torch.equal(found.state_dict()[name], t) for name, t in looks.after[number].items())
@@ -56,7 +56,7 @@ def test_a_snapshot_has_the_weights_of_its_step_and_changes_nothing(settings):
 def test_a_snapshot_is_saved_and_read_and_loaded(tmp_path):
     looks = Asks(4)
     run(callbacks=[looks], max_steps=5).run()
-    found = looks.asked[4].result(timeout=5)
+    found = looks.asked[4].result(timeout=300)
     found.save(tmp_path / "at.safetensors")
     again = ModelSnapshot.load(tmp_path / "at.safetensors")
     assert (again.step, again.epoch, again.metrics) == (found.step, found.epoch, found.metrics)
@@ -77,7 +77,7 @@ def test_buffers_are_apart_and_the_average_is_what_is_taken():
 
     looks = Asks(9)
     run(make(), callbacks=[looks], ema=0.5, ema_warmup=False).run()
-    found = looks.asked[9].result(timeout=5)
+    found = looks.asked[9].result(timeout=300)
     assert found.buffers.keys() == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
     assert found.buffers["1.num_batches_tracked"] == 9
     average = make().state_dict()["0.weight"]
@@ -96,12 +96,12 @@ def test_another_thread_may_ask_and_whoever_asks_too_late_is_told():
 
     def asking():
         assert ready.wait(20)
-        kept["found"] = kept["trainer"].snapshot().result(timeout=20)
+        kept["found"] = kept["trainer"].snapshot().result(timeout=300)
 
     thread = threading.Thread(target=asking)
     thread.start()
     run(callbacks=[Hands(), Slow()]).run()
-    thread.join(timeout=20)
+    thread.join(timeout=300)
     assert kept["found"].parameters
     with pytest.raises(TrainError, match="the run is over"):
         kept["trainer"].snapshot()
@@ -118,7 +118,7 @@ def test_whoever_waits_when_a_run_fails_is_told():
     with pytest.raises(ValueError, match="boom"):
         run(callbacks=[Breaks()]).run()
     with pytest.raises(TrainError, match="ended by ValueError"):
-        asked[0].result(timeout=5)
+        asked[0].result(timeout=300)
 
 
 class Slow(Callback):
@@ -136,9 +136,9 @@ def test_a_run_of_ranks_is_looked_at_and_stopped_through_its_handle(policy, anch
     made.set(anchor=anchor, max_anchor=anchor)
     handle = made.subscribe(seen.append, StepDone, RunDone).checkpoints(str(tmp_path)).run()
     assert handle.is_running
-    first = handle.snapshot(timeout_s=60)
+    first = handle.snapshot(timeout_s=600)
     assert handle.poll(timeout_s=0.1)
-    second = handle.snapshot(timeout_s=60)
+    second = handle.snapshot(timeout_s=600)
     assert 0 < first.step < second.step
     name = next(iter(first.parameters))
     assert not torch.equal(first.parameters[name], second.parameters[name])

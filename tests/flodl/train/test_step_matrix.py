@@ -97,7 +97,7 @@ def by_hand(recipe, train_step):
 
 def settings_of(recipe, ranks):
     shares = {"shares": (3.0, 1.0)} if ranks == 2 else {}
-    return {"batch_size": BATCH, "shuffle": False, "check_every": 1, "timeout_s": 30, **shares, **recipe}
+    return {"batch_size": BATCH, "shuffle": False, "check_every": 1, "timeout_s": 300, **shares, **recipe}
 
 
 def own_loop(ranks, recipe, train_step):
@@ -122,7 +122,7 @@ def trained(way, ranks, recipe, train_step, monkeypatch):
     if way == "own loop":
         if ranks == 1:
             return own_loop(Ranks(), recipe, train_step)
-        found = launch(own_loop, (recipe, train_step), ranks=2, start="fork", timeout_s=30).wait()
+        found = launch(own_loop, (recipe, train_step), ranks=2, start="fork", timeout_s=300).wait()
         assert found[0] == found[1]
         return found[0]
     capturer = None if way == "host" else Repeats()

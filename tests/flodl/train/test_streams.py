@@ -45,7 +45,7 @@ def step(net: nn.Module, batch: Any) -> Any:
 
 def weights(data: Any, *, ranks: int = 1, told: Any = None, **settings: Any) -> torch.Tensor:
     run = Trainer.builder(model, adamw(1e-2), step).dataset(data).progress(False)
-    run.set(**{"max_steps": 8, "num_epochs": 9 if isinstance(data, list) else 1, "timeout_s": 60, **settings})
+    run.set(**{"max_steps": 8, "num_epochs": 9 if isinstance(data, list) else 1, "timeout_s": 300, **settings})
     if ranks > 1:
         run.devices(ranks, start="fork").policy(settings.get("policy", "sync"))
     return run.subscribe(told or (lambda event: None)).run().join().state_dict()["1.weight"]

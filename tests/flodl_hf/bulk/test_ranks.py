@@ -111,7 +111,7 @@ def test_restart_under_a_launcher(folder: Any, model: Any, numbered: Any, tmp_pa
     predict_file(model(), source, wanted, part_rows=16)
     args = (folder(HEAD), "--in", source, "--out", out, "--part-rows", 16, "--restart")
     processes = [start(rank, *args) for rank in (1, 0)]
-    found = [process.communicate(timeout=120) for process in processes]
+    found = [process.communicate(timeout=900) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], found
     assert out.read_bytes() == wanted.read_bytes()
     assert not out.with_name("out.jsonl.parts").exists()

@@ -36,7 +36,7 @@ def test_the_command_runs_in_any_streams(streams: str, code: int, out: str, err:
     line = f"'{sys.executable}' -m flodl_hf --version {streams}"
     root = str(Path(shared.__file__).parents[2])
     there = {**os.environ, "PYTHONPATH": root}
-    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, env=there, timeout=120, check=False)
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, env=there, timeout=900, check=False)
     assert (done.returncode, done.stdout.strip(), done.stderr.strip()) == (code, out, err)
 
 

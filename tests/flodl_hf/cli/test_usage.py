@@ -65,7 +65,7 @@ def test_help_to_a_reader_that_has_gone_ends_quietly(words: list[str]) -> None:
     os.close(reading)
     there = {**os.environ, "PYTHONPATH": str(Path(shared.__file__).parents[2])}
     command = [sys.executable, "-m", "flodl_hf", *words]
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, env=there, timeout=120, check=False)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, env=there, timeout=900, check=False)
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, b"")
 

@@ -106,7 +106,7 @@ def test_the_main_ways_without_the_calls_of_linux(saved: Callable[..., Path], tm
     (tmp_path / "work").mkdir()
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(folder), str(tmp_path / "work")],
-        capture_output=True, text=True, timeout=180, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
     *answers, last = run.stdout.strip().splitlines()

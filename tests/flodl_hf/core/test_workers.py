@@ -295,7 +295,7 @@ def test_processes_start_answer_and_end_with_the_program(saved: Callable[..., An
     code = PROGRAM.format(path=sys.path, folder=str(folder))
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     # No guard of the main module is needed, and nothing waits for the processes at the end.
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900, env=env)
     assert done.returncode == 0, done.stderr
     answers, *pids = map(int, done.stdout.split())
     assert answers == 16

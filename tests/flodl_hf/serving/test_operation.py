@@ -132,7 +132,7 @@ def test_time_that_is_over_and_clients_that_go(guarded: tuple[Any, Any]) -> None
         )
         wire.sendall(head.encode() + data)
         inside, _ = held(app)
-        until = time.monotonic() + 60
+        until = time.monotonic() + 600
         while not inside.inside and time.monotonic() < until:
             time.sleep(0.001)
     while inside.inside and time.monotonic() < until:
@@ -155,7 +155,7 @@ def test_a_worker_that_dies_fails_what_it_had_and_the_next_is_answered(guarded: 
         assert client.get("/health").status_code == 200
         stop(before)
         lost = pool.submit(client.post, "/embed", json={"inputs": "a"}, headers=FIRST)
-        until = time.monotonic() + 60
+        until = time.monotonic() + 600
         while not inside.inside and time.monotonic() < until:
             time.sleep(0.005)
         os.kill(before, signal.SIGKILL)
