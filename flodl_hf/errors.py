@@ -2,7 +2,8 @@
 
 FlodlError
 ├── TokenizerError        a tokenizer file or a text that cannot be turned into tokens
-│   └── TextTooLongError  a text of more tokens than the model takes, where it may not be shortened
+│   ├── TextTooLongError  a text of more tokens than the model takes, where it may not be shortened
+│   └── OptionError       an invalid option of a tokenizer call; a ValueError as well
 ├── HubError              a name that cannot be resolved to a folder of files
 ├── PredictError          a prediction that cannot be made as asked
 ├── ExportError           a folder that cannot be written
@@ -16,6 +17,7 @@ from flodl.errors import FlodlError
 __all__ = [
     "ExportError",
     "HubError",
+    "OptionError",
     "ParityError",
     "PredictError",
     "TextTooLongError",
@@ -38,6 +40,10 @@ class TextTooLongError(TokenizerError):
 
     found: int
     expected: int
+
+
+class OptionError(TokenizerError, ValueError):
+    """An invalid option of a tokenizer call, for which transformers raises ValueError."""
 
 
 class HubError(FlodlError):

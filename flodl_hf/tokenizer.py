@@ -27,8 +27,8 @@ from flodl_hf.tokenization.early_cut import beginnings
 from flodl_hf.weights.file_names import ADAPTER_CONFIG, BASE_OF_ADAPTER, CONFIG_NAME, is_vocabulary_in
 
 from .tokenization.backend import Backend
-from .tokenization.batch import PADDINGS, TRUNCATIONS, as_batch, as_tensors, check_batch, option
-from .tokenization.definition import read_backend, with_sections
+from .tokenization.batch import PADDINGS, TRUNCATIONS, as_batch, as_tensors, check_batch, check_multiple, option
+from .tokenization.definition import WARNED, read_backend, with_sections
 from .tokenization.doctor import contradictions
 from .tokenization.encoded import Encoded, pad_rows
 from .tokenization.guard import guarded
@@ -152,8 +152,7 @@ class Tokenizer(Vocabulary):
         """Return the tokenizer that ``files`` (name to contents) define; arguments as in [from_folder][]."""
         backend, notes, overridden = read_backend(files, str(folder), model_type, config or {}, byte_fallback)
         for note in notes:
-            # It concerns every row.
-            if note.startswith(("cls_token", "sep_token", "tokenizer.json ")) and "the former is used" not in note:
+            if note.startswith(WARNED) and "the former is used" not in note:
                 warnings.warn(f"{folder}: {note}", UserWarning, stacklevel=3)
         return cls(
             backend, files=files, folder=folder, model_type=model_type, config=config, notes=notes,
@@ -388,7 +387,8 @@ class Tokenizer(Vocabulary):
             split_special_tokens: read special tokens in the text as plain text; by default as the folder says.
 
         Raises:
-            TokenizerError: for invalid texts or options, or rows of unequal length with ``return_tensors``.
+            TokenizerError: for invalid texts.
+            OptionError: for invalid options, or rows of unequal length with ``return_tensors``.
         """
         if truncation is None:
             truncation = "longest_first" if max_length is not None and padding is False else False
@@ -404,8 +404,11 @@ class Tokenizer(Vocabulary):
             cut = "first"
         if cut is not None and limit is not None and not (return_overflowing_tokens or is_split_into_words):
             texts, pairs = self._shorten(texts, pairs, limit, cut)
+        check_multiple(pad_to_multiple_of, limit, cut, pad)
         backend = self._backend if split_special_tokens is None else self._reading(split_special_tokens)
         whole = backend.rows(texts, pairs, words=is_split_into_words, special=add_special_tokens)
+        if cut is None and max_length is None and pad != "max_length":
+            self._warn_of_long(whole)
         groups = self._cut(whole, cut, limit, stride, windows=return_overflowing_tokens)
         rows: list[Row] = [row for group in groups for row in group]
         width = None

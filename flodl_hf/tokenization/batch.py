@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flodl.errors import nearest
-from flodl_hf.errors import TokenizerError
+from flodl_hf.errors import OptionError, TokenizerError
 
 from .guard import check_text
 from .rows import Cut
 
-__all__ = ["PADDINGS", "TRUNCATIONS", "as_batch", "as_tensors", "check_batch", "option"]
+__all__ = ["PADDINGS", "TRUNCATIONS", "as_batch", "as_tensors", "check_batch", "check_multiple", "option"]
 
 # What transformers calls them: which text is cut, and to what width rows are filled.
 TRUNCATIONS: dict[Any, Cut | None] = {
@@ -40,12 +40,24 @@ def option(table: Mapping[Any, Any], value: Any, name: str) -> Any:
     if isinstance(value, (bool, str)) and value in table:
         return table[value]
     known = [key for key in table if isinstance(key, str)]
-    raise TokenizerError(
+    raise OptionError(
         f"{name} is {value!r}, expected True, False or one of {known}{nearest(str(value), known)}",
         field=name,
         found=value,
         expected=known,
     )
+
+
+def check_multiple(multiple: int | None, limit: int | None, cut: Cut | None, pad: str | None) -> None:
+    """Raise if rows are both truncated and padded, and the limit is no multiple of ``pad_to_multiple_of``."""
+    if cut is not None and pad is not None and multiple and limit is not None and limit % multiple:
+        raise OptionError(
+            f"pad_to_multiple_of is {multiple} and max_length is {limit}, expected a multiple of {multiple}; "
+            f"pass max_length={limit - limit % multiple or multiple}, or another pad_to_multiple_of",
+            field="pad_to_multiple_of",
+            found=multiple,
+            expected=limit,
+        )
 
 
 def check_batch(texts: Any, name: str, words: bool) -> None:
@@ -102,10 +114,10 @@ def _is_pair(item: Any) -> bool:
 def as_tensors(data: Mapping[str, list[Any]], kind: str) -> dict[str, Any]:
     """Return the entries as 64-bit integer tensors (``"pt"``) or arrays (``"np"``)."""
     if kind not in ("pt", "np"):
-        raise TokenizerError(f"return_tensors is {kind!r}, expected 'pt', 'np' or None", found=kind)
+        raise OptionError(f"return_tensors is {kind!r}, expected 'pt', 'np' or None", found=kind)
     widths = sorted({len(ids) for ids in data["input_ids"]})
     if len(widths) > 1:
-        raise TokenizerError(
+        raise OptionError(
             f"rows of {widths[0]} to {widths[-1]} tokens do not make a tensor; pass padding=True",
             found=widths,
         )

@@ -38,7 +38,7 @@ def _word_pieces(source: Source) -> Tokenizer:
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=unknown))
     strip = source.settings.get("strip_accents")
     tokenizer.normalizer = normalizers.BertNormalizer(
-        clean_text=True,
+        clean_text=source.rules.template != "funnel" or source.flag("clean_text", True),
         handle_chinese_chars=source.flag("tokenize_chinese_chars", True),
         strip_accents=None if strip is None else source.flag("strip_accents", False),
         lowercase=source.flag("do_lower_case", source.rules.lowercase is not False),

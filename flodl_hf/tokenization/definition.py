@@ -22,12 +22,16 @@ from .added import add_missing
 from .backend import load_json
 from .classes import PYTHON_BUILDERS, WITHOUT_CLASS, class_name, class_rules, guess_model_type, rules_of
 from .guard import guarded
+from .known_keys import check_keys
 from .overrides import applied, parts_of
 from .settings import ROLES, content, said_of
 from .source import parse_json
 from .templates import frame, template_ends
 
-__all__ = ["read_backend", "with_sections"]
+__all__ = ["WARNED", "read_backend", "with_sections"]
+
+# How notes begin that are warnings as well: they concern every row, or settings that nothing reads.
+WARNED = ("cls_token", "sep_token", "tokenizer.json ", "unknown settings")
 
 
 def read_backend(
@@ -56,6 +60,8 @@ def read_backend(
     size = config.get("vocab_size")
     rows = size if isinstance(size, int) else None
     rules = class_rules(class_name(stated, config))
+    effective = rules or _family_rules(stated, config, model_type)
+    ignored = check_keys(stated, mapped, effective, folder)
     # No definition contains words that Python code splits, so transformers reads the files of such a class.
     by_code = (
         rules is not None
@@ -70,26 +76,25 @@ def read_backend(
             files, folder=folder, model_type=family, settings=stated, config=config, rows=rows,
             byte_fallback=byte_fallback,
         )  # fmt: skip
-        return backend, [], False
+        return backend, ignored, False
     backend = load_json(files["tokenizer.json"], f"{folder}/tokenizer.json")
-    rules = class_rules(class_name(stated, config)) or _family_rules(stated, config, model_type)
     tokens = {
         role: text
         for role in ROLES
         if (text := next(filter(None, map(content, said_of(role, stated, mapped))), None)) is not None
     }
-    overridden = _overridden(backend, files["tokenizer.json"], folder, rules, stated, tokens)
+    overridden = _overridden(backend, files["tokenizer.json"], folder, effective, stated, tokens)
     if overridden is not None:
         backend = overridden[0]
     with guarded(f"{folder}/tokenizer_config.json", "the settings are damaged; fetch them again"):
         notes = add_missing(backend, stated, mapped, added, rows, decoder=True)
         changes = [] if overridden is None else overridden[1]
-        if rules is not None and rules.files:
+        if effective is not None and effective.files:
             framed = _framed if backend.post_processor is None else _reframed
-            changes += framed(backend, rules, stated, tokens, folder)
+            changes += framed(backend, effective, stated, tokens, folder)
     if rules is not None and rules.words:
         notes.append(f"tokenizer.json is read as it is; its class splits words by {rules.words}: ids may differ")
-    return backend, notes + changes, bool(changes)
+    return backend, ignored + notes + changes, bool(changes)
 
 
 def _family_rules(

@@ -96,6 +96,12 @@ def _prefix(definition: Part, rules: FamilyTokenizer, value: bool) -> list[Any]:
     return _set(splitter, "Metaspace", "prepend_scheme", scheme)
 
 
+def _trim(definition: Part, rules: FamilyTokenizer, value: bool) -> list[Any]:
+    if rules.template != "roberta" or rules.files[0] != "vocab.json":
+        return []
+    return _set(definition.get("post_processor"), "RobertaProcessing", "trim_offsets", value)
+
+
 def _punctuation(definition: Part, rules: FamilyTokenizer, value: bool) -> list[Any]:
     if rules.split_punctuation is None:
         return []
@@ -120,6 +126,7 @@ def applied(definition: Part, rules: FamilyTokenizer, stated: Mapping[str, Any])
     notes = []
     changes = {
         "do_lower_case": _lower, "keep_accents": _accents, "add_prefix_space": _prefix, "split_by_punct": _punctuation,
+        "trim_offsets": _trim,
     }  # fmt: skip
     for key, change in changes.items():
         if isinstance(value := stated.get(key), bool):

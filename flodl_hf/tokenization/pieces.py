@@ -95,6 +95,14 @@ def _finish(
     if words:
         marks = pre_tokenizers.Metaspace(pipeline.SPACE, _scheme(source))
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), marks])
+    elif _scheme(source) == "never":
+        raise TokenizerError(
+            f"{source.folder}/tokenizer_config.json: add_prefix_space is false, expected true for a model whose "
+            "pieces span words; correct the file, or save the tokenizer as tokenizer.json",
+            where=f"{source.folder}/tokenizer_config.json",
+            field="add_prefix_space",
+            found=False,
+        )
     elif (parts := pipeline.splitter(model, split_punctuation)) is not None:
         tokenizer.pre_tokenizer = parts
     tokenizer.decoder = pipeline.decoder()

@@ -57,7 +57,8 @@ def frame(
         tokens: token by role.
         folder: the source of the vocabulary, for messages.
         prefix: whether a space is added before a text.
-        settings: ``tokenizer_config.json``, of which ``add_bos_token`` and ``add_eos_token`` extend "none".
+        settings: ``tokenizer_config.json``, of which ``add_bos_token`` and ``add_eos_token`` extend "none" and
+            ``trim_offsets`` applies to "roberta".
 
     Raises:
         TokenizerError: if the vocabulary lacks a token of the template.
@@ -94,6 +95,7 @@ def frame(
     known = [(token, number) for token, number in used.items() if number is not None]
     if template == "roberta":
         (first, last) = (known[0], known[-1])
-        tokenizer.post_processor = processors.RobertaProcessing(last, first, trim_offsets=True, add_prefix_space=prefix)
+        trim = (settings or {}).get("trim_offsets") is not False
+        tokenizer.post_processor = processors.RobertaProcessing(last, first, trim_offsets=trim, add_prefix_space=prefix)
         return
     tokenizer.post_processor = processors.TemplateProcessing(single=parts[0], pair=parts[1], special_tokens=known)

@@ -6,7 +6,8 @@ Leaves to others: loading, encoding, windows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from functools import cached_property
 from typing import Any
 
@@ -206,6 +207,19 @@ class Vocabulary:
                 found=worst[0][0] + 1,
                 expected=vocab_rows,
                 worst=worst[:20],
+            )
+
+    def _warn_of_long(self, rows: Sequence[Sized]) -> None:
+        """Warn once if a row is longer than the model's limit."""
+        limit = self._settings.model_max_length
+        longest = max(map(len, rows), default=0)
+        if limit is not None and longest > limit and not self.__dict__.get("_warned"):
+            self.__dict__["_warned"] = True
+            warnings.warn(
+                f"{self._folder}: a text has {longest} tokens, and the model's limit is {limit}: the model fails or "
+                "truncates it. Pass truncation=True to shorten texts.",
+                UserWarning,
+                stacklevel=3,
             )
 
     # Ids to text

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from flodl_hf.errors import TokenizerError
 from flodl_hf.runtime.inputs import encode
 from flodl_hf.tokenizer import Tokenizer
 
@@ -267,3 +268,33 @@ def test_words_of_byte_level_bpe_are_joined_with_a_warning(tmp_path: Path) -> No
         found = ours(words, is_split_into_words=True)
     assert found.input_ids == theirs(" ".join(words))["input_ids"]
     assert [found.word_to_chars(i) for i in range(4)] == [(0, len(word)) for word in words]
+
+
+@pytest.mark.parametrize("options", [
+    {"truncation": True, "padding": True, "max_length": 12}, {"truncation": True, "padding": "max_length", "max_length": 12},
+    {"truncation": True, "padding": True, "max_length": 16}, {"padding": "max_length", "max_length": 12}, {"padding": True},
+    {"truncation": True, "padding": True}, {"truncation": True, "max_length": 12},
+], ids=str)  # fmt: skip
+def test_a_limit_that_is_no_multiple_raises_as_in_transformers(options: dict[str, Any], tmp_path: Path) -> None:
+    theirs, ours = both(tmp_path, "bert", model_max_length=20)
+    try:
+        expected = theirs([TEXT, "a"], pad_to_multiple_of=8, **options)["input_ids"]
+    except ValueError:
+        with pytest.raises(ValueError, match="pad_to_multiple_of") as caught:
+            ours([TEXT, "a"], pad_to_multiple_of=8, **options)
+        assert isinstance(caught.value, TokenizerError)
+    else:
+        assert ours([TEXT, "a"], pad_to_multiple_of=8, **options).input_ids == expected
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_text_beyond_the_limit_is_reported_once(tmp_path: Path) -> None:
+    _, ours = both(tmp_path, "bert", model_max_length=8)
+    options: dict[str, Any]
+    for options in ({"truncation": True}, {"max_length": 40, "truncation": False}, {"padding": "max_length"}):
+        ours(TEXT, **options)
+    ours("Ada")
+    with pytest.warns(UserWarning, match=r"tokens, and the model's limit is 8"):
+        ours(TEXT)
+    ours(TEXT)
+    ours.encode_rows([TEXT])

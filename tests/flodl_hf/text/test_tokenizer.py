@@ -623,7 +623,7 @@ def test_eight_threads_get_the_same_answers(tokenizer: Tokenizer) -> None:
 def test_files_are_kept_byte_for_byte_and_nothing_else(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
-    for name, data in _files(note="kept as it is, \u00e9").items():
+    for name, data in _files(name_or_path="kept as it is, \u00e9").items():
         (source / name).write_bytes(b"\n" + data + b"\n\n")
     (source / "vocab.txt").write_bytes(b"any bytes \xff at all")
     (source / "model.safetensors").write_bytes(b"weights")

@@ -417,3 +417,59 @@ def test_a_definition_without_post_processor_has_the_template_of_its_class(
     assert [ours("Ada").input_ids, ours("Ada", "Paris").input_ids] == [found["input_ids"] for found in expected]
     framed = expected[0]["input_ids"] != theirs("Ada", add_special_tokens=False)["input_ids"]
     assert any("post_processor" in str(warning.message) for warning in caught) == framed
+
+
+@pytest.mark.parametrize(("name", "files", "key", "value"), [
+    ("BertTokenizer", word_pieces, "do_lower_case", "yes"),
+    ("BertTokenizer", word_pieces, "strip_accents", 1),
+    ("BertTokenizer", lambda: {"tokenizer.json": wordpiece().to_str().encode()}, "do_lower_case", "false"),
+    ("BertTokenizer", word_pieces, "added_tokens_decoder", []),
+    ("RobertaTokenizer", byte_pieces, "add_prefix_space", "true"),
+    ("FunnelTokenizer", word_pieces, "wordpieces_prefix", "@@"),
+    ("PegasusTokenizer", word_pieces, "offset", 0),
+    ("BertGenerationTokenizer", word_pieces, "sp_model_kwargs", {"enable_sampling": True}),
+])  # fmt: skip
+def test_a_setting_that_cannot_be_applied_is_refused_with_file_key_and_value(
+    name: str, files: Callable[[], dict[str, bytes]], key: str, value: Any
+) -> None:
+    stated = {"tokenizer_class": name, key: value}
+    with pytest.raises(TokenizerError) as caught:
+        Tokenizer.from_files({**files(), "tokenizer_config.json": json.dumps(stated).encode()})
+    assert caught.value.details["where"].endswith("tokenizer_config.json")
+    assert caught.value.details["field"] == key
+    assert caught.value.details["found"] == value
+
+
+def test_unknown_settings_are_ignored_with_one_warning() -> None:
+    stated = {
+        "tokenizer_class": "BertTokenizer",
+        "wavelets": 3,
+        "ripples": 4,
+        "chat_template": None,
+        "errors": "replace",
+    }
+    mapped = {"cls_token": "[CLS]", "waves": "x"}
+    files = {
+        **word_pieces(), "tokenizer_config.json": json.dumps(stated).encode(),
+        "special_tokens_map.json": json.dumps(mapped).encode(),
+    }  # fmt: skip
+    with pytest.warns(UserWarning, match="wavelets.*ripples.*waves") as caught:
+        Tokenizer.from_files(files)
+    assert len(caught) == 1
+
+
+@pytest.mark.transformers
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "make", "stated"), [
+    ("RobertaTokenizer", byte_pieces, {"trim_offsets": False}),
+    ("FunnelTokenizer", lambda: word_pieces("<pad>", "<unk>", "<cls>", "<sep>", "<mask>"), {"clean_text": False}),
+    ("BertTokenizer", word_pieces, {"do_basic_tokenize": False, "never_split": ["Ada"]}),
+])  # fmt: skip
+def test_rare_settings_are_applied_as_in_transformers(
+    tmp_path: Path, name: str, make: Callable[[], dict[str, bytes]], stated: dict[str, Any]
+) -> None:
+    from transformers import AutoTokenizer
+
+    folder = folder_of(tmp_path, name, "bert", make(), stated)
+    theirs, ours = AutoTokenizer.from_pretrained(folder), Tokenizer.from_folder(folder)
+    assert_equal(theirs, ours, name, ["Ada lives  in Paris", "a\x00b\tc\x07 d", "<s> a </s>b", "Ada ada"])
