@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from flodl.errors import DataError
+from flodl.errors import DataError, printable
 from flodl.files import expect_file, expect_writable
 from flodl_hf.hub.download import expect_place
 
 __all__ = ["PLACES", "check_places"]
 
-MODEL, ROWS, FILE, FOLDER = "model", "rows", "file", "folder"
+MODEL, ROWS, FILE, FOLDER, TEXTS = "model", "rows", "file", "folder", "texts"
+
+_LONGEST_NAME = 4096
 
 PLACES: Mapping[str, Mapping[str, str]] = {
-    "prediction": {"model": MODEL, "source": ROWS, "out": FILE},
+    "prediction": {"model": MODEL, "text": TEXTS, "source": ROWS, "out": FILE},
     "encode": {"model": MODEL, "source": ROWS, "out": FILE},
-    "search": {"model": MODEL, "corpus": ROWS, "vectors": ROWS},
+    "search": {"model": MODEL, "query": TEXTS, "corpus": ROWS, "vectors": ROWS},
     "mine": {"model": MODEL, "source": ROWS, "corpus": ROWS, "out": FILE},
     "training": {"model": MODEL, "train": ROWS, "eval": ROWS, "out": FOLDER},
     "evaluation": {"model": MODEL, "data": ROWS},
@@ -26,7 +29,7 @@ PLACES: Mapping[str, Mapping[str, str]] = {
     "convert": {"model": MODEL, "out": FOLDER},
     "merge": {"base": MODEL, "adapter": MODEL, "out": FOLDER},
 }
-"""Of each command, what its parameters name: a model, a file of rows, a file or a folder that is written.
+"""Of each command, what its parameters name: a model, a file of rows, a file or a folder that is written, or texts.
 
 "training" is what finetune's command line and recipe contain together, "prediction" and "evaluation" the arguments of
 those commands after they were checked against each other. `serve` looks at its models by itself.
@@ -42,10 +45,12 @@ def check_places(command: str, said: Mapping[str, Any]) -> None:
 
     Raises:
         HubError: a model is a path, and nothing is there.
-        DataError: a file of rows is absent, or an output cannot be written.
+        DataError: a file of rows is absent, an output cannot be written, or a text is the name of a file.
     """
     for name, kind in PLACES.get(command, {}).items():
         value = said.get(name)
+        if kind == TEXTS:
+            _expect_texts(value or ())
         if not isinstance(value, (str, os.PathLike)) or not os.fspath(value) or os.fspath(value) == "-":
             continue
         if kind == MODEL:
@@ -56,3 +61,13 @@ def check_places(command: str, said: Mapping[str, Any]) -> None:
             expect_writable(value)
         else:
             raise DataError(f"{value}: its folder does not exist; make it first", path=str(value))
+
+
+def _expect_texts(texts: Iterable[str]) -> None:
+    for text in texts:
+        if len(text) < _LONGEST_NAME and "\0" not in text and os.path.isfile(text):
+            raise DataError(
+                f"{printable(text, 400)}: found the name of a file, expected a text. To predict from its rows, use "
+                f"--in {shlex.quote(text)} --out FILE; each line of standard input is a text, whatever it contains.",
+                path=text,
+            )

@@ -188,7 +188,7 @@ def command(
     if files or restart or on_error != "stop":
         named = [f"--{name.replace('_', '-')}" for name in files] or ["--restart" if restart else "--on-error"]
         _misused(f"{', '.join(named)}: needs --in FILE and --out FILE")
-    check_places("prediction", {"model": model})
+    check_places("prediction", {"model": model, "text": text})
     if text is None and sys.stdin.isatty():
         say("reading texts from standard input, one a line (Ctrl-D ends)")
     if page is not None and (page.is_dir() or not page.parent.is_dir()):

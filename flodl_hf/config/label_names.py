@@ -51,12 +51,10 @@ def label_names(
     if not isinstance(names, Mapping) or len(names) > MAX_LABELS:
         problems.append(f"id2label: found {shown(names, 60)}; expected a table of at most {MAX_LABELS} names by id")
         return []
-    if stated is not None and set(map(str, names)) > set(map(str, range(stated))):
-        # Transformers lets the number win and forgets all names, so that none is given to a wrong class.
+    if stated is not None and names and len(names) != stated:
+        # transformers takes the number and drops all names, so that no name is given to a wrong class.
         notes.append(f"id2label: names {len(names)} labels and num_labels is {stated}; the number holds, without names")
         return [f"LABEL_{i}" for i in range(stated)]
-    if stated is not None and names and len(names) < stated:
-        notes.append(f"id2label: names {len(names)} of num_labels = {stated} labels; the others are LABEL_i")
     by_id: dict[int, str] = {}
     for key, name in names.items():
         index = int(key) if re.fullmatch(r"-?[0-9]{1,7}", str(key)) else None

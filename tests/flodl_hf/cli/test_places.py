@@ -14,7 +14,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from flodl_hf.cli.app import app_for
-from flodl_hf.cli.places import FILE, FOLDER, MODEL, PLACES, ROWS
+from flodl_hf.cli.places import FILE, FOLDER, MODEL, PLACES, ROWS, TEXTS
 
 # A command line of each command, with a word for each parameter of `PLACES`.
 LINES = {
@@ -28,7 +28,8 @@ LINES = {
     "convert": "convert model --out out",
     "merge": "merge base adapter --out out",
 }
-CASES = [(command, name, kind) for command, places in PLACES.items() for name, kind in places.items()]
+CASES = [(command, name, kind) for command, places in PLACES.items() for name, kind in places.items()
+         if kind != TEXTS]  # fmt: skip
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from flodl_hf.cli import main; main()"
 
 
@@ -36,6 +37,8 @@ def line(command: str, absent: str, there: Path) -> list[str]:
     """Return a command line whose places are all there but one."""
     words = LINES[command].split()
     for name, kind in PLACES[command].items():
+        if kind == TEXTS:
+            continue
         place = next(i for i, word in enumerate(words) if i and word.partition(".")[0] == name)
         if kind in (MODEL, ROWS):
             path = there / name if name != absent else there / "absent" / name
@@ -94,3 +97,17 @@ def test_a_file_without_rows_is_said_to_have_none(command: str, demo_model: Path
     assert f"{empty}: has no rows" in told.stderr
     # A file of answers to no rows has none; in no rows nothing can be searched.
     assert (told.exit_code, out.exists()) == ((1, False) if command == "search" else (0, True))
+
+
+@pytest.mark.parametrize("words", [["predict", "model"], ["search", "model", "--in", "in.csv"]])
+@pytest.mark.parametrize("name", ["in.csv", "./in.csv"])
+def test_a_text_that_is_the_name_of_a_file_is_refused(
+    words: list[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.csv").write_text("text\na cat\n")
+    Path("model").mkdir()
+    found = CliRunner().invoke(app_for(words), [*words, "a text", name])
+    assert found.exit_code == 1
+    assert found.output.startswith(f"DataError: '{name}': found the name of a file")
+    assert f"--in {name}" in found.output

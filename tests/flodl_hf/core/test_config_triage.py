@@ -295,8 +295,8 @@ def test_common_names_are_read_as_distilberts_own() -> None:
 
 def test_labels_and_their_number_may_disagree_as_in_transformers() -> None:
     few = made("bert", num_labels=3, id2label={"0": "no"})
-    assert few.labels == ("no", "LABEL_1", "LABEL_2")
-    assert "names 1 of num_labels = 3" in few.notes[0]
+    assert few.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+    assert "num_labels is 3; the number holds" in few.notes[0]
     many = made("bert", num_labels=2, id2label={"0": "a", "1": "b", "2": "c"})
     assert many.labels == ("LABEL_0", "LABEL_1")
     assert "num_labels is 2; the number holds" in many.notes[0]
@@ -309,11 +309,13 @@ def test_transformers_takes_the_same_and_counts_the_same_labels(family: Any) -> 
 
     for extra in (
         {"num_labels": 3, "id2label": {"0": "no"}},
+        {"num_labels": 3, "id2label": {"0": "no", "1": "yes"}},
+        {"num_labels": 3, "id2label": {"0": "no", "7": "yes"}},
         {"num_labels": 2, "id2label": {"0": "a", "1": "b", "2": "c"}},
     ):
         theirs = CONFIG_MAPPING[family.model_type].from_dict({**TINY[family.model_type], **HARMLESS, **extra})
         ours = made(family.model_type, **HARMLESS, **extra)
-        assert ours.num_labels == theirs.num_labels
+        assert dict(enumerate(ours.labels)) == theirs.id2label
         assert [ours.hidden_size, ours.encoder.num_layers] == [theirs.hidden_size, theirs.num_hidden_layers]
 
 
