@@ -32,7 +32,7 @@ _INERT = frozenset((
     "torch_dtype", "use_cache", "initializer_range", "auto_map",
 ))  # fmt: skip
 # Fields of recipes that repeat what other fields contain, or that contain names of folders.
-_REPEATED = frozenset(("files", "source", "transformer"))
+_REPEATED = frozenset(("files", "transformer"))
 _THREADS = 4
 _BLOCK = 1 << 20
 

@@ -8,7 +8,6 @@ imported only when a repository has to be looked up.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +33,7 @@ from flodl_hf.hub.choosing import (
 from flodl_hf.hub.origin import at_home, same_origin
 from flodl_hf.hub.patience import time_for, within
 from flodl_hf.hub.request import HubRequest, explain, is_unreachable, reason
+from flodl_hf.hub.verified import check_cached, digest_of
 
 __all__ = ["CHECKPOINT_FILES", "Resolved", "expect_place", "resolve"]
 
@@ -48,7 +48,6 @@ _ETAG = re.compile(r"[A-Za-z0-9_.:=+-]{1,200}")
 # Without a network the caller should know within seconds; huggingface_hub's own retries take half a minute.
 _TIMEOUT_S = 5.0
 _PAUSES = 6  # of a time limit for one read, until a server that sends drop by drop is given up
-_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +127,9 @@ def resolve(
     if _COMMIT.fullmatch(wanted):
         try:
             return _from_cache(request, "")
-        except HubError:
-            pass
+        except HubError as fault:
+            if "damaged" in fault.details:
+                _forget(Path(fault.details["damaged"]), request.storage)
     with at_home(constants.ENDPOINT):
         return _from_hub(request)
 
@@ -268,6 +268,10 @@ def _from_cache(request: HubRequest, why: str) -> Resolved:
             )
     elif not any_present(request, present):
         raise request.error(f"in the cache without any of {', '.join(request.files)}, and {why}", remedy, offline=True)
+    prefix = f"{request.subfolder}/" if request.subfolder else ""
+    names = [prefix + name for name in present]
+    wanted = replace(request, weights=named_weights(folder, present))
+    check_cached(request, snapshot, {*select(wanted, names), *select_modules(wanted, names, folder)})
     return Resolved(folder, request.name, request.revision, commit)
 
 
@@ -414,17 +418,12 @@ def _fault(path: Path, announced: Any, check_bytes: bool) -> str | None:
         return f"{size} bytes instead of {announced.size}"
     if not check_bytes:
         return None
-    if announced.lfs is not None:
-        expected, digest = announced.lfs.sha256, hashlib.sha256()
-    elif announced.blob_id and _COMMIT.fullmatch(announced.blob_id):
-        # Small files are stored in git, which names them by this digest of a header and the contents.
-        expected, digest = announced.blob_id, hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
-    else:
+    # Large files are named by SHA-256; small ones are stored in git, which names them by a digest of its own.
+    expected = announced.blob_id if announced.lfs is None else announced.lfs.sha256
+    if announced.lfs is None and not (expected and _COMMIT.fullmatch(expected)):
         return None
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return None if digest.hexdigest() == expected else f"digest {digest.hexdigest()} instead of {expected}"
+    digest = digest_of(path, expected)
+    return None if digest == expected else f"digest {digest} instead of {expected}"
 
 
 def _forget(path: Path, storage: Path) -> None:

@@ -731,3 +731,39 @@ def test_the_usual_environment_variables_are_honoured(hub: Hub, tmp_path: Path) 
 def test_a_local_folder_does_not_import_huggingface_hub(tmp_path: Path) -> None:
     code = "import sys; from flodl_hf.hub.download import resolve; resolve(sys.argv[1]); sys.exit('huggingface_hub' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=900).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("revision", ["main", "commit"])
+def test_a_damaged_file_of_the_cache_is_not_used_offline(hub: Hub, tmp_path: Path, name: str, revision: str) -> None:
+    found = resolve("ada/tiny", cache_dir=tmp_path)
+    revision = str(found.commit) if revision == "commit" else revision
+    offline: dict[str, Any] = {"cache_dir": tmp_path, "revision": revision, "local_files_only": True}
+    assert resolve("ada/tiny", **offline).folder == found.folder
+    blob = (found.folder / name).resolve()
+    data = blob.read_bytes()
+    blob.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    with pytest.raises(HubError) as caught:
+        resolve("ada/tiny", **offline)
+    assert (caught.value.file, caught.value.damaged) == (name, str(blob))
+    if revision != "main":  # with a network it is fetched again
+        assert resolve("ada/tiny", cache_dir=tmp_path, revision=revision).folder == found.folder
+        assert (found.folder / name).read_bytes() == data
+        resolve("ada/tiny", **offline)
+
+
+def test_files_of_the_cache_are_read_once(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flodl_hf.hub import verified
+
+    read: list[str] = []
+    real = verified.digest_of
+    monkeypatch.setattr(verified, "digest_of", lambda path, like: read.append(path.name) or real(path, like))
+    found = resolve("ada/tiny", cache_dir=tmp_path)
+    for count in (len(_names(found.folder)), 0, 0):
+        read.clear()
+        resolve("ada/tiny", cache_dir=tmp_path, local_files_only=True)
+        assert len(read) == count
+    blob = (found.folder / "config.json").resolve()
+    os.utime(blob, (1, 1))
+    resolve("ada/tiny", cache_dir=tmp_path, local_files_only=True)
+    assert read == [blob.name]
