@@ -32,7 +32,7 @@ _INERT = frozenset((
     "torch_dtype", "use_cache", "initializer_range", "auto_map",
 ))  # fmt: skip
 # Fields of recipes that repeat what other fields contain, or that contain names of folders.
-_REPEATED = frozenset(("files", "transformer"))
+_REPEATED = frozenset(("files", "stated", "transformer"))
 _THREADS = 4
 _BLOCK = 1 << 20
 
@@ -115,7 +115,7 @@ def by_value(value: Any, skip: tuple[str, ...] = ()) -> Any:
         return _tensors(value)
     if is_dataclass(value):
         names = (field.name for field in fields(value) if field.name not in (*skip, *_REPEATED))
-        return {name: by_value(getattr(value, name)) for name in names}
+        return {"class": type(value).__name__} | {name: by_value(getattr(value, name)) for name in names}
     raise TypeError(f"identity: found a {type(value).__name__}, expected a type whose content can be hashed")
 
 

@@ -20,6 +20,8 @@ from flodl_hf.errors import PredictError
 from flodl_hf.runtime import RunKeywords, RunOptions
 from flodl_hf.sentence.dense import Dense
 from flodl_hf.sentence.recipe import SentenceRecipe
+from flodl_hf.sentence.steps import LayerWeights, Scaled
+from flodl_hf.sentence.transformer_settings import TransformerSettings
 
 CLASSES = "sequence_classification"
 
@@ -168,6 +170,8 @@ RECIPES: dict[str, Any] = {
     "dense": (replace(DENSE, weight=torch.eye(16) * 2),), "prompts": {"query": "a dog"}, "default_prompt": "query",
     "include_prompt": False, "splade": None, "lexical": replace(DENSE, activation="ReLU"), "late": None,
     "routes": {"query": WAY}, "usual_route": None, "kinds": {"question": "query"}, "truncate_dim": 4, "kind": "other", "activation": "Sigmoid",
+    "tokens": (Scaled(of_tokens=True),), "layers": LayerWeights(torch.tensor([1.0, 3.0]), 0, {}), "layer": 0,
+    "most_words": 3, "transformer_settings": TransformerSettings(lower_case=True),
 }  # fmt: skip
 
 
