@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pydoc
 import re
 import runpy
 from pathlib import Path
 
 import pytest
 
+import flodl_hf
 from flodl_hf import families as families_known
+from flodl_hf import finetuning, results
 from flodl_hf.families import FAMILIES
 from flodl_hf.heads import HEADS
 
@@ -88,3 +91,18 @@ def test_the_picture_of_speed_has_the_figures_of_the_tables() -> None:
         for figure in (bar.ours, bar.theirs):
             shown = f"{figure:,.2f}" if figure < 10 else f"{figure:,.1f}".removesuffix(".0")
             assert shown in table, f"{bar.what}: {shown} is not in {bar.source}"
+
+
+def test_the_api_page_contains_every_public_name_of_the_library() -> None:
+    """Names that are imported on demand are invisible to automodule, which does not report that."""
+    page = (ROOT / "docs" / "api" / "flodl_hf.md").read_text("utf-8")
+    named = re.findall(r"^\.\. auto(?:class|function):: (\S+)$", page, re.MULTILINE)
+    whole = re.findall(r"^\.\. automodule:: (\S+)$", page, re.MULTILINE)
+    found = [pydoc.locate(name) for name in named]
+    assert [name for name, value in zip(named, found, strict=True) if value is None] == []
+    modules = [vars(pydoc.locate(name)) for name in whole]
+    public = {name: getattr(flodl_hf, name) for name in flodl_hf.__all__ if name != "AutoConfig"}
+    public |= {name: getattr(finetuning, name) for name in finetuning.__all__ if name != "plan_job"}
+    public |= {name: getattr(results, name) for name in results.__all__}
+    listed = [*found, *(value for members in modules for value in members.values())]
+    assert [name for name, value in public.items() if not any(value is one for one in listed)] == []
