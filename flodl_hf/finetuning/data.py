@@ -156,7 +156,7 @@ def read_tables(train: Any, held_out: Any, options: Options | None = None) -> Ta
     evals = {name: rows[f"eval {name}".strip()] for name in named}
     if train is None:
         first = next(iter(named))
-        return Tables(evals[first], evals, facts, named[first])
+        return Tables(evals[first], {name: aligned(part, evals[first]) for name, part in evals.items()}, facts)
     if several:
         if share is not None:
             raise ConfigError("eval: of several training tables no share is held out; expected data", problems=["eval"])

@@ -9,7 +9,7 @@ from typing import Any
 from flodl.data import Table, as_numbers, is_missing
 from flodl.errors import DataError
 
-__all__ = ["aligned", "drop_unlabelled"]
+__all__ = ["aligned", "classes_used", "drop_unlabelled", "numbered_as"]
 
 UNLABELLED = -1
 """The number that data sets give to an example without a gold label."""
@@ -38,6 +38,33 @@ def aligned(rows: Table, train: Table) -> Table:
         for row in rows
     ]
     return Table(made, {**rows.classes, **train.classes})
+
+
+def numbered_as(rows: Table, names: Sequence[str]) -> Table:
+    """Return rows whose declared classes are numbered as in ``names``; columns with other classes are unchanged.
+
+    Args:
+        rows: a table.
+        names: label names of a model by number.
+    """
+    changed = {column: own for column, own in rows.classes.items() if set(classes_used(rows, column)) <= set(names)}
+    made = [
+        {name: _written(cell, changed[name], names) if name in changed else cell for name, cell in row.items()}
+        for row in rows
+    ]
+    return Table(made, {**rows.classes, **dict.fromkeys(changed, tuple(names))}) if changed else rows
+
+
+def classes_used(rows: Table, column: str) -> list[str]:
+    """Return the names of the declared classes that occur in a column, sorted."""
+    own, found, cells = rows.classes.get(column, ()), set(), [row.get(column) for row in rows]
+    while cells:
+        cell = cells.pop()
+        if isinstance(cell, (list, tuple)):
+            cells += cell
+        else:
+            found.add(_written(cell, own, ()))
+    return sorted(found & set(own))
 
 
 def _first(cell: Any) -> Any:
@@ -74,6 +101,8 @@ def drop_unlabelled(
     """
     if column is None or str(UNLABELLED) in (labels or ()):
         return
+    # One table may have two names, where a model is evaluated and not trained.
+    tables = dict({id(rows): (name, rows) for name, rows in tables.items()}.values())
     cells = {name: as_numbers([row.get(column) for row in rows]) for name, rows in tables.items()}
     known = {cell for part in cells.values() for cell in part if not isinstance(cell, (list, tuple, dict))}
     is_declared = any(column in getattr(rows, "classes", {}) for rows in tables.values())

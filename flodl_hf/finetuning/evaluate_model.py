@@ -17,7 +17,8 @@ from flodl.distributed import Ranks, join_ranks, launch
 from flodl.distributed.group import under_torchrun
 from flodl.errors import ConfigError, DataError, capped, nearest
 from flodl.train.evaluate import split_figures
-from flodl_hf.finetuning.data import choose_task, read_tables
+from flodl_hf.finetuning.data import Tables, choose_task, read_tables
+from flodl_hf.finetuning.declared import classes_used, numbered_as
 from flodl_hf.finetuning.evaluation import Evaluation, Evaluations
 from flodl_hf.finetuning.flag_columns import with_listed_flags
 from flodl_hf.finetuning.job import make_evaluation, prepare_held_out, row_limits
@@ -25,9 +26,11 @@ from flodl_hf.finetuning.judged import Judged
 from flodl_hf.finetuning.keywords import EvaluateOptions
 from flodl_hf.finetuning.lists import has_lists
 from flodl_hf.finetuning.options import Options, make_options
+from flodl_hf.finetuning.sequence import SequenceTask
 from flodl_hf.finetuning.start import known_of
 from flodl_hf.finetuning.task import Task, name_of
 from flodl_hf.finetuning.task_names import task_named
+from flodl_hf.finetuning.tokens import TokenTask
 from flodl_hf.finetuning.training_arguments import translated
 from flodl_hf.finetuning.user_code import Own
 from flodl_hf.finetuning.vectors.auxiliary import BesideTask
@@ -270,6 +273,10 @@ def _plan(
     name = _task_of(model, tables.train, options)
     if name in ("sequence_classification", "token_classification"):
         options = _with_labels(model, name, options)
+        if _has_names(model):
+            # Declared classes are compared by name: the model may number them in another order.
+            sets = {name: numbered_as(rows, model.config.labels) for name, rows in tables.evals.items()}
+            tables = replace(tables, train=next(iter(sets.values())), evals=sets)
     tables, options = with_listed_flags(tables, replace(options, task=name))
     try:
         task, options = choose_task(tables, options, known_of(model, options))
@@ -281,7 +288,7 @@ def _plan(
         # Data of another form than that of training: the usual loss of that form.
         options = replace(options, vector_loss=None, loss_options=None)
         task, options = choose_task(tables, options, known_of(model, options))
-    _check_labels(model, task)
+    _check_labels(model, task, tables)
     if isinstance(task, BesideTask):
         raise DataError(
             "evaluate: found pairs with classes, which are predicted by a layer that only training has. Give pairs "
@@ -317,9 +324,18 @@ def _other_labels(model: EncoderModel, strange: list[str]) -> DataError:
     )
 
 
-def _check_labels(model: EncoderModel, task: Task) -> None:
-    """Refuse data whose labels are not of the kind that the model predicts."""
+def _has_names(model: EncoderModel) -> bool:
+    return any(label != f"LABEL_{i}" for i, label in enumerate(model.config.labels))
+
+
+def _check_labels(model: EncoderModel, task: Task, tables: Tables) -> None:
+    """Refuse data whose labels are not those of the model, or of another kind."""
     known = tuple(model.config.labels)
+    column = task.columns.label or task.columns.tags if isinstance(task, (SequenceTask, TokenTask)) else None
+    if column is not None and task.kind != "regression" and _has_names(model):
+        used = {name for rows in tables.evals.values() for name in classes_used(rows, column)}
+        if strange := sorted(used - set(known)):
+            raise _other_labels(model, strange)
     if task.labels is None or name_of(task) == "rank" or task.labels == known:
         return
     if task.kind == "regression" and len(known) == len(task.labels):

@@ -162,12 +162,32 @@ def test_several_devices_and_several_sets_give_the_results_of_one(demo_model: Pa
     assert (two.examples, two.confusion) == (28, None)
 
 
+class Declared(list[dict[str, Any]]):
+    """Rows with features as `datasets` has them, which number the classes in another order than the model."""
+
+    features: dict[str, Any] = {  # noqa: RUF012
+        "label": {"_type": "ClassLabel", "names": demo.LABELS[::-1]}
+    }
+
+
 def test_labels_by_number_name_and_order_are_those_of_the_model(demo_model: Path) -> None:
     rows = labelled(12)
     named = evaluate(demo_model, rows)
     numbered = [{**row, "label": demo.LABELS.index(row["label"])} for row in rows]
     some = evaluate(demo_model, [row for row in rows if row["label"] == demo.LABELS[1]])
     assert evaluate(demo_model, numbered).metrics == named.metrics
+    swapped = [{**row, "label": 1 - row["label"]} for row in numbered]
+    declared = Declared([*swapped, {"text": "no gold label", "label": -1}])
+    with pytest.warns(UserWarning, match="1 of 13 rows of eval"):
+        assert evaluate(demo_model, declared).metrics == named.metrics
+    declared = Declared(swapped)
+    declared.features = {"label": {"_type": "ClassLabel", "names": ("neutral", demo.LABELS[0])}}
+    with pytest.raises(DataError) as fault:
+        evaluate(demo_model, declared)
+    assert fault.value.details["labels"] == ["neutral"]
+    flags = [{"text": row["text"], **{label: int(label == row["label"]) for label in demo.LABELS}} for row in rows]
+    with pytest.raises(DataError):
+        evaluate(demo_model, flags, columns={"label": "+".join(demo.LABELS)})
     assert some.labels == list(demo.LABELS)
     assert some.confusion is not None
     assert sum(some.confusion[0]) == 0
