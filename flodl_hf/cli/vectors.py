@@ -51,7 +51,7 @@ def encoder(model: str, revision: str | None, local: bool, device: str, precisio
 
     def encode(texts: Sequence[str], kind: str | None = None, **how: Any) -> Any:
         how |= {"route": kind} if kind in routes else {}
-        return found.encode(texts, convert_to_tensor=True, **run, **how).float().cpu().numpy()
+        return found.encode(texts, convert_to_tensor=True, store="float32", **run, **how).float().cpu().numpy()
 
     return encode
 

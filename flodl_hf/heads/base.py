@@ -5,7 +5,6 @@ Transformers' class: ``BertModel`` and its siblings.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
@@ -13,8 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
-from flodl.errors import nearest
-from flodl_hf.errors import PredictError
 from flodl_hf.family import head_names
 from flodl_hf.graph_model.routed import route_within
 from flodl_hf.heads.head import Head
@@ -22,6 +19,7 @@ from flodl_hf.heads.prediction_keywords import EMBED, ENCODE
 from flodl_hf.keywords.taking import taking
 from flodl_hf.model.encoder_model import EncoderModel
 from flodl_hf.model.outputs import BaseOutput
+from flodl_hf.sentence.recipe import SentenceRecipe
 
 if TYPE_CHECKING:
     from flodl_hf.decode.pooling import Pooling
@@ -181,13 +179,15 @@ class BaseModel(EncoderModel):
     def encode(
         self,
         sentences: str | Iterable[str],
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        batch_size: int | None = None,
         *,
         normalize_embeddings: bool | None = None,
         convert_to_tensor: bool = False,
         convert_to_numpy: bool = True,
         truncate_dim: int | None = None,
-        prompt: str | None = None,
-        prompt_name: str | None = None,
+        output_value: str | None = "sentence_embedding",
         task: str | None = None,
         route: str | None = None,
         store: str | None = None,
@@ -202,18 +202,22 @@ class BaseModel(EncoderModel):
 
         Args:
             sentences: one text or several.
+            prompt_name: a prompt of the folder; None as the folder says.
+            prompt: put before each text, as it is.
+            batch_size: most texts of a batch; None for what suits the device.
             normalize_embeddings: scale vectors to length 1; None and False as the folder says.
             convert_to_tensor: a tensor instead of an array.
-            convert_to_numpy: an array; a tensor comes first.
+            convert_to_numpy: an array; a tensor comes first. Without both several texts give a list of tensors.
             truncate_dim: keep this many features; None as the folder says. They are not scaled again, where the folder
                 scales vectors and ``normalize_embeddings`` is not set.
-            prompt: put before each text, as it is.
-            prompt_name: a prompt of the folder; None as the folder says.
+            output_value: "sentence_embedding"; or "token_embeddings" for the vectors of each text's tokens,
+                ``(tokens, size)``, in a list.
             task: as in `embed`.
             route: as in `embed`.
             store: how numbers come back: "float32", "float16", "int8", "uint8", "binary" or "ubinary", as
-                `flodl_hf.vectors.quantize_embeddings` makes them; None as they are. It is what sentence-transformers
-                calls ``precision``, which here says what the model computes in.
+                `flodl_hf.vectors.quantize_embeddings` makes them; None as they are. ``precision`` of
+                sentence-transformers ("float32", "int8", "uint8", "binary", "ubinary") is the same; with ``store``,
+                ``precision`` is the precision that the model computes in.
             ranges: ``store`` in bytes: the least and greatest number of each feature, ``(2, size)``; None takes those
                 of these vectors.
             windows: as in `embed`.
@@ -225,28 +229,24 @@ class BaseModel(EncoderModel):
         """
         from flodl_hf.decode.pooling import finish_embeddings
         from flodl_hf.runtime.items import several
-        from flodl_hf.vectors.quantize import check_store, quantize_embeddings
+        from flodl_hf.vectors.quantize import STORED_PRECISIONS, check_store, quantize_embeddings
 
         texts = several(sentences, "encode")
         texts = texts if isinstance(texts, str) else list(texts)
+        given: dict[str, Any] = {**run, "batch_size": batch_size}
+        if store is None and given.get("precision") in STORED_PRECISIONS:
+            store = given.pop("precision")
         if store is not None:
             check_store(store)
-        elif run.get("precision") == "int8":
-            warnings.warn(
-                "encode: precision='int8' is what the model computes in, and vectors come back in float32; "
-                "store='int8' returns bytes, as precision= of sentence-transformers does; store='float32' says that "
-                "float32 is meant",
-                stacklevel=3,
-            )
         recipe = self.sentence_recipe
-        prompts = recipe.prompts if recipe else {}
-        if prompt_name is not None and prompt_name not in prompts:
-            known = ", ".join(prompts) or "it has none"
-            raise PredictError(
-                f"encode: no prompt {prompt_name!r}{nearest(prompt_name, prompts)}; of this folder: {known}"
-            )
         if prompt is None and prompt_name is not None:
-            prompt = prompts[prompt_name]
+            prompt = (recipe or SentenceRecipe()).resolve_prompt("encode", None, prompt_name)
+        if output_value != "sentence_embedding":
+            from flodl_hf.heads.vectors import token_embeddings
+
+            return token_embeddings(
+                self, texts, output_value, prompt=prompt, route=route, untrained=untrained, run=given
+            )
         own = recipe.on(route or task) if recipe is not None and recipe.routes else recipe
         scaled = bool(own and own.normalize)
         kept = own.kept(truncate_dim) if own else truncate_dim
@@ -261,29 +261,45 @@ class BaseModel(EncoderModel):
             task=task,
             route=route,
             untrained=untrained,
-            **run,
+            **given,
         )
         found = finish_embeddings(found, truncate_dim=kept)
         if store is not None:
-            kept_as = quantize_embeddings(found, store, ranges=ranges)
-            kept_as = kept_as[0] if found.dim() == 1 else kept_as
-            return torch.from_numpy(kept_as) if convert_to_tensor or not convert_to_numpy else kept_as
-        return found if convert_to_tensor or not convert_to_numpy else found.numpy()
+            stored = quantize_embeddings(found, store, ranges=ranges)
+            found = torch.from_numpy(stored[0] if found.dim() == 1 else stored)
+        if convert_to_tensor:
+            return found
+        return found.numpy() if convert_to_numpy else found if isinstance(texts, str) else list(found)
 
     @taking(ENCODE, like=encode)
-    def encode_query(self, sentences: str | Iterable[str], **how: Any) -> Any:
-        """Return vectors of what is looked for, as sentence-transformers does.
+    def encode_query(
+        self,
+        sentences: str | Iterable[str],
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        batch_size: int | None = None,
+        **how: Any,
+    ) -> Any:
+        """Return vectors of queries, as sentence-transformers does.
 
         `encode` with the folder's prompt "query" or else none, by the route "query" where the folder has routes, and
         with the adapter of queries where the file has adapters of tasks.
         """
         from flodl_hf.heads.vectors import keywords_for
 
-        return self.encode(sentences, **keywords_for("query", self, how))
+        given = {**how, "prompt_name": prompt_name, "prompt": prompt, "batch_size": batch_size}
+        return self.encode(sentences, **keywords_for("query", self, given))
 
     @taking(ENCODE, like=encode)
-    def encode_document(self, sentences: str | Iterable[str], **how: Any) -> Any:
-        """Return vectors of what is found, as sentence-transformers does.
+    def encode_document(
+        self,
+        sentences: str | Iterable[str],
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        batch_size: int | None = None,
+        **how: Any,
+    ) -> Any:
+        """Return vectors of documents, as sentence-transformers does.
 
         `encode` with the folder's prompt "document" or else none, by the route "document" where the folder has routes,
         and with the adapter of passages where the file has adapters of tasks. A prompt of another name ("passage")
@@ -291,7 +307,8 @@ class BaseModel(EncoderModel):
         """
         from flodl_hf.heads.vectors import keywords_for
 
-        return self.encode(sentences, **keywords_for("document", self, how))
+        given = {**how, "prompt_name": prompt_name, "prompt": prompt, "batch_size": batch_size}
+        return self.encode(sentences, **keywords_for("document", self, given))
 
     def similarity(self, a: Any, b: Any, *, measure: str | None = None, **run: Unpack[RunKeywords]) -> Similarity:
         """Return how alike each of ``a`` is to each of ``b``, a tensor ``(len(a), len(b))``; the larger the more.

@@ -151,8 +151,7 @@ ENCODE = {
     **{name: word for name, word in _RUN.items() if not name.startswith("convert")},
     **{name: Word("sentences") for name in ("inputs", "texts", "sequences")},
     **_TRUNCATED,
-    "output_value": EMBED["output_value"],
-    "pool": Word(reason="devices=[...] shares texts among devices"),
+    "pool": Word(reason="devices=[...] shares texts among devices", harmless=(None,)),
     "chunk_size": Word(harmless=None),
 }
 SPARSE = {

@@ -7,6 +7,7 @@ stands in `flodl_hf.sentence.dense`, `flodl_hf.sentence.multivector` and `flodl_
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from flodl_hf.errors import PredictError
 from flodl_hf.sentence.multivector import marker_id
-from flodl_hf.sentence.recipe import SentenceRecipe
+from flodl_hf.sentence.recipe import SentenceRecipe, recipe_on
 from flodl_hf.sentence.sparse import SparseVectors, SpladePooling, from_dense, from_tokens
 
 if TYPE_CHECKING:
@@ -124,6 +125,46 @@ def pooled_beyond(
         return finished(_without_prompt(rows, encoded, names, skipped, len(texts)))
 
     return Beyond(read_states(model, recipe), take)
+
+
+def token_embeddings(
+    model: EncoderModel,
+    texts: str | list[str],
+    output_value: str | None,
+    *,
+    prompt: str | None,
+    route: str | None,
+    untrained: bool,
+    run: dict[str, Any],
+) -> Any:
+    """Return the vectors of each text's tokens, ``(tokens, size)``, as sentence-transformers pools them.
+
+    Raises:
+        PredictError: another output is requested.
+    """
+    from flodl_hf.runtime import Session
+
+    if output_value != "token_embeddings":
+        raise PredictError(
+            f"encode: found output_value={output_value!r}, expected 'sentence_embedding' or 'token_embeddings'. Call "
+            "the model itself for other outputs: model(**model.tokenizer(text, return_tensors='pt')).",
+            output_value=output_value,
+        )
+    model.ready("encode", untrained=untrained)
+    own = model.on_route(route)
+    recipe = recipe_on(own.sentence_recipe, route if own is model else None)
+    before = recipe.prompt_for(prompt) if recipe else prompt or ""
+    found: Any = own
+    encode = partial(found._embeddable, windows=False, strict=False, prompt=before)
+
+    def finish(chunk: list[str], encoded: Encoded, states: Pending) -> list[Tensor]:
+        rows = dict(zip(encoded.owners.tolist(), states.placed().rows(encoded.table), strict=True))
+        return [changed_states(recipe, rows[place]) for place in range(len(chunk))]
+
+    given: Any = {name: value for name, value in run.items() if name != "batch_size"}  # which is a matter of speed
+    session, single = Session(own, given), isinstance(texts, str)
+    found = session.answer(texts, encode, read_states(own, recipe), finish, single=single, what="encode")
+    return found if single else list(found)
 
 
 def read_states(model: EncoderModel, recipe: SentenceRecipe | None) -> States:

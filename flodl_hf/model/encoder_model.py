@@ -87,6 +87,34 @@ class EncoderModel(Opened, Adapted, Familiar):
         self._run_options = self.run_options.changed(dict(run))
         return self
 
+    @property
+    def max_seq_length(self) -> int | None:
+        """Most tokens of a text, as sentence-transformers has it: longer texts are truncated; None for no limit.
+
+        Setting it changes the tokenizer and the settings of ``sentence_bert_config.json``, and is saved with the model.
+        """
+        recipe = self.sentence_recipe
+        return self.most_tokens(recipe.max_tokens if recipe is not None else None)
+
+    @max_seq_length.setter
+    def max_seq_length(self, length: int) -> None:
+        from flodl_hf.model.folder_tokenizer import overridden
+        from flodl_hf.model.sentence_folder import with_length
+
+        places = self.config.max_tokens
+        if type(length) is not int or length < 3 or (places is not None and length > places):
+            raise PredictError(
+                f"max_seq_length: found {length!r}, expected an integer from 3 to {places or 'any number'}. The model "
+                "has no positions for longer texts.",
+                max_seq_length=length,
+            )
+        if self.sentence_recipe is not None:
+            self.sentence_recipe = with_length(self.sentence_recipe, length)
+        if self.tokenizer is not None:
+            folder = Path(self.source.folder) if self.source is not None else Path()
+            given = {"model_max_length": length}
+            self.tokenizer = overridden(self.tokenizer, given, folder, self.config.model_type)
+
     def explain(
         self, device: torch.device | str | None = None, precision: Precision | None = None, *, training: bool = False
     ) -> Explanation:

@@ -19,7 +19,7 @@ from flodl_hf.weights.file_names import VOCABULARY_FILES
 if TYPE_CHECKING:
     from flodl_hf.tokenizer import Tokenizer
 
-__all__ = ["load_tokenizer", "tokenizer_files"]
+__all__ = ["load_tokenizer", "overridden", "tokenizer_files"]
 
 
 def load_tokenizer(
@@ -43,10 +43,7 @@ def load_tokenizer(
     try:
         tokenizer = Tokenizer.from_folder(folder, model_type=config.model_type)
         if overrides:
-            files = dict(tokenizer.files())
-            stated = json.loads(files.get("tokenizer_config.json", b"{}"))
-            files["tokenizer_config.json"] = json.dumps({**stated, **overrides}, indent=2).encode()
-            tokenizer = Tokenizer.from_files(files, folder=folder, model_type=config.model_type)
+            tokenizer = overridden(tokenizer, overrides, folder, config.model_type)
     except FlodlError as fault:
         if strict or "words" not in fault.details:
             raise
@@ -54,6 +51,18 @@ def load_tokenizer(
     types = getattr(config.encoder, "type_vocab_size", None) if config.family.uses_token_types else None
     tokenizer.check_fits(config.encoder.vocab_size, types or None)
     return tokenizer
+
+
+def overridden(tokenizer: Tokenizer, overrides: Mapping[str, Any], folder: Path, model_type: str) -> Tokenizer:
+    """Return the tokenizer with other values in its ``tokenizer_config.json``.
+
+    Raises:
+        TokenizerError: a value is not understood.
+    """
+    files = dict(tokenizer.files())
+    stated = json.loads(files.get("tokenizer_config.json", b"{}"))
+    files["tokenizer_config.json"] = json.dumps({**stated, **overrides}, indent=2, ensure_ascii=False).encode()
+    return type(tokenizer).from_files(files, folder=folder, model_type=model_type)
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from flodl_hf.saving.json_text import patch_json
 from flodl_hf.sentence.multivector import colbert_recipe
 from flodl_hf.sentence.recipe import SentenceRecipe
 from flodl_hf.weights.checkpoint.members import is_entry
+from flodl_hf.weights.file_names import BOUNDS
 from flodl_hf.weights.loading import class_of
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from flodl_hf.config.model_config import ModelConfig
     from flodl_hf.graph_model.model import GraphModel
 
-__all__ = ["colbert_of", "follow_routes", "graph_of", "head_in_files", "note_setfit", "with_overrides"]
+__all__ = ["colbert_of", "follow_routes", "graph_of", "head_in_files", "note_setfit", "with_length", "with_overrides"]
 
 _SETFIT = ("model_head.pkl", "config_setfit.json")
 
@@ -95,6 +97,28 @@ class PooledScores(nn.Module):
         for step in self.recipe.dense:
             found = step(found)
         return found
+
+
+def with_length(recipe: SentenceRecipe, length: int) -> SentenceRecipe:
+    """Return a folder's recipe with another length of texts in tokens, in its files too.
+
+    Args:
+        recipe: of the folder.
+        length: most tokens of a text.
+    """
+    files = dict(recipe.files)
+    for name in BOUNDS:
+        if name not in files:
+            continue
+        stated = json.loads(files[name])
+        for inside, key in (("processor_kwargs", "model_max_length"), ("tokenizer_args", "model_max_length")):
+            stated.get(inside, {}).pop(key, None)
+        for part in stated.get("processing_kwargs", {}).values():
+            part.pop("max_length", None)
+        files[name] = (json.dumps({**stated, "max_seq_length": length}, indent=2) + "\n").encode()
+    stated = recipe.max_tokens is not None or any(name in files for name in BOUNDS)
+    routes = {name: with_length(own, length) for name, own in recipe.routes.items()}
+    return replace(recipe, max_tokens=length if stated else None, files=files, routes=routes)
 
 
 def note_setfit(root: Path, head: str) -> None:

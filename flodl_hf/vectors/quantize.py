@@ -14,9 +14,19 @@ from flodl.errors import nearest
 from flodl_hf.errors import PredictError
 from flodl_hf.vectors.search import Found, as_vectors, search_blocks
 
-__all__ = ["PRECISIONS", "binary_search", "byte_search", "check_store", "quantize_embeddings", "ranges_of"]
+__all__ = [
+    "PRECISIONS",
+    "STORED_PRECISIONS",
+    "binary_search",
+    "byte_search",
+    "check_store",
+    "quantize_embeddings",
+    "ranges_of",
+]
 
 PRECISIONS = ("float32", "float16", "int8", "uint8", "binary", "ubinary")
+STORED_PRECISIONS = ("float32", "int8", "uint8", "binary", "ubinary")
+"""Those that ``precision`` of sentence-transformers' ``encode`` takes."""
 BLOCK = 256
 """Queries whose findings are put in order at once."""
 
@@ -27,18 +37,26 @@ def ranges_of(vectors: Any) -> NDArray[Any]:
     return np.stack([found.min(0), found.max(0)])
 
 
-def quantize_embeddings(vectors: Any, precision: str, *, ranges: Any = None) -> NDArray[Any]:
+def quantize_embeddings(
+    vectors: Any, precision: str, ranges: Any = None, calibration_embeddings: Any = None
+) -> NDArray[Any]:
     """Return vectors in another precision, an array ``(n, size)``, or ``(n, size / 8)`` of bits.
 
     Args:
-        vectors: ``(n, size)``.
+        vectors: ``(n, size)``. An empty list is returned as it is.
         precision: one of `PRECISIONS`. A bit is set where a number is above zero; "binary" is "ubinary" less 128.
-        ranges: int8: the least and greatest number of each feature, ``(2, size)``; None takes those of these vectors.
+        ranges: int8: the least and greatest number of each feature, ``(2, size)``; None takes those of
+            ``calibration_embeddings``, else of these vectors.
+        calibration_embeddings: int8: vectors whose ranges are taken, ``(m, size)``.
 
     Raises:
         PredictError: there is no such precision, or one vector is to be bytes without ``ranges``.
     """
     check_store(precision, "precision")
+    if isinstance(vectors, list) and not vectors:
+        return vectors  # type: ignore[return-value]
+    if ranges is None and calibration_embeddings is not None:
+        ranges = ranges_of(calibration_embeddings)
     found: NDArray[Any] = as_vectors(vectors, "vectors").float().cpu().numpy()
     if precision.startswith("float"):
         return found.astype(precision)

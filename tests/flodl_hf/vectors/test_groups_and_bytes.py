@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,14 @@ from flodl_hf import AutoModel
 from flodl_hf.errors import PredictError
 from flodl_hf.vectors.communities import community_detection
 from flodl_hf.vectors.mining import paraphrase_mining
-from flodl_hf.vectors.quantize import PRECISIONS, binary_search, byte_search, quantize_embeddings, ranges_of
+from flodl_hf.vectors.quantize import (
+    PRECISIONS,
+    STORED_PRECISIONS,
+    binary_search,
+    byte_search,
+    quantize_embeddings,
+    ranges_of,
+)
 from flodl_hf.vectors.search import semantic_search
 
 
@@ -143,11 +149,60 @@ def test_encode_returns_the_bytes_that_are_asked_for(demo_model: Path) -> None:
         model.encode(texts, store="int9")
 
 
-def test_computing_in_int8_is_not_taken_for_vectors_in_int8(demo_model: Path) -> None:
-    model = AutoModel.from_pretrained(demo_model)
-    with pytest.warns(UserWarning, match="vectors come back in float32; store='int8' returns bytes"):
-        computed = model.encode(["a good film"], precision="int8")
-    assert computed.dtype == np.float32
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert (model.encode(["a good film"], precision="int8", store="float32") == computed).all()
+@pytest.mark.parametrize("precision", STORED_PRECISIONS)
+def test_precision_is_that_of_sentence_transformers(demo_model: Path, precision: str) -> None:
+    model: Any = AutoModel.from_pretrained(demo_model)
+    texts = ["a good film", "a bad film", "the cat sat"]
+    expected = quantize_embeddings(model.encode(texts), precision)
+    found = model.encode(texts, precision=precision)
+    assert (found.dtype, found.tolist()) == (expected.dtype, expected.tolist())
+    # With store= it is the precision of the computation.
+    assert model.encode(texts, precision="bf16", store=precision).dtype == expected.dtype
+
+
+def test_ranges_are_those_of_the_calibration_vectors() -> None:
+    found = quantize_embeddings(VECTORS[:4], "int8", calibration_embeddings=VECTORS)
+    assert (found == quantize_embeddings(VECTORS[:4], "int8", ranges_of(VECTORS))).all()
+    assert quantize_embeddings([], "int8") == []
+
+
+def test_encode_takes_the_arguments_of_sentence_transformers(demo_model: Path) -> None:
+    model: Any = AutoModel.from_pretrained(demo_model)
+    texts = ["a good film", "a bad film, and a long one"]
+    expected = model.encode(["so: " + text for text in texts])
+    given = {
+        "show_progress_bar": False,
+        "device": "cpu",
+        "chunk_size": 8,
+        "pool": None,
+        "output_value": "sentence_embedding",
+    }
+    assert np.array_equal(model.encode(texts, None, "so: ", 1, **given), expected)
+    assert np.array_equal(model.encode_query(texts, None, "so: ", 1), expected)
+    listed = model.encode(texts, prompt="so: ", convert_to_numpy=False)
+    assert [one.tolist() for one in listed] == expected.tolist()
+    tokens = model.encode(texts, output_value="token_embeddings")
+    for text, states in zip(texts, tokens, strict=True):
+        plain = model(**model.tokenizer([text], return_tensors="pt")).last_hidden_state[0]
+        torch.testing.assert_close(states, plain.detach(), rtol=0, atol=1e-5)
+    assert torch.equal(model.encode(texts[0], output_value="token_embeddings"), tokens[0])
+    with pytest.raises(PredictError) as caught:
+        model.encode(texts, output_value=None)
+    assert caught.value.details["output_value"] is None
+
+
+@pytest.mark.filterwarnings("ignore:.*truncated")
+def test_the_length_of_texts_can_be_set_and_is_saved(demo_model: Path, tmp_path: Path) -> None:
+    model: Any = AutoModel.from_pretrained(demo_model)
+    text = "a good film, a bad film and the cat"
+    assert model.max_seq_length == model.max_tokens
+    model.max_seq_length = 5
+    short = model.tokenizer([text], truncation=True, max_length=5, return_tensors="pt")
+    expected = model(**short).last_hidden_state[0].mean(0).detach()
+    torch.testing.assert_close(torch.from_numpy(model.encode(text)), expected, rtol=0, atol=1e-5)
+    again = AutoModel.from_pretrained(model.save_pretrained(tmp_path / "out"))
+    assert again.max_seq_length == 5
+    assert np.array_equal(again.encode(text), model.encode(text))
+    for wrong in (2, 10**6, "5", None):
+        with pytest.raises(PredictError):
+            model.max_seq_length = wrong
