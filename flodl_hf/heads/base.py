@@ -169,7 +169,10 @@ class BaseModel(EncoderModel):
         if recipe is not None and (dense or recipe.changes_states or (before and not recipe.include_prompt)):
             from flodl_hf.heads.vectors import pooled_beyond
 
-            finish = pooled_beyond(self, recipe, names, before, dense, truncate_dim=truncate_dim, normalize=wanted)
+            finish = pooled_beyond(
+                self, recipe, names, before, dense, truncate_dim=truncate_dim, normalize=wanted,
+                batch_invariant=session.options.batch_invariant,
+            )  # fmt: skip
             return session.answer(texts, encode, finish.work, finish.take, join=torch.cat, **given)
         vectors = Vectors(len(texts) if isinstance(texts, Sequence) and not single else None, normalize=wanted)
         work = Pooled(names, truncate_dim, wanted)

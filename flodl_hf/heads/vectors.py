@@ -81,7 +81,7 @@ class Beyond(NamedTuple):
 
 def pooled_beyond(
     model: EncoderModel, recipe: SentenceRecipe, names: tuple[Any, ...], prompt: str, dense: Sequence[Step], *,
-    truncate_dim: int | None, normalize: bool,
+    truncate_dim: int | None, normalize: bool, batch_invariant: bool = False,
 ) -> Beyond:  # fmt: skip
     """Return how texts are pooled where dense layers follow, or where a prompt's tokens do not count.
 
@@ -93,6 +93,7 @@ def pooled_beyond(
         dense: layers behind the pooling.
         truncate_dim: keep so many features.
         normalize: scale vectors to length 1.
+        batch_invariant: compute each vector by itself, because products of several rows are summed in another order.
     """
     from flodl_hf.decode.pooling import finish_embeddings
     from flodl_hf.runtime.passes import Pooled
@@ -102,6 +103,8 @@ def pooled_beyond(
     assert tokenizer is not None
 
     def finished(found: Tensor) -> Tensor:
+        if batch_invariant and len(found) > 1:
+            return torch.cat([finished(row) for row in found.split(1)])
         for layer in dense:
             found = layer(found)
         return finish_embeddings(found, truncate_dim=truncate_dim, normalize=normalize)
@@ -300,18 +303,24 @@ def lexical_vectors(
     roles = ("cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
     left_out = [token for role in roles if (token := getattr(tokenizer, role, None)) is not None]
 
+    alone = model.run_options.changed(dict(run)).batch_invariant
+
     def encoded(chunk: list[str]) -> Encoded:
         return encode(tokenizer, chunk, max_tokens=most_sentence_tokens(model), strict=strict, truncate=not windows)
 
+    def weighed(values: Tensor) -> np.ndarray:
+        return torch.relu(lexical(values))[:, 0].numpy()
+
     def finish(chunk: list[str], found: Encoded, states: Pending) -> list[tuple[np.ndarray, np.ndarray]]:
         placed = states.placed()
-        weights = torch.relu(lexical(placed.values))[:, 0].numpy()
+        together = None if alone else weighed(placed.values)
         parts: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in chunk]
         at = np.cumsum(found.table.lengths) - found.table.lengths
         for row, owner in enumerate(found.owners.tolist()):
             length, start = int(found.table.lengths[row]), int(placed.starts[row])
             ids = found.table.ids[at[row] : at[row] + length]
-            parts[owner].append((ids, weights[start : start + length]))
+            mine = slice(start, start + length)
+            parts[owner].append((ids, weighed(placed.values[mine]) if together is None else together[mine]))
         joined = [tuple(np.concatenate(side) for side in zip(*own, strict=True)) for own in parts]
         return [from_tokens(ids, own, left_out) for ids, own in joined]
 

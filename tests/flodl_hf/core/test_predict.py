@@ -392,3 +392,23 @@ def test_a_pair_that_is_cut_loses_of_its_longer_text_first(make: Maker) -> None:
         assert label.score == pytest.approx(expected, abs=1e-6)
         (found,) = model.rerank(long, [short], truncate=True, precision="exact", function_to_apply="sigmoid")
         assert found.score == pytest.approx(expected, abs=1e-6)
+
+
+def test_dense_layers_are_batch_invariant(make: Maker) -> None:
+    """The vector of a text by itself is that of the text among others, to the bit; products of rows are not."""
+    from flodl_hf.sentence.dense import Dense
+    from flodl_hf.sentence.recipe import SentenceRecipe
+
+    model = make("bert", "base")
+    torch.manual_seed(0)
+    width = model.config.hidden_size
+    dense = Dense(torch.randn(37, width), torch.randn(37), "Tanh")
+    model.sentence_recipe = SentenceRecipe(dense=(dense,), normalize=True, lexical=Dense(torch.randn(1, width)))
+    texts = [" ".join([("the", "cat", "sat", "on", "mat")[n % 5]] * (n % 5 + 1)) for n in range(30)]
+    found = model.embed(texts, batch_invariant=True)
+    assert all(
+        torch.equal(row, model.embed(text, batch_invariant=True)) for text, row in zip(texts, found, strict=True)
+    )
+    sparse = model.embed_sparse(texts, batch_invariant=True)
+    assert [sparse[n] for n in range(30)] == [model.embed_sparse([text], batch_invariant=True)[0] for text in texts]
+    torch.testing.assert_close(found, model.embed(texts), atol=1e-5, rtol=0)
