@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from flodl_hf.adapter_layers.scaled import ScaledLinear
 from flodl_hf.adapter_layers.stand_in import stand_in_for
+from flodl_hf.adapter_layers.tables import AdaptedEmbedding, plain_table
 
 __all__ = ["AdaptedLinear", "LoraPart", "beside", "folded", "joined_products", "plain_linear"]
 
@@ -29,15 +30,23 @@ class LoraPart(nn.Module):
         scale: what the sum is multiplied by.
         dropout: probability of dropping a value that goes in, in [0, 1).
         magnitude: lengths of rows, ``(out,)`` (DoRA); None without.
+        up_bias: a bias of ``up``, ``(out,)``; None without.
     """
 
     def __init__(
-        self, down: nn.Parameter, up: nn.Parameter, scale: float, dropout: float, magnitude: nn.Parameter | None = None
+        self,
+        down: nn.Parameter,
+        up: nn.Parameter,
+        scale: float,
+        dropout: float,
+        magnitude: nn.Parameter | None = None,
+        up_bias: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
         self.down = down
         self.up = up
         self.magnitude = magnitude
+        self.up_bias = up_bias
         self.scale = scale
         self.dropout = dropout
 
@@ -55,8 +64,12 @@ class LoraPart(nn.Module):
             return total.to(weight.dtype)
 
     def merged_bias(self, bias: Tensor | None) -> Tensor | None:
-        """Return what the bias becomes: itself."""
-        return bias
+        """Return the bias of the merged projection, likewise in float64; without a bias of ``up`` it is unchanged."""
+        if self.up_bias is None:
+            return bias
+        with torch.no_grad():
+            added = self.scale * self.up_bias.double()
+            return added.to(self.up_bias.dtype) if bias is None else (bias.double() + added).to(bias.dtype)
 
     def extra_repr(self) -> str:
         """Show rank and scale in ``print(model)``."""
@@ -79,9 +92,8 @@ class AdaptedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return the projection with its part."""
         x, part = input, self.lora
-        return _added(
-            x, F.linear(x, self.weight, self.bias), part, part.up, part.magnitude, self.weight, self.bias
-        )  # fmt: skip
+        result = F.linear(x, self.weight, self.bias)
+        return _added(x, result, part, part.up, part.up_bias, part.magnitude, self.weight, self.bias)
 
 
 def joined_products(
@@ -108,7 +120,8 @@ def joined_products(
         magnitude = join([part.magnitude for part in parts])
         weight = join([linear.weight for linear in linears])
     up = join([part.up for part in parts])
-    return _added(hidden, out, parts[0], up, magnitude, weight, torch.cat(biases) if biases else None)
+    up_bias = None if parts[0].up_bias is None else join([part.up_bias for part in parts])
+    return _added(hidden, out, parts[0], up, up_bias, magnitude, weight, torch.cat(biases) if biases else None)
 
 
 def _added(
@@ -116,6 +129,7 @@ def _added(
     result: Tensor,
     part: LoraPart,
     up: Tensor,
+    up_bias: Tensor | None,
     magnitude: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -124,7 +138,7 @@ def _added(
     dtype = result.dtype
     x = x.to(part.down.dtype)
     x = F.dropout(x, part.dropped) if part.dropped else x
-    low = F.linear(F.linear(x, part.down), up)
+    low = F.linear(F.linear(x, part.down), up, up_bias)
     if magnitude is None:
         return (result + low * part.scale).to(dtype)
     assert weight is not None
@@ -197,10 +211,14 @@ def folded(graph: nn.Module, *, merge: bool = True) -> int:
         graph: a copy whose modules may be replaced.
         merge: compute the weights; else projections keep their own, for a graph that is only looked at.
     """
-    made: dict[int, nn.Linear] = {}
+    made: dict[int, nn.Module] = {}
     for module in list(graph.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, (AdaptedLinear, ScaledLinear)):
+            if isinstance(child, AdaptedEmbedding):
+                if id(child) not in made:
+                    made[id(child)] = plain_table(child, child.lora.merged(child.weight) if merge else child.weight)
+                setattr(module, name, made[id(child)])
+            elif isinstance(child, (AdaptedLinear, ScaledLinear)):
                 if id(child) not in made:
                     part = child.lora if isinstance(child, AdaptedLinear) else child.ia3
                     weight = part.merged(child.weight) if merge else child.weight

@@ -17,6 +17,7 @@ from flodl.errors import ConfigError, nearest
 from flodl_hf.adapter_layers.lora import AdaptedLinear, LoraPart
 from flodl_hf.adapter_layers.prompts import PromptedEmbedding, PromptPart
 from flodl_hf.adapter_layers.scaled import ScaledLinear, ScalePart
+from flodl_hf.adapter_layers.tables import AdaptedEmbedding, RowsPart, TablePart
 from flodl_hf.adapters.settings import Settings
 from flodl_hf.adapters.targets import Site
 from flodl_hf.attention.prefixes import (
@@ -31,10 +32,12 @@ from flodl_hf.sentence.recipe import SentenceRecipe
 
 __all__ = ["Adapter", "Adapters", "Part", "adapters_of"]
 
-Part = LoraPart | ScalePart | PromptPart | PrefixPart | ShiftPart
+Part = LoraPart | TablePart | RowsPart | ScalePart | PromptPart | PrefixPart | ShiftPart
 """What an adapter holds of one module."""
 KINDS: Mapping[type[nn.Module], Any] = {
     LoraPart: AdaptedLinear,
+    TablePart: AdaptedEmbedding,
+    RowsPart: AdaptedEmbedding,
     ScalePart: ScaledLinear,
     PromptPart: PromptedEmbedding,
     PrefixPart: PrefixedAttention,
@@ -216,16 +219,25 @@ class Adapters:
             )
         assert self._before is not None
         graph = model.graph
-        for path, part in _mergeable(self.known[self.active]):
+        parts = _mergeable(self.known[self.active])
+        modules: dict[str, Any] = {path: graph.get_submodule(path) for path, _ in parts}
+        for path, part in parts:
+            if getattr(part, "up_bias", None) is not None and modules[path].bias is None:
+                raise ConfigError(
+                    f"merge_adapter: {path}: found an adapter with a bias (lora_bias) at a projection without one; "
+                    "expected a projection with a bias. Keep the adapter unmerged.",
+                    problems=[path],
+                )
+        for path, part in parts:
             owner, leaf = _owner(graph, path)
-            adapted: Any = graph.get_submodule(path)
-            linear: Any = self._before.modules[path]
-            self._weights[path] = adapted.weight.data, None if adapted.bias is None else adapted.bias.data
+            adapted, module = modules[path], self._before.modules[path]
+            bias = getattr(adapted, "bias", None)
+            self._weights[path] = adapted.weight.data, None if bias is None else bias.data
             adapted.weight.data = part.merged(adapted.weight)
-            if adapted.bias is not None:
-                adapted.bias.data = part.merged_bias(adapted.bias.data)
-            linear._parameters.update(weight=adapted.weight, bias=adapted.bias)
-            setattr(owner, leaf, linear.train(adapted.training))
+            if bias is not None and isinstance(part, (LoraPart, ScalePart)):
+                bias.data = part.merged_bias(bias.data)
+            module._parameters.update(adapted._parameters)
+            setattr(owner, leaf, module.train(adapted.training))
         self.merged = True
 
     def unmerge(self, model: GraphModel) -> None:
@@ -292,9 +304,10 @@ def adapters_of(model: GraphModel) -> Adapters:
     return model.__dict__.setdefault("_adapters", Adapters())
 
 
-def _mergeable(adapter: Adapter) -> list[tuple[str, LoraPart | ScalePart]]:
-    """Return the parts that come to one weight with their projection, by path."""
-    return [(path, part) for path, part in adapter.parts.items() if isinstance(part, (LoraPart, ScalePart))]
+def _mergeable(adapter: Adapter) -> list[tuple[str, LoraPart | TablePart | RowsPart | ScalePart]]:
+    """Return the parts that can be merged into the weight of their module, by path."""
+    kinds = (LoraPart, TablePart, RowsPart, ScalePart)
+    return [(path, part) for path, part in adapter.parts.items() if isinstance(part, kinds)]
 
 
 def _with(module: nn.Module, part: Part) -> nn.Module:

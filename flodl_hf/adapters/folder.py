@@ -19,11 +19,12 @@ from flodl.errors import CheckpointError, ConfigError, capped, printable
 from flodl_hf.adapter_layers.lora import LoraPart
 from flodl_hf.adapter_layers.prompts import WORDS, PromptPart
 from flodl_hf.adapter_layers.scaled import ScalePart
+from flodl_hf.adapter_layers.tables import RowsPart, TablePart
 from flodl_hf.adapters.attach import Adapter, Part
 from flodl_hf.adapters.fresh import check_places, prefix_parts
 from flodl_hf.adapters.peft_file import of_pattern, read_settings, targeted, task_of
 from flodl_hf.adapters.settings import IA3, Lora, Prefix, Prompt, Settings
-from flodl_hf.adapters.targets import Names, Site, sites_of
+from flodl_hf.adapters.targets import Names, Site, check_tables, sites_of, tables_of_tokens
 from flodl_hf.config.file import MAX_CONFIG_BYTES, read_json
 from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.family import Family
@@ -47,6 +48,10 @@ VIRTUAL = "prompt_embeddings"
 ENDS = {
     ".lora_A.weight": "down",
     ".lora_B.weight": "up",
+    ".lora_B.bias": "up_bias",
+    ".lora_embedding_A": "down",
+    ".lora_embedding_B": "up",
+    ".token_adapter.trainable_tokens_delta": "rows",
     ".lora_magnitude_vector": "magnitude",
     ".lora_magnitude_vector.weight": "magnitude",
     ".ia3_l": "scales",
@@ -216,7 +221,12 @@ class AdapterFolder:
         problems: list[str],
     ) -> dict[str, Part]:
         """Return the parts beside projections; what is wrong is added to ``problems``."""
+        parts: dict[str, Part] = {}
+        if isinstance(settings, Lora):
+            parts |= self._rows(model, sites, found, settings, problems)
         wanted = targeted(self.values, sites, str(self.path / CONFIG))
+        check_tables(model, [path for path in wanted or () if sites[path].is_table])
+        found = {path: tensors for path, tensors in found.items() if sites[path].paths[0] not in parts}
         first = "ia3_l" if isinstance(settings, IA3) else "lora_A.weight"
         for path in sorted((wanted or set()) - set(found)):
             problems.append(f"{PREFIX}{path}.{first}: missing, although target_modules means it")
@@ -224,7 +234,6 @@ class AdapterFolder:
             problems.append(f"{PREFIX}{path}.{first}: there, although target_modules does not mean it")
         if not found:
             problems.append(f"no tensors of {'IA3' if isinstance(settings, IA3) else 'LoRA'}")
-        parts: dict[str, Part] = {}
         for path, tensors in found.items():
             if isinstance(settings, IA3):
                 parts |= self._scales(model, sites[path], tensors, settings, problems)
@@ -232,15 +241,46 @@ class AdapterFolder:
                 parts |= self._parts(model, sites[path], tensors, settings, problems)
         return parts
 
+    def _rows(
+        self,
+        model: GraphModel,
+        sites: Mapping[str, Site],
+        found: Mapping[str, Mapping[str, Tensor]],
+        settings: Lora,
+        problems: list[str],
+    ) -> dict[str, Part]:
+        """Return the rows of tokens by our paths of the tables; problems are added to ``problems``."""
+        expected = tables_of_tokens(model, settings.trainable_token_indices, sites)
+        for path in sorted(expected.keys() ^ {path for path, tensors in found.items() if "rows" in tensors}):
+            fault = "missing, although" if path in expected else "there, although no id of"
+            problems.append(f"{PREFIX}{path}.token_adapter.trainable_tokens_delta: {fault} trainable_token_indices")
+        parts: dict[str, Part] = {}
+        for path, ids in expected.items():
+            rows = found.get(path, {}).get("rows")
+            if rows is None:
+                continue
+            place = sites[path].paths[0]
+            shape = (len(ids), cast("Any", model.graph.get_submodule(place)).embedding_dim)
+            if tuple(rows.shape) != shape or len(found[path]) > 1:
+                problems.append(f"{PREFIX}{path}: shape {tuple(rows.shape)}, expected {shape} and no other tensor")
+            else:
+                parts[place] = RowsPart(nn.Parameter(rows.contiguous()), torch.tensor(ids))
+        return parts
+
     def _parts(
         self, model: GraphModel, site: Site, tensors: Mapping[str, Tensor], settings: Lora, problems: list[str]
-    ) -> dict[str, LoraPart]:
-        """Return the parts of one projection by our paths; what is wrong is added to ``problems``."""
-        linears: list[Any] = [model.graph.get_submodule(path) for path in site.paths]
-        out, into = sum(linear.out_features for linear in linears), linears[0].in_features
+    ) -> dict[str, Part]:
+        """Return the parts of one projection or table by our paths; problems are added to ``problems``."""
+        modules: list[Any] = [model.graph.get_submodule(path) for path in site.paths]
+        if site.is_table:
+            out, into = modules[0].embedding_dim, modules[0].num_embeddings
+        else:
+            out, into = sum(linear.out_features for linear in modules), modules[0].in_features
         rank = of_pattern(self.values.get("rank_pattern"), site.theirs, settings.rank)
         alpha = of_pattern(self.values.get("alpha_pattern"), site.theirs, settings.alpha_of())
-        shapes = {"down": (rank, into), "up": (out, rank)} | ({"magnitude": (out,)} if settings.dora else {})
+        shapes: dict[str, tuple[int, ...]] = {"down": (rank, into), "up": (out, rank)}
+        shapes |= {"magnitude": (out,)} if settings.dora else {}
+        shapes |= {"up_bias": (out,)} if settings.lora_bias and not site.is_table else {}
         wrong = [
             f"{PREFIX}{site.theirs} ({name}): "
             + ("missing" if name not in tensors else f"shape {tuple(tensors[name].shape)}, expected {shape}")
@@ -253,12 +293,16 @@ class AdapterFolder:
             return {}
         scale = alpha / (rank**0.5 if settings.rslora else rank)
         down = nn.Parameter(tensors["down"].contiguous())
+        if site.is_table:
+            lengths = nn.Parameter(tensors["magnitude"].contiguous()) if settings.dora else None
+            return {site.paths[0]: TablePart(down, nn.Parameter(tensors["up"].contiguous()), scale, lengths)}
         marks = [part_of(mark) for mark in site.marks] or [None]
-        found = {}
+        found: dict[str, Part] = {}
         for path, mark in zip(site.paths, marks, strict=True):
             cut = {n: t if mark is None else split(t, mark) for n, t in tensors.items() if n != "down"}
             magnitude = nn.Parameter(cut["magnitude"].clone()) if settings.dora else None
-            found[path] = LoraPart(down, nn.Parameter(cut["up"].clone()), scale, settings.dropout, magnitude)
+            up_bias = nn.Parameter(cut["up_bias"].clone()) if settings.lora_bias else None
+            found[path] = LoraPart(down, nn.Parameter(cut["up"].clone()), scale, settings.dropout, magnitude, up_bias)
         return found
 
     def _scales(

@@ -12,9 +12,10 @@ from flodl.errors import ConfigError
 from flodl_hf.adapter_layers.lora import LoraPart
 from flodl_hf.adapter_layers.prompts import WORDS, BothWays, PromptPart
 from flodl_hf.adapter_layers.scaled import ScalePart
+from flodl_hf.adapter_layers.tables import RowsPart, TablePart
 from flodl_hf.adapters.attach import Adapter, Part
 from flodl_hf.adapters.settings import IA3, Lora, Prefix, Prompt, Settings
-from flodl_hf.adapters.targets import Site, chosen
+from flodl_hf.adapters.targets import Site, chosen, sites_of, tables_of_tokens
 from flodl_hf.attention.prefixes import MadePrefixPart, PrefixMaker, PrefixPart, ShiftPart
 from flodl_hf.graph_model.model import GraphModel
 
@@ -24,8 +25,8 @@ PREFIX_STD = 0.02
 POSITIONS = "encoder.embeddings.position"
 
 
-def kept_names(model: GraphModel) -> list[str]:
-    """Return our names of the tensors that an adapter of this model holds whole.
+def kept_names(model: GraphModel, settings: Settings | None = None) -> list[str]:
+    """Return our names of the tensors that an adapter of this model contains whole.
 
     That is the head of a task, and what else is new and untrained behind the encoder: without them answers would be
     random. A masked-word head comes with its encoder, and stays with it.
@@ -33,7 +34,12 @@ def kept_names(model: GraphModel) -> list[str]:
     graph = model.graph
     fresh = {name for name in model.untrained if not name.startswith("encoder.")}
     heads = model.head != "base" and not model.config.family.heads[model.head].ties
-    return [name for name, _ in graph.named_parameters() if (heads and name.startswith("head.")) or name in fresh]
+    biases = isinstance(settings, Lora) and settings.bias == "all"
+    return [
+        name
+        for name, _ in graph.named_parameters()
+        if (heads and name.startswith("head.")) or name in fresh or (biases and name.endswith(".bias"))
+    ]
 
 
 def new_adapter(model: GraphModel, settings: Settings) -> Adapter:
@@ -45,7 +51,7 @@ def new_adapter(model: GraphModel, settings: Settings) -> Adapter:
     Raises:
         ConfigError: targets that the model does not have, or a model that takes no such adapter.
     """
-    kept = kept_names(model)
+    kept = kept_names(model, settings)
     graph = model.graph
     sites: list[Site] = []
     if isinstance(settings, Prompt):
@@ -61,10 +67,16 @@ def new_adapter(model: GraphModel, settings: Settings) -> Adapter:
             parts = {f"encoder.layers.{n}.attention": MadePrefixPart(maker, n) for n in range(layers)}
             parts[POSITIONS] = ShiftPart(settings.tokens)
     else:
-        sites = chosen(model, settings, kept)
+        heads = [name for name in kept if not name.startswith("encoder.")]
+        sites = chosen(model, settings, heads)
         parts = {}
         for site in sites:
             parts |= _beside(graph, site, settings)
+        if isinstance(settings, Lora):
+            sites += _rows(model, settings, parts)
+            if settings.bias == "lora_only":
+                names = [f"{path}.bias" for site in sites for path in site.paths]
+                kept += [name for name, _ in graph.named_parameters() if name in names]
     fresh = set(model.untrained)
     held = {name: nn.Parameter(graph.get_parameter(name).detach().clone()) for name in kept}
     untrained = {name: held[name]._version for name in kept if name in fresh}
@@ -76,6 +88,8 @@ def _beside(graph: nn.Module, site: Site, settings: Lora | IA3) -> dict[str, Par
     if isinstance(settings, IA3):
         return {**_unscaled(graph, site, settings.on_input(*site.names))}
     rank, scale = settings.rank_of(*site.names), settings.scale_of(*site.names)
+    if site.is_table:
+        return {site.paths[0]: _table(graph.get_submodule(site.paths[0]), rank, scale, settings)}
     linears: list[Any] = [graph.get_submodule(path) for path in site.paths]
     home = linears[0].weight.device
     down = nn.Parameter(torch.empty(rank, linears[0].in_features))
@@ -87,8 +101,40 @@ def _beside(graph: nn.Module, site: Site, settings: Lora | IA3) -> dict[str, Par
         magnitude = None
         if settings.dora:
             magnitude = nn.Parameter(torch.linalg.norm(linear.weight.detach().float(), dim=1))
-        parts[path] = LoraPart(down, up, scale, settings.dropout, magnitude)
+        up_bias = nn.Parameter(torch.zeros(linear.out_features, device=home)) if settings.lora_bias else None
+        parts[path] = LoraPart(down, up, scale, settings.dropout, magnitude, up_bias)
     return parts
+
+
+def _table(table: Any, rank: int, scale: float, settings: Lora) -> TablePart:
+    """Return the part of an embedding table: as in peft, ``down`` is zero and ``up`` is drawn."""
+    weight = table.weight.detach()
+    down = nn.Parameter(weight.new_zeros(rank, table.num_embeddings, dtype=torch.float32))
+    up = nn.Parameter(torch.randn(table.embedding_dim, rank).to(weight.device))
+    lengths = nn.Parameter(torch.linalg.norm(weight.float(), dim=0)) if settings.dora else None
+    return TablePart(down, up, scale, lengths)
+
+
+def _rows(model: GraphModel, settings: Lora, parts: dict[str, Part]) -> list[Site]:
+    """Add the parts of ``trainable_token_indices``, and return their tables.
+
+    Raises:
+        ConfigError: the ids do not fit, or a table has a low-rank sum too.
+    """
+    everywhere, found = sites_of(model), []
+    for theirs, ids in tables_of_tokens(model, settings.trainable_token_indices, everywhere).items():
+        path = everywhere[theirs].paths[0]
+        if path in parts:
+            raise ConfigError(
+                f"trainable_token_indices: found {theirs} in the targets too; expected one of the two. Remove it from "
+                "the targets.",
+                problems=["trainable_token_indices"],
+            )
+        places = torch.tensor(ids)
+        weight = model.graph.get_submodule(path).weight.detach()
+        parts[path] = RowsPart(nn.Parameter(weight[places.to(weight.device)].float()), places)
+        found.append(everywhere[theirs])
+    return found
 
 
 def _prompt(model: GraphModel, settings: Prompt) -> PromptPart:

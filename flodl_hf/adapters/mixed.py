@@ -159,6 +159,8 @@ def _check(model: GraphModel, chosen: Sequence[Adapter], names: Sequence[str]) -
     if kinds:
         does = " and ".join(sorted(f"{DOES[kind]} ({kind.__name__})" for kind in kinds))
         problems.append(f"an adapter {does}, and only sums of LoRA are mixed")
+    elif any(not isinstance(part, LoraPart) or part.up_bias is not None for a in chosen for part in a.parts.values()):
+        problems.append("an adapter has a part of an embedding table or a bias (lora_bias)")
     if model.head not in ("sequence_classification", "token_classification"):
         problems.append(f"the task is {model.head}, and only labels of texts and tokens are mixed")
     if any(isinstance(module, DisentangledAttention) for module in model.graph.modules()):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flodl.errors import ConfigError, capped, printable
-from flodl_hf.adapters.settings import ALL_LINEAR, IA3, Lora, Prefix, Prompt, Settings
+from flodl_hf.adapters.settings import ALL_LINEAR, BIASES, IA3, Lora, Prefix, Prompt, Settings
 
 __all__ = [
     "TASKS",
@@ -35,7 +35,7 @@ TASKS = {
 UNDERSTOOD = (
     *("peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
     *("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "modules_to_save", "layers_to_transform"),
-    *("layers_pattern", "init_lora_weights", "bias"),
+    *("layers_pattern", "init_lora_weights", "bias", "lora_bias", "trainable_token_indices"),
 )
 UNDERSTOOD_IA3 = (
     *("peft_type", "task_type", "base_model_name_or_path", "target_modules", "exclude_modules", "feedforward_modules"),
@@ -58,7 +58,6 @@ CHANGES_NOTHING = (
 )
 """How an adapter was begun or is trained, and what belongs to settings that are off."""
 MOST_REPEATS = 4
-BIASES = ("none", "all", "lora_only")
 CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "pissa_niter")
 """Ways to begin that also changed the base's weights, which are then none of the base's files."""
 
@@ -128,12 +127,16 @@ def _read_lora(values: Mapping[str, Any], where: str) -> Lora:
         _wrong("r", values.get("r", 8), "an integer", _whole),
         _wrong("lora_alpha", values.get("lora_alpha", 8), "a number", _number),
         _wrong("lora_dropout", values.get("lora_dropout", 0.0), "a number", _number),
-        *(_wrong(name, values.get(name, False), "true or false", _flag) for name in ("use_rslora", "use_dora")),
+        *(
+            _wrong(name, values.get(name, False), "true or false", _flag)
+            for name in ("use_rslora", "use_dora", "lora_bias")
+        ),
         _wrong("rank_pattern", values.get("rank_pattern"), "ranks by name", lambda v: _table(v, _whole)),
         _wrong("alpha_pattern", values.get("alpha_pattern"), "alphas by name", lambda v: _table(v, _number)),
         _wrong("target_modules", values.get("target_modules"), "names", lambda v: bool(v) and _names(v)),
         *(_wrong(name, values.get(name), "names", _maybe_names) for name in ("exclude_modules", "layers_pattern")),
         _wrong("layers_to_transform", values.get("layers_to_transform"), "numbers of layers", _layers),
+        _wrong("trainable_token_indices", values.get("trainable_token_indices"), "ids of tokens", _token_ids),
         _wrong("bias", values.get("bias", "none"), "none, all or lora_only", BIASES.__contains__),
     ]
     _check(values, where, "LoRA", UNDERSTOOD, wrong)
@@ -146,6 +149,9 @@ def _read_lora(values: Mapping[str, Any], where: str) -> Lora:
         dora=bool(values.get("use_dora")),
         ranks=values.get("rank_pattern") or {},
         alphas=values.get("alpha_pattern") or {},
+        bias=values.get("bias") or "none",
+        lora_bias=bool(values.get("lora_bias")),
+        trainable_token_indices=values.get("trainable_token_indices") or (),
     )
 
 
@@ -209,6 +215,11 @@ def _maybe_names(value: Any) -> bool:
 
 def _table(value: Any, of: Any) -> bool:
     return value is None or (isinstance(value, dict) and all(of(entry) for entry in value.values()))
+
+
+def _token_ids(value: Any) -> bool:
+    lists = value.values() if isinstance(value, dict) else [value or []]
+    return all(isinstance(ids, list) and all(map(_whole, ids)) for ids in lists)
 
 
 def _layers(value: Any) -> bool:
@@ -299,20 +310,26 @@ def lora_values(
     alpha = settings.rank if settings.alpha is None else settings.alpha
     return {
         "alpha_pattern": dict(alphas),
-        "bias": "none",
+        "bias": settings.bias,
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "layers_pattern": None,
         "layers_to_transform": None,
         "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+        "lora_bias": settings.lora_bias,
         "lora_dropout": settings.dropout,
         "peft_type": "LORA",
         "r": settings.rank,
         "rank_pattern": dict(ranks),
         "target_modules": list(targets),
+        "trainable_token_indices": _as_json(settings.trainable_token_indices) or None,
         "use_dora": settings.dora,
         "use_rslora": settings.rslora,
     }
+
+
+def _as_json(tokens: Mapping[str, Sequence[int]] | Sequence[int]) -> dict[str, list[int]] | list[int]:
+    return {name: list(ids) for name, ids in tokens.items()} if isinstance(tokens, Mapping) else list(tokens)
 
 
 def ia3_values(targets: Sequence[str], inside: Sequence[str]) -> dict[str, Any]:

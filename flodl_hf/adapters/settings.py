@@ -15,6 +15,7 @@ from flodl.errors import ConfigError
 
 __all__ = [
     "ALL_LINEAR",
+    "BIASES",
     "IA3",
     "Lora",
     "Prefix",
@@ -30,6 +31,7 @@ ALL_LINEAR = "all-linear"
 MOST_RANK = 65_536
 MOST_TOKENS = 4_096
 KINDS = ("mlp", "lstm")
+BIASES = ("none", "all", "lora_only")
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,9 @@ class Lora:
         dora: a length for each row of the sum, learned too (Liu et al. 2024).
         ranks: other ranks by name of a projection, as ``targets`` has them.
         alphas: other alphas, likewise.
+        bias: which biases of the base are trained too: "none", "all" or "lora_only" (those of the projections).
+        lora_bias: give each ``up`` a bias.
+        trainable_token_indices: ids whose rows of the word embeddings are trained; or ids by name of a table.
 
     Raises:
         ConfigError: a value that cannot be; all are listed.
@@ -60,6 +65,9 @@ class Lora:
     dora: bool = False
     ranks: Mapping[str, int] = field(default_factory=dict)
     alphas: Mapping[str, float] = field(default_factory=dict)
+    bias: str = "none"
+    lora_bias: bool = False
+    trainable_token_indices: Mapping[str, Sequence[int]] | Sequence[int] = ()
 
     def __post_init__(self) -> None:
         problems = [f"rank {rank!r}" for rank in (self.rank, *self.ranks.values()) if not _is_rank(rank)]
@@ -71,10 +79,18 @@ class Lora:
             problems.append(f"dropout {self.dropout!r}")
         if not isinstance(self.targets, str) and not all(isinstance(name, str) and name for name in self.targets):
             problems.append(f"targets {self.targets!r}")
+        if self.bias not in BIASES:
+            problems.append(f"bias {self.bias!r}")
+        if self.lora_bias and self.dora:
+            problems.append("lora_bias with dora, which peft does not have")
+        tokens = self.trainable_token_indices
+        for ids in tokens.values() if isinstance(tokens, Mapping) else (tokens,):
+            if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+                problems.append(f"trainable_token_indices {tokens!r}")
         if problems:
             raise ConfigError(
                 f"Lora: found {', '.join(problems)}; expected a rank from 1 to {MOST_RANK:,}, a finite alpha, a "
-                "dropout from 0 to below 1, and names of projections",
+                f"dropout from 0 to below 1, names of projections, a bias of {', '.join(BIASES)}, and ids from 0",
                 problems=problems,
             )
 
@@ -245,6 +261,12 @@ def adapter_words(adapter: Settings | None) -> dict[str, Any]:
         raise ConfigError(
             "adapter: ranks and alphas by name are no options of a run; add_adapter it to the model, and give that",
             problems=["ranks" if adapter.ranks else "alphas"],
+        )
+    if adapter.bias != "none" or adapter.lora_bias or adapter.trainable_token_indices:
+        raise ConfigError(
+            "adapter: found bias, lora_bias or trainable_token_indices; expected settings that are options of a run. "
+            "Call add_adapter on the model, and pass the model to finetune.",
+            problems=["bias", "lora_bias", "trainable_token_indices"],
         )
     kinds = [name for name in ("rslora", "dora") if getattr(adapter, name)]
     return {

@@ -13,6 +13,7 @@ from torch import Tensor
 from flodl_hf.adapter_layers.lora import LoraPart
 from flodl_hf.adapter_layers.prompts import WORDS, PromptPart
 from flodl_hf.adapter_layers.scaled import ScalePart
+from flodl_hf.adapter_layers.tables import RowsPart, TablePart
 from flodl_hf.adapters.attach import Adapter, adapters_of
 from flodl_hf.adapters.folder import CONFIG, HEAD, VIRTUAL, WEIGHTS, prefix_of
 from flodl_hf.adapters.peft_file import every_value, ia3_values, lora_values, virtual_values
@@ -41,6 +42,16 @@ def stored_adapter(model: GraphModel, adapter: Adapter) -> dict[str, Tensor]:
         found[VIRTUAL] = virtual
     for site in adapter.sites.values():
         place = prefix + site.theirs
+        table = adapter.parts[site.paths[0]]
+        if isinstance(table, RowsPart):
+            found[f"{place}.token_adapter.trainable_tokens_delta"] = table.rows.detach()
+            continue
+        if isinstance(table, TablePart):
+            found[f"{place}.lora_embedding_A"] = table.down.detach()
+            found[f"{place}.lora_embedding_B"] = table.up.detach()
+            if table.magnitude is not None:
+                found[f"{place}.lora_magnitude_vector"] = table.magnitude.detach()
+            continue
         marks = [part_of(mark) for mark in site.marks]
         groups = marks[0].groups if marks and marks[0] is not None else 1
         scales = [part for path in site.paths if isinstance(part := adapter.parts[path], ScalePart)]
@@ -52,11 +63,17 @@ def stored_adapter(model: GraphModel, adapter: Adapter) -> dict[str, Tensor]:
         parts = [part for path in site.paths if isinstance(part := adapter.parts[path], LoraPart)]
         found[f"{place}.lora_A.weight"] = parts[0].down.detach()
         found[f"{place}.lora_B.weight"] = join([part.up.detach() for part in parts], groups)
+        biases = [part.up_bias.detach() for part in parts if part.up_bias is not None]
+        if biases:
+            found[f"{place}.lora_B.bias"] = join(biases, groups)
         lengths = [part.magnitude.detach() for part in parts if part.magnitude is not None]
         if lengths:
             found[f"{place}.lora_magnitude_vector"] = join(lengths, groups)
     kept = joined({names.theirs(ours): value.detach() for ours, value in adapter.kept.items()})
-    found |= {prefix + theirs: value for theirs, value in kept.items()}
+    for theirs, value in kept.items():
+        module, _, leaf = theirs.rpartition(".")
+        # peft wraps a projection that has a part, and finds its bias only under the name of the inner module.
+        found[f"{prefix}{module}.base_layer.{leaf}" if module in adapter.sites else prefix + theirs] = value
     return dict(sorted(found.items()))
 
 
@@ -129,7 +146,9 @@ def _settings(model: GraphModel, adapter: Adapter) -> dict[str, Any]:
     if adapter.stored:
         return dict(adapter.stored)
     names, source = Names(model), model.source
-    kept = _modules(model, [names.theirs(ours) for ours in adapter.kept])
+    # A bias without its weight is trained because of `Lora.bias`, not because its module is saved whole.
+    whole = [name for name in adapter.kept if not name.endswith(".bias") or f"{name[:-4]}weight" in adapter.kept]
+    kept = _modules(model, [names.theirs(ours) for ours in whole])
     return every_value(_of_kind(model, adapter), kept, base=None if source is None else source.name, head=model.head)
 
 
@@ -147,6 +166,7 @@ def _of_kind(model: GraphModel, adapter: Adapter) -> dict[str, Any]:
         rest = _ends(model, {place: site for place, site in sites.items() if place not in inside})
         return ia3_values(sorted({*ends, *rest}), ends)
     ranks, alphas = {}, {}
+    sites = {theirs: site for theirs, site in sites.items() if not isinstance(adapter.parts[site.paths[0]], RowsPart)}
     for site in sites.values():
         if (rank := settings.rank_of(*site.names)) != settings.rank:
             ranks[site.theirs] = rank

@@ -112,6 +112,8 @@ class TrainingTable(Table):
         parts = [part for part in layer_linears(layer) if type(part) is AdaptedLinear]
         if any(part.lora.magnitude is not None for part in parts):
             return "its adapter has learned lengths (DoRA), which have no kernel"
+        if any(part.lora.up_bias is not None for part in parts):
+            return "its adapter has biases (lora_bias), which have no kernel"
         asked = (attention.query, attention.key, attention.value)
         if type(attention) is DisentangledAttention and any(part in asked for part in parts):
             return "its attention computes positions by the projections that are adapted"

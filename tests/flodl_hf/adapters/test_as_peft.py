@@ -40,6 +40,8 @@ def cells() -> list[Any]:
 KINDS = {
     "lora": {},
     "everything": {"targets": "all-linear", "dora": True, "rslora": True},
+    "all biases": {"targets": "all-linear", "bias": "all"},
+    "biases of the parts": {"targets": "all-linear", "lora_bias": True, "bias": "lora_only"},
 }
 
 
@@ -67,7 +69,8 @@ def test_a_folder_that_peft_wrote_is_read_with_the_same_bits(cell: Cell, kind: s
         matrices = ["Wqkv"] if cell.family == "modernbert" else ["query", "value"]
         settings = peft.LoraConfig(
             r=4, lora_alpha=8, use_dora=every, use_rslora=every, task_type=TASKS[cell.head],
-            target_modules="all-linear" if every else matrices,
+            target_modules="all-linear" if KINDS[kind] else matrices,
+            bias=KINDS[kind].get("bias", "none"), lora_bias=KINDS[kind].get("lora_bias", False),
         )  # fmt: skip
         theirs = peft.get_peft_model(bench.load_theirs().model, settings)
         draw = torch.Generator().manual_seed(3)
