@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from serving_models import MASKED, QUESTIONS, TEXTS
+from typer.testing import CliRunner
 
 from flodl.errors import DataError
+from flodl_hf import load, predict_file
+from flodl_hf.cli.app import app
 from flodl_hf.client import AsyncClient, Client, ServerError
+from flodl_hf.serving import serving
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*truncated")
 
@@ -162,3 +169,44 @@ def test_texts_that_cannot_be_sent_are_refused(kind: Any, method: str, given: An
     with pytest.raises(DataError) as caught:
         waited() if kind is Client else asyncio.run(awaited())
     str(caught.value).encode()  # the message can be written
+
+
+# Of sentence_transformers.SentenceTransformer(folder).encode(texts, normalize_embeddings=True), version 6.2, with texts
+# shorter and longer than the 64 tokens of the model: the first four numbers.
+BY_SENTENCE_TRANSFORMERS = [
+    [-0.0697475225, 0.0477690101, -0.0354044698, -0.1312908828],
+    [-0.0343670882, -0.1402464658, -0.0020148042, -0.2214272469],
+]
+
+
+def test_a_text_has_one_vector_everywhere(folders: dict[str, Path], tmp_path: Path) -> None:
+    texts, exact = [TEXTS[3], TEXTS[4]], {"batch_invariant": True}
+    model = load(folders["embed"])
+    expected = model.embed(texts, **exact).numpy()
+    assert np.abs(expected[:, :4] - np.array(BY_SENTENCE_TRANSFORMERS)).max() < 1e-6
+    found = {
+        "encode": model.encode(texts, normalize_embeddings=True, **exact),
+        "alone": np.stack([model.embed(text, **exact).numpy() for text in texts]),
+        "iterator": np.stack([vector.numpy() for vector in model.embed(iter(texts), **exact)]),
+    }
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    predict_file(model, tmp_path / "in.jsonl", tmp_path / "out.jsonl", **exact)
+    rows = (tmp_path / "out.jsonl").read_text().splitlines()
+    found["file"] = np.array([json.loads(row)["embedding"] for row in rows], np.float32)
+    done = CliRunner().invoke(app, ["predict", str(folders["embed"]), *texts, "--json", "--batch-invariant"])
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    found["command"] = np.array([json.loads(line)["result"] for line in lines], np.float32)
+    with serving(f"m={folders['embed']}", devices=("cpu",), **exact) as url, Client(url) as client:  # type: ignore[arg-type]
+        found["client"] = client.embed(texts)
+        for path, body in (
+            ("/embed", {"inputs": texts, "truncate": True}),
+            ("/", {"inputs": texts, "parameters": {"truncate": True}}),
+            ("/v1/embeddings", {"input": texts, "truncate": True}),
+            ("/pooling", {"input": texts, "truncate_prompt_tokens": -1, "task": "embed"}),
+        ):
+            answer = httpx.post(f"{url}{path}", json=body).json()
+            rows = answer["data"] if isinstance(answer, dict) else answer
+            vectors = [row.get("embedding", row.get("data")) if isinstance(row, dict) else row for row in rows]
+            found[path] = np.array(vectors, np.float32)
+    for name, vectors in found.items():
+        assert np.array_equal(vectors, expected), name
