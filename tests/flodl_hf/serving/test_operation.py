@@ -120,7 +120,7 @@ def test_too_many_are_refused_at_once_and_the_rest_answered(guarded: tuple[Any, 
 
 def test_time_that_is_over_and_clients_that_go(guarded: tuple[Any, Any]) -> None:
     client, app = guarded
-    body = {"inputs": ["the cat sat on the mat " * 30] * 500}
+    body = {"inputs": ["the cat sat on the mat " * 30] * 500, "windows": True}
     late = client.post("/embed", json=body, headers={**FIRST, "x-timeout-s": "0.02"})
     assert late.status_code == 504
     assert client.post("/embed", json=body, headers={**FIRST, "x-timeout-s": "soon"}).status_code == 422
@@ -224,7 +224,9 @@ def test_the_command_drains_and_ends(folders: dict[str, Path], processes: str) -
             with httpx.Client(base_url=url, timeout=30) as client, ThreadPoolExecutor(1) as pool:
                 client.post("/embed", json={"inputs": "a secret"})
                 assert client.get("/health", headers={"connection": "close"}).status_code == 200
-                asked = pool.submit(client.post, "/embed", json={"inputs": ["the cat sat on the mat " * 20] * 800})
+                asked = pool.submit(
+                    client.post, "/embed", json={"inputs": ["the cat sat on the mat " * 20] * 800, "windows": True}
+                )
                 # Not before it is in: doors that are closed answer nobody.
                 while "\nflodl_queue_seconds 0\n" in client.get("/metrics").text and not asked.done():
                     time.sleep(0.005)
@@ -405,12 +407,13 @@ def test_several_processes_of_a_device(folders: dict[str, Path]) -> None:
     settings = Settings(models=(Served("embed", str(folders["embed"])),), devices=("cpu",), workers=2)
     texts = [f"the cat sat on the mat {'and ran ' * i}" for i in range(40)]
     model: Any = load(folders["embed"])
-    expected = model.embed(texts).numpy()
+    expected = model.embed(texts, windows=True).numpy()
     with running(settings) as (url, app), httpx.Client(base_url=url, timeout=60) as client:
         workers = app.state.house.workers
         first, second = workers.pids
         with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(lambda text: client.post("/embed", json={"inputs": text}).json()[0], texts))
+            bodies = [{"inputs": text, "windows": True} for text in texts]
+            answers = list(pool.map(lambda body: client.post("/embed", json=body).json()[0], bodies))
         assert np.abs(np.array(answers) - expected).max() < 2e-6
         for pid in (first, second):
             used = Path(f"/proc/{pid}/stat")

@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from serving_models import MASKED, TEXTS
+from serving_models import MASKED
+from serving_models import TEXTS as ALL
 
 CLOSE = 2e-5
+TEXTS, LONG = [text for text in ALL if len(text) < 100], ALL[4]
 # Their libraries warn of themselves.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
@@ -32,6 +34,13 @@ def test_openais(served: tuple[str, Any], local: dict[str, Any]) -> None:
         by_ids = client.embeddings.create(model="embed", input=ids)
         assert np.abs(np.array(by_ids.data[0].embedding) - expected[0]).max() < CLOSE
         assert "embed" in {model.id for model in client.models.list()}
+        with pytest.raises(openai.BadRequestError):
+            client.embeddings.create(model="embed", input=[LONG])
+        cut = client.embeddings.create(model="embed", input=[LONG], extra_body={"truncate_prompt_tokens": 10})
+        assert cut.usage.prompt_tokens == 10
+        with pytest.raises(openai.UnprocessableEntityError) as refused:
+            client.embeddings.create(model="embed", input="a", extra_body={"instruction": "b"})
+        assert refused.value.param == "instruction"
         with pytest.raises(openai.NotFoundError) as caught:
             client.embeddings.create(model="gpt", input="a")
         assert caught.value.code == "model_not_found"
@@ -65,6 +74,10 @@ def test_hugging_faces(served: tuple[str, Any], local: dict[str, Any]) -> None:
         return hub.InferenceClient(model=f"{served[0]}/models/{name}/-")
 
     vectors = client("embed").feature_extraction(TEXTS[0])
+    shorter = client("m3").feature_extraction(
+        LONG, normalize=True, prompt_name="query", truncate=True, truncation_direction="left"
+    )
+    assert np.asarray(shorter).shape == (1, 32)
     assert np.abs(np.asarray(vectors).reshape(-1) - local["embed"].embed(TEXTS[0]).numpy().reshape(-1)).max() < CLOSE
     labels = client("classes").text_classification(TEXTS[0])
     assert [one.label for one in labels] == [one.label for one in local["classes"].predict(TEXTS[0])]

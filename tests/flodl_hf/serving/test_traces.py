@@ -79,7 +79,7 @@ def told(folders: dict[str, Path]) -> Iterator[tuple[Collector, dict[str, Any]]]
             otlp_endpoint=f"http://127.0.0.1:{collector.server_port}",
         )  # fmt: skip
         with running(settings) as (url, _), httpx.Client(base_url=url, timeout=30) as client:
-            given = {"input": [SECRET, *TEXTS]}
+            given = {"input": [SECRET, *TEXTS], "windows": True}
             rank = {"query": SECRET, "documents": TEXTS}
             answers = {
                 "embed": client.post("/v1/embeddings", json=given, headers={"traceparent": PARENT}),
