@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flodl_hf.serving.doors.door import MODEL, Call, Door, Reply, shortening
+from flodl_hf.serving.doors.door import MODEL, Call, Door, Reply, is_blank, shortening
 from flodl_hf.serving.doors.fields import Field
 from flodl_hf.serving.doors.tei import CUT, DIRECTION
 from flodl_hf.serving.faults import RefusedError
@@ -22,14 +22,8 @@ READ_ALL = Field(
 
 
 def _whole(call: Call, name: str, rows: list[Any], items: list[Any]) -> Reply:
-    results = [{name: row, "empty": _blank(item)} for row, item in zip(rows, items, strict=True)]
+    results = [{name: row, "empty": is_blank(item)} for row, item in zip(rows, items, strict=True)]
     return Reply({"model": call.model, "results": results, "usage": call.usage()})
-
-
-def _blank(item: Any) -> bool:
-    from flodl_hf.results.lists import is_empty
-
-    return is_empty(item)
 
 
 def _chosen(call: Call, *names: str) -> dict[str, Any]:
@@ -54,7 +48,7 @@ async def _answer(call: Call) -> Reply:
     items = call.fields["inputs"]
     given = _chosen(call, "top_k", "max_answer_length", "no_answer", "truncate")
     found = await call.ask("answer", items, given, texts=len(items))
-    return _whole(call, "answers", found.data, items)
+    return _whole(call, "answers", found.data, [context for _, context in items])
 
 
 async def _fill_mask(call: Call) -> Reply:

@@ -51,8 +51,8 @@ async def _classify(call: Call) -> Reply:
     data = []
     for index, row in enumerate(found.data):
         by_label = {one["label"]: one["score"] for one in row}
-        probs = [by_label[label] for label in labels] if row else []
-        best = row[0]["label"] if row else None
+        probs = [by_label[label] for label in labels]
+        best = row[0]["label"]
         record = {"index": index, "label": best, "probs": probs, "num_classes": len(labels)}
         data.append(flagged(record, is_blank(call.fields["input"][index])))
     return Reply(_whole(call, "classify", data))

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer as Inner
 from tokenizers import models, normalizers, pre_tokenizers, processors
@@ -13,6 +14,9 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 from flodl_hf.auto import head_named
 from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.tokenizer import Tokenizer
+
+# What a batch of neighbours may change, on the sizes of these models in float32.
+CLOSE = 2e-5
 
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = ["the", "a", "cat", "dog", "sat", "on", "mat", "ran", "good", "bad", "film", "is", "was", "not", "very"]
@@ -90,3 +94,29 @@ def write(folder: Path, name: str) -> Path:
         prompts = {"prompts": {"query": "for "}}
         (place / "config_sentence_transformers.json").write_text(json.dumps(prompts))
     return place
+
+
+def asked(http: Any, path: str, **body: Any) -> Any:
+    if path in ("/embed", "/embed_all", "/similarity"):
+        body = {"model": "embed", **body}
+    if path in ("/embed", "/embed_all", "/embed_sparse", "/v1/embeddings"):
+        body = {"truncate": True, **body}
+    answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def close(a: Any, b: Any) -> None:
+    """Compare two trees of records; numbers within the bound."""
+    if isinstance(a, float) or isinstance(b, float):
+        assert a == pytest.approx(b, abs=CLOSE)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for name in a:
+            close(a[name], b[name])
+    elif isinstance(a, list):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            close(x, y)
+    else:
+        assert a == b

@@ -9,40 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from serving_models import MASKED, QUESTIONS, TEXTS
-
-# What a batch of neighbours may change, on the sizes of these models in float32.
-CLOSE = 2e-5
-
+from serving_models import CLOSE, MASKED, QUESTIONS, TEXTS, asked, close
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*truncated")
 ARROW = "application/vnd.apache.arrow.stream"
-
-
-def asked(http: Any, path: str, **body: Any) -> Any:
-    if path in ("/embed", "/embed_all", "/similarity"):
-        body = {"model": "embed", **body}
-    if path in ("/embed", "/embed_all", "/embed_sparse", "/v1/embeddings"):
-        body = {"truncate": True, **body}
-    answer = http.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-def close(a: Any, b: Any) -> None:
-    """Compare two trees of records; numbers within the bound."""
-    if isinstance(a, float) or isinstance(b, float):
-        assert a == pytest.approx(b, abs=CLOSE)
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for name in a:
-            close(a[name], b[name])
-    elif isinstance(a, list):
-        assert len(a) == len(b)
-        for x, y in zip(a, b, strict=True):
-            close(x, y)
-    else:
-        assert a == b
 
 
 def test_vectors_are_those_of_embed(http: Any, local: dict[str, Any]) -> None:
@@ -222,70 +192,6 @@ def test_tokens_go_out_and_come_back(http: Any) -> None:
     assert asked(http, "/decode", ids=[one["id"] for one in tokens], model="embed") == ["the cat"]
     plain = asked(http, "/tokenize", inputs="The cat", model="embed", add_special_tokens=False)
     assert len(plain[0]) == 2
-
-
-# ---- what is cut, what is empty ------------------------------------------------------------------------
-
-
-def test_nothing_is_truncated_silently(http: Any, local: dict[str, Any]) -> None:
-    long = TEXTS[4]
-    dropped = len(local["embed"].tokenizer.encode_rows([long])[0][0].ids) - local["embed"].max_tokens
-    whole = http.post("/embed", json={"model": "embed", "inputs": long, "windows": True})
-    assert int(whole.headers["x-flodl-windows"]) > 1
-    assert "x-flodl-truncated-texts" not in whole.headers
-    cut = http.post("/embed", json={"model": "embed", "inputs": [long, "a"], "truncate": True})
-    assert (cut.headers["x-flodl-dropped-tokens"], cut.headers["x-flodl-truncated-texts"]) == (str(dropped), "1")
-    assert int(cut.headers["x-flodl-windows"]) == 2
-    said = http.post("/v1/embeddings", json={"input": [long], "truncate": True, "model": "embed"}).json()
-    assert said["usage"]["dropped_tokens"] == dropped
-    classes = http.post("/v1/classify", json={"inputs": [long], "truncate": True, "model": "classes"}).json()
-    assert classes["usage"]["dropped_tokens"] == dropped
-    assert classes["usage"]["windows"] == 1
-    both = http.post("/v1/entities", json={"inputs": long, "truncate": True})
-    assert both.status_code == 422
-    assert "windows" in both.json()["error"]
-
-
-@pytest.mark.parametrize("truncate", [None, False])
-@pytest.mark.parametrize(
-    ("path", "status", "body"),
-    [
-        ("/embed", 413, {"inputs": TEXTS}),
-        ("/embed_all", 413, {"inputs": TEXTS}),
-        ("/embed_sparse", 413, {"inputs": TEXTS, "model": "m3"}),
-        ("/embed_sparse", 413, {"inputs": TEXTS, "model": "mlm"}),
-        ("/similarity", 413, {"inputs": {"source_sentence": "a", "sentences": TEXTS}}),
-        ("/", 413, {"inputs": TEXTS}),
-        ("/", 413, {"inputs": {"source_sentence": "a", "sentences": TEXTS}}),
-        ("/v1/embeddings", 400, {"input": TEXTS}),
-        ("/pooling", 400, {"input": TEXTS}),
-        ("/pooling", 400, {"input": TEXTS, "task": "embed"}),
-        ("/score", 400, {"text_1": "a", "text_2": TEXTS}),
-    ],
-)
-def test_vectors_of_texts_that_are_too_long_are_refused(
-    http: Any, path: str, status: int, body: dict[str, Any], truncate: bool | None
-) -> None:
-    more: dict[str, Any] = {} if path in ("/pooling", "/score") else {"truncate": truncate}
-    more = {"parameters": more} if path == "/similarity" else more
-    answer = http.post(path, json={"model": "embed", **body, **more})
-    assert answer.status_code == status, answer.text
-    assert "86 tokens" in answer.text
-
-
-def test_empty_texts_have_one_rule(http: Any, local: dict[str, Any]) -> None:
-    for path, body, name in (
-        ("/v1/classify", {"model": "classes"}, "labels"), ("/v1/entities", {}, "entities"), ("/v1/fill-mask", {}, "masks"),
-        ("/v1/zero-shot", {"labels": ["a"]}, "labels"),
-    ):  # fmt: skip
-        found = asked(http, path, inputs=["  "], **body)["results"]
-        assert found == [{name: [], "empty": True}], path
-    assert asked(http, "/v1/answer", inputs=[["", "ada"]])["results"] == [{"answers": [], "empty": True}]
-    expected = local["embed"].embed([""]).numpy()
-    assert np.abs(np.array(asked(http, "/embed", inputs="")) - expected).max() < CLOSE
-    for path, body in (("/embed", {"inputs": []}), ("/rerank", {"query": "a", "texts": []})):
-        answer = http.post(path, json={"model": "embed", **body} if path == "/embed" else body)
-        assert (answer.status_code, answer.json()["error_type"]) == (400, "Empty")
 
 
 # ---- forms and faults ----------------------------------------------------------------------------------
