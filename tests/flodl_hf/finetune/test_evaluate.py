@@ -19,6 +19,8 @@ from flodl_hf.cli.app import app
 from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.errors import PredictError
 from flodl_hf.report import label_table
+from flodl_hf.sentence.dense import Dense, dense_files
+from flodl_hf.vectors.judging import similarity_figures
 
 Rows = list[dict[str, Any]]
 TEXTS = sentences()
@@ -160,6 +162,24 @@ def test_several_devices_and_several_sets_give_the_results_of_one(demo_model: Pa
     assert two.sets["all"].metrics == one.metrics
     assert (two.sets["all"].confusion, two.sets["all"].per_label) == (one.confusion, one.per_label)
     assert (two.examples, two.confusion) == (28, None)
+
+
+def test_dense_layers_of_a_folder_are_part_of_its_embeddings(base: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "dense"
+    finetune(base, train=SCORED, task="embedding", max_steps=1, normalize=False, out=folder, progress=False)
+    layer = Dense(torch.randn(8, 64, generator=torch.Generator().manual_seed(0)), None, "Tanh")
+    for name, data in dense_files("2_Dense", layer).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(data)
+    modules = json.loads((folder / "modules.json").read_text("utf-8"))
+    modules.append({"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"})
+    (folder / "modules.json").write_text(json.dumps(modules), "utf-8")
+    model: Any = load(folder, head="base")
+    first, second = (torch.as_tensor(model.encode([row[k] for row in SCORED])) for k in ("sentence1", "sentence2"))
+    assert first.shape == (16, 8)
+    wanted = similarity_figures(first, second, np.asarray([row["score"] for row in SCORED]), measure="cosine")
+    found = evaluate(folder, SCORED).metrics
+    assert {name: found[name] for name in wanted} == pytest.approx(wanted, abs=1e-5)
 
 
 class Declared(list[dict[str, Any]]):
