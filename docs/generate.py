@@ -27,6 +27,7 @@ from flodl_hf.family.passed_over import PASSED_OVER
 from flodl_hf.family.shared_keys import COMMON_INERT, FOREIGN
 from flodl_hf.heads import HEADS
 from flodl_hf.parity.published import checkpoints_of
+from flodl_hf.tokenization.classes import ALIASES, CLASSES
 
 FOLDER = Path(__file__).parent / "reference"
 INDEX = Path(__file__).parents[1] / "flodl_hf" / "families" / "index.json"
@@ -159,6 +160,28 @@ def with_speeds(page: str) -> str:
         head = ("family", unit, "share of peak", f"transformers, {unit}", "times")
         page = between(page, f"measured families, {kind}", joined(table(head, lines), "\n".join(told)).strip())
     return page
+
+
+def with_tokenizers(page: str) -> str:
+    """Return the page of models with the table of tokenizer classes."""
+    own = {
+        family.class_prefix: family.tokenizer
+        for family in FAMILIES
+        if family.tokenizer is not None and family.tokenizer.files and not family.tokenizer.words
+    }
+    classes = {**own, **CLASSES}
+    alike: dict[str, list[str]] = {}
+    for name, other in ALIASES.items():
+        alike.setdefault(other, []).append(f"{name}Tokenizer")
+    rows = (
+        (
+            code(f"{name}Tokenizer"),
+            ", ".join(map(code, alike.get(name.lower(), ()))) or "-",
+            ", ".join(map(code, rules.files)),
+        )
+        for name, rules in sorted(classes.items(), key=lambda entry: entry[0].lower())
+    )
+    return between(page, "tokenizer classes", table(("class", "read in the same way", "files"), rows))
 
 
 def between(page: str, name: str, text: str) -> str:
@@ -440,7 +463,7 @@ def main() -> None:
         if not path.exists() or path.read_text("utf-8") != text:
             path.write_text(text, "utf-8")
             print(f"docs/reference/{name}")
-    for path, written in ((MODELS, with_overview), (SPEED, with_speeds)):
+    for path, written in ((MODELS, with_overview), (MODELS, with_tokenizers), (SPEED, with_speeds)):
         page = path.read_text("utf-8")
         if page != written(page):
             path.write_text(written(page), "utf-8")

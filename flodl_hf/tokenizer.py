@@ -1,8 +1,7 @@
 """The tokenizer: text to token ids and windows, ids back to text, frozen after loading.
 
-Decides: that ``tokenizer.json`` is obeyed as it stands, except its padding and truncation sections, which are
-kept for saving and act by their sides alone (padding and cutting happen here, so one tokenizer serves any number of
-threads).
+Decides: that ``tokenizer.json`` is used, except its padding and truncation sections, which are kept for saving and of
+which only the sides are read (padding and truncation happen here, so one tokenizer serves any number of threads).
 Leaves to others: vocabulary files without ``tokenizer.json`` (``tokenization/build.py``), where windows are
 cut (``tokenization/rows.py``), names on the Hub (``hub/``).
 """

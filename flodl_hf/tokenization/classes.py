@@ -70,90 +70,90 @@ _fairseq = FamilyTokenizer(
     special=_ROBERTA, type_ids=False, files=("vocab.txt", "bpe.codes"), build="fairseq", template="doubled"
 )
 
-# Without "Tokenizer", in small letters.
+# By the name without "Tokenizer".
 CLASSES: Mapping[str, FamilyTokenizer] = {
-    "bertjapanese": FamilyTokenizer(
+    "BertJapanese": FamilyTokenizer(
         special=_BERT, type_ids=False, files=("vocab.txt",), build="japanese", lowercase=False, spaces="words"
     ),
-    "funnel": FamilyTokenizer(
+    "Funnel": FamilyTokenizer(
         special={**_ROBERTA, "sep_token": "<sep>", "cls_token": "<cls>"}, type_ids=False, files=("vocab.txt",),
         lowercase=True, template="funnel",
     ),
-    "splinter": FamilyTokenizer(
+    "Splinter": FamilyTokenizer(
         special={**_BERT, "question_token": "[QUESTION]"}, type_ids=False, files=("vocab.txt",), lowercase=True,
         template="splinter",
     ),
     # Byte-level BPE
-    "gpt2": _byte_level,
-    "codegen": replace(_byte_level, template="bytes"),
-    "gptneox": replace(_byte_level, special={**_GPT2, "pad_token": "<|padding|>"}, build="byte_level_nfc"),
-    "qwen2": replace(
+    "GPT2": _byte_level,
+    "CodeGen": replace(_byte_level, template="bytes"),
+    "GPTNeoX": replace(_byte_level, special={**_GPT2, "pad_token": "<|padding|>"}, build="byte_level_nfc"),
+    "Qwen2": replace(
         _byte_level, special=dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>"), build="qwen2"
     ),
-    "blenderbot": replace(_byte_level, special=_ROBERTA, prefix=True, mask_takes_space=True),
+    "Blenderbot": replace(_byte_level, special=_ROBERTA, prefix=True, mask_takes_space=True),
     # BPE with "</w>" at the end of words
-    "herbert": replace(
+    "Herbert": replace(
         _suffixed,
         special={role: _ROBERTA[role] for role in ("cls_token", "unk_token", "pad_token", "mask_token", "sep_token")},
     ),
-    "openaigpt": replace(_suffixed, lowercase=True, template="none"),
+    "OpenAIGPT": replace(_suffixed, lowercase=True, template="none"),
     # BPE with "@@" inside of words
-    "phobert": _fairseq,
-    "bertweet": replace(_fairseq, build="bertweet"),
+    "Phobert": _fairseq,
+    "Bertweet": replace(_fairseq, build="bertweet"),
     # Sentencepiece
-    "t5": FamilyTokenizer(
+    "T5": FamilyTokenizer(
         special={"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}, type_ids=False, files=_SPIECE,
         build="pieces", template="ends", last=("extra_ids",), unknown=2, steps=("charsmap",), spaces="words",
     ),
-    "pegasus": FamilyTokenizer(
+    "Pegasus": FamilyTokenizer(
         special={"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "<mask_2>"},
         type_ids=False, files=_SPIECE, build="pieces", template="end", skipped=2,
         first=("pad_token", "eos_token", "mask_token=<mask_1>", "mask_token_sent=<mask_2>",
                *(f"<unk_{number}>" for number in range(2, 103))),
         steps=("charsmap or lines", "spaces"), spaces="always",
     ),
-    "xlnet": FamilyTokenizer(
+    "XLNet": FamilyTokenizer(
         special={**_ROBERTA, "sep_token": "<sep>", "cls_token": "<cls>"}, type_ids=False, files=_SPIECE,
         build="pieces", template="xlnet", mask_takes_space=True, padding_side="left", lowercase=False,
         steps=("quotes", "accents", "lower", "charsmap"), spaces="words",
     ),
-    "rembert": FamilyTokenizer(
+    "RemBert": FamilyTokenizer(
         special=_ALBERT, type_ids=False, files=("sentencepiece.model",), build="pieces", template="none", prefix=True,
         lowercase=False, unknown=2, steps=("quotes", "spaces", "accents unless kept", "lower", "charsmap"),
         spaces="always",
     ),
-    "bigbird": FamilyTokenizer(
+    "BigBird": FamilyTokenizer(
         special={**_ROBERTA, "sep_token": "[SEP]", "mask_token": "[MASK]", "cls_token": "[CLS]"}, type_ids=False,
         files=_SPIECE, build="pieces", mask_takes_space=True, prefix=True, steps=("marked spaces",),
         spaces="always",
     ),
-    "fnet": FamilyTokenizer(
+    "FNet": FamilyTokenizer(
         special=_ALBERT, type_ids=True, files=_SPIECE, build="pieces", template="none", steps=("charsmap", "marks"),
     ),
-    "barthez": FamilyTokenizer(
+    "Barthez": FamilyTokenizer(
         special=_ROBERTA, type_ids=False, files=_BPE_MODEL, build="pieces", template="none", mask_takes_space=True,
         prefix=True, unknown=3, steps=("blanks",), spaces="always",
     ),
-    "mbart": FamilyTokenizer(
+    "MBart": FamilyTokenizer(
         special={**_ROBERTA, "src_lang": "en_XX"}, type_ids=False, files=_BPE_MODEL, build="pieces",
         template="language last", mask_takes_space=True, first=_FAIRSEQ, skipped=3, last=(*_MBART, "mask_token"),
         unknown=3, spaces="words",
     ),
-    "mbart50": FamilyTokenizer(
+    "MBart50": FamilyTokenizer(
         special={**{role: _ROBERTA[role] for role in _ROBERTA if role != "bos_token"}, "src_lang": "en_XX"},
         type_ids=False, files=_BPE_MODEL, build="pieces", template="language first", mask_takes_space=True,
         first=("cls_token", *_FAIRSEQ[1:]), skipped=3, last=(*_MBART50, "mask_token"), unknown=3,
         steps=("charsmap", "spaces"), spaces="always",
     ),
-    "reformer": FamilyTokenizer(
+    "Reformer": FamilyTokenizer(
         special={"eos_token": "</s>", "unk_token": "<unk>"}, type_ids=False, files=_SPIECE, build="pieces",
         template="none", steps=("charsmap", "spaces"), spaces="always",
     ),
-    "llama": FamilyTokenizer(
+    "Llama": FamilyTokenizer(
         special={"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, type_ids=False,
         files=("tokenizer.model",), build="llama", template="none", padding_side="left", prefix=True, spaces="first",
     ),
-    "bertgeneration": FamilyTokenizer(
+    "BertGeneration": FamilyTokenizer(
         special={"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>",
                  "sep_token": "<::::>"},
         type_ids=False, files=_SPIECE, template="none",
@@ -163,14 +163,14 @@ CLASSES: Mapping[str, FamilyTokenizer] = {
 # Classes that transformers builds like one of the table or of a family.
 ALIASES = {
     **dict.fromkeys(
-        ("convbert", "dprcontextencoder", "dprquestionencoder", "layoutlm", "lxmert", "mobilebert",
-         "retribert", "squeezebert", "bertlegacy"),
+        ("ConvBert", "DPRContextEncoder", "DPRQuestionEncoder", "LayoutLM", "Lxmert", "MobileBert",
+         "RetriBert", "SqueezeBert"),
         "bert",
     ),
-    **dict.fromkeys(("bart", "led", "longformer", "mvp"), "roberta"),
-    "dprreader": "distilbert",
-    "mt5": "t5",
-    "phi3": "llama",
+    **dict.fromkeys(("Bart", "LED", "Longformer", "Mvp"), "roberta"),
+    "DPRReader": "distilbert",
+    "MT5": "t5",
+    "Phi3": "llama",
 }  # fmt: skip
 
 
@@ -188,18 +188,23 @@ def _word(name: str) -> str:
 
 
 @cache
-def _own(word: str) -> FamilyTokenizer | None:
-    return CLASSES.get(ALIASES.get(word, word))
+def _words() -> dict[str, FamilyTokenizer]:
+    return {name.lower(): rules for name, rules in CLASSES.items()}
+
+
+@cache
+def _target(word: str) -> str:
+    return {name.lower(): other for name, other in ALIASES.items()}.get(word, word)
 
 
 def class_rules(name: str | None) -> FamilyTokenizer | None:
     """Return the rules of a tokenizer class, or None for a class that is generic or not supported."""
     if name is None:
         return None
-    word = _word(name)
-    if (own := _own(word)) is not None:
+    word = _target(_word(name))
+    if (own := _words().get(word)) is not None:
         return own
-    family = that_tokenizes(ALIASES.get(word, word))
+    family = that_tokenizes(word)
     return None if family is None else family.tokenizer
 
 
