@@ -51,6 +51,13 @@ def __getattr__(name: str) -> Any:
         found = getattr(import_module("flodl.train" if name == "Trainer" else "flodl.graph"), name)
         globals()[name] = found
         return found
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("flodl-hf")  # one distribution contains both packages
+        except PackageNotFoundError:
+            return "not installed"
     raise AttributeError(f"module 'flodl' has no attribute {name!r}")
 
 

@@ -75,6 +75,17 @@ def __getattr__(name: str) -> Any:
         from flodl_hf.pipelines import pipeline
 
         return pipeline
+    if name == "__version__":
+        from flodl_hf.version import own_version
+
+        return own_version()
+    if not name.startswith("_"):
+        from flodl_hf.keywords.other_names import equivalent
+
+        text = equivalent(name)
+        if text is not None:
+            # An AttributeError would lose its message in ``from flodl_hf import name``.
+            raise ImportError(f"cannot import name {name!r} from 'flodl_hf'. Equivalent: {text}.", name=__name__)
     raise AttributeError(f"module 'flodl_hf' has no attribute {name!r}")
 
 

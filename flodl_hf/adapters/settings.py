@@ -6,12 +6,14 @@ Needs no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 from flodl.errors import ConfigError
+from flodl_hf.keywords.taking import Word, taking
 
 __all__ = [
     "ALL_LINEAR",
@@ -32,8 +34,92 @@ MOST_RANK = 65_536
 MOST_TOKENS = 4_096
 KINDS = ("mlp", "lstm")
 BIASES = ("none", "all", "lora_only")
+PEFT_ALPHA = 8
+"""The alpha of peft's ``LoraConfig`` where none is given."""
+K = TypeVar("K", bound=type)
 
 
+def _modules(value: Any, _: Any) -> Any:
+    if value is None:
+        return ()
+    if isinstance(value, str) and value != ALL_LINEAR and not value.replace("_", "").replace(".", "").isalnum():
+        raise ValueError("a regular expression; expected names, patterns with *, or 'all-linear'")
+    return value if isinstance(value, str) else tuple(value)
+
+
+def _kind(value: Any, _: Any) -> str:
+    return str(getattr(value, "value", value)).lower()
+
+
+_COMMON = {
+    **{name: Word(harmless=None) for name in ("task_type", "peft_type", "auto_mapping", "base_model_name_or_path")},
+    "inference_mode": Word(reason="freeze the adapter after loading instead"),
+    "modules_to_save": Word(
+        reason="the head is trained and saved with every adapter, and no other module is",
+        harmless=(None, [], *([name] for name in ("classifier", "score", "qa_outputs", "head"))),
+    ),
+}
+_PLACES = {
+    **_COMMON,
+    "target_modules": Word("targets", _modules),
+    "exclude_modules": Word(reason="name the projections in target_modules"),
+    "layers_to_transform": Word(reason="name the layers in target_modules: layers.3.attention.query"),
+    "layers_pattern": Word(reason="name the layers in target_modules: layers.3.attention.query"),
+    "fan_in_fan_out": Word(reason="weights are (out, in) in every family"),
+}
+LORA = {
+    **_PLACES,
+    "r": Word("rank"),
+    "lora_alpha": Word("alpha"),
+    "lora_dropout": Word("dropout"),
+    "use_rslora": Word("rslora"),
+    "use_dora": Word("dora"),
+    "rank_pattern": Word("ranks", lambda value, _: value or {}),
+    "alpha_pattern": Word("alphas", lambda value, _: value or {}),
+    "init_lora_weights": Word(reason="down is drawn and up is zero, as with True", harmless=(None, True)),
+}
+IA3_WORDS = {
+    **_PLACES,
+    "feedforward_modules": Word("inputs", _modules),
+    "init_ia3_weights": Word(reason="scales begin as 1, as with True", harmless=(None, True)),
+}
+_TOKENS = {**_COMMON, "num_virtual_tokens": Word("tokens"), "encoder_hidden_size": Word("encoder")}
+PROMPT = {
+    **_TOKENS,
+    "prompt_tuning_init_text": Word("text"),
+    "prompt_tuning_init": Word(harmless=None),  # the text decides
+    "tokenizer_name_or_path": Word(harmless=None),  # the tokenizer of the model
+    "encoder_reparameterization_type": Word("kind", _kind),
+    "encoder_num_layers": Word(reason="the network has the layers of peft's default", harmless=(None, 2)),
+    "encoder_dropout": Word(reason="the network has no dropout", harmless=(None, 0.0)),
+}
+PREFIX = {
+    **_TOKENS,
+    "prefix_projection": Word(reason="encoder= is the width of a network that makes the prefixes", harmless=None),
+}
+
+
+def _with_words(words: Mapping[str, Word]) -> Callable[[K], K]:
+    """Return a decorator for settings that take the arguments of peft's configuration too."""
+
+    def decorate(kind: K) -> K:
+        made: Any = kind.__init__
+        made.__name__ = kind.__name__
+        translated = taking(words, ConfigError)(made)
+
+        @wraps(made)
+        def init(self: Any, *args: Any, **given: Any) -> None:
+            if "r" in given and not {"alpha", "lora_alpha"} & given.keys():
+                given = {**given, "lora_alpha": PEFT_ALPHA}
+            translated(self, *args, **given)
+
+        kind.__init__ = init  # type: ignore[misc]
+        return kind
+
+    return decorate
+
+
+@_with_words(LORA)
 @dataclass(frozen=True)
 class Lora:
     """A low-rank sum beside projections (Hu et al. 2021): ``W x + scale * up(down(x))``.
@@ -52,6 +138,10 @@ class Lora:
         bias: which biases of the base are trained too: "none", "all" or "lora_only" (those of the projections).
         lora_bias: give each ``up`` a bias.
         trainable_token_indices: ids whose rows of the word embeddings are trained; or ids by name of a table.
+
+    The arguments of peft's ``LoraConfig`` are accepted too (``r``, ``lora_alpha``, ``target_modules``,
+    ``lora_dropout``, ``use_rslora``, ``use_dora``, ``rank_pattern``, ``alpha_pattern``); ``r`` without ``lora_alpha``
+    has peft's default of 8.
 
     Raises:
         ConfigError: a value that cannot be; all are listed.
@@ -119,6 +209,7 @@ class Lora:
         return self.alpha_of(*names) / (math.sqrt(rank) if self.rslora else rank)
 
 
+@_with_words(IA3_WORDS)
 @dataclass(frozen=True)
 class IA3:
     """Learned scales of what projections give, or of what goes into them (Liu et al. 2022): ``s * (W x + b)``.
@@ -127,6 +218,8 @@ class IA3:
         targets: which projections, as `Lora` has them. By default key, value and the last of the feed-forward part; the
             whole matrix where a family has one for query, key and value.
         inputs: those of them whose inputs are scaled, ``W (s * x) + b``. By default the last of the feed-forward part.
+
+    The arguments of peft's ``IA3Config`` are accepted too (``target_modules``, ``feedforward_modules``).
 
     Raises:
         ConfigError: names that are none.
@@ -159,6 +252,7 @@ class IA3:
         return any(fits(wanted, name) for wanted in _listed(self.inputs) for name in names)
 
 
+@_with_words(PROMPT)
 @dataclass(frozen=True)
 class Prompt:
     """Vectors that learn and stand before each text in the place of words (prompt tuning, Lester et al. 2021).
@@ -169,6 +263,9 @@ class Prompt:
         encoder: width of a network that makes them while they are trained (P-tuning, Liu et al. 2021); files hold what
             it made. None for none.
         kind: "mlp" for a network of three layers, "lstm" for one that reads them both ways in two and has two more.
+
+    The arguments of peft's ``PromptTuningConfig`` and ``PromptEncoderConfig`` are accepted too
+    (``num_virtual_tokens``, ``prompt_tuning_init_text``, ``encoder_hidden_size``, ``encoder_reparameterization_type``).
 
     Raises:
         ConfigError: a value that cannot be; all are listed.
@@ -192,6 +289,7 @@ class Prompt:
             )
 
 
+@_with_words(PREFIX)
 @dataclass(frozen=True)
 class Prefix:
     """Keys and values that learn and stand before each text's in every layer (prefix tuning, Li and Liang 2021).
@@ -200,6 +298,8 @@ class Prefix:
         tokens: how many.
         encoder: width of a network of two layers that makes them while they are trained; files hold what it made. None
             for none.
+
+    The arguments of peft's ``PrefixTuningConfig`` are accepted too (``num_virtual_tokens``, ``encoder_hidden_size``).
 
     Raises:
         ConfigError: a number that cannot be.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flodl_hf.decode.activations import ACTIVATIONS, activate
-from flodl_hf.decode.fast_records import made
+from flodl_hf.decode.fast_records import Record, made
 from flodl_hf.decode.rows import as_tensor, owners_of
 from flodl_hf.errors import PredictError
 
@@ -45,7 +45,7 @@ _FUNCTIONS = ("softmax", "sigmoid", "none")
 
 
 @dataclass(frozen=True, slots=True)
-class Classification:
+class Classification(Record):
     """One label of a text.
 
     Attributes:
@@ -60,7 +60,7 @@ class Classification:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranked:
+class Ranked(Record):
     """One document of a ranking.
 
     Attributes:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from flodl_hf.decode.constrained import best_paths
-from flodl_hf.decode.fast_records import made, pairs_of
+from flodl_hf.decode.fast_records import Record, made, pairs_of
 from flodl_hf.decode.labels import BEGIN, END, OUT, SINGLE, TagScheme
 from flodl_hf.decode.rows import Logits, Rows, flat_logits, owners_of
 from flodl_hf.decode.windows import TokenStream, merge_windows
@@ -28,7 +28,7 @@ Aggregation: TypeAlias = Literal["none", "simple", "first", "average", "max"]
 
 
 @dataclass(frozen=True, slots=True)
-class Entity:
+class Entity(Record):
     """A labelled piece of a text.
 
     Attributes:

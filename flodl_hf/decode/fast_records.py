@@ -15,16 +15,39 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-__all__ = ["made", "pairs_of"]
+__all__ = ["Record", "made", "pairs_of"]
 
 T = TypeVar("T")
+
+
+NAMES = {"entity": "label", "entity_group": "label", "answer": "text", "token_str": "token"}
+"""Names of transformers' pipelines for fields of records."""
+
+
+class Record:
+    """A record whose fields are read by name too, as those of transformers' pipelines: ``record["score"]``."""
+
+    __slots__ = ()
+
+    def __getitem__(self, name: str) -> Any:
+        known = self.keys()
+        ours = name if name in known else NAMES.get(name)
+        if ours not in known:
+            raise KeyError(f"{name!r}; expected one of {', '.join(known)}")
+        return getattr(self, ours)
+
+    def keys(self) -> tuple[str, ...]:
+        """Return the names of the fields."""
+        return tuple(field.name for field in fields(self))  # type: ignore[arg-type]
 
 
 @cache
 def _draft(kind: type) -> Any:
     names = [(field.name, Any) for field in fields(kind)]
     # Of the same slots, which is what lets an instance become one of ``kind``.
-    return make_dataclass(f"_{kind.__name__}", names, slots=True, eq=False, repr=False, match_args=False)
+    return make_dataclass(
+        f"_{kind.__name__}", names, bases=kind.__bases__, slots=True, eq=False, repr=False, match_args=False
+    )
 
 
 def made(kind: type[T], *columns: Iterable[Any]) -> list[T]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flodl_hf.decode.best_spans import best_spans
-from flodl_hf.decode.fast_records import made
+from flodl_hf.decode.fast_records import Record, made
 from flodl_hf.decode.rows import Content, Logits, Rows, content_of, flat_logits, null_columns, owners_of
 from flodl_hf.decode.windows import TokenStream, merge_windows, stream_of
 from flodl_hf.decode.words import Words, trimmed, units_at, words_of
@@ -32,7 +32,7 @@ _BAND_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Record):
     """A span of a context, or the statement that the context holds no answer.
 
     Attributes:

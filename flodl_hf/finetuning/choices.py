@@ -252,12 +252,8 @@ def plan_choices(rows: Sequence[Mapping[str, Any]], options: Options) -> ChoiceT
     """Return the task of choosing from a table.
 
     Raises:
-        ConfigError: an option that choices have no place for.
         DataError: columns that hold no choices.
     """
-    for name in ("labels", "problem_type", "class_weights", "label_smoothing", "neftune"):
-        if getattr(options, name):
-            raise ConfigError(f"{name}: multiple_choice takes none; expected nothing", problems=[name])
     columns = choice_columns(rows[0], options.columns)
     if columns is None:
         raise DataError(

@@ -229,10 +229,6 @@ def choose_task(tables: Tables, options: Options, known: Known, own: Any = None)
                 f"generator: {named} has none; expected task='replaced', or no generator", problems=["generator"]
             )
     pairs = are_pairs(list(tables.train[0])) and not options.columns
-    if options.projection is not None and named != "multivector":
-        raise ConfigError(
-            "projection: only vectors of tokens have one; expected task='multivector'", problems=["projection"]
-        )
     is_ranked = named == "rank" and bool(tables.train.classes)
     if is_ranked or named in ("embedding", *OTHER_VECTORS) or (named is None and (pairs or tables.parts)):
         tables.drop_unlabelled(_class_column(tables, options))
@@ -305,9 +301,6 @@ def _with_head(tables: Tables, options: Options, known: Known, named: str | None
         return _sequence(tables, columns, options, known)
     if task == "token_classification":
         return _tokens(tables, columns, options, known)
-    for name in ("labels", "problem_type", "class_weights"):
-        if getattr(options, name):
-            raise ConfigError(f"{name}: {task} has no labels; expected none", problems=[name])
     if task == "question_answering" and columns.answers is None:
         names = column_names(tables.train[:LOOKED_AT])
         raise DataError(
@@ -404,8 +397,6 @@ def _targets(values: Sequence[Any], kind: Any) -> Targets:
 
 
 def _tokens(tables: Tables, columns: Columns, options: Options, known: Known) -> TokenTask:
-    if options.problem_type:
-        raise ConfigError("problem_type: labels of words have none; expected nothing", problems=["problem_type"])
     found = tag_names(tables.labelled, columns)
     own = known.labels if known.head == "token_classification" else ()
     stored, names = _names(found, options.labels, tables.train.classes.get(columns.tags or ""), own)

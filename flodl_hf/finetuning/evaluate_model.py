@@ -30,6 +30,7 @@ from flodl_hf.finetuning.sequence import SequenceTask
 from flodl_hf.finetuning.start import known_of
 from flodl_hf.finetuning.task import Task, name_of
 from flodl_hf.finetuning.task_names import task_named
+from flodl_hf.finetuning.task_options import Problems
 from flodl_hf.finetuning.tokens import TokenTask
 from flodl_hf.finetuning.training_arguments import translated
 from flodl_hf.finetuning.user_code import Own
@@ -294,7 +295,7 @@ def _plan(
             "evaluate: found pairs with classes, which are predicted by a layer that only training has. Give pairs "
             "with numbers that measure their similarity, or pairs or triplets without labels."
         )
-    own.check(task, None, 0.0)
+    Problems("evaluate", own.faults(task, options)).check()
     notes = task.settle_held_out(model) if isinstance(task, EmbeddingTask) else []
     limits = row_limits(task, model, model.tokenizer, options)
     prepared = prepare_held_out(task, tables.evals, model.tokenizer, limits)

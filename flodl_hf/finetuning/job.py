@@ -21,7 +21,7 @@ from flodl.errors import ConfigError, DataError
 from flodl_hf.finetuning.batch_size import few_steps, settle_batch_size
 from flodl_hf.finetuning.batching import Batching, batch_rows, count_steps, evaluation_layout, micro_batch_rows
 from flodl_hf.finetuning.choices import ChoiceTask
-from flodl_hf.finetuning.data import HEADED, Tables, choose_task, read_tables
+from flodl_hf.finetuning.data import HEADED, Known, Tables, choose_task, read_tables
 from flodl_hf.finetuning.evaluation import Evaluation, Evaluations
 from flodl_hf.finetuning.factory import FixedModel, ModelFactory
 from flodl_hf.finetuning.flag_columns import with_listed_flags
@@ -37,10 +37,13 @@ from flodl_hf.finetuning.rows import CollateRows, EncodedRows, Masking
 from flodl_hf.finetuning.start import BESIDE, known_of, open_start, settle_head
 from flodl_hf.finetuning.step import Objective
 from flodl_hf.finetuning.task import LengthLimits, Prepared, Task, name_of
-from flodl_hf.finetuning.thresholds import check_tunable
+from flodl_hf.finetuning.task_names import task_named
+from flodl_hf.finetuning.task_options import ONE_ROW, Problems, task_faults, weight_faults
+from flodl_hf.finetuning.thresholds import threshold_faults
 from flodl_hf.finetuning.user_code import Own
 from flodl_hf.finetuning.vectors.step import VectorObjective
 from flodl_hf.finetuning.vectors.task import EmbeddingTask
+from flodl_hf.graph_model.model import GraphModel
 from flodl_hf.hub.folders import lacks_tokenizer
 from flodl_hf.model.freezing import frozen_parameters
 
@@ -48,12 +51,6 @@ if TYPE_CHECKING:
     from flodl_hf.model.encoder_model import EncoderModel
 
 __all__ = ["BESIDE", "Job", "make_evaluation", "plan_job", "prepare_held_out", "row_limits"]
-
-ONE_ROW = (
-    *("embedding", "rank", "sparse", "multivector"),
-    *("multiple_choice", "next_sentence", "pretraining"),
-)
-"""Tasks whose texts are one row each, however long."""
 
 
 @dataclass
@@ -135,6 +132,7 @@ def plan_job(
     where: str = "finetune",
     own: Own | None = None,
     tell: Callable[[str], Any] | None = None,
+    problems: Problems | None = None,
 ) -> Job:
     """Return a job with everything checked and tokenized, and nothing trained.
 
@@ -147,36 +145,53 @@ def plan_job(
         own: what the user brought.
         tell: called with a line that says what will be learned, before the model is opened, and with one where that
             are few steps.
+        problems: problems of the arguments, which are raised with those of the plan.
 
     Raises:
         DataError, ConfigError, CheckpointError, HubError, TokenizerError: as in `finetune`.
     """
-    if lacks_tokenizer(model):
-        raise _no_tokenizer(where)
-    own = own or Own()
-    tables, options = with_listed_flags(read_tables(train, held_out, options), options)
-    known = known_of(model, options)
-    asked = options.task
-    task, options = choose_task(tables, options, known, own.loss)
-    if tell is not None:
-        tell(task_line(task, tables.train, asked))
-    if options.long_texts == "windows" and name_of(task) in ONE_ROW:
-        raise ConfigError(
-            f"long_texts: found 'windows'; expected 'cut' for {name_of(task)}, where each text is one row; a greater "
-            "max_length keeps more of it",
-            problems=["long_texts"],
-        )
+    own, problems = own or Own(), problems or Problems(where)
     notes: list[str] = []
-    if isinstance(model, (str, os.PathLike)):
-        options, notes = settle_head(known, task, options)
-    torch.manual_seed(options.seed)  # a new head is drawn at random
-    opened, factory = open_start(model, task, options)
-    frozen_parameters(opened, options.freeze)  # raises for wrong paths before the data is tokenized
-    tokenizer = opened.tokenizer
-    if tokenizer is None:
-        raise _no_tokenizer(where)
-    if isinstance(task, BESIDE):
-        notes += task.settle(opened)
+    tables = task = opened = factory = None
+    known, before = Known(), options
+    if train is None or not isinstance(model, (str, os.PathLike, GraphModel)):
+        problems.check()
+    with problems:
+        if lacks_tokenizer(model):
+            raise _no_tokenizer(where)
+        known = known_of(model, options)
+    with problems:
+        tables, options = with_listed_flags(read_tables(train, held_out, options), options)
+        task, options = choose_task(tables, options, known, own.loss)
+    problems.add(_plan_faults(task, tables, before, own))
+    if task is None or tables is None:
+        problems.check()
+    assert task is not None
+    assert tables is not None
+    if tell is not None and not problems.found:
+        tell(task_line(task, tables.train, before.task))
+    is_named = isinstance(model, (str, os.PathLike))
+    # A model that would have to be fetched is not opened for further problems of a call that fails anyway.
+    opens = not problems.found or not is_named or os.path.isdir(model)
+    if opens and not any(problem.startswith("adapter:") for problem in problems.found):
+        with problems:
+            if is_named:
+                options, notes = settle_head(known, task, options)
+            torch.manual_seed(options.seed)  # a new head is drawn at random
+            opened, factory = open_start(model, task, options)
+            with problems:
+                frozen_parameters(opened, options.freeze)
+            if opened.tokenizer is None:
+                raise _no_tokenizer(where)
+            _masking(task, opened.tokenizer, options, where)
+            if isinstance(task, BESIDE):
+                notes += task.settle(opened)
+    if problems.found and opened is model and options.adapter is not None and opened is not None:
+        opened.remove_adapter()
+    problems.check()
+    assert opened is not None
+    assert factory is not None
+    tokenizer: Any = opened.tokenizer
     limits = row_limits(task, opened, tokenizer, options)
     prepared = {"train": task.prepare(tables.train, tokenizer, limits, training=True)}
     rows = prepared["train"].rows
@@ -189,14 +204,12 @@ def plan_job(
     )  # fmt: skip
     notes += laid_out.notes
     weights = _weights(options, task, rows)
-    own.check(task, weights, options.label_smoothing)
     objective, collate = _objective(task, options, own, weights, laid_out, rows)
     parts = prepare_held_out(task, tables.evals, tokenizer, limits)
     prepared |= {f"eval {name}".strip(): part for name, part in parts.items()}
     evaluation = _evaluation(task, options, own, parts, objective, collate, laid_out.layout)
-    _need_evaluation(options, evaluation)
-    if options.tune_thresholds:
-        check_tunable(task)
+    if options.metric and evaluation is not None:
+        evaluation.check_metric(options.metric)
     if isinstance(task, HEADED):
         notes += [*guessed_columns(task.columns, options.columns), *alike_labels(task.labels or ())]
         notes += unlearned_labels(task, rows) if tables.is_shared else []
@@ -351,38 +364,34 @@ def _cut_texts(prepared: Mapping[str, Prepared], limits: LengthLimits, task: Tas
 
 def _weights(options: Options, task: Task, rows: EncodedRows) -> tuple[float, ...] | None:
     """Return a weight for each label; ``"balanced"`` is ``rows / (labels x count)``, as in King and Zeng 2001."""
-    asked = options.class_weights
-    if asked is None:
-        if options.label_smoothing and task.kind not in ("single_label", "tokens", "words"):
-            raise ConfigError(
-                f"label_smoothing: {task.kind} has no single right label to take a share from; expected 0",
-                problems=["label_smoothing"],
-            )
+    given, names = options.class_weights, task.labels or ()
+    if given is None:
         return None
-    names, counts = task.labels, task.label_counts(rows)
-    if names is None or counts is None or (task.kind == "multi_label" and options.label_smoothing):
-        raise ConfigError(f"class_weights: {task.kind} takes none here", problems=["class_weights"])
-    if asked == "balanced":
+    if isinstance(given, str):
+        counts = task.label_counts(rows) or []
         return tuple(sum(counts) / (len(counts) * n) if n else 0.0 for n in counts)
-    if isinstance(asked, Mapping):
-        strange = [str(name) for name in asked if str(name) not in names]
-        if strange:
-            raise ConfigError(f"class_weights: {strange} are no labels; there are {list(names)[:20]}", problems=strange)
-        asked = [asked.get(name, 1.0) for name in names]
-    if isinstance(asked, str) or len(asked) != len(names) or any(float(w) < 0 for w in asked):
-        raise ConfigError(
-            f"class_weights: found {asked!r}; expected 'balanced', a weight for each of {list(names)[:20]}, or weights "
-            "by name; none below 0",
-            problems=["class_weights"],
-        )
-    return tuple(float(w) for w in asked)
+    if isinstance(given, Mapping):
+        given = [given.get(name, 1.0) for name in names]
+    return tuple(float(w) for w in given)
 
 
-def _need_evaluation(options: Options, evaluation: Evaluation | Evaluations | None) -> None:
-    if evaluation is not None:
-        if options.metric:
-            evaluation.check_metric(options.metric)
-        return
-    for name in ("early_stopping", "eval_every", "eval_start", "eval_delay", "metric", "tune_thresholds"):
-        if getattr(options, name):
-            raise ConfigError(f"{name}: there is no held-out data to judge by; give eval=", problems=[name])
+def _plan_faults(task: Task | None, tables: Tables | None, options: Options, own: Own) -> list[str]:
+    """Return the problems of options that depend on the task and on the data."""
+    name = name_of(task) if task is not None else _named(options)
+    problems = [] if name is None else task_faults(name, options, getattr(task, "refused", ()))
+    if task is not None:
+        problems += [*weight_faults(task, options), *own.faults(task, options)]
+        if options.tune_thresholds:
+            problems += threshold_faults(task)
+    if tables is not None and not tables.evals:
+        needed = ("early_stopping", "eval_every", "eval_start", "eval_delay", "metric", "tune_thresholds")
+        problems += [f"{name}: there is no held-out data; give eval=" for name in needed if getattr(options, name)]
+    return problems
+
+
+def _named(options: Options) -> str | None:
+    """Return the task that the options name; None for none, or where there is no such task."""
+    try:
+        return task_named(options.task) if options.task else None
+    except ConfigError:
+        return None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from flodl.errors import ConfigError, nearest
-from flodl_hf.adapters.settings import adapter_faults
+from flodl_hf.adapters.settings import adapter_faults, adapter_of
 
 __all__ = ["SCHEDULES", "checked", "combination_faults", "schedule_values"]
 
@@ -103,6 +103,10 @@ def _number(value: Any, fraction: bool) -> int | float:
 def combination_faults(options: Any) -> list[str]:
     """Return the problems of options that are valid by themselves and exclude each other."""
     problems = adapter_faults(options)
+    try:
+        adapter_of(options)
+    except ConfigError as fault:
+        problems.append(f"adapter: {fault.message}")
     schedule = options.schedule
     if isinstance(schedule, str):
         if schedule not in SCHEDULES:
@@ -110,7 +114,8 @@ def combination_faults(options: Any) -> list[str]:
                 f"schedule: found {schedule!r}{nearest(schedule, SCHEDULES)}; expected {', '.join(SCHEDULES)}"
             )
         else:
-            problems += schedule_values(schedule, options.schedule_options or {})[1]
+            values, wrong = schedule_values(schedule, options.schedule_options or {})
+            problems += wrong or _curve_faults(options, values)
             if schedule == "plateau" and options.warmup:
                 problems.append("warmup: a plateau schedule takes none; expected 0")
     elif options.schedule_options:
@@ -118,6 +123,11 @@ def combination_faults(options: Any) -> list[str]:
     elif not hasattr(schedule, "lr"):
         problems.append(f"schedule: found {type(schedule).__name__}; expected a name, or an object with lr(step)")
     problems += _rule_faults(options)
+    if options.ema and options.policy in ("cadence", "async"):
+        problems.append(
+            f"ema: ranks of policy={options.policy!r} step by themselves, without a common average; expected "
+            "policy='sync', or no ema"
+        )
     if options.neftune and options.compile:
         problems.append("neftune: torch.compile would translate the model without it; expected compile=False")
     if options.ema in (0.0, 1.0):
@@ -131,6 +141,21 @@ def combination_faults(options: Any) -> list[str]:
     if options.warmup > 1 and options.warmup != int(options.warmup):
         problems.append(f"warmup: found {options.warmup!r}; expected an integer of steps, or a share below 1")
     return problems
+
+
+def _curve_faults(options: Any, values: Mapping[str, Any]) -> list[str]:
+    """Return the problems of values that are of the right type and out of the range of the curve."""
+    if not values:
+        return []
+    from flodl_hf.finetuning.rates import make_schedule
+
+    try:
+        make_schedule(
+            options.schedule, options.lr or 1.0, options.warmup, 1_000_000, lower_is_better=True, options=values
+        )
+    except ConfigError as fault:
+        return [f"schedule_options: {fault.message}"]
+    return []
 
 
 def schedule_values(schedule: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -7,6 +7,7 @@ model card prints. It checks single values; what only the data or the model can 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_type_hints
@@ -16,7 +17,7 @@ from flodl_hf.adapters.settings import Settings, adapter_of
 from flodl_hf.finetuning.option_checks import checked, combination_faults, schedule_values
 from flodl_hf.finetuning.training_arguments import TAKEN, translated
 
-__all__ = ["BATCH_SIZE", "Options", "make_options"]
+__all__ = ["BATCH_SIZE", "Options", "make_options", "read_options"]
 
 BATCH_SIZE = 32
 """Rows in a batch where nobody says how many and nothing asks for fewer."""
@@ -331,13 +332,21 @@ def _plain(value: Any) -> Any:
 
 
 def make_options(given: Mapping[str, Any], where: str = "finetune") -> Options:
-    """Return the options that ``given`` asks for, with defaults for the rest.
+    """Return the options that ``given`` contains, with defaults for the rest.
 
     Words of transformers stand for ours where they mean the same (`flodl_hf.finetuning.training_arguments`).
 
     Raises:
-        ConfigError: names that are no options, or values that cannot be; ``problems`` lists all of them.
+        ConfigError: names that are no options, or invalid values; ``problems`` lists all of them.
     """
+    options, problems = read_options(given)
+    if problems:
+        raise ConfigError(f"{where}: options that cannot be:\n{capped(problems)}", problems=problems, where=where)
+    return options
+
+
+def read_options(given: Mapping[str, Any]) -> tuple[Options, list[str]]:
+    """Return the valid options of ``given``, with defaults for the rest, and all problems, each with its option."""
     table = {f.name: f for f in fields(Options)}
     hints = get_type_hints(Options)
     values: dict[str, Any] = {}
@@ -350,11 +359,9 @@ def make_options(given: Mapping[str, Any], where: str = "finetune") -> Options:
             values[name] = checked(value, hints[name], table[name].metadata)
         except ValueError as fault:
             problems.append(f"{name}: {fault}")
-    options = None if problems else Options(**values)
-    if options is not None:
-        problems = combination_faults(options)
-    if options is None or problems:
-        raise ConfigError(f"{where}: options that cannot be:\n{capped(problems)}", problems=problems, where=where)
-    if options.schedule_options:
+    options, invalid = Options(**values), [name for name in given if name not in values]
+    # What depends on an invalid value is not known.
+    problems += [p for p in combination_faults(options) if not any(re.search(rf"\b{name}\b", p) for name in invalid)]
+    if options.schedule_options and not problems:
         options = replace(options, schedule_options=schedule_values(options.schedule, options.schedule_options)[0])
-    return options
+    return options, problems

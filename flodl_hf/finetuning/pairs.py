@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flodl.data.rng import Rng
-from flodl.errors import ConfigError, DataError, capped
+from flodl.errors import DataError, capped
 from flodl.metrics import Classification, Metric, Perplexity
 from flodl.train import Loss
 from flodl_hf.columns import Columns, pair_columns
@@ -220,10 +220,6 @@ def plan_pairs(head: str, rows: Sequence[Mapping[str, Any]], options: Options, *
         ordered: whether the family's head learns the order of both texts.
 
     Raises:
-        ConfigError: an option that pairs have no place for.
         DataError: columns that hold no pairs.
     """
-    for name in ("labels", "problem_type", "class_weights", "concatenate"):
-        if getattr(options, name):
-            raise ConfigError(f"{name}: {head} takes none; expected nothing", problems=[name])
     return PairTask(pair_columns(rows, options.columns, head), head, ordered, options.seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
-from flodl.train import RateSearch, Rehearsal
+from flodl.train import Callback, RateSearch, Rehearsal
+from flodl_hf.finetuning.arguments import read_arguments
 from flodl_hf.finetuning.evaluation import Evaluation, Evaluations
 from flodl_hf.finetuning.factory import cast_stored
 from flodl_hf.finetuning.job import Job, plan_job
 from flodl_hf.finetuning.keywords import FinetuneWords
-from flodl_hf.finetuning.options import make_options
+from flodl_hf.finetuning.run import check_free
 from flodl_hf.finetuning.training import make_builder, settings_of_torch
 from flodl_hf.finetuning.user_code import Own
+from flodl_hf.graph_model.model import GraphModel
 
 if TYPE_CHECKING:
+    from flodl_hf.adapters.settings import Settings
     from flodl_hf.model.encoder_model import EncoderModel
 
 __all__ = ["DryRun", "dry_run", "find_lr"]
@@ -74,23 +77,32 @@ class DryRun:
 def dry_run(
     model: str | Path | EncoderModel,
     *,
-    train: Any,
+    train: Any = None,
     eval: Any = None,
-    loss: Callable[..., Any] | None = None,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    on_event: Callable[[Any], Any] | None = None,
+    progress: bool | None = None,
+    monitor: Any = None,
+    loss: Callable[..., Any] | str | None = None,
     metrics: Any = None,
+    callbacks: Sequence[Callback] = (),
+    adapter: Settings | None = None,
     **options: Unpack[FinetuneWords],
 ) -> DryRun:
     """Return what ``finetune`` with the same arguments will do and need, after trying a little of all of it.
 
-    The data is read and tokenized whole; a copy of the model does the heaviest batch and three steps, judges some
+    The data is read and tokenized whole; a copy of the model does the heaviest batch and three steps, evaluates some
     held-out rows and is written to a folder that is removed again. Nothing else is written, no model is changed.
+    All arguments of ``finetune`` are accepted. ``out`` is checked and not written; ``on_event``, ``progress``,
+    ``monitor`` and ``callbacks`` are not used.
 
     Raises:
         Exception: whatever `flodl_hf.finetuning.finetune` would raise by then.
     """
     with ExitStack() as stack:
         stack.enter_context(_vectors_kept(model))
-        job = plan_job(model, train, eval, make_options(options), where="dry_run", own=Own(loss, metrics))
+        job = _planned("dry_run", model, train, eval, out, overwrite, loss, adapter, options, metrics, callbacks)
         cast_stored(job.model)  # tried here, on one device
         stack.enter_context(settings_of_torch())
         if not job.named and job.options.adapter is not None:
@@ -115,10 +127,22 @@ def dry_run(
     )
 
 
+def _planned(
+    where: str, model: Any, train: Any, held_out: Any, out: Any, overwrite: bool, loss: Any, adapter: Any,
+    given: Mapping[str, Any], metrics: Any, callbacks: Sequence[Callback],
+) -> Job:  # fmt: skip
+    """Return the job of `finetune` with the same arguments."""
+    options, loss, problems = read_arguments(where, model, train, given, loss=loss, adapter=adapter)
+    if out is not None and not problems.found:
+        check_free(Path(out), overwrite)
+    own = Own(loss, metrics, tuple(callbacks))
+    return plan_job(model, train, held_out, options, where=where, own=own, problems=problems)
+
+
 @contextmanager
 def _vectors_kept(model: str | Path | EncoderModel) -> Iterator[None]:
     """Have a model in memory make vectors afterwards as it did before, whatever the options say of them."""
-    if isinstance(model, (str, Path)):
+    if not isinstance(model, GraphModel):
         yield
         return
     before = model.sentence_recipe
@@ -152,12 +176,20 @@ def _judge_some(job: Job) -> dict[str, float]:
 def find_lr(
     model: str | Path | EncoderModel,
     *,
-    train: Any,
+    train: Any = None,
     eval: Any = None,
     low: float = 1e-7,
     high: float = 1.0,
     steps: int = 100,
-    loss: Callable[..., Any] | None = None,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    on_event: Callable[[Any], Any] | None = None,
+    progress: bool | None = None,
+    monitor: Any = None,
+    loss: Callable[..., Any] | str | None = None,
+    metrics: Any = None,
+    callbacks: Sequence[Callback] = (),
+    adapter: Settings | None = None,
     **options: Unpack[FinetuneWords],
 ) -> RateSearch:
     """Return what training a copy of ``model`` at rising rates finds; its ``suggestion`` is one for ``lr``.
@@ -168,6 +200,8 @@ def find_lr(
         train: data, as for `flodl_hf.finetuning.finetune`.
         eval: held-out data, likewise; nothing is judged, and rows that the run would hold out are not learned from.
         steps: optimiser steps at most; rates rise by the same factor at each.
+        out: checked and not written; ``on_event``, ``progress``, ``monitor``, ``metrics`` and ``callbacks`` are not
+            used. The other arguments are those of `flodl_hf.finetuning.finetune`.
 
     Raises:
         ConfigError, DataError: as in `finetune`; rates that do not rise.
@@ -175,7 +209,7 @@ def find_lr(
     """
     with ExitStack() as stack:
         stack.enter_context(_vectors_kept(model))
-        job = plan_job(model, train, eval, make_options(options), where="find_lr", own=Own(loss))
+        job = _planned("find_lr", model, train, eval, out, overwrite, loss, adapter, options, metrics, callbacks)
         cast_stored(job.model)  # tried here, on one device
         stack.enter_context(settings_of_torch())
         if not job.named and job.options.adapter is not None:

@@ -29,6 +29,7 @@ from flodl_hf.finetuning.options import Options
 from flodl_hf.finetuning.rows import CollateRows, EncodedRows, RowBuilder
 from flodl_hf.finetuning.step import Kind
 from flodl_hf.finetuning.task import CHUNK, Examples, LengthLimits, Prepared
+from flodl_hf.finetuning.task_options import Problems, task_faults
 from flodl_hf.finetuning.user_code import Kept
 from flodl_hf.finetuning.vectors.tables import read_table
 from flodl_hf.vectors.judging.pairs import average_precision
@@ -133,29 +134,31 @@ def plan_ranking(rows: Sequence[Mapping[str, Any]], options: Options) -> RankTas
         ConfigError: an option that scores have no place for.
         DataError: columns that do not say how well passages fit.
     """
-    wrong = [name for name in ("class_weights", "label_smoothing") if getattr(options, name)]
-    wrong += ["labels"] if options.labels not in (None, (), RankTask.labels) else []
-    wrong += ["problem_type"] if options.problem_type not in (None, "regression") else []
-    if wrong:
-        raise ConfigError(f"{', '.join(wrong)}: a ranker has one score and no classes; expected none", problems=wrong)
-    word = options.vector_loss or "BinaryCrossEntropyLoss"
-    known: dict[str, Any] = {**OF_PAIRS, **LIST_LOSSES}
-    if not isinstance(word, str):
-        raise ConfigError("vector_loss: a ranker learns from one table; expected a name", problems=["vector_loss"])
-    name = loss_named(word, known)
-    if name in OF_PAIRS:
-        if options.loss_options:
-            raise ConfigError(f"loss_options: {name} has none; expected nothing", problems=["loss_options"])
-        kind = OF_PAIRS[name]
-        _, _, columns = _pairs(rows, options.columns, "train", bounded=kind == "multi_label")
-        # The mean squared error is that of the logits themselves.
-        activation = "torch.nn.modules.linear.Identity" if kind == "regression" else RankTask.activation
-        return RankTask(columns, options.columns, kind=kind, activation=activation)
-    if options.neftune:
-        raise ConfigError("neftune: lists of candidates have none; expected nothing", problems=["neftune"])
-    return RankTask(
-        read_lists(rows, options.columns)[1], options.columns, make_loss(name, options.loss_options, LIST_LOSSES)
-    )
+    problems = Problems("finetune", task_faults("rank", options))
+    word, loss, kind = options.vector_loss or "BinaryCrossEntropyLoss", None, None
+    with problems:
+        if not isinstance(word, str):
+            raise ConfigError("vector_loss: a ranker learns from one table; expected a name", problems=["vector_loss"])
+        kind = OF_PAIRS.get(loss_named(word, {**OF_PAIRS, **LIST_LOSSES}))
+        if kind is not None and options.loss_options:
+            raise ConfigError(f"loss_options: {word} has none; leave it out", problems=["loss_options"])
+        if kind is None and options.neftune:
+            problems.add(["neftune: lists of candidates take none; leave it out"])
+        if kind is None:
+            loss = make_loss(word, options.loss_options, LIST_LOSSES)
+    columns = None
+    with problems:
+        if kind is None:
+            columns = read_lists(rows, options.columns)[1]
+        else:
+            _, _, columns = _pairs(rows, options.columns, "train", bounded=kind == "multi_label")
+    problems.check()
+    assert columns is not None
+    if kind is None:
+        return RankTask(columns, options.columns, loss)
+    # The mean squared error is that of the logits themselves.
+    activation = "torch.nn.modules.linear.Identity" if kind == "regression" else RankTask.activation
+    return RankTask(columns, options.columns, kind=kind, activation=activation)
 
 
 def _pairs(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flodl.data.collate import Where
 from flodl.data.rng import Rng
-from flodl.errors import ConfigError, DataError, capped
+from flodl.errors import DataError, capped
 from flodl.metrics import Classification, Metric
 from flodl_hf.alignment import mask_tokens
 from flodl_hf.columns import Columns, infer_columns
@@ -183,12 +183,8 @@ def plan_replaced(rows: Sequence[Mapping[str, Any]], options: Options) -> Replac
     """Return the task of finding replaced tokens.
 
     Raises:
-        ConfigError: an option that it has no place for.
         DataError: columns that hold neither texts nor words with tags.
     """
-    for name in ("labels", "problem_type", "class_weights", "concatenate"):
-        if getattr(options, name):
-            raise ConfigError(f"{name}: replaced_tokens takes none; expected nothing", problems=[name])
     columns = infer_columns(rows, **dict(options.columns or {}))
     if columns.words is None and columns.text is None:
         raise DataError(

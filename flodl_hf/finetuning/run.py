@@ -19,16 +19,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from flodl.errors import ConfigError, TrainError, TrainInterrupted, printable, visible
+from flodl.errors import TrainError, TrainInterrupted, printable, visible
 from flodl.files import path_fault
 from flodl.progress import in_words
 from flodl.train import Callback, EvalDone, RunDone, RunStarted, StepDone
 from flodl.train.events import Past, figures_in
 from flodl.train.saving.reading import list_checkpoints
 from flodl.train.trackers import Tracker, make_tracker
-from flodl_hf.adapters.settings import Settings, adapter_words
+from flodl_hf.adapters.settings import Settings
 from flodl_hf.adapters.write import contents_of
 from flodl_hf.errors import ExportError
+from flodl_hf.finetuning.arguments import read_arguments
 from flodl_hf.finetuning.batch_size import as_before
 from flodl_hf.finetuning.best import Best, take_best
 from flodl_hf.finetuning.card import papers
@@ -39,7 +40,7 @@ from flodl_hf.finetuning.job import Job, plan_job
 from flodl_hf.finetuning.judged import Judged
 from flodl_hf.finetuning.keywords import FinetuneWords
 from flodl_hf.finetuning.monitoring import monitor_of_job
-from flodl_hf.finetuning.options import Options, make_options
+from flodl_hf.finetuning.options import Options
 from flodl_hf.finetuning.result import FinetuneResult, OnFirstRank
 from flodl_hf.finetuning.task import name_of
 from flodl_hf.finetuning.thresholds import tune_thresholds
@@ -51,7 +52,7 @@ from flodl_hf.saving.publish import GENERATOR, check_space, is_model_file
 if TYPE_CHECKING:
     from flodl_hf.model.encoder_model import EncoderModel
 
-__all__ = ["finetune", "make_builder", "train_job"]
+__all__ = ["check_free", "finetune", "make_builder", "train_job"]
 
 
 def finetune(
@@ -118,19 +119,17 @@ def finetune(
     Torch's and Python's global random generators are seeded by this call. Under torchrun every rank calls it; the
     first one writes, and its result has the best model. With ``shard`` the others' results have none (``holds_model``).
     """
-    if isinstance(loss, str):
-        options["vector_loss"], loss = loss, None
-    chosen = make_options({**adapter_words(adapter), **options})
-    if train is None:
-        raise ConfigError("finetune: found no train=; expected a file or rows to learn from", problems=["train"])
+    chosen, loss, problems = read_arguments("finetune", model, train, options, loss=loss, adapter=adapter)
     progress = False if options.get("disable_tqdm") and progress is None else progress
     target = None if out is None else Path(out)
-    chosen = as_before(chosen, _kept_in(chosen, target))
-    trackers = _trackers(chosen, target)
-    if target is not None:
-        _check_free(target, overwrite)
+    trackers: list[Tracker] = []
+    if not problems.found:
+        chosen = as_before(chosen, _kept_in(chosen, target))
+        trackers = _trackers(chosen, target)
+        if target is not None:
+            check_free(target, overwrite)
     tell = _say if progress and _is_first_rank() else None
-    job = plan_job(model, train, eval, chosen, own=Own(loss, metrics, tuple(callbacks)), tell=tell)
+    job = plan_job(model, train, eval, chosen, own=Own(loss, metrics, tuple(callbacks)), tell=tell, problems=problems)
     if target is not None and _is_first_rank():
         check_space(target, _bytes_to_write(job.model))
     for tracker in trackers:
@@ -362,8 +361,8 @@ def _is_first_rank() -> bool:
     return is_first_rank()
 
 
-def _check_free(target: Path, overwrite: bool) -> None:
-    """Refuse before the training what would be refused after it.
+def check_free(target: Path, overwrite: bool) -> None:
+    """Check that a model can be written to a folder.
 
     Raises:
         ExportError: the folder is not empty and may not be replaced, or is a file.

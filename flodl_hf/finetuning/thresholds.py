@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flodl.errors import ConfigError
 from flodl_hf.finetuning.judged import Judged
 from flodl_hf.report.figures import best_thresholds
 
 if TYPE_CHECKING:
     from flodl_hf.finetuning.task import Task
 
-__all__ = ["Tuned", "check_tunable", "tune_thresholds"]
+__all__ = ["Tuned", "threshold_faults", "tune_thresholds"]
 
 
 @dataclass(frozen=True)
@@ -47,19 +46,14 @@ class Tuned:
         }  # fmt: skip
 
 
-def check_tunable(task: Task) -> None:
-    """Refuse a task whose answers know no threshold.
-
-    Raises:
-        ConfigError: it is neither several labels at once nor one of two.
-    """
+def threshold_faults(task: Task) -> list[str]:
+    """Return the problem of a task whose answers have no thresholds: neither several labels at once nor one of two."""
     if task.kind == "multi_label" or (task.kind == "single_label" and len(task.labels or ()) == 2):
-        return
-    raise ConfigError(
-        f"tune_thresholds: the task is {task.kind.replace('_', ' ')} with {len(task.labels or ())} labels; expected "
-        "several labels at once (multi_label_classification), or one of two",
-        problems=["tune_thresholds"],
-    )
+        return []
+    return [
+        f"tune_thresholds: found {task.kind.replace('_', ' ')} with {len(task.labels or ())} labels; expected several "
+        "labels at once (multi_label_classification), or one of two"
+    ]
 
 
 def tune_thresholds(judged: Judged, labels: tuple[str, ...]) -> Tuned:

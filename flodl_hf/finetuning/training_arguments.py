@@ -325,7 +325,7 @@ def translated(given: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[dict
                 continue
         else:
             if name in REFUSED:
-                if value not in (None, False, "", [], ()):
+                if value is not None and not (isinstance(value, (bool, str, list, tuple)) and not value):
                     problems.append(f"{name}: a word of transformers; {REFUSED[name]}")
                 continue
             found = {name: value}

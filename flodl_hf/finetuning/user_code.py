@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flodl.errors import ConfigError, TrainError
+from flodl.errors import TrainError
 from flodl.metrics import Metric
 from flodl.train import Callback
 from flodl_hf.finetuning.task import Scorer, Task
@@ -42,26 +42,23 @@ class Own:
         """What was given, by the names of the arguments."""
         return [name for name in ("loss", "metrics", "callbacks") if getattr(self, name)]
 
-    def check(self, task: Task, weights: object, smoothing: float) -> None:
-        """Refuse what the task has no place for.
-
-        Raises:
-            ConfigError: ``problems`` lists each.
-        """
+    def faults(self, task: Task, options: Any) -> list[str]:
+        """Return the problems of what the user brings, for a task and the options of a run."""
         problems = []
         if self.loss is not None and not callable(self.loss):
             problems.append(f"loss: found {type(self.loss).__name__}; expected a function of scores and labels")
-        elif self.loss is not None and (weights is not None or smoothing):
-            problems.append(
-                "class_weights and label_smoothing are of the task's loss, which loss= replaces; expected one of both"
-            )
+        elif self.loss is not None:
+            problems += [
+                f"{name}: it belongs to the loss of the task, which loss= replaces; expected one of both"
+                for name in ("class_weights", "label_smoothing")
+                if getattr(options, name) not in (None, 0.0)
+            ]
         named = self.metrics.values() if isinstance(self.metrics, Mapping) else [self.metrics] if self.metrics else []
         if not all(callable(call) for call in named):
             problems.append("metrics: expected a function of predictions and truth, or such functions by name")
         if self.metrics is not None and task.kind == "words":
             problems.append("metrics: of masked words scores are too large to be kept; expected none")
-        if problems:
-            raise ConfigError("finetune: " + "; ".join(problems), problems=problems)
+        return problems
 
 
 class Kept:

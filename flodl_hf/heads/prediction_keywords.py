@@ -64,8 +64,8 @@ def _grouped(value: Any, _: Any) -> str:
 
 
 _WINDOWS = (
-    "longer texts are read in windows, none of their tokens is lost, so nothing is cut; strict=True refuses texts of "
-    "more than one window, and flodl_hf.pipeline cuts as transformers' pipelines do"
+    "longer texts are read in windows; strict=True refuses texts of more than one window, and flodl_hf.pipeline "
+    "truncates as transformers' pipelines do"
 )
 _RUN = {
     "batch_size": Word("token_budget", _budget),
@@ -82,9 +82,11 @@ _RUN = {
 }  # fmt: skip
 _TEXTS = {name: Word("texts") for name in ("inputs", "sentences", "sequences")}
 _ACTIVATION = {name: Word("function_to_apply", _function) for name in ("activation_fn", "activation_fct")}
+_CUT = ("do_not_truncate", False, None)
 CLASSES = {
     **_RUN,
     **_TEXTS,
+    "truncation": Word("truncate", lambda value, _: value not in _CUT),
     "return_all_scores": Word("top_k", lambda value, _: None if value else 1),
     "apply_softmax": Word("function_to_apply", lambda value, _: "softmax" if value else None),
     **_ACTIVATION,

@@ -69,6 +69,7 @@ class SequenceClassifier(ScoringModel):
         prompt_name: str | None = None,
         strict: bool = False,
         truncate: bool = False,
+        max_length: int | None = None,
         untrained: bool = False,
         compat: Literal["transformers"] | None = None,
         **run: Unpack[RunKeywords],
@@ -93,6 +94,7 @@ class SequenceClassifier(ScoringModel):
             prompt_name: name of a prompt of the folder, instead of ``prompt``.
             strict: raise on a text that does not fit into one window.
             truncate: cut a long text to one window, of a pair the longer of the two, as transformers does.
+            max_length: most tokens of a text; longer texts are truncated.
             untrained: predict although parts of the model hold random values.
             compat: "transformers" gives the dictionaries of its pipeline.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
@@ -125,7 +127,10 @@ class SequenceClassifier(ScoringModel):
             function_to_apply = score_function(self.config)
 
         # Not a function of this call alone: the process of another device does it too.
-        encode = partial(self._encode, strict=strict or compat is not None, truncate=truncate, prompt=prompt or "")
+        encode = partial(
+            self._encode, strict=strict or compat is not None, truncate=truncate or max_length is not None,
+            prompt=prompt or "", max_length=max_length,
+        )  # fmt: skip
 
         def finish(chunk: list[Text], encoded: Encoded, scores: Pending) -> list[Any]:
             if compat is not None:
@@ -312,6 +317,7 @@ class SequenceClassifier(ScoringModel):
         strict: bool = False,
         truncate: bool = False,
         prompt: str = "",
+        max_length: int | None = None,
     ) -> Encoded:
         from flodl_hf.runtime.inputs import encode, split_pairs
 
@@ -324,6 +330,7 @@ class SequenceClassifier(ScoringModel):
         if recipe is not None and recipe.lower_case:
             firsts, seconds = [text.lower() for text in firsts], seconds and [text.lower() for text in seconds]
         limit = self.most_tokens(recipe.max_tokens if recipe is not None else None)
+        limit = min((n for n in (limit, max_length) if n is not None), default=None)
         return encode(tokenizer, firsts, seconds, max_tokens=limit, strict=strict, truncate=truncate)
 
 

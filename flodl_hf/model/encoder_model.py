@@ -53,6 +53,22 @@ class EncoderModel(Opened, Adapted, Familiar):
         except AttributeError:
             raise AttributeError(told(type(self), name)) from None
 
+    @property
+    def base_model(self) -> EncoderModel:
+        """The model without its head; both have the same parameters."""
+        from flodl_hf.auto import head_named
+
+        kind: Any = head_named("base").model
+        if isinstance(self, kind):
+            return self
+        parts = {name: part for name, part in self.graph.named_children() if name != "head"}
+        with torch.device("meta"):
+            base = kind(self.config, build_graph(self.config, "base", pooler="pooler" in parts))
+        for name, part in parts.items():
+            setattr(base.graph, name, part)
+        base.tokenizer, base.source = self.tokenizer, self.source
+        return base.train(self.training)
+
     # --- making ---------------------------------------------------------------------------------
 
     @classmethod

@@ -39,6 +39,28 @@ FAMILIAR = {
     "tokenize": "tokenizer(texts, padding=True, return_tensors='pt') gives what a call takes",
     "encode_multi_process": "encode(texts, devices=[...]) uses several devices",
     "start_multi_process_pool": "encode(texts, devices=[...]) uses several devices",
+    **dict.fromkeys(
+        ("classifier", "score", "qa_outputs", "cls", "lm_head"),
+        "graph.get_submodule('head') is the head, and freeze=['encoder'] trains it alone",
+    ),
+    **dict.fromkeys(
+        (
+            "bert",
+            "roberta",
+            "distilbert",
+            "electra",
+            "deberta",
+            "albert",
+            "mpnet",
+            "xlm_roberta",
+            "camembert",
+            "encoder",
+            "embeddings",
+            "transformer",
+            "pooler",
+        ),
+        "base_model is the model without its head, and graph.get_submodule('encoder') its encoder",
+    ),
     "generate": "encoders generate no text; fill_mask finds the word behind a mask, of AutoModelForMaskedLM",
 }
 """What other libraries' models have, and what stands for it here."""

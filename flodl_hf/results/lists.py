@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
+from flodl_hf.decode.fast_records import Record
+
 if TYPE_CHECKING:
     from flodl_hf.decode import Answer, Classification, Entity, Ranked  # noqa: F401
 
@@ -295,7 +297,7 @@ class Answers(Found["Answer"]):
 
 
 @dataclass(frozen=True, slots=True)
-class Fill:
+class Fill(Record):
     """One proposal for one mask.
 
     Attributes:

@@ -130,21 +130,17 @@ class _Scorer:
         }
 
 
-NOT_TAKEN = ("labels", "problem_type", "class_weights", "label_smoothing", "neftune")
-
-
 def plan_generator(rows: Sequence[Mapping[str, Any]], options: Options) -> GeneratorTask:
     """Return the task of a generator and a discriminator.
 
     Raises:
-        ConfigError: an option that it has no place for, or columns that are no texts.
+        ConfigError: columns that are no texts.
     """
-    problems = [f"{name}: with a generator there is no place for it; leave it out" for name in NOT_TAKEN
-                if getattr(options, name)]  # fmt: skip
     columns = infer_columns(rows, **dict(options.columns or {}))
     text = columns.text if columns.words is None else None
     if text is None:
-        problems.append(f"generator: found the columns {list(rows[0])}; expected texts, whose tokens it replaces")
-    if problems:
-        raise ConfigError("; ".join(problems), problems=problems)
+        raise ConfigError(
+            f"generator: found the columns {list(rows[0])}; expected texts, whose tokens it replaces",
+            problems=["generator"],
+        )
     return GeneratorTask(Columns(task="masked-lm", text=text), options.concatenate, options=options)

@@ -359,10 +359,7 @@ def plan_embedding(
         ConfigError, DataError: options or columns that do not fit; all options are listed.
     """
     tables = {name: kind.read(rows, options, name or "train") for name, rows in train.items()}
-    unset = (None, (), False)
-    refused = [name for name in kind.refused if getattr(options, name) not in unset]
-    problems = [f"{name}: vectors have none; expected nothing" for name in _NOT_HERE if getattr(options, name)]
-    problems += [f"{name}: {kind.name} has none; expected nothing" for name in refused]
+    problems = []
     if options.policy not in (None, "sync") and options.ranks > 1:
         problems.append("policy: ranks share the texts of a batch, so they step together; expected sync")
     asked = options.vector_loss
@@ -412,12 +409,6 @@ def plan_embedding(
     guide = None if options.guide is None else os.fspath(options.guide)
     options = replace(options, guide=guide)
     return kind(tables, tuple(losses), options), options
-
-
-_NOT_HERE = (
-    *("labels", "problem_type", "class_weights", "label_smoothing", "neftune", "tokens_per_batch", "micro_batch_size"),
-    "group_by_length",
-)
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def test_figures_are_those_of_each_question(base: Path) -> None:
     [
         ([{"query": "a", "positive": "b"}] * 8, {}, DataError, "negatives"),
         ([{"query": "a", "passage": "b", "score": 4.5}] * 8, {}, DataError, "from 4.5 to 4.5"),
-        (graded(), {"labels": ["x"]}, ConfigError, "no classes"),
+        (graded(), {"labels": ["x"]}, ConfigError, "labels"),
     ],
 )
 def test_what_does_not_say_how_well_passages_fit_is_refused(

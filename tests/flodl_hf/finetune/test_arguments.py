@@ -1,0 +1,250 @@
+"""Arguments of finetune, dry_run and find_lr: problems are reported together, and other libraries' words are named."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from finetune_tables import TABLES, labelled, sentences
+
+import flodl
+import flodl_hf
+from flodl.errors import ConfigError
+from flodl_hf import load
+from flodl_hf.adapters import IA3, Lora, Prefix, Prompt
+from flodl_hf.finetuning import dry_run, find_lr, finetune, plan_job
+from flodl_hf.finetuning.options import make_options
+from flodl_hf.model.encoder_model import EncoderModel
+
+TEXTS = sentences()
+
+
+class Frame:
+    """A data frame, as far as comparisons are concerned."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> Any:
+        return self
+
+    def __bool__(self) -> bool:
+        raise ValueError("The truth value of a DataFrame is ambiguous.")
+
+
+PAIRS = [{"anchor": a, "positive": b} for a, b in zip(TEXTS[:8], TEXTS[8:16], strict=True)]
+RANKED = [
+    {"query": a, "passage": b, "label": i % 2} for i, (a, b) in enumerate(zip(TEXTS[:8], TEXTS[8:16], strict=True))
+]
+SEVERAL = [{"text": text, "label": ["a", "b"][: 1 + i % 2]} for i, text in enumerate(TEXTS[:8])]
+
+TOGETHER: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
+    "values, combinations and the task": (
+        labelled(8),
+        {"epochs": 0, "early_stopping": 2, "matryoshka": [8], "class_weights": {"z": 1}, "freeze": ["nothing"]},
+        ["epochs", "early_stopping", "matryoshka", "class_weights", "freeze"],
+    ),
+    "a ranker": (
+        RANKED,
+        {"task": "rank", "class_weights": "balanced", "loss_options": {"scale": 1}, "long_texts": "windows"},
+        ["class_weights", "loss_options", "long_texts"],
+    ),
+    "a ranker of lists": (
+        RANKED,
+        {"task": "rank", "loss": "LambdaLoss", "neftune": 5, "labels": ["x"], "loss_options": {"k": "many"}},
+        ["neftune", "labels", "loss_options"],
+    ),
+    "vectors": (
+        PAIRS,
+        {"class_weights": "balanced", "micro_batch_size": 2, "pooling": "middle", "matryoshka": [4096]},
+        ["class_weights", "micro_batch_size", "pooling", "matryoshka"],
+    ),
+    "several labels": (SEVERAL, {"class_weights": {"a": 2.0}, "label_smoothing": 0.1}, ["label_smoothing"]),
+    "schedules": (
+        labelled(8),
+        {"schedule": "polynomial", "schedule_options": {"power": -1}, "warmup": 2.5, "metric": "f1"},
+        ["schedule_options", "warmup", "metric"],
+    ),
+    "ema and policy": (labelled(8), {"ema": 0.9, "policy": "cadence"}, ["ema"]),
+    "ema and async": (labelled(8), {"ema": 0.9, "policy": "async", "lora_dropout": 1.0, "lora": 4}, ["ema", "adapter"]),
+    "nothing to train": (labelled(8), {"freeze": ["encoder", "pooler", "head"]}, ["freeze"]),
+    "packed answers": (
+        TABLES["question_answering"](8), {"layout": "packed", "compat": "transformers", "labels": ["a"]}, ["layout", "labels"],
+    ),
+    "a model and data of others": (
+        None, {"train_dataset": Frame(), "eval_dataset": Frame(), "adapter": 3},
+        ["train_dataset", "eval_dataset", "adapter"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", [finetune, dry_run, find_lr])
+@pytest.mark.parametrize("case", TOGETHER)
+def test_all_problems_are_reported_together_before_anything_starts(
+    case: str, call: Any, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, options, names = TOGETHER[case]
+    monkeypatch.setattr("flodl_hf.finetuning.rows.RowBuilder.add", lambda *_, **__: pytest.fail("tokenized"))
+    with pytest.raises(ConfigError) as fault:
+        call(base, train=rows, **options)
+    problems = [problem.partition(":")[0].split("_of")[0] for problem in fault.value.problems]
+    assert sorted({problem.split(" ")[0] for problem in problems}) == sorted(names)
+
+
+def test_an_invalid_call_leaves_a_model_in_memory_as_it_was(base: Path) -> None:
+    model = load(base, head="sequence_classification")
+    with pytest.raises(ConfigError):
+        finetune(model, train=labelled(8), lora=2, freeze=["nothing"])
+    assert not model.adapters
+
+
+@pytest.mark.parametrize("call", [dry_run, find_lr])
+def test_every_keyword_of_finetune_is_accepted(call: Any) -> None:
+    theirs, own = inspect.signature(call).parameters, inspect.signature(finetune).parameters
+    assert set(own) <= set(theirs)
+    assert {name: own[name].default for name in own} == {name: theirs[name].default for name in own}
+    assert theirs["options"].annotation == own["options"].annotation
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        (labelled(16), {"adapter": Lora(r=2)}),
+        (PAIRS, {"loss": "MultipleNegativesRankingLoss", "task": "embedding", "adapter": Prefix(num_virtual_tokens=2)}),
+    ],
+    ids=["adapter", "loss"],
+)
+def test_trials_use_adapters_and_named_losses(rows: Any, options: Any, base: Path, tmp_path: Path) -> None:
+    more = {"out": tmp_path / "out", "overwrite": True, "progress": False, "callbacks": (), "batch_size": 4}
+    assert dry_run(base, train=rows, **options, **more).steps > 0
+    assert find_lr(base, train=rows, steps=8, low=1e-5, high=1e-2, **options, **more).losses
+    assert not (tmp_path / "out").exists()
+
+
+MODELS = {"module": torch.nn.Linear(2, 2), "number": 3}
+
+
+@pytest.mark.parametrize("call", [finetune, dry_run, find_lr])
+@pytest.mark.parametrize("kind", MODELS)
+def test_models_that_are_none_are_refused_with_the_way_to_give_one(kind: str, call: Any) -> None:
+    with pytest.raises(ConfigError) as fault:
+        call(MODELS[kind], train=labelled(8), epochs=0)
+    problems = fault.value.problems
+    assert [problem.partition(":")[0] for problem in problems] == ["model", "epochs"]
+    assert "flodl_hf.load" in problems[0]
+
+
+@pytest.mark.transformers
+def test_a_model_of_transformers_is_refused_with_the_way_to_give_one() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    with pytest.raises(ConfigError, match="save_pretrained") as fault:
+        finetune(transformers.BertForSequenceClassification(config), train=labelled(8))
+    assert len(fault.value.problems) == 1
+
+
+NAMES = {
+    "Trainer": "flodl_hf.finetune", "TrainingArguments": "flodl_hf.finetune", "SentenceTransformer": "flodl_hf.load",
+    "CrossEncoder": "flodl_hf.load", "BertModel": "flodl_hf.AutoModel", "LoraConfig": "flodl_hf.adapters.Lora",
+    "RobertaForTokenClassification": "flodl_hf.AutoModelForTokenClassification", "AutoModelForCausalLM": "no equivalent",
+    "BertTokenizerFast": "flodl_hf.AutoTokenizer", "DebertaV2Config": "flodl_hf.AutoConfig",
+    "DataCollatorWithPadding": "finetune", "EarlyStoppingCallback": "flodl.train.Callback",
+    "T5ForConditionalGeneration": "no equivalent", "SentenceTransformerTrainer": "flodl_hf.finetune",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_imports_of_names_of_other_libraries_name_the_equivalent(name: str) -> None:
+    with pytest.raises(ImportError) as fault:
+        exec(f"from flodl_hf import {name}")
+    assert NAMES[name] in str(fault.value)
+    assert not hasattr(flodl_hf, "nothing_like_it")
+
+
+def test_both_packages_have_a_version() -> None:
+    assert flodl_hf.__version__ == flodl.__version__ != ""
+
+
+PEFT: list[tuple[Any, dict[str, Any], Any]] = [
+    (Lora, {"r": 4, "lora_alpha": 16, "lora_dropout": 0.1, "target_modules": ["query", "value"]},
+     Lora(4, 16, 0.1, ("query", "value"))),
+    (Lora, {"r": 16}, Lora(16, 8)),  # peft's LoraConfig has lora_alpha=8
+    (Lora, {"r": 4, "lora_alpha": 4, "use_rslora": True, "use_dora": True, "bias": "none", "task_type": "SEQ_CLS",
+            "rank_pattern": {"key": 2}}, Lora(4, 4, rslora=True, dora=True, ranks={"key": 2})),
+    (IA3, {"target_modules": ["key", "down"], "feedforward_modules": ["down"]}, IA3(("key", "down"), ("down",))),
+    (Prompt, {"num_virtual_tokens": 5, "prompt_tuning_init": "TEXT", "prompt_tuning_init_text": "good or bad"},
+     Prompt(5, "good or bad")),
+    (Prompt, {"num_virtual_tokens": 5, "encoder_hidden_size": 8, "encoder_reparameterization_type": "LSTM"},
+     Prompt(5, encoder=8, kind="lstm")),
+    (Prefix, {"num_virtual_tokens": 5, "encoder_hidden_size": 8, "prefix_projection": True}, Prefix(5, 8)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "words", "ours"), PEFT)
+def test_settings_take_the_arguments_of_pefts_configurations(kind: Any, words: dict[str, Any], ours: Any) -> None:
+    assert kind(**words) == ours
+
+
+@pytest.mark.parametrize(
+    "words",
+    [{"layers_to_transform": [1]}, {"rank": 2}, {"target_modules": r".*\.(key|value)"}],
+    ids=str,
+)
+def test_arguments_of_peft_without_an_equivalent_are_refused(words: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as fault:
+        Lora(r=4, **words)
+    assert len(fault.value.problems) == 1
+
+
+def test_the_base_model_shares_the_parameters(base: Path) -> None:
+    model = load(base, head="sequence_classification")
+    model.eval()
+    inner: Any = model.base_model
+    assert isinstance(inner, EncoderModel)
+    assert inner.base_model is inner
+    encoded = model.tokenizer(["a good film"], return_tensors="pt")
+    theirs = load(base, head="base").eval()
+    assert torch.equal(inner(**encoded).last_hidden_state, theirs(**encoded).last_hidden_state)
+    for parameter in inner.parameters():
+        parameter.requires_grad_(False)
+    assert {n.partition(".")[0] for n, p in model.graph.named_parameters() if p.requires_grad} == {"head"}
+    for name in ("classifier", "bert", "encoder"):
+        with pytest.raises(AttributeError, match=r"head|base_model"):
+            getattr(model, name)
+
+
+def test_records_are_read_by_the_names_of_pipelines(base: Path) -> None:
+    model = load(base, head="sequence_classification")
+    found: Any = model.predict(["a good film"], untrained=True)[0]
+    assert found[0]["label"] == found["label"] == found[0].label
+    assert dict(found[0])["score"] == found["score"]
+    with pytest.raises(KeyError):
+        found[0]["nothing"]
+    tags: Any = load(base, head="token_classification", labels=["O", "B-X"]).predict(["a good film"], untrained=True)
+    assert all(entity["entity_group"] == entity.label for entity in tags[0])
+
+
+def test_options_are_checked_by_plan_job_too(base: Path) -> None:
+    with pytest.raises(ConfigError) as fault:
+        plan_job(base, labelled(8), None, make_options({"metric": "f1", "matryoshka": [8]}))
+    assert [problem.partition(":")[0] for problem in fault.value.problems] == ["matryoshka", "metric"]
+
+
+@pytest.mark.parametrize(
+    "words", [{"truncation": True, "max_length": 6}, {"max_length": 6}, {"truncate": True, "max_length": 6}]
+)
+def test_predict_truncates_in_the_words_of_pipelines(words: dict[str, Any], base: Path) -> None:
+    model = load(base, head="sequence_classification").eval()
+    text = " ".join(TEXTS[:4])
+    found: Any = model.predict([text], untrained=True, **words)[0]
+    encoded = model.tokenizer([text], truncation=True, max_length=6, return_tensors="pt")
+    assert encoded["input_ids"].shape[1] == 6
+    with torch.no_grad():
+        expected = model(**encoded).logits.softmax(-1)[0]
+    assert sorted(one.score for one in found) == pytest.approx(sorted(expected.tolist()), abs=1e-6)
+    whole: Any = model.predict([text], untrained=True, truncation=False)[0]
+    assert whole[0].score != found[0].score
