@@ -319,7 +319,7 @@ def test_the_command_trains_vectors_of_tokens(base: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"matryoshka": [8]}, "matryoshka: multivector has none"),
+        ({"matryoshka": [8]}, "matryoshka: multivector takes none"),
         ({"vector_loss": "CoSENT"}, "MultiVectorMarginMSELoss"),
         ({"loss_options": {"scale": 0}}, "scale is 0"),
         ({"loss_options": {"similarity": "cosine"}}, "maxsim"),
@@ -328,7 +328,7 @@ def test_the_command_trains_vectors_of_tokens(base: Path, tmp_path: Path) -> Non
             "(?s)size: found 0.*did you mean 'size'.*yes or no",
         ),
         ({"projection": {"query_marker": "[nowhere]"}}, r"no token '\[nowhere\]'"),
-        ({"task": "embedding"}, "projection: only vectors of tokens"),
+        ({"task": "embedding"}, "projection: embedding takes none"),
         ({"long_texts": "windows"}, "long_texts"),
     ],
     ids=str,

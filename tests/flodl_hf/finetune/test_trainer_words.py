@@ -168,5 +168,5 @@ def test_a_run_in_their_words_is_the_run_in_ours(base: Path) -> None:
     assert theirs.recipe == ours.recipe
     with pytest.raises(ConfigError, match="train_dataset: a word of transformers; say train="):
         finetune(base, train_dataset=rows)  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match="found no train="):
+    with pytest.raises(ConfigError, match="train: found None"):
         finetune(base)

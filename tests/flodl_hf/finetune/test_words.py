@@ -81,12 +81,12 @@ def test_data_may_follow_the_model(base: Path, table: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--early-stopping", "2"], "--early-stopping: there is no held-out data to judge by; give --eval"),
+        (["--early-stopping", "2"], "--early-stopping: there is no held-out data; give --eval"),
         (["--labels", "praise"], "--labels: the data has ['complaint'], which are not among ['praise']"),
         (["--eval", "0.9999"], "--eval: found 0.9999 of 32 training rows"),
         (["--class-weights", "a=1"], "--class-weights: ['a'] are no labels"),
         (["--task", "ner"], "--task"),
-        (["--projection", "size=8"], "--projection: only vectors of tokens have one; expected --task multivector"),
+        (["--projection", "size=8"], "--projection: sequence_classification takes none"),
     ],
 )
 def test_what_cannot_be_names_the_option(options: list[str], said: str, base: Path, table: Path) -> None:
