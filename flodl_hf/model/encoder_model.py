@@ -56,9 +56,7 @@ class EncoderModel(Opened, Adapted, Familiar):
     @property
     def base_model(self) -> EncoderModel:
         """The model without its head; both have the same parameters."""
-        from flodl_hf.auto import head_named
-
-        kind: Any = head_named("base").model
+        kind: Any = import_module("flodl_hf.auto").head_named("base").model
         if isinstance(self, kind):
             return self
         parts = {name: part for name, part in self.graph.named_children() if name != "head"}
