@@ -14,6 +14,7 @@ from flodl.data.columnar import BATCH_ROWS, BatchRows, need_pyarrow
 from flodl.errors import DataError
 
 __all__ = [
+    "CLASS_FIELDS",
     "Classes",
     "is_saved_dataset",
     "is_table",
@@ -29,6 +30,9 @@ Classes = dict[str, tuple[str, ...]]
 
 MOST_CLASSES = 1000
 """A dictionary with more values contains texts rather than classes."""
+
+CLASS_FIELDS = ("label", "type", "tag")
+"""Fields of a record that contain its class."""
 
 STATE, SPLITS, INFO = "state.json", "dataset_dict.json", "dataset_info.json"
 
@@ -116,7 +120,9 @@ def _names(feature: Any) -> tuple[str, ...]:
     if isinstance(feature, Mapping):
         kind = feature.get("_type")
         names = feature.get("names") if kind == "ClassLabel" else None
-        inner = feature.get("feature") if isinstance(kind, str) else None
+        # A record, such as a span of text, has its class in one of its fields.
+        fields = ("feature",) if isinstance(kind, str) else CLASS_FIELDS
+        inner = next((feature[name] for name in fields if name in feature), None)
     else:
         names, inner = getattr(feature, "names", None), getattr(feature, "feature", None)
     if isinstance(names, (list, tuple)):

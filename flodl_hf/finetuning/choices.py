@@ -210,6 +210,8 @@ def _right(label: Any, texts: Sequence[str], keys: Sequence[str]) -> int:
             return list(texts).index(label)
         letter = ord(word) - ord("A") if len(word) == 1 and word.isupper() else -1
         label = letter if letter >= 0 else int(word) if word.isdecimal() else label
+    if isinstance(label, float) and label.is_integer():
+        label = int(label)
     if isinstance(label, (int, np.integer)) and not isinstance(label, bool) and 0 <= label < len(texts):
         return int(label)
     raise DataError(f"found the label {label!r} for {len(texts)} choices")

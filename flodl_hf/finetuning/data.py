@@ -21,7 +21,7 @@ from flodl.errors import ConfigError, DataError, nearest
 from flodl_hf.columns import NAMES, Columns, column_names, infer_columns
 from flodl_hf.finetuning.answers import AnswerTask
 from flodl_hf.finetuning.choices import choice_columns, plan_choices
-from flodl_hf.finetuning.declared import aligned, drop_unlabelled
+from flodl_hf.finetuning.declared import aligned, drop_unlabelled, with_named_records
 from flodl_hf.finetuning.generator.task import GeneratorTask, plan_generator
 from flodl_hf.finetuning.inferred import LOOKED_AT, refuse_lost_labels
 from flodl_hf.finetuning.masked import MaskedTask
@@ -145,6 +145,7 @@ def read_tables(train: Any, held_out: Any, options: Options | None = None) -> Ta
         try:
             rows[name] = load_rows(stream_part(source, options, share) if name == "train" else source)
             rows[name].classes |= names_of_classes(getattr(source, "features", None))
+            rows[name] = with_named_records(rows[name])
         except DataError as fault:
             faults.append(DataError(fault.message.replace(", or say format=", ""), **fault.details))
             continue

@@ -7,12 +7,36 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flodl.data import Table, as_numbers, is_missing
+from flodl.data.arrow import CLASS_FIELDS
 from flodl.errors import DataError
 
-__all__ = ["aligned", "classes_used", "drop_unlabelled", "numbered_as"]
+__all__ = ["aligned", "classes_used", "drop_unlabelled", "numbered_as", "with_named_records"]
 
 UNLABELLED = -1
 """The number that data sets give to an example without a gold label."""
+
+
+def with_named_records(rows: Table) -> Table:
+    """Return rows in which records, such as spans of text, contain the names of declared classes, not their numbers."""
+    columns = {
+        column: names
+        for column, names in rows.classes.items()
+        if isinstance(next((cell for row in rows if (cell := _first(row.get(column))) is not None), None), Mapping)
+    }
+    if not columns:
+        return rows
+
+    def named(cell: Any, names: Sequence[str]) -> Any:
+        if isinstance(cell, (list, tuple)):
+            return [named(item, names) for item in cell]
+        if not isinstance(cell, Mapping):
+            return cell
+        return {key: _written(value, names, ()) if key in CLASS_FIELDS else value for key, value in cell.items()}
+
+    made = [
+        {name: named(cell, columns[name]) if name in columns else cell for name, cell in row.items()} for row in rows
+    ]
+    return Table(made, {name: names for name, names in rows.classes.items() if name not in columns})
 
 
 def aligned(rows: Table, train: Table) -> Table:

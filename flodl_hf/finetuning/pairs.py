@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flodl.data import as_numbers
 from flodl.data.rng import Rng
 from flodl.errors import DataError, capped
 from flodl.metrics import Classification, Metric, Perplexity
@@ -134,11 +135,12 @@ def _read_labels(values: Sequence[Any], column: str, where: str) -> list[int]:
     Raises:
         DataError: a label is neither 0 nor 1, nor one of their names.
     """
-    known = {0: 0, 1: 1, "0": 0, "1": 1, **{name: k for k, name in enumerate(FOLLOWS)}}
+    known = {0: 0, 1: 1, **{name: k for k, name in enumerate(FOLLOWS)}}
+    values = as_numbers(values)
     wrong = [
         f"row {i}: {value!r}"
         for i, value in enumerate(values)
-        if isinstance(value, (bool, float, list, dict)) or value not in known
+        if isinstance(value, (bool, list, dict)) or value not in known
     ]
     if wrong:
         raise DataError(

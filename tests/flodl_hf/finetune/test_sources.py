@@ -258,6 +258,23 @@ def test_declared_tags_have_their_names(kind: str, base: Path, tmp_path: Path) -
     assert job.task.main_metric == "f1"
 
 
+def test_declared_classes_of_spans_have_their_names(tmp_path: Path) -> None:
+    rows = [{"text": "Bob in Rome", "spans": [{"start": 0, "end": 3, "label": 0}, {"start": 7, "end": 11, "label": 1}]}]
+    span = {"start": {"dtype": "int32", "_type": "Value"}, "label": class_json(["PER", "LOC"])}
+    for feature in ([span], {"feature": span, "_type": "List"}):
+        data = parquet(with_metadata(rows, spans=feature), tmp_path / "a.parquet")
+        assert choose_task(read_tables(data, None), make_options({}), Known())[0].labels == (
+            *("O", "B-LOC", "I-LOC", "B-PER", "I-PER"),
+        )
+
+
+@pytest.mark.parametrize("number", [1, 1.0, "1", "1.0"])
+def test_numbers_of_pairs_and_choices_may_be_texts_or_whole(number: Any) -> None:
+    from flodl_hf.finetuning.pairs import _read_labels
+
+    assert _read_labels([number, 0], "label", "train") == [1, 0]
+
+
 def test_held_out_classes_are_numbered_as_in_training() -> None:
     train = DataSet(texts([0, 1, 1, 0]), label=Features(["neg", "pos"]))
     evals = {
@@ -334,6 +351,41 @@ def test_a_tag_below_zero_is_refused(number: Any) -> None:
 
 
 # --- negatives -----------------------------------------------------------------------------------------------
+
+
+NEGATIVES: dict[str, list[Any]] = {
+    "lists of different lengths": [["a", "b"], ["c"], []],
+    "none": [["a"], None, ["c"]],
+    "missing texts in lists": [["a", "b"], ["c", None], ["d", ""]],
+    "single texts": ["a", None, "c"],
+    "empty cells": ["a", "", "c"],
+    "missing numbers": ["a", float("nan"), "c"],
+}
+
+
+@pytest.mark.parametrize("case", NEGATIVES)
+def test_rows_with_fewer_negatives_keep_those_of_the_others(case: str) -> None:
+    part = NEGATIVES[case]
+    rows = [{"anchor": TEXTS[i], "positive": TEXTS[9 + i], "negative": negative} for i, negative in enumerate(part)]
+    fewer = [
+        i
+        for i, one in enumerate(part)
+        if not one or one != one or (isinstance(one, list) and not all([*one, len(one) > 1]))
+    ]
+    with pytest.raises(DataError) as caught:
+        learned(rows, task="embedding")
+    assert set(caught.value.rows) <= {*fewer}
+    assert caught.value.rows
+    lists = learned(rows, task="rank", vector_loss="RankNet")[2]
+    own = [[text for text in (one if isinstance(one, list) else [one]) if text and text == text] for one in part]
+    assert lists == [(1.0, *[0.0] * len(texts)) for texts in own]
+
+
+def test_an_empty_cell_of_a_csv_file_is_no_negative(tmp_path: Path) -> None:
+    rows = [{"anchor": TEXTS[i], "positive": TEXTS[9 + i], "negative": TEXTS[20 + i] if i else ""} for i in range(4)]
+    with pytest.raises(DataError) as caught:
+        learned(cells(rows, tmp_path / "a.csv", ","), task="embedding")
+    assert caught.value.rows == [0]
 
 
 # --- lists of numbers ----------------------------------------------------------------------------------------
