@@ -20,7 +20,7 @@ from flodl.data.collate import Where
 from flodl.errors import DataError, capped
 from flodl.train import Loss
 from flodl_hf.columns import Columns
-from flodl_hf.finetuning.rows import CollateRows, EncodedRows, RowBuilder, TakenRows
+from flodl_hf.finetuning.rows import CollateRows, EncodedRows, RowBuilder
 from flodl_hf.finetuning.step import score
 from flodl_hf.finetuning.task import CHUNK, LengthLimits
 from flodl_hf.finetuning.vectors.rows import PARTS, CollateTexts, TextRows
@@ -165,20 +165,21 @@ def prepare_lists(
 class CollateLists(CollateTexts):
     """Makes a batch of the candidates of some questions; ``slots``, ``(questions, most)``, says which row each is."""
 
+    is_ragged: bool = True
+
     def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
         """Return the parts of one batch."""
         batch = super().__call__(rows, where)
-        taken = rows if isinstance(rows, TakenRows) else TakenRows.of(rows)
-        there = np.asarray(taken.values[PARTS]) > 0
-        slots = np.where(there, there.reshape(-1).cumsum().reshape(there.shape) - 1, -1)
-        return {**batch, "slots": torch.from_numpy(slots)}
+        there = batch.pop("there")
+        slots = torch.where(there, there.flatten().cumsum(0).view(there.shape) - 1, -1)
+        return {**batch, "slots": slots}
 
 
 def collate_lists(usual: CollateRows) -> CollateLists:
     """Return what makes batches of lists, laid out like the usual ones."""
     return CollateLists(
-        usual.pad_id, usual.layout, shapes=usual.shapes, widths=usual.widths, shapes_for=usual.shapes_for
-    )
+        usual.pad_id, usual.layout, shapes=usual.shapes, widths=usual.widths, shapes_for=usual.shapes_for,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class TextBatches:
     """Batches of examples whose losses are of the whole batch.
 
     Args:
-        texts: for each table which text each one is, ``(rows, texts)``.
+        texts: for each table which text each one is, ``(rows, texts)``; -1 for one that is not there.
         batch_size: examples of a batch.
         seed: decides the order.
         apart: for each table whether no text may come twice in a batch.
@@ -80,9 +80,10 @@ def _cut_apart(order: NDArray[np.int64], texts: NDArray[np.int64], size: int) ->
 
     An example that has to wait is the first to be asked when the next batch begins.
     """
-    if len(np.unique(texts)) == texts.size:
+    there = texts[texts >= 0]
+    if len(np.unique(there)) == there.size:
         return None
-    rows = dict(zip(order.tolist(), map(set, texts[order].tolist()), strict=True))
+    rows = {row: {*texts[row].tolist()} - {-1} for row in order.tolist()}
     waiting, coming = deque[int](), deque(order.tolist())
     batches: list[list[int]] = []
     while waiting or coming:

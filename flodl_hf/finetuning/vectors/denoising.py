@@ -48,6 +48,7 @@ class DenoisingTask(EmbeddingTask):
     usual: ClassVar[Mapping[Any, str]] = dict.fromkeys(("texts", "pairs"), "DenoisingAutoEncoderLoss")
     table: ClassVar[Mapping[str, Any]] = DENOISING
     refused: ClassVar[tuple[str, ...]] = ("matryoshka", "adaptive_layers", "guide", "cache_tokens")
+    takes_ragged: ClassVar[bool] = False
 
     @property
     def start(self) -> DecoderStart:

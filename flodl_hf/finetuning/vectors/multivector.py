@@ -35,6 +35,7 @@ class MultiVectorTask(EmbeddingTask):
     usual: ClassVar[Mapping[Any, str]] = MULTIVECTOR_USUAL
     table: ClassVar[Mapping[str, Any]] = MULTIVECTOR_LOSSES
     refused: ClassVar[tuple[str, ...]] = ("matryoshka", "adaptive_layers", "pooling", "normalize", "guide")
+    takes_ragged: ClassVar[bool] = False
 
     @property
     def start(self) -> LateStart:

@@ -72,6 +72,11 @@ class TextRows:
         return max(table.values[PARTS].shape[1] for table in self.tables)
 
     @property
+    def is_ragged(self) -> bool:
+        """Whether some examples have fewer texts than others."""
+        return any(not table.values[PARTS].all() for table in self.tables)
+
+    @property
     def laid(self) -> Laid:
         """What lies in a batch: all texts of each row."""
         return Laid(self.lengths, np.concatenate([table.values[PARTS].max(1) for table in self.tables]), self.width)
@@ -96,15 +101,18 @@ class CollateTexts(CollateRows):
     """Makes a batch of the texts of some examples.
 
     Besides what `CollateRows` gives of the texts there are ``examples``, how many, ``width``, the texts of each, and
-    ``table``, all numbers; ``labels`` and ``guide``, ``(examples, ...)``, where there are any.
+    ``table``, all numbers; ``labels`` and ``guide``, ``(examples, ...)``, where there are any. If examples have
+    different numbers of texts, ``there``, ``(examples, width)``, is true for the texts that an example has.
 
     Args:
         lengths: say how long each text is, for batches that go through the model in parts.
+        is_ragged: whether some examples have fewer texts than others; every rank's batches contain ``there`` then.
         further: gives parts that depend on the place of a batch in the run.
     """
 
     lengths: bool = False
     further: Callable[[Where], Mapping[str, Any]] | None = None
+    is_ragged: bool = False
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
         """Return the parts of one batch."""
@@ -119,6 +127,8 @@ class CollateTexts(CollateRows):
             for name in ("labels", "guide")
             if name in taken.values
         }
+        if self.is_ragged or not parts.all():
+            named["there"] = torch.from_numpy(parts > 0)
         table = int(np.asarray(taken.values[TABLE])[0])
         if self.further is not None:
             named |= self.further(where)

@@ -59,7 +59,7 @@ class HeldOut:
 
     Attributes:
         form: what they are.
-        texts: which text each one is, ``(examples, texts)``: equal numbers are equal texts.
+        texts: which text each one is, ``(examples, texts)``: equal numbers are equal texts, -1 is none.
         labels: what is said of them.
     """
 
@@ -141,11 +141,13 @@ class VectorScorer:
 
 def _retrieval(columns: Sequence[Tensor], texts: NDArray[np.int64], _: Any, measure: str) -> dict[str, float]:
     """Return how well anchors find their positives among all positives and negatives, each distinct text once."""
-    corpus, places = np.unique(texts[:, 1:], return_inverse=True)
+    there = texts[:, 1:] >= 0
+    corpus, found = np.unique(texts[:, 1:][there], return_inverse=True)
     vectors = torch.zeros(len(corpus), columns[0].shape[1])
-    places = places.reshape(texts[:, 1:].shape)
+    places = np.zeros(there.shape, np.int64)
+    places[there] = found
     for k, column in enumerate(columns[1:]):
-        vectors[torch.from_numpy(places[:, k])] = column
+        vectors[torch.from_numpy(places[there[:, k], k])] = column[torch.from_numpy(there[:, k])]
     anchors, first, group = np.unique(texts[:, 0], return_index=True, return_inverse=True)
     relevant: list[set[int]] = [set() for _ in anchors]
     for anchor, place in zip(group.tolist(), places[:, 0].tolist(), strict=True):
@@ -155,8 +157,13 @@ def _retrieval(columns: Sequence[Tensor], texts: NDArray[np.int64], _: Any, meas
 
 def _triplets(columns: Sequence[Tensor], texts: Any, labels: Any, measure: str) -> dict[str, float]:
     a, b, *others = columns
-    parts = [triplet_figures(a, b, other, measure=measure)["triplet_accuracy"] for other in others]
-    return {"triplet_accuracy": float(np.mean(parts))}
+    parts, counts = [], []
+    for k, other in enumerate(others, 2):
+        there = torch.from_numpy(texts[:, k] >= 0)
+        if there.any():
+            parts.append(triplet_figures(a[there], b[there], other[there], measure=measure)["triplet_accuracy"])
+            counts.append(int(there.sum()))
+    return {"triplet_accuracy": float(np.average(parts, weights=counts)) if parts else math.nan}
 
 
 _Judge = Callable[[Sequence[Tensor], NDArray[np.int64], Any, str], dict[str, float]]

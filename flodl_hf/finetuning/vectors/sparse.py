@@ -44,6 +44,7 @@ class SparseTask(EmbeddingTask):
     usual: ClassVar[Mapping[Any, str]] = SPARSE_USUAL
     table: ClassVar[Mapping[str, Any]] = SPARSE_LOSSES
     refused: ClassVar[tuple[str, ...]] = ("matryoshka", "adaptive_layers", "pooling", "normalize", "guide")
+    takes_ragged: ClassVar[bool] = False
 
     @classmethod
     def loss_named(cls, word: str, options: Options) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -61,7 +62,10 @@ class VectorObjective:
         return self.of(self.score(model, batch), batch)
 
     def score(self, model: Any, batch: Any) -> Tensor:
-        """Return the vectors, ``(examples, texts, size)``; with `layers` ``(examples, texts, layers, size)``."""
+        """Return the vectors, ``(examples, texts, size)``; with `layers` ``(examples, texts, layers, size)``.
+
+        The vector of a text that is not there is 0.
+        """
         found, order = [], []
         for rows, part in self._parts(batch):
             if self.cache_tokens is not None and torch.is_grad_enabled():
@@ -70,12 +74,16 @@ class VectorObjective:
                 vectors = self._vectors(model, part)
             found.append(vectors)
             order.append(rows)
-        count = batch["examples"] * batch["width"]
+        there = batch.get("there")
+        count = batch["examples"] * batch["width"] if there is None else int(there.sum())
         if len(found) == 1:
             whole = found[0][:count]
         else:
             places = torch.argsort(torch.cat(order)).to(found[0].device)
             whole = torch.cat(found)[places]
+        if there is not None:
+            empty = whole.new_zeros(there.numel(), *whole.shape[1:])
+            whole = empty.index_put((there.flatten().nonzero()[:, 0].to(whole.device),), whole)
         return whole.view(batch["examples"], batch["width"], *whole.shape[1:])
 
     def of(self, vectors: Tensor, batch: Any) -> Loss:
@@ -83,6 +91,7 @@ class VectorObjective:
         loss, own = self.losses[batch[TABLE]], None
         count = len(vectors)
         labels = batch["guide"] if loss.by_guide else batch.get("labels")
+        there = batch.get("there")
         # similarities in half precision would tell few of them apart
         with torch.autocast(vectors.device.type, enabled=False):
             if self.shared and loss.in_batch:
@@ -91,6 +100,9 @@ class VectorObjective:
                 own = slice(start, start + count)
                 vectors = gather(vectors, shares)
                 labels = labels if labels is None else gather(labels, shares)
+                there = there if there is None else gather(there.to(vectors), shares) > 0
+            if there is not None:
+                loss = partial(loss, there=there.to(vectors.device))
             value = self._value(loss, vectors, labels, own, batch)
         return Loss.mean(value, count)
 
@@ -127,7 +139,12 @@ class VectorObjective:
         """Yield the texts of a batch in parts: which they are, and the part of the batch."""
         lengths = batch.get("row_lengths")
         packed = "cu_seqlens" in batch
-        columns = not packed and batch["input_ids"].device.type == "cpu" and lengths is not None
+        columns = (
+            not packed
+            and batch.get("there") is None
+            and batch["input_ids"].device.type == "cpu"
+            and lengths is not None
+        )
         if lengths is None or (self.cache_tokens is None and not columns):
             yield torch.arange(batch["examples"] * batch["width"]), batch
             return

@@ -56,6 +56,11 @@ class TextTable:
         return max(map(len, self.texts))
 
     @property
+    def is_ragged(self) -> bool:
+        """Whether some examples have fewer texts than others."""
+        return any(len(row) < self.width for row in self.texts)
+
+    @property
     def as_scores(self) -> TextTable:
         """The table with declared classes of pairs as numbers: two classes as 0 and 1, or names that are numbers."""
         if self.form != "pair_classes" or not self.declared or self.labels is None:

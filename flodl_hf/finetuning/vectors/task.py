@@ -67,6 +67,8 @@ class EmbeddingTask:
     usual: ClassVar[Mapping[Any, str]] = USUAL
     table: ClassVar[Mapping[str, Any]] = LOSSES
     refused: ClassVar[tuple[str, ...]] = ()
+    takes_ragged: ClassVar[bool] = True
+    """Whether examples may have different numbers of texts, if the loss takes them."""
 
     @classmethod
     def loss_named(cls, word: str, options: Options) -> Any:
@@ -91,12 +93,8 @@ class EmbeddingTask:
 
     @classmethod
     def read(cls, examples: Examples, options: Options, where: str) -> TextTable:
-        """Return a table of such examples.
-
-        Raises:
-            DataError: rows have different numbers of texts.
-        """
-        return expect_equal_widths(read_table(examples, options.columns, where), where)
+        """Return a table of such examples."""
+        return read_table(examples, options.columns, where)
 
     def held_out(self, examples: Examples) -> TextTable:
         """Return held-out examples.
@@ -116,7 +114,14 @@ class EmbeddingTask:
                 "for; expected numbers of how alike texts are, or training rows with such classes",
                 names=list(table.names),
             )
-        return table
+        fitting = self._fitting(table.form)
+        takes_ragged = self.takes_ragged and (not fitting or getattr(fitting[0], "ragged", False))
+        return table if takes_ragged else expect_equal_widths(table, "eval")
+
+    def _fitting(self, form: Any) -> list[Any]:
+        """Return the losses of training that take held-out data of a form, of the last layer alone."""
+        plain = [loss.loss if isinstance(loss, AdaptiveLayerLoss) else loss for loss in self.losses]
+        return [loss for loss in plain if form in loss.forms or (self._teaches and form in ("texts", "pairs"))]
 
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return the examples as rows; those of training are the task's own tables."""
@@ -132,8 +137,10 @@ class EmbeddingTask:
                 name = "labels" if table.form in ("texts", "pairs") and self._teaches else "guide"
                 values[name] = self._guided(rows)
             parts.append(EncodedRows(part.columns, part.lengths.tolist(), {**part.values, **values}))
-            ids = [[numbers.setdefault(text, len(numbers)) for text in row] for row in table.texts]
-            texts.append(np.asarray(ids, np.int64))
+            ids = np.full((len(table.texts), table.width), -1, np.int64)
+            for own, row in zip(ids, table.texts, strict=True):
+                own[: len(row)] = [numbers.setdefault(text, len(numbers)) for text in row]
+            texts.append(ids)
             cut += short
         truth = None if training else HeldOut(tables[0].form, texts[0], tables[0].labels)
         return Prepared(TextRows(parts, texts), truth, cut)  # type: ignore[arg-type]
@@ -161,9 +168,11 @@ class EmbeddingTask:
             given: dict[str, Any] = {"local_files_only": self.options.local_files_only}
             self._guides["model"] = BaseModel.from_pretrained(str(self.options.guide), **given)
         known: dict[str, int] = {}
-        places = [[known.setdefault(text, len(known)) for text in row] for row in rows]
+        places = np.zeros((len(rows), max(map(len, rows))), np.int64)
+        for own, row in zip(places, rows, strict=True):
+            own[: len(row)] = [known.setdefault(text, len(known)) for text in row]
         vectors: Any = self._guides["model"].embed(list(known))
-        return vectors.float().numpy()[np.asarray(places)]
+        return vectors.float().numpy()[places]
 
     def scorer(self, prepared: Prepared) -> Scorer:
         """Return a scorer that has seen nothing."""
@@ -180,6 +189,8 @@ class EmbeddingTask:
         """Why steps on CUDA are not recorded; None where they are."""
         if self.options.cache_tokens is not None:
             return "texts go through the model in parts (cache_tokens), cut by their lengths"
+        if any(table.is_ragged for table in self.tables.values()):
+            return "examples have different numbers of texts"
         return "ranks ask each other for vectors in the midst of a step" if self.options.ranks > 1 else None
 
     @property
@@ -263,8 +274,7 @@ class EmbeddingTask:
     def of_held_out(self, prepared: Prepared) -> VectorObjective:
         """Return the loss of held-out data: that of training where it takes such data, of the last layer alone."""
         form, recipe = prepared.truth.form, self._guides["recipe"]
-        plain = [loss.loss if isinstance(loss, AdaptiveLayerLoss) else loss for loss in self.losses]
-        fitting = [loss for loss in plain if form in loss.forms or (self._teaches and form in ("texts", "pairs"))]
+        fitting = self._fitting(form)
         loss = fitting[0] if fitting else make_loss(USUAL[form])
         return VectorObjective((loss,), recipe.pooling, recipe.normalize, dense=recipe.dense)
 
@@ -279,7 +289,14 @@ class EmbeddingTask:
     def collate(self, usual: CollateRows, rows: TextRows) -> CollateTexts:
         """Return what makes batches, laid out like the usual ones."""
         lengths = (usual.layout == "padded" and not usual.settled) or self.options.cache_tokens is not None
-        return CollateTexts(usual.pad_id, usual.layout, shapes=usual.shapes, widths=usual.widths, lengths=lengths)
+        return CollateTexts(
+            usual.pad_id,
+            usual.layout,
+            shapes=usual.shapes,
+            widths=usual.widths,
+            lengths=lengths,
+            is_ragged=rows.is_ragged,
+        )
 
     def batches(self, rows: TextRows) -> TextBatches:
         """Return which examples come together.
@@ -323,7 +340,7 @@ def _encode(
     rows: Sequence[Sequence[str]], tokenizer: Tokenizer, limits: LengthLimits, *, lower: bool
 ) -> tuple[EncodedRows, int]:
     """Return rows of tokens with the lengths of their texts, and how many texts were cut."""
-    width, builder, cut = len(rows[0]), RowBuilder(limits.types), 0
+    builder, cut = RowBuilder(limits.types), 0
     flat = [text.lower() if lower else text for row in rows for text in row]
     lengths: list[int] = []
     for start in range(0, len(flat), CHUNK):
@@ -340,7 +357,9 @@ def _encode(
             lengths.append(len(group[0].ids))
             cut += group[0].truncated
     texts = builder.build()
-    parts = np.asarray(lengths, np.int64).reshape(-1, width)
+    counts = np.asarray([len(row) for row in rows])
+    parts = np.zeros((len(rows), counts.max()), np.int64)
+    parts[np.arange(counts.max()) < counts[:, None]] = lengths
     return EncodedRows(texts.columns, parts.sum(1).tolist(), {PARTS: parts}), cut
 
 
@@ -383,6 +402,8 @@ def plan_embedding(
             loss = word
         if table.form not in loss.forms and table.as_scores.form in loss.forms:
             table = tables[name] = table.as_scores
+        if not (kind.takes_ragged and getattr(loss, "ragged", False)) or options.adaptive_layers:
+            expect_equal_widths(table, name or "train")
         fits = table.form in loss.forms or (isinstance(loss, MSELoss) and options.guide is not None)
         if not fits:
             said = f"{table.form} ({table.width} texts{'' if table.labels is None else ' with labels'})"

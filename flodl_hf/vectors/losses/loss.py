@@ -33,6 +33,9 @@ class VectorLoss(Protocol):
         in_batch: whether the loss of an example depends on the others of its batch. Where not, a step is the same
             however its rows are cut; where it does, the same batch gives the same step on any number of ranks.
         by_guide: whether labels are the vectors of a guide, ``(examples, texts, size)``.
+
+    A loss with the attribute ``ragged`` takes examples with different numbers of texts, and the keyword ``there``,
+    ``(examples, texts)``, which is false for the texts that an example does not have.
     """
 
     forms: ClassVar[tuple[Form, ...]]

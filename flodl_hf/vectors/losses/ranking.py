@@ -56,6 +56,7 @@ class MultipleNegativesRankingLoss:
     forms: ClassVar[tuple[Form, ...]] = ("pairs", "triplets", "texts")
     in_batch: ClassVar[bool] = True
     by_guide: ClassVar[bool] = False
+    ragged: ClassVar[bool] = True
 
     def faults(self) -> list[str]:
         """Return what cannot be among the settings."""
@@ -78,21 +79,31 @@ class MultipleNegativesRankingLoss:
             found.append(f"hardness_strength is {self.hardness_strength}; expected 0 or more")
         return found
 
-    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+    def __call__(
+        self,
+        vectors: Sequence[Tensor],
+        labels: Tensor | None,
+        own: slice | None = None,
+        *,
+        there: Tensor | None = None,
+    ) -> Tensor:
         """Return the mean over the anchors; with ``own`` over those alone, against the texts of all."""
         queries, partners, docs = vectors[0], vectors[1], torch.cat(list(vectors[1:]))
+        absent = None if there is None else ~torch.cat(list(there[:, 1:].unbind(1)))
         first, last = (0, len(queries)) if own is None else (own.start, own.stop)
         rows = max(1, AT_ONCE // (len(docs) * len(self.directions)))
         if rows >= last - first:
-            return self._losses(queries, partners, docs, first, last).mean()
+            return self._losses(queries, partners, docs, first, last, absent).mean()
         parts = [
-            checkpoint(self._losses, queries, partners, docs, i, min(i + rows, last), use_reentrant=False)
+            checkpoint(self._losses, queries, partners, docs, i, min(i + rows, last), absent, use_reentrant=False)
             for i in range(first, last, rows)
         ]
         return torch.cat([part for part in parts if part is not None]).mean()
 
-    def _losses(self, queries: Tensor, partners: Tensor, docs: Tensor, first: int, last: int) -> Tensor:
-        """Return the loss of each anchor from ``first`` to ``last``."""
+    def _losses(
+        self, queries: Tensor, partners: Tensor, docs: Tensor, first: int, last: int, absent: Tensor | None
+    ) -> Tensor:
+        """Return the loss of each anchor from ``first`` to ``last``; ``absent`` is true for documents to leave out."""
         measure = MEASURES[self.similarity]
         here = torch.arange(first, last, device=queries.device)
         row = torch.arange(last - first, device=queries.device)
@@ -101,6 +112,9 @@ class MultipleNegativesRankingLoss:
         table = measure(mine, docs)
         extra = self._extra(table.detach(), of_mine, len(queries))
         table = table * self.scale if extra is None else table * self.scale + extra
+        left_out = of_mine
+        if absent is not None:
+            table, left_out = table.masked_fill(absent, -torch.inf), of_mine | absent
         positive, tables = table[row, here], [table]
         for direction in DIRECTIONS[1:]:
             if direction not in self.directions:
@@ -110,7 +124,7 @@ class MultipleNegativesRankingLoss:
             elif direction == "doc_to_query":
                 table = measure(queries, their).T * self.scale
             else:
-                table = measure(docs, their).T.masked_fill(of_mine, -torch.inf) * self.scale
+                table = measure(docs, their).T.masked_fill(left_out, -torch.inf) * self.scale
             tables.append(table)
         if self.partition_mode == "joint":
             among = torch.logsumexp(torch.cat(tables, 1) if len(tables) > 1 else tables[0], 1)
@@ -199,6 +213,7 @@ class GISTEmbedLoss:
     forms: ClassVar[tuple[Form, ...]] = ("pairs", "triplets", "texts")
     in_batch: ClassVar[bool] = True
     by_guide: ClassVar[bool] = True
+    ragged: ClassVar[bool] = True
 
     def faults(self) -> list[str]:
         """Return what cannot be among the settings."""
@@ -209,7 +224,14 @@ class GISTEmbedLoss:
             found.append(f"margin_strategy is {self.margin_strategy!r}; expected absolute or relative")
         return found
 
-    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+    def __call__(
+        self,
+        vectors: Sequence[Tensor],
+        labels: Tensor | None,
+        own: slice | None = None,
+        *,
+        there: Tensor | None = None,
+    ) -> Tensor:
         """Return the mean over the anchors; with ``own`` over those alone, against the texts of all."""
         assert labels is not None
         own = own or slice(0, len(vectors[0]))
@@ -224,9 +246,11 @@ class GISTEmbedLoss:
         if self.contrast_positives:
             pairs.append((vectors[1], vectors[1], guide[1], guide[1]))
         pairs += [(vectors[0], negative, guide[0], of) for negative, of in zip(vectors[2:], guide[2:], strict=True)]
-        tables = []
+        tables, first = [], len(pairs) - len(vectors[2:])
         for at, (a, b, guide_a, guide_b) in enumerate(pairs):
             left_out = _cosines(guide_a[own], guide_b) > bound - lowered
+            if there is not None and at >= first:
+                left_out = left_out | ~there[:, 2 + at - first]
             if at == 0:
                 left_out = left_out.scatter(1, here[:, None], False)
             tables.append(_cosines(a[own], b).masked_fill(left_out, -torch.inf))

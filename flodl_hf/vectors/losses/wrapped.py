@@ -59,8 +59,15 @@ class MatryoshkaLoss(_Wrapped):
             wrong.append(f"{len(self.weights)} weights for {len(self.dims)} dims; expected one each")
         return wrong
 
-    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
-        """Return the sum over the sizes."""
+    @property
+    def ragged(self) -> bool:
+        """Whether examples may have different numbers of texts."""
+        return getattr(self.loss, "ragged", False)
+
+    def __call__(
+        self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None, **further: Any
+    ) -> Tensor:
+        """Return the sum over the sizes; ``further`` is for the loss."""
         size = vectors[0].shape[-1]
         total = vectors[0].new_zeros(())
         pairs = zip(self.dims, self.weights or [1.0] * len(self.dims), strict=True)
@@ -69,7 +76,7 @@ class MatryoshkaLoss(_Wrapped):
             vectors = [F.normalize(each[..., :dim], dim=-1) for each in vectors]
             cut = labels is not None and not self.by_guide and labels.dim() > 1 and labels.shape[-1] == size
             total = total + weight * self.loss(
-                vectors, labels[..., :dim] if cut and labels is not None else labels, own
+                vectors, labels[..., :dim] if cut and labels is not None else labels, own, **further
             )
         return total
 

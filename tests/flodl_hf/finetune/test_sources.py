@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from finetune_tables import sentences
 
 from flodl.errors import ConfigError, DataError
@@ -269,10 +270,9 @@ def test_declared_classes_of_spans_have_their_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [1, 1.0, "1", "1.0"])
-def test_numbers_of_pairs_and_choices_may_be_texts_or_whole(number: Any) -> None:
-    from flodl_hf.finetuning.pairs import _read_labels
-
-    assert _read_labels([number, 0], "label", "train") == [1, 0]
+def test_numbers_of_pairs_may_be_texts_or_whole(number: Any, base: Path) -> None:
+    job = plan_job(base, pairs([number, 0]), None, make_options({"task": "nsp"}))
+    assert job.rows.values["labels"].tolist() == [1, 0]
 
 
 def test_held_out_classes_are_numbered_as_in_training() -> None:
@@ -367,25 +367,74 @@ NEGATIVES: dict[str, list[Any]] = {
 def test_rows_with_fewer_negatives_keep_those_of_the_others(case: str) -> None:
     part = NEGATIVES[case]
     rows = [{"anchor": TEXTS[i], "positive": TEXTS[9 + i], "negative": negative} for i, negative in enumerate(part)]
-    fewer = [
-        i
-        for i, one in enumerate(part)
-        if not one or one != one or (isinstance(one, list) and not all([*one, len(one) > 1]))
-    ]
     with pytest.raises(DataError) as caught:
-        learned(rows, task="embedding")
-    assert set(caught.value.rows) <= {*fewer}
-    assert caught.value.rows
+        learned(rows, task="embedding", vector_loss="Triplet")
+    assert caught.value.rows[-1] in (1, 2)
     lists = learned(rows, task="rank", vector_loss="RankNet")[2]
     own = [[text for text in (one if isinstance(one, list) else [one]) if text and text == text] for one in part]
     assert lists == [(1.0, *[0.0] * len(texts)) for texts in own]
 
 
+def ragged(count: int = 8) -> Rows:
+    negatives = [[TEXTS[60 + 3 * i + k] for k in range(i % 3)] for i in range(count)]
+    return [
+        {"anchor": TEXTS[i], "positive": TEXTS[20 + i], "negative_1": (one[:1] or [""])[0], "negative_2": one[1:]}
+        for i, one in enumerate(negatives)
+    ]
+
+
+def ranking_loss(model: Any, rows: Rows) -> float:
+    """Return the cross-entropy of each anchor's positive among all positives and all negatives that are there."""
+    negatives = [text for row in rows for text in [row["negative_1"], *row["negative_2"]] if text]
+    documents = [*(row["positive"] for row in rows), *negatives]
+    anchors, found = (
+        torch.nn.functional.normalize(torch.as_tensor(model.encode(texts)), dim=-1)
+        for texts in ([row["anchor"] for row in rows], documents)
+    )
+    return torch.nn.functional.cross_entropy(20 * anchors @ found.T, torch.arange(len(rows))).item()
+
+
+ONE: dict[str, Any] = {"task": "embedding", "max_steps": 1, "batch_size": 8, "dropout": 0.0, "report": False, "lr": 0.0}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"layout": "packed"}, {"cache_tokens": 40}, {"cache_tokens": 40, "layout": "packed"}],
+    ids=str,
+)
+def test_each_row_is_ranked_among_the_negatives_that_are_there(options: dict[str, Any], base: Path) -> None:
+    rows = ragged()
+    result = finetune(base, train=rows, eval=rows, **ONE, **options)
+    expected = ranking_loss(result.model, rows)
+    assert result.losses[0] == pytest.approx(expected, rel=1e-5)
+    assert result.metrics["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    assert 0 <= result.metrics["triplet_accuracy"] <= 1
+
+
+def test_ranks_share_a_batch_with_different_numbers_of_negatives(base: Path) -> None:
+    rows = ragged()
+    both = finetune(base, train=rows, devices=["cpu", "cpu"], **ONE)
+    assert both.losses[0] == pytest.approx(ranking_loss(both.model, rows), rel=1e-5)
+
+
+def test_a_guide_leaves_out_negatives_that_are_not_there(base: Path) -> None:
+    """Rows that have no negative are ranked as if the table had none."""
+    rows = [{**row, "negative_1": "", "negative_2": []} for row in ragged()]
+    rows[0]["negative_2"] = [TEXTS[100]]
+    plain = [{"anchor": row["anchor"], "positive": row["positive"]} for row in rows]
+    guided = {**ONE, "vector_loss": "GISTEmbed", "guide": str(base)}
+    with_one, without = (finetune(base, train=data, **guided).losses[0] for data in (rows, plain))
+    assert with_one == pytest.approx(without, abs=2.0)
+    assert with_one >= without
+
+
 def test_an_empty_cell_of_a_csv_file_is_no_negative(tmp_path: Path) -> None:
     rows = [{"anchor": TEXTS[i], "positive": TEXTS[9 + i], "negative": TEXTS[20 + i] if i else ""} for i in range(4)]
-    with pytest.raises(DataError) as caught:
-        learned(cells(rows, tmp_path / "a.csv", ","), task="embedding")
-    assert caught.value.rows == [0]
+    for options in ({"task": "embedding", "vector_loss": "Triplet"}, {"task": "sparse"}, {"task": "multivector"}):
+        with pytest.raises(DataError) as caught:
+            learned(cells(rows, tmp_path / "a.csv", ","), **options)
+        assert caught.value.rows == [0]
+    assert learned(cells(rows, tmp_path / "a.csv", ","), rows, task="embedding")[0] == "MultipleNegativesRankingLoss"
 
 
 # --- lists of numbers ----------------------------------------------------------------------------------------
