@@ -174,7 +174,9 @@ class _Reader:
         if len(raw) != length:
             self.fail(["the file became shorter while it was read"])
         table = self.parse(raw)
-        metadata = self.metadata(table.pop("__metadata__", {}))
+        # Some writers store null for no metadata, which the safetensors library reads as absent.
+        stored = table.pop("__metadata__", None)
+        metadata = self.metadata({} if stored is None else stored)
         tensors = self.entries(table)
         order = sorted(tensors, key=lambda key: (tensors[key].start, tensors[key].end))
         self.tile(tensors, order, size - 8 - length)

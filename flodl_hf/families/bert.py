@@ -164,6 +164,8 @@ FAMILY = Family(
     model_type="bert",
     class_prefix="Bert",
     base_prefix="bert",
+    # DPR's encoders (Karpukhin et al. 2020) are BERT models under these names.
+    prefixes=("bert_model", "question_encoder.bert_model", "ctx_encoder.bert_model"),
     takes_prefix=True,
     config=BertConfig,
     left_out=BASE_SIZES | {"vocab_size": 30522, "max_positions": 512},

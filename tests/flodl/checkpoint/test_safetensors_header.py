@@ -131,6 +131,12 @@ def test_a_good_header_says_where_everything_lies(tmp_path):
     assert read.data_start == 8 + len(json.dumps(header)) + 3
 
 
+def test_null_metadata_is_read_as_none(tmp_path):
+    read = read_header(write(tmp_path / "x", {"__metadata__": None, "w": ONE}, bytes(8)))
+    assert read.metadata == {}
+    assert read.order == ["w"]
+
+
 def test_a_descriptor_is_read_in_place_and_left_open(tmp_path):
     save_file({"a": torch.ones(3)}, tmp_path / "x")
     descriptor = os.open(tmp_path / "x", os.O_RDONLY)

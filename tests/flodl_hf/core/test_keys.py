@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -138,3 +139,16 @@ def test_norms_by_their_older_names_are_found_in_every_head(model_type: str, hea
     assert set(plan.placed) == set(shapes)
     assert set(plan.report.renamed) == older != set()
     assert not plan.report.ignored
+
+
+@pytest.mark.parametrize("prefix", ["bert_model", "question_encoder.bert_model", "ctx_encoder.bert_model"])
+def test_encoders_of_dpr_are_read_under_their_names(prefix: str, saved: Callable[..., Path]) -> None:
+    folder = saved("bert")
+    expected = load(folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({f"{prefix}.{name}": tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    found = load(folder)
+    assert found.load_report is not None
+    assert not found.load_report.new
+    for name, parameter in found.named_parameters():
+        assert torch.equal(parameter, expected.get_parameter(name))
