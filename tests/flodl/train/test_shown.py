@@ -66,8 +66,9 @@ def test_a_loop_of_your_own_is_shown_too(capfd: pytest.CaptureFixture[str]) -> N
             step(model, batch).backward()
             trainer.step()
     lines = capfd.readouterr().err.splitlines()
-    assert [line[:8] for line in lines] == ["epoch 1:", "epoch 2:", "training"]
-    assert lines[-1].startswith("training: 8 steps, epoch 2")
+    assert [line[:8] for line in lines] == ["training", "epoch 1:", "epoch 2:", "training"]
+    assert lines[0] == "training: 2 epochs, 8 steps"
+    assert lines[-1].startswith("training: 8 of 8 steps (100 %), epoch 2")
 
 
 def test_an_error_takes_the_display_away(capfd: pytest.CaptureFixture[str]) -> None:
