@@ -7,6 +7,7 @@ everything that can be wrong is looked at before anything is computed.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -16,13 +17,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from flodl.errors import TrainError, TrainInterrupted, printable, visible
 from flodl.files import path_fault
 from flodl.progress import in_words
-from flodl.train import Callback, EvalDone, RunDone, RunStarted, StepDone
+from flodl.train import Callback, EpochMetrics, EvalDone, RunDone, RunStarted, StepDone, Warned
 from flodl.train.events import Past, figures_in
 from flodl.train.saving.reading import list_checkpoints
 from flodl.train.trackers import Tracker, make_tracker
@@ -53,6 +55,9 @@ if TYPE_CHECKING:
     from flodl_hf.model.encoder_model import EncoderModel
 
 __all__ = ["check_free", "finetune", "make_builder", "train_job"]
+
+_LOG = logging.getLogger("flodl_hf.finetuning")
+_LOG.addHandler(logging.NullHandler())  # shown where the program configures logging
 
 
 def finetune(
@@ -128,7 +133,7 @@ def finetune(
         trackers = _trackers(chosen, target)
         if target is not None:
             check_free(target, overwrite)
-    tell = _say if progress and _is_first_rank() else None
+    tell = partial(_say, shown=bool(progress)) if _is_first_rank() else None
     job = plan_job(model, train, eval, chosen, own=Own(loss, metrics, tuple(callbacks)), tell=tell, problems=problems)
     if target is not None and _is_first_rank():
         check_space(target, _bytes_to_write(job.model))
@@ -288,7 +293,12 @@ class _Notes:
         elif isinstance(event, StepDone):
             self.losses.append(event.loss)
             self.steps = event.step
+        elif isinstance(event, Warned):
+            _LOG.warning(event.message)
+        elif isinstance(event, EpochMetrics):
+            _LOG.info("epoch %d: loss %.4f", event.epoch + 1, event.loss)
         elif isinstance(event, EvalDone):
+            _LOG.info("step %d: %s", event.step, dict(event.metrics))
             details = {"details": event.details} if event.details else {}
             self.history.append({"step": event.step, "epoch": event.epoch, **event.metrics, **details})
             if self.best is not None:
@@ -344,9 +354,11 @@ def _take_best(job: Job, model: EncoderModel, folder: Path | None, notes: _Notes
     return (notes.steps, last) if taken is None else taken
 
 
-def _say(text: str) -> None:
-    """Say what a run will do, beside its results."""
-    print(visible(in_words(text)), file=sys.stderr, flush=True)
+def _say(text: str, *, shown: bool) -> None:
+    """Log a line about the run, and print it where progress is shown."""
+    _LOG.info(text)
+    if shown:
+        print(visible(in_words(text)), file=sys.stderr, flush=True)
 
 
 def _under_torchrun() -> bool:

@@ -248,3 +248,14 @@ def test_predict_truncates_in_the_words_of_pipelines(words: dict[str, Any], base
     assert sorted(one.score for one in found) == pytest.approx(sorted(expected.tolist()), abs=1e-6)
     whole: Any = model.predict([text], untrained=True, truncation=False)[0]
     assert whole[0].score != found[0].score
+
+
+def test_a_run_logs_its_task_epochs_evaluations_and_warnings(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = labelled(24)
+    with caplog.at_level("INFO", logger="flodl_hf.finetuning"):
+        finetune(base, train=rows[:16], eval=rows[16:], epochs=2, batch_size=8, max_length=6, progress=False)
+    lines = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert any(level == "INFO" and "'text'" in line and "'label'" in line for level, line in lines)
+    assert sum(line.startswith("epoch ") for _, line in lines) == 2
+    assert sum(line.startswith("step ") for _, line in lines) == 2
+    assert any(level == "WARNING" and "longer than 6 tokens" in line for level, line in lines)
