@@ -126,8 +126,9 @@ def _overridden(
     notes = applied(components, rules, stated)
     unknown = tokens.get("unk_token")
     former = getattr(backend.model, "unk_token", None)
-    if isinstance(former, str) and unknown not in (None, former) and backend.token_to_id(str(unknown)) is not None:
-        notes.append(_used("unk_token", str(unknown), former))
+    usable = all(backend.token_to_id(str(token)) is not None for token in (unknown, former))
+    if unknown is not None and unknown != former and usable:
+        notes.append(_used("unk_token", unknown, str(former)))
     else:
         unknown = None
     if not notes:
