@@ -4,7 +4,7 @@
     ├── GraphError            a graph that cannot be built, addressed or run
     │   ├── GraphBuildError   every fault found by ``build()``, at once (``.faults``)
     │   └── GraphPathError    a dotted path that leads nowhere (``.path``, ``.segment``)
-    ├── ConfigError           a configuration value that is missing, wrong or not understood (``.problems``)
+    ├── ConfigError           a missing, wrong or unknown value of a configuration (``.problems``); a ValueError
     ├── CheckpointError       a weight file that is damaged or does not fit the model (``.problems``)
     │   └── UnsafeFileError   a file whose contents would run code, or that points outside its folder
     ├── DataError             a data file or a batch that is not what training needs
@@ -67,6 +67,9 @@ class FlodlError(RuntimeError):
         # Reached only for names that were never set; the annotation lets callers read details by name.
         raise AttributeError(f"{type(self).__name__} carries no {name!r}; it has {sorted(vars(self))}")
 
+    def __str__(self) -> str:
+        return self.message  # KeyError shows its message as Python writes it
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.message, self.details)
 
@@ -87,8 +90,8 @@ class GraphPathError(GraphError):
     """A dotted path that leads nowhere; ``path`` is the whole path, ``segment`` the failing part."""
 
 
-class ConfigError(FlodlError):
-    """A configuration that is missing values, holds wrong ones, or asks for what is not supported."""
+class ConfigError(FlodlError, ValueError):
+    """A configuration with missing, wrong or unsupported values; a ValueError."""
 
 
 class CheckpointError(FlodlError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ import torch
 
 from flodl.errors import ConfigError, nearest
 from flodl_hf.auto import head_named, load
-from flodl_hf.errors import PredictError, TokenizerError
+from flodl_hf.errors import MissingKeyError, PredictError, TextTooLongError, UnknownTaskError
 from flodl_hf.heads.prediction_keywords import ZERO_SHOT
 from flodl_hf.keywords.loading import LOAD, device_of
 from flodl_hf.model.encoder_model import EncoderModel
+from flodl_hf.runtime.items import several
 
 __all__ = ["Pipeline", "pipeline"]
 
@@ -69,14 +71,29 @@ class Pipeline:
             raise TypeError(f"{self.task} has no keyword {'; '.join(wrong)}; it has {', '.join(known)}")
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """Return what the pipeline of transformers gives for the same inputs and keywords.
+        """Return what the pipeline of transformers returns for the same inputs and keywords.
+
+        Args:
+            *inputs: a text, a list or an iterator of texts, or a torch ``Dataset``, which gives an iterator; also
+                as ``inputs=`` or ``sequences=``. Labels may follow the texts of zero-shot classification.
+            **options: keywords of the task.
 
         Raises:
-            PredictError: as the model's method that does it.
-            TypeError: a keyword that the pipeline has not.
+            PredictError: as the method of the model raises it; a ValueError.
+            TypeError: the pipeline does not have a keyword.
         """
+        inputs += tuple(options.pop(name) for name in _INPUTS if name in options)
+        if self.task == "zero-shot-classification" and len(inputs) == 2:
+            options.setdefault("candidate_labels", inputs[1])
+            inputs = inputs[:1]
         self._known(options)
-        return self._call(self.model, inputs, {**self._defaults, **options})
+        return self._call(self.model, tuple(map(_streamed, inputs)), {**self._defaults, **options})
+
+    predict = transform = __call__
+
+    def save_pretrained(self, folder: str | Path, **options: Any) -> Any:
+        """Write the model and its tokenizer into a folder; see the method of the model."""
+        return self.model.save_pretrained(folder, **options)
 
     def __repr__(self) -> str:
         name = self.model.source.name if self.model.source is not None else type(self.model).__name__
@@ -107,7 +124,8 @@ def pipeline(
             replace (``top_k``, ``aggregation_strategy``, ``candidate_labels``, ...).
 
     Raises:
-        ConfigError: there is no such task for encoders, or no model is named.
+        UnknownTaskError: there is no such task for encoders.
+        ConfigError: no model is named, or the model has another head.
     """
     if isinstance(task, EncoderModel) or model is None:
         raise ConfigError(
@@ -123,7 +141,7 @@ def pipeline(
         loading["dtype"] = dtype
     named = task if task is None else _ALIASES.get(task, task)
     if named is not None and named not in _HEADS:
-        raise ConfigError(
+        raise UnknownTaskError(
             f"pipeline: no task {task!r}{nearest(str(task), [*_HEADS, *_ALIASES])}; expected one of "
             f"{', '.join(_HEADS)}: what encoders do",
             problems=[str(task)],
@@ -162,6 +180,7 @@ def _opened(model: Any, task: str | None, device: Any, loading: dict[str, Any]) 
 
 # --- calls -------------------------------------------------------------------------------------------
 
+_INPUTS = ("inputs", "sequences")
 _RUNNING = ("batch_size", "num_workers", "precision", "progress", "padding")
 _OPTIONS: dict[str, tuple[str, ...]] = {
     "text-classification": ("top_k", "function_to_apply", "return_all_scores", "truncation", "max_length"),
@@ -169,31 +188,31 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
         "aggregation_strategy", "ignore_labels", "stride", "is_split_into_words", "delimiter", "grouped_entities",
     ),
     "question-answering": (
-        "question", "context", "top_k", "topk", "doc_stride", "max_answer_len", "max_seq_len", "max_question_len",
+        "question", "context", "top_k", "topk", "doc_stride", "max_answer_len", "max_seq_len", "max_seq_length",
+        "max_question_len",
         "handle_impossible_answer", "align_to_words",
     ),
     "fill-mask": ("top_k", "targets", "tokenizer_kwargs"),
     "zero-shot-classification": ("candidate_labels", "hypothesis_template", "multi_label", "truncation"),
-    "feature-extraction": ("truncation", "max_length", "return_tensors", "tokenize_kwargs"),
+    "feature-extraction": ("truncation", "return_tensors", "tokenize_kwargs"),
 }  # fmt: skip
 
 
-def _passed_on(task: str, name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the keywords that a pipeline hands to its tokenizer, taken out of its options.
+def _streamed(data: Any) -> Any:
+    """Return an iterator over the items of a torch ``Dataset``; other inputs unchanged."""
+    from torch.utils.data import Dataset, IterableDataset
 
-    Args:
-        task: the pipeline's task.
-        name: the option that holds them.
-        options: all options of a call.
+    if not isinstance(data, Dataset):
+        return data
+    return iter(data) if isinstance(data, IterableDataset) else (data[place] for place in range(len(data)))  # type: ignore[arg-type]
 
-    Raises:
-        TypeError: something else is said.
-    """
-    given = dict(options.pop(name, None) or {})
-    wrong = [f"{key}={value!r}" for key, value in given.items() if key not in ("truncation", "max_length")]
-    if wrong:
-        raise TypeError(f"{task}: {name} has {', '.join(wrong)}; it takes truncation, max_length")
-    return given
+
+def _truncates(given: Mapping[str, Any]) -> bool:
+    """Return whether options of a tokenizer truncate texts: ``max_length`` does so without ``truncation``."""
+    truncation = given.get("truncation")
+    if truncation is None:
+        return given.get("max_length") is not None and not given.get("padding")
+    return truncation not in (False, "do_not_truncate")
 
 
 def _one(task: str, inputs: tuple[Any, ...]) -> Any:
@@ -204,19 +223,24 @@ def _one(task: str, inputs: tuple[Any, ...]) -> Any:
 
 def _classified(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
     texts = _one("text-classification", inputs)
-    # As there: a second text of a dictionary that is empty is none at all.
-    texts = [_unpaired(text) for text in texts] if isinstance(texts, list) else _unpaired(texts)
+    texts = several(texts, "text-classification", mapping=True)
+    single = isinstance(texts, (str, Mapping))
+    if isinstance(texts, Iterator):
+        texts = map(_class_text, texts)
+    else:
+        texts = _class_text(texts) if single else [_class_text(text) for text in texts]
     everything = options.pop("return_all_scores", None)
     legacy = "top_k" not in options
     cut = {name: options.pop(name) for name in ("truncation", "max_length") if name in options}
     if legacy:
         options["top_k"] = None if everything else 1
-    if cut.get("truncation"):
-        run = lambda text: _cut_classes(model, text, cut, options)  # noqa: E731
-        single = isinstance(texts, (str, Mapping))
-        found: Any = run(texts) if single else [run(text) for text in texts]
+    if _truncates({**cut, "padding": options.get("padding")}):
+        run = partial(_cut_classes, model, cut=cut, options=options)
+        if isinstance(texts, Iterator):
+            found: Any = map(run, texts)
+        else:
+            found = run(texts) if single else [run(text) for text in texts]
     else:
-        single = isinstance(texts, (str, Mapping))
         found = model.predict(texts, compat="transformers", **options)
     if not legacy or everything:
         return found
@@ -225,19 +249,32 @@ def _classified(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) ->
     return (row[0] for row in found) if isinstance(found, Iterator) else [row[0] for row in found]
 
 
-def _unpaired(text: Any) -> Any:
+def _class_text(text: Any) -> Any:
+    """Return a text, or a dictionary of two, as the model's method takes it.
+
+    Raises:
+        PredictError: a list or tuple of texts, which may be a pair or a batch.
+    """
+    if isinstance(text, list) and len(text) == 1 and isinstance(text[0], (list, tuple)) and len(text[0]) == 2:
+        return {"text": text[0][0], "text_pair": text[0][1]}
+    if isinstance(text, (list, tuple)):
+        raise PredictError(
+            f'text-classification: found a {type(text).__name__} as a text, expected a string or {{"text": ..., '
+            '"text_pair": ...}. Pass a dictionary to classify two texts as a pair.',
+            found=text,
+        )
+    # In transformers, an empty second text of a dictionary is no second text.
     alone = isinstance(text, Mapping) and text.get("text_pair", "given") == ""
     return {"text": text.get("text")} if alone else text
 
 
 def _cut_classes(model: Any, text: Any, cut: dict[str, Any], options: dict[str, Any]) -> list[Any]:
-    """Return the classes of a text that is cut to one window, token by token as transformers cuts it."""
+    """Return the classes of a text that is truncated to one window, as transformers truncates it."""
     from flodl_hf.decode.compat import text_classification
 
     pair = (text["text"], text.get("text_pair")) if isinstance(text, Mapping) else (text, None)
-    encoded = _encoded(model, *pair, cut.get("truncation", True), cut.get("max_length"))
     with torch.inference_mode():
-        logits = model(**encoded).logits
+        logits = model(**_encoded(model, *pair, **cut)).logits
     (found,) = text_classification(
         logits, model.config.labels, problem_type=model.config.problem_type, top_k=options.get("top_k", 1),
         function_to_apply=options.get("function_to_apply"),
@@ -245,10 +282,11 @@ def _cut_classes(model: Any, text: Any, cut: dict[str, Any], options: dict[str, 
     return found
 
 
-def _encoded(model: Any, text: str, pair: str | None, truncation: Any, most: int | None) -> dict[str, Any]:
-    """Return the tensors of one text, on the model's device, as its graph takes them."""
-    encoded = model.tokenizer([text], None if pair is None else [pair], truncation=truncation,
-                              max_length=most or model.max_tokens, return_tensors="pt")  # fmt: skip
+def _encoded(model: Any, text: Any, pair: str | None = None, **given: Any) -> dict[str, Any]:
+    """Return the tensors of one text on the model's device, made with the given options of the tokenizer."""
+    if given.get("max_length") is None and (_truncates(given) or given.get("padding") == "max_length"):
+        given["max_length"] = model.max_tokens
+    encoded = model.tokenizer(text, pair, return_tensors="pt", **given)
     names = ["input_ids", "attention_mask"] + ["token_type_ids"] * model.config.uses_token_types
     return {name: encoded[name].to(model.device) for name in names if name in encoded}
 
@@ -258,6 +296,7 @@ def _entities(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> A
     if options.pop("grouped_entities", False):
         options.setdefault("aggregation_strategy", "simple")
     options.setdefault("aggregation_strategy", "none")
+    texts = several(texts, "token-classification")
     words_given = options.get("is_split_into_words")
     if not words_given and options.get("stride") is None:
         options.pop("stride", None)
@@ -315,22 +354,54 @@ def _answered(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> A
         asked = list(zip(question, contexts, strict=True))
     else:
         asked = {"question": question, "context": context}
+    options.setdefault("max_answer_len", 15)
+    if "max_seq_length" in options:
+        options["max_seq_len"] = options.pop("max_seq_length")
     single = isinstance(asked, Mapping) or (isinstance(asked, list) and len(asked) == 1)
-    pairs = [asked] if isinstance(asked, Mapping) else list(asked)
-    found = list(model.answer_batch(pairs, compat="transformers-4.57", **options))
-    return found[0] if single else found
+    pairs: Any = [asked] if isinstance(asked, Mapping) else asked
+    pairs = map(_checked, pairs) if isinstance(pairs, Iterator) else list(map(_checked, pairs))
+    found = model.answer_batch(pairs, compat="transformers-4.57", **options)
+    return found[0] if single else found if isinstance(asked, Iterator) else list(found)
+
+
+def _checked(item: Any) -> Any:
+    """Return a question with its context.
+
+    Raises:
+        MissingKeyError: a dictionary has only one of them.
+        PredictError: one of them is empty or None.
+    """
+    if isinstance(item, Mapping):
+        for key in ("question", "context"):
+            if key not in item:
+                raise MissingKeyError(
+                    f"question-answering: found the keys {list(item)}, expected 'question' and 'context'. Add {key!r}.",
+                    field=key,
+                )
+            if item[key] is None or item[key] == "":
+                raise PredictError(
+                    f"question-answering: found {key}={item[key]!r}, expected a text. Leave this question out.",
+                    field=key,
+                )
+    return item
 
 
 def _filled(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
     texts = _one("fill-mask", inputs)
-    cut = _passed_on("fill-mask", "tokenizer_kwargs", options)
+    cut = dict(options.pop("tokenizer_kwargs", None) or {})
+    wrong = [f"{key}={value!r}" for key, value in cut.items() if key not in ("truncation", "max_length", "padding")]
+    if wrong:
+        raise TypeError(f"fill-mask: tokenizer_kwargs has {', '.join(wrong)}; it takes truncation, max_length")
     if options.get("targets") is not None and not options["targets"]:
         raise PredictError(
             "fill-mask: no targets; expected words to choose from, or none said for the whole vocabulary"
         )
-    if cut.get("truncation"):
-        most = cut.get("max_length") or model.max_tokens
-        texts = _cut_text(model, texts, most) if isinstance(texts, str) else [_cut_text(model, t, most) for t in texts]
+    if _truncates(cut):
+        run = partial(_cut_text, model, most=cut.get("max_length") or model.max_tokens)
+        if isinstance(texts, Iterator):
+            texts = map(run, texts)
+        else:
+            texts = run(texts) if isinstance(texts, str) else [run(text) for text in texts]
     found = model.fill_mask(texts, compat="transformers", **options)
     return found[0] if isinstance(texts, list) and len(texts) == 1 else found
 
@@ -342,18 +413,17 @@ def _cut_text(model: Any, text: str, most: int | None) -> str:
 
 
 def _zero_shot(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    if len(inputs) == 2 and "candidate_labels" not in options:
-        inputs, options = inputs[:1], {**options, "candidate_labels": inputs[1]}
     texts = _one("zero-shot-classification", inputs)
+    if isinstance(texts, Iterator):
+        return (_zero_shot(model, (text,), dict(options)) for text in texts)
     if "candidate_labels" not in options:
         raise PredictError("zero-shot-classification: no labels; expected candidate_labels=[...]")
-    options.pop("truncation", None)  # passed over there: the text is cut where it has to be
+    options.pop("truncation", None)  # transformers ignores it: the text is truncated where necessary
     try:
         return model.zero_shot(texts, compat="transformers", **options)
-    except TokenizerError:
-        if isinstance(texts, Iterator):
-            raise
-    # As there, the text is cut and the hypothesis is not.
+    except TextTooLongError:
+        pass
+    # As in transformers, the text is truncated and the hypothesis is not.
     _warn("zero-shot-classification", "zero_shot of the model reads all of it")
     single = isinstance(texts, str)
     found = [_cut_zero_shot(model, text, options) for text in ([texts] if single else texts)]
@@ -366,24 +436,25 @@ def _cut_zero_shot(model: Any, text: str, options: dict[str, Any]) -> dict[str, 
     labels = ZERO_SHOT["candidate_labels"].value(options["candidate_labels"], model)
     template = options.get("hypothesis_template", "This example is {}.")
     with torch.inference_mode():
-        pairs = [_encoded(model, text, template.format(label), "only_first", None) for label in labels]
+        pairs = [_encoded(model, text, template.format(label), truncation="only_first") for label in labels]
         logits = torch.cat([model(**pair).logits for pair in pairs])
     multi = bool(options.get("multi_label"))
     return zero_shot_classification(logits, [text], labels, model.config.labels, multi_label=multi)[0]
 
 
 def _features(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    from flodl_hf.decode.compat import feature_extraction
-
     texts = _one("feature-extraction", inputs)
-    options = {**_passed_on("feature-extraction", "tokenize_kwargs", options), **options}
+    given = dict(options.get("tokenize_kwargs") or {})
+    if options.get("truncation") is not None:
+        if "truncation" in given:
+            raise PredictError("feature-extraction: found truncation in tokenize_kwargs as well; pass it once")
+        given["truncation"] = options["truncation"]
     model.ready("feature-extraction")
 
-    def run(text: str) -> Any:
-        encoded = _encoded(model, text, None, options.get("truncation") or False, options.get("max_length"))
+    def run(text: Any) -> Any:
         with torch.inference_mode():
-            states = model(**encoded).last_hidden_state.cpu()
-        return feature_extraction(states, return_tensors=bool(options.get("return_tensors")))[0]
+            states = model(**_encoded(model, text, **given)).last_hidden_state.cpu()
+        return states if options.get("return_tensors") else states.tolist()
 
     if isinstance(texts, str):
         return run(texts)

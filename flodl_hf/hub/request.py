@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from flodl.errors import printable
+from flodl.errors import FlodlError, printable
 from flodl_hf.errors import HubError
 from flodl_hf.hub.patience import LEAST_RATE
 
@@ -69,7 +69,8 @@ def is_unreachable(error: BaseException) -> bool:
     status = _status(error)
     if status is not None:
         return status >= 500 or status == 429
-    names = {kind.__name__ for link in _chain(error) for kind in type(link).__mro__}
+    links = [link for link in _chain(error) if not isinstance(link, FlodlError)]  # a HubError is an OSError, too
+    names = {kind.__name__ for link in links for kind in type(link).__mro__}
     return bool(names & {"ConnectionError", "TimeoutError", "TransportError", "OSError", "RequestException"})
 
 

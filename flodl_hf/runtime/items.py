@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from flodl.errors import FlodlError
-from flodl_hf.errors import PredictError
+from flodl_hf.errors import InputTypeError, PredictError
 from flodl_hf.results.lists import Found
 from flodl_hf.runtime.stream import Job
 
@@ -26,7 +26,8 @@ def several(items: Any, method: str, *, mapping: bool = False) -> Any:
         mapping: whether a dictionary is one item, as where pairs are.
 
     Raises:
-        PredictError: a table instead of one of its columns, a set, which has no order, or nothing that has texts.
+        PredictError: a table instead of one of its columns, or a set, which has no order.
+        InputTypeError: an object without texts.
     """
     if isinstance(items, str):
         return str(items)  # numpy's strings print as such in answers
@@ -55,7 +56,7 @@ def several(items: Any, method: str, *, mapping: bool = False) -> Any:
         if hasattr(items, name):
             return getattr(items, name)()
     if isinstance(items, (bytes, bytearray)) or not isinstance(items, Iterable):
-        raise PredictError(f"{method}: found {found}; expected a string, or a list or iterator of them; pass texts")
+        raise InputTypeError(f"{method}: found {found}; expected a string, or a list or iterator of them; pass texts")
     return list(items) if hasattr(items, "__len__") and not isinstance(items, Sequence) else items
 
 

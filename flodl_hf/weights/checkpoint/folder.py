@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flodl.errors import CheckpointError, capped, nearest, printable
+from flodl_hf.errors import MissingWeightsError
 
 from .index import INDEX_LIMIT, ShardIndex, check_shards, parse_index
 from .manifest import DTYPE_NAMES, Layout, SourceManifest, StoredTensor
@@ -251,7 +252,7 @@ def _choose(folder: Folder, layout: str | None, allow_bin: bool) -> tuple[str | 
     found = sorted(entry.name for entry in folder.path.iterdir())
     wanted = {None: (SAFETENSORS, SAFETENSORS_INDEX, BIN, BIN_INDEX), "bin": (BIN, BIN_INDEX)}
     names = wanted.get(layout, (SAFETENSORS, SAFETENSORS_INDEX))
-    raise CheckpointError(
+    raise MissingWeightsError(
         f"{folder.path}: holds no {'' if layout is None else f'.{layout} '}weights; expected {', '.join(names[:-1])} "
         f"or {names[-1]}; found {', '.join(map(printable, found[:12])) or 'an empty folder'}; {_remedy(found, names)}",
         path=str(folder.path),

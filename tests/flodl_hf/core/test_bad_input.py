@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from flodl.errors import CheckpointError, ConfigError, FlodlError, UnsafeFileError
 from flodl_hf.auto import head_named
-from flodl_hf.errors import TokenizerError
+from flodl_hf.errors import MissingWeightsError, TokenizerError
 from flodl_hf.families import FAMILIES
 
 Saved = Callable[..., Path]
@@ -144,7 +144,7 @@ WEIGHT_CASES = [
     ),
     Case("eight bits for weights", tensors(lambda t: t.update({QUERY: t[QUERY].to(torch.float8_e4m3fn)})), CheckpointError, (re.escape(QUERY), "F8_E4M3", "expected one of")),
     Case("a name in two styles", tensors(lambda t: t.update({QUERY.removeprefix("bert."): t[QUERY].clone()})), CheckpointError, ("named twice \\(1\\)", re.escape(QUERY))),
-    Case("no weights", lambda f: (f / WEIGHTS).unlink(), CheckpointError, ("bert-sequence", "(?i)safetensors", "expected|holds")),
+    Case("no weights", lambda f: (f / WEIGHTS).unlink(), MissingWeightsError, ("bert-sequence", "(?i)safetensors", "expected|holds")),
     Case("a missing shard", sharded(lambda f, _: (f / "model-00002-of-00002.safetensors").unlink()), CheckpointError, ("model-00002-of-00002.safetensors", "index.json|missing|does not exist")),
     Case(
         "an index that points outside",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import flodl_hf
-from flodl.errors import ConfigError
+from flodl.errors import ConfigError, FlodlError
 from flodl_hf import load, pipeline
 from flodl_hf.errors import PredictError
 from flodl_hf.pipelines import _too_long
@@ -34,6 +35,7 @@ HEADS = {
 PAIR = {"text": TEXTS[0], "text_pair": TEXTS[1]}
 UNPAIRED = {"text": TEXTS[0], "text_pair": ""}
 LABELS = ["cat", "film", "corp"]
+CONTEXT = "ada lives in paris and the cat ran"
 # A task, its inputs, and the keywords of the call.
 CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     *[
@@ -45,6 +47,10 @@ CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("text-classification", ([LONG, TEXTS[0]],), {"truncation": True, "max_length": 12, "top_k": None}),
     ("text-classification", ({"text": TEXTS[0], "text_pair": LONG},), {"truncation": True}),
     ("text-classification", (TEXTS,), {"batch_size": 2, "padding": True}),
+    *[("text-classification", (given,), {"max_length": 5}) for given in (LONG, [LONG, TEXTS[0]], {"text": TEXTS[0], "text_pair": LONG})],
+    ("text-classification", (TEXTS[0],), {"max_length": 5, "padding": True}),
+    ("text-classification", (TEXTS[0],), {"max_length": 5, "truncation": False}),
+    ("text-classification", ([[[TEXTS[0], TEXTS[1]]]],), {}),
     *[("text-classification", (given,), options) for given in (UNPAIRED, [UNPAIRED, UNPAIRED]) for options in ({}, {"truncation": True})],
     *[
         ("token-classification", (given,), options)
@@ -68,6 +74,9 @@ CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("feature-extraction", (LONG,), {"tokenize_kwargs": {"truncation": True, "max_length": 8}}),
     *[("feature-extraction", (given,), {}) for given in (TEXTS[0], TEXTS, TEXTS[:1])],
     ("feature-extraction", (LONG,), {"truncation": True}),
+    *[("feature-extraction", (TEXTS[0],), {"tokenize_kwargs": given}) for given in ({"max_length": 5}, {"padding": True}, {"padding": "max_length", "max_length": 12}, {"add_special_tokens": False})],
+    ("feature-extraction", ([["ada", "xyz"]],), {"tokenize_kwargs": {"padding": True}}),
+    ("fill-mask", (MASKED[1] + " " + LONG,), {"tokenizer_kwargs": {"max_length": 8}}),
     ("feature-extraction", (TEXTS[0],), {"return_tensors": True}),
 ]  # fmt: skip
 
@@ -127,6 +136,46 @@ def test_what_a_tokenizer_is_told_is_known(saved: Saved) -> None:
         fill(MASKED[0], targets=[])
 
 
+# What transformers' own tests of pipelines expect to fail, and with what.
+REFUSED: list[tuple[str, Any, dict[str, Any], type[Exception]]] = [
+    ("text-classification", [[TEXTS[0], TEXTS[1]]], {}, ValueError),
+    ("text-classification", [TEXTS], {}, ValueError),
+    ("text-classification", None, {}, ValueError),
+    ("fill-mask", "no mask", {}, ValueError),
+    ("fill-mask", [*MASKED, "no mask"], {}, ValueError),
+    ("fill-mask", MASKED[0], {"targets": []}, ValueError),
+    ("fill-mask", MASKED[0], {"targets": [""]}, ValueError),
+    ("token-classification", None, {}, ValueError),
+    ("token-classification", 3, {}, ValueError),
+    ("token-classification", [3], {}, ValueError),
+    ("token-classification", TEXTS[0], {"aggregation_strategy": "most"}, ValueError),
+    ("zero-shot-classification", None, {"candidate_labels": "a"}, TypeError),
+    ("zero-shot-classification", TEXTS[0], {"candidate_labels": ""}, ValueError),
+    ("zero-shot-classification", TEXTS[0], {"candidate_labels": []}, ValueError),
+    ("zero-shot-classification", TEXTS[0], {"candidate_labels": None}, TypeError),
+    ("zero-shot-classification", TEXTS[0], {"candidate_labels": "a", "hypothesis_template": "none"}, ValueError),
+    ("feature-extraction", TEXTS[0], {"truncation": True, "tokenize_kwargs": {"truncation": True}}, ValueError),
+    ("question-answering", {"question": "who?", "context": ""}, {}, ValueError),
+    ("question-answering", {"question": "who?", "context": None}, {}, ValueError),
+    ("question-answering", {"question": "", "context": CONTEXT}, {}, ValueError),
+    ("question-answering", {"question": None, "context": CONTEXT}, {}, ValueError),
+    ("question-answering", {"question": "who?"}, {}, KeyError),
+    ("question-answering", {"question": "who?", "context": CONTEXT}, {"top_k": 0}, ValueError),
+]
+
+
+@pytest.mark.parametrize(
+    ("task", "given", "options", "fault"), REFUSED, ids=[f"{n}-{c[0]}" for n, c in enumerate(REFUSED)]
+)
+def test_faults_have_the_types_of_transformers(
+    task: str, given: Any, options: dict[str, Any], fault: type[Exception], saved: Saved
+) -> None:
+    head, settings = HEADS[task]
+    with pytest.raises(fault) as caught:
+        pipeline(task, saved("bert", head, **settings))(given, **options)
+    assert isinstance(caught.value, FlodlError)
+
+
 @pytest.mark.parametrize("task", HEADS)
 def test_a_model_or_a_folder_and_the_task_or_none(task: str, saved: Saved) -> None:
     head, settings = HEADS[task]
@@ -141,13 +190,69 @@ def test_a_model_or_a_folder_and_the_task_or_none(task: str, saved: Saved) -> No
     assert str(folder) in repr(pipeline(task, model))
 
 
-@pytest.mark.parametrize("task", ["text-classification", "token-classification", "feature-extraction"])
-def test_a_generator_gives_a_generator(task: str, saved: Saved) -> None:
+class Texts(torch.utils.data.Dataset):
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, place: int) -> Any:
+        return self.items[place]
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+
+SEVERAL: dict[str, tuple[list[Any], dict[str, Any]]] = {
+    "text-classification": ([*TEXTS, PAIR["text"]], {}),
+    "token-classification": ([*TEXTS, LONG], {"aggregation_strategy": "simple"}),
+    "zero-shot-classification": ([*TEXTS, LONG], {"candidate_labels": LABELS}),
+    "fill-mask": (MASKED, {"top_k": 2}),
+    "feature-extraction": (TEXTS, {}),
+    "question-answering": (
+        [{"question": "who ran?", "context": CONTEXT}, {"question": "who?", "context": CONTEXT}],
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("form", [iter, Texts, Stream])
+@pytest.mark.parametrize("task", SEVERAL)
+@pytest.mark.filterwarnings("ignore:.*longer than the model")
+def test_a_generator_or_a_torch_dataset_gives_an_iterator(task: str, form: Callable[..., Any], saved: Saved) -> None:
     head, settings = HEADS[task]
-    made = pipeline(task, saved("bert", head, **settings))
-    found = made(text for text in TEXTS)
+    items, options = SEVERAL[task]
+    made = pipeline(task, saved("bert", head, **settings), **options)
+    found = made(form(items))
     assert isinstance(found, Iterator)
-    same(list(found), made(TEXTS))
+    same(list(found), made(items))
+    same(list(made(inputs=form(items))), made(sequences=items))
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize("task", [task for task in SEVERAL if task != "question-answering"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_column_of_rows_gives_the_answers_of_transformers(task: str, saved: Saved) -> None:
+    from transformers.pipelines.pt_utils import KeyDataset
+
+    head, settings = HEADS[task]
+    items, options = SEVERAL[task]
+    folder = saved("bert", head, **settings)
+    column = KeyDataset([{"text": text} for text in items], "text")
+    same(list(pipeline(task, folder)(column, **options)), list(theirs(task, folder)(column, **options)))
+
+
+def test_labels_of_a_call_replace_those_of_the_pipeline(saved: Saved) -> None:
+    folder = saved("bert", "sequence_classification", id2label=NLI)
+    made = pipeline("zero-shot-classification", folder, candidate_labels=LABELS)
+    assert made(TEXTS[0], ["a"])["labels"] == ["a"]
+    assert sorted(made(sequences=TEXTS[0])["labels"]) == sorted(LABELS)
 
 
 def test_questions_as_the_removed_pipeline_took_them(saved: Saved) -> None:
@@ -161,12 +266,44 @@ def test_questions_as_the_removed_pipeline_took_them(saved: Saved) -> None:
     assert len(ask(question=question, context=context, top_k=3)) == 3
     same(ask(question=[question, question], context=context), [one, one])
     assert len(ask(question=question, context=context, max_answer_len=1)["answer"].split()) == 1
+    long = "HuggingFace was founded in Paris." * 20
+    default = ask(question=question, context=long)
+    same(default, ask(question=question, context=long, max_answer_len=15))
+    assert default != ask(question=question, context=long, max_answer_len=30)
+    narrow = ask(question=question, context=long, max_seq_length=24)
+    same(narrow, ask(question=question, context=long, max_seq_len=24))
+    assert narrow != default
 
 
 def test_what_is_cut_is_said(saved: Saved) -> None:
     made = pipeline("ner", saved("bert", "token_classification", id2label=NER))
     with pytest.warns(UserWarning, match="stride= reads all of it"):
         made(LONG)
+
+
+def test_faults_of_loading_have_the_types_of_transformers(saved: Saved, tmp_path: Path) -> None:
+    folder = saved("bert")
+    (folder / "model.safetensors").unlink()
+    (tmp_path / "empty").mkdir()
+    cases: list[tuple[type[Exception], Callable[[], Any]]] = [
+        (OSError, lambda: load(tmp_path / "absent")),
+        (OSError, lambda: flodl_hf.AutoTokenizer.from_pretrained(tmp_path / "absent")),
+        (OSError, lambda: flodl_hf.AutoModel.from_pretrained("owner/none", local_files_only=True)),
+        (FileNotFoundError, lambda: load(folder)),
+        (ValueError, lambda: flodl_hf.AutoTokenizer.from_pretrained(tmp_path / "empty")),
+        (ValueError, lambda: flodl_hf.AutoConfig.from_pretrained(tmp_path / "empty")),
+        (KeyError, lambda: pipeline("text-generation", folder)),
+    ]
+    for kind, call in cases:
+        with pytest.raises(kind) as caught:
+            call()
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert isinstance(again, FlodlError)
+        assert (type(again), str(again), again.details) == (
+            type(caught.value),
+            caught.value.message,
+            caught.value.details,
+        )
 
 
 def test_what_cannot_be_is_refused(saved: Saved) -> None:
