@@ -190,7 +190,7 @@ def cut_rows(
         return [_whole(row, sequence)]
     if overflow == "error":
         raise _too_long(
-            where, total, max_tokens, "and nothing may be cut", "shorten it, or let it be read in windows or cut"
+            where, total, max_tokens, "and truncation is off", "shorten it, or set truncate=true or windows=true"
         )
     if cut == "longest":
         return [_truncate_longest(row, max_tokens, side, where)]
