@@ -95,6 +95,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[bytes
                 model_prefix=str(prefix),
                 hard_vocab_limit=False,
                 minloglevel=2,
+                num_threads=1,  # sums of several threads, and so the model, differ from run to run
                 **{"vocab_size": 500, "character_coverage": 0.995, **options},
             )
             data = prefix.with_suffix(".model").read_bytes()
