@@ -315,7 +315,9 @@ def _too_long(model: Any, text: str) -> bool:
     most = model.max_tokens
     # A token has a character at least, but for the specials, where a character is one byte and stays one.
     short = text.isascii() and len(text) + 8 <= (most or 0)
-    return most is not None and not short and len(model.tokenizer(text)["input_ids"]) > most
+    if most is None or short:
+        return False
+    return len(model.tokenizer(text, truncation=True, max_length=most + 1)["input_ids"]) > most
 
 
 def _several_entities(model: Any, texts: Any, options: dict[str, Any]) -> list[Any]:

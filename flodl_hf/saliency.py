@@ -138,11 +138,15 @@ def saliency(
             "classifier of texts or tokens, or one that answers questions",
             head=model.head,
         )
-    encoded: Any = model.tokenizer(text if isinstance(text, str) else [text], return_tensors="pt")  # type: ignore[misc]
-    if len(encoded.rows) != 1 or encoded.rows[0].truncated or len(encoded.rows[0]) > (model.max_tokens or 1 << 30):
+    most = model.max_tokens
+    encoded: Any = model.tokenizer(  # type: ignore[misc]
+        text if isinstance(text, str) else [text], truncation=most is not None, max_length=most and most + 1,
+        return_tensors="pt",
+    )  # fmt: skip
+    if len(encoded.rows) != 1 or (most is not None and len(encoded.rows[0]) > most):
         raise PredictError(
-            f"saliency: the text has more tokens than a window of {model.max_tokens}; give a part of it",
-            max_tokens=model.max_tokens,
+            f"saliency: the text has more tokens than a window of {most}; give a part of it",
+            max_tokens=most,
         )
     row = encoded.rows[0]
     inputs = {name: value.to(model.device) for name, value in encoded.data.items() if name != "input_ids"}

@@ -6,6 +6,7 @@ How such a file is read is decided in `columnar`, which imports pyarrow, an extr
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,7 @@ def _names(feature: Any) -> tuple[str, ...]:
 
 def is_saved_dataset(path: Path) -> bool:
     """Return whether a folder was written by ``save_to_disk`` of `datasets`."""
-    return (path / STATE).is_file() or (path / SPLITS).is_file()
+    return any(os.path.isfile(path / name) for name in (STATE, SPLITS))  # Path.is_file raises for a name too long
 
 
 def read_saved_dataset(path: Path, classes: Classes) -> Iterator[dict[str, Any]]:

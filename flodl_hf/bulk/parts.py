@@ -142,7 +142,10 @@ class Parts:
             # Files of an earlier run's ranks; ranks that wait for this run write theirs again.
             old = (*self.folder.glob("rank-*"), *self.folder.glob(".*.tmp"))
             for leftover in (*old, *self.target.parent.glob(f".{self.target.name[:200]}.*.tmp")):
-                leftover.unlink(missing_ok=True)
+                if leftover.is_dir() and not leftover.is_symlink():
+                    shutil.rmtree(leftover, ignore_errors=True)
+                else:
+                    leftover.unlink(missing_ok=True)
             # Finished parts that a kill kept from being removed.
             prefix = f".{self.folder.name[:200]}."
             for entry in self.target.parent.iterdir():

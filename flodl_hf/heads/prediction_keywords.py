@@ -84,7 +84,7 @@ _TEXTS = {name: Word("texts") for name in ("inputs", "sentences", "sequences")}
 _ACTIVATION = {name: Word("function_to_apply", _function) for name in ("activation_fn", "activation_fct")}
 _CUT = ("do_not_truncate", False, None)
 CLASSES = {
-    **_RUN,
+    **{name: word for name, word in _RUN.items() if name != "max_length"},
     **_TEXTS,
     "truncation": Word("truncate", lambda value, _: value not in _CUT),
     "return_all_scores": Word("top_k", lambda value, _: None if value else 1),

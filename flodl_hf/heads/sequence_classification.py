@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 import torch
@@ -94,7 +95,7 @@ class SequenceClassifier(ScoringModel):
             prompt_name: name of a prompt of the folder, instead of ``prompt``.
             strict: raise on a text that does not fit into one window.
             truncate: cut a long text to one window, of a pair the longer of the two, as transformers does.
-            max_length: most tokens of a text; longer texts are truncated.
+            max_length: most tokens of a text or pair, at least 3; longer ones are truncated.
             untrained: predict although parts of the model hold random values.
             compat: "transformers" gives the dictionaries of its pipeline.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
@@ -113,6 +114,11 @@ class SequenceClassifier(ScoringModel):
         from flodl_hf.runtime.passes import Scores
 
         self.ready("predict", untrained=untrained)
+        if max_length is not None and (not isinstance(max_length, Integral) or max_length < 3):
+            raise PredictError(
+                f"predict: max_length={shown(max_length, 60)}; expected an integer from 3, or None",
+                max_length=max_length,
+            )
         refuse_two_texts(texts, "predict")
         texts = several(texts, "predict", mapping=True)
 

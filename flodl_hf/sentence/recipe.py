@@ -292,8 +292,9 @@ def _recipe(root: Path, modules: Modules, transformer: str, *, keep: bool) -> Se
         elif kind in STEPS:
             step, files = read_step(root, kind, path)
             if step.of_tokens != (steps is before) and not late:
-                key = "module_input_name"
-                raise refuse_setting(root / place, key, step.of_tokens, "token_embeddings before a pooling alone")
+                names = ("sentence_embedding", "token_embeddings")
+                expected = f"{names[steps is before]} {'before' if steps is before else 'behind'} the pooling"
+                raise refuse_setting(root / place, "module_input_name", names[step.of_tokens], expected)
             steps.append(step)
             more |= files
         elif kind == "WeightedLayerPooling":

@@ -351,9 +351,12 @@ def test_the_encoder_alone_has_no_loss(make: Maker) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"top_k": 0}, {"top_k": -1}, {"threshold": {"nobody": 0.5}}, {"threshold": [0.5]}, {"function_to_apply": "relu"}],
+    [
+        {"top_k": 0}, {"top_k": -1}, {"threshold": {"nobody": 0.5}}, {"threshold": [0.5]},
+        {"function_to_apply": "relu"}, {"max_length": 2}, {"max_length": "x"}, {"max_length": 8.0},
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], make: Maker) -> None:
     with pytest.raises(PredictError) as caught:
         make("bert", "sequence_classification").predict("the cat", **options)
@@ -396,7 +399,8 @@ def test_methods_of_other_tasks_and_libraries_are_told_where_they_are(head: str,
             with pytest.raises(AttributeError, match=rf"has no attribute '{name}'; expected .* method of AutoModel"):
                 getattr(model, name)
     answering = {n for n in vars(type(model)) if not n.startswith("_")} & {n for one in HEADS for n in vars(one.model)}
-    assert answering - set(METHODS) <= {"forward", "loss", "output", "split", "has_pooler", "head", "per_text"}
+    own = {"forward", "loss", "output", "split", "has_pooler", "head", "per_text", "cross_encoder"}
+    assert answering - set(METHODS) <= own
     for name, instead in FAMILIAR.items():
         with pytest.raises(AttributeError, match=re.escape(instead)):
             getattr(model, name)

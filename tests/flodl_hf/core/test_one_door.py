@@ -220,9 +220,8 @@ def modules(*kinds: str, path: str = "") -> str:
     [
         ("modules.json", modules(), "found the modules none"),
         ("modules.json", modules("Pooling", "Transformer"), "found the modules Pooling, Transformer"),
-        ("modules.json", modules("Transformer", "Normalize", "Pooling"), "expected one Transformer"),
         ("modules.json", modules("Transformer", "Pooling", "Pooling"), "expected one Transformer"),
-        ("modules.json", modules("Transformer", "CNN"), "module 'CNN' is not supported"),
+        ("modules.json", modules("Transformer", "CNN"), "found the modules Transformer, CNN"),
         (
             "modules.json",
             modules("Transformer", "Pooling").replace("1_Pooling", "nowhere"),
@@ -247,6 +246,15 @@ def test_small_files_that_would_make_other_vectors_are_refused_by_name(
         load(folder)
     assert Path(file).name in str(caught.value)
     assert "xpected" in str(caught.value)
+
+
+def test_a_normalization_of_texts_before_the_pooling_is_refused(folder: Path) -> None:
+    (folder / "modules.json").write_text(modules("Transformer", "Normalize", "Pooling"))
+    with pytest.raises(FlodlError) as caught:
+        load(folder)
+    found = caught.value.details
+    assert (found["key"], found["value"]) == ("module_input_name", "sentence_embedding")
+    assert str(folder / "2_Normalize" / "config.json") in str(caught.value)
 
 
 @linux
