@@ -23,6 +23,7 @@ LINES = {
     "search": "search model query --in corpus --vectors vectors",
     "mine": "mine model --in source --corpus corpus --out out.jsonl",
     "training": "finetune model --train train --eval eval --out out",
+    "evaluation": "evaluate model --data data",
     "inspect": "inspect model",
     "export": "export model --out out",
     "convert": "convert model --out out",

@@ -98,7 +98,7 @@ ODD: dict[str, tuple[list[Change], str | None]] = {
     "a script's notes": ([config(foo="bar", _num_labels=5, _name_or_path="x", finetuning_task="x")], None),
     "an output setting": ([config(use_cache=True, torchscript=True, output_past=True)], None),
     "tokenizer_config.json empty": ([file("tokenizer_config.json", {})], None),
-    "tokenizer_config.json odd": ([file("tokenizer_config.json", {"tokenizer_class": "FooTokenizer", "model_max_length": 10**30, "foo": 1, "unk_token": ADDED | {"__type": "AddedToken"}})], None),
+    "tokenizer_config.json odd": ([file("tokenizer_config.json", {"tokenizer_class": "FooTokenizer", "model_max_length": 10**30, "foo": 1, "unk_token": ADDED | {"__type": "AddedToken"}})], "unknown settings are ignored: foo"),
     "added_tokens.json": ([file("added_tokens.json", {"[MASK]": 4})], None),
     "added_tokens.json empty": ([file("added_tokens.json", {})], None),
     "tables in special_tokens_map.json": ([file("special_tokens_map.json", {"unk_token": ADDED, "mask_token": "[MASK]", "additional_special_tokens": []})], None),

@@ -128,7 +128,7 @@ def rough(value: Any) -> Any:
 
 
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
-    "base": lambda model, texts: model.embed(texts),
+    "base": lambda model, texts: model.embed(texts, windows=True),
     "sequence_classification": lambda model, texts: model.predict(texts),
     "token_classification": lambda model, texts: model.predict(texts, ignore_labels=()),
     "question_answering": lambda model, texts: model.answer_batch(

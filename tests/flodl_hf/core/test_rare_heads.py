@@ -16,6 +16,16 @@ Make = Callable[..., Any]
 TEXT = "the cat sat on the mat"
 
 
+def probabilities(model: Any, prompt: str, choices: list[str]) -> Any:
+    """Return the probabilities of choices as a call of the model gives them, in their order."""
+    encoded = model.tokenizer([prompt] * len(choices), choices, padding=True, return_tensors="pt")
+    rows = {key: encoded[key][None] for key in ("input_ids", "attention_mask", "token_type_ids")}
+    with torch.no_grad():
+        logits = model(**rows).logits
+    assert logits.shape == (1, len(choices))
+    return pytest.approx(logits.softmax(-1)[0].tolist())
+
+
 def test_choices_are_ranked_by_their_probability(make: Make) -> None:
     model = make("bert", "multiple_choice")
     choices = ["a dog ran", "the cat", "a very good film"]
@@ -25,17 +35,12 @@ def test_choices_are_ranked_by_their_probability(make: Make) -> None:
     assert all(choices[c.index] == c.text for c in found)
     assert [c.score for c in found] == sorted((c.score for c in found), reverse=True)
     assert sum(c.score for c in found) == pytest.approx(1, abs=1e-6)
-    encoded = model.tokenizer([TEXT] * 3, choices, padding=True, return_tensors="pt")
-    rows = {key: encoded[key][None] for key in ("input_ids", "attention_mask", "token_type_ids")}
-    with torch.no_grad():
-        logits = model(**rows).logits
-    assert logits.shape == (1, 3)
-    assert [c.score for c in sorted(found, key=lambda c: c.index)] == pytest.approx(logits.softmax(-1)[0].tolist())
+    assert [c.score for c in sorted(found, key=lambda c: c.index)] == probabilities(model, TEXT, choices)
     several = model.predict([(TEXT, choices), {"prompt": "a dog", "choices": ["ran"]}, ("", choices)])
     assert [(c.index, c.text) for c in several[0]] == [(c.index, c.text) for c in found]
     assert [c.score for c in several[0]] == pytest.approx([c.score for c in found], abs=1e-6)
     assert [c.score for c in several[1]] == [1.0]
-    assert several[2] == []
+    assert [c.score for c in sorted(several[2], key=lambda c: c.index)] == probabilities(model, "", choices)
 
 
 def test_a_long_prompt_is_read_in_windows(make: Make) -> None:

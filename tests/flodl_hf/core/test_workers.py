@@ -81,7 +81,7 @@ def call_of(model: Any, texts: Any, **run: Any) -> Any:
     if model.head == "question_answering":
         pairs: Any = (("who lives in paris?", text) for text in texts)
         return model.answer_batch(list(pairs) if isinstance(texts, list) else pairs, **run)
-    return (model.embed if model.head == "base" else model.predict)(texts, **run)
+    return model.embed(texts, windows=True, **run) if model.head == "base" else model.predict(texts, **run)
 
 
 @pytest.mark.parametrize("head", ["base", "sequence_classification", "token_classification", "question_answering"])

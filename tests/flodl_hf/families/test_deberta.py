@@ -73,7 +73,7 @@ def test_a_bias_of_keys_is_refused_because_nothing_here_adds_it(folder: Path, tm
         load(as_the_authors(folder, tmp_path / "theirs", **more))
 
 
-def test_two_texts_are_separated_once_as_the_models_were_trained() -> None:
+def test_two_texts_are_separated_twice_as_transformers_5_does() -> None:
     words = ["[CLS]", "[SEP]", "[PAD]", "[UNK]", "[MASK]", "a", "b", "\u0120"]
     files = {
         "vocab.json": json.dumps({word: i for i, word in enumerate(words)}).encode(),
@@ -81,9 +81,9 @@ def test_two_texts_are_separated_once_as_the_models_were_trained() -> None:
     }
     tokenizer = Tokenizer.from_files(files, model_type="deberta")
     encoded = tokenizer("a", "b", return_token_type_ids=True)
-    assert encoded.tokens() == ["[CLS]", "a", "[SEP]", "b", "[SEP]"]
-    assert encoded.token_type_ids == [0, 0, 0, 1, 1]
-    assert tokenizer("a [MASK]").tokens() == ["[CLS]", "a", "[MASK]", "[SEP]"]
+    assert encoded.tokens() == ["[CLS]", "a", "[SEP]", "[SEP]", "b", "[SEP]"]
+    assert encoded.token_type_ids == [0, 0, 0, 0, 0, 0]
+    assert tokenizer("a [MASK]").tokens() == ["[CLS]", "a", "\u0120", "[MASK]", "[SEP]"]
 
 
 def test_the_stepwise_norm_is_torchs_up_to_rounding() -> None:

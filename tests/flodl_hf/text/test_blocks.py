@@ -104,7 +104,7 @@ def test_rows_from_ids_are_the_rows_that_the_library_frames(
 def test_a_text_that_leaves_no_room_is_named_by_its_number(tokenizer: Tokenizer) -> None:
     texts = ["a"] * 50
     with pytest.raises(TokenizerError, match="text 7: "):
-        encode(tokenizer, [*texts[:7], "b c d " * 40, *texts[8:]], ["e " * 30] * 50, max_tokens=24)
+        encode(tokenizer, [*texts[:7], "b c d " * 40, *texts[8:]], ["e " * 30] * 50, max_tokens=24, cut="second")
     with pytest.raises(TokenizerError, match="text 9: "):
         encode(tokenizer, [*texts[:9], "b c d " * 40, *texts[10:]], max_tokens=24, strict=True)
     with pytest.raises(TokenizerError, match="cut is 'second'"):
