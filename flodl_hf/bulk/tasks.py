@@ -123,11 +123,11 @@ _METHODS = {
 def _keywords(method: Any, task: str) -> list[str]:
     """Return the options of a method that make sense for rows of a file."""
     parameters = inspect.signature(method).parameters
-    # Pipelines' dictionaries and words in lists are not what goes into columns; a row's score has no rank.
-    left_out = {"compat", "words", "convert_to_tensor", "convert_to_numpy"} | (
+    # Options of the form of the answers are left out, because columns have their own; a row's score has no rank.
+    left_out = {"compat", "words", "convert_to_tensor", "convert_to_numpy", "output_value", "batch_size"} | (
         {"top_k"} if task == "relevance" else set()
     )
-    known = [n for n, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY and n not in left_out]
+    known = [n for n, p in parameters.items() if p.default is not inspect.Parameter.empty and n not in left_out]
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         from flodl_hf.runtime.options import RunKeywords
 

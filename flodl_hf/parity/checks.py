@@ -304,7 +304,7 @@ def _decode(model: Any, head: str, scores: Callable[[list[Any]], list[Tensor]] |
             masked = [f"[MASK] {text} [MASK]" for text in TEXTS]
             results = [[fill for mask in found for fill in mask] for found in model.fill_mask(masked, top_k=3)]
             return [([f.token_ids for f in found], [f.score for f in found]) for found in results]
-        return [((), vector.tolist()) for vector in model.embed(list(TEXTS))]
+        return [((), vector.tolist()) for vector in model.embed(TEXTS, windows=True)]
     finally:
         passes.scored, passes.all_states, passes.headed = saved
 

@@ -87,7 +87,7 @@ MODELS: Mapping[str, Callable[[], Mapping[str, bytes]]] = {
 _T = list(TEXTS)
 _LONG = [*_T, "a very good film! " * 20]
 BODIES: Mapping[str, dict[str, Any]] = {
-    "/embed": {"model": "embed", "inputs": _LONG},
+    "/embed": {"model": "embed", "inputs": _LONG, "windows": True},
     "/embed_all": {"model": "embed", "inputs": _T},
     "/embed_sparse": {"model": "late", "inputs": _T},
     "/predict": {"model": "classes", "inputs": [[text] for text in _LONG]},
@@ -117,7 +117,7 @@ def _own(model: Mapping[str, Any], path: str) -> Any:
     body = BODIES[path]
     asked = model[body["model"]]
     if path in ("/embed", "/v1/embeddings"):
-        return asked.embed(body.get("inputs") or body["input"]).tolist()
+        return asked.embed(body.get("inputs") or body["input"], windows=body.get("windows", False)).tolist()
     if path == "/v1/classify":
         *texts, pair = body["inputs"]
         return [one.to_rows() for one in (*asked.predict(texts), *asked.predict([tuple(pair)]))]

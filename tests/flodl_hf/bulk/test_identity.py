@@ -61,7 +61,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     },
     CLASSES: {
         "top_k": 2, "threshold": 0.1, "strict": True, "truncate": True, "function_to_apply": "none",
-        "prompt": "a dog", "prompt_name": "unknown",
+        "prompt": "a dog", "prompt_name": "unknown", "max_length": 4,
     },
     "token_classification": {
         "aggregation": "none", "strict": True, "stride": 2, "ignore_labels": ["LABEL_1"], "constrained": True,
@@ -96,6 +96,8 @@ def test_every_option_is_classified() -> None:
             found["encode"] = {*tasks._keywords(model.encode, head)}
     unclassified = {where: names - {*SAME, *CHANGED["run"], *CHANGED[where]} for where, names in found.items()}
     assert not any(unclassified.values()), unclassified
+    # `encode_file` takes all options of `encode` that change vectors.
+    assert {*CHANGED["encode"]} <= found["encode"]
 
 
 @pytest.mark.parametrize("name", [n for n in SAME if n not in NOT_TRIED])
@@ -132,6 +134,26 @@ def test_options_that_change_answers(head: str, name: str, value: Any, model: An
     begin(lambda *args, **how: predict_file(model(head), *args, **how), source, out)
     assert not resumes(lambda *args: predict_file(model(head), *args, **{name: value}), source, out)
     assert resumes(lambda *args: predict_file(model(head), *args), source, out)
+
+
+@pytest.mark.parametrize("name", [n for n in CHANGED["encode"] if n not in (*NAMES, "ranges")])
+def test_options_that_change_vectors(name: str, model: Any, jsonl: Any, tmp_path: Path) -> None:
+    source, out = jsonl([{"text": f"a cat and {i} dogs " * 9} for i in range(30)]), tmp_path / "out.npy"
+    with pytest.warns(UserWarning, match="truncated"):
+        begin(lambda *args, **how: encode_file(model("base"), *args, **how), source, out)
+        assert not resumes(
+            lambda *args: encode_file(model("base"), *args, **{name: CHANGED["encode"][name]}), source, out
+        )
+        assert resumes(lambda *args: encode_file(model("base"), *args), source, out)
+
+
+def test_a_prompt_of_the_folder_by_its_name(folder: Any, numbered: Any, tmp_path: Path) -> None:
+    source, out = numbered(3), tmp_path / "out.npy"
+    loaded: Any = load(folder("base"))
+    loaded.sentence_recipe = SentenceRecipe(prompts={"query": "a cat"})
+    encode_file(loaded, source, out, prompt_name="query")
+    texts = [json.loads(line)["text"] for line in source.read_text().splitlines()]
+    assert np.abs(np.load(out) - loaded.encode(["a cat" + text for text in texts])).max() < 1e-6
 
 
 @pytest.mark.parametrize(("name", "value"), [("format", "csv"), ("header", False)])
