@@ -79,21 +79,17 @@ def _missing(server: Server, what: Mapping[str, Any]) -> Verdict:
     elif what["way"] == "other case":
         body[name.upper()] = value
     answer = _sent(server, path, json.dumps(body).encode())
+    if what["way"] == "other case":
+        return refused(answer)
     (door,) = (door for door in DOORS if door.path == path)
-    strict = door.strict and what["way"] == "other case"
-    # Of several models one has to be named, or the only one with such a head is asked.
-    if name == "model" and not strict:
-        return _either(server, path, answer)
-    return refused(answer, key="" if strict else name)
+    needed = {field.name for field in door.fields if field.needed}
+    # Without the name of a model the only model with such a head answers; of several models one has to be named.
+    return refused(answer, key=name) if name in needed else _either(server, path, answer)
 
 
 def _unknown(server: Server, what: Mapping[str, Any]) -> Verdict:
-    from flodl_hf.serving.doors import DOORS
-
     path, name = what["path"], what["field"]
-    answer = _sent(server, path, json.dumps({**BODIES[path], name: 1}).encode())
-    strict = any(door.path == path and door.strict for door in DOORS)
-    return refused(answer, key=name) if strict else _right(server, path, answer)
+    return refused(_sent(server, path, json.dumps({**BODIES[path], name: 1}).encode()), key=name)
 
 
 def _json(server: Server, what: Mapping[str, Any]) -> Verdict:
