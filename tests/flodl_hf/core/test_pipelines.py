@@ -128,6 +128,14 @@ def test_calls_answer_as_transformers(
     same(found, expected)
 
 
+def test_a_text_beyond_the_limit_is_reported_once(saved: Saved) -> None:
+    model: Any = load(saved("bert", "token_classification", id2label=NER))
+    model.max_seq_length = 12
+    with pytest.warns(UserWarning, match="stride= reads all of it") as told:
+        pipeline("ner", model)(LONG)
+    assert len(told) == 1
+
+
 def test_what_a_tokenizer_is_told_is_known(saved: Saved) -> None:
     fill = pipeline("fill-mask", saved("bert", "masked_lm"))
     with pytest.raises(TypeError, match=r"tokenizer_kwargs has foo=True; it takes truncation, max_length"):
