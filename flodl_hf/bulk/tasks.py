@@ -141,11 +141,12 @@ def _stored(encode: Any, precision: str, given: dict[str, Any]) -> Answerer:
     from flodl_hf.vectors.quantize import quantize_embeddings
 
     first = "float32" if precision in ("int8", "uint8") else precision
-    (one,) = quantize_embeddings(encode(["a"], **given), first)
-    encode = partial(encode, progress=False)
+    # With ``store``, ``precision`` is the precision of the computation, as for other tasks.
+    encode = partial(encode, store="float32", **given)
+    (one,) = quantize_embeddings(encode(["a"]), first)
 
     def run(items: Sequence[Any]) -> Iterator[Any]:
-        whole = encode(list(items), **given)
+        whole = encode(list(items), progress=False)
         sound = np.isfinite(whole).all(1)
         # What is no number shows where it is written, with its row.
         yield from (

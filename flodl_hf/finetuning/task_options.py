@@ -49,13 +49,19 @@ def task_faults(name: str, options: Any, refused: Iterable[str] = ()) -> list[st
     unused = [option for option, tasks in USED_BY.items() if name not in tasks]
     unused += [option for option, tasks in UNUSED_BY.items() if name in tasks]
     unused += [option for option in refused if option not in unused]
+    by_generator: dict[str, str] = {}
     if name == "replaced_tokens":
-        unused += WITH_GENERATOR if options.generator is not None else ("concatenate", "whole_words")
+        generated = options.generator is not None
+        by_generator = dict.fromkeys(
+            WITH_GENERATOR if generated else ("concatenate", "whole_words"),
+            f" {'with' if generated else 'without'} a generator",
+        )
+        unused += by_generator
     given = [option for option in dict.fromkeys(unused) if getattr(options, option) not in (None, (), False, 0.0)]
     if name == "rank":
         same = {"labels": ("LABEL_0",), "problem_type": "regression"}
         given = [option for option in given if getattr(options, option) != same.get(option)]
-    problems = [f"{option}: {name} takes none; leave it out" for option in given]
+    problems = [f"{option}: {name}{by_generator.get(option, '')} takes none; leave it out" for option in given]
     if options.long_texts == "windows" and name in ONE_ROW:
         problems.append(
             f"long_texts: found 'windows'; expected 'cut' for {name}, where each text is one row; a greater max_length "

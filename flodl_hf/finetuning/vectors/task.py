@@ -413,9 +413,10 @@ def plan_embedding(
             )
         if loss.by_guide and options.guide is None:
             problems.append(f"guide: {type(loss).__name__} asks a second model; expected its folder or name")
-        if options.matryoshka:
+        if options.matryoshka and "matryoshka" not in kind.refused:
             loss = MatryoshkaLoss(loss, tuple(int(dim) for dim in options.matryoshka))
-        losses.append(AdaptiveLayerLoss(loss) if options.adaptive_layers else loss)
+        layered = options.adaptive_layers and "adaptive_layers" not in kind.refused
+        losses.append(AdaptiveLayerLoss(loss) if layered else loss)
     if options.rows_in_batch < _least(losses, options):
         shared = f"shared by {options.ranks} ranks" if options.ranks > 1 else "of a loss that compares examples"
         problems.append(f"batch_size: {options.rows_in_batch}, {shared}; expected at least {_least(losses, options)}")

@@ -259,7 +259,7 @@ def test_capturing_goes_on_with_an_average_and_lookers_on_and_not_around_the_bac
     ("settings", "steps"),
     [
         ({}, [5, 10]),
-        ({"eval_every": 3}, [3, 5, 6, 9, 10]),
+        ({"eval_every": 3}, [3, 6, 9, 10]),
         ({"eval_start": True}, [0, 5, 10]),
         ({"eval_delay": 6}, [10]),
         ({"eval_delay": 7, "eval_every": 3}, [9, 10]),

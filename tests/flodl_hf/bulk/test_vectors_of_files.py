@@ -64,6 +64,24 @@ def test_every_format_holds_the_models_vectors(
     assert not Parts(cut, "").folder.exists()
 
 
+@pytest.mark.parametrize(
+    ("how", "same"),
+    [
+        ({"prompt": "query: "}, {"prompt": "query: "}),
+        ({"prompt_name": "query"}, {"prompt": ""}),
+        ({"precision": "bf16"}, {"precision": "bf16"}),
+        ({"precision": "int8"}, {"precision": "int8", "store": "float32"}),  # of the computation, not of the file
+    ],
+    ids=str,
+)
+def test_options_of_encode_apply_to_files(
+    how: dict[str, Any], same: dict[str, Any], model: Any, numbered: Any, tmp_path: Path
+) -> None:
+    source, out = numbered(12), tmp_path / "v.npy"
+    encode_file(model("base"), source, out, batch_invariant=True, **how)
+    assert np.array_equal(np.load(out), model("base").encode(texts_in(source), batch_invariant=True, **same))
+
+
 @pytest.mark.parametrize("windows", [None, True])
 def test_files_have_the_vectors_of_texts_in_memory(windows: bool | None, model: Any, tmp_path: Path) -> None:
     source, encoder = tmp_path / "in.txt", model("base")

@@ -329,7 +329,7 @@ def test_what_does_not_fit_is_refused(starts: dict[str, Path], base: Path, tmp_p
         ({"generator": str(base)}, "found a bert model; expected electra"),
         ({"generator": str(vocabulary)}, "words under other numbers .* 'teh'"),
         ({"generator": mine, "task": "mlm"}, "masked_lm has none"),
-        ({"generator": mine, "neftune": 5.0}, "neftune: with a generator"),
+        ({"generator": mine, "neftune": 5.0}, "neftune: replaced_tokens with a generator"),
         (
             {"generator": mine, "lora": 2, "lora_targets": ["layers.1.attention.queri"]},
             "targets that are no projections",
