@@ -16,7 +16,7 @@ from torch import Tensor
 from flodl.errors import nearest
 from flodl_hf.errors import PredictError
 
-__all__ = ["MEASURES", "PAIRWISE", "Similarity", "max_sim", "measure_of", "similarity_of"]
+__all__ = ["MEASURES", "PAIRWISE", "Similarity", "max_sim", "measure_of", "pairwise_of", "similarity_of"]
 
 
 class Similarity(Tensor):
@@ -88,6 +88,39 @@ def similarity_of(a: Any, b: Any, measure: str, rows: Sequence[str] = (), column
     Raises:
         PredictError: the measure is unknown, or the vectors are of different lengths.
     """
+    first, second = _compared(a, b, measure)
+    found = MEASURES[measure](first, second).as_subclass(Similarity)
+    found.rows, found.columns = tuple(rows), tuple(columns)
+    return found
+
+
+def pairwise_of(a: Any, b: Any, measure: str) -> Tensor:
+    """Return the similarity of each vector of ``a`` with the one at its place in ``b``, ``(rows,)``, in float32.
+
+    Args:
+        a: ``(n, size)``, or one vector.
+        b: ``(n, size)``, or one vector.
+        measure: a name of `PAIRWISE`.
+
+    Raises:
+        PredictError: the measure is unknown, or the vectors differ in number or length.
+    """
+    first, second = _compared(a, b, measure)
+    if first.shape != second.shape:
+        raise PredictError(
+            f"similarity_pairwise: found {len(first)} and {len(second)} vectors; expected as many of both. Give one "
+            "vector for each pair, or call similarity for all pairs.",
+            found=(len(first), len(second)),
+        )
+    return PAIRWISE[measure](first, second)
+
+
+def _compared(a: Any, b: Any, measure: str) -> tuple[Tensor, Tensor]:
+    """Return both as tables of float32 on one device.
+
+    Raises:
+        PredictError: the measure is unknown, or the vectors are of different lengths.
+    """
     if measure not in MEASURES:
         raise PredictError(
             f"similarity: no measure {measure!r}{nearest(str(measure), MEASURES)}; expected one of "
@@ -102,9 +135,7 @@ def similarity_of(a: Any, b: Any, measure: str, rows: Sequence[str] = (), column
             "and (m, size)",
             found=(tuple(first.shape), tuple(second.shape)),
         )
-    found = MEASURES[measure](first.float(), second.float().to(first.device)).as_subclass(Similarity)
-    found.rows, found.columns = tuple(rows), tuple(columns)
-    return found
+    return first.float(), second.float().to(first.device)
 
 
 def max_sim(queries: Sequence[Tensor], documents: Sequence[Tensor]) -> Tensor:

@@ -326,11 +326,32 @@ class BaseModel(EncoderModel):
         Raises:
             PredictError: the measure is unknown, or vectors are of different lengths.
         """
-        from flodl_hf.similarity import measure_of, similarity_of
+        from flodl_hf.similarity import similarity_of
 
-        named = measure or measure_of(self.sentence_recipe.files if self.sentence_recipe else {})
         (first, rows), (second, columns) = (self._as_vectors(x, run) for x in (a, b))
-        return similarity_of(first, second, named, rows, columns)
+        return similarity_of(first, second, self._measure(measure), rows, columns)
+
+    def similarity_pairwise(self, a: Any, b: Any, *, measure: str | None = None, **run: Unpack[RunKeywords]) -> Tensor:
+        """Return how alike each of ``a`` is to the one at its place in ``b``, a tensor ``(len(a),)``.
+
+        Args:
+            a: texts, or vectors ``(n, size)`` of `embed` or `encode`.
+            b: as many texts or vectors.
+            measure: as of `similarity`.
+            **run: how to run where texts are embedded; see `flodl_hf.runtime.RunOptions`.
+
+        Raises:
+            PredictError: the measure is unknown, or the vectors differ in number or length.
+        """
+        from flodl_hf.similarity import pairwise_of
+
+        (first, _), (second, _) = (self._as_vectors(x, run) for x in (a, b))
+        return pairwise_of(first, second, self._measure(measure))
+
+    def _measure(self, measure: str | None) -> str:
+        from flodl_hf.similarity import measure_of
+
+        return measure or measure_of(self.sentence_recipe.files if self.sentence_recipe else {})
 
     def _as_vectors(self, given: Any, run: RunKeywords) -> tuple[Any, list[str]]:
         """Return vectors, and the texts that they are of where texts were given."""

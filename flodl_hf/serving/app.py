@@ -234,6 +234,7 @@ def _told(house: House) -> list[Route]:
     listed = [
         ("/health", "200 where requests are answered", _Told(house, ready)),
         ("/ready", "200 where requests are answered", _Told(house, ready)),
+        ("/ping", "200 where requests are answered", _Told(house, ready)),
         ("/live", "200 while this process runs", _Told(house, lambda: (200, {"live": True}))),
         ("/metrics", "for Prometheus", _Told(house, counted, text)),
         ("/info", "models, limits and version", _Told(house, lambda: (200, _info(house)), open_to_all=False)),

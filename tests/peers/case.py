@@ -96,7 +96,9 @@ def compare(case: Case) -> Outcome:
         return Outcome(case.name, "more" if isinstance(failed, INTERNAL) else "different", theirs, ours)
     if failed is not None:
         return Outcome(case.name, "failed", theirs, ours)
-    return Outcome(case.name, "equal") if same(ours, theirs, case.close) else Outcome(case.name, "different", theirs, ours)
+    return (
+        Outcome(case.name, "equal") if same(ours, theirs, case.close) else Outcome(case.name, "different", theirs, ours)
+    )
 
 
 def _result(side: Callable[[], Any]) -> tuple[Any, Exception | None]:

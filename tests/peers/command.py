@@ -36,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m tests.peers",
         description="Run cases of the original libraries on both sides. Exit status 1 if a case is different.",
     )
-    parser.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS), metavar="GROUP", help=", ".join(GROUPS))
+    parser.add_argument(
+        "--only", nargs="+", choices=GROUPS, default=list(GROUPS), metavar="GROUP", help=", ".join(GROUPS)
+    )
     parser.add_argument("--shown", type=int, default=20, help="how many different cases of a group are printed")
     parser.add_argument("--json", type=Path, help="write counts, refusals and different cases to this file")
     given = parser.parse_args(arguments)
@@ -99,6 +101,9 @@ def as_text(group: str, report: dict[str, Any], shown: int) -> str:
     ]
     lines += [f"  refused {number}: {message.splitlines()[0][:SHOWN]}" for message, number in refused.items()]
     for one in different[:shown]:
-        lines += [f"  different: {one['case']}", f"    theirs {one['theirs']!r:.{SHOWN}}", f"    ours   {one['ours']!r:.{SHOWN}}"]
+        lines += [
+            f"  different: {one['case']}",
+            f"    theirs {one['theirs']!r:.{SHOWN}}",
+            f"    ours   {one['ours']!r:.{SHOWN}}",
+        ]
     return "\n".join(lines)
-

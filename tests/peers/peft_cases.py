@@ -73,9 +73,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 def named(value: Any, family: str) -> Any:
     """Return a setting with the family's names in it."""
-    (query, *others), forward, table = NAMES[family]
+    (query, *_), forward, table = NAMES[family]
     if isinstance(value, str):
-        return value.replace("QUERY", query).replace("FORWARD", forward[0].replace(".", r"\.") if ".*" in value else forward[0]).replace("TABLE", table)
+        return (
+            value.replace("QUERY", query)
+            .replace("FORWARD", forward[0].replace(".", r"\.") if ".*" in value else forward[0])
+            .replace("TABLE", table)
+        )
     if isinstance(value, list):
         return [named(one, family) for one in value]
     if isinstance(value, dict):
@@ -101,6 +105,10 @@ def cases(room: Path, *, quick: bool = False) -> Iterator[Case]:
                 place = room / str(next(number))
                 title = f"{family}/{head}, {name}"
                 options = named(options, family)
+                if name in VIRTUAL:
+                    sizes = bench.theirs.model.config
+                    options |= {"token_dim": sizes.hidden_size, "num_layers": sizes.num_hidden_layers}
+                    options |= {"num_attention_heads": sizes.num_attention_heads}
                 if config == "LoraConfig" and isinstance(options.get("target_modules"), str):
                     options["target_modules"] = options["target_modules"].replace("\\\\", "\\")
                 theirs = memoised(partial(written, bench, config, options, place / "theirs"))

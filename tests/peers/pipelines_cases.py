@@ -37,7 +37,7 @@ CALLS: dict[str, tuple[str, str | None, list[Call]]] = {
                           {"function_to_apply": "sigmoid"}, {"function_to_apply": "softmax", "top_k": 2})),
         (([["a", "b"]],), {}), (([TEXTS[:2]],), {"top_k": 2}), ((TEXTS,), {"batch_size": 2}), ((5,), {}),
         ((LONG,), {"truncation": True, "max_length": 16}), ((LONG,), {"max_length": 16}), ((TEXTS,), {"padding": True}),
-        ((TEXTS[0],), {"function_to_apply": "other"}), ((TEXTS[0],), {"return_all_scores": True}),
+        ((TEXTS[0],), {"function_to_apply": "other"}),
         (("",), {}), (([PAIR, TEXTS[0]],), {}), (([{"text": TEXTS[0]}],), {}),
     ]),
     "token-classification": ("token_classification", "tokens", [

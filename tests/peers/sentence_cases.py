@@ -97,7 +97,9 @@ PREDICT: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
         lambda model: [[one.index, one.score] for one in model.rerank(TEXTS[0], [*DOCUMENTS, ""], truncate=True)],
     ),
     "rank of two": (
-        lambda model: [[one["text"], float(one["score"])] for one in model.rank("x", DOCUMENTS, top_k=2, return_documents=True)],
+        lambda model: [
+            [one["text"], float(one["score"])] for one in model.rank("x", DOCUMENTS, top_k=2, return_documents=True)
+        ],
         lambda model: [[one.text, one.score] for one in model.rerank("x", DOCUMENTS, top_k=2)],
     ),
 }

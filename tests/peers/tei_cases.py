@@ -119,7 +119,10 @@ def cases(room: Path, *, quick: bool = False) -> Iterator[Case]:
     from flodl_hf.serving.settings import Served, Settings
 
     served = tuple(Served(name, str(write(room, name))) for name in MODELS if name in {row[0] for row in REQUESTS})
-    with running(Settings(models=served, devices=("cpu",), max_inputs=32)) as (url, _), httpx.Client(base_url=url, timeout=20) as client:
+    with (
+        running(Settings(models=served, devices=("cpu",), max_inputs=32)) as (url, _),
+        httpx.Client(base_url=url, timeout=20) as client,
+    ):
         for name, path, body, status, expected in REQUESTS:
             found = partial(answered, client, path, {"model": name, **body}, status, expected)
             yield Case(f"{name}: POST {path} {str(body)[:80]}", lambda s=status, e=expected: [s, e], found)

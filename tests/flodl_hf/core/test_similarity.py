@@ -72,10 +72,13 @@ def test_similarities_are_those_of_each_with_each(measure: str, make: Maker) -> 
         assert found.shape == (3, 2)
         np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-4)
     assert model.similarity(vectors[0], vectors[1], measure=measure).shape == (1, 1)
+    pairs = model.similarity_pairwise(vectors[:2], vectors[1:3], measure=measure)
+    np.testing.assert_allclose(pairs.numpy(), [expected[1][0], expected[2][1]], rtol=1e-4, atol=1e-4)
     # As the folder says.
     named = f'{{"similarity_fn_name": "{measure}"}}'.encode()
     model.sentence_recipe = SentenceRecipe(files={"config_sentence_transformers.json": named})
     np.testing.assert_allclose(model.similarity(vectors, vectors[:2]).numpy(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model.similarity_pairwise(vectors[:2], vectors[1:3]), pairs)
 
 
 def test_texts_are_embedded_and_named(make: Maker) -> None:
@@ -95,6 +98,9 @@ def test_what_cannot_be_compared_is_refused(make: Maker) -> None:
         model.similarity(TEXTS, TEXTS, measure="cosin")
     with pytest.raises(PredictError, match=r"\(2, 3\) and \(2, 4\)"):
         model.similarity(np.ones((2, 3)), np.ones((2, 4)))
+    with pytest.raises(PredictError) as different:
+        model.similarity_pairwise(TEXTS, TEXTS[:2])
+    assert different.value.details["found"] == (len(TEXTS), 2)
     with pytest.raises(PredictError) as caught:
         model.encode(TEXTS, prompt_name="clustering")
     assert caught.value.details["found"] == "clustering"

@@ -391,7 +391,7 @@ def test_what_is_said_of_the_server(http: Any, served: tuple[str, Any]) -> None:
     assert "default-src 'none'" in page.headers["content-security-policy"]
     assert "access-control-allow-origin" not in page.headers
     assert "server" not in page.headers
-    assert http.get("/health").json() == {"ready": True}
+    assert http.get("/health").json() == http.get("/ping").json() == {"ready": True}
     get = http.get("/embed")
     assert (get.status_code, get.headers["allow"]) == (405, "POST")
     packed = http.post(
