@@ -135,7 +135,7 @@ def as_theirs(folder: Path, head: str = "base", **asked: Any) -> None:
         found, expected = ours(ids, mask).to_tuple(), theirs(ids, mask).to_tuple()
     assert expected
     for one, other in zip(found, expected, strict=False):  # theirs may have no pooler
-        if ours.config.model_type == "new" and one.dtype != FULL:
+        if ours.config.model_type in ("new", "deberta", "deberta-v2") and one.dtype != FULL:
             # Equal in float32; in half precision some products are rounded at other places.
             torch.testing.assert_close(one, other, atol=3e-2, rtol=3e-2)
         else:
