@@ -102,12 +102,7 @@ TOKENIZER = {
     "use_fast": Word(harmless=None),
     "legacy": Word(harmless=None),
     "tokenizer_type": Word(reason="the folder's files say it"),
-    "model_max_length": Word(reason="say max_length= when calling the tokenizer"),
     "max_length": Word(reason="say it when calling the tokenizer"),
-    "padding_side": Word(reason="say it when calling the tokenizer"),
-    "truncation_side": Word(reason=_SETTING),
-    "do_lower_case": Word(reason=_SETTING, harmless=(None,)),
-    "add_prefix_space": Word(reason=_SETTING, harmless=(None,)),
     "additional_special_tokens": Word(reason=_SETTING),
     "config": Word(reason="the folder's config.json is read"),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import warnings
 from collections.abc import Mapping
@@ -59,9 +58,9 @@ def overridden(tokenizer: Tokenizer, overrides: Mapping[str, Any], folder: Path,
     Raises:
         TokenizerError: a value is not understood.
     """
-    files = dict(tokenizer.files())
-    stated = json.loads(files.get("tokenizer_config.json", b"{}"))
-    files["tokenizer_config.json"] = json.dumps({**stated, **overrides}, indent=2, ensure_ascii=False).encode()
+    from flodl_hf.tokenization.source import with_settings
+
+    files = with_settings(tokenizer.files(), overrides, str(folder))
     return type(tokenizer).from_files(files, folder=folder, model_type=model_type)
 
 

@@ -15,7 +15,7 @@ from flodl_hf.errors import OptionError, TokenizerError
 from .guard import check_text
 from .rows import Cut
 
-__all__ = ["PADDINGS", "TRUNCATIONS", "as_batch", "as_tensors", "check_batch", "check_multiple", "option"]
+__all__ = ["PADDINGS", "TRUNCATIONS", "as_batch", "as_lists", "as_tensors", "check_batch", "check_multiple", "option"]
 
 # What transformers calls them: which text is cut, and to what width rows are filled.
 TRUNCATIONS: dict[Any, Cut | None] = {
@@ -111,20 +111,63 @@ def _is_pair(item: Any) -> bool:
     return isinstance(item, (list, tuple)) and len(item) == 2
 
 
-def as_tensors(data: Mapping[str, list[Any]], kind: str) -> dict[str, Any]:
-    """Return the entries as 64-bit integer tensors (``"pt"``) or arrays (``"np"``)."""
+def as_lists(given: Any) -> tuple[dict[str, Any], str | None]:
+    """Return the entries of encoded texts as lists, and "pt" or "np" if they were tensors or arrays.
+
+    Args:
+        given: entries by name, or a list of such mappings, one for each text.
+    """
+    if isinstance(given, (list, tuple)):
+        given = {key: [row[key] for row in given] for key in given[0]} if given else {"input_ids": []}
+    ids = given.get("input_ids")
+    first = ids[0] if ids is not None and len(ids) else None
+    kind = {"torch": "pt", "numpy": "np"}.get(type(first).__module__.partition(".")[0])
+
+    def plain(value: Any) -> Any:
+        if hasattr(value, "tolist"):
+            return value.tolist()
+        return [plain(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+    return {key: plain(value) for key, value in given.items()}, kind
+
+
+def as_tensors(data: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Return the entries as tensors (``"pt"``) or arrays (``"np"``); integers have 64 bits.
+
+    Raises:
+        OptionError: the rows of an entry have different lengths, or the kind is unknown.
+    """
     if kind not in ("pt", "np"):
         raise OptionError(f"return_tensors is {kind!r}, expected 'pt', 'np' or None", found=kind)
-    widths = sorted({len(ids) for ids in data["input_ids"]})
+    widths = sorted({len(ids) for ids in data.get("input_ids", ()) if hasattr(ids, "__len__")})
     if len(widths) > 1:
         raise OptionError(
             f"rows of {widths[0]} to {widths[-1]} tokens do not make a tensor; pass padding=True",
             found=widths,
         )
-    if kind == "np":
-        import numpy
+    make = _array if kind == "np" else _tensor
+    found = {}
+    for key, values in data.items():
+        try:
+            found[key] = make(values)
+        except (ValueError, TypeError) as fault:
+            raise OptionError(
+                f"{key}: found values that do not make a tensor ({fault}), expected numbers in rows of one length. "
+                "Pad or remove this entry.",
+                field=key,
+            ) from None
+    return found
 
-        return {key: numpy.asarray(values, dtype=numpy.int64) for key, values in data.items()}
+
+def _array(values: Any) -> Any:
+    import numpy
+
+    made = numpy.asarray(values)
+    return made if made.size else made.astype(numpy.int64)
+
+
+def _tensor(values: Any) -> Any:
     import torch
 
-    return {key: torch.tensor(values, dtype=torch.int64) for key, values in data.items()}
+    made = torch.as_tensor(values)
+    return made if made.numel() else made.long()

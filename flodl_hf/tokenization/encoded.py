@@ -6,23 +6,29 @@ Leaves to others: tokenization and windows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 from .rows import Row
 
-__all__ = ["Encoded", "pad_rows"]
+__all__ = ["Encoded", "Encoding", "pad_rows"]
 
 
-class Encoded(Mapping[str, Any]):
+class Encoded(MutableMapping[str, Any]):
     """Named model inputs, to be passed as ``model(**encoded)``, with their link to the text.
 
     Entries are lists, NumPy arrays or tensors of shape ``(batch, seq)``; they are also attributes
-    (``encoded.input_ids``).
+    (``encoded.input_ids``). Entries can be added, replaced and removed. A number instead of a name gives the `Encoding`
+    of one row.
     """
 
-    def __init__(self, data: dict[str, Any], rows: Sequence[Row], lead: Sequence[int], tokens: Any) -> None:
+    is_fast = True
+
+    def __init__(
+        self, data: dict[str, Any], rows: Sequence[Row] = (), lead: Sequence[int] = (), tokens: Any = None
+    ) -> None:
         self._data = data
+        self._ids = data.get("input_ids")  # the link to the text remains when the entry is removed
         self._rows = rows
         # Padding before each row; token positions count it.
         self._lead = lead
@@ -38,8 +44,31 @@ class Encoded(Mapping[str, Any]):
         """The rows without padding."""
         return self._rows
 
-    def __getitem__(self, key: str) -> Any:
-        return self._data[key]
+    @property
+    def encodings(self) -> list[Encoding] | None:
+        """Each row with its padding, or ``None`` if the entries were not made from texts."""
+        return [Encoding(self, number) for number in range(len(self._rows))] or None
+
+    @property
+    def n_sequences(self) -> int | None:
+        """1 for texts, 2 for pairs, ``None`` if the entries were not made from texts."""
+        return self.encodings[0].n_sequences if self.encodings else None
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return self._data[key]
+        if self.encodings is None:
+            raise KeyError(f"found {key!r}, expected the name of an entry: rows exist only for texts")
+        return self.encodings[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._data[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._data[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._data
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -58,8 +87,12 @@ class Encoded(Mapping[str, Any]):
     def __repr__(self) -> str:
         return f"Encoded({self._data!r})"
 
+    def copy(self) -> Encoded:
+        """Return a copy with the same entries, which can be replaced independently."""
+        return Encoded(dict(self._data), self._rows, self._lead, self._tokens)
+
     def _width(self, row: int) -> int:
-        ids = self._data["input_ids"]
+        ids: Any = self._ids
         # One text without tokens is a list of none.
         return len(ids) if not len(ids) or isinstance(ids[0], int) else len(ids[row])
 
@@ -77,7 +110,7 @@ class Encoded(Mapping[str, Any]):
 
     def tokens(self, batch_index: int = 0) -> list[str]:
         """Return the tokens of one row as strings, padding included."""
-        ids = self._data["input_ids"]
+        ids: Any = self._ids
         row = ids if not len(ids) or isinstance(ids[0], int) else ids[batch_index]
         return self._tokens([int(i) for i in row])
 
@@ -168,9 +201,61 @@ class Encoded(Mapping[str, Any]):
         return [at for at, found in enumerate(row.word_ids) if found == word and row.sequence_ids[at] == sequence]
 
     def to(self, device: Any) -> Encoded:
-        """Return the same entries with every tensor on ``device``."""
-        moved = {key: value.to(device) if hasattr(value, "to") else value for key, value in self._data.items()}
-        return Encoded(moved, self._rows, self._lead, self._tokens)
+        """Move every tensor to ``device`` and return this object."""
+        self._data.update({key: value.to(device) for key, value in self._data.items() if hasattr(value, "to")})
+        return self
+
+    def convert_to_tensors(self, tensor_type: str | None = None, prepend_batch_axis: bool = False) -> Encoded:
+        """Replace lists by tensors (``"pt"``) or arrays (``"np"``) and return this object.
+
+        Args:
+            tensor_type: which; None changes nothing.
+            prepend_batch_axis: make a batch of one row.
+
+        Raises:
+            OptionError: the rows have different lengths.
+        """
+        from .batch import as_tensors
+
+        if tensor_type is not None:
+            lists = {key: [value] if prepend_batch_axis else value for key, value in self._data.items()}
+            self._data.update(as_tensors(lists, tensor_type))
+        return self
+
+
+class Encoding:
+    """One row of an `Encoded`, with its padding.
+
+    Attributes:
+        ids: token ids.
+        tokens: the tokens as strings.
+        type_ids: segment of each token.
+        attention_mask: 1 for tokens, 0 for padding.
+        special_tokens_mask: 1 for special tokens and padding.
+        offsets: ``(start, end)`` of each token in its text.
+        word_ids: number of each token's word, ``None`` for special tokens and padding.
+        sequence_ids: 0 or 1 for a token's text, ``None`` for special tokens and padding.
+        n_sequences: 1 for a text, 2 for a pair.
+    """
+
+    def __init__(self, batch: Encoded, number: int) -> None:
+        row, ids = batch._rows[number], batch._ids
+        one: Any = ids if ids is None or not len(ids) or isinstance(ids[0], int) else ids[number]
+        self.ids: list[int] = [int(i) for i in one]
+        self.tokens: list[str] = batch.tokens(number)
+        self.type_ids: list[int] = batch._aligned(number, row.type_ids, 0)
+        self.attention_mask: list[int] = batch._aligned(number, [1] * len(row), 0)
+        self.special_tokens_mask: list[int] = batch._aligned(number, list(map(int, row.special)), 1)
+        self.offsets: list[tuple[int, int]] = batch._aligned(number, row.offsets, (0, 0))
+        self.word_ids: list[int | None] = batch.word_ids(number)
+        self.sequence_ids: list[int | None] = batch.sequence_ids(number)
+        self.n_sequences: int = 2 if 1 in row.sequence_ids else 1
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __repr__(self) -> str:
+        return f"Encoding(num_tokens={len(self)}, tokens={self.tokens})"
 
 
 def pad_rows(

@@ -22,7 +22,16 @@ from flodl_hf.weights.checkpoint.members import read_member
 if TYPE_CHECKING:
     from flodl_hf.family import FamilyTokenizer
 
-__all__ = ["TOKENIZER_FILES", "Source", "parse_json", "read_bytes", "read_source", "vocabulary_file", "write_files"]
+__all__ = [
+    "TOKENIZER_FILES",
+    "Source",
+    "parse_json",
+    "read_bytes",
+    "read_source",
+    "vocabulary_file",
+    "with_settings",
+    "write_files",
+]
 
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
@@ -56,6 +65,23 @@ def read_source(folder: Path) -> dict[str, bytes]:
 def vocabulary_file(files: Mapping[str, bytes]) -> str:
     """Return the name of the file among these that a vocabulary is read from."""
     return next((name for name in TOKENIZER_FILES if name in files and name not in _SETTINGS), "tokenizer.json")
+
+
+def with_settings(files: Mapping[str, bytes], changes: Mapping[str, Any], folder: str) -> dict[str, bytes]:
+    """Return tokenizer files with other settings; special tokens are replaced in ``special_tokens_map.json`` as well.
+
+    Args:
+        files: contents by name.
+        changes: settings of ``tokenizer_config.json``.
+        folder: where the files came from, for messages.
+    """
+    found = dict(files)
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        stated = parse_json(files[name], f"{folder}/{name}") if name in files else {}
+        here = changes if name == "tokenizer_config.json" else {key: changes[key] for key in changes.keys() & stated}
+        if here:
+            found[name] = json.dumps({**stated, **here}, indent=2, ensure_ascii=False).encode()
+    return found
 
 
 def parse_json(data: bytes, where: str) -> dict[str, Any]:

@@ -90,6 +90,71 @@ class Vocabulary:
         return self._settings.padding_side
 
     @property
+    def truncation_side(self) -> str:
+        """Which end of a text truncation removes, ``"left"`` or ``"right"``."""
+        return self._settings.truncation_side
+
+    @property
+    def name_or_path(self) -> str:
+        """Where the tokenizer came from."""
+        return self._folder
+
+    @property
+    def init_kwargs(self) -> dict[str, Any]:
+        """The contents of ``tokenizer_config.json``."""
+        return dict(self._settings.raw)
+
+    @property
+    def model_input_names(self) -> list[str]:
+        """The entries that a call returns by default."""
+        return ["input_ids", *["token_type_ids"] * self._settings.type_ids, "attention_mask"]
+
+    pad_token_type_id = 0
+
+    @property
+    def special_tokens_map(self) -> dict[str, str]:
+        """Role (``"mask_token"``) to token, for the roles that have one."""
+        return self.special_tokens
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        """Token to id, added tokens included."""
+        return self.get_vocab()
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]:
+        """Id to token (`tokenizers.AddedToken`), for special and other added tokens."""
+        return dict(sorted(self._inner.get_added_tokens_decoder().items()))
+
+    def get_added_vocab(self) -> dict[str, int]:
+        """Return token to id, for special and other added tokens."""
+        return {token.content: number for number, token in self.added_tokens_decoder.items()}
+
+    def get_special_tokens_mask(
+        self,
+        token_ids_0: Sequence[int],
+        token_ids_1: Sequence[int] | None = None,
+        already_has_special_tokens: bool = False,
+    ) -> list[int]:
+        """Return 1 for each special token of a row of ids, else 0.
+
+        Args:
+            token_ids_0: the ids, with special tokens.
+            token_ids_1: not supported, as in transformers.
+            already_has_special_tokens: must be true, as in transformers.
+
+        Raises:
+            NotImplementedError: the ids are those of texts alone.
+        """
+        if token_ids_1 is not None or not already_has_special_tokens:
+            raise NotImplementedError(
+                "get_special_tokens_mask: found ids without special tokens, expected already_has_special_tokens=True. "
+                "Call the tokenizer with return_special_tokens_mask=True."
+            )
+        special = set(self.all_special_ids)
+        return [int(int(number) in special) for number in token_ids_0]
+
+    @property
     def special_tokens(self) -> dict[str, str]:
         """Role (``"mask_token"``) to token, for the roles that have one."""
         return dict(self._settings.special)
@@ -252,17 +317,21 @@ class Vocabulary:
         token_ids: Any,
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
-    ) -> str:
-        """Return the text of one sequence of ids.
+    ) -> Any:
+        """Return the text of one sequence of ids, or a list of texts for several sequences.
 
         Args:
-            token_ids: an id, a list, an array or a tensor of one dimension.
+            token_ids: an id, a list, an array or a tensor; of two dimensions for several sequences.
             skip_special_tokens: leave special tokens out.
             clean_up_tokenization_spaces: drop the space before punctuation and contractions; by default as
                 ``tokenizer_config.json`` says, and never for byte-level BPE, whose spaces are those of the
                 text.
         """
         ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+        if not isinstance(ids, int):
+            ids = [part.tolist() if hasattr(part, "tolist") else part for part in ids]
+        if isinstance(ids, list) and ids and isinstance(ids[0], (list, tuple)):
+            return [self.decode(row, skip_special_tokens, clean_up_tokenization_spaces) for row in ids]
         ids = [ids] if isinstance(ids, int) else [int(i) for i in ids]
         with guarded("decoding", "pass ids of this tokenizer, none of them negative"):
             text = self._inner.decode(ids, skip_special_tokens=skip_special_tokens)

@@ -10,6 +10,7 @@ from typing import Any
 import hypothesis
 import numpy as np
 import pytest
+import torch
 from hypothesis import strategies as st
 
 from flodl_hf.errors import TokenizerError
@@ -90,6 +91,107 @@ def test_the_way_from_a_token_to_its_text_takes_the_same_arguments(kind: str, tm
     nothing = theirs("", add_special_tokens=False), ours("", add_special_tokens=False)
     for name in ("word_ids", "sequence_ids", "tokens"):
         assert [getattr(found, name)() for found in nothing] == [[], []], name
+
+
+# A result of a tokenizer that both libraries have.
+USES: dict[str, Callable[[Any], Any]] = {
+    "encode, tensor": lambda t: t.encode(TEXT, return_tensors="pt"),
+    "encode, pair": lambda t: t.encode(TEXT, PAIR, return_tensors="np", truncation=True, max_length=9),
+    "encode, words only": lambda t: t.encode(TEXT, None, False),
+    "decode a batch": lambda t: t.decode(t([TEXT, PAIR])["input_ids"], skip_special_tokens=True),
+    "decode a tensor": lambda t: t.decode(t([TEXT, PAIR], padding=True, return_tensors="pt")["input_ids"]),
+    "decode one": lambda t: t.decode(t(PAIR, return_tensors="pt")["input_ids"][0]),
+    "targets": lambda t: dict(t([TEXT, PAIR], text_target=[PAIR, TEXT], padding=True)),
+    "targets alone": lambda t: dict(t(text_target=TEXT)),
+    "length": lambda t: [dict(t(given, return_length=True, padding=True)) for given in (TEXT, [TEXT, PAIR])],
+    "mask": lambda t: t.get_special_tokens_mask(t(TEXT, PAIR)["input_ids"], already_has_special_tokens=True),
+    "names": lambda t: (t.model_input_names, t.pad_token_type_id, t.truncation_side, t.padding_side),
+    "special": lambda t: (t.special_tokens_map, t.get_added_vocab(), t.vocab),
+    "decoder": lambda t: {number: str(token) for number, token in t.added_tokens_decoder.items()},
+    "pop": lambda t: removed(t(TEXT, return_offsets_mapping=True)),
+    "rows": lambda t: [(e.ids, e.tokens, e.attention_mask, e.special_tokens_mask, e.word_ids, e.offsets, e.type_ids)
+                       for e in t([TEXT, PAIR], padding=True)[0:2]],
+    "sequences": lambda t: (t(TEXT).n_sequences, t([TEXT], [PAIR]).n_sequences, len(t([TEXT, PAIR]).encodings)),
+    "tensors": lambda t: dict(t(TEXT).convert_to_tensors("pt", prepend_batch_axis=True)),
+    **{
+        f"pad {number}": lambda t, given=given, options=options: dict(t.pad(given(t), **options))
+        for number, (given, options) in enumerate([
+            (lambda t: [t(TEXT), t(PAIR)], {}),
+            (lambda t: [{**t(TEXT), "labels": 1.5}, {**t(PAIR), "labels": 2.5}], {"return_tensors": "pt"}),
+            (lambda t: t([TEXT, PAIR]), {"padding_side": "left", "pad_to_multiple_of": 8}),
+            (lambda t: t(PAIR, return_special_tokens_mask=True), {"padding": "max_length", "max_length": 20}),
+            (lambda t: [{"input_ids": torch.tensor([1, 2])}, {"input_ids": torch.tensor([3])}], {}),
+            (lambda t: {"input_ids": [np.array([1, 2]), np.array([3])]}, {"return_attention_mask": False}),
+            (lambda t: {"input_ids": []}, {}),
+            (lambda t: [t(TEXT), t(PAIR)], {"padding": False}),
+        ])
+    },
+}  # fmt: skip
+
+
+def removed(encoded: Any) -> Any:
+    """Return an encoding after the changes that users make before a call of a model."""
+    offsets = encoded.pop("offset_mapping")
+    encoded["labels"] = [1]
+    encoded.update(more=[2])
+    del encoded["attention_mask"]
+    return offsets, dict(encoded), encoded.word_ids(), encoded.labels, "more" in encoded
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tokenizer_is_used_as_in_transformers(kind: str, use: str, tmp_path: Path) -> None:
+    theirs, ours = both(tmp_path, kind)
+    found, expected = USES[use](ours), USES[use](theirs)
+    assert repr(found) == repr(expected) or found == expected  # values and types; dictionaries in any order
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"add_prefix_space": True}, {"add_prefix_space": False}, {"do_lower_case": True}, {"do_lower_case": False},
+        {"model_max_length": 6}, {"padding_side": "left"}, {"truncation_side": "left", "model_max_length": 7},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_given_at_loading_replace_those_of_the_folder(
+    kind: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    both(tmp_path, kind)
+    theirs, ours = (loader.from_pretrained(tmp_path, **settings) for loader in (AutoTokenizer, Tokenizer))
+    for options in ({}, {"padding": True}, {"truncation": "model_max_length" in settings}):
+        assert dict(ours([TEXT, PAIR], **options)) == dict(theirs([TEXT, PAIR], **options)), options
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_data_collators_of_transformers_take_the_tokenizer(kind: str, tmp_path: Path) -> None:
+    from transformers import (
+        DataCollatorForLanguageModeling,
+        DataCollatorForTokenClassification,
+        DataCollatorWithPadding,
+        set_seed,
+    )  # fmt: skip
+
+    theirs, ours = both(tmp_path, kind)
+
+    def collated(tokenizer: Any, make: Callable[[Any], Any], labels: Callable[[list[int]], Any] | None) -> Any:
+        rows = [dict(tokenizer(text, return_special_tokens_mask=labels is None)) for text in (TEXT, PAIR)]
+        if labels is not None:
+            rows = [{**row, "labels": labels(row["input_ids"])} for row in rows]
+        set_seed(3)
+        return dict(make(tokenizer)(rows))
+
+    cases: list[tuple[Callable[[Any], Any], Callable[[list[int]], Any] | None]] = [
+        (DataCollatorWithPadding, len),
+        (DataCollatorForTokenClassification, lambda ids: [1] * len(ids)),
+        (DataCollatorForLanguageModeling, None),
+        (lambda tokenizer: DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8), len),
+    ]
+    for make, labels in cases:
+        torch.testing.assert_close(collated(ours, make, labels), collated(theirs, make, labels))
 
 
 @pytest.mark.parametrize("kind", KINDS)

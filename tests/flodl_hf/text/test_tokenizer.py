@@ -218,7 +218,7 @@ def test_tensors_are_rectangles_of_64_bit_integers(tokenizer: Tokenizer) -> None
     assert encoded.input_ids.dtype == torch.int64
     assert encoded.input_ids.shape == encoded.attention_mask.shape
     assert (encoded.input_ids[0][encoded.attention_mask[0] == 0] == tokenizer.pad_token_id).all()
-    assert encoded.to("meta").input_ids.device.type == "meta"
+    assert encoded.copy().to("meta").input_ids.device.type == "meta"
     assert encoded.word_ids(0)[-1] is None
     arrays = tokenizer(["Ada", "Ada lives in Paris"], padding=True, return_tensors="np")
     assert arrays.input_ids.tolist() == encoded.input_ids.tolist()
@@ -574,10 +574,28 @@ def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path) -> None:
 
 
 def test_a_loaded_tokenizer_refuses_changes(tokenizer: Tokenizer) -> None:
-    for name, value in (("padding_side", "left"), ("pad_token", "x"), ("anything", 1)):
-        with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError):
+        tokenizer.anything = 1
+    for name, value in (("padding_side", "up"), ("pad_token", "not a token"), ("model_max_length", 0)):
+        before = getattr(tokenizer, name)
+        with pytest.raises(ValueError, match=name):
             setattr(tokenizer, name, value)
-    assert copy.deepcopy(tokenizer) is tokenizer
+        assert getattr(tokenizer, name) == before
+
+
+def test_settings_that_are_set_are_used_and_saved(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    changed = copy.deepcopy(tokenizer)
+    changed.padding_side = changed.truncation_side = "left"
+    changed.model_max_length = 6
+    changed.pad_token = changed.mask_token
+    assert tokenizer.padding_side == tokenizer.truncation_side == "right"
+    changed.save_pretrained(tmp_path)
+    for found in (changed, Tokenizer.from_folder(tmp_path), pickle.loads(pickle.dumps(changed))):
+        assert found.pad_token_id == tokenizer.mask_token_id
+        encoded = found(["Ada", "Ada lives in Paris and writes programs"], padding=True, truncation=True)
+        assert [len(ids) for ids in encoded["input_ids"]] == [6, 6]
+        assert encoded["input_ids"][0][0] == tokenizer.mask_token_id
+        assert encoded["input_ids"][1][-2] == tokenizer("programs")["input_ids"][-2]
 
 
 def test_copies_through_pickle_are_equal(tokenizer: Tokenizer) -> None:

@@ -1,0 +1,347 @@
+"""Calls of a tokenizer: texts to rows of token ids, and padding of rows that are made already.
+
+Decides: arguments, defaults and entries of the result, which are those of transformers.
+Leaves to others: loading and saving (``tokenizer.py``), where windows are cut (``rows.py``), ids to text.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import tokenizers
+
+from flodl_hf.errors import OptionError, TokenizerError
+
+from .backend import Backend
+from .batch import (
+    PADDINGS,
+    TRUNCATIONS,
+    as_batch,
+    as_lists,
+    as_tensors,
+    check_batch,
+    check_multiple,
+    option,
+)  # fmt: skip
+from .early_cut import beginnings
+from .encoded import Encoded, pad_rows
+from .rows import Cut, Overflow, Row, cut_each, cut_rows
+from .vocabulary import Vocabulary
+from .words import JOINED
+
+__all__ = ["Calls"]
+
+_TEXTS = ("self", "text", "text_pair", "text_target", "text_pair_target")
+
+
+class Calls(Vocabulary):
+    """The calls of a loaded tokenizer."""
+
+    _config: Any
+
+    def encode_rows(
+        self,
+        texts: Sequence[str] | Sequence[Sequence[str]],
+        pairs: Sequence[str] | Sequence[Sequence[str]] | None = None,
+        *,
+        max_tokens: int | None = None,
+        stride: int = 0,
+        cut: Cut | None = None,
+        words: bool = False,
+        add_special_tokens: bool = True,
+        overflow: Overflow = "windows",
+        snap: bool = True,
+        offsets: bool = True,
+    ) -> list[list[Row]]:
+        """Return for each text its windows in order, without padding.
+
+        Args:
+            texts: texts, or lists of words with ``words=True``.
+            pairs: second texts, one for each text.
+            max_tokens: most tokens in a window, special tokens included; ``None`` never cuts.
+            stride: tokens that neighbouring windows share.
+            cut: which text is cut; by default the second of a pair, else the first. ``"longest"`` only
+                truncates.
+            words: the texts are split into words already. ``offsets`` then count characters within the word.
+            add_special_tokens: put the template's special tokens around the texts.
+            overflow: what happens to a text that does not fit: windows, dropping its end, or an error.
+            snap: start and end windows between words where a border is near (see ``plan_windows``).
+            offsets: fill ``Row.offsets`` and ``Row.word_ids``; without them encoding is faster.
+
+        Raises:
+            TokenizerError: for a text that is not a valid string, or that does not fit with
+                ``overflow="error"``.
+        """
+        check_batch(texts, "text", words)
+        if pairs is not None:
+            check_batch(pairs, "second text", words)
+        cut = cut or ("first" if pairs is None else "second")
+        if cut == "second" and pairs is None:
+            raise TokenizerError("cut is 'second', but there are no second texts; pass pairs, or cut='first'")
+        if stride < 0 or (max_tokens is not None and max_tokens < 1):
+            raise TokenizerError(
+                f"max_tokens is {max_tokens} and stride is {stride}; expected max_tokens > 0 <= stride"
+            )
+        if not len(texts):
+            return []
+        if overflow == "truncate" and max_tokens is not None and not words:
+            texts, pairs = self._shorten(texts, pairs, max_tokens, cut)
+        rows = self._backend.rows(texts, pairs, words=words, special=add_special_tokens, fast=not offsets)
+        if snap and overflow == "windows" and not offsets and max_tokens is not None:
+            # Word borders are needed to cut these.
+            long = [index for index, row in enumerate(rows) if len(row) > max_tokens]
+            if long:
+                seconds = None if pairs is None else [pairs[index] for index in long]
+                again = self._backend.rows(
+                    [texts[index] for index in long], seconds, words=words, special=add_special_tokens
+                )
+                for index, row in zip(long, again, strict=True):
+                    rows[index] = row
+        return cut_each(rows, max_tokens, stride=stride, cut=cut, overflow=overflow, snap=snap, side=self._cut_side)
+
+    @property
+    def _cut_side(self) -> Literal["left", "right"]:
+        return "left" if self._settings.truncation_side == "left" else "right"
+
+    def _shorten(
+        self, texts: Sequence[Any], pairs: Sequence[Any] | None, max_tokens: int, cut: Cut
+    ) -> tuple[Sequence[Any], Sequence[Any] | None]:
+        """Return the texts, very long ones without most of what truncation drops."""
+        if self._settings.truncation_side == "left":
+            return texts, pairs
+
+        def ids(text: str) -> list[int]:
+            return self._backend.encodings([text], special=False, fast=True)[0].ids
+
+        firsts = texts if cut == "second" else beginnings(texts, max_tokens, ids)
+        return firsts, pairs if cut == "first" or pairs is None else beginnings(pairs, max_tokens, ids)
+
+    def __call__(
+        self,
+        text: Any = None,
+        text_pair: Any = None,
+        text_target: Any = None,
+        text_pair_target: Any = None,
+        *,
+        add_special_tokens: bool = True,
+        padding: bool | str = False,
+        truncation: bool | str | None = None,
+        max_length: int | None = None,
+        stride: int = 0,
+        is_split_into_words: bool = False,
+        pad_to_multiple_of: int | None = None,
+        padding_side: str | None = None,
+        return_tensors: Literal["pt", "np"] | None = None,
+        return_token_type_ids: bool | None = None,
+        return_attention_mask: bool = True,
+        return_overflowing_tokens: bool = False,
+        return_special_tokens_mask: bool = False,
+        return_offsets_mapping: bool = False,
+        return_length: bool = False,
+        verbose: bool = True,
+        split_special_tokens: bool | None = None,
+    ) -> Encoded:
+        """Return model inputs for one text or a batch; arguments and ids are those of transformers.
+
+        Args:
+            text: a string, a list of strings, a list of pairs, or (lists of) words with
+                ``is_split_into_words``.
+            text_pair: second text or texts.
+            text_target: text or texts whose ids are returned as ``labels``; without ``text``, as the inputs.
+            text_pair_target: second text or texts of these.
+            add_special_tokens: put the template's special tokens around the texts.
+            padding: ``True`` or ``"longest"``, ``"max_length"``, or ``False``.
+            truncation: ``True`` (the longer text gives way), ``"only_first"``, ``"only_second"`` or
+                ``False``.
+            max_length: limit in tokens; by default ``model_max_length``.
+            stride: tokens shared by neighbours when overflowing tokens are returned.
+            is_split_into_words: the texts are lists of words.
+            pad_to_multiple_of: round the padded length up.
+            padding_side: overrides the tokenizer's.
+            return_tensors: ``"pt"``, ``"np"``, or lists.
+            return_token_type_ids: by default as the family's models take them.
+            return_attention_mask: include ``attention_mask``.
+            return_overflowing_tokens: return what truncation cut off as further rows, with
+                ``overflow_to_sample_mapping``.
+            return_special_tokens_mask: include ``special_tokens_mask``.
+            return_offsets_mapping: include ``offset_mapping``.
+            return_length: include ``length``, the number of tokens of each row with its padding.
+            verbose: ignored.
+            split_special_tokens: read special tokens in the text as plain text; by default as the folder says.
+
+        Raises:
+            TokenizerError: for invalid texts.
+            OptionError: for invalid options, or rows of unequal length with ``return_tensors``.
+        """
+        if text_target is not None:
+            given = {name: value for name, value in locals().items() if name not in _TEXTS}
+            targets = self(text_target, text_pair_target, **given)
+            if text is None:
+                return targets
+            found = self(text, text_pair, **given)
+            found["labels"] = targets["input_ids"]
+            return found
+        if text is None:
+            raise OptionError(
+                "tokenizer: found neither text nor text_target, expected one of them; pass a text", field="text"
+            )
+        if truncation is None:
+            truncation = "longest_first" if max_length is not None and padding is False else False
+        cut = option(TRUNCATIONS, truncation, "truncation")
+        pad = option(PADDINGS, padding, "padding")
+        if isinstance(text, str) and text_pair == "":
+            text_pair = None  # as transformers: an empty second text beside one text is none
+        texts, pairs, single = as_batch(text, text_pair, is_split_into_words)
+        if is_split_into_words and self._backend.joins_words:
+            warnings.warn(JOINED, UserWarning, stacklevel=2)
+        limit = max_length if max_length is not None else self._settings.model_max_length
+        if cut == "longest" and (pairs is None or return_overflowing_tokens):
+            cut = "first"
+        if cut is not None and limit is not None and not (return_overflowing_tokens or is_split_into_words):
+            texts, pairs = self._shorten(texts, pairs, limit, cut)
+        check_multiple(pad_to_multiple_of, limit, cut, pad)
+        backend = self._backend if split_special_tokens is None else self._reading(split_special_tokens)
+        whole = backend.rows(texts, pairs, words=is_split_into_words, special=add_special_tokens)
+        if cut is None and max_length is None and pad != "max_length":
+            self._warn_of_long(whole)
+        groups = self._cut(whole, cut, limit, stride, windows=return_overflowing_tokens)
+        rows: list[Row] = [row for group in groups for row in group]
+        width = None
+        if pad == "longest":
+            width = max((len(row) for row in rows), default=0)
+        elif pad == "max_length":
+            width = limit
+        data, lead = pad_rows(
+            rows,
+            width,
+            multiple=pad_to_multiple_of,
+            side=padding_side or self._settings.padding_side,
+            pad_id=self._pad_id(rows, width),
+            type_ids=self._settings.type_ids if return_token_type_ids is None else return_token_type_ids,
+            attention=return_attention_mask,
+            special=return_special_tokens_mask,
+            offsets=return_offsets_mapping,
+        )
+        if return_overflowing_tokens:
+            data["overflow_to_sample_mapping"] = [index for index, group in enumerate(groups) for _ in group]
+        if return_length:
+            data["length"] = list(map(len, data["input_ids"]))
+        if return_tensors is not None:
+            data = as_tensors(data, return_tensors)
+        elif single and not return_overflowing_tokens:
+            # As in transformers, the length of one text stays a list.
+            data = {key: values if key == "length" else values[0] for key, values in data.items()}
+        return Encoded(data, rows, lead, self._tokens_of)
+
+    def _cut(
+        self, rows: Sequence[Row], cut: Cut | None, limit: int | None, stride: int, *, windows: bool
+    ) -> list[list[Row]]:
+        """Return what is left of each row within ``limit`` tokens, or its windows, as transformers cuts them."""
+        if cut is None or limit is None:
+            return [[row] for row in rows]
+        overflow: Overflow = "windows" if windows else "truncate"
+        how: Any = {"stride": stride, "cut": cut, "overflow": overflow, "snap": False, "side": self._cut_side}
+        return [cut_rows(row, limit, **how, where=f"text {index}") for index, row in enumerate(rows)]
+
+    def _pad_id(self, rows: Sequence[Row], width: int | None) -> int:
+        """Return the id that fills rows up to ``width``; any where there is none and no row needs it."""
+        if self.pad_token_id is not None:
+            return self.pad_token_id
+        if width is not None and any(len(row) < width for row in rows):
+            raise TokenizerError(
+                f"{self._folder}: there is no padding token; name one as pad_token in tokenizer_config.json, or encode "
+                "without padding"
+            )
+        return 0
+
+    def _reading(self, split: bool) -> Backend:
+        """Return the tokenizer that takes special tokens in a text apart, or does not."""
+        if split == self._settings.split_special:
+            return self._backend
+        other = self.__dict__["_splitting"]
+        if other is None:
+            if self._backend.by_code:
+                again = cast("Any", self).from_files(
+                    self._files, folder=self._folder, model_type=self._settings.model_type, config=self._config
+                )
+                inner = again._inner
+            else:
+                inner = tokenizers.Tokenizer.from_str(self._inner.to_str())
+            inner.encode_special_tokens = split
+            other = self.__dict__["_splitting"] = Backend(inner, self._folder)
+        return other
+
+    def encode(self, text: str, text_pair: str | None = None, add_special_tokens: bool = True, **options: Any) -> Any:
+        """Return the ids of one text or pair, a tensor with ``return_tensors``; options as in calling the tokenizer."""
+        return self(text, text_pair, add_special_tokens=add_special_tokens, **options)["input_ids"]
+
+    def tokenize(self, text: str, pair: str | None = None, *, add_special_tokens: bool = False) -> list[str]:
+        """Return the tokens of a text as strings."""
+        second = None if pair is None else [pair]
+        return self._backend.encodings([text], second, special=add_special_tokens)[0].tokens
+
+    def pad(
+        self,
+        encoded_inputs: Any,
+        padding: bool | str = True,
+        max_length: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        padding_side: str | None = None,
+        return_attention_mask: bool | None = None,
+        return_tensors: Literal["pt", "np"] | None = None,
+        verbose: bool = True,
+    ) -> Encoded:
+        """Return encoded texts, padded to one length, as the data collators of transformers need them.
+
+        Args:
+            encoded_inputs: one encoded text, a batch, or a list of dictionaries, one for each text. Entries that
+                a tokenizer does not make, such as ``labels``, are returned unchanged.
+            padding: ``True`` or ``"longest"``, ``"max_length"``, or ``False``.
+            max_length: length for ``"max_length"``; by default ``model_max_length``.
+            pad_to_multiple_of: round the padded length up.
+            padding_side: overrides the tokenizer's.
+            return_attention_mask: include ``attention_mask``; by default if the model takes it.
+            return_tensors: ``"pt"``, ``"np"``, or lists; by default as the entries are.
+            verbose: ignored.
+
+        Raises:
+            OptionError: there are no ``input_ids``, or rows do not make a tensor.
+            TokenizerError: there is no padding token.
+        """
+        batch, kind = as_lists(encoded_inputs)
+        rows = batch.get("input_ids")
+        if rows is None:
+            raise OptionError(
+                f"pad: found the entries {list(batch)}, expected input_ids. Pass what the tokenizer returned.",
+                found=list(batch),
+            )
+        if not len(rows):
+            return Encoded({**batch, **({"attention_mask": []} if return_attention_mask else {})})
+        single = not isinstance(rows[0], (list, tuple))
+        if single:
+            batch = {key: [value] for key, value in batch.items()}
+        pad = option(PADDINGS, padding, "padding")
+        limit = max_length if max_length is not None else self.model_max_length
+        width = max(map(len, batch["input_ids"])) if pad == "longest" else limit if pad == "max_length" else None
+        if width is not None and pad_to_multiple_of:
+            width = -(-width // pad_to_multiple_of) * pad_to_multiple_of
+        if return_attention_mask is None:
+            return_attention_mask = "attention_mask" in self.model_input_names
+        if return_attention_mask and "attention_mask" not in batch:
+            batch["attention_mask"] = [[1] * len(row) for row in batch["input_ids"]]
+        fills = {
+            "input_ids": self._pad_id(batch["input_ids"], width), "token_type_ids": self.pad_token_type_id,
+            "attention_mask": 0, "special_tokens_mask": 1,
+        }  # fmt: skip
+        missing = [max(0, (width or 0) - len(row)) for row in batch["input_ids"]]
+        left = (padding_side or self.padding_side) == "left"
+        for key in batch.keys() & fills.keys():
+            added = [[fills[key]] * count for count in missing]
+            pairs = zip(map(list, batch[key]), added, strict=True)
+            batch[key] = [new + row if left else row + new for row, new in pairs]
+        if single:
+            batch = {key: value[0] for key, value in batch.items()}
+        kind = return_tensors or kind
+        return Encoded(batch if kind is None else as_tensors(batch, kind), tokens=self._tokens_of)
