@@ -24,7 +24,7 @@ from typing import Any, Protocol, Self, TextIO
 
 from flodl.verbosity import Verbosity, verbosity
 
-__all__ = ["Progress", "clock", "count", "in_words", "worded"]
+__all__ = ["Progress", "clock", "count", "in_words", "is_wanted", "worded"]
 
 _WORDING: ContextVar[Callable[[str], str]] = ContextVar("_WORDING", default=str)
 
@@ -60,6 +60,11 @@ def worded(by: Callable[[str], str]) -> Iterator[None]:
 def in_words(text: str) -> str:
     """Return a remark as it is to be said here; see `worded`."""
     return _WORDING.get()(text)
+
+
+def is_wanted() -> bool:
+    """Return whether the environment and the verbosity level allow progress where a call does not specify it."""
+    return os.environ.get("FLODL_PROGRESS") not in ("0", "off", "no", "false") and verbosity() > Verbosity.QUIET
 
 
 def count(number: float) -> str:
@@ -114,9 +119,7 @@ class Progress:
         self._before, self._now, self._stream = done, now, stream
         self._started = now()
         silent = show is False or os.environ.get("RANK", "0") != "0"
-        unwanted = os.environ.get("FLODL_PROGRESS") in ("0", "off", "no", "false") or verbosity() == Verbosity.QUIET
-        silent = silent or (show is None and unwanted)
-        self._silent = silent
+        self._silent = silent or (show is None and not is_wanted())
         self._next = self._started + (0.0 if show else after_s)
         self._screen: _Screen | None = None
 

@@ -8,14 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from numbers import Integral, Real
 from typing import Any
 
+from flodl.data import as_numbers, is_missing
 from flodl.errors import ConfigError, DataError, printable
-from flodl_hf.columns import NAMES, Columns, column_names
+from flodl_hf.columns import NAMES, Columns, column_names, flag_of
 from flodl_hf.finetuning.rows import EncodedRows
 from flodl_hf.finetuning.task import Task, name_of
 
-__all__ = ["alike_labels", "guessed_columns", "refuse_lost_labels", "task_line", "unlearned_labels"]
+__all__ = [
+    "alike_labels",
+    "float_classes",
+    "guessed_columns",
+    "refuse_lost_labels",
+    "task_line",
+    "unlearned_labels",
+    "unused_texts",
+]
 
 LOOKED_AT = 200
 NAMED = 8  # labels that a line names
@@ -100,6 +110,54 @@ def alike_labels(names: Sequence[str]) -> list[str]:
     if not several:
         return []
     return [f"labels that differ by case or spaces alone are several labels: {'; '.join(several[:NAMED])}"]
+
+
+def float_classes(task: Task, rows: Sequence[Mapping[str, Any]], problem_type: str | None) -> list[str]:
+    """Return, as notes, a column of whole floats (ratings from 1.0 to 5.0) that is learned as classes.
+
+    Args:
+        task: the inferred task.
+        rows: the training rows.
+        problem_type: the option, which makes the note unnecessary.
+    """
+    label = getattr(getattr(task, "columns", None), "label", None)
+    if task.kind != "single_label" or problem_type is not None or label is None:
+        return []
+    cells = [row[label] for row in rows if not is_missing(row.get(label))]
+    floats = [cell for cell in cells if _is_float(cell) and flag_of(cell) is None]
+    if not floats:
+        return []
+    values = sorted({float(cell) for cell in floats})
+    shown = ", ".join(map(str, values[:NAMED])) + (", ..." if len(values) > NAMED else "")
+    return [
+        f"column {label!r} contains floats ({shown}), which are learned as {len(task.labels or ())} classes; "
+        "problem_type='regression' learns them as numbers"
+    ]
+
+
+def _is_float(cell: Any) -> bool:
+    if isinstance(cell, str):
+        return "." in cell and not isinstance(as_numbers([cell])[0], str)
+    return isinstance(cell, Real) and not isinstance(cell, Integral)
+
+
+def unused_texts(used: Sequence[str | None], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return, as notes, columns of texts that the task does not use, such as a title beside a body.
+
+    Args:
+        used: the columns that the task uses.
+        rows: the training rows.
+    """
+    found, seen = [], rows[:LOOKED_AT]
+    for name in column_names(seen):
+        cells = [row[name] for row in seen if not is_missing(row.get(name))]
+        are_texts = bool(cells) and all(isinstance(cell, str) for cell in cells)
+        if name not in used and are_texts and any(isinstance(number, str) for number in as_numbers(cells)):
+            found.append(repr(name))
+    if not found:
+        return []
+    read = ", ".join(repr(name) for name in used if name is not None)
+    return [f"columns of texts that are not used: {', '.join(found)}; used are {read} (columns= selects others)"]
 
 
 def unlearned_labels(task: Task, rows: EncodedRows) -> list[str]:

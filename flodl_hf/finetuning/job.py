@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -18,6 +18,7 @@ import torch
 from flodl.data import SequentialSampler
 from flodl.data.batches import FixedBatches
 from flodl.errors import ConfigError, DataError
+from flodl_hf.columns import NAMES, column_names
 from flodl_hf.finetuning.batch_size import few_steps, settle_batch_size
 from flodl_hf.finetuning.batching import Batching, batch_rows, count_steps, evaluation_layout, micro_batch_rows
 from flodl_hf.finetuning.choices import ChoiceTask
@@ -26,7 +27,14 @@ from flodl_hf.finetuning.evaluation import Evaluation, Evaluations
 from flodl_hf.finetuning.factory import FixedModel, ModelFactory
 from flodl_hf.finetuning.flag_columns import with_listed_flags
 from flodl_hf.finetuning.generator.task import GeneratorTask
-from flodl_hf.finetuning.inferred import alike_labels, guessed_columns, task_line, unlearned_labels
+from flodl_hf.finetuning.inferred import (
+    alike_labels,
+    float_classes,
+    guessed_columns,
+    task_line,
+    unlearned_labels,
+    unused_texts,
+)
 from flodl_hf.finetuning.judged import Judged
 from flodl_hf.finetuning.options import Options
 from flodl_hf.finetuning.pairs import PairTask, PretrainingObjective
@@ -42,6 +50,7 @@ from flodl_hf.finetuning.task_options import ONE_ROW, Problems, task_faults, wei
 from flodl_hf.finetuning.thresholds import threshold_faults
 from flodl_hf.finetuning.user_code import Own
 from flodl_hf.finetuning.vectors.step import VectorObjective
+from flodl_hf.finetuning.vectors.tables import table_columns
 from flodl_hf.finetuning.vectors.task import EmbeddingTask
 from flodl_hf.graph_model.model import GraphModel
 from flodl_hf.hub.folders import lacks_tokenizer
@@ -213,6 +222,14 @@ def plan_job(
     if isinstance(task, HEADED):
         notes += [*guessed_columns(task.columns, options.columns), *alike_labels(task.labels or ())]
         notes += unlearned_labels(task, rows) if tables.is_shared else []
+        notes += float_classes(task, tables.train, before.problem_type)
+    if not options.columns and not tables.parts and task.kind != "spans":
+        notes += unused_texts(_used_columns(task, tables.train), tables.train)
+    if options.max_length and (limits.max_tokens or options.max_length) < options.max_length:
+        notes.append(
+            f"max_length: found {options.max_length}, and the model takes {limits.max_tokens} tokens; it is reduced to "
+            f"{limits.max_tokens}"
+        )
     notes += _cut_texts(prepared, limits, task)
     filled = replace(options, task=name_of(task), labels=task.labels, problem_type=task.problem_type)
     job = Job(
@@ -224,6 +241,15 @@ def plan_job(
     if tell is not None and (few := few_steps(job.steps, job.options)) is not None:
         tell(few)
     return job
+
+
+def _used_columns(task: Task, rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
+    """Return the columns that a task reads; all columns for tasks that read groups of them."""
+    if isinstance(task, EmbeddingTask):
+        texts, label = table_columns(rows)
+        return [*texts, label]
+    columns = task.columns if isinstance(task, HEADED) else None
+    return column_names(rows) if columns is None else [getattr(columns, role) for role in NAMES]
 
 
 def prepare_held_out(

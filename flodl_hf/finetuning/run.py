@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from flodl.errors import TrainError, TrainInterrupted, printable, visible
 from flodl.files import path_fault
-from flodl.progress import in_words
+from flodl.progress import in_words, is_wanted
 from flodl.train import Callback, EpochMetrics, EvalDone, RunDone, RunStarted, StepDone, Warned
 from flodl.train.events import Past, figures_in
 from flodl.train.saving.reading import list_checkpoints
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 __all__ = ["check_free", "finetune", "make_builder", "train_job"]
 
 _LOG = logging.getLogger("flodl_hf.finetuning")
-_LOG.addHandler(logging.NullHandler())  # shown where the program configures logging
+_LOG.addHandler(logging.NullHandler())  # the lines are also printed, so logging prints them only where configured
 
 
 def finetune(
@@ -97,7 +97,9 @@ def finetune(
             (which reproduces the run) and ``training.json`` (every figure).
         overwrite: replace a folder that holds a model.
         on_event: called with the events of training (`flodl.train.events`) as they come.
-        progress: True shows how far training is, None where it takes longer than a second, False nothing.
+        progress: print the task with its columns and labels, a line for each epoch and evaluation, all warnings and the
+            progress of the run to standard error. None does so except where the verbosity level is quiet
+            (`flodl.verbosity`); False prints nothing.
         monitor: True or a port shows the run on a page of this machine; or a `flodl.monitor.Monitor`. Its record is
             kept in ``<out>.logs`` (or ``log_dir``), with the page as one file when the run is over.
         loss: ``loss(scores, labels)`` in place of the task's loss; see `flodl_hf.finetuning.user_loss.own_loss`. Of
@@ -125,7 +127,8 @@ def finetune(
     first one writes, and its result has the best model. With ``shard`` the others' results have none (``holds_model``).
     """
     chosen, loss, problems = read_arguments("finetune", model, train, options, loss=loss, adapter=adapter)
-    progress = False if options.get("disable_tqdm") and progress is None else progress
+    if progress is None and (options.get("disable_tqdm") or is_wanted()):
+        progress = not options.get("disable_tqdm")
     target = None if out is None else Path(out)
     trackers: list[Tracker] = []
     if not problems.found:

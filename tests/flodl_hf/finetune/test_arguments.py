@@ -259,3 +259,58 @@ def test_a_run_logs_its_task_epochs_evaluations_and_warnings(base: Path, caplog:
     assert sum(line.startswith("epoch ") for _, line in lines) == 2
     assert sum(line.startswith("step ") for _, line in lines) == 2
     assert any(level == "WARNING" and "longer than 6 tokens" in line for level, line in lines)
+
+
+def test_a_run_of_seconds_prints_what_the_command_prints(
+    base: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = labelled(24)
+    given: dict[str, Any] = {"train": rows[:16], "eval": rows[16:], "epochs": 2, "batch_size": 8, "max_length": 6}
+    finetune(base, **given)
+    lines = capfd.readouterr().err.splitlines()
+    starts = (
+        "task sequence_classification",
+        "epoch 1: loss",
+        "epoch 2: loss",
+        "step 2: eval_loss",
+        "step 4: eval_loss",
+    )
+    assert [sum(line.startswith(start) for line in lines) for start in starts] == [1] * 5
+    assert any(line.startswith("warning: ") and "longer than 6 tokens" in line for line in lines)
+    monkeypatch.setenv("FLODL_VERBOSITY", "quiet")
+    finetune(base, **given)
+    assert {line.partition(":")[0] for line in capfd.readouterr().err.splitlines()} == {"warning"}
+
+
+SAME_TEXT = [{"anchor": f"{TEXTS[0]} {i}", "positive": TEXTS[1 + i % 2]} for i in range(4)]
+WARNED: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
+    "float ratings": ([{"text": t, "rating": 1.0 + i % 3} for i, t in enumerate(TEXTS[:9])], {}, "rating"),
+    "float ratings of a CSV file": (
+        [{"text": t, "rating": f"{1 + i % 3}.0"} for i, t in enumerate(TEXTS[:9])], {}, "rating",
+    ),
+    "integer ratings": ([{"text": t, "rating": 1 + i % 3} for i, t in enumerate(TEXTS[:9])], {}, ""),
+    "float classes 0 and 1": ([{"text": t, "label": float(i % 2)} for i, t in enumerate(TEXTS[:8])], {}, ""),
+    "ratings as numbers": (
+        [{"text": t, "rating": 1.0 + i % 3} for i, t in enumerate(TEXTS[:9])], {"problem_type": "regression"}, "",
+    ),
+    "a title": ([{"title": t[::-1], "body": t, "label": i % 2} for i, t in enumerate(TEXTS[:8])], {}, "'title'"),
+    "a title and named columns": (
+        [{"title": t[::-1], "body": t, "label": i % 2} for i, t in enumerate(TEXTS[:8])],
+        {"columns": {"text": "body", "label": "label"}}, "",
+    ),
+    "numbers beside a text": ([{"id": str(i), "text": t, "label": i % 2} for i, t in enumerate(TEXTS[:8])], {}, ""),
+    "a title of words": ([{"title": t[::-1], "words": t.split(), "tags": ["O"] * len(t.split())} for t in TEXTS[:8]],
+                         {}, "'title'"),
+    "a title of pairs": ([{"title": "a", **row} for row in PAIRS], {"task": "embedding"}, "'title'"),
+    "a length": (labelled(8), {"max_length": 100_000}, "max_length"),
+    "the same text": (SAME_TEXT, {"task": "embedding", "batch_size": 4}, "2 of 4 rows"),
+    "the same text, permitted": (SAME_TEXT, {"task": "embedding", "batch_size": 4, "no_duplicates": False}, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WARNED)
+def test_what_is_decided_for_the_user_is_a_warning(case: str, base: Path) -> None:
+    rows, options, named = WARNED[case]
+    notes = plan_job(base, rows, None, make_options({"batch_size": 8, **options})).notes
+    assert len(notes) == (1 if named else 0), notes
+    assert all(named in note for note in notes)
