@@ -296,7 +296,13 @@ def parse(name: str, text: Any) -> Any:
         return [word.strip() for part in parts for word in part.split(",") if word.strip()] or None
     if not isinstance(text, str):
         return text
-    if name in ("columns", "schedule_options", "loss_options", "projection") or (name == "vector_loss" and "=" in text):
+    if name == "prompts" and text.startswith("{"):
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise ConfigError(f"--prompts: found {text!r}, expected JSON", problems=[name]) from None
+    is_map = name in ("columns", "schedule_options", "loss_options", "projection")
+    if is_map or (name in ("vector_loss", "prompts") and "=" in text):
         return dict(_pairs(name, text))
     if name == "class_weights":
         if "=" in text:
@@ -315,7 +321,7 @@ def _pairs(name: str, text: str) -> list[tuple[str, str]]:
         raise ConfigError(
             f"--{name.replace('_', '-')}: found {text!r}; expected name=value,name=value", problems=[name]
         )
-    found = [(key.strip(), value.strip()) for key, _, value in pairs]
+    found = [(key.strip(), value if name == "prompts" else value.strip()) for key, _, value in pairs]
     twice = sorted({key for key, value in found for other, another in found if key == other and value != another})
     if twice:
         raise ConfigError(

@@ -31,7 +31,8 @@ SHOWN = (
     *("prefix_tokens", "prefix_encoder"),
     *("class_weights", "label_smoothing", "dropout", "neftune", "ema", "precision", "seed"),
     *("concatenate", "whole_words", "mask_probability", "generator", "discriminator_weight"),
-    *("vector_loss", "loss_options", "matryoshka", "adaptive_layers", "guide", "pooling", "normalize", "cache_tokens"),
+    *("vector_loss", "loss_options", "matryoshka", "adaptive_layers", "guide", "pooling", "normalize", "prompts"),
+    *("cache_tokens",),
     "projection",
 )
 MASKED = ("masked_lm", "pretraining", "replaced_tokens")

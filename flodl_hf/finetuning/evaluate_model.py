@@ -151,7 +151,7 @@ def _result(
 
 FROM_RECIPE = (
     *("task", "columns", "max_length", "stride", "long_texts", "layout", "precision", "attention", "seed"),
-    *("concatenate", "whole_words", "mask_probability", "vector_loss", "loss_options", "matryoshka"),
+    *("concatenate", "whole_words", "mask_probability", "vector_loss", "loss_options", "matryoshka", "prompts"),
     *("batch_size", "micro_batch_size", "eval_batch_size"),
 )
 """Options of a fine-tune that change its evaluation."""

@@ -130,7 +130,7 @@ class Evaluation:
                     if turn >= len(batches):
                         continue
                     totals.append(self.objective.of(scores, batch).totals())
-                if isinstance(self.objective, (JointObjective, PretrainingObjective)):
+                if isinstance(self.objective, (JointObjective, PretrainingObjective, VectorObjective)):
                     scores = self.objective.by_row(scores, batch)
                 if self.task.kind == "words":  # the loss says it all, and the scores are large
                     continue

@@ -345,6 +345,8 @@ def _evaluation_of(
     several = _several(task)
     if several is not None:
         judge = several.of_held_out(part)
+        if isinstance(several, EmbeddingTask) and part.truth.prompted:
+            judge = replace(judge, prompted=part.truth.prompted)
     elif isinstance(task, GeneratorTask):
         judge = objective
     else:

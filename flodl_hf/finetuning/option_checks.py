@@ -107,6 +107,10 @@ def combination_faults(options: Any) -> list[str]:
         adapter_of(options)
     except ConfigError as fault:
         problems.append(f"adapter: {fault.message}")
+    prompts = options.prompts
+    texts = [*prompts, *prompts.values()] if isinstance(prompts, Mapping) else [prompts or ""]
+    if not all(isinstance(text, str) for text in texts):
+        problems.append(f"prompts: found {prompts!r}; expected a text, or a text for each column by its name")
     schedule = options.schedule
     if isinstance(schedule, str):
         if schedule not in SCHEDULES:

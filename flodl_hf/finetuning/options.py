@@ -226,6 +226,11 @@ class Options:
     normalize: bool | None = _opt(
         None, "embedding: scale vectors to length 1; by default as the folder says, else yes."
     )
+    prompts: Any = _opt(  # noqa: RUF009
+        None,
+        "embedding, sparse: a text that is put before each text of the loss, or one for each column: anchor='query: '. "
+        "Metrics use the prompts of the folder, as sentence-transformers does.",
+    )
     projection: Mapping[str, Any] | None = _opt(
         None,
         "multivector: of a start without one: size=128, query_length=32, document_length=180, query_marker, "

@@ -22,6 +22,7 @@ USED_BY: dict[str, tuple[str, ...]] = {
     "concatenate": WORDS,
     "whole_words": (*WORDS, "pretraining"),
     "projection": ("multivector",),
+    "prompts": ("embedding", "sparse"),
     "vector_loss": (*VECTORS, "rank"),
     "loss_options": (*VECTORS, "rank"),
     **dict.fromkeys(("matryoshka", "adaptive_layers", "guide", "pooling", "normalize", "cache_tokens"), VECTORS),

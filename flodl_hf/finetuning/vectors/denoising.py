@@ -47,7 +47,7 @@ class DenoisingTask(EmbeddingTask):
 
     usual: ClassVar[Mapping[Any, str]] = dict.fromkeys(("texts", "pairs"), "DenoisingAutoEncoderLoss")
     table: ClassVar[Mapping[str, Any]] = DENOISING
-    refused: ClassVar[tuple[str, ...]] = ("matryoshka", "adaptive_layers", "guide", "cache_tokens")
+    refused: ClassVar[tuple[str, ...]] = ("matryoshka", "adaptive_layers", "guide", "prompts", "cache_tokens")
     takes_ragged: ClassVar[bool] = False
 
     @property

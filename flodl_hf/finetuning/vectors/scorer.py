@@ -61,11 +61,13 @@ class HeldOut:
         form: what they are.
         texts: which text each one is, ``(examples, texts)``: equal numbers are equal texts, -1 is none.
         labels: what is said of them.
+        prompted: whether each text occurs twice in a row: with the prompt of the loss, then with that of the metrics.
     """
 
     form: Form
     texts: NDArray[np.int64]
     labels: NDArray[Any] | None
+    prompted: bool = False
 
 
 class _Kept:

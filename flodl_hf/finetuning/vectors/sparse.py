@@ -63,7 +63,7 @@ class SparseTask(EmbeddingTask):
             before = SentenceRecipe(max_tokens=self.options.max_length, splade=SpladePooling())
         model.sentence_recipe = before
         self._guides["recipe"] = before
-        return []
+        return self._prompt_notes()
 
     def objective(self) -> SparseObjective:
         """Return the loss of training."""

@@ -40,6 +40,7 @@ class VectorObjective:
         shared: ranks share a batch, whose texts are all there for each of them.
         cache_tokens: most tokens in the model at once.
         dense: dense layers of the folder behind the pooling, in evaluation.
+        prompted: each text occurs twice: first with the prompt of the loss, then with that of the metrics.
     """
 
     losses: tuple[Any, ...]
@@ -49,6 +50,7 @@ class VectorObjective:
     shared: bool = False
     cache_tokens: int | None = None
     dense: tuple[Any, ...] = ()
+    prompted: bool = False
 
     per_token: ClassVar[tuple[str, ...]] = ("input_ids", "token_type_ids")
 
@@ -92,6 +94,8 @@ class VectorObjective:
         count = len(vectors)
         labels = batch["guide"] if loss.by_guide else batch.get("labels")
         there = batch.get("there")
+        if self.prompted:
+            vectors, there = vectors[:, ::2], there if there is None else there[:, ::2]
         # similarities in half precision would tell few of them apart
         with torch.autocast(vectors.device.type, enabled=False):
             if self.shared and loss.in_batch:
@@ -105,6 +109,10 @@ class VectorObjective:
                 loss = partial(loss, there=there.to(vectors.device))
             value = self._value(loss, vectors, labels, own, batch)
         return Loss.mean(value, count)
+
+    def by_row(self, vectors: Tensor, batch: Any) -> Tensor:
+        """Return the vectors that metrics are computed from."""
+        return vectors[:, 1::2] if self.prompted else vectors
 
     def _value(self, loss: Any, vectors: Tensor, labels: Tensor | None, own: slice | None, batch: Any) -> Tensor:
         if self.layers:

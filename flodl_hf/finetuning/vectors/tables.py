@@ -41,6 +41,7 @@ class TextTable:
         columns: where texts and labels stand.
         names: of classes by number, where labels are names.
         declared: whether the source of the table declares the classes.
+        sources: for each example the columns of its texts.
     """
 
     texts: list[tuple[str, ...]]
@@ -49,6 +50,7 @@ class TextTable:
     columns: Columns
     names: tuple[str, ...] = ()
     declared: bool = False
+    sources: Sequence[tuple[str, ...]] = ()
 
     @property
     def width(self) -> int:
@@ -59,6 +61,18 @@ class TextTable:
     def is_ragged(self) -> bool:
         """Whether some examples have fewer texts than others."""
         return any(len(row) < self.width for row in self.texts)
+
+    def prompted(self, prompts: str | Mapping[str, str] | None) -> list[tuple[str, ...]]:
+        """Return the texts of each example after their prompts: one for all texts, or one for each column."""
+        if not prompts:
+            return self.texts
+        by_column = dict.fromkeys({name for names in self.sources for name in names}, prompts)
+        if not isinstance(prompts, str):
+            by_column = {name: prompts.get(name, "") for name in by_column}
+        return [
+            tuple(f"{by_column[name]}{text}" for name, text in zip(names, texts, strict=True))
+            for names, texts in zip(self.sources, self.texts, strict=True)
+        ]
 
     @property
     def as_scores(self) -> TextTable:
@@ -104,11 +118,16 @@ def read_table(
         if found.dtype.kind == "i" and (names := _names_of(as_numbers(cells))):
             declared = False
     texts, wrong = [], []
+    sources: list[tuple[str, ...]] = []
+    shared: dict[tuple[str, ...], tuple[str, ...]] = {}  # equal tuples are one object
     for i, row in enumerate(rows):
-        parts = _texts(row, columns)
+        parts, origins = _texts(row, columns)
         if label is not None and any(is_missing(part) for part in parts[2:]):
             wrong.append(f"row {i}: a negative is missing, and a label there for it")
-        texts.append(tuple(part for at, part in enumerate(parts) if at < 2 or not is_missing(part)))
+        kept = [at for at, part in enumerate(parts) if at < 2 or not is_missing(part)]
+        texts.append(tuple(parts[at] for at in kept))
+        origin = tuple(origins[at] for at in kept)
+        sources.append(shared.setdefault(origin, origin))
         if not texts[-1] or not all(isinstance(part, str) for part in texts[-1]):
             wrong.append(f"row {i}: {[type(part).__name__ for part in parts]}")
     if wrong or not texts[0]:
@@ -119,7 +138,7 @@ def read_table(
         )
     width = max(map(len, texts))
     form = _form_of_classes(width, names, where) if names else _form(width, found, where)
-    return TextTable(texts, found, form, _as_columns(columns, label), tuple(names), bool(names) and declared)
+    return TextTable(texts, found, form, _as_columns(columns, label), tuple(names), bool(names) and declared, sources)
 
 
 def expect_equal_widths(table: TextTable, where: str) -> TextTable:
@@ -147,12 +166,15 @@ def table_columns(
     return _columns(column_names(rows[:1]), rows, dict(said or {}), where)
 
 
-def _texts(row: Mapping[str, Any], columns: Sequence[str]) -> list[Any]:
+def _texts(row: Mapping[str, Any], columns: Sequence[str]) -> tuple[list[Any], list[str]]:
+    """Return the texts of a row, and the column of each."""
     parts: list[Any] = []
+    origins: list[str] = []
     for name in columns:
         cell = row.get(name)
         parts += cell if isinstance(cell, (list, tuple)) else [cell]
-    return parts
+        origins += [name] * (len(parts) - len(origins))
+    return parts, origins
 
 
 def _columns(

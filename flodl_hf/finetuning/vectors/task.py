@@ -17,7 +17,7 @@ from flodl_hf.finetuning.rows import CollateRows, EncodedRows, RowBuilder
 from flodl_hf.finetuning.task import CHUNK, Examples, LengthLimits, Prepared, Scorer
 from flodl_hf.finetuning.vectors.batches import TextBatches
 from flodl_hf.finetuning.vectors.rows import PARTS, CollateTexts, Laid, TextRows
-from flodl_hf.finetuning.vectors.scorer import MAIN, HeldOut, VectorScorer
+from flodl_hf.finetuning.vectors.scorer import MAIN, NAMES, HeldOut, VectorScorer
 from flodl_hf.finetuning.vectors.step import VectorObjective
 from flodl_hf.finetuning.vectors.tables import TextTable, expect_equal_widths, read_table
 from flodl_hf.sentence.recipe import SentenceRecipe
@@ -130,20 +130,40 @@ class EmbeddingTask:
         parts, texts, cut = [], [], 0
         for table in tables:
             double = table.form == "texts"  # a text and itself, with another dropout (Gao et al. 2021)
-            rows = [row * 2 for row in table.texts] if double else table.texts
+            learned = table.prompted(self.options.prompts)
+            rows = [row * 2 for row in learned] if double else learned
+            evaluated = learned if training else self._evaluated_texts(table)
+            prompted = evaluated != learned
+            if prompted:
+                both = [zip(*pair, strict=True) for pair in zip(learned, evaluated, strict=True)]
+                rows = [tuple(text for pair in texts for text in pair) for texts in both]
             part, short = self.encode(rows, tokenizer, limits)
             values = {} if table.labels is None else {"labels": table.labels}
             if self.options.guide is not None:
                 name = "labels" if table.form in ("texts", "pairs") and self._teaches else "guide"
-                values[name] = self._guided(rows)
+                values[name] = self._guided(table.texts if name == "labels" else learned)
             parts.append(EncodedRows(part.columns, part.lengths.tolist(), {**part.values, **values}))
             ids = np.full((len(table.texts), table.width), -1, np.int64)
             for own, row in zip(ids, table.texts, strict=True):
                 own[: len(row)] = [numbers.setdefault(text, len(numbers)) for text in row]
             texts.append(ids)
             cut += short
-        truth = None if training else HeldOut(tables[0].form, texts[0], tables[0].labels)
+        truth = None if training else HeldOut(tables[0].form, texts[0], tables[0].labels, prompted)
         return Prepared(TextRows(parts, texts), truth, cut)  # type: ignore[arg-type]
+
+    def _evaluated_texts(self, table: TextTable) -> list[tuple[str, ...]]:
+        """Return held-out texts with the prompts that sentence-transformers' evaluators use.
+
+        Anchors and candidates of retrieval are encoded as by `encode_query` and `encode_document`, other texts as by
+        `encode`. Forms without metrics have the prompts of the loss.
+        """
+        recipe = self._guides["recipe"]
+        if not NAMES[table.form] or recipe.late is not None or not recipe.include_prompt:
+            return table.prompted(self.options.prompts)
+        if table.form not in ("pairs", "triplets", "teacher_scores"):
+            return table.prompted(recipe.prompt_for(None))
+        query, document = recipe.prompts.get("query", ""), recipe.prompts.get("document", "")
+        return [(query + first, *(document + text for text in others)) for first, *others in table.texts]
 
     def encode(
         self, rows: Sequence[Sequence[str]], tokenizer: Tokenizer, limits: LengthLimits
@@ -219,6 +239,8 @@ class EmbeddingTask:
         if before is not None and before.routes:
             ways = ", ".join(before.routes)
             problems.append(f"the folder has routes ({ways}) with modules of their own, which are not trained here")
+        if options.prompts and before is not None and not before.include_prompt:
+            problems.append("prompts: the folder's pooling excludes the tokens of prompts, which is not trained here")
         if "pooler" in names:
             problems.append("pooling: the pooler's output is not trained here; expected mean, cls or another")
         scaled = options.normalize if options.normalize is not None else before.normalize if before else True
@@ -240,7 +262,16 @@ class EmbeddingTask:
             made = before
         model.sentence_recipe = made
         self._guides["recipe"] = made
-        return []
+        return self._prompt_notes()
+
+    def _prompt_notes(self) -> list[str]:
+        """Return, as a note, prompts of columns that the training tables do not have."""
+        prompts = self.options.prompts
+        names = {name for table in self.tables.values() for source in set(table.sources) for name in source}
+        absent = [] if isinstance(prompts, str) else [repr(name) for name in prompts or () if name not in names]
+        if not absent:
+            return []
+        return [f"prompts: found {', '.join(absent)}, expected columns of texts: {', '.join(sorted(names))}"]
 
     def settle_held_out(self, model: EncoderModel) -> list[str]:
         """Have the model make vectors as the options say, to evaluate it as it is; arguments as of `settle`."""

@@ -37,7 +37,7 @@ CHANGED: dict[str, Any] = {
     "tune_thresholds": True, "early_stopping": 2, "concatenate": True, "whole_words": True, "mask_probability": 0.3,
     "generator": None, "discriminator_weight": None, "mask_padding": False,
     "vector_loss": "MultipleNegativesSymmetricRankingLoss", "loss_options": {"scale": 50}, "matryoshka": ["8"], "adaptive_layers": True, "guide": None, "pooling": "cls",
-    "normalize": False, "projection": None, "no_duplicates": False, "mixing": "round_robin", "cache_tokens": 64,
+    "normalize": False, "prompts": "a cat", "projection": None, "no_duplicates": False, "mixing": "round_robin", "cache_tokens": 64,
     "watch": ["layers.0"], "rules": ["stop when stalled(loss, 3)"], "trend_every": 2, "trackers": ["csv"],
     "log_dir": "x", "profile": "x", "report": False, "save_every": 3, "checkpoints": "x", "keep_last": 3,
     "keep_checkpoints": True, "resume": True, "allow_change": ["seed"], "devices": 2, "policy": "cadence",
@@ -56,7 +56,7 @@ WITH: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 VECTORS = (
     *("vector_loss", "loss_options", "matryoshka", "adaptive_layers", "pooling", "normalize", "no_duplicates"),
-    *("mixing", "cache_tokens"),
+    *("prompts", "mixing", "cache_tokens"),
 )
 SEVERAL = ("devices", "policy", "shard")
 """What the trainer compares as it finds the ranks."""

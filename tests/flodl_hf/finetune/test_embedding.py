@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -321,3 +322,102 @@ def test_sentence_transformers_loads_the_folder_with_equal_vectors(base: Path, t
         theirs = library.SentenceTransformer(str(out), device="cpu").encode(TEXTS[:20])
         ours = result.model.encode(TEXTS[:20])
         assert np.abs(theirs - ours).max() < 1e-6
+
+
+# ---- prompts ----------------------------------------------------------------------------------------------
+
+BY_COLUMN = {"anchor": "query: ", "positive": "passage: ", "sentence1": "query: ", "sentence2": "passage: "}
+OF_TRAINER: dict[tuple[str, str], float] = {
+    ("pairs", "none"): 3.2659473, ("pairs", "text"): 3.2438858, ("pairs", "columns"): 3.2144859,
+    ("scored", "none"): 5.5351853, ("scored", "text"): 5.5766950, ("scored", "columns"): 5.5481110,
+}  # fmt: skip
+"""``eval_loss`` of sentence-transformers 6.2's trainer with ``prompts`` of `with_prompts`, all rows in a batch."""
+OF_EVALUATORS: dict[str, dict[str, float]] = {
+    "pairs": {"recall@1": 0.0416667, "recall@10": 0.5, "mrr@10": 0.1321759, "ndcg@10": 0.2147693, "map@100": 0.1597908},
+    "scored": {"pearson": -0.1730394, "spearman": -0.1973741},
+}
+"""Metrics of its InformationRetrievalEvaluator and EmbeddingSimilarityEvaluator, which use the folder's prompts."""
+
+
+@pytest.fixture(scope="module")
+def with_prompts(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of sentence-transformers with prompts and a default prompt."""
+    folder = tmp_path_factory.mktemp("prompts") / "tiny"
+    shutil.copytree(base, folder)
+    pooling = {"word_embedding_dimension": load(base).config.hidden_size, "pooling_mode_mean_tokens": True}
+    kinds = ("Transformer", ""), ("Pooling", "1_Pooling")
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, path) in enumerate(kinds)
+    ]
+    prompts = {"query": "query: the service ", "passage": "passage: ", "document": "the pizza "}
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling/config.json").write_text(json.dumps(pooling))
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "config_sentence_transformers.json").write_text(
+        json.dumps({"prompts": prompts, "default_prompt_name": "passage"})
+    )
+    return folder
+
+
+@pytest.mark.parametrize(("form", "kind"), OF_TRAINER)
+def test_prompts_are_those_of_sentence_transformers(form: str, kind: str, with_prompts: Path) -> None:
+    prompts: Any = {"none": None, "text": "query: ", "columns": BY_COLUMN}[kind]
+    still = {**EXACT, "lr": 0.0, "max_steps": 1, "batch_size": 24}
+    data = rows(form)
+    result = finetune(with_prompts, train=data, eval=data, **still, prompts=prompts)
+    assert result.losses == pytest.approx([OF_TRAINER[form, kind]], abs=2e-6)
+    assert result.metrics["eval_loss"] == pytest.approx(OF_TRAINER[form, kind], abs=2e-6)
+    assert {name: result.metrics[name] for name in OF_EVALUATORS[form]} == pytest.approx(OF_EVALUATORS[form], abs=1e-6)
+
+
+@pytest.mark.parametrize("task", ["embedding", "sparse"])
+def test_prompts_come_before_texts_of_their_columns(task: str, base: Path, with_prompts: Path) -> None:
+    data = [
+        {"anchor": row["query"], "positive": row["positive"], "negative": [row["negative_1"], row["negative_2"]][: n % 3]}
+        if task == "embedding" else {"anchor": row["query"], "positive": row["positive"], "negative": row["negative_1"]}
+        for n, row in enumerate(rows("triplets", 12))
+    ]  # fmt: skip
+    prompts = {"anchor": "query: ", "negative": "passage: "}
+
+    def prefixed(value: Any, name: str) -> Any:
+        return (
+            [prompts.get(name, "") + one for one in value] if isinstance(value, list) else prompts.get(name, "") + value
+        )
+
+    by_hand = [{name: prefixed(value, name) for name, value in row.items()} for row in data]
+    still = {**EXACT, "task": task, "batch_size": 4}
+    asked = finetune(base, train=data, **still, prompts=prompts).losses
+    assert asked == finetune(base, train=by_hand, **still).losses
+    assert asked != finetune(base, train=data, **still).losses
+    if task == "embedding":  # examples with different numbers of texts
+        start = {**still, "lr": 0.0, "max_steps": 1}
+        whole = [finetune(folder, train=data, eval=data, **start).metrics for folder in (base, with_prompts)]
+        assert whole[0]["eval_loss"] == pytest.approx(whole[1]["eval_loss"], abs=1e-6)
+        assert whole[0] != pytest.approx(whole[1], abs=1e-6)
+
+
+def test_prompts_that_cannot_be_used_are_reported(base: Path, with_prompts: Path, tmp_path: Path) -> None:
+    shutil.copytree(with_prompts, tmp_path / "tiny")
+    pooling = tmp_path / "tiny/1_Pooling/config.json"
+    pooling.write_text(json.dumps({**json.loads(pooling.read_text()), "include_prompt": False}))
+    for start, prompts in ((base, 3), (base, {"anchor": {"anchor": "x"}}), (tmp_path / "tiny", "query: ")):
+        with pytest.raises(ConfigError, match="prompts"):
+            plan_job(start, rows("pairs"), None, make_options({**ONE, "prompts": prompts}))
+    notes = plan_job(base, rows("pairs"), None, make_options({**ONE, "prompts": {"anchors": "query: "}})).notes
+    assert len(notes) == 1
+    assert "'anchors'" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("query: ", "query: "),
+        ("anchor=query: ,positive=passage: ", {"anchor": "query: ", "positive": "passage: "}),
+        ('{"anchor": "find, in a list: "}', {"anchor": "find, in a list: "}),
+    ],
+)
+def test_prompts_of_the_command_line_keep_their_spaces(text: str, value: Any) -> None:
+    from flodl_hf.cli.finetune import parse
+
+    assert parse("prompts", text) == value
