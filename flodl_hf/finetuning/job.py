@@ -243,7 +243,7 @@ def plan_job(
     return job
 
 
-def _used_columns(task: Task, rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
+def _used_columns(task: Task, rows: Sequence[Mapping[str, Any]]) -> Sequence[str | None]:
     """Return the columns that a task reads; all columns for tasks that read groups of them."""
     if isinstance(task, EmbeddingTask):
         texts, label = table_columns(rows)

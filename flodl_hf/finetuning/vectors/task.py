@@ -127,7 +127,7 @@ class EmbeddingTask:
         """Return the examples as rows; those of training are the task's own tables."""
         tables = [*self.tables.values()] if training else [self.held_out(examples)]
         numbers: dict[str, int] = {}
-        parts, texts, cut = [], [], 0
+        parts, texts, cut, prompted = [], [], 0, False
         for table in tables:
             double = table.form == "texts"  # a text and itself, with another dropout (Gao et al. 2021)
             learned = table.prompted(self.options.prompts)
