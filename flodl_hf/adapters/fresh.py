@@ -131,7 +131,7 @@ def _rows(model: GraphModel, settings: Lora, parts: dict[str, Part]) -> list[Sit
                 problems=["trainable_token_indices"],
             )
         places = torch.tensor(ids)
-        weight = model.graph.get_submodule(path).weight.detach()
+        weight = model.graph.get_parameter(f"{path}.weight").detach()
         parts[path] = RowsPart(nn.Parameter(weight[places.to(weight.device)].float()), places)
         found.append(everywhere[theirs])
     return found
