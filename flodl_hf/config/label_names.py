@@ -6,12 +6,12 @@ Decides what becomes of tables with gaps, numbers that contradict them, and prob
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flodl.errors import printable, shown
+from flodl.errors import ConfigError, printable, shown
 
-__all__ = ["MAX_LABELS", "PROBLEM_TYPES", "label_names", "without_unknown_problem"]
+__all__ = ["MAX_LABELS", "PROBLEM_TYPES", "label_names", "renamed", "without_unknown_problem"]
 
 MAX_LABELS = 100_000
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
@@ -75,3 +75,28 @@ def label_names(
             f"of {ids} are no label's, and labels without a name are LABEL_i"
         )
     return [by_id.get(i, f"LABEL_{i}") for i in range(size)]
+
+
+def renamed(
+    labels: Sequence[str], thresholds: Mapping[str, float] | None, names: Mapping[int, str]
+) -> tuple[tuple[str, ...], dict[str, float] | None]:
+    """Return labels and thresholds under other names.
+
+    Args:
+        labels: the labels in the order of their ids.
+        thresholds: thresholds by label, if there are any.
+        names: the new names by id.
+
+    Raises:
+        ConfigError: the ids are not those of the labels.
+    """
+    numbered = {int(number): str(name) for number, name in names.items()}
+    if sorted(numbered) != list(range(len(labels))):
+        raise ConfigError(
+            f"id2label: found the ids {sorted(numbered)[:20]}, expected 0 to {len(labels) - 1}. Pass num_labels= or "
+            "id2label= to from_pretrained for another number of labels.",
+            problems=["id2label"],
+        )
+    new = {label: numbered[number] for number, label in enumerate(labels)}
+    kept = None if thresholds is None else {new[label]: value for label, value in thresholds.items()}
+    return tuple(numbered[number] for number in sorted(numbered)), kept

@@ -15,7 +15,7 @@ from typing import Any
 
 from flodl.errors import ConfigError, nearest, printable, shown
 from flodl_hf.config.file import Odd, config_text_of, read_json
-from flodl_hf.config.label_names import MAX_LABELS, PROBLEM_TYPES, label_names, without_unknown_problem
+from flodl_hf.config.label_names import MAX_LABELS, PROBLEM_TYPES, label_names, renamed, without_unknown_problem
 from flodl_hf.config.label_thresholds import LABEL_THRESHOLDS, thresholds_of
 from flodl_hf.decode.activations import activation_changes, stored_activation
 from flodl_hf.families import model_types, named, row_of, that_claims
@@ -148,16 +148,9 @@ class ModelConfig:
 
     @classmethod
     def _read(
-        cls,
-        source: Mapping[str, Any],
-        where: str,
-        text: str | None = None,
-        ignore_config_keys: Sequence[str] = (),
-        *,
-        strict_config: bool = False,
-        whole: bool,
-        odd: Odd | None = None,
-    ) -> ModelConfig:
+        cls, source: Mapping[str, Any], where: str, text: str | None = None, ignore_config_keys: Sequence[str] = (), *,
+        strict_config: bool = False, whole: bool, odd: Odd | None = None,
+    ) -> ModelConfig:  # fmt: skip
         """Return the configuration that a mapping describes; ``whole`` ones state every size themselves."""
         family = family_of(source, where)
         problems: list[str] = []
@@ -240,11 +233,7 @@ class ModelConfig:
         )  # fmt: skip
         if labels is None and num_labels is not None:
             labels = [f"LABEL_{number}" for number in range(num_labels)]
-        return (
-            found
-            if labels is None and problem_type is None
-            else found.changed(labels=labels, problem_type=problem_type)
-        )
+        return found.changed(labels=labels, problem_type=problem_type)
 
     @property
     def model_type(self) -> str:
@@ -253,8 +242,12 @@ class ModelConfig:
 
     @property
     def id2label(self) -> dict[int, str]:
-        """Label names by id."""
+        """Label names by id. Setting them renames the labels; their number is that of the model and cannot change."""
         return dict(enumerate(self.labels))
+
+    @id2label.setter
+    def id2label(self, names: Mapping[int, str]) -> None:
+        self.labels, self.label_thresholds = renamed(self.labels, self.label_thresholds, names)
 
     @property
     def label2id(self) -> dict[str, int]:
@@ -263,6 +256,10 @@ class ModelConfig:
         for index, name in enumerate(self.labels):
             result.setdefault(name, index)
         return result
+
+    @label2id.setter
+    def label2id(self, numbers: Mapping[str, int]) -> None:
+        self.id2label = {number: name for name, number in numbers.items()}
 
     @property
     def num_labels(self) -> int:

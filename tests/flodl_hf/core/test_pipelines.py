@@ -256,6 +256,23 @@ def test_a_column_of_rows_gives_the_answers_of_transformers(task: str, saved: Sa
     same(list(pipeline(task, folder)(column, **options)), list(theirs(task, folder)(column, **options)))
 
 
+@pytest.mark.parametrize("field", ["id2label", "label2id"])
+def test_labels_that_are_set_are_used_and_saved(field: str, saved: Saved, tmp_path: Path) -> None:
+    model: Any = load(saved("bert", "sequence_classification", id2label=NLI))
+    names = {0: "no", 1: "perhaps", 2: "yes"}
+    setattr(model.config, field, names if field == "id2label" else {name: number for number, name in names.items()})
+    model.save_pretrained(tmp_path / "renamed")
+    for found in (model, load(tmp_path / "renamed")):
+        assert found.config.id2label == names
+        assert found.config.label2id == {"no": 0, "perhaps": 1, "yes": 2}
+        assert pipeline("text-classification", found)(TEXTS[0])[0]["label"] in names.values()
+    stored = json.loads((tmp_path / "renamed" / "config.json").read_text("utf-8"))
+    assert stored["id2label"] == {str(number): name for number, name in names.items()}
+    with pytest.raises(ValueError, match="id2label"):
+        model.config.id2label = {0: "one"}
+    assert model.config.id2label == names
+
+
 def test_labels_of_a_call_replace_those_of_the_pipeline(saved: Saved) -> None:
     folder = saved("bert", "sequence_classification", id2label=NLI)
     made = pipeline("zero-shot-classification", folder, candidate_labels=LABELS)
