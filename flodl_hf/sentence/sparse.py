@@ -83,9 +83,10 @@ class SparseVectors(Sequence[dict[int, float]]):
         values = np.concatenate([*self.weights, np.zeros(0, np.float32)])
         rows = torch.repeat_interleave(torch.arange(len(self)), counts[1:])
         places = torch.stack([rows, torch.from_numpy(columns.astype(np.int64))])
-        return torch.sparse_coo_tensor(
-            places, torch.from_numpy(values), (len(self), self.size), check_invariants=True, is_coalesced=True
-        )
+        with torch.sparse.check_sparse_tensor_invariants():  # torch 2.11 warns although the argument requests the check
+            return torch.sparse_coo_tensor(
+                places, torch.from_numpy(values), (len(self), self.size), check_invariants=True, is_coalesced=True
+            )
 
     def similarity(self, other: SparseVectors) -> Tensor:
         """Return the inner product of each vector with each of ``other``, ``(len(self), len(other))``.

@@ -133,7 +133,8 @@ class Saves:
         if not (self.best_due and left_out):
             self.keeper.settle_best()
         if left_out:
-            self.keeper.drop()  # what is being written is not the best, or the model at hand is better
+            if self.settings.save_epochs == "idle":  # else the caller asked for the save that is under way
+                self.keeper.drop()  # what is being written is not the best, or the model at hand is better
         elif self.at_step != self.step or self.best_due:
             self.save()
 
