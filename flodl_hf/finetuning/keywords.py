@@ -91,7 +91,7 @@ class FinetuneOptions(TypedDict, total=False):
     guide: str | None
     pooling: str | None
     normalize: bool | None
-    prompts: str | Mapping[str, str] | None
+    prompts: Any
     projection: Mapping[str, Any] | None
     no_duplicates: bool
     mixing: str

@@ -228,7 +228,7 @@ class Options:
     )
     prompts: Any = _opt(  # noqa: RUF009
         None,
-        "embedding, sparse: a text that is put before each text of the loss, or one for each column: anchor='query: '. "
+        "embedding, sparse: a text that is put before each text of the loss, or one for each column by its name. "
         "Metrics use the prompts of the folder, as sentence-transformers does.",
     )
     projection: Mapping[str, Any] | None = _opt(

@@ -22,6 +22,7 @@ METHODS: dict[str, tuple[names.HeadNames, ...]] = {
     "encode_query": (names.BASE, names.MASKED_LM),
     "encode_document": (names.BASE, names.MASKED_LM),
     "similarity": (names.BASE,),
+    "similarity_pairwise": (names.BASE,),
     "embed_sparse": (names.BASE, names.MASKED_LM),
     "embed_tokens": (names.BASE,),
     "embed_chunks": (names.BASE,),

@@ -141,7 +141,8 @@ class EmbeddingTask:
             values = {} if table.labels is None else {"labels": table.labels}
             if self.options.guide is not None:
                 name = "labels" if table.form in ("texts", "pairs") and self._teaches else "guide"
-                values[name] = self._guided(table.texts if name == "labels" else learned)
+                guided = table.texts if name == "labels" else learned
+                values[name] = self._guided([row * 2 for row in guided] if double else guided)
             parts.append(EncodedRows(part.columns, part.lengths.tolist(), {**part.values, **values}))
             ids = np.full((len(table.texts), table.width), -1, np.int64)
             for own, row in zip(ids, table.texts, strict=True):

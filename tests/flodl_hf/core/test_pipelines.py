@@ -367,7 +367,8 @@ def test_a_text_of_few_characters_may_have_many_tokens() -> None:
         max_tokens = 12
 
         @staticmethod
-        def tokenizer(text: str) -> dict[str, list[int]]:
-            return {"input_ids": [0] * (2 + sum(len(character.encode()) for character in text))}
+        def tokenizer(text: str, truncation: bool, max_length: int) -> dict[str, list[int]]:
+            count = 2 + sum(len(character.encode()) for character in text)
+            return {"input_ids": [0] * (min(count, max_length) if truncation else count)}
 
     assert [_too_long(Few, text) for text in ("😀😀", "😀😀😀", "a" * 10, "a" * 11)] == [False, True, False, True]

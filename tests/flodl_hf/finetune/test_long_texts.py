@@ -49,9 +49,14 @@ def test_how_many_texts_are_cut_is_said(pair: bool, base: Path, tmp_path: Path) 
     assert json.loads((tmp_path / "out" / "training.json").read_text())["notes"] == job.notes
 
 
-@pytest.mark.parametrize("options", [{"max_length": 128}, {**SHORT, "long_texts": "windows"}], ids=str)
+@pytest.mark.parametrize("options", [{"max_length": 64}, {**SHORT, "long_texts": "windows"}], ids=str)
 def test_nothing_is_said_where_nothing_is_cut(options: dict[str, Any], base: Path) -> None:
     assert plan_job(base, long_rows(), None, make_options(options)).notes == []
+
+
+def test_a_max_length_beyond_the_model_is_a_warning_alone(base: Path) -> None:
+    [note] = plan_job(base, long_rows(), None, make_options({"max_length": 128})).notes
+    assert note.startswith("max_length: found 128")
 
 
 @pytest.mark.parametrize("kind", ["single", "several", "number"])
