@@ -57,7 +57,7 @@ class GraphCore(nn.Module):
         self._memory: list[Any] = [None] * len(plan.memory)
         self._captured: dict[str, Any] = {}
         self._variants: dict[frozenset[str], Callable[..., Any]] = {}
-        # Whoever observes this graph, see `flodl.observe`; copies and pickles start without one.
+        # Whoever observes this graph, see `flodl.monitor`; copies and pickles start without one.
         self._observer: Any = None
         self._composed = False
         self._step_count = 0

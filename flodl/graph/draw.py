@@ -23,7 +23,7 @@ from flodl.graph.heat import Heat, colour_of, time_in_words
 from flodl.graph.layers import Box, Layout, lay_out
 
 if TYPE_CHECKING:
-    from flodl.observe import Profile
+    from flodl.monitor.profile import Profile
 
 __all__ = ["dot", "svg"]
 
@@ -100,7 +100,7 @@ def dot(
     Args:
         graph: the graph.
         profile: times to show and to colour the nodes by, green for fast to red for the slowest.
-        heat: other figures to show and to colour by, see `flodl.observe.paintat`.
+        heat: other figures to show and to colour by, see `flodl.monitor.paintat`.
         open: paths of parts whose inside is shown; True for every sub-graph.
         fold: whether equal neighbours are one box with their number.
 
@@ -141,7 +141,7 @@ def svg(
         graph: the graph.
         profile: times to show and to colour the nodes by, green for fast to red for the slowest.
         path: a file to write the picture to as well.
-        heat: other figures to show and to colour by, see `flodl.observe.paintat`.
+        heat: other figures to show and to colour by, see `flodl.monitor.paintat`.
         open: paths of parts whose inside is shown; True for every sub-graph.
         fold: whether equal neighbours are one box with their number.
         layout: ``graphviz``, ``own`` (which needs no program), or ``auto`` for Graphviz where it is installed.

@@ -1,7 +1,7 @@
 """The graph as users hold it: what runs, with the verbs for paths, steps, files, observation and pictures.
 
 How a graph runs is decided in `core`, what a path means in `tree`, what the source looks like in `source`, what is
-measured in `flodl.observe`, and how files look in `flodl.checkpoint`; the methods here only lead there.
+measured in `flodl.monitor`, and how files look in `flodl.checkpoint`; the methods here only lead there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from flodl.graph.tree import PathKind
 
 if TYPE_CHECKING:
     from flodl.checkpoint import LoadReport
-    from flodl.observe import Observer, Trend, TrendGroup
+    from flodl.monitor.observer import Observer
+    from flodl.monitor.trend import Trend, TrendGroup
 
 __all__ = ["Graph"]
 
@@ -213,7 +214,7 @@ class Graph(GraphCore):
     @property
     def observe(self) -> Observer:
         """The observer of this graph, made when first asked for; copies and pickles start without one."""
-        from flodl.observe.record import observer_of
+        from flodl.monitor.observer import observer_of
 
         return observer_of(self)
 
@@ -275,7 +276,7 @@ class Graph(GraphCore):
 
         Args:
             profiled: show the times of the last call, when it was profiled.
-            heat: other figures to colour by: ``look.memory`` of `flodl.observe.look_at`.
+            heat: other figures to colour by: ``look.memory`` of `flodl.monitor.look_at`.
             open: paths of parts whose inside is shown; True for every sub-graph.
             fold: whether equal neighbours are one box with their number.
         """
@@ -298,7 +299,7 @@ class Graph(GraphCore):
         Args:
             path: a file to write to.
             profiled: show the times of the last call, when it was profiled.
-            heat: other figures to colour by: ``look.memory`` of `flodl.observe.look_at`.
+            heat: other figures to colour by: ``look.memory`` of `flodl.monitor.look_at`.
             open: paths of parts whose inside is shown; True for every sub-graph.
             fold: whether equal neighbours are one box with their number.
             layout: ``graphviz``, ``own`` (which needs no program), or ``auto`` for Graphviz where it is installed.

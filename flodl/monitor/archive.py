@@ -17,8 +17,8 @@ from functools import cache
 from importlib.resources import files
 
 from flodl.monitor.console import EpochRecord
+from flodl.monitor.export import csv_text, number_text
 from flodl.monitor.record import RunRecord
-from flodl.observe.export import csv_text, number_text
 
 __all__ = ["archive_page", "asset", "csv_of_epochs", "csv_of_record", "json_of", "served_page"]
 

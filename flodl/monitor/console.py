@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flodl.observe.formatting import metric_text
+from flodl.monitor.formatting import metric_text
 
 __all__ = ["EpochRecord", "console_line", "eta_s", "eta_text"]
 

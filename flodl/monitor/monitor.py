@@ -21,12 +21,12 @@ from flodl.files import write_atomically
 from flodl.monitor.access import Doors
 from flodl.monitor.archive import archive_page, csv_of_epochs, csv_of_record, json_of
 from flodl.monitor.console import EpochRecord, console_line, eta_s, eta_text
+from flodl.monitor.formatting import metric_text
 from flodl.monitor.live import Begin, LiveRun, Runs
 from flodl.monitor.record import RunRecord
-from flodl.observe.formatting import metric_text
 
 if TYPE_CHECKING:
-    from flodl.observe import Look
+    from flodl.monitor.module_costs import Look
 
 __all__ = ["ORDERS", "Monitor"]
 
@@ -166,7 +166,7 @@ class Monitor:
 
         Args:
             model: a graph or any other module.
-            look: what `flodl.observe.look_at` saw of a pass; colours the architecture by time, memory and gradients.
+            look: what `flodl.monitor.look_at` saw of a pass; colours the architecture by time, memory and gradients.
         """
         from flodl.monitor.architecture import facts_of, tree_of
 

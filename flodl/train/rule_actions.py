@@ -16,8 +16,8 @@ from torch import nn
 from flodl.distributed.group import Ranks
 from flodl.errors import TrainError, nearest
 from flodl.graph.parts import parameters_at
-from flodl.observe.conditions import Condition, Outlook
-from flodl.observe.trend import Trend
+from flodl.monitor.conditions import Condition, Outlook
+from flodl.monitor.trend import Trend
 from flodl.train.events import Decided
 from flodl.train.rules import Rule, as_rule
 

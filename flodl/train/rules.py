@@ -1,6 +1,6 @@
 """What a run does by itself when its trends say so: stop, freeze, thaw, change a learning rate.
 
-A rule is an action and a condition (`flodl.observe.conditions`), in Python or as text, as recipes and the command line
+A rule is an action and a condition (`flodl.monitor.conditions`), in Python or as text, as recipes and the command line
 have it: ``freeze_when("encoder", stalled("loss", 3))`` and ``freeze encoder when stalled(loss, 3)``.
 Each rule acts once. When rules are looked at, and how they act, is decided in `flodl.train.rule_actions`.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flodl.errors import ConfigError, nearest
-from flodl.observe.conditions import Condition, Outlook, parse_condition
+from flodl.monitor.conditions import Condition, Outlook, parse_condition
 
 __all__ = ["Rule", "as_rule", "freeze_when", "parse_rule", "set_rate", "stop_when", "thaw_when"]
 
@@ -54,7 +54,7 @@ def stop_when(condition: Question) -> Rule:
     """Return a rule that ends the run; its state is saved as after its last step.
 
     Args:
-        condition: one of `flodl.observe.conditions`, or ``condition(outlook) -> bool``; where ranks are processes of
+        condition: one of `flodl.monitor.conditions`, or ``condition(outlook) -> bool``; where ranks are processes of
             ours it has to be picklable, and a run that goes on knows it by its name.
     """
     return Rule("stop", _asked(condition))

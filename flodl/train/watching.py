@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from flodl.errors import GraphError, GraphPathError
 from flodl.graph.core import GraphCore
 from flodl.graph.parts import Part, named_graphs, parts_at
-from flodl.observe import live
-from flodl.observe.live import Pair, Reduce, Seen, reduce_named
-from flodl.observe.record import observer_of
+from flodl.monitor import collect
+from flodl.monitor.collect import Pair, Reduce, Seen, reduce_named
+from flodl.monitor.observer import observer_of
 from flodl.train.step.tensor_sums import TensorSums
 
 __all__ = ["Watching"]
@@ -108,14 +108,14 @@ class Watching:
         for _, graph, _ in self._tags:
             graph._captured = {}  # what an earlier call left is no value of this one
         self._seen = Seen(self._owners, self._sums)
-        before = live.hear(self._seen)
+        before = collect.hear(self._seen)
         self._before, self._inside = self._before if self._inside else before, True
         return self
 
     def __exit__(self, *error: object) -> None:
         """Collect no more; once more does nothing."""
         if self._inside:
-            live.hear(self._before)
+            collect.hear(self._before)
             self._inside, self._before = False, None
 
     def take(self) -> dict[str, Pair]:
@@ -182,7 +182,7 @@ def value_name(path: str, how: Reduce) -> str:
 
 
 def _see_output(name: str, how: Reduce, module: nn.Module, args: Any, output: Any) -> None:
-    seen = live.seeing()
+    seen = collect.seeing()
     if seen is None:
         return
     value = output
@@ -191,7 +191,7 @@ def _see_output(name: str, how: Reduce, module: nn.Module, args: Any, output: An
     if not isinstance(value, (Tensor, float, int)):
         raise GraphError(
             f"watch {name!r}: the output of {type(module).__name__} is a {type(output).__name__}; expected a tensor, "
-            "or a tuple that begins with one. Watch a tag, or call flodl.observe.log in the module.",
+            "or a tuple that begins with one. Watch a tag, or call flodl.monitor.log in the module.",
             tag=name,
         )
     _add(seen, name, value, how)

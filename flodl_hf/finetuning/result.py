@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flodl.errors import TrainError
-from flodl.observe.curve import curve_svg
+from flodl.monitor.curve import curve_svg
 from flodl.progress import clock, count
 from flodl.train.events import figures_in
 from flodl_hf.finetuning.factory import cast_stored

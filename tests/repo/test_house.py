@@ -323,7 +323,7 @@ def test_no_circle_of_imports_is_left(nodes: dict[str, Nodes]) -> None:
 
 
 # Rooms that import each other although no two of their files do: a graph has an observer, which is of a graph.
-ENTANGLED = [{"flodl.graph", "flodl.observe"}]
+ENTANGLED = [{"flodl.graph", "flodl.monitor"}]
 
 
 def test_rooms_stand_one_above_another(nodes: dict[str, Nodes]) -> None:

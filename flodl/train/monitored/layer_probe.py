@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from flodl.monitor.architecture import facts_of, tree_of
-from flodl.observe.module_costs import Look
+from flodl.monitor.module_costs import Look
 from flodl.train.callback import Callback
 from flodl.train.events import LayersTimed, ModelDescribed, Warned
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from flodl.graph import FlowBuilder, SoftmaxRouter, StateAdd, draw, drawing
 from flodl.graph.layers import Box, lay_out
-from flodl.observe import LevelTime, NodeTime, Profile
+from flodl.monitor import LevelTime, NodeTime, Profile
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -19,7 +19,7 @@ from flodl.graph.draw import dot, svg
 from flodl.graph.drawing import drawing_of
 from flodl.graph.heat import bytes_in_words
 from flodl.graph.repeats import runs_of
-from flodl.observe import look_at
+from flodl.monitor import look_at
 
 
 def linear(width=8):

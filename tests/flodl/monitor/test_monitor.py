@@ -13,9 +13,8 @@ from torch import nn
 
 from flodl.errors import TrainError
 from flodl.graph import FlowBuilder
-from flodl.monitor import EpochRecord, Monitor
+from flodl.monitor import EpochRecord, Monitor, look_at
 from flodl.monitor.console import console_line, eta_s, eta_text
-from flodl.observe import look_at
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torch import nn
 
 from flodl.errors import ConfigError, GraphPathError, TrainError
 from flodl.graph.parts import parameters_at
-from flodl.observe import above, after_epochs, after_steps, below, no_better, stalled
+from flodl.monitor import above, after_epochs, after_steps, below, no_better, stalled
 from flodl.train import (
     Callback,
     Decided,

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from flodl.observe.live import Reduce, Seen
+from flodl.monitor.collect import Reduce, Seen
 from flodl.train.step import tensor_sums
 from flodl.train.step.decide import load_kernels
 from flodl.train.step.tensor_sums import PROGRAMS, TensorSums

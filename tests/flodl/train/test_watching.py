@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from flodl import FlowBuilder, observe
+from flodl import FlowBuilder
 from flodl.data import DataLoader, TensorRows
 from flodl.errors import GraphError, GraphPathError
+from flodl.monitor import collect, log
 from flodl.train import Callback, EpochMetrics, Observed, StepDone, Trainer, Warned, route, sgd
 
 torch.set_num_threads(1)
@@ -152,13 +153,13 @@ class Told(nn.Module):
 
     def layer(self, layer, x):
         x = torch.tanh(layer(x))
-        observe.log("size", x.norm())
+        log("size", x.norm())
         return x
 
     def forward(self, x):
         for layer in self.layers:
             x = checkpoint(self.layer, layer, x, use_reentrant=False) if self.recompute else self.layer(layer, x)
-        observe.log("gate.mean", x.mean(), weight=x.numel())
+        log("gate.mean", x.mean(), weight=x.numel())
         return self.last(x)
 
 
@@ -252,7 +253,7 @@ def test_a_number_of_python_would_stay_what_it_was_so_such_a_step_is_not_capture
     counted = iter(range(100))
 
     def counting(model, batch):
-        observe.log("turn", next(counted))
+        log("turn", next(counted))
         return step(model, batch)
 
     seen, _ = watched(run(make_model(), counting))
@@ -299,12 +300,12 @@ def test_a_loop_that_is_left_takes_in_nothing_more():
     trainer = Trainer.setup(model, optimizer=sgd(0.05), batch_size=4, progress=False)
     for _ in trainer.epoch(TensorRows(data())):
         break
-    assert observe.live.seeing() is None
+    assert collect.seeing() is None
     for _ in trainer.epoch(TensorRows(data())):
         for _ in trainer.epoch(TensorRows(data())):
             break
         break
-    assert observe.live.seeing() is None
+    assert collect.seeing() is None
 
 
 class FirstRankFirst(Callback):
@@ -339,7 +340,7 @@ def test_evaluation_and_prediction_tell_nothing():
     plain, _ = watched(run(Told(), num_epochs=1))
     assert values(seen, "step") == values(plain, "step")
     model(data()["x"])
-    assert observe.live.seeing() is None
+    assert collect.seeing() is None
 
 
 def test_a_run_that_went_on_has_the_same_epochs(tmp_path):
@@ -373,12 +374,12 @@ def test_what_cannot_be_watched_is_refused_before_training(wanted, error, text):
 )
 def test_what_cannot_be_told_is_refused(name, value, text):
     def telling(model, batch):
-        observe.log(name, value)
+        log(name, value)
         return step(model, batch)
 
     with pytest.raises(GraphError, match=text):
         run(make_model(), telling).run()
-    observe.log("name", torch.ones(2))  # where nobody listens nothing is looked at
+    log("name", torch.ones(2))  # where nobody listens nothing is looked at
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from flodl.observe.curve import MOST, curve_svg
+from flodl.monitor.curve import MOST, curve_svg
 from flodl.train.handle import Handle, Trained
 from flodl_hf.finetuning.result import FinetuneResult
 from flodl_hf.weights.loading import LoadReport

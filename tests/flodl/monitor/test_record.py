@@ -14,9 +14,9 @@ from torch import nn
 
 from flodl.errors import GraphError, GraphPathError
 from flodl.graph import FlowBuilder
-from flodl.observe import Observer, Reduce
-from flodl.observe.formatting import duration_text, metric_text
-from flodl.observe.page import curves_page
+from flodl.monitor import Observer, Reduce
+from flodl.monitor.curves_page import curves_page
+from flodl.monitor.formatting import duration_text, metric_text
 
 
 class Constant(nn.Module):
@@ -221,7 +221,7 @@ def test_collect_at_feeds_the_owner():
 
 
 def test_eta_is_the_mean_pace(monkeypatch):
-    from flodl.observe import series
+    from flodl.monitor import history as series
 
     now = [100.0]
     monkeypatch.setattr(series, "monotonic", lambda: now[0])
@@ -252,7 +252,7 @@ def test_nothing_to_write_is_an_error_and_writes_nothing(tmp_path):
 
 
 def test_the_log_has_one_line_an_epoch(tmp_path, monkeypatch):
-    from flodl.observe import series
+    from flodl.monitor import history as series
 
     now = [0.0]
     monkeypatch.setattr(series, "monotonic", lambda: now[0])

@@ -12,8 +12,8 @@ from time import monotonic
 import torch
 from torch import Tensor
 
-from flodl.observe.live import one_value
-from flodl.observe.sums import mean
+from flodl.monitor.collect import one_value
+from flodl.monitor.sums import mean
 
 __all__ = ["Series"]
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from flodl.errors import GraphError
-from flodl.observe import sums
+from flodl.monitor import sums
 
 __all__ = ["Trend", "TrendGroup"]
 

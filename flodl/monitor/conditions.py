@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flodl.errors import ConfigError, nearest
-from flodl.observe.trend import Trend
+from flodl.monitor.trend import Trend
 
 __all__ = [
     "Condition",

@@ -67,7 +67,7 @@ def curves_page(title: str, series: Mapping[str, Sequence[float | None]], *, sub
 
 @cache
 def _asset(name: str) -> str:
-    return files("flodl.observe").joinpath(name).read_text(encoding="utf-8")
+    return files("flodl.monitor").joinpath("page", name).read_text(encoding="utf-8")
 
 
 def _digest(text: str) -> str:

@@ -144,7 +144,7 @@ def log(name: str, value: float | Tensor, *, weight: float | Tensor = 1.0) -> No
         class Gated(nn.Module):
             def forward(self, x):
                 gate = torch.sigmoid(self.router(x))
-                flodl.observe.log("gate", gate.mean(), weight=gate.numel())
+                flodl.monitor.log("gate", gate.mean(), weight=gate.numel())
                 return gate * self.expert(x)
 
     A `flodl.train.Trainer` tells it in the event `flodl.train.Observed`: of each step, and merged over the steps and

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from flodl.errors import ConfigError
-from flodl.observe import (
+from flodl.monitor import (
     Outlook,
     Trend,
     above,
@@ -20,7 +20,7 @@ from flodl.observe import (
     stalled,
     worsening,
 )
-from flodl.observe.conditions import QUESTIONS, Condition, parse_condition
+from flodl.monitor.conditions import QUESTIONS, Condition, parse_condition
 
 
 def outlook(epochs=0, steps=0, **series):

@@ -15,11 +15,11 @@ from torch import Tensor
 from flodl.errors import GraphError, GraphPathError, nearest
 from flodl.graph.core import GraphCore
 from flodl.graph.tree import PathKind, resolve_one, subgraph
-from flodl.observe import export
-from flodl.observe.live import Reduce, one_value, reduce_named, reduced, seeing
-from flodl.observe.profile import Profile, Profiler
-from flodl.observe.series import Series
-from flodl.observe.trend import Trend, TrendGroup
+from flodl.monitor import export
+from flodl.monitor.collect import Reduce, one_value, reduce_named, reduced, seeing
+from flodl.monitor.history import Series
+from flodl.monitor.profile import Profile, Profiler
+from flodl.monitor.trend import Trend, TrendGroup
 
 __all__ = ["Observer", "observer_of"]
 

@@ -10,9 +10,9 @@ from os import PathLike
 
 from flodl.errors import GraphError
 from flodl.files import write_atomically
-from flodl.observe.formatting import duration_text, metric_text
-from flodl.observe.page import curves_page
-from flodl.observe.trend import Trend
+from flodl.monitor.curves_page import curves_page
+from flodl.monitor.formatting import duration_text, metric_text
+from flodl.monitor.trend import Trend
 
 __all__ = ["csv_text", "number_text", "write_csv", "write_html", "write_log"]
 

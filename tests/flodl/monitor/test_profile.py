@@ -14,7 +14,7 @@ now = [0.0]
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
     """A clock that goes on when a module of these tests runs, so that a busy machine changes no figure."""
-    monkeypatch.setattr("flodl.observe.profile.perf_counter", lambda: now[0])
+    monkeypatch.setattr("flodl.monitor.profile.perf_counter", lambda: now[0])
 
 
 class Sleep(nn.Module):
