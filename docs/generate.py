@@ -206,12 +206,13 @@ def family_section(family: Family) -> str:
             f"are those of [{original.class_prefix}](#{anchor(original.class_prefix)}).",
         )
     meaning = field_notes(family.config)
+    typed = any(row.field == "type_vocab_size" for row in family.rows)
     parts = [
         title,
         (inspect.getdoc(module) or "").split("\n\n")[0],
         f"`model_type` {code(family.model_type)}, classes `{family.class_prefix}...`, tensors "
         f"`{family.base_prefix}.*`, {'with' if family.pooler else 'without'} a pooler, "
-        f"{'with' if family.uses_token_types else 'without'} token types.",
+        f"{'with' if typed else 'without'} token types.",
         "### Settings of " + family.class_prefix,
         table(
             ("key", "our field", "takes", "default", "meaning"),

@@ -331,6 +331,7 @@ def _several_entities(model: Any, texts: Any, options: dict[str, Any]) -> list[A
 
 
 def _cut_entities(model: Any, text: str, options: dict[str, Any]) -> list[Any]:
+    from flodl_hf.runtime.engine import facts
     from flodl_hf.runtime.inputs import Encoded
     from flodl_hf.runtime.token_table import table_of
 
@@ -339,7 +340,7 @@ def _cut_entities(model: Any, text: str, options: dict[str, Any]) -> list[Any]:
     with torch.inference_mode():
         ids = torch.tensor([list(row.ids)], device=model.device)
         types = torch.tensor([list(row.type_ids)], device=model.device)
-        given = {"token_type_ids": types} if model.config.uses_token_types else {}
+        given = {"token_type_ids": types} if facts(model)["types"] else {}
         logits = model(ids, **given).logits[0]
     ignored = options.get("ignore_labels", ["O"])
     strategy = options["aggregation_strategy"]

@@ -273,8 +273,8 @@ class ModelConfig:
 
     @property
     def uses_token_types(self) -> bool:
-        """Whether a second text is marked by token types in this model."""
-        return self.family.uses_token_types and self.token_types > 1
+        """Whether the model has more than one token type."""
+        return self.token_types > 1
 
     @property
     def max_tokens(self) -> int | None:

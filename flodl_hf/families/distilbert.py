@@ -148,7 +148,6 @@ FAMILY = Family(
     keys=KEYS,
     encoder=encoder,
     heads=HEADS,
-    uses_token_types=False,
     tokenizer=replace(bert.TOKENIZER, type_ids=False),
     real={"base": {"n_layers": 6}},
 )

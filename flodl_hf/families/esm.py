@@ -266,7 +266,6 @@ FAMILY = Family(
     pooler=lambda c: pooler(c.hidden_size),
     heads=HEADS,
     unused_positions=lambda c: c.pad_token_id + 1,
-    uses_token_types=False,
     tokenizer=TOKENIZER,
     tiny={"base": TINY, "first": FIRST},
     real={"base": TINY | {"vocab_size": 33, "max_position_embeddings": 1026, "mask_token_id": 32}},

@@ -201,7 +201,6 @@ FAMILY = Family(
     encoder=encoder,
     heads=HEADS,
     ties_words=False,
-    uses_token_types=False,
     tokenizer=TOKENIZER,
     tiny={
         "base": TINY,

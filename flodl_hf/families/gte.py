@@ -140,7 +140,6 @@ FAMILY = Family(
     encoder=encoder,
     pooler=lambda c: pooler(c.hidden_size),
     heads=HEADS,
-    uses_token_types=False,
     tokenizer=roberta.PIECES,
     tiny={"base": {}, "no token types": {"type_vocab_size": 0, "attention_probs_dropout_prob": 0.1}},
     real={"base": {"vocab_size": 250048, "max_position_embeddings": 8192, "type_vocab_size": 1}},

@@ -102,7 +102,7 @@ TASKS = ("sequence_classification", "token_classification", "question_answering"
 FAMILY = bert.FAMILY.renamed(
     "jina_embeddings_v3", "JinaEmbeddingsV3", base_prefix="roberta", config=JinaEmbeddingsV3Config, rows=CONFIG,
     keys=KEYS, also=ALSO, inert=(HEAD_WIDTH,), ignored=(), encoder=encoder,
-    heads={task: roberta.HEADS[task] for task in TASKS}, pretraining={}, uses_token_types=False,
+    heads={task: roberta.HEADS[task] for task in TASKS}, pretraining={},
     takes_prefix=False, tokenizer=roberta.PIECES,
     left_out={
         "vocab_size": 250002, "hidden_size": 1024, "num_layers": 24, "num_heads": 16, "intermediate_size": 4096,

@@ -252,7 +252,6 @@ FAMILY = Family(
     keys=KEYS,
     encoder=encoder,
     heads=HEADS,
-    uses_token_types=False,
     tokenizer=TOKENIZER,
     tiny={
         "base": TINY,

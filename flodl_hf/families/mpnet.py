@@ -137,7 +137,6 @@ FAMILY = Family(
     pooler=bert.FAMILY.pooler,
     heads=HEADS,
     unused_positions=lambda c: PADDING + 1,
-    uses_token_types=False,
     tokenizer=TOKENIZER,
     real={"base": {"vocab_size": 30527, "max_position_embeddings": 514, "layer_norm_eps": 1e-5}},
 )

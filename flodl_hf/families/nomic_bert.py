@@ -168,7 +168,6 @@ FAMILY = gte.FAMILY.renamed(
     },
     pretraining={"NomicBertForPreTraining": "masked_lm"},
     unused_positions=lambda c: c.max_positions - c.trained_positions if c.stretch else 0,
-    uses_token_types=True,
     tokenizer=bert.TOKENIZER,
     tiny={"base": {}, "with dropout": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}},
     real={"base": {"vocab_size": 30528, "max_position_embeddings": 2048}},

@@ -121,7 +121,7 @@ PIECES = pieces(("bos_token", "pad_token", "eos_token", "unk_token"), skipped=3)
 
 FAMILY = bert.FAMILY.renamed(
     "roberta", "Roberta", base_prefix="roberta", config=RobertaConfig, rows=CONFIG, keys=KEYS,
-    encoder=encoder, heads=HEADS, pretraining={}, unused_positions=lambda c: c.pad_token_id + 1, uses_token_types=False,
+    encoder=encoder, heads=HEADS, pretraining={}, unused_positions=lambda c: c.pad_token_id + 1,
     tokenizer=TOKENIZER, left_out={**bert.FAMILY.left_out, "vocab_size": 50265},
     real={"base": REAL | {"vocab_size": 50265}},
 )  # fmt: skip

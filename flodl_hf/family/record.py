@@ -157,7 +157,6 @@ class Family:
         indices: what fills the holes of key rows, one mapping a layer.
         pretraining: further class names found in ``architectures``, with the task each is read as.
         unused_positions: ``unused_positions(config)`` is how many rows of the position table no token uses.
-        uses_token_types: whether a second text is marked by token types.
         takes_prefix: whether transformers' model takes keys and values that stand before those of a text.
         ties_words: whether the masked-word decoder is the word table where a file does not say.
         tokenizer: what its tokenizers do where files do not say; None where only ``tokenizer.json`` is read.
@@ -189,7 +188,6 @@ class Family:
     )
     pretraining: Mapping[str, str] = field(default_factory=dict)
     unused_positions: Callable[[Any], int] = field(default=lambda config: 0)
-    uses_token_types: bool = True
     takes_prefix: bool = False
     ties_words: bool = True
     tokenizer: FamilyTokenizer | None = None

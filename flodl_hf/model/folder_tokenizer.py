@@ -47,7 +47,7 @@ def load_tokenizer(
         if strict or "words" not in fault.details:
             raise
         return warnings.warn(f"the model has no tokenizer: {fault.message}", UserWarning, stacklevel=2)
-    types = getattr(config.encoder, "type_vocab_size", None) if config.family.uses_token_types else None
+    types = config.token_types if tokenizer.settings.type_ids else 0
     tokenizer.check_fits(config.encoder.vocab_size, types or None)
     return tokenizer
 

@@ -275,7 +275,7 @@ def current(device: torch.device) -> torch.cuda.device:
 
 def facts(model: GraphModel) -> dict[str, Any]:
     """Return what an engine has to know of a model."""
-    # As transformers: the tokenizer's class decides whether a model that knows token types is given any.
+    # As in transformers, the tokenizer's model_input_names decide whether a model with token types receives them.
     given = model.tokenizer is None or model.tokenizer.settings.type_ids
     places = model.config.max_tokens
     longest = places and places - model.virtual_tokens

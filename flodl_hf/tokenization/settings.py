@@ -74,7 +74,7 @@ def _type_ids(stated: Mapping[str, Any], config: Mapping[str, Any], family: Fami
     if not any(isinstance(source.get("tokenizer_class"), str) for source in (stated, config)):
         return rules_of(family).type_ids
     rules = class_rules(class_name(stated, config))
-    return rules is not None and rules.type_ids and (family is None or family.uses_token_types)
+    return rules is not None and rules.type_ids
 
 
 def content(value: Any) -> str | None:

@@ -15,6 +15,7 @@ from tests.peers.case import Case
 __all__ = ["cases"]
 
 FAMILIES = ("bert", "roberta", "distilbert", "modernbert")
+WITHOUT_TYPES = ("distilbert", "modernbert")
 LABELS = {
     "text": ["LABEL_0", "bad", "good", "fair", "odd"],
     "tokens": ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"],
@@ -111,8 +112,8 @@ def folder_of(folder: Path, cell: Cell, labels: str | None) -> Path:
         config["label2id"] = {label: i for i, label in enumerate(LABELS[labels])}
         (folder / "config.json").write_text(json.dumps(config))
     stated = json.loads((folder / "tokenizer_config.json").read_text())
-    # As the published folders of these families: their models read no token types.
-    names = {} if cell.family == "bert" else {"model_input_names": ["input_ids", "attention_mask"]}
+    # As the published folders of a family whose models have no token types.
+    names = {"model_input_names": ["input_ids", "attention_mask"]} if cell.family in WITHOUT_TYPES else {}
     (folder / "tokenizer_config.json").write_text(json.dumps({**stated, **names, "model_max_length": 40}))
     return folder
 

@@ -112,7 +112,6 @@ TOY = Family(
             keys=(KeyRow("head.classifier", "classifier"),),
         ),
     },
-    uses_token_types=False,
 )
 SIZES: dict[str, Any] = {
     "vocab_size": 60, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96,

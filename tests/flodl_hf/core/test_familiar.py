@@ -34,7 +34,7 @@ TEXTS = ["ada lives in paris", "the cat"]
 
 def batch(model: Any) -> dict[str, torch.Tensor]:
     encoded = model.tokenizer(TEXTS, padding=True, return_tensors="pt")
-    names = ["input_ids", "attention_mask"] + ["token_type_ids"] * model.config.family.uses_token_types
+    names = ["input_ids", "attention_mask"] + ["token_type_ids"] * model.config.uses_token_types
     return {name: encoded[name] for name in names if name in encoded}
 
 
