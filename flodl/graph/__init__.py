@@ -9,6 +9,7 @@ from flodl.graph.heat import Heat
 from flodl.graph.loop import ForLoop, TraceEmit, UntilLoop, WhileLoop, forward_via_step
 from flodl.graph.map import MapRows, MapSlices, MapWhole
 from flodl.graph.nodes import Fault, Input, Node, Plan, Reference
+from flodl.graph.picture import dot, svg
 from flodl.graph.routers import ArgmaxSelector, FixedSelector, Reshape, SigmoidRouter, SoftmaxRouter, StateAdd
 from flodl.graph.switch import Switch
 from flodl.graph.tree import PathKind
@@ -41,5 +42,7 @@ __all__ = [
     "TraceEmit",
     "UntilLoop",
     "WhileLoop",
+    "dot",
     "forward_via_step",
+    "svg",
 ]

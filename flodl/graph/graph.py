@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 from torch import Tensor, nn
 
-from flodl.errors import GraphPathError
+from flodl.errors import GraphError, GraphPathError
 from flodl.graph import saving, summary, traces, tree
 from flodl.graph.core import GraphCore
 from flodl.graph.fingerprint import structural_hash
@@ -272,17 +272,20 @@ class Graph(GraphCore):
         open: Sequence[str] | bool = (),
         fold: bool = True,
     ) -> str:
-        """Return the graph as DOT text.
+        """Return a picture of the graph as DOT text for Graphviz.
 
         Args:
-            profiled: show the times of the last call, when it was profiled.
-            heat: other figures to colour by: ``look.memory`` of `flodl.monitor.look_at`.
-            open: paths of parts whose inside is shown; True for every sub-graph.
-            fold: whether equal neighbours are one box with their number.
-        """
-        from flodl.graph import draw
+            profiled: colour by the times of the last call, if it was profiled.
+            heat: other measurements to colour by: ``look.memory`` of `flodl.monitor.look_at`.
+            open: paths of modules whose inside is shown; True for every sub-graph.
+            fold: draw equal neighbours as one box with their number.
 
-        return draw.dot(self, self.observe.profile() if profiled else None, heat=heat, open=open, fold=fold)
+        Raises:
+            GraphError: a path in ``open`` is not a module with children, or two measurements are given.
+        """
+        from flodl.graph import picture
+
+        return picture.dot(self, heat=self._heat(profiled, heat), open=open, fold=fold)
 
     def svg(
         self,
@@ -292,22 +295,29 @@ class Graph(GraphCore):
         heat: Heat | None = None,
         open: Sequence[str] | bool = (),
         fold: bool = True,
-        layout: str = "auto",
     ) -> str:
-        """Return the graph as an SVG picture, and write it when a path is given.
+        """Return a picture of the graph as SVG text, and write it to ``path`` if one is given.
 
-        Args:
-            path: a file to write to.
-            profiled: show the times of the last call, when it was profiled.
-            heat: other figures to colour by: ``look.memory`` of `flodl.monitor.look_at`.
-            open: paths of parts whose inside is shown; True for every sub-graph.
-            fold: whether equal neighbours are one box with their number.
-            layout: ``graphviz``, ``own`` (which needs no program), or ``auto`` for Graphviz where it is installed.
+        The other arguments and errors are those of `dot`.
         """
-        from flodl.graph import draw
+        from flodl.files import write_atomically
+        from flodl.graph import picture
 
+        text = picture.svg(self, heat=self._heat(profiled, heat), open=open, fold=fold)
+        if path is not None:
+            write_atomically(path, [text.encode()])
+        return text
+
+    def _heat(self, profiled: bool, heat: Heat | None) -> Heat | None:
+        if profiled and heat is not None:
+            raise GraphError("picture: found profiled=True and heat=, expected one of them. A box has one colour.")
         profile = self.observe.profile() if profiled else None
-        return draw.svg(self, profile, path, heat=heat, open=open, fold=fold, layout=layout)
+        if profile is None:
+            return heat
+        seconds: dict[str, float] = {}
+        for node in profile.nodes:
+            seconds[node.name] = seconds.get(node.name, 0.0) + node.seconds
+        return Heat("time", seconds, profile.total_s)
 
     def _repr_html_(self) -> str:
         return self.svg()

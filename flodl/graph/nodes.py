@@ -119,6 +119,11 @@ class Node:
     level: int = 0
 
     @property
+    def sources(self) -> tuple[int, ...]:
+        """Indices of all nodes whose values it reads."""
+        return (*self.inputs, *(reference.source for reference in self.references))
+
+    @property
     def role(self) -> str:
         """``module`` where a module runs, whatever its class is called, else the kind."""
         return "module" if self.name else self.kind

@@ -212,7 +212,7 @@ class _Writer:
             node = plan.nodes[index]
             if node.role == "identity":
                 continue
-            for source in (*node.inputs, *(r.source for r in node.references)):
+            for source in node.sources:
                 last[self._source(source)] = place
         for index in (plan.output, *(plan.tags[tag] for tag in plan.memory)):
             last[self._source(index)] = len(plan.order)
@@ -224,7 +224,7 @@ class _Writer:
         readers: dict[int, int] = {}
         for node in plan.nodes:
             if node.role != "identity":
-                for source in (*node.inputs, *(r.source for r in node.references)):
+                for source in node.sources:
                     readers[self._source(source)] = readers.get(self._source(source), 0) + 1
         for index in (plan.output, *map(self._captured_source, self.captured)):
             readers[self._source(index)] = readers.get(self._source(index), 0) + 1

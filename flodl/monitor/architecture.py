@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from flodl.graph.inside import DEEPEST, children_of, joined
+from flodl.graph.modules import MAX_DEPTH, children_of, joined
 
 __all__ = ["facts_of", "tree_of"]
 
@@ -41,7 +41,7 @@ def _part(module: nn.Module, path: str, name: str, depth: int) -> dict[str, Any]
     label = getattr(module, "label", None)
     if isinstance(label, str) and label:
         part["label"] = label
-    if depth < DEEPEST:
+    if depth < MAX_DEPTH:
         inside = [_part(child, joined(path, own), own, depth + 1) for own, child in children_of(module)]
         if inside:
             folded = list(_folded(inside))

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from flodl.graph.heat import Heat
-from flodl.graph.inside import parts_of
+from flodl.graph.modules import modules_of
 
 __all__ = ["Look", "look_at"]
 
@@ -88,7 +88,7 @@ class Look:
         """
         if memory:
             self._memory = _Allocated(self.device) if self.device.type == "cuda" else _Saved(self.model)
-        for module in {id(module): module for _, module in parts_of(self.model)}.values():
+        for module in {id(module): module for _, module in modules_of(self.model)}.values():
             self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._leave, with_kwargs=True))
         if gradients:
@@ -132,7 +132,7 @@ class Look:
             factor = whole / total
         seconds: dict[str, float] = {}
         gradients: dict[str, float] = {}
-        for path, module in parts_of(self.model):
+        for path, module in modules_of(self.model):
             if id(module) in spent:
                 seconds[path] = float(f"{spent[id(module)]:.4g}")
             own = [squares[id(p)] for p in module.parameters() if id(p) in squares]
@@ -143,7 +143,7 @@ class Look:
     def bytes(self) -> dict[str, int]:
         """Return bytes by path, where they were counted."""
         found = {} if self._memory is None else self._memory.bytes
-        return {path: found[id(module)] for path, module in parts_of(self.model) if id(module) in found}
+        return {path: found[id(module)] for path, module in modules_of(self.model) if id(module) in found}
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._memory is not None:
