@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from flodl.monitor.collect import Reduce, log
     from flodl.monitor.conditions import (
         Condition,
-        Outlook,
+        RuleContext,
         above,
         after_epochs,
         after_steps,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "collect": ("Reduce", "log"),
     "conditions": (
-        "Condition", "Outlook", "above", "after_epochs", "after_steps", "below", "converged", "improving",
+        "Condition", "RuleContext", "above", "after_epochs", "after_steps", "below", "converged", "improving",
         "no_better", "stalled", "worsening",
     ),
     "console": ("EpochRecord",),
@@ -57,9 +57,9 @@ __all__ = [
     "Monitor",
     "NodeTime",
     "Observer",
-    "Outlook",
     "Profile",
     "Reduce",
+    "RuleContext",
     "RunRecord",
     "Trend",
     "TrendGroup",

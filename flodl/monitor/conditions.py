@@ -1,14 +1,14 @@
-"""Questions about the trends of a run, in Python and as text: ``stalled("loss", 3)`` and ``stalled(loss, 3)``.
+"""Conditions on the values of a run: callables such as ``stalled("loss", 3)``, with a text form for command lines.
 
-A condition is a value: it can be compared, sent to other processes, joined by ``&``, ``|`` and ``~``, and written as
-the text that `parse_condition` reads. What is done when one comes true is decided in `flodl.train.rules`.
+A condition is a value: it can be compared, pickled, combined by ``&``, ``|`` and ``~``, and converted to the text that
+`parse_condition` reads. `flodl.train.rules` pairs conditions with actions.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from flodl.monitor.trend import Trend
 
 __all__ = [
     "Condition",
-    "Outlook",
+    "RuleContext",
     "above",
     "after_epochs",
     "after_steps",
@@ -30,18 +30,17 @@ __all__ = [
     "worsening",
 ]
 
-MODES = ("min", "max")
+_DEFAULTS = {"stalled": 1e-3, "improving": "min", "worsening": "min", "no_better": "min"}
 
 
 @dataclass(frozen=True)
-class Outlook:
-    """What a condition is asked about: what a run knows at a point where all its ranks know the same.
+class RuleContext:
+    """Values that a condition reads; equal on all ranks.
 
     Attributes:
-        trends: by name: ``loss``, the metrics of training, values that are watched, by dotted names, and figures of
-            evaluations.
-        epochs: epochs that are done.
-        steps: steps that are done.
+        trends: histories by name: ``loss``, training metrics, watched values and evaluation metrics.
+        epochs: number of finished epochs.
+        steps: number of finished steps.
     """
 
     trends: Mapping[str, Trend] = field(default_factory=dict)
@@ -49,54 +48,67 @@ class Outlook:
     steps: int = 0
 
     def trend(self, name: str) -> Trend:
-        """Return a trend; empty where nothing of this name is known yet."""
+        """Return a history by name; an empty one if no value was recorded."""
         return self.trends.get(name) or Trend((), name)
 
 
 @dataclass(frozen=True)
 class Condition:
-    """A question with an answer of yes or no; made by the functions of this module.
+    """A callable that is true or false for a `RuleContext`; created by the functions of this module.
 
     Attributes:
-        word: which question.
-        args: what it is asked with; conditions, for ``and``, ``or`` and ``not``.
+        word: name of the function that created it, or ``and``, ``or``, ``not``.
+        args: its arguments; conditions for ``and``, ``or`` and ``not``.
     """
 
     word: str
     args: tuple[Any, ...]
 
-    def __call__(self, outlook: Outlook) -> bool:
-        """Return whether it is true now."""
-        return bool(_WORDS[self.word].test(outlook, *self.args))
+    def __call__(self, context: RuleContext) -> bool:
+        """Return whether the condition is true now."""
+        first, *rest = self.args
+        if self.word == "not":
+            return not first(context)
+        if self.word in ("and", "or"):
+            return (all if self.word == "and" else any)(part(context) for part in self.args)
+        if self.word in ("after_epochs", "after_steps"):
+            return getattr(context, self.word.removeprefix("after_")) >= first
+        return _TESTS[self.word](context.trend(first), *rest)
 
-    def why(self, outlook: Outlook) -> str:
-        """Return the figures that the answer comes from."""
-        return _WORDS[self.word].why(outlook, *self.args)
+    def why(self, context: RuleContext) -> str:
+        """Return the values that make the condition true."""
+        first = self.args[0]
+        if self.word == "not":
+            return f"{first} is false"
+        if self.word in ("and", "or"):
+            return " and ".join(part.why(context) for part in self.args if part(context))
+        if self.word in ("after_epochs", "after_steps"):
+            unit = self.word.removeprefix("after_")
+            return f"{getattr(context, unit)} {unit} are done"
+        values = context.trend(first).last(1 if self.word in ("above", "below") else self.args[1])
+        return f"{first} is {', '.join(f'{value:.4g}' for value in values)}"
 
     @property
     def names(self) -> list[str]:
-        """The trends that it asks about."""
-        inner = [name for part in self.args if isinstance(part, Condition) for name in part.names]
-        own = [self.args[0]] if "name" in _WORDS[self.word].takes else []
-        return list(dict.fromkeys([*own, *inner]))
+        """Names of the histories that the condition reads."""
+        found = [name for part in self.args if isinstance(part, Condition) for name in part.names]
+        return list(dict.fromkeys([self.args[0]] if self.word in _TESTS else found))
 
     def renamed(self, names: Mapping[str, str]) -> Condition:
-        """Return the same question about trends of other names."""
+        """Return the condition with other names of histories."""
         args: list[Any] = [part.renamed(names) if isinstance(part, Condition) else part for part in self.args]
-        if "name" in _WORDS[self.word].takes:
+        if self.word in _TESTS:
             args[0] = names.get(args[0], args[0])
         return Condition(self.word, tuple(args))
 
     def __str__(self) -> str:
-        if self.word in ("and", "or"):
-            return f" {self.word} ".join(_bracketed(part, self.word) for part in self.args)
         if self.word == "not":
-            return f"not {_bracketed(self.args[0], 'not')}"
-        takes = _WORDS[self.word].takes
-        shown = [_shown(value) for value in self.args]
-        while shown and self.args[len(shown) - 1] == list(takes.values())[len(shown) - 1]:
-            shown.pop()  # defaults are left out
-        return f"{self.word}({', '.join(shown)})"
+            return f"not ({self.args[0]})" if self.args[0].word in ("and", "or") else f"not {self.args[0]}"
+        if self.word in ("and", "or"):
+            inner = "or" if self.word == "and" else ""
+            return f" {self.word} ".join(f"({part})" if part.word == inner else str(part) for part in self.args)
+        args = self.args[:-1] if self.args[-1] == _DEFAULTS.get(self.word) else self.args
+        return f"{self.word}({', '.join(map(_argument_text, args))})"
 
     def __and__(self, other: Condition) -> Condition:
         return Condition("and", (self, other))
@@ -108,348 +120,163 @@ class Condition:
         return Condition("not", (self,))
 
 
-# ---- the questions ---------------------------------------------------------------------------------------
-
-
 def stalled(name: str, window: int, tolerance: float = 1e-3) -> Condition:
-    """Ask whether a trend stands still: the slope of its last ``window`` values is smaller than ``tolerance``.
-
-    False before there are so many.
-    """
-    return _made("stalled", name, window, tolerance)
+    """Return a condition: the absolute slope of the last ``window`` values is below ``tolerance``."""
+    return _checked("stalled", name=name, window=window, tolerance=tolerance)
 
 
 def improving(name: str, window: int, mode: str = "min") -> Condition:
-    """Ask whether the slope of the last ``window`` values goes down, or up for ``mode="max"``."""
-    return _made("improving", name, window, mode)
+    """Return a condition: the last ``window`` values fall, or rise for ``mode="max"``."""
+    return _checked("improving", name=name, window=window, mode=mode)
 
 
 def worsening(name: str, window: int, mode: str = "min") -> Condition:
-    """Ask whether the slope of the last ``window`` values goes up, or down for ``mode="max"``."""
-    return _made("worsening", name, window, mode)
+    """Return a condition: the last ``window`` values rise, or fall for ``mode="max"``."""
+    return _checked("worsening", name=name, window=window, mode=mode)
 
 
 def no_better(name: str, window: int, mode: str = "min") -> Condition:
-    """Ask whether none of the last ``window`` values is better than the best before them."""
-    return _made("no_better", name, window, mode)
+    """Return a condition: none of the last ``window`` values is better than the best before."""
+    return _checked("no_better", name=name, window=window, mode=mode)
 
 
 def converged(name: str, window: int, tolerance: float) -> Condition:
-    """Ask whether the last ``window`` values have settled: their variance is smaller than ``tolerance``."""
-    return _made("converged", name, window, tolerance)
+    """Return a condition: the variance of the last ``window`` values is below ``tolerance``."""
+    return _checked("converged", name=name, window=window, tolerance=tolerance)
 
 
 def above(name: str, value: float) -> Condition:
-    """Ask whether the newest value is higher than ``value``."""
-    return _made("above", name, value)
+    """Return a condition: the newest value is higher than ``value``."""
+    return _checked("above", name=name, value=value)
 
 
 def below(name: str, value: float) -> Condition:
-    """Ask whether the newest value is lower than ``value``."""
-    return _made("below", name, value)
+    """Return a condition: the newest value is lower than ``value``."""
+    return _checked("below", name=name, value=value)
 
 
 def after_epochs(count: int) -> Condition:
-    """Ask whether so many epochs are done."""
-    return _made("after_epochs", count)
+    """Return a condition: ``count`` epochs are finished."""
+    return _checked("after_epochs", count=count)
 
 
 def after_steps(count: int) -> Condition:
-    """Ask whether so many steps are done."""
-    return _made("after_steps", count)
+    """Return a condition: ``count`` steps are finished."""
+    return _checked("after_steps", count=count)
 
 
-@dataclass(frozen=True)
-class _Word:
-    """One question: what it takes, with defaults, how it is answered, and from which figures."""
-
-    takes: Mapping[str, Any]
-    test: Callable[..., Any]
-    why: Callable[..., str]
-
-
-_NEEDED = object()
-
-
-def _enough(outlook: Outlook, name: str, window: int) -> Trend | None:
-    trend = outlook.trend(name)
-    return trend if len(trend) >= max(window, 2) else None
-
-
-def _stalled(outlook: Outlook, name: str, window: int, tolerance: float) -> bool:
-    trend = _enough(outlook, name, window)
-    return trend is not None and trend.stalled(window, tolerance)
-
-
-def _improving(outlook: Outlook, name: str, window: int, mode: str) -> bool:
-    trend = _enough(outlook, name, window)
-    return trend is not None and trend.improving(window, mode=mode)
-
-
-def _worsening(outlook: Outlook, name: str, window: int, mode: str) -> bool:
-    return _improving(outlook, name, window, "max" if mode == "min" else "min")
-
-
-def _no_better(outlook: Outlook, name: str, window: int, mode: str) -> bool:
-    signed = [value if mode == "min" else -value for value in outlook.trend(name).values()]
+def _no_better(trend: Trend, window: int, mode: str) -> bool:
+    signed = [value if mode == "min" else -value for value in trend.values()]
     values = [math.inf if math.isnan(value) else value for value in signed]
     return len(values) > window and min(values[-window:]) >= min(values[:-window])
 
 
-def _converged(outlook: Outlook, name: str, window: int, tolerance: float) -> bool:
-    trend = _enough(outlook, name, window)
-    return trend is not None and trend.converged(window, tolerance)
-
-
-def _above(outlook: Outlook, name: str, value: float) -> bool:
-    trend = outlook.trend(name)
-    return len(trend) > 0 and trend.latest() > value
-
-
-def _below(outlook: Outlook, name: str, value: float) -> bool:
-    trend = outlook.trend(name)
-    return len(trend) > 0 and trend.latest() < value
-
-
-def _slope(outlook: Outlook, name: str, window: int, *_: Any) -> str:
-    trend = outlook.trend(name)
-    return f"the slope of {name} over {len(trend.last(window))} values is {trend.slope(window):.3g}"
-
-
-def _values(outlook: Outlook, name: str, window: int, *_: Any) -> str:
-    return f"the last values of {name} are {', '.join(f'{value:.4g}' for value in outlook.trend(name).last(window))}"
-
-
-def _newest(outlook: Outlook, name: str, *_: Any) -> str:
-    trend = outlook.trend(name)
-    return f"{name} is {trend.latest():.4g}" if len(trend) else f"{name} has no value"
-
-
-def _joined(word: str) -> Callable[..., str]:
-    return lambda outlook, *parts: f" {word} ".join(
-        part.why(outlook) for part in parts if word == "and" or part(outlook)
-    )
-
-
-_WINDOW = {"name": _NEEDED, "window": _NEEDED}
-_WORDS: dict[str, _Word] = {
-    "stalled": _Word({**_WINDOW, "tolerance": 1e-3}, _stalled, _slope),
-    "improving": _Word({**_WINDOW, "mode": "min"}, _improving, _slope),
-    "worsening": _Word({**_WINDOW, "mode": "min"}, _worsening, _slope),
-    "no_better": _Word({**_WINDOW, "mode": "min"}, _no_better, _values),
-    "converged": _Word({**_WINDOW, "tolerance": _NEEDED}, _converged, _values),
-    "above": _Word({"name": _NEEDED, "value": _NEEDED}, _above, _newest),
-    "below": _Word({"name": _NEEDED, "value": _NEEDED}, _below, _newest),
-    "after_epochs": _Word({"count": _NEEDED}, lambda o, n: o.epochs >= n, lambda o, n: f"{o.epochs} epochs are done"),
-    "after_steps": _Word({"count": _NEEDED}, lambda o, n: o.steps >= n, lambda o, n: f"{o.steps} steps are done"),
-    "and": _Word({}, lambda o, *parts: all(part(o) for part in parts), _joined("and")),
-    "or": _Word({}, lambda o, *parts: any(part(o) for part in parts), _joined("or")),
-    "not": _Word({}, lambda o, part: not part(o), lambda o, part: f"{part} does not hold"),
+_TESTS: dict[str, Callable[..., bool]] = {
+    "stalled": lambda trend, window, tolerance: len(trend) >= window and trend.stalled(window, tolerance),
+    "improving": lambda trend, window, mode: len(trend) >= window and trend.improving(window, mode=mode),
+    "worsening": lambda trend, window, mode: (
+        len(trend) >= window and trend.improving(window, mode="max" if mode == "min" else "min")
+    ),
+    "no_better": _no_better,
+    "converged": lambda trend, window, tolerance: len(trend) >= window and trend.converged(window, tolerance),
+    "above": lambda trend, value: len(trend) > 0 and trend.latest() > value,
+    "below": lambda trend, value: len(trend) > 0 and trend.latest() < value,
 }
-QUESTIONS = tuple(word for word in _WORDS if word not in ("and", "or", "not"))
+_FUNCTIONS: dict[str, Callable[..., Condition]] = {
+    made.__name__: made
+    for made in (stalled, improving, worsening, no_better, converged, above, below, after_epochs, after_steps)
+}
 
 
-def _made(word: str, *args: Any, **named: Any) -> Condition:
+def _checked(word: str, **args: Any) -> Condition:
     """Return a condition.
 
     Raises:
-        ConfigError: it takes other arguments; ``problems`` lists all that is wrong.
+        ConfigError: an argument is invalid; ``problems`` lists all of them.
     """
-    takes = _WORDS[word].takes
-    problems = [f"{word} has no argument {name!r}{nearest(name, takes)}" for name in named if name not in takes]
-    if len(args) > len(takes):
-        problems.append(f"{word} takes {len(takes)} arguments ({', '.join(takes)}), found {len(args)}")
-    given = dict(zip(takes, args, strict=False))
-    problems += [f"{word}: {name} is given twice" for name in named if name in given]
-    given |= {name: value for name, value in named.items() if name in takes}
-    values = []
-    for name, default in takes.items():
-        value = given.get(name, default)
-        fault = f"{word}: {name} is missing" if value is _NEEDED else _fault(word, name, value)
-        problems += [fault] if fault else []
-        values.append(float(value) if name in ("tolerance", "value") and not fault else value)
+    least = 1 if word in ("no_better", "after_epochs", "after_steps") else 2
+    problems = []
+    for name, value in args.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+        is_valid, expected = {
+            "name": (isinstance(value, str) and value != "", "the name of a value, such as loss"),
+            "mode": (value in ("min", "max"), "min or max"),
+            "value": (number, "a number"),
+            "tolerance": (number and value > 0, "a number above 0"),
+        }.get(name, (number and value == int(value) >= least, f"an integer from {least}"))
+        if not is_valid:
+            problems.append(f"{word}: {name} is {value!r}, expected {expected}")
     if problems:
         raise ConfigError(f"condition: {'; '.join(problems)}", problems=problems)
-    return Condition(word, tuple(values))
+    floats = ("tolerance", "value")
+    return Condition(word, tuple(float(value) if name in floats else value for name, value in args.items()))
 
 
-def _fault(word: str, name: str, value: Any) -> str | None:
-    """Return what is wrong with an argument."""
-    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value else None
-    if name == "name" and (not isinstance(value, str) or not value):
-        return f"{word}: found {value!r} for the name; expected the name of a figure, such as loss"
-    least = 2 if name == "window" and word != "no_better" else 1
-    if name in ("window", "count") and (number is None or number != int(number) or number < least):
-        return f"{word}: found {value!r} for {name}; expected an integer from {least}"
-    if name in ("tolerance", "value") and number is None:
-        return f"{word}: found {value!r} for {name}; expected a number"
-    if name == "tolerance" and number is not None and number <= 0:
-        return f"{word}: found {value!r} for tolerance; expected more than 0"
-    if name == "mode" and value not in MODES:
-        return f"{word}: found {value!r} for mode{nearest(str(value), MODES)}; expected min or max"
-    return None
-
-
-def _bracketed(part: Any, around: str) -> str:
-    inner = part.word if isinstance(part, Condition) else ""
-    loose = (around == "not" and inner in ("and", "or")) or (around == "and" and inner == "or")
-    return f"({part})" if loose else str(part)
-
-
-def _shown(value: Any) -> str:
+def _argument_text(value: Any) -> str:
     if isinstance(value, float):
         return repr(int(value)) if value == int(value) and abs(value) < 1e15 else repr(value)
-    if isinstance(value, str) and (not re.fullmatch(_NAME, value) or value in _RESERVED or _number(value) is not None):
-        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    if isinstance(value, str) and (not re.fullmatch(r"[^\s()=,'\"]+", value) or not isinstance(_read(value), str)):
+        return f'"{value}"' if "'" in value else f"'{value}'"
     return str(value)
 
 
-# ---- as text ---------------------------------------------------------------------------------------------
-
-_NAME = r"[^\s()=,'\"]+"
-_RESERVED = ("and", "or", "not", "when")
-_TOKEN = re.compile(rf"\s*(?:([()=,])|'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"|({_NAME}))")
+_PART = re.compile(r"""\s*(?:(and|or)\s+)?(not\s+)?(\w+)\s*\(((?:'[^']*'|"[^"]*"|[^()'"])*)\)\s*""")
+_ARGUMENT = re.compile(r"""\s*(?:(\w+)\s*=\s*)?(?:'([^']*)'|"([^"]*)"|([^\s,='"]+))\s*(?:,|$)""")
 
 
 def parse_condition(text: str) -> Condition:
-    """Return the condition that a text says, such as ``stalled(loss, 3) and not improving(dev/f1, 2, mode=max)``.
+    """Return the condition of a text such as ``stalled(loss, 3) and not improving(dev/f1, 2, mode=max)``.
 
-    Names of figures need no quotes where they hold no spaces, commas, brackets or equals signs.
+    ``and`` binds more tightly than ``or``; brackets are available in Python only. Names with spaces or commas need
+    quotes.
 
     Raises:
-        ConfigError: it says none; the message has the place.
+        ConfigError: the text is not a condition.
     """
-    reader = _Reader(text)
-    found = reader.either()
-    if reader.token is not None:
-        reader.fail("the end, or 'and' or 'or'")
+    groups: list[list[Condition]] = [[]]
+    for joined, negated, word, arguments in _matches(_PART, text, text):
+        if bool(joined) == (groups == [[]]) or word not in _FUNCTIONS:
+            raise _unreadable(text, f"{joined or ''} {word}".strip(), nearest(word, _FUNCTIONS))
+        parsed = [(name, _read(bare) if bare else quoted or other) for name, quoted, other, bare in
+                  _matches(_ARGUMENT, arguments, text)]  # fmt: skip
+        try:
+            condition = _FUNCTIONS[word](*[v for n, v in parsed if not n], **{n: v for n, v in parsed if n})
+        except (TypeError, ConfigError) as fault:
+            raise ConfigError(f"condition {text!r}: {fault}", problems=[str(fault)]) from None
+        if joined == "or":
+            groups.append([])
+        groups[-1].append(~condition if negated else condition)
+    if groups == [[]]:
+        raise _unreadable(text, "nothing")
+    parts = [group[0] if len(group) == 1 else Condition("and", tuple(group)) for group in groups]
+    return parts[0] if len(parts) == 1 else Condition("or", tuple(parts))
+
+
+def _matches(pattern: re.Pattern[str], text: str, whole: str) -> list[tuple[Any, ...]]:
+    """Return the groups of consecutive matches, which must cover the text."""
+    found, place = [], 0
+    while place < len(text.rstrip()):
+        match = pattern.match(text, place)
+        if match is None:
+            raise _unreadable(whole, text[place:].strip())
+        found.append(match.groups())
+        place = match.end()
     return found
 
 
-@dataclass(frozen=True)
-class _Token:
-    text: str
-    start: int
-    kind: str  # "mark", "quoted" or "word"
+def _unreadable(text: str, found: str, hint: str = "") -> ConfigError:
+    words = ", ".join(_FUNCTIONS)
+    return ConfigError(
+        f"condition {text!r}: found {found!r}{hint}, expected one of {words} with arguments, joined by and, or, not. "
+        "Brackets around conditions are not supported.",
+        problems=[text],
+    )
 
 
-def _tokens(text: str) -> Iterator[_Token]:
-    place = 0
-    while text[place:].strip():
-        match = _TOKEN.match(text, place)
-        if match is None:
-            where = len(text) - len(text[place:].lstrip())
-            raise ConfigError(f"condition {text!r}: found a quote that does not end, at {where + 1}", problems=[text])
-        group = next(i for i in range(1, 5) if match[i] is not None)
-        said = match[group]
-        if group in (2, 3):
-            said = re.sub(r"\\(.)", r"\1", said)
-        yield _Token(said, match.start(group), {1: "mark", 4: "word"}.get(group, "quoted"))
-        place = match.end()
-
-
-class _Reader:
-    """Reads one condition, token by token."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self._rest = _tokens(text)
-        self.token = next(self._rest, None)
-        self.depth = 0
-
-    def fail(self, expected: str) -> Any:
-        found = "the end" if self.token is None else f"{self.token.text!r} at {self.token.start + 1}"
-        raise ConfigError(f"condition {self.text!r}: found {found}; expected {expected}", problems=[self.text])
-
-    def take(self, *texts: str) -> bool:
-        """Go on after the next token if it is one of these."""
-        if self.token is None or self.token.kind == "quoted" or self.token.text not in texts:
-            return False
-        self.token = next(self._rest, None)
-        return True
-
-    def either(self) -> Condition:
-        found = [self.both()]
-        while self.take("or"):
-            found.append(self.both())
-        return found[0] if len(found) == 1 else Condition("or", tuple(found))
-
-    def both(self) -> Condition:
-        found = [self.one()]
-        while self.take("and"):
-            found.append(self.one())
-        return found[0] if len(found) == 1 else Condition("and", tuple(found))
-
-    def one(self) -> Condition:
-        self.depth += 1
-        if self.depth > 50:
-            self.fail("fewer brackets")
+def _read(text: str) -> int | float | str:
+    for kind in (int, float):
         try:
-            if self.take("not"):
-                return Condition("not", (self.one(),))
-            if self.take("("):
-                found = self.either()
-                if not self.take(")"):
-                    self.fail("')'")
-                return found
-            return self.question()
-        finally:
-            self.depth -= 1
-
-    def question(self) -> Condition:
-        token = self.token
-        if token is None or token.kind != "word" or token.text not in QUESTIONS:
-            hint = nearest(token.text, QUESTIONS) if token is not None and token.kind == "word" else ""
-            self.fail(f"one of {', '.join(QUESTIONS)}{hint}")
-        assert token is not None
-        self.token = next(self._rest, None)
-        if not self.take("("):
-            self.fail("'('")
-        args: list[Any] = []
-        named: dict[str, Any] = {}
-        while not self.take(")"):
-            self.argument(args, named)
-            if not self.take(","):
-                if not self.take(")"):
-                    self.fail("',' or ')'")
-                break
-        try:
-            return _made(token.text, *args, **named)
-        except ConfigError as fault:
-            raise ConfigError(
-                f"condition {self.text!r}: {'; '.join(fault.problems)}", problems=fault.problems
-            ) from None
-
-    def argument(self, args: list[Any], named: dict[str, Any]) -> None:
-        token = self.token
-        if token is None or token.kind == "mark":
-            self.fail("a name or a number")
-        assert token is not None
-        self.token = next(self._rest, None)
-        if token.kind == "word" and self.take("="):
-            value = self.token
-            if value is None or value.kind == "mark" or token.text in named:
-                self.fail("a value, once")
-            assert value is not None
-            self.token = next(self._rest, None)
-            named[token.text] = self.value(value)
-            return
-        if named:
-            raise ConfigError(
-                f"condition {self.text!r}: found {token.text!r} after an argument by name; expected it before",
-                problems=[self.text],
-            )
-        args.append(self.value(token))
-
-    def value(self, token: _Token) -> Any:
-        number = _number(token.text) if token.kind == "word" else None
-        return token.text if number is None else number
-
-
-def _number(text: str) -> int | float | None:
-    if re.fullmatch(r"[+-]?\d+", text):
-        return int(text)
-    try:
-        return float(text) if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", text) else None
-    except ValueError:
-        return None
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -16,7 +16,7 @@ from torch import nn
 from flodl.distributed.group import Ranks
 from flodl.errors import TrainError, nearest
 from flodl.graph.parts import parameters_at
-from flodl.monitor.conditions import Condition, Outlook
+from flodl.monitor.conditions import Condition, RuleContext
 from flodl.monitor.trend import Trend
 from flodl.train.events import Decided
 from flodl.train.rules import Rule, as_rule
@@ -139,7 +139,7 @@ class Deciding:
         if not self._news:
             return []
         self._news = False
-        outlook = Outlook(self.trends, epochs, step)
+        outlook = RuleContext(self.trends, epochs, step)
         waiting = [place for place in range(len(self.rules)) if place not in self.acted]
         answers = [float(self.rules[place].condition(outlook)) for place in waiting]
         if waiting and not self.ranks.solo:

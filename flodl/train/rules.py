@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flodl.errors import ConfigError, nearest
-from flodl.monitor.conditions import Condition, Outlook, parse_condition
+from flodl.monitor.conditions import Condition, RuleContext, parse_condition
 
 __all__ = ["Rule", "as_rule", "freeze_when", "parse_rule", "set_rate", "stop_when", "thaw_when"]
 
 ACTIONS = ("stop", "freeze", "thaw", "rate")
-Question = Condition | Callable[[Outlook], bool]
+Question = Condition | Callable[[RuleContext], bool]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Rule:
         ]
         return f"{' '.join(parts)} when {asked}"
 
-    def why(self, outlook: Outlook) -> str:
+    def why(self, outlook: RuleContext) -> str:
         """Return the figures that made the rule come true."""
         return self.condition.why(outlook) if isinstance(self.condition, Condition) else _called(self.condition)
 
@@ -151,7 +151,7 @@ def parse_rule(text: str) -> Rule:
 def _asked(condition: Question) -> Question:
     if not callable(condition):
         raise ConfigError(
-            f"rule: found {condition!r}; expected a condition such as stalled('loss', 3), or a function of an Outlook",
+            f"rule: found {condition!r}; expected a condition such as stalled('loss', 3), or a callable",
             problems=[repr(condition)],
         )
     return condition
