@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,9 @@ class Pipeline:
             options.setdefault("candidate_labels", inputs[1])
             inputs = inputs[:1]
         self._known(options)
-        return self._call(self.model, tuple(map(_streamed, inputs)), {**self._defaults, **options})
+        found = self._call(self.model, tuple(map(_streamed, inputs)), {**self._defaults, **options})
+        sized = inputs and _is_dataset(inputs[0]) and hasattr(inputs[0], "__len__")
+        return _Stream(found, len(inputs[0])) if sized else found
 
     predict = transform = __call__
 
@@ -186,6 +189,7 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "text-classification": ("top_k", "function_to_apply", "return_all_scores", "truncation", "max_length"),
     "token-classification": (
         "aggregation_strategy", "ignore_labels", "stride", "is_split_into_words", "delimiter", "grouped_entities",
+        "offset_mapping",
     ),
     "question-answering": (
         "question", "context", "top_k", "topk", "doc_stride", "max_answer_len", "max_seq_len", "max_seq_length",
@@ -198,13 +202,33 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+class _Stream(Iterator[Any]):
+    """An iterator over the answers to a data set, with their number."""
+
+    def __init__(self, answers: Iterator[Any], count: int) -> None:
+        self._answers = answers
+        self._count = count
+
+    def __next__(self) -> Any:
+        return next(self._answers)
+
+    def __len__(self) -> int:
+        return self._count
+
+
+def _is_dataset(data: Any) -> bool:
+    from torch.utils.data import Dataset
+
+    return isinstance(data, Dataset)
+
+
 def _streamed(data: Any) -> Any:
     """Return an iterator over the items of a torch ``Dataset``; other inputs unchanged."""
-    from torch.utils.data import Dataset, IterableDataset
+    from torch.utils.data import IterableDataset
 
-    if not isinstance(data, Dataset):
+    if not _is_dataset(data):
         return data
-    return iter(data) if isinstance(data, IterableDataset) else (data[place] for place in range(len(data)))  # type: ignore[arg-type]
+    return iter(data) if isinstance(data, IterableDataset) else (data[place] for place in range(len(data)))
 
 
 def _truncates(given: Mapping[str, Any]) -> bool:
@@ -234,8 +258,14 @@ def _classified(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) ->
     cut = {name: options.pop(name) for name in ("truncation", "max_length") if name in options}
     if legacy:
         options["top_k"] = None if everything else 1
-    if _truncates({**cut, "padding": options.get("padding")}):
-        run = partial(_cut_classes, model, cut=cut, options=options)
+    truncates = _truncates({**cut, "padding": options.get("padding")})
+    mixed = isinstance(texts, list) and len({isinstance(text, Mapping) for text in texts}) > 1
+    if truncates or mixed:
+        run = (
+            partial(_cut_classes, model, cut=cut, options=options)
+            if truncates
+            else partial(model.predict, compat="transformers", **options)
+        )
         if isinstance(texts, Iterator):
             found: Any = map(run, texts)
         else:
@@ -282,10 +312,17 @@ def _cut_classes(model: Any, text: Any, cut: dict[str, Any], options: dict[str, 
     return found
 
 
+def _most(model: Any) -> int | None:
+    """Return the most tokens of a truncated text: as in transformers the tokenizer's, unless positions are fewer."""
+    embeddings = dict(model.graph.get_submodule("encoder.embeddings").named_children())
+    limited = {"position", "rotary"} & embeddings.keys()
+    return model.max_tokens if limited else model.tokenizer.model_max_length
+
+
 def _encoded(model: Any, text: Any, pair: str | None = None, **given: Any) -> dict[str, Any]:
     """Return the tensors of one text on the model's device, made with the given options of the tokenizer."""
     if given.get("max_length") is None and (_truncates(given) or given.get("padding") == "max_length"):
-        given["max_length"] = model.max_tokens
+        given["max_length"] = _most(model)
     encoded = model.tokenizer(text, pair, return_tensors="pt", **given)
     names = ["input_ids", "attention_mask"] + ["token_type_ids"] * model.config.uses_token_types
     return {name: encoded[name].to(model.device) for name in names if name in encoded}
@@ -298,17 +335,39 @@ def _entities(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> A
     options.setdefault("aggregation_strategy", "none")
     texts = several(texts, "token-classification")
     words_given = options.get("is_split_into_words")
+    offsets = _first_offsets(texts, options)
     if not words_given and options.get("stride") is None:
         options.pop("stride", None)
         if isinstance(texts, str):
-            return _several_entities(model, [texts], options)[0]
+            return _several_entities(model, [texts], options, offsets)[0]
         if isinstance(texts, Iterator):
-            return (_several_entities(model, [text], options)[0] for text in texts)
-        return _several_entities(model, texts, options)
+            return (_several_entities(model, [text], options, offsets)[0] for text in texts)
+        return _several_entities(model, texts, options, offsets)
     found = model.predict(texts, compat="transformers", **options)
     # Given words come back as a list of one text.
     alone = words_given and isinstance(texts, (list, tuple)) and isinstance(texts[0], str)
     return [found] if alone else found
+
+
+def _first_offsets(texts: Any, options: dict[str, Any]) -> Any:
+    """Remove ``offset_mapping`` from options and return its first text's, which transformers applies to every text.
+
+    Raises:
+        PredictError: the numbers of mappings and texts differ, or words or a stride are given too.
+    """
+    given = options.pop("offset_mapping", None)
+    if not given:
+        return None
+    given = [given] if isinstance(given[0], tuple) else given
+    if not isinstance(texts, Iterator) and len(given) != (1 if isinstance(texts, str) else len(texts)):
+        raise PredictError(
+            f"token-classification: found {len(given)} mappings in offset_mapping, expected one per text."
+        )
+    if options.get("is_split_into_words") or options.get("stride") is not None:
+        raise PredictError(
+            "token-classification: found offset_mapping with is_split_into_words or stride. Pass one of them."
+        )
+    return given[0]
 
 
 def _too_long(model: Any, text: str) -> bool:
@@ -320,23 +379,27 @@ def _too_long(model: Any, text: str) -> bool:
     return len(model.tokenizer(text, truncation=True, max_length=most + 1)["input_ids"]) > most
 
 
-def _several_entities(model: Any, texts: Any, options: dict[str, Any]) -> list[Any]:
+def _several_entities(model: Any, texts: Any, options: dict[str, Any], offsets: Any) -> list[Any]:
     """Return the entities of texts; without ``stride`` the pipeline reads the first window of each alone."""
     texts = list(texts)
     long = {place for place, text in enumerate(texts) if isinstance(text, str) and _too_long(model, text)}
+    alone = range(len(texts)) if offsets else long
     rest = iter(
-        model.predict([t for place, t in enumerate(texts) if place not in long], compat="transformers", **options)
+        model.predict([t for place, t in enumerate(texts) if place not in alone], compat="transformers", **options)
     )
-    return [_cut_entities(model, text, options) if n in long else next(rest) for n, text in enumerate(texts)]
+    return [_cut_entities(model, text, options, offsets) if n in alone else next(rest) for n, text in enumerate(texts)]
 
 
-def _cut_entities(model: Any, text: str, options: dict[str, Any]) -> list[Any]:
+def _cut_entities(model: Any, text: str, options: dict[str, Any], offsets: Any) -> list[Any]:
+    """Return the entities of a text that is truncated to one window, with other offsets of its tokens if given."""
     from flodl_hf.runtime.engine import facts
     from flodl_hf.runtime.inputs import Encoded
     from flodl_hf.runtime.token_table import table_of
 
-    _warn("token-classification", "stride= reads all of it")
-    ((row,),) = model.tokenizer.encode_rows([text], max_tokens=model.max_tokens, snap=False, overflow="truncate")
+    ((row,),) = model.tokenizer.encode_rows([text], max_tokens=_most(model), snap=False, overflow="truncate")
+    if row.truncated:
+        _warn("token-classification", "stride= reads all of it")
+    row = row if offsets is None else replace(row, offsets=offsets)
     with torch.inference_mode():
         ids = torch.tensor([list(row.ids)], device=model.device)
         types = torch.tensor([list(row.type_ids)], device=model.device)
@@ -400,7 +463,7 @@ def _filled(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any
             "fill-mask: no targets; expected words to choose from, or none said for the whole vocabulary"
         )
     if _truncates(cut):
-        run = partial(_cut_text, model, most=cut.get("max_length") or model.max_tokens)
+        run = partial(_cut_text, model, most=cut.get("max_length") or _most(model))
         if isinstance(texts, Iterator):
             texts = map(run, texts)
         else:
@@ -421,6 +484,8 @@ def _zero_shot(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> 
         return (_zero_shot(model, (text,), dict(options)) for text in texts)
     if "candidate_labels" not in options:
         raise PredictError("zero-shot-classification: no labels; expected candidate_labels=[...]")
+    if texts == "" or (isinstance(texts, list) and "" in texts):
+        raise PredictError("zero-shot-classification: found an empty text, expected a text. Leave it out.")
     options.pop("truncation", None)  # transformers ignores it: the text is truncated where necessary
     try:
         return model.zero_shot(texts, compat="transformers", **options)

@@ -191,7 +191,9 @@ class QuestionAnswerer(EncoderModel):
 
         tokenizer = self.ready("answer", untrained=untrained)
         pairs = several(pairs, "answer", mapping=True)
-        width = min(window_tokens, self.max_tokens or window_tokens)
+        # The former pipeline applies the tokenizer's length to its default alone.
+        stated = compat is not None and window_tokens != WINDOW_TOKENS
+        width = min(window_tokens, (self.config.max_tokens if stated else self.max_tokens) or window_tokens)
 
         tokens = partial(
             _tokens, tokenizer, max_tokens=width, stride=min(stride, width // 2), strict=strict,

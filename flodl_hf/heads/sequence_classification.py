@@ -203,15 +203,11 @@ class SequenceClassifier(ScoringModel):
                 f"zero_shot: labels are {shown(labels, 60)}; expected a list of at least one; put each label into it "
                 "as a text of its own"
             )
-        if "{}" not in template:
-            raise PredictError(
-                f"zero_shot: template is {shown(template, 60)}; expected a sentence with {{}} where the label goes; "
-                "put one there"
-            )
+        hypotheses = _hypotheses(template, labels)
         entailment = entailment_id(self.config.labels) if compat is None else 0
 
         def encode(chunk: list[str]) -> Encoded:
-            pairs = [(text, template.format(label)) for text in chunk for label in labels]
+            pairs = [(text, hypothesis) for text in chunk for hypothesis in hypotheses]
             return self._encode(pairs, strict=strict or compat is not None)
 
         def finish(chunk: list[str], encoded: Encoded, scores: Pending) -> list[Any]:
@@ -349,6 +345,24 @@ def ranking_activation(config: ModelConfig, given: str | None = None) -> Activat
     """
     stored = None if given is not None else score_function(config)
     return stored or activation_for(None, config.num_labels, given or "sigmoid")
+
+
+def _hypotheses(template: Any, labels: Sequence[str]) -> list[str]:
+    """Return the hypothesis of each label.
+
+    Raises:
+        PredictError: the template has no place for a label.
+    """
+    try:
+        found = [template.format(label) for label in labels]
+    except (AttributeError, LookupError, TypeError, ValueError):
+        found = [template]
+    if template in found:
+        raise PredictError(
+            f"zero_shot: found template={shown(template, 60)}, expected a sentence with {{}} in place of the label. "
+            "Put {} into it."
+        )
+    return found
 
 
 def _documents(query: Any, documents: Any) -> list[str]:

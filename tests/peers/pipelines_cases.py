@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ PAIR = {"text": TEXTS[0], "text_pair": TEXTS[1]}
 STRATEGIES = ("none", "simple", "first", "average", "max")
 CONTEXT = "The room was clean. We arrived at noon and the driver was waiting for us at the station. Great!"
 ASKED = {"question": "When did we arrive?", "context": CONTEXT}
+OFFSETS = [(0, 0), (0, 1), (2, 3), (4, 5), (0, 0)]
 # What a tokenizer with another mask has in its place.
 MASKED = ["The food was [MASK].", "[MASK] staff was [MASK]", "[MASK]"]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -36,6 +38,7 @@ CALLS: dict[str, tuple[str, str | None, list[Call]]] = {
         *(((given,), options) for given in (TEXTS[0], TEXTS, TEXTS[:1], PAIR, [PAIR, PAIR], [])
           for options in ({}, {"top_k": None}, {"top_k": 1}, {"top_k": 3}, {"function_to_apply": "none"},
                           {"function_to_apply": "sigmoid"}, {"function_to_apply": "softmax", "top_k": 2})),
+        (([TEXTS[0], PAIR],), {"top_k": 2}),
         (([["a", "b"]],), {}), (([TEXTS[:2]],), {"top_k": 2}), ((TEXTS,), {"batch_size": 2}), ((5,), {}),
         ((LONG,), {"truncation": True, "max_length": 16}), ((LONG,), {"max_length": 16}), ((TEXTS,), {"padding": True}),
         ((TEXTS[0],), {"function_to_apply": "other"}),
@@ -50,6 +53,8 @@ CALLS: dict[str, tuple[str, str | None, list[Call]]] = {
         ((TEXTS[0].split(),), {"is_split_into_words": True, "aggregation_strategy": "simple"}),
         (([text.split() for text in TEXTS[:2]],), {"is_split_into_words": True, "aggregation_strategy": "max"}),
         ((TEXTS[:2],), {"batch_size": 2, "aggregation_strategy": "simple"}), ((TEXTS[0],), {"stride": 4}),
+        *(((given,), {"offset_mapping": OFFSETS, "aggregation_strategy": strategy})
+          for given in ("a b c", ["a b c"], ["a", "b"]) for strategy in ("none", "simple")),
     ]),
     "fill-mask": ("masked_lm", None, [
         *(((given,), options) for given in (*MASKED, MASKED, MASKED[:1])
@@ -65,6 +70,9 @@ CALLS: dict[str, tuple[str, str | None, list[Call]]] = {
         ((TEXTS[0], ["food", "staff"]), {}), ((TEXTS[0],), {"candidate_labels": []}), ((TEXTS[0],), {}),
         ((TEXTS[0],), {"candidate_labels": "food", "hypothesis_template": "no place"}), (("",), {"candidate_labels": "food"}),
         ((), {"sequences": TEXTS[0], "candidate_labels": ["food", "staff"]}), (([],), {"candidate_labels": "food"}),
+        *(((given,), {"candidate_labels": ["food", "staff"], "hypothesis_template": template})
+          for given, template in ((TEXTS[0], None), (TEXTS[0], "{0}!"), (TEXTS[0], "{:s} {0}"), (TEXTS[0], "{:>9}"),
+                                  ([TEXTS[0], ""], "{}"), (TEXTS[0], "{a}"), (TEXTS[0], "{} {}"), (TEXTS[0], "{{}}"))),
     ]),
     # Larger batches of transformers return rows of padding too.
     "feature-extraction": ("base", None, [
@@ -76,7 +84,8 @@ CALLS: dict[str, tuple[str, str | None, list[Call]]] = {
     "question-answering": ("question_answering", None, [
         *(((given,), options) for given in (ASKED, [ASKED, ASKED], [ASKED])
           for options in ({}, {"top_k": 3}, {"max_answer_len": 3}, {"handle_impossible_answer": True}, {"top_k": 50},
-                          {"align_to_words": False}, {"max_seq_len": 24, "doc_stride": 4}, {"max_question_len": 3})),
+                          {"align_to_words": False}, {"max_seq_len": 24, "doc_stride": 4}, {"max_question_len": 3},
+                          {"max_seq_len": 60}, {"max_seq_len": 48, "doc_stride": 9})),
         ((), ASKED), ((), {"question": ["a", "b"], "context": CONTEXT}), ((), {"question": "a", "context": [CONTEXT, "b"]}),
         ((), {"question": ["a", "b"], "context": [CONTEXT, TEXTS[0]]}), ((), {**ASKED, "context": CONTEXT * 8}),
         ((), {"question": "", "context": CONTEXT}), ((), {"question": "a", "context": ""}), ((), {"question": "a"}),
@@ -127,4 +136,4 @@ def both(task: str, folder: Path) -> tuple[Callable[..., Any], Callable[..., Any
 
 
 def called(pipe: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    return pipe(*inputs, **options)
+    return pipe(*inputs, **copy.deepcopy(options))  # transformers changes dictionaries in them

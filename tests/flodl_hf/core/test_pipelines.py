@@ -47,6 +47,7 @@ CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("text-classification", ([LONG, TEXTS[0]],), {"truncation": True, "max_length": 12, "top_k": None}),
     ("text-classification", ({"text": TEXTS[0], "text_pair": LONG},), {"truncation": True}),
     ("text-classification", (TEXTS,), {"batch_size": 2, "padding": True}),
+    ("text-classification", ([PAIR, TEXTS[0]],), {"top_k": 2}),
     *[("text-classification", (given,), {"max_length": 5}) for given in (LONG, [LONG, TEXTS[0]], {"text": TEXTS[0], "text_pair": LONG})],
     ("text-classification", (TEXTS[0],), {"max_length": 5, "padding": True}),
     ("text-classification", (TEXTS[0],), {"max_length": 5, "truncation": False}),
@@ -58,12 +59,14 @@ CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
         for options in ({}, {"aggregation_strategy": "simple"}, {"aggregation_strategy": "max", "ignore_labels": []})
     ],
     ("token-classification", (LONG,), {"aggregation_strategy": "first"}),
+    ("token-classification", ("the cat sat",), {"offset_mapping": [(0, 0), (0, 1), (4, 7), (8, 9), (0, 0)]}),
     ("token-classification", ([LONG, TEXTS[0]],), {}),
     ("token-classification", (LONG,), {"aggregation_strategy": "simple", "stride": 8}),
     ("token-classification", (["ada", "lives", "in", "paris"],), {"is_split_into_words": True, "aggregation_strategy": "first"}),
     *[("zero-shot-classification", (given, LABELS), {}) for given in (TEXTS[0], TEXTS, TEXTS[:1])],
     ("zero-shot-classification", (TEXTS[0],), {"candidate_labels": "cat, film", "multi_label": True}),
     ("zero-shot-classification", (TEXTS,), {"candidate_labels": LABELS, "hypothesis_template": "so {}!"}),
+    ("zero-shot-classification", (TEXTS,), {"candidate_labels": LABELS, "hypothesis_template": "so {0:>5}!"}),
     ("zero-shot-classification", ([LONG, TEXTS[0]],), {"candidate_labels": LABELS}),
     *[("fill-mask", (given,), options) for given in (*MASKED, MASKED, MASKED[:1]) for options in ({}, {"top_k": 2}, {"targets": ["cat", "##s"]})],
     ("fill-mask", (MASKED[0],), {"targets": "cat"}),
@@ -100,13 +103,13 @@ def same(found: Any, expected: Any) -> None:
         assert float(found) == pytest.approx(float(expected), abs=1e-5)
 
 
-def theirs(task: str, folder: Path) -> Callable[..., Any]:
+def theirs(task: str, folder: Path, length: int = 40) -> Callable[..., Any]:
     transformers = pytest.importorskip("transformers")
     roles = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"),
         model_input_names=["input_ids", "token_type_ids", "attention_mask"],
-        **{"model_max_length": 40, **roles},
+        **{"model_max_length": length, **roles},
     )
     return transformers.pipeline(task, model=str(folder), tokenizer=tokenizer, device="cpu")
 
@@ -126,6 +129,19 @@ def test_calls_answer_as_transformers(
         if "top_k" not in options:
             same(pipeline(task, folder, device=-1, torch_dtype="float32", **options)(*inputs), expected)
     same(found, expected)
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize("task", ["text-classification", "token-classification", "feature-extraction"])
+@pytest.mark.filterwarnings("ignore")
+def test_models_without_a_table_of_positions_truncate_to_the_length_of_the_tokenizer(task: str, saved: Saved) -> None:
+    head, settings = HEADS[task]
+    folder = saved("modernbert", head, **settings)
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**json.loads((folder / "tokenizer_config.json").read_text()), "model_max_length": 50})
+    )
+    options = {} if head == "token_classification" else {"truncation": True}
+    same(pipeline(task, folder)(LONG, **options), theirs(task, folder, 50)(LONG, **options))
 
 
 def test_a_text_beyond_the_limit_is_reported_once(saved: Saved) -> None:
@@ -162,6 +178,10 @@ REFUSED: list[tuple[str, Any, dict[str, Any], type[Exception]]] = [
     ("zero-shot-classification", TEXTS[0], {"candidate_labels": []}, ValueError),
     ("zero-shot-classification", TEXTS[0], {"candidate_labels": None}, TypeError),
     ("zero-shot-classification", TEXTS[0], {"candidate_labels": "a", "hypothesis_template": "none"}, ValueError),
+    ("zero-shot-classification", TEXTS[0], {"candidate_labels": "a", "hypothesis_template": "{label}"}, ValueError),
+    ("zero-shot-classification", "", {"candidate_labels": "a"}, ValueError),
+    ("zero-shot-classification", ["a", ""], {"candidate_labels": "a"}, ValueError),
+    ("token-classification", ["a", "b"], {"offset_mapping": [[(0, 1)]]}, ValueError),
     ("feature-extraction", TEXTS[0], {"truncation": True, "tokenize_kwargs": {"truncation": True}}, ValueError),
     ("question-answering", {"question": "who?", "context": ""}, {}, ValueError),
     ("question-answering", {"question": "who?", "context": None}, {}, ValueError),
@@ -239,6 +259,8 @@ def test_a_generator_or_a_torch_dataset_gives_an_iterator(task: str, form: Calla
     made = pipeline(task, saved("bert", head, **settings), **options)
     found = made(form(items))
     assert isinstance(found, Iterator)
+    if form is Texts:
+        assert len(found) == len(items)  # type: ignore[arg-type]
     same(list(found), made(items))
     same(list(made(inputs=form(items))), made(sequences=items))
 
@@ -298,6 +320,11 @@ def test_questions_as_the_removed_pipeline_took_them(saved: Saved) -> None:
     narrow = ask(question=question, context=long, max_seq_length=24)
     same(narrow, ask(question=question, context=long, max_seq_len=24))
     assert narrow != default
+    same(ask(question=question, context=long, max_question_len=2), default)
+    stated = ask(question=question, context=long, max_seq_len=32)
+    model.max_seq_length = 24
+    same(ask(question=question, context=long, max_seq_len=32), stated)
+    same(ask(question=question, context=long), narrow)
 
 
 def test_what_is_cut_is_said(saved: Saved) -> None:
