@@ -6,9 +6,7 @@ What a model's own methods do better is their business; here the shapes, default
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,17 @@ import torch
 from flodl.errors import ConfigError, nearest
 from flodl_hf.auto import head_named, load
 from flodl_hf.errors import MissingKeyError, PredictError, TextTooLongError, UnknownTaskError
-from flodl_hf.heads.prediction_keywords import ZERO_SHOT
+from flodl_hf.heads.truncated import (
+    cut_classes,
+    cut_entities,
+    cut_text,
+    cut_zero_shot,
+    encoded_text,
+    most_tokens,
+    too_long,
+    truncates,
+    warn_of_cut,
+)
 from flodl_hf.keywords.loading import LOAD, device_of
 from flodl_hf.model.encoder_model import EncoderModel
 from flodl_hf.runtime.items import several
@@ -231,14 +239,6 @@ def _streamed(data: Any) -> Any:
     return iter(data) if isinstance(data, IterableDataset) else (data[place] for place in range(len(data)))
 
 
-def _truncates(given: Mapping[str, Any]) -> bool:
-    """Return whether options of a tokenizer truncate texts: ``max_length`` does so without ``truncation``."""
-    truncation = given.get("truncation")
-    if truncation is None:
-        return given.get("max_length") is not None and not given.get("padding")
-    return truncation not in (False, "do_not_truncate")
-
-
 def _one(task: str, inputs: tuple[Any, ...]) -> Any:
     if len(inputs) != 1:
         raise PredictError(f"{task}: found {len(inputs)} inputs; expected a text, or a list of texts")
@@ -258,12 +258,12 @@ def _classified(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) ->
     cut = {name: options.pop(name) for name in ("truncation", "max_length") if name in options}
     if legacy:
         options["top_k"] = None if everything else 1
-    truncates = _truncates({**cut, "padding": options.get("padding")})
+    truncated = truncates({**cut, "padding": options.get("padding")})
     mixed = isinstance(texts, list) and len({isinstance(text, Mapping) for text in texts}) > 1
-    if truncates or mixed:
+    if truncated or mixed:
         run = (
-            partial(_cut_classes, model, cut=cut, options=options)
-            if truncates
+            partial(cut_classes, model, cut=cut, options=options)
+            if truncated
             else partial(model.predict, compat="transformers", **options)
         )
         if isinstance(texts, Iterator):
@@ -296,36 +296,6 @@ def _class_text(text: Any) -> Any:
     # In transformers, an empty second text of a dictionary is no second text.
     alone = isinstance(text, Mapping) and text.get("text_pair", "given") == ""
     return {"text": text.get("text")} if alone else text
-
-
-def _cut_classes(model: Any, text: Any, cut: dict[str, Any], options: dict[str, Any]) -> list[Any]:
-    """Return the classes of a text that is truncated to one window, as transformers truncates it."""
-    from flodl_hf.decode.compat import text_classification
-
-    pair = (text["text"], text.get("text_pair")) if isinstance(text, Mapping) else (text, None)
-    with torch.inference_mode():
-        logits = model(**_encoded(model, *pair, **cut)).logits
-    (found,) = text_classification(
-        logits, model.config.labels, problem_type=model.config.problem_type, top_k=options.get("top_k", 1),
-        function_to_apply=options.get("function_to_apply"),
-    )  # fmt: skip
-    return found
-
-
-def _most(model: Any) -> int | None:
-    """Return the most tokens of a truncated text: as in transformers the tokenizer's, unless positions are fewer."""
-    embeddings = dict(model.graph.get_submodule("encoder.embeddings").named_children())
-    limited = {"position", "rotary"} & embeddings.keys()
-    return model.max_tokens if limited else model.tokenizer.model_max_length
-
-
-def _encoded(model: Any, text: Any, pair: str | None = None, **given: Any) -> dict[str, Any]:
-    """Return the tensors of one text on the model's device, made with the given options of the tokenizer."""
-    if given.get("max_length") is None and (_truncates(given) or given.get("padding") == "max_length"):
-        given["max_length"] = _most(model)
-    encoded = model.tokenizer(text, pair, return_tensors="pt", **given)
-    names = ["input_ids", "attention_mask"] + ["token_type_ids"] * model.config.uses_token_types
-    return {name: encoded[name].to(model.device) for name in names if name in encoded}
 
 
 def _entities(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -370,45 +340,15 @@ def _first_offsets(texts: Any, options: dict[str, Any]) -> Any:
     return given[0]
 
 
-def _too_long(model: Any, text: str) -> bool:
-    most = model.max_tokens
-    # A token has a character at least, but for the specials, where a character is one byte and stays one.
-    short = text.isascii() and len(text) + 8 <= (most or 0)
-    if most is None or short:
-        return False
-    return len(model.tokenizer(text, truncation=True, max_length=most + 1)["input_ids"]) > most
-
-
 def _several_entities(model: Any, texts: Any, options: dict[str, Any], offsets: Any) -> list[Any]:
     """Return the entities of texts; without ``stride`` the pipeline reads the first window of each alone."""
     texts = list(texts)
-    long = {place for place, text in enumerate(texts) if isinstance(text, str) and _too_long(model, text)}
+    long = {place for place, text in enumerate(texts) if isinstance(text, str) and too_long(model, text)}
     alone = range(len(texts)) if offsets else long
     rest = iter(
         model.predict([t for place, t in enumerate(texts) if place not in alone], compat="transformers", **options)
     )
-    return [_cut_entities(model, text, options, offsets) if n in alone else next(rest) for n, text in enumerate(texts)]
-
-
-def _cut_entities(model: Any, text: str, options: dict[str, Any], offsets: Any) -> list[Any]:
-    """Return the entities of a text that is truncated to one window, with other offsets of its tokens if given."""
-    from flodl_hf.runtime.engine import facts
-    from flodl_hf.runtime.inputs import Encoded
-    from flodl_hf.runtime.token_table import table_of
-
-    ((row,),) = model.tokenizer.encode_rows([text], max_tokens=_most(model), snap=False, overflow="truncate")
-    if row.truncated:
-        _warn("token-classification", "stride= reads all of it")
-    row = row if offsets is None else replace(row, offsets=offsets)
-    with torch.inference_mode():
-        ids = torch.tensor([list(row.ids)], device=model.device)
-        types = torch.tensor([list(row.type_ids)], device=model.device)
-        given = {"token_type_ids": types} if facts(model)["types"] else {}
-        logits = model(ids, **given).logits[0]
-    ignored = options.get("ignore_labels", ["O"])
-    strategy = options["aggregation_strategy"]
-    encoded = Encoded(table_of([row], [0]), 1, [row])
-    return model._as_transformers([logits], encoded, [text], None, strategy, ignored)[0]
+    return [cut_entities(model, text, options, offsets) if n in alone else next(rest) for n, text in enumerate(texts)]
 
 
 def _answered(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -462,20 +402,14 @@ def _filled(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any
         raise PredictError(
             "fill-mask: no targets; expected words to choose from, or none said for the whole vocabulary"
         )
-    if _truncates(cut):
-        run = partial(_cut_text, model, most=cut.get("max_length") or _most(model))
+    if truncates(cut):
+        run = partial(cut_text, model, most=cut.get("max_length") or most_tokens(model))
         if isinstance(texts, Iterator):
             texts = map(run, texts)
         else:
             texts = run(texts) if isinstance(texts, str) else [run(text) for text in texts]
     found = model.fill_mask(texts, compat="transformers", **options)
     return found[0] if isinstance(texts, list) and len(texts) == 1 else found
-
-
-def _cut_text(model: Any, text: str, most: int | None) -> str:
-    """Return the text up to the last of its tokens that a row of so many has room for."""
-    offsets = model.tokenizer(text, truncation=True, max_length=most, return_offsets_mapping=True)["offset_mapping"]
-    return text[: max(end for _, end in offsets)]
 
 
 def _zero_shot(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -492,22 +426,10 @@ def _zero_shot(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> 
     except TextTooLongError:
         pass
     # As in transformers, the text is truncated and the hypothesis is not.
-    _warn("zero-shot-classification", "zero_shot of the model reads all of it")
+    warn_of_cut("zero-shot-classification", "zero_shot of the model reads all of it")
     single = isinstance(texts, str)
-    found = [_cut_zero_shot(model, text, options) for text in ([texts] if single else texts)]
+    found = [cut_zero_shot(model, text, options) for text in ([texts] if single else texts)]
     return found[0] if single else found
-
-
-def _cut_zero_shot(model: Any, text: str, options: dict[str, Any]) -> dict[str, Any]:
-    from flodl_hf.decode.compat import zero_shot_classification
-
-    labels = ZERO_SHOT["candidate_labels"].value(options["candidate_labels"], model)
-    template = options.get("hypothesis_template", "This example is {}.")
-    with torch.inference_mode():
-        pairs = [_encoded(model, text, template.format(label), truncation="only_first") for label in labels]
-        logits = torch.cat([model(**pair).logits for pair in pairs])
-    multi = bool(options.get("multi_label"))
-    return zero_shot_classification(logits, [text], labels, model.config.labels, multi_label=multi)[0]
 
 
 def _features(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -521,18 +443,12 @@ def _features(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> A
 
     def run(text: Any) -> Any:
         with torch.inference_mode():
-            states = model(**_encoded(model, text, **given)).last_hidden_state.cpu()
+            states = model(**encoded_text(model, text, **given)).last_hidden_state.cpu()
         return states if options.get("return_tensors") else states.tolist()
 
     if isinstance(texts, str):
         return run(texts)
     return map(run, texts) if isinstance(texts, Iterator) else [run(text) for text in texts]
-
-
-def _warn(task: str, instead: str) -> None:
-    warnings.warn(
-        f"{task}: a text is longer than the model takes and is cut, as in transformers; {instead}", stacklevel=4
-    )
 
 
 _CALLS: dict[str, Callable[..., Any]] = {

@@ -16,7 +16,7 @@ import flodl_hf
 from flodl.errors import ConfigError, FlodlError
 from flodl_hf import load, pipeline
 from flodl_hf.errors import PredictError
-from flodl_hf.pipelines import _too_long
+from flodl_hf.heads.truncated import too_long
 
 Saved = Callable[..., Path]
 TEXTS = ["ada lives in paris!", "the acme corp's cat-dog ran, 3.14 times", "xyz"]
@@ -398,4 +398,4 @@ def test_a_text_of_few_characters_may_have_many_tokens() -> None:
             count = 2 + sum(len(character.encode()) for character in text)
             return {"input_ids": [0] * (min(count, max_length) if truncation else count)}
 
-    assert [_too_long(Few, text) for text in ("😀😀", "😀😀😀", "a" * 10, "a" * 11)] == [False, True, False, True]
+    assert [too_long(Few, text) for text in ("😀😀", "😀😀😀", "a" * 10, "a" * 11)] == [False, True, False, True]
