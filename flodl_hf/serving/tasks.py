@@ -7,6 +7,7 @@ dropped of texts that were to be cut. Which doors ask for which task is decided 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -56,17 +57,29 @@ def _limit(model: Any) -> int | None:
 
 
 def _embed(model: Any, items: list[Any], options: Mapping[str, Any], ticket: Ticket) -> Done:
-    """Vectors of texts, or of ids as they are."""
+    """Vectors of texts and of rows of ids; behind a prompt the text of ids is read, as in TEI."""
     options = _for_kind(model, options)
     size = options.get("dimensions")
     width = _width(model, options.get("route"))
     if size is not None and size > width:
         raise PredictError(f"embed: dimensions is {size}, and vectors have {width}; ask for at most so many")
     given = {"truncate_dim": size, "normalize": options.get("normalize")} | _given(options, "route", "task")
-    if items and isinstance(items[0], list):
-        return {}, [_embed_ids(model, items, options)]
-    texts = items
-    return {}, [model.embed(texts, **given, prompt=options.get("prompt"), **_shortening(options)).numpy()]
+    prompt = options.get("prompt")
+    places = [place for place, item in enumerate(items) if isinstance(item, list)]
+    _check_ids(model.on_route(options.get("route")), [items[place] for place in places], places)
+    if prompt and places:
+        decode = partial(model.tokenizer.decode, skip_special_tokens=True)
+        items, places = [item if isinstance(item, str) else decode(item) for item in items], []
+    texts = [item for item in items if isinstance(item, str)]
+    found = []
+    if texts or not places:
+        found.append(model.embed(texts, **given, prompt=prompt, **_shortening(options)).numpy())
+    if places:
+        found.append(_embed_ids(model, [items[place] for place in places], places, options, ticket))
+    if len(found) == 1:
+        return {}, found
+    order = np.argsort([*(place for place, item in enumerate(items) if isinstance(item, str)), *places])
+    return {}, [np.concatenate(found)[order]]
 
 
 def _for_kind(model: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -78,7 +91,16 @@ def _for_kind(model: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
     return keywords_for(kind, model, options)
 
 
-def _embed_ids(model: Any, rows: list[list[int]], options: Mapping[str, Any]) -> np.ndarray:
+def _check_ids(model: Any, rows: list[list[int]], places: list[int]) -> None:
+    words = model.config.encoder.vocab_size
+    for place, row in zip(places, rows, strict=True):
+        if not row or min(row) < 0 or max(row) >= words:
+            raise TokenizerError(f"input {place}: expected ids from 0 to {words - 1}, and at least one")
+
+
+def _embed_ids(
+    model: Any, rows: list[list[int]], places: list[int], options: Mapping[str, Any], ticket: Ticket
+) -> np.ndarray:
     from flodl_hf.decode.pooling import check_pooling
     from flodl_hf.runtime import Session
     from flodl_hf.runtime.inputs import Encoded
@@ -89,21 +111,22 @@ def _embed_ids(model: Any, rows: list[list[int]], options: Mapping[str, Any]) ->
     recipe, normalize = recipe_on(model.sentence_recipe, options.get("route")), options.get("normalize")
     model = model.on_route(options.get("route"))
     model.ready("embed")
-    if options.get("prompt"):
-        raise PredictError("embed: the folder puts a prompt before such texts, which ids cannot take; send texts")
     if recipe is not None and (recipe.dense or recipe.changes_states):
         raise PredictError(
             "embed: the folder has modules besides a pooling, which are applied to texts; send texts, not ids"
         )
-    limit, words = _limit(model), model.config.encoder.vocab_size
-    for place, row in enumerate(rows):
-        if not row or min(row) < 0 or max(row) >= words:
-            raise TokenizerError(f"input {place}: expected ids from 0 to {words - 1}, and at least one")
-        if limit is not None and len(row) > limit:
+    limit = min((size for size in (_limit(model), options.get("max_tokens")) if size), default=None)
+    over = [max(0, len(row) - limit) if limit else 0 for row in rows]
+    if limit and any(over):
+        if not options.get("truncate"):
+            place, row = next(found for found, more in zip(zip(places, rows, strict=True), over, strict=True) if more)
             raise TextTooLongError(
-                f"input {place} has {len(row)} ids; expected at most {limit}. Shorten it, or send text",
+                f"input {place} has {len(row)} ids; expected at most {limit}. Shorten it, or send truncate: true",
                 found=len(row), expected=limit,
             )  # fmt: skip
+        left = (options.get("side") or model.tokenizer.truncation_side) == "left"
+        rows = [row[-limit:] if left else row[:limit] for row in rows]
+        ticket.count_truncated(sum(map(bool, over)), sum(over))
     counts = np.fromiter(map(len, rows), np.int64, len(rows))
     ids = np.concatenate([np.asarray(row, np.int32) for row in rows])
     encoded = Encoded(framed(Frame((), (), (), (0, 0, 0, 0, 0), False), (ids, counts)), len(rows))

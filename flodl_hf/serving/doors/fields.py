@@ -62,8 +62,14 @@ def _texts(value: Any) -> list[str] | None:
 
 
 def _inputs(value: Any) -> list[Any] | None:
-    found = _rows(value)
-    return _texts(value) if value == [] or found is None else found
+    if not isinstance(value, list):
+        return [value] if isinstance(value, str) else None
+    kinds = set(map(type, value))
+    if kinds == {int}:
+        return [value]
+    rows = [row for row in value if type(row) is list] if list in kinds else []
+    right = kinds <= {str, list} and set(map(type, chain.from_iterable(rows))) <= {int}
+    return value if right else None
 
 
 def _rows(value: Any) -> list[list[int]] | None:
@@ -143,8 +149,8 @@ KINDS: dict[str, tuple[dict[str, Any], str, Callable[[Any], Any]]] = {
     "text": (_STRING, "a string", _text),
     "texts": ({"oneOf": [_STRING, _LIST]}, "a string or a list of strings", _texts),
     "inputs": (
-        {"oneOf": [_STRING, _LIST, _NUMBERS, {"type": "array", "items": _NUMBERS}]},
-        "a string, a list of strings, a list of ids, or a list of lists of ids",
+        {"oneOf": [_STRING, _NUMBERS, {"type": "array", "items": {"oneOf": [_STRING, _NUMBERS]}}]},
+        "a string, a list of ids, or a list of strings and lists of ids",
         _inputs,
     ),
     "rows": ({"oneOf": [_NUMBERS, {"type": "array", "items": _NUMBERS}]}, "a list of ids or several", _rows),

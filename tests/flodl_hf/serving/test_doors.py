@@ -48,6 +48,24 @@ def test_ids_are_taken_as_they_are(http: Any, local: dict[str, Any]) -> None:
     one = asked(http, "/v1/embeddings", input=ids[1], model="embed")["data"]
     assert np.abs(np.array(one[0]["embedding"]) - expected[1]).max() < CLOSE
     assert "ids" in http.post("/embed", json={"model": "embed", "inputs": [[1, 10_000]]}).json()["error"]
+    mixed = asked(http, "/embed", inputs=[TEXTS[0], ids[1], TEXTS[2]])
+    assert np.abs(np.array(mixed) - expected).max() < CLOSE
+
+
+def test_ids_are_truncated_where_it_is_requested(http: Any, local: dict[str, Any]) -> None:
+    most = local["embed"].max_tokens
+    long = [2, *([5] * most), 3]
+    for given, kept in (({}, long[:most]), ({"truncation_direction": "Left"}, long[-most:])):
+        (found,) = asked(http, "/embed", inputs=[long], truncate=True, **given)
+        assert found == asked(http, "/embed", inputs=[kept])[0]
+    assert http.post("/embed", json={"model": "embed", "inputs": [long]}).status_code == 413
+
+
+def test_ids_behind_a_prompt_are_read_as_their_text(http: Any, local: dict[str, Any]) -> None:
+    ids = list(local["m3"].tokenizer.encode_rows(["the cat"])[0][0].ids)
+    given = {"model": "m3", "prompt_name": "query"}
+    (found,) = asked(http, "/embed", inputs=ids, **given)
+    assert found == asked(http, "/embed", inputs="the cat", **given)[0]
 
 
 def test_states_of_tokens(http: Any, local: dict[str, Any]) -> None:
@@ -284,7 +302,7 @@ def test_of_too_many_inputs_none_is_looked_at(http: Any, path: str, body: dict[s
         ("/embed", {"text": "a", "model": "embed"}, 422, "inputs is missing beside 'text'; expected a string"),
         ("/embed", {"inputs": ["a"] * 200 + [None, "a"]}, 422, "inputs: entry 200 is None; expected a string"),
         ("/embed", {"inputs": [[1], [2, 0.5]]}, 422, "inputs: entry 1 is [2, 0.5]; expected"),
-        ("/embed", {"inputs": [[1], "a"]}, 422, "inputs is [[1], 'a']; expected"),
+        ("/embed", {"inputs": [[1], 5]}, 422, "inputs is [[1], 5]; expected"),
         ("/v1/answer", {"inputs": [{"question": "a", "context": "b"}, {"question": "a"}]}, 422, "inputs: entry 1 is"),
         ("/embed/", {}, 404, "did you mean '/embed'?"),
         ("/health", {}, 405, "POST is not what /health takes; expected GET"),
