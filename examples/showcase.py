@@ -162,7 +162,7 @@ def train(graph: Graph, monitor: Monitor, *, epochs: int = 5, steps: int = 4) ->
             graph.record_scalar("lr", optimizer.param_groups[0]["lr"])
             graph.observe.collect_with("final_heads", reduce="mean")
             graph.end_step()
-        graph.end_sequence()
+        graph.reset_state()
         graph.end_epoch()
         monitor.log(epoch, perf_counter() - began, graph)
 
@@ -173,7 +173,8 @@ def main(arguments: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     graph = build()
-    print(f"built {graph.label} [{graph.short_hash()}], {sum(p.numel() for p in graph.parameters())} parameters\n")
+    digest, count = graph.structural_hash()[:8], sum(p.numel() for p in graph.parameters())
+    print(f"built {graph.label} [{digest}], {count} parameters\n")
     print(graph.tree_summary())
 
     graph.eval()

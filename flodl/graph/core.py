@@ -1,7 +1,6 @@
-"""What runs: a checked plan, the modules it calls, and the forward pass generated from it.
+"""A checked plan, the modules it calls, and the forward pass generated from it.
 
-Everything else that is done with a graph (paths, pictures, files, observation) is written against this class, and
-`flodl.graph.graph` puts it all together into the class that users hold.
+Paths, pictures, files and observation are written against `GraphCore`; `Graph` adds them as methods.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class GraphCore(nn.Module):
     """
 
     RESERVED: ClassVar[frozenset[str]] = frozenset(
-        {"_plan", "_steps", "_watched", "_memory", "_captured", "_variants", "_observer", "_composed"}
+        {"_plan", "_steps", "_watched", "_memory", "_captured", "_variants", "_observer"}
         | {"_step_count", "_epoch_count", "_source_config"}
     )
 
@@ -47,8 +46,6 @@ class GraphCore(nn.Module):
         graph = _bare(cls, plan)
         nn.Module.__init__(graph)
         graph._set_up(plan, dict(modules))
-        for child in graph.tree_children().values():
-            child._composed = True
         return graph
 
     def _set_up(self, plan: Plan, modules: dict[str, Any]) -> None:
@@ -57,9 +54,8 @@ class GraphCore(nn.Module):
         self._memory: list[Any] = [None] * len(plan.memory)
         self._captured: dict[str, Any] = {}
         self._variants: dict[frozenset[str], Callable[..., Any]] = {}
-        # Whoever observes this graph, see `flodl.monitor`; copies and pickles start without one.
+        # The observer of this graph; copies and pickles start without one.
         self._observer: Any = None
-        self._composed = False
         self._step_count = 0
         self._epoch_count = 0
         self._source_config: str | None = None
@@ -79,29 +75,19 @@ class GraphCore(nn.Module):
     def _forward_captured(self, *inputs: Any) -> tuple[Any, dict[str, Any]]:
         raise GraphError("this graph has no forward pass; make graphs by FlowBuilder(...).build()")
 
-    def forward_multi(self, inputs: Sequence[Any]) -> Any:
-        """Return the result for all inputs given in order, the entry first.
-
-        Raises:
-            GraphError: when their number is not the number of declared inputs.
-        """
-        expected = len(self._plan.inputs)
-        if len(inputs) != expected:
-            names = ", ".join(i.name for i in self._plan.inputs)
-            raise GraphError(f"graph call: expected {expected} inputs ({names}), got {len(inputs)}", expected=expected)
-        return self(*inputs)
-
     def source(self, *outputs: str) -> str:
-        """Return the generated forward pass as Python source, or its variant that gives ``outputs`` too."""
+        """Return the generated forward pass as Python source, or its variant that also returns ``outputs``."""
         return forward_source(self._plan, outputs)
 
     # values on request
 
     def watch(self, *tags: str) -> Self:
-        """Keep the values of tags (or groups) from the next call on, for `tagged`, and so their memory alive.
+        """Keep the values of tags (or tag groups) from the next call on, for `tagged`.
+
+        Watched values stay in memory until the next call or until `unwatch`.
 
         Raises:
-            GraphError: when there is no such tag.
+            GraphError: the graph has no such tag.
         """
         members = [m for tag in tags for m in self._plan.groups.get(tag, (tag,))]
         for member in members:
@@ -110,7 +96,7 @@ class GraphCore(nn.Module):
         return self
 
     def unwatch(self, *tags: str) -> Self:
-        """Stop keeping the values of tags, or of all when none is named, and let go of those kept."""
+        """Stop keeping the values of these tags, or of all tags, and release the kept values."""
         gone = {m for tag in tags for m in self._plan.groups.get(tag, (tag,))} if tags else set(self._watched)
         self._watched -= gone
         self._captured = {tag: value for tag, value in self._captured.items() if tag not in gone}
@@ -122,10 +108,10 @@ class GraphCore(nn.Module):
         return self._watched
 
     def tagged(self, tag: str) -> Any:
-        """Return the value that a watched tag had in the last call, or None when there was none.
+        """Return the value of a watched tag in the last call; None before the first call.
 
         Raises:
-            GraphError: when there is no such tag.
+            GraphError: the graph has no such tag.
         """
         self._plan.require_value(tag, "tagged")
         return self._captured.get(tag)
@@ -137,25 +123,20 @@ class GraphCore(nn.Module):
         return bool(self._plan.memory)
 
     def reset_state(self) -> None:
-        """Forget kept values, here and in the modules inside that offer `reset`."""
+        """Clear the values kept for the next call, here and in the modules inside that have `reset`."""
         self._memory[:] = [None] * len(self._memory)
         call_inside(self, "reset")
 
-    def reset(self) -> None:
-        """Do what `reset_state` does; loops call this on their bodies."""
-        self.reset_state()
+    reset = reset_state
+    """Loops call `reset` on their bodies."""
 
     def detach_state(self) -> None:
-        """Cut the history of kept values, here and in the modules inside that offer `detach_state`."""
+        """Detach the values kept for the next call, here and in the modules inside that have `detach_state`."""
         self._memory[:] = [_detached(value) for value in self._memory]
         self._captured = {tag: _detached(value) for tag, value in self._captured.items()}
         call_inside(self, "detach_state")
 
-    def end_sequence(self) -> None:
-        """Close a sequence: forget kept values."""
-        self.reset_state()
-
-    # what the graph is
+    # structure
 
     @property
     def plan(self) -> Plan:
@@ -164,35 +145,15 @@ class GraphCore(nn.Module):
 
     @property
     def label(self) -> str | None:
-        """The name in a tree of graphs."""
+        """Name of the graph in a tree of graphs."""
         return self._plan.label
-
-    def as_graph(self) -> Self:
-        """Return the graph itself; wrappers return the graph they hold."""
-        return self
-
-    def tag_names(self) -> list[str]:
-        """Return the tags in the order they were given."""
-        return list(self._plan.tags)
-
-    def internal_tags(self) -> list[str]:
-        """Return the tags that parents cannot reach."""
-        return sorted(self._plan.internal)
 
     def tree_children(self) -> dict[str, Self]:
         """Return the labelled graphs directly inside, by label."""
         found = {label: graph for child in self.children() for label, graph in labelled_children(child)}
         return cast("dict[str, Self]", found)
 
-    def child_graph(self, label: str) -> Self | None:
-        """Return the child with this label, or None."""
-        return self.tree_children().get(label)
-
-    def is_composed(self) -> bool:
-        """Return whether this graph was built into another."""
-        return self._composed
-
-    # what nn.Module asks for
+    # nn.Module
 
     def extra_repr(self) -> str:
         """Return the label and the inputs."""
@@ -200,11 +161,11 @@ class GraphCore(nn.Module):
         return f"label={self.label!r}, inputs=({inputs})" if self.label else f"inputs=({inputs})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The text of the forward pass is generated anew from the plan, so no file ever holds code. Kept values
-        # lose their history, which belongs to the run that made them and could be neither copied nor pickled.
+        # The forward pass is generated again from the plan, so a pickle contains no code. Kept values are detached,
+        # because tensors with a history can be neither copied nor pickled.
         state = dict(self.__dict__)
         state.pop("_steps")
-        # Who has a graph computed another way for a while means that graph, not its copies.
+        # A temporary replacement of `forward` belongs to this graph, not to its copies.
         state.pop("forward", None)
         state.update(
             _modules=dict(self._modules),
@@ -228,32 +189,30 @@ class GraphCore(nn.Module):
 
 def graph_of(module: nn.Module) -> GraphCore | None:
     """Return the graph that a module is or wraps, or None."""
+    if isinstance(module, GraphCore):
+        return module
     wrapped = offered(module, "as_graph")
     return None if wrapped is None else wrapped()
 
 
-def nearest_graphs(module: nn.Module) -> list[GraphCore]:
-    """Return the outermost graphs at or below a module."""
-    found: list[GraphCore] = []
-    _find_nearest(module, found)
+def nearest_graphs(module: nn.Module, name: str = "") -> list[tuple[str, GraphCore]]:
+    """Return the outermost graphs at or below a module, each with its module path after ``name``."""
+    graph = graph_of(module)
+    if graph is not None:
+        return [(name, graph)]
+    found: list[tuple[str, GraphCore]] = []
+    seen: set[int] = set()
+    # A walk over the dict is faster than `named_children`; trees are walked at the end of each epoch.
+    for below, child in module._modules.items():
+        if child is not None and id(child) not in seen:
+            seen.add(id(child))
+            found += nearest_graphs(child, f"{name}.{below}" if name else below)
     return found
 
 
-def _find_nearest(module: nn.Module, found: list[GraphCore]) -> None:
-    # Trees are walked at each end of an epoch, so this goes by the dict that holds the children.
-    graph = graph_of(module)
-    if graph is not None:
-        found.append(graph)
-        return
-    if module._modules:
-        for child in dict.fromkeys(module._modules.values()):
-            if child is not None:
-                _find_nearest(child, found)
-
-
 def labelled_children(module: nn.Module) -> Iterator[tuple[str, GraphCore]]:
-    """Yield label and graph of the outermost graphs at or below a module, where they have a label."""
-    for graph in nearest_graphs(module):
+    """Yield label and graph of the outermost graphs at or below a module that have a label."""
+    for _, graph in nearest_graphs(module):
         if graph.label is not None:
             yield graph.label, graph
 
@@ -262,7 +221,7 @@ _classes: WeakValueDictionary[tuple[type, str], type[Any]] = WeakValueDictionary
 
 
 def _bare(base: type[Any], plan: Plan) -> Any:
-    """Return a graph whose class has the forward pass of ``plan``, and nothing else yet."""
+    """Return a graph without attributes whose class has the forward pass of ``plan``."""
     source = forward_source(plan)
     kind: Any = _classes.get((base, source))
     if kind is None:

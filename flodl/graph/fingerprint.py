@@ -1,4 +1,4 @@
-"""The structural hash: equal for graphs of one architecture, whatever their weights, dtype or device."""
+"""The structural hash of a graph, which does not depend on weights, dtype or device."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _structure(module: nn.Module) -> Any:
         shape() if shape is not None else "",
         sorted([name, _shape(p)] for name, p in module.named_parameters(remove_duplicate=False)),
         sorted([name, _shape(b)] for name, b in module.named_buffers(remove_duplicate=False)),
-        [structural_hash(inner) for inner in nearest_graphs(module)],
+        [structural_hash(inner) for _, inner in nearest_graphs(module)],
     ]
 
 

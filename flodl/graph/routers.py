@@ -1,4 +1,4 @@
-"""Routers for gates, selectors for switches, and small modules that chains often need."""
+"""Routers for gates, selectors for switches, conditions for loops, and small modules for chains."""
 
 from __future__ import annotations
 
@@ -9,10 +9,32 @@ from torch import Tensor, nn
 
 from flodl.errors import GraphError
 
-__all__ = ["ArgmaxSelector", "FixedSelector", "Reshape", "SigmoidRouter", "SoftmaxRouter", "StateAdd"]
+__all__ = [
+    "ArgmaxSelector",
+    "FixedSelector",
+    "LearnedHalt",
+    "Reshape",
+    "SigmoidRouter",
+    "SoftmaxRouter",
+    "StateAdd",
+    "ThresholdHalt",
+]
 
 
-class SoftmaxRouter(nn.Module):
+class _Linear(nn.Module):
+    """A linear layer with one output for each expert or branch.
+
+    Args:
+        in_features: width of the input.
+        count: number of experts or branches.
+    """
+
+    def __init__(self, in_features: int, count: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(in_features, count)
+
+
+class SoftmaxRouter(_Linear):
     """Weights that sum to one: a linear layer and a softmax.
 
     Args:
@@ -20,26 +42,18 @@ class SoftmaxRouter(nn.Module):
         count: number of experts.
     """
 
-    def __init__(self, in_features: int, count: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(in_features, count)
-
     def forward(self, x: Tensor, **references: Tensor) -> Tensor:
         """Return weights ``(..., count)``; references are added to the input first."""
         return torch.softmax(self.linear(_added(x, references)), dim=-1)
 
 
-class SigmoidRouter(nn.Module):
+class SigmoidRouter(_Linear):
     """Independent weights between 0 and 1: a linear layer and a sigmoid.
 
     Args:
         in_features: width of the input.
         count: number of experts.
     """
-
-    def __init__(self, in_features: int, count: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(in_features, count)
 
     def forward(self, x: Tensor, **references: Tensor) -> Tensor:
         """Return weights ``(..., count)``, not normalised; references are added to the input first."""
@@ -53,13 +67,13 @@ class FixedSelector(nn.Module):
         index: the branch, counted from 0.
 
     Raises:
-        GraphError: when ``index`` is negative.
+        GraphError: ``index`` is negative.
     """
 
     def __init__(self, index: int) -> None:
         super().__init__()
         if index < 0:
-            raise GraphError(f"FixedSelector: index is {index}; branches are counted from 0", index=index)
+            raise GraphError(f"FixedSelector: found index {index}, expected 0 or more", index=index)
         self.index = index
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,20 +85,16 @@ class FixedSelector(nn.Module):
         return f"index={self.index}"
 
 
-class ArgmaxSelector(nn.Module):
+class ArgmaxSelector(_Linear):
     """The branch with the largest logit, decided once for the whole batch.
 
     The logits are averaged over every dimension but the last, so the index always names a branch, and a
-    batch of one decides as that row alone would.
+    batch of one row gets the branch of that row.
 
     Args:
         in_features: width of the input.
         count: number of branches.
     """
-
-    def __init__(self, in_features: int, count: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(in_features, count)
 
     def forward(self, x: Tensor, **references: Tensor) -> Tensor:
         """Return the index, a tensor of one element; references are added to the input first."""
@@ -93,10 +103,10 @@ class ArgmaxSelector(nn.Module):
 
 
 class Reshape(nn.Module):
-    """Gives its input another shape.
+    """Reshapes its input.
 
     Args:
-        shape: the whole target shape; one size may be -1.
+        shape: the target shape; one size may be -1.
     """
 
     def __init__(self, *shape: int | Sequence[int]) -> None:
@@ -113,11 +123,51 @@ class Reshape(nn.Module):
 
 
 class StateAdd(nn.Module):
-    """The sum of its input and of every reference; the identity when there is none."""
+    """The sum of its input and all references."""
 
     def forward(self, x: Tensor, **references: Tensor) -> Tensor:
         """Return ``x`` plus the references."""
         return _added(x, references)
+
+
+class ThresholdHalt(nn.Module):
+    """Ends a loop when the largest element of the state exceeds a threshold.
+
+    The decision is read on the host, so it has no gradient and `torch.compile` breaks its graph there.
+
+    Args:
+        threshold: in the units of the state.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        super().__init__()
+        self.threshold = threshold
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``max(x) - threshold``, a scalar."""
+        return x.max() - self.threshold
+
+    def extra_repr(self) -> str:
+        """Return the threshold."""
+        return f"threshold={self.threshold}"
+
+
+class LearnedHalt(nn.Module):
+    """Ends a loop when a linear layer returns a positive value for the first row of the state.
+
+    The decision has no gradient. Train the weights by a separate loss on the output of this module.
+
+    Args:
+        dim: width of the state's last dimension.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.read = nn.Linear(dim, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return one logit for each row, ``(..., 1)``; a loop reads the first."""
+        return self.read(x)
 
 
 def _added(x: Tensor, references: dict[str, Tensor]) -> Tensor:

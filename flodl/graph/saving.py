@@ -1,7 +1,4 @@
-"""What of a graph goes into a checkpoint, and the configuration written beside it.
-
-How the files look is decided in `flodl.checkpoint`.
-"""
+"""Checkpoints of graphs; the file formats are in `flodl.checkpoint`."""
 
 from __future__ import annotations
 
@@ -17,11 +14,11 @@ from flodl.graph.fingerprint import structural_hash
 if TYPE_CHECKING:
     from flodl.checkpoint import LoadReport
 
-__all__ = ["load", "save", "stored_tensors"]
+__all__ = ["load", "save"]
 
 
-def stored_tensors(graph: GraphCore) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, tied ones once under their first name."""
+def _stored_tensors(graph: GraphCore) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by name; tied ones only under their first name."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in graph.state_dict(keep_vars=True).items():
@@ -32,21 +29,21 @@ def stored_tensors(graph: GraphCore) -> dict[str, Tensor]:
 
 
 def save(graph: GraphCore, path: str | os.PathLike[str], config: str | None) -> None:
-    """Write the tensors with the structural hash, and beside them the configuration they were made from, if any."""
+    """Write the tensors with the structural hash, and the configuration, if any, to a second file."""
     from flodl.checkpoint import save_tensors
     from flodl.files import write_atomically
 
-    tensors = {name: value.detach() for name, value in stored_tensors(graph).items()}
+    tensors = {name: value.detach() for name, value in _stored_tensors(graph).items()}
     save_tensors(path, tensors, structural_hash=structural_hash(graph))
     if config is not None:
         write_atomically(_sidecar(Path(path)), [config.encode()])
 
 
 def load(graph: GraphCore, path: str | os.PathLike[str], *, allow_nonfinite: bool = False) -> LoadReport:
-    """Copy a checkpoint into the graph after checking that it was made for this structure."""
+    """Copy a checkpoint of the same structure into the graph."""
     from flodl.checkpoint import load_into, load_tensors
 
-    named: dict[str, Any] = stored_tensors(graph)
+    named: dict[str, Any] = _stored_tensors(graph)
     found = load_tensors(path)
     return load_into(named, found, expected_hash=structural_hash(graph), allow_nonfinite=allow_nonfinite)
 

@@ -1,7 +1,6 @@
-"""Values of tags on request: handed out with one call, or kept from call to call.
+"""Values of tags: returned with one call, or kept from call to call.
 
-Nothing is kept unless somebody asked, because a kept value keeps its memory and its history alive. The
-ordinary forward pass comes here only when there is something to keep.
+The ordinary forward pass calls this module only if a value is requested or watched.
 """
 
 from __future__ import annotations
@@ -14,24 +13,13 @@ import torch
 from flodl.errors import GraphPathError
 from flodl.graph.core import GraphCore
 from flodl.graph.source import compile_forward, forward_source
-from flodl.graph.tree import Target, resolve_one
+from flodl.graph.tree import Part, part_at
 
-__all__ = ["run_captured", "variant"]
-
-
-def variant(graph: GraphCore, names: frozenset[str]) -> Callable[..., Any]:
-    """Return a forward pass that gives ``(result, {name: value})`` for these names (one at least)."""
-    if torch.compiler.is_compiling():
-        # Nothing can be written while a compiler traces; it drops the values that are not asked for.
-        return type(graph)._forward_captured
-    function = graph._variants.get(names)
-    if function is None:
-        function = graph._variants[names] = compile_forward(forward_source(graph.plan, names))
-    return function
+__all__ = ["run_captured"]
 
 
 def run_captured(graph: GraphCore, outputs: Sequence[str] | None, inputs: tuple[Any, ...]) -> Any:
-    """Run a graph that is watched or was asked for outputs.
+    """Run a graph whose values are watched or requested.
 
     Args:
         graph: the graph.
@@ -39,56 +27,50 @@ def run_captured(graph: GraphCore, outputs: Sequence[str] | None, inputs: tuple[
         inputs: every argument in order.
 
     Raises:
-        GraphError: when an output names nothing.
+        GraphError: an output does not exist.
     """
     watched = graph._watched
-    if outputs is None:
-        result, values = variant(graph, watched)(graph, *inputs)
-        graph._captured = {name: values[name] for name in watched}
-        return result
-    distant = [name for name in outputs if "." in name]
-    local = [name for name in outputs if "." not in name]
+    distant = {name: _value_at(graph, name) for name in outputs or () if "." in name}
+    local = [name for name in outputs or () if "." not in name]
     for name in local:
         graph.plan.require_value(name, "outputs")
-    if distant:
-        return _run_with_distant(graph, outputs, distant, local, inputs)
-    wanted = watched | frozenset(local)
-    if not wanted:
-        return graph.forward(*inputs), {}
-    result, values = variant(graph, wanted)(graph, *inputs)
-    if watched:
-        graph._captured = {name: values[name] for name in watched}
-    return result, {name: values[name] for name in outputs}
-
-
-def _run_with_distant(
-    graph: GraphCore, outputs: Sequence[str], distant: list[str], local: list[str], inputs: tuple[Any, ...]
-) -> Any:
-    """Run with the owners of distant tags watching them for this one call."""
-    targets = {name: _target(graph, name) for name in distant}
-    owners = {id(target.owner): target.owner for target in targets.values()}
-    before = {key: owner._watched for key, owner in owners.items()}
-    for target in targets.values():
-        target.owner._watched |= {target.segment}
+    # The owners of distant values watch them during this call.
+    before = [(part.owner, part.owner._watched) for part in distant.values() if part.owner is not None]
+    for part in distant.values():
+        assert part.owner is not None
+        part.owner._watched |= {part.segment}
     try:
-        if local:
-            result, values = run_captured(graph, local, inputs)
-        else:
-            result, values = graph.forward(*inputs), {}
-        values.update((name, target.owner._captured.get(target.segment)) for name, target in targets.items())
+        wanted = watched | frozenset(local)
+        result, values = _variant(graph, wanted)(graph, *inputs) if wanted else (graph.forward(*inputs), {})
+        if watched:
+            graph._captured = {name: values[name] for name in watched}
+        for name, part in distant.items():
+            assert part.owner is not None
+            values[name] = part.owner._captured.get(part.segment)
     finally:
-        for key, owner in owners.items():
-            owner._watched = before[key]
-            owner._captured = {name: value for name, value in owner._captured.items() if name in before[key]}
-    return result, {name: values[name] for name in outputs}
+        for owner, names in reversed(before):
+            owner._watched = names
+            owner._captured = {name: value for name, value in owner._captured.items() if name in names}
+    return result if outputs is None else (result, {name: values[name] for name in outputs})
 
 
-def _target(graph: GraphCore, path: str) -> Target:
-    target = resolve_one(graph, path)
-    if target.owner.plan.value_of(target.segment) is None:
+def _variant(graph: GraphCore, names: frozenset[str]) -> Callable[..., Any]:
+    """Return a forward pass that returns ``(result, {name: value})`` for at least one name."""
+    if torch.compiler.is_compiling():
+        # A graph cannot be changed while a compiler traces it. The compiler drops the unused values.
+        return type(graph)._forward_captured
+    function = graph._variants.get(names)
+    if function is None:
+        function = graph._variants[names] = compile_forward(forward_source(graph.plan, names))
+    return function
+
+
+def _value_at(graph: GraphCore, path: str) -> Part:
+    part = part_at(graph, path)
+    if part.owner is None or part.owner.plan.value_of(part.segment) is None:
         raise GraphPathError(
-            f"path {path!r} leads to no value: {target.segment!r} is neither a tag nor a node of its graph",
+            f"path {path!r}: {part.segment!r} is neither a tag nor a node of a graph, so it has no value",
             path=path,
-            segment=target.segment,
+            segment=part.segment,
         )
-    return target
+    return part

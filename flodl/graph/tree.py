@@ -1,36 +1,27 @@
-"""Dotted paths into a tree of graphs: what they mean, and what can be done at their end.
+"""Dotted paths into a tree of graphs and modules.
 
-A path is read segment by segment. Within a graph a segment is, in this order, the label of a child graph, a
-tag, or the name of a node; within a plain module it is the name of a child module. ``layers.0-5`` names the
-children ``0`` to ``5``. Private tags are seen only by the graph that owns them.
+A path is read segment by segment. In a graph a segment is, in this order, the label of a child graph, a tag, a tag
+group, or the name of a node; in any other module it is the name of a child. ``layers.0-5`` stands for the children
+``0`` to ``5``. Internal tags are visible only to the graph that owns them.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from torch import Tensor, nn
+from torch import nn
 
 from flodl.errors import GraphPathError, nearest
-from flodl.graph.core import GraphCore, graph_of
+from flodl.graph.core import GraphCore, graph_of, nearest_graphs
 
-__all__ = [
-    "PathKind",
-    "Target",
-    "named_tensors",
-    "resolve",
-    "resolve_one",
-    "set_frozen",
-    "subgraph",
-    "target_module",
-    "target_parameters",
-]
+__all__ = ["Part", "PathKind", "module_at", "named_graphs", "parameters_at", "part_at", "parts_at", "subgraph"]
 
 
 class PathKind(StrEnum):
-    """What stands at the end of a path."""
+    """What a path names."""
 
     SUBGRAPH = "subgraph"
     TAG = "tag"
@@ -38,179 +29,203 @@ class PathKind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Target:
-    """The end of a path.
+class Part:
+    """One thing that a path names.
 
     Attributes:
-        path: the path that led here, ranges resolved.
-        kind: a graph, a tagged value, or a plain module.
-        owner: the graph in which the last graph-level segment was found.
+        path: the path to it, ranges and groups resolved.
+        kind: a graph, a tagged value, or another module.
+        owner: the graph that contains the last graph-level segment; None in a model without graphs.
         segment: the last segment.
-        module: the module there; None where a tag names a value that no module made alone.
+        module: the module; None for a tag whose value is not the output of one module.
     """
 
     path: str
     kind: PathKind
-    owner: GraphCore
+    owner: GraphCore | None
     segment: str
     module: nn.Module | None
 
     @property
-    def graph(self) -> GraphCore | None:
-        """The graph that the module is or wraps."""
-        return None if self.module is None else graph_of(self.module)
+    def tag(self) -> str | None:
+        """The tag that the path names, if any."""
+        return self.segment if self.kind is PathKind.TAG else None
 
 
-def resolve(graph: GraphCore, path: str) -> list[Target]:
-    """Return what a path names; several targets where it holds a range.
+def parts_at(model: nn.Module, path: str) -> list[Part]:
+    """Return what a path names; several parts if it contains a range or names a tag group.
+
+    A path begins in the model's only outermost graph, in the one of several that its first segments name, or in the
+    model itself.
 
     Raises:
-        GraphPathError: naming the failing segment, where it was looked for, and the whole path.
+        GraphPathError: it names nothing. The error has the failing segment, the known names and the whole path.
     """
-    segments = path.split(".")
-    if not all(segments):
+    if not all(path.split(".")):
         raise GraphPathError(
-            f"path {path!r}: a segment is empty; write names joined by single dots", path=path, segment=""
+            f"path {path!r}: found an empty segment. Join names by single dots.", path=path, segment=""
         )
-    start = Target("", PathKind.SUBGRAPH, graph, "", graph)
-    found = [start]
-    for depth, segment in enumerate(segments):
-        found = [after for before in found for after in _descend(before, segment, path, depth)]
-    return found
+    fault: GraphPathError | None = None
+    for prefix, start in _starts(model, path):
+        found = [Part("", PathKind.MODULE if graph_of(start) is None else PathKind.SUBGRAPH, None, "", start)]
+        try:
+            for depth, segment in enumerate(path.removeprefix(prefix).split(".")):
+                found = [part for at in found for part in _descend(at, segment, path, depth)]
+        except GraphPathError as error:
+            fault = fault or error
+        else:
+            return [replace(part, path=prefix + part.path) for part in found]
+    assert fault is not None
+    raise fault
 
 
-def resolve_one(graph: GraphCore, path: str) -> Target:
+def part_at(model: nn.Module, path: str) -> Part:
     """Return the one thing that a path names.
 
     Raises:
-        GraphPathError: as `resolve`, and when the path holds a range.
+        GraphPathError: as `parts_at`, and if the path names several.
     """
-    found = resolve(graph, path)
+    found = parts_at(model, path)
     if len(found) != 1:
-        raise GraphPathError(f"path {path!r} names {len(found)} things; name one", path=path, segment=path)
+        raise GraphPathError(f"path {path!r} names {len(found)} parts, expected one", path=path, segment=path)
     return found[0]
 
 
-def subgraph(graph: GraphCore, path: str) -> GraphCore:
+def subgraph(graph: nn.Module, path: str) -> GraphCore:
     """Return the graph at a path.
 
     Raises:
-        GraphPathError: when the path leads nowhere, or to something that is not a graph.
+        GraphPathError: the path names nothing, or something that is not a graph.
     """
-    target = resolve_one(graph, path)
-    if target.kind is not PathKind.SUBGRAPH or target.graph is None:
-        raise GraphPathError(f"path {path!r} names a {target.kind}, not a graph", path=path, segment=target.segment)
-    return target.graph
-
-
-def target_parameters(target: Target) -> list[nn.Parameter]:
-    """Return the parameters at a target, tied ones once.
-
-    Raises:
-        GraphPathError: when the target is a value that no module made alone, such as a sum.
-    """
-    return list(target_module(target).parameters())
-
-
-def named_tensors(targets: list[Target], kind: str) -> dict[str, Tensor]:
-    """Return parameters or buffers at targets, by name.
-
-    A graph's names are its own, as a checkpoint of it alone has them; a tag or module puts its segment in
-    front. With several targets each name begins with its whole path.
-
-    Args:
-        targets: where to look.
-        kind: ``parameters`` or ``buffers``.
-    """
-    found: dict[str, Tensor] = {}
-    for target in targets:
-        holder = target_module(target)
-        prefix = target.path if len(targets) > 1 else "" if target.kind is PathKind.SUBGRAPH else target.segment
-        tensors = holder.named_parameters(prefix) if kind == "parameters" else holder.named_buffers(prefix)
-        found.update(tensors)
+    part = part_at(graph, path)
+    found = None if part.module is None or part.kind is not PathKind.SUBGRAPH else graph_of(part.module)
+    if found is None:
+        raise GraphPathError(f"path {path!r} names a {part.kind}, expected a graph", path=path, segment=part.segment)
     return found
 
 
-def set_frozen(targets: list[Target], frozen: bool) -> None:
-    """Switch gradients off or on for every parameter at the targets."""
-    parameters = [p for target in targets for p in target_parameters(target)]
-    for parameter in parameters:
-        parameter.requires_grad_(not frozen)
+def module_at(part: Part) -> nn.Module:
+    """Return the module of a part.
 
-
-def target_module(target: Target) -> nn.Module:
-    """Return the module at a target, or raise as `target_parameters` does."""
-    if target.module is None:
-        node = target.owner.plan.nodes[target.owner.plan.tags[target.segment]]
+    Raises:
+        GraphPathError: the part is a value that is not the output of one module, such as a sum.
+    """
+    if part.module is None:
         raise GraphPathError(
-            f"path {target.path!r}: the tag {target.segment!r} names the value of {node.id} (made by "
-            f"{node.verb}), which holds no module; name the module, as in also(module, name=...), and use that",
-            path=target.path,
-            segment=target.segment,
+            f"path {part.path!r}: the tag names a value that is not the output of one module. "
+            "Name the module, as in also(module, name=...), and use that.",
+            path=part.path,
+            segment=part.segment,
         )
-    return target.module
+    return part.module
 
 
-def _descend(at: Target, segment: str, path: str, depth: int) -> list[Target]:
-    graph = at.graph
+def parameters_at(model: nn.Module, path: str) -> dict[str, nn.Parameter]:
+    """Return the parameters at a path by their names in ``model``, tied ones once.
+
+    Raises:
+        GraphPathError: the path names nothing, or nothing with parameters.
+    """
+    wanted = {id(p) for part in parts_at(model, path) if part.module is not None for p in part.module.parameters()}
+    if not wanted:
+        raise GraphPathError(f"path {path!r}: found no parameters. Name a trainable part.", path=path, segment=path)
+    return {name: p for name, p in model.named_parameters() if id(p) in wanted}
+
+
+def named_graphs(model: nn.Module) -> list[tuple[str, GraphCore]]:
+    """Return all graphs of a model by path: labels, and names of modules for graphs without one.
+
+    A model's only outermost graph has the empty path.
+    """
+    roots = _roots(model)
+    found: dict[int, tuple[str, GraphCore]] = {}
+    for name, graph in roots.items():
+        for path, inner in _below(graph, "" if len(roots) == 1 else name):
+            found.setdefault(id(inner), (path, inner))
+    return list(found.values())
+
+
+def _below(graph: GraphCore, path: str) -> Iterator[tuple[str, GraphCore]]:
+    yield path, graph
+    for name, child in graph._modules.items():
+        for below, inner in nearest_graphs(child, name) if child is not None else ():
+            step = inner.label or below
+            yield from _below(inner, f"{path}.{step}" if path else step)
+
+
+def _roots(model: nn.Module) -> dict[str, GraphCore]:
+    return {graph.label or name: graph for name, graph in nearest_graphs(model)}
+
+
+def _starts(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules in which a path may begin, each with the prefix of the path that names it."""
+    roots = _roots(model)
+    if len(roots) == 1:
+        yield "", next(iter(roots.values()))
+    yield from ((f"{name}.", graph) for name, graph in roots.items() if len(roots) > 1 and path.startswith(f"{name}."))
+    if graph_of(model) is None:
+        yield "", model
+
+
+def _descend(at: Part, segment: str, path: str, depth: int) -> list[Part]:
     here = f"{at.path}.{segment}" if at.path else segment
+    if at.module is None:
+        raise GraphPathError(
+            f"path {path!r}: {at.segment!r} is a value without a module, so it has no {segment!r}",
+            path=path,
+            segment=segment,
+        )
+    graph = graph_of(at.module)
     if graph is None:
-        if at.module is None:
-            raise GraphPathError(
-                f"path {path!r}: {at.segment!r} is a value without a module, so nothing lies below it",
-                path=path,
-                segment=segment,
-            )
         children = dict(at.module.named_children())
         if segment in children:
-            return [_module_target(here, at.owner, segment, children[segment])]
-        return _range_or_raise(at, segment, path, list(children))
+            return [_module_part(here, at.owner, segment, children[segment])]
+        return _range(at, segment, path, list(children))
 
-    labels = graph.tree_children()
+    labels, plan = graph.tree_children(), graph.plan
     if segment in labels:
-        return [Target(here, PathKind.SUBGRAPH, graph, segment, labels[segment])]
-    plan = graph.plan
+        return [Part(here, PathKind.SUBGRAPH, graph, segment, labels[segment])]
+    if depth > 0 and segment in plan.internal:
+        raise GraphPathError(
+            f"path {path!r}: {segment!r} is internal to {_describe(at, graph)}. Ask that graph itself.",
+            path=path,
+            segment=segment,
+        )
     if segment in plan.tags:
-        if depth > 0 and segment in plan.internal:
-            raise GraphPathError(
-                f"path {path!r}: {segment!r} is internal to {_called(graph)} and out of reach of parents; "
-                "ask the graph that owns it",
-                path=path,
-                segment=segment,
-            )
-        node = plan.nodes[plan.tags[segment]]
-        return [Target(here, PathKind.TAG, graph, segment, graph._modules[node.name] if node.name else None)]
+        name = plan.nodes[plan.tags[segment]].name
+        return [Part(here, PathKind.TAG, graph, segment, graph._modules[name] if name else None)]
+    if segment in plan.groups:
+        return [part for member in plan.groups[segment] for part in _descend(at, member, path, depth)]
     module = graph._modules.get(segment)
     if module is not None:
-        return [_module_target(here, graph, segment, module)]
-    visible = [t for t in plan.tags if depth == 0 or t not in plan.internal]
-    return _range_or_raise(at, segment, path, list(dict.fromkeys([*labels, *visible, *graph._modules])))
+        return [_module_part(here, graph, segment, module)]
+    visible = [tag for tag in (*plan.tags, *plan.groups) if depth == 0 or tag not in plan.internal]
+    return _range(at, segment, path, list(dict.fromkeys([*labels, *visible, *graph._modules])))
 
 
-def _module_target(path: str, owner: GraphCore, segment: str, module: nn.Module) -> Target:
+def _module_part(path: str, owner: GraphCore | None, segment: str, module: nn.Module) -> Part:
     kind = PathKind.MODULE if graph_of(module) is None else PathKind.SUBGRAPH
-    return Target(path, kind, owner, segment, module)
+    return Part(path, kind, owner, segment, module)
 
 
-def _range_or_raise(at: Target, segment: str, path: str, known: list[str]) -> list[Target]:
+def _range(at: Part, segment: str, path: str, known: list[str]) -> list[Part]:
     match = re.fullmatch(r"(\d+)-(\d+)", segment)
-    # Bounded by what exists, so that an absurd range is refused before it is counted out.
+    # Both ends must exist, so that an absurd range is refused before it is expanded.
     if match and int(match[1]) <= int(match[2]) and match[1] in known and match[2] in known:
-        parent = at.module
-        assert parent is not None
-        made: list[Target] = []
-        for number in range(int(match[1]), int(match[2]) + 1):
-            made += _descend(at, str(number), path, 1)
-        return made
-    where = _called(at.graph) if at.graph is not None else f"module {at.path!r} ({type(at.module).__name__})"
+        numbers = range(int(match[1]), int(match[2]) + 1)
+        return [part for number in numbers for part in _descend(at, str(number), path, 1)]
+    assert at.module is not None
     listed = ", ".join(known[:20]) + (", ..." if len(known) > 20 else "")
     raise GraphPathError(
-        f"path {path!r}: {where} has no {segment!r}{nearest(segment, known)}; it has {listed or 'nothing'}",
+        f"path {path!r}: {_describe(at, graph_of(at.module))} has no {segment!r}{nearest(segment, known)}; "
+        f"expected one of {listed or 'nothing'}",
         path=path,
         segment=segment,
         candidates=known,
     )
 
 
-def _called(graph: GraphCore) -> str:
-    return f"the graph {graph.label!r}" if graph.label is not None else "the graph"
+def _describe(at: Part, graph: GraphCore | None) -> str:
+    if graph is not None:
+        return f"the graph {graph.label!r}" if graph.label is not None else "the graph"
+    return f"module {at.path!r} ({type(at.module).__name__})" if at.path else f"the {type(at.module).__name__}"

@@ -14,12 +14,10 @@ from typing import Any
 from torch import nn
 
 from flodl.errors import nearest
+from flodl.graph.control import Gate, MapRows, MapSlices, MapWhole, Switch
 from flodl.graph.function import Function
-from flodl.graph.gate import Gate
-from flodl.graph.loop import ForLoop, UntilLoop, WhileLoop
-from flodl.graph.map import MapRows, MapSlices, MapWhole
+from flodl.graph.loops import ForLoop, UntilLoop, WhileLoop
 from flodl.graph.nodes import Fault, Input, Reference, VerbCall, kind_of
-from flodl.graph.switch import Switch
 
 __all__ = ["Draft", "DraftNode", "wire"]
 

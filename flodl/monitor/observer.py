@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flodl.errors import GraphError, GraphPathError, nearest
 from flodl.graph.core import GraphCore
-from flodl.graph.tree import PathKind, resolve_one, subgraph
+from flodl.graph.tree import PathKind, part_at, subgraph
 from flodl.monitor import export
 from flodl.monitor.collect import Reduce, one_value, reduce_named, reduced, seeing
 from flodl.monitor.history import Series
@@ -150,7 +150,7 @@ class Observer:
         Raises:
             GraphPathError: a path does not lead to a tag, or to one hidden from here.
         """
-        targets = [(path, resolve_one(self._graph, path)) for path in _flat(paths)]
+        targets = [(path, part_at(self._graph, path)) for path in _flat(paths)]
         for path, target in targets:
             if target.kind is not PathKind.TAG:
                 raise GraphPathError(

@@ -15,7 +15,7 @@ from torch import nn
 
 from flodl.distributed.group import Ranks
 from flodl.errors import TrainError, nearest
-from flodl.graph.parts import parameters_at
+from flodl.graph.tree import parameters_at
 from flodl.monitor.conditions import Condition, RuleContext
 from flodl.monitor.trend import Trend
 from flodl.train.events import Decided

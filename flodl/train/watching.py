@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flodl.errors import GraphError, GraphPathError
 from flodl.graph.core import GraphCore
-from flodl.graph.parts import Part, named_graphs, parts_at
+from flodl.graph.tree import Part, named_graphs, parts_at
 from flodl.monitor import collect
 from flodl.monitor.collect import Pair, Reduce, Seen, reduce_named
 from flodl.monitor.observer import observer_of

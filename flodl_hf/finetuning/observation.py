@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flodl.errors import ConfigError, GraphPathError, capped
-from flodl.graph.parts import parts_at
+from flodl.graph import parts_at
 
 if TYPE_CHECKING:
     from flodl_hf.finetuning.job import Job

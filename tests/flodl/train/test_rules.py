@@ -7,7 +7,7 @@ from test_watching import data, make_model, step
 from torch import nn
 
 from flodl.errors import ConfigError, GraphPathError, TrainError
-from flodl.graph.parts import parameters_at
+from flodl.graph.tree import parameters_at
 from flodl.monitor import above, after_epochs, after_steps, below, no_better, stalled
 from flodl.train import (
     Callback,

@@ -95,7 +95,7 @@ def test_a_sidecar_stands_for_the_folder(run: tuple[EncoderModel, Path]) -> None
     model, place = run
     model.graph.set_source_config((place / "like" / "config.json").read_text())
     model.graph.save_checkpoint(place / "run.fdl.gz")
-    model.graph.clear_source_config()
+    model.graph.set_source_config(None)
     model.graph.save_checkpoint(place / "other.fdl")
     with pytest.raises(ExportError, match=r"no other\.config\.json beside it"):
         export_graph_file(place / "other.fdl", place / "out")

@@ -1,0 +1,166 @@
+"""Loops, which apply one body repeatedly, and the traces that their bodies leave.
+
+The body receives the state, and the loop's references as keyword arguments, in every iteration. A body with
+``step(x, emit, **references)`` may publish traces by name; a body with ``trace()`` leaves one tensor per iteration.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from flodl.errors import GraphError, nearest
+from flodl.graph.core import GraphCore
+from flodl.graph.nodes import check_callable, check_forward
+from flodl.graph.protocol import call_inside, offered
+
+__all__ = ["ForLoop", "TraceEmit", "UntilLoop", "WhileLoop", "forward_via_step", "read_traces"]
+
+
+class TraceEmit:
+    """Receives the traces of a loop body, each name at most once per iteration."""
+
+    def __init__(self, traces: dict[str, list[Tensor]] | None = None) -> None:
+        self._traces = traces
+        self._seen: set[str] = set()
+
+    def publish(self, name: str, value: Tensor) -> None:
+        """Append ``value`` to the trace ``name``.
+
+        Raises:
+            GraphError: ``name`` was published before in the same iteration.
+        """
+        if name in self._seen:
+            raise GraphError(f"trace {name!r}: published twice in one iteration. Publish it once.", trace=name)
+        self._seen.add(name)
+        if self._traces is not None:
+            self._traces.setdefault(name, []).append(value)
+
+
+def forward_via_step(body: nn.Module, x: Any, **references: Any) -> Any:
+    """Return ``body.step(x, ...)`` without its traces, for the `forward` of a loop body."""
+    return body.step(x, TraceEmit(), **references)  # pyright: ignore[reportCallIssue]
+
+
+class ForLoop(nn.Module):
+    """Applies its body a fixed number of times.
+
+    Args:
+        body: the module applied in each iteration; its output is its next input.
+        count: the number of iterations, or the largest number if a condition ends the loop.
+        condition: ends the loop if the first element of its output is positive.
+    """
+
+    checks_before = False
+    checks_after = False
+
+    def __init__(self, body: nn.Module, count: int, condition: nn.Module | None = None) -> None:
+        super().__init__()
+        self.body = body
+        if condition is not None:
+            self.condition = condition
+        self.count = count
+        self._forget()
+
+    def forward(self, x: Any, **references: Any) -> Any:
+        """Return the state after the last iteration."""
+        body = self.body
+        before, after, last = self.checks_before, self.checks_after, self.count - 1
+        reset, step, trace = offered(body, "reset"), offered(body, "step"), offered(body, "trace")
+        if reset is not None:
+            reset()
+        if step is not None or trace is not None:
+            self._forget()
+        i = 0
+        try:
+            for i in range(self.count):
+                if before and self._halts(x):
+                    break
+                if step is not None:
+                    x = step(x, TraceEmit(self.named_traces), **references)
+                else:
+                    x = body(x, **references)
+                    if trace is not None and (value := trace()) is not None:
+                        self.body_traces.append(value)
+                if after and i < last and self._halts(x):
+                    break
+        except Exception as error:
+            error.add_note(f"in iteration {i + 1} of a loop of at most {self.count}")
+            raise
+        return x
+
+    def check_keywords(self, keywords: tuple[str, ...]) -> list[str]:
+        """Return the arguments that the body or the condition does not accept."""
+        if offered(self.body, "step"):
+            problems = check_callable(self.body.step, f"{type(self.body).__name__}.step", ("x", "emit"), keywords)
+        else:
+            problems = check_forward(self.body, keywords)
+        return problems + (check_forward(self.condition, ()) if "condition" in self._modules else [])
+
+    def structure(self) -> str:
+        """Return what identifies the loop in a structural hash."""
+        return f"{type(self).__name__}({self.count})"
+
+    def reset(self) -> None:
+        """Clear the traces and reset the modules inside."""
+        self._forget()
+        call_inside(self, "reset")
+
+    def detach_state(self) -> None:
+        """Detach the traces and the kept values of the modules inside."""
+        self.named_traces = {name: [t.detach() for t in kept] for name, kept in self.named_traces.items()}
+        self.body_traces = [t.detach() for t in self.body_traces]
+        call_inside(self, "detach_state")
+
+    def extra_repr(self) -> str:
+        """Return the number of iterations."""
+        return f"count={self.count}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Traces belong to the last call; tensors with a history can be neither copied nor pickled.
+        return {**self.__dict__, "named_traces": {}, "body_traces": []}
+
+    def _forget(self) -> None:
+        self.named_traces: dict[str, list[Tensor]] = {}
+        self.body_traces: list[Tensor] = []
+
+    def _halts(self, x: Any) -> bool:
+        return bool(self.condition(x).reshape(-1)[0].item() > 0)
+
+
+class WhileLoop(ForLoop):
+    """Evaluates its condition before each iteration, so the body may run 0 times."""
+
+    checks_before = True
+
+
+class UntilLoop(ForLoop):
+    """Evaluates its condition after each iteration but the last, so the body runs at least once."""
+
+    checks_after = True
+
+
+def read_traces(graph: GraphCore, name: str) -> list[Tensor]:
+    """Return the trace of the loop with this tag or node name, or the trace published under this name.
+
+    Raises:
+        GraphError: several loops left a trace of this name, or none did.
+    """
+    loops = [(node, module) for node in graph.plan.calls if isinstance(module := graph._modules[node.name], ForLoop)]
+    found = [(node.id, loop.body_traces) for node, loop in loops if name in (*node.tags, node.name)]
+    found += [(node.id, loop.named_traces.get(name, [])) for node, loop in loops]
+    found = [(owner, trace) for owner, trace in found if trace]
+    if len(found) > 1:
+        owners = " and ".join(node_id for node_id, _ in found)
+        raise GraphError(f"traces({name!r}): found in {owners}, expected one loop. Rename a tag or trace.", trace=name)
+    if found:
+        return list(found[0][1])
+    names = {trace for _, loop in loops for trace in loop.named_traces}
+    ran = [loop.body_traces for _, loop in loops if loop.body_traces]
+    if not loops or ((names or ran) and graph.plan.value_of(name) is None):
+        known = sorted(names.union(*(node.tags for node, _ in loops)))
+        hint = f"{nearest(name, known)}; the graph has {known}"
+        raise GraphError(f"traces: found no trace {name!r}{hint}", trace=name, known=known)
+    # A tag behind a loop also names its trace; before the first call every trace is empty.
+    return list(ran[0]) if ran else []
