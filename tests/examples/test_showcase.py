@@ -54,9 +54,7 @@ def test_every_verb_of_the_builder_is_shown():
 def test_it_builds_and_gives_the_shape(graph, inputs):
     x, ctx = inputs
     assert graph(x, ctx=ctx).shape == graph(x, ctx).shape == (2, 2)
-    assert {"input", "halves", "refined", "memory", "final_heads_0", "final_heads_1", "output"} <= set(
-        graph.plan.tags
-    )
+    assert {"input", "halves", "refined", "memory", "final_heads_0", "final_heads_1", "output"} <= set(graph.plan.tags)
     assert {n.kind for n in graph.plan.nodes} >= {
         "add",
         "merge",
