@@ -1,56 +1,79 @@
-"""Rules over the whole chain: names, keyword arguments, cycles, nested labels.
+"""Rules over the whole chain: names, keyword arguments, order of execution, nested labels.
 
-Faults that only the place of a step shows are found while wiring; nothing is ever raised here, the faults
-are returned for `build()` to raise together.
+Nothing is raised here; `build()` raises all faults together.
 """
 
 from __future__ import annotations
 
 import keyword
 from functools import cache
+from heapq import heapify, heappop, heappush
 
 from torch import nn
 
 from flodl.errors import nearest
 from flodl.graph.core import labelled_children
-from flodl.graph.nodes import Fault, check_forward
-from flodl.graph.wire import Draft, DraftNode
+from flodl.graph.nodes import Fault, Node, check_forward
+from flodl.graph.wire import Draft
 
 __all__ = ["check_graph"]
 
 
-def check_graph(draft: Draft) -> list[Fault]:
-    """Return the faults of a wired chain."""
-    return [*_names(draft), *_keywords(draft), *_cycles(draft), *_labels(draft), *_internals(draft)]
+def check_graph(draft: Draft) -> tuple[list[int], list[Fault]]:
+    """Return the order of execution of a wired chain and its faults; the nodes get their levels."""
+    order, missing = _order(draft.nodes)
+    return order, [*_names(draft), *_keywords(draft), *_cycles(draft, missing), *_labels(draft), *_internals(draft)]
 
 
-def _at(node: DraftNode, problem: str) -> Fault:
-    return Fault(node.position, node.verb.rstrip("_"), node.id, problem)
+def _at(node: Node, problem: str) -> Fault:
+    return Fault(node.position, node.verb, node.id, problem)
+
+
+def _order(nodes: list[Node]) -> tuple[list[int], set[int]]:
+    """Return the order of execution, and the nodes that cannot run because of a cycle.
+
+    A node runs as soon as all its inputs exist; of several such nodes, the one recorded first.
+    """
+    readers: dict[int, list[Node]] = {node.index: [] for node in nodes}
+    for node in nodes:
+        for source in set(node.sources):
+            readers[source].append(node)
+    missing = {node.index: len(set(node.sources)) for node in nodes}
+    ready = [index for index, count in missing.items() if count == 0]
+    heapify(ready)
+    order: list[int] = []
+    while ready:
+        index = heappop(ready)
+        order.append(index)
+        for reader in readers[index]:
+            reader.level = max(reader.level, nodes[index].level + 1)
+            missing[reader.index] -= 1
+            if missing[reader.index] == 0:
+                heappush(ready, reader.index)
+    return order, missing.keys() - set(order)
 
 
 def _names(draft: Draft) -> list[Fault]:
     faults: list[Fault] = []
-    owners: dict[str, DraftNode] = {}
-    for node in draft.nodes:
-        name = node.name
-        if node.module is None:
-            continue
+    owners: dict[str, Node] = {}
+    for index in draft.modules:
+        node, name = draft.nodes[index], draft.nodes[index].name
         if not isinstance(name, str) or not name or "." in name:
-            faults.append(_at(node, f"the name {name!r} has to be a non-empty string without dots"))
+            faults.append(_at(node, f"found name {name!r}, expected a non-empty string without dots"))
         elif keyword.iskeyword(name):
-            faults.append(_at(node, f"the name {name!r} is a word of Python, which torch.export cannot write"))
+            faults.append(_at(node, f"the name {name!r} is a keyword of Python, which torch.export cannot write"))
         elif name in owners:
             faults.append(_at(node, f"the name {name!r} belongs to {owners[name].id} already"))
         elif name in _reserved():
-            faults.append(_at(node, f"the name {name!r} is an attribute of every graph; give another with name="))
+            faults.append(_at(node, f"the name {name!r} is an attribute of every graph. Give another with name="))
         else:
-            other = draft.tags.get(name)
-            if other is not None and other != node.index:
+            other = draft.tags.get(name, index)
+            if other != index:
                 faults.append(_at(node, f"the name {name!r} is the tag of {draft.nodes[other].id}"))
             owners[name] = node
     for declared in draft.inputs:
         if not declared.name.isidentifier() or keyword.iskeyword(declared.name):
-            faults.append(_at(draft.nodes[declared.node], f"{declared.name!r} cannot be an argument's name"))
+            faults.append(_at(draft.nodes[declared.node], f"found input {declared.name!r}, expected an argument name"))
     return faults
 
 
@@ -63,67 +86,54 @@ def _reserved() -> frozenset[str]:
 
 def _keywords(draft: Draft) -> list[Fault]:
     faults: list[Fault] = []
-    for node in draft.nodes:
-        if node.module is None:
-            continue
-        names = tuple(r.keyword for r in node.references)
+    for index, module in draft.modules.items():
+        node = draft.nodes[index]
+        names = [r.keyword for r in node.references]
         wrong = [name for name in names if not name.isidentifier() or keyword.iskeyword(name)]
         for name in wrong:
-            faults.append(_at(node, f"{name!r} cannot be a keyword argument; rename it: using(word={name!r})"))
+            faults.append(_at(node, f"{name!r} is not a keyword argument; rename it: using(word={name!r})"))
         valid = tuple(name for name in names if name not in wrong)
-        faults.extend(_at(node, problem) for problem in check_forward(node.module, valid, len(node.inputs)))
+        faults.extend(_at(node, problem) for problem in check_forward(module, valid, len(node.inputs)))
     return faults
 
 
-def _cycles(draft: Draft) -> list[Fault]:
-    reads = {n.index: {*n.inputs, *(r.source for r in n.references)} for n in draft.nodes}
-    done: set[int] = set()
-    while ready := [i for i, sources in reads.items() if i not in done and sources <= done]:
-        done.update(ready)
-    faults: list[Fault] = []
-    for node in draft.nodes:
-        # Of the nodes left over, only those that feed on a later value by reference have closed a circle.
-        late = [
-            r.tag for r in node.references if node.index not in done and r.source >= node.index and r.source not in done
-        ]
-        for tag in late:
-            faults.append(
-                _at(
-                    node,
-                    f"{tag!r} is computed from this node; to read its value of the previous call, "
-                    f"put using({tag!r}) before tag({tag!r})",
-                )
-            )
-    assert faults or len(done) == len(draft.nodes), "only references can close a circle"
-    return faults
+def _cycles(draft: Draft, missing: set[int]) -> list[Fault]:
+    # Of the nodes that cannot run, only those that read a later value by reference close a cycle.
+    return [
+        _at(
+            node,
+            f"{r.tag!r} is computed from this node. To read its value of the previous call, "
+            f"put using({r.tag!r}) before tag({r.tag!r})",
+        )
+        for node in draft.nodes
+        for r in node.references
+        if node.index in missing and r.source in missing and r.source >= node.index
+    ]
 
 
 def _labels(draft: Draft) -> list[Fault]:
     faults: list[Fault] = []
-    seen: dict[str, tuple[DraftNode, nn.Module]] = {}
-    for node in draft.nodes:
-        if node.module is None:
-            continue
-        for label, graph in labelled_children(node.module):
-            if "." in label:
-                faults.append(_at(node, f"holds a graph labelled {label!r}; a label within a tree cannot hold a dot"))
+    seen: dict[str, tuple[Node, nn.Module]] = {}
+    for index, module in draft.modules.items():
+        node = draft.nodes[index]
+        for label, graph in labelled_children(module):
             first, same = seen.setdefault(label, (node, graph))
-            if same is not graph:
-                faults.append(_at(node, f"holds a graph labelled {label!r}, and so does {first.id}; label each anew"))
-            tagged = draft.tags.get(label)
-            if tagged is not None and tagged != node.index:
-                faults.append(
-                    _at(
-                        node,
-                        f"holds a graph labelled {label!r}, which is the tag of {draft.nodes[tagged].id}",
-                    )
-                )
+            tagged = draft.tags.get(label, index)
+            problem = ""
+            if "." in label:
+                problem = "expected a label without a dot"
+            elif same is not graph:
+                problem = f"and so does {first.id}. Labels must be unique"
+            elif tagged != index:
+                problem = f"which is the tag of {draft.nodes[tagged].id}"
+            if problem:
+                faults.append(_at(node, f"contains a graph labelled {label!r}, {problem}"))
     return faults
 
 
 def _internals(draft: Draft) -> list[Fault]:
     return [
-        Fault(position, "internal", "", f"no step tags {tag!r}{nearest(str(tag), draft.tags)}")
+        Fault(position, "internal", "", f"no step tags {tag!r}{nearest(tag, draft.tags)}")
         for tag, position in draft.internal.items()
         if tag not in draft.tags and tag not in draft.groups
     ]

@@ -1,14 +1,14 @@
-"""The child table of a graph: an ordinary ``_modules`` dictionary that keeps the call list in step.
+"""The child table of a graph, which keeps the call list of the forward pass up to date.
 
-The generated forward pass unpacks a list of modules instead of looking names up. Whatever way a child is
-replaced (attribute, `add_module`, `set_submodule`, or a tool that writes ``_modules[name]`` itself), the
-list has the new module at the next call.
+The generated forward pass unpacks a list of modules instead of looking names up. However a child is replaced
+(attribute, `add_module`, `set_submodule`, or ``_modules[name]``), the list contains the new module at the next call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -22,7 +22,7 @@ class ChildTable(dict[str, Any]):
 
     Args:
         names: children that are called, in call order.
-        children: the children to begin with.
+        children: the first children.
     """
 
     def __init__(self, names: Iterable[str], children: dict[str, Any]) -> None:
@@ -49,25 +49,14 @@ class ChildTable(dict[str, Any]):
         for name, module in dict(*args, **kwargs).items():
             self[name] = module
 
-    def clear(self) -> None:
-        """Remove every child."""
-        for name in list(self):
-            del self[name]
-
     def _refresh(self, name: str) -> None:
         if name in self._names:
             self.steps[self._names.index(name)] = self._callable(name)
 
     def _callable(self, name: str) -> Callable[..., Any]:
         module = self.get(name)
-        return _Removed(name) if module is None else module
+        return partial(_refuse, name) if module is None else module
 
 
-class _Removed:
-    """Stands in the call list for a child that is not there."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        raise GraphError(f"graph call: the child {self.name!r} was removed; put a module in its place", child=self.name)
+def _refuse(name: str, *_: Any, **__: Any) -> NoReturn:
+    raise GraphError(f"graph call: the child {name!r} was removed. Set another module in its place.", child=name)

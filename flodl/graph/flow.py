@@ -16,8 +16,7 @@ from flodl.errors import GraphBuildError
 from flodl.graph.check import check_graph
 from flodl.graph.graph import Graph
 from flodl.graph.nodes import VerbCall
-from flodl.graph.plan import make_plan
-from flodl.graph.wire import wire
+from flodl.graph.wire import Draft
 
 __all__ = ["FlowBuilder", "LoopVerb", "MapVerb"]
 
@@ -158,14 +157,15 @@ class FlowBuilder:
         Raises:
             GraphBuildError: with every fault of the chain in ``.faults``.
         """
-        draft = wire(self._steps, self._entry)
-        faults = [*draft.faults, *check_graph(draft)]
+        draft = Draft(self._steps, self._entry)
+        order, found = check_graph(draft)
+        faults = sorted([*draft.faults, *found], key=lambda fault: fault.position)
         if faults:
-            faults.sort(key=lambda fault: fault.position)
             listed = "\n".join(f"  - {fault}" for fault in faults)
             count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
             raise GraphBuildError(f"the graph cannot be built, {count}:\n{listed}", faults=faults)
-        graph = Graph.from_plan(make_plan(draft), draft.modules)
+        modules = {draft.nodes[index].name: module for index, module in draft.modules.items()}
+        graph = Graph.from_plan(draft.plan(order), modules)
         if self._verbose:
             print(graph.tree_summary(), file=sys.stderr)
         return graph

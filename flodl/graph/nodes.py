@@ -1,7 +1,6 @@
-"""The records a graph is made of: what a verb recorded, what it became, what was wrong with it.
+"""The records of a graph: recorded verbs, nodes, faults and the plan.
 
-These records hold no modules and no tensors, so a finished plan can be copied, pickled, hashed and
-drawn without touching a weight. What the verbs mean is decided in `wire`; what is allowed, in `check`.
+They contain no modules and no tensors, so a plan can be copied, pickled, hashed and drawn without its weights.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class Input:
     default: bool | int | float | str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Node:
     """One place in a graph.
 

@@ -1,7 +1,7 @@
-"""The forward pass as Python source: straight-line, locals only, each value let go after its last use.
+"""The forward pass as Python source: straight-line, local variables only, each value released after its last use.
 
-The text is generated from a plan and compiled here; a pickle holds the plan and never the text. The text is
-registered with `linecache`, so a traceback shows the line of the step that failed.
+The text is generated from a plan and compiled; a pickle contains the plan and never the text. `linecache` knows the
+text, so a traceback shows the line that failed.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ __all__ = ["Missing", "compile_forward", "forward_source"]
 
 
 class Missing:
-    """Stands for an argument that a call left out."""
+    """Default of required arguments."""
 
 
 def missing_inputs(**given: Any) -> GraphError:
-    """Return the error that names the arguments a call left out."""
+    """Return the error for arguments that are missing in a call."""
     absent = [name for name, value in given.items() if value is Missing]
     return GraphError(
-        f"graph call: missing {', '.join(map(repr, absent))}; give every required input, by name or in "
-        f"the order {', '.join(given)}",
+        f"graph call: missing {', '.join(map(repr, absent))}. Pass every required input, by name or in "
+        f"the order {', '.join(given)}.",
         missing=absent,
     )
 
+
+_WITHOUT_STATEMENT = ("entry", "input", "identity", "state_read")
 
 _GLOBALS = {
     "_Missing": Missing,
@@ -50,8 +52,8 @@ def forward_source(plan: Plan, captured: Iterable[str] = ()) -> str:
 
     Args:
         plan: the graph.
-        captured: tags whose values are returned beside the result, ``(result, {tag: value})``; without
-            them the text is that of the ordinary forward pass.
+        captured: tags whose values are returned as well, ``(result, {tag: value})``; without them the text
+            is that of the ordinary forward pass.
     """
     return _Writer(plan, tuple(sorted(captured))).text()
 
@@ -60,7 +62,7 @@ _functions: WeakValueDictionary[str, Callable[..., Any]] = WeakValueDictionary()
 
 
 def compile_forward(source: str) -> Callable[..., Any]:
-    """Return the function that a generated text defines; equal texts share one function."""
+    """Return the function that a generated text defines; equal texts share a function."""
     function = _functions.get(source)
     if function is None:
         filename = f"<flodl graph {hashlib.sha256(source.encode()).hexdigest()[:12]}>"
@@ -74,7 +76,7 @@ def compile_forward(source: str) -> Callable[..., Any]:
 
 @dataclass
 class _Writer:
-    """The state of writing one function."""
+    """Writes one function."""
 
     plan: Plan
     captured: tuple[str, ...]
@@ -130,35 +132,27 @@ class _Writer:
 
     def _body(self, steps: dict[int, str]) -> None:
         plan = self.plan
-        last = self._last_uses()
-        inline = self._inlined()
+        uses = self._uses()
+        capture = [(name, self._captured_source(name)) for name in self.captured]
+        inline = self._inlined(uses, {source for _, source in capture})
         free: list[str] = []
         owned: dict[int, str] = {}
-        pending: list[int] = []
-        place_of = {index: place for place, index in enumerate(plan.order)}
-        capture = [(name, self._captured_source(name)) for name in self.captured]
+        places: set[int] = set()
         for tag, source in capture:
             if source in self.values:
                 self._line(f"{self.caught}[{tag!r}] = {self.values[source]}")
         for place, index in enumerate(plan.order):
             node = plan.nodes[index]
-            if node.role in ("entry", "input", "identity", "state_read"):
+            if node.role in _WITHOUT_STATEMENT:
                 continue
+            places.add(place)
             if index in inline:
-                pending.append(index)
                 continue
             expression = self._expression(node, steps, inline)
-            # Values that only this statement (or what is written into it) still reads end here.
-            places = {place, *(place_of[i] for i in pending)}
-            pending.clear()
-            dying = [i for i in owned if last[i] in places]
-            freed = [owned.pop(i) for i in dying]
-            if freed:
-                target = freed.pop(0)
-            elif free:
-                target = free.pop(0)
-            else:
-                target = self._fresh("x")
+            # Values that only this statement, or what is written into it, still reads are released here.
+            freed = [owned.pop(i) for i in list(owned) if uses[i][-1] in places]
+            places.clear()
+            target = freed.pop(0) if freed else free.pop(0) if free else self._fresh("x")
             self._line(f"{target} = {expression}")
             if freed:
                 self._line(f"del {', '.join(freed)}")
@@ -168,8 +162,8 @@ class _Writer:
             for tag, source in capture:
                 if source == index:
                     self._line(f"{self.caught}[{tag!r}] = {target}")
-            if index not in last:
-                # Nobody reads it: it was run for its effects, such as traces or running statistics.
+            if index not in uses:
+                # The value is not read; the module runs for its effects, such as traces or running statistics.
                 self._line(f"del {target}")
                 free.append(owned.pop(index))
 
@@ -204,45 +198,32 @@ class _Writer:
             node = self.plan.nodes[node.inputs[0]]
         return node.index
 
-    def _last_uses(self) -> dict[int, int]:
-        """Return, for every value that is read, the place in the order of its last reader."""
-        plan = self.plan
-        last: dict[int, int] = {}
+    def _uses(self) -> dict[int, list[int]]:
+        """Return, for every value that is read, the places in the order of its readers."""
+        plan, found = self.plan, dict[int, list[int]]()
         for place, index in enumerate(plan.order):
-            node = plan.nodes[index]
-            if node.role == "identity":
-                continue
-            for source in node.sources:
-                last[self._source(source)] = place
+            if plan.nodes[index].role != "identity":
+                for source in plan.nodes[index].sources:
+                    found.setdefault(self._source(source), []).append(place)
         for index in (plan.output, *(plan.tags[tag] for tag in plan.memory)):
-            last[self._source(index)] = len(plan.order)
-        return last
+            found.setdefault(self._source(index), []).append(len(plan.order))
+        return found
 
-    def _inlined(self) -> set[int]:
-        """Return the module nodes that are written into the sum which alone reads them, order kept."""
+    def _inlined(self, uses: dict[int, list[int]], captured: set[int]) -> set[int]:
+        """Return the module nodes that are written into the sum which alone reads them."""
         plan = self.plan
-        readers: dict[int, int] = {}
-        for node in plan.nodes:
-            if node.role != "identity":
-                for source in node.sources:
-                    readers[self._source(source)] = readers.get(self._source(source), 0) + 1
-        for index in (plan.output, *map(self._captured_source, self.captured)):
-            readers[self._source(index)] = readers.get(self._source(index), 0) + 1
-        for tag in plan.memory:
-            readers[self._source(plan.tags[tag])] = readers.get(self._source(plan.tags[tag]), 0) + 1
-        running = [i for i in plan.order if plan.nodes[i].role not in ("entry", "input", "identity", "state_read")]
+        running = [i for i in plan.order if plan.nodes[i].role not in _WITHOUT_STATEMENT]
         inline: set[int] = set()
         for place, index in enumerate(running):
-            node = plan.nodes[index]
-            if node.role not in ("add", "merge"):
+            if plan.nodes[index].role not in ("add", "merge"):
                 continue
-            # Walking back from the sum keeps the planned order: operands are computed left to right.
-            before = place - 1
-            for operand in reversed([self._source(i) for i in node.inputs]):
-                if before < 0 or running[before] != operand or readers[operand] != 1 or not plan.nodes[operand].name:
+            # Operands are computed left to right, so walking back from the sum keeps the planned order.
+            for operand, before in zip(
+                reversed([self._source(i) for i in plan.nodes[index].inputs]), reversed(running[:place]), strict=False
+            ):
+                if before != operand or len(uses[operand]) != 1 or operand in captured or not plan.nodes[operand].name:
                     break
                 inline.add(operand)
-                before -= 1
         return inline
 
     def _fresh(self, wanted: str) -> str:

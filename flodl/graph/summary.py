@@ -1,4 +1,4 @@
-"""A graph in words: its tree, and where its parameters are."""
+"""Text summaries of a graph: its tree and its parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["param_summary", "tree_summary"]
 
 
 def tree_summary(graph: GraphCore) -> str:
-    """Return one line a graph, children indented: label, short hash, nodes, elements, tags."""
+    """Return one line per graph, children indented: label, short hash, nodes, parameters, tags."""
     return "\n".join(_lines(graph, 0))
 
 
@@ -30,7 +30,7 @@ def _lines(graph: GraphCore, depth: int) -> list[str]:
 
 
 def param_summary(graph: GraphCore) -> str:
-    """Return a table with a row for each labelled child and one for what is the graph's own.
+    """Return a table with a row for each labelled child, one for the remaining parameters, and the total.
 
     Counts are elements, tied parameters once; a parameter of two children counts for the first.
     """
@@ -45,15 +45,7 @@ def param_summary(graph: GraphCore) -> str:
     for label, parameters in rows:
         total = sum(p.numel() for p in parameters)
         trainable = sum(p.numel() for p in parameters if p.requires_grad)
-        state = (
-            "none"
-            if not total
-            else "trainable"
-            if trainable == total
-            else "frozen"
-            if not trainable
-            else "partly frozen"
-        )
+        state = "none" if not total else {total: "trainable", 0: "frozen"}.get(trainable, "partly frozen")
         lines.append(f"{label:<{width}}  {total:>14,}  {trainable:>14,}  {total - trainable:>14,}  {state}")
     return "\n".join(lines)
 

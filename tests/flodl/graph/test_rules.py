@@ -240,14 +240,14 @@ FAULTS: list[tuple[str, Callable[[], FlowBuilder], list[tuple[str, tuple[str, ..
     ("no slices", lambda: FlowBuilder(lin()).map(lin()).slices(0), [("slices", ("at least 1",))]),
     ("over an unknown tag", lambda: FlowBuilder(lin()).tag("hers").map(lin()).over("herz"), [("over", ("'herz'", "'hers'"))]),
     ("over a later tag", lambda: FlowBuilder(lin()).map(lin()).over("late").tag("late"), [("over", ("'late'", "earlier"))]),
-    ("input clashes with a tag", lambda: FlowBuilder(lin()).tag("a").input("a"), [("input", ("'a'", "taken"))]),
+    ("input clashes with a tag", lambda: FlowBuilder(lin()).tag("a").input("a"), [("input", ("'a'", "already"))]),
     ("input clashes with the entry", lambda: FlowBuilder(lin(), entry="x").input("x"), [("input", ("'x'", "taken"))]),
     ("input of a strange name", lambda: FlowBuilder(lin()).input("a b"), [("input", ("'a b'",))]),
     ("input of a reserved name", lambda: FlowBuilder(lin()).input("outputs"), [("input", ("'outputs'",))]),
     ("default that is no constant", lambda: FlowBuilder(lin()).input("a", default=[]), [("input", ("[]", "None"))]),
     ("group of one stream", lambda: FlowBuilder(lin()).tag_group("g"), [("tag_group", ("tag('g')",))]),
     ("duplicate group", lambda: FlowBuilder().split(lin(), lin()).tag_group("g").tag_group("g").merge(), [("tag_group", ("'g'", "already"))]),
-    ("group named as a tag", lambda: FlowBuilder(lin()).tag("g").split(lin(), lin()).tag_group("g").merge(), [("tag_group", ("name of a tag",))]),
+    ("group named as a tag", lambda: FlowBuilder(lin()).tag("g").split(lin(), lin()).tag_group("g").merge(), [("tag_group", ("'g'", "already"))]),
     ("member named as a tag", lambda: FlowBuilder(lin()).tag("g_1").split(lin(), lin()).tag_group("g").merge(), [("tag_group", ("'g_1'", "already"))]),
     ("a class for a module", lambda: FlowBuilder(lin()).through(nn.GELU), [("through", ("class GELU", "GELU("))]),  # pyright: ignore[reportArgumentType]
     ("a text for an expert", lambda: FlowBuilder(lin()).gate(SoftmaxRouter(W, 2), lin(), "no"), [("gate", ("expert 1", "str"))]),  # pyright: ignore[reportArgumentType]
