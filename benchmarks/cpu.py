@@ -33,7 +33,6 @@ import numpy as np
 import torch
 
 from benchmarks.peers import on_cpu
-from flodl.data import load_rows
 from flodl_hf.auto import head_named
 from flodl_hf.backends.cpu_products import (
     Int8Linear,
@@ -46,6 +45,7 @@ from flodl_hf.backends.cpu_products import (
 )
 from flodl_hf.config import ModelConfig
 from flodl_hf.model import EncoderModel
+from flodl_hf.readers import load_rows
 from flodl_hf.runtime import cpu_features
 
 TASKS = ("embeddings", "classification", "entities", "answers")

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from flodl.data import load_rows
 from flodl_hf import AutoModel
 from flodl_hf.finetuning import finetune
+from flodl_hf.readers import load_rows
 
 TASKS: dict[str, dict[str, Any]] = {
     "wnut17": {

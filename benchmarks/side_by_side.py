@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 
-from flodl.data import load_rows
 from flodl_hf import load
 from flodl_hf.decode import join_words
 from flodl_hf.model import EncoderModel
+from flodl_hf.readers import load_rows
 
 QUESTION_WINDOW = {"max_tokens": 384, "stride": 128}
 

@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.corpus import mixed_texts, source_texts
-from flodl.data import RandomSampler
-from flodl.data.batches import FixedBatches
+from flodl.data import FixedBatches, RandomSampler
 from flodl.train.step.capture import OFTEN, SELDOM
 from flodl_hf.finetuning.shapes import choose_shapes, choose_widths
 

@@ -8,6 +8,7 @@ where they are there). Without them digits are drawn by this program: worse to l
 
 from __future__ import annotations
 
+import gzip
 import sys
 import tempfile
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from flodl import FlowBuilder, Graph
-from flodl.data import Batch, Mnist, TensorRows
+from flodl.data import Batch, TensorRows
 from flodl.train import Loss, Trainer, adamw
 from flodl.train.schedule import OneCycle
 
@@ -42,17 +43,24 @@ def drawn_digits(count: int, seed: int = 0) -> TensorRows:
     return TensorRows({"image": images[:, None], "label": labels})
 
 
+def read_mnist(folder: Path, part: str) -> TensorRows:
+    """Return the images and labels of MNIST's files, images as floats within 0 and 1."""
+    raw = {}
+    for name, header_bytes in (("images", 16), ("labels", 8)):
+        data = next(folder.glob(f"{part}-{name}*")).read_bytes()
+        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+        raw[name] = torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=header_bytes)
+    return TensorRows({"image": raw["images"].view(-1, 1, 28, 28) / 255, "label": raw["labels"].long()})
+
+
 def find_digits(folder: Path | None) -> tuple[TensorRows, TensorRows]:
     """Return rows to learn from and rows to judge by."""
     if folder is None:
         return drawn_digits(2_000), drawn_digits(500, seed=1)
 
-    def read(name: str) -> bytes:
-        return next(folder.glob(f"{name}*")).read_bytes()
-
-    test = Mnist.parse(read("t10k-images"), read("t10k-labels"))
+    test = read_mnist(folder, "t10k")
     if any(folder.glob("train-images*")):
-        return Mnist.parse(read("train-images"), read("train-labels")), test
+        return read_mnist(folder, "train"), test
     # the test images alone: most of them to learn from, the rest to judge by
     image, label = _all_of(test)
     cut = len(label) * 4 // 5

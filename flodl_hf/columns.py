@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from flodl.data import as_numbers
 from flodl.errors import DataError, capped, nearest
+from flodl_hf.readers import as_numbers
 
 __all__ = ["NAMES", "Columns", "column_names", "data_columns", "flag_of", "infer_columns", "pair_columns"]
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from flodl.data.columnar import Kind
 from flodl_hf.bulk.partitions import Partitions
+from flodl_hf.bulk.tables import Kind
 
 __all__ = ["answers", "spark_type"]
 

@@ -14,9 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.ddp import models
+from benchmarks.ddp.builtin import normalize_cifar10
 from benchmarks.ddp.data import Split, digits, photographs, text
 from benchmarks.ddp.models import changed, small
-from flodl.data import Cifar10, TensorRows
+from flodl.data import TensorRows
 from flodl.train import Loss, OptimizerFactory, adamw
 from flodl.train.schedule import Cosine, MultiStep, Warmup
 
@@ -81,7 +82,7 @@ ADAM = OptimizerFactory(torch.optim.Adam, {"lr": 1e-3})
 
 def recognise(model: nn.Module, batch: Any) -> Loss:
     """Return the loss of photographs, which are shifted and mirrored, each on its own, while the model learns."""
-    image, label = Cifar10.normalized(batch["image"]), batch["label"]
+    image, label = normalize_cifar10(batch["image"]), batch["label"]
     scores = model(changed(image) if model.training else image)
     right = (scores.detach().argmax(1) == label).sum()
     return Loss(F.cross_entropy(scores, label, reduction="sum"), len(label), {"accuracy": (right, len(label))})

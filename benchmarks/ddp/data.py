@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.ddp.builtin import CharacterRows, parse_cifar10, parse_mnist
 from benchmarks.ddp.fetch import CIFAR, MNIST, SHAKESPEARE, missing
-from flodl.data import Cifar10, Mnist, Shakespeare, TensorRows
+from flodl.data import TensorRows
 
 __all__ = ["Split", "digits", "photographs", "text"]
 
@@ -46,11 +47,8 @@ def digits(folder: Path | None) -> Split:
 
 def _mnist(folder: Path, part: str) -> tuple[Tensor, Tensor]:
     place = folder / "mnist"
-    data = Mnist.parse(
-        (place / f"{part}-images-idx3-ubyte.gz").read_bytes(), (place / f"{part}-labels-idx1-ubyte.gz").read_bytes()
-    )
-    whole = data.get_batch(range(len(data)))
-    return (whole["image"] * 255).round().to(torch.uint8), whole["label"]
+    images, labels = place / f"{part}-images-idx3-ubyte.gz", place / f"{part}-labels-idx1-ubyte.gz"
+    return parse_mnist(images.read_bytes(), labels.read_bytes())
 
 
 def _images(image: Tensor, label: Tensor) -> TensorRows:
@@ -73,7 +71,7 @@ def photographs(folder: Path | None) -> Split:
         return _images(image[:512], label[:512]), _images(image[512:], label[512:])
     assert folder is not None
     *train, held = [path.read_bytes() for path in CIFAR.wanted(folder)]
-    return Cifar10.parse(train), Cifar10.parse([held])
+    return parse_cifar10(train), parse_cifar10([held])
 
 
 def text(folder: Path | None) -> Split:
@@ -84,5 +82,5 @@ def text(folder: Path | None) -> Split:
         assert folder is not None
         whole = (folder / SHAKESPEARE.place).read_text("utf-8")
     cut = len(whole) * 9 // 10
-    train = Shakespeare.parse(whole[:cut], SEQ, "".join(sorted(set(whole))))
-    return train, Shakespeare.parse(whole[cut:], SEQ, train.vocabulary)
+    vocabulary = "".join(sorted(set(whole)))
+    return CharacterRows(whole[:cut], SEQ, vocabulary), CharacterRows(whole[cut:], SEQ, vocabulary)

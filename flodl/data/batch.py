@@ -1,7 +1,4 @@
-"""What a loader hands over: named parts of one batch, found by name or by position.
-
-This file decides how parts are addressed, moved and cut. How rows become parts is decided in ``collate``.
-"""
+"""The batch that a loader returns: named parts, accessible by name or by position."""
 
 from __future__ import annotations
 
@@ -15,20 +12,18 @@ from numpy.typing import NDArray
 from flodl.data.piece import Piece
 from flodl.errors import DataError, nearest
 
-__all__ = ["Batch", "move"]
-
 
 class Batch:
     """Named parts of one batch.
 
-    ``batch["labels"]`` and ``batch[1]`` give a part; ``x, y = batch`` unpacks; ``model(**batch)`` passes
-    the parts by name. A part is usually a tensor, but texts stay a list.
+    ``batch["labels"]`` and ``batch[1]`` return a part; ``x, y = batch`` unpacks; ``model(**batch)`` passes the parts
+    by name. A part is usually a tensor; texts stay a list.
 
     Args:
         parts: name to value, in order.
-        num_rows: samples in this batch. 0 is possible: the empty share of a rank, whose tensors have no rows.
-        indices: the row numbers in the data set, on the host, shape ``(num_rows,)``.
-        piece: memory that all tensors among the parts are views of, where there is any.
+        num_rows: samples in this batch. 0 is possible: the empty share of a rank has tensors without rows.
+        indices: row numbers in the data set, on the host, shape ``(num_rows,)``.
+        piece: memory of which all tensor parts are views, or None.
     """
 
     __slots__ = ("_parts", "indices", "num_rows", "piece")
@@ -48,25 +43,22 @@ class Batch:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of the parts, in order."""
+        """Names of the parts, in order."""
         return tuple(self._parts)
 
     def keys(self) -> tuple[str, ...]:
-        """Return the names of the parts, so that ``**batch`` works."""
+        """Return the names of the parts, which makes ``**batch`` work."""
         return self.names
 
     def items(self) -> list[tuple[str, Any]]:
         """Return ``(name, part)`` pairs, in order."""
         return list(self._parts.items())
 
-    def has(self, name: str) -> bool:
-        """Return whether there is a part of this name."""
+    def __contains__(self, name: str) -> bool:
         return name in self._parts
 
-    __contains__ = has
-
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a part, or ``default`` where there is none of this name."""
+        """Return the part ``name``, or ``default`` if the batch has no such part."""
         return self._parts.get(name, default)
 
     def __getitem__(self, key: str | int) -> Any:
@@ -75,12 +67,12 @@ class Batch:
                 return self._parts[key]
             known = ", ".join(self.names) or "none"
             raise DataError(
-                f"batch: no part {key!r}{nearest(key, self.names)}; this batch has: {known}",
+                f"batch: found no part {key!r}{nearest(key, self.names)}, expected one of: {known}",
                 name=key,
                 names=self.names,
             )
         if not -len(self) <= key < len(self):
-            # IndexError, because it ends a loop over positions in Python's own protocol
+            # Python's sequence protocol ends a loop over positions with an IndexError.
             raise IndexError(f"batch: no part {key}; this batch has {len(self)} parts: {', '.join(self.names)}")
         return self._parts[self.names[key]]
 
@@ -98,21 +90,20 @@ class Batch:
         ]
         return f"Batch({self.num_rows} rows; {', '.join(shown)})"
 
-    def into_parts(self) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-        """Return names and parts, in order."""
-        return self.names, tuple(self._parts.values())
-
     def with_parts(self, **parts: Any) -> Batch:
         """Return a batch with some parts added or replaced."""
         return Batch({**self._parts, **parts}, self.num_rows, self.indices)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """Return this batch with its tensors on ``device``."""
-        moved = {n: move(p, device, non_blocking=non_blocking) for n, p in self._parts.items()}
+        moved = {
+            n: p.to(device, non_blocking=non_blocking) if isinstance(p, torch.Tensor) else p
+            for n, p in self._parts.items()
+        }
         return Batch(moved, self.num_rows, self.indices)
 
     def over(self, piece: Piece) -> Batch:
-        """Return this batch with the tensors that lie in ``piece`` in place of its own."""
+        """Return this batch with the tensors of ``piece`` instead of its own."""
         return Batch({**self._parts, **piece.parts()}, self.num_rows, self.indices, piece=piece)
 
     def pin_memory(self) -> Batch:
@@ -124,11 +115,11 @@ class Batch:
         return Batch(pinned, self.num_rows, self.indices)
 
     def num_bytes(self) -> int:
-        """Return the bytes that the tensors of this batch take."""
+        """Return the size of all tensors in bytes."""
         return sum(p.numel() * p.element_size() for p in self if isinstance(p, torch.Tensor))
 
     def emptied(self) -> Batch:
-        """Return a batch of the same parts without rows: what a rank gets whose share is empty."""
+        """Return a batch with the same parts and no rows, for a rank whose share is empty."""
         parts = {}
         for name, part in self._parts.items():
             if name == "offsets":
@@ -140,8 +131,3 @@ class Batch:
             else:
                 parts[name] = [] if isinstance(part, list) else part
         return Batch(parts, 0)
-
-
-def move(part: Any, device: torch.device | str, *, non_blocking: bool = False) -> Any:
-    """Return ``part`` on ``device`` if it is a tensor, as it is otherwise."""
-    return part.to(device, non_blocking=non_blocking) if isinstance(part, torch.Tensor) else part

@@ -1,8 +1,4 @@
-"""How rows become a batch: fixed shapes are stacked, token rows are padded or packed.
-
-This file decides the shapes and names of the parts. What a row holds is the data set's affair, and which
-rows come together is decided in ``batches``.
-"""
+"""Collation of rows into a batch: rows of fixed shape are stacked, token rows are padded or packed."""
 
 from __future__ import annotations
 
@@ -17,20 +13,17 @@ from flodl.data.batch import Batch
 from flodl.data.rng import Rng
 from flodl.errors import DataError, capped
 
-__all__ = ["CollateTokens", "Transform", "Where", "collate_rows"]
-
 
 @dataclass(frozen=True)
 class Where:
-    """The address of a batch: which epoch, which batch, which rows.
+    """Address of a batch: its epoch, its number and its rows.
 
-    Random augmentation that draws from :meth:`rng` is the same after a resume, in any mode and for any
-    prefetch.
+    Random augmentation that uses :meth:`rng` is equal after a resume, in any mode and for any prefetch.
 
     Attributes:
         seed: the loader's seed.
         epoch: counted from 0.
-        number: the batch within the epoch, counted from 0, also after a resume.
+        number: number of the batch within the epoch, counted from 0, also after a resume.
         indices: row numbers in the data set.
     """
 
@@ -40,21 +33,21 @@ class Where:
     indices: tuple[int, ...]
 
     def rng(self, purpose: str, row: int | None = None) -> Rng:
-        """Return random numbers for this batch, or for one data set row of this epoch whatever its batch."""
+        """Return random numbers for this batch, or for one data set row, which do not depend on its batch."""
         if row is None:
             return Rng(self.seed, purpose, self.epoch, "batch", self.number)
         return Rng(self.seed, purpose, self.epoch, "row", row)
 
 
 Transform = Callable[[Batch, Where], Batch]
-"""Changes a batch; a function of the batch and its address alone."""
+"""Function that changes a batch. Its result must depend on the batch and its address only."""
 
 
 def collate_rows(rows: Sequence[Any], where: Where | None = None) -> dict[str, Any]:
     """Return rows of fixed shape stacked into parts, each ``(batch, ...)``.
 
-    A row is a mapping of names to values, a tuple or list of values (parts are named ``"0"``, ``"1"``,
-    ...), or one value. Tensors, arrays, numbers and booleans are stacked; anything else stays a list.
+    A row is a mapping of names to values, a tuple or list of values (parts are named ``"0"``, ``"1"``, ...), or one
+    value. Tensors, arrays, numbers and booleans are stacked; other values stay a list.
 
     Raises:
         DataError: rows differ in their parts or shapes; ``problems`` lists each.
@@ -81,9 +74,8 @@ def collate_rows(rows: Sequence[Any], where: Where | None = None) -> dict[str, A
         parts[name] = torch.stack(tensors)
     if problems:
         raise DataError(
-            "collate: rows of one batch differ in shape:\n"
-            + capped(problems)
-            + "\nexpected equal shapes; use CollateTokens for rows of tokens",
+            f"collate: found rows of different shapes, expected equal shapes:\n{capped(problems)}\n"
+            "Use CollateTokens for rows of tokens.",
             problems=problems,
         )
     return parts
@@ -93,23 +85,23 @@ def collate_rows(rows: Sequence[Any], where: Where | None = None) -> dict[str, A
 class CollateTokens:
     """Collates rows of tokens of any length, padded to the longest row or packed end to end.
 
-    Parts in ``ragged`` hold one value per token and must agree in length within a row. Padded they become
-    ``(batch, seq)``, packed ``(tokens,)``. Beside them stand:
+    Parts in ``ragged`` contain one value per token and have equal lengths within a row. Padded parts have the shape
+    ``(batch, seq)``, packed parts ``(tokens,)``. The batch also contains:
 
-    - both: ``lengths``, int64 ``(batch,)``;
-    - padded: ``attention_mask``, int64 ``(batch, seq)``, 1 for tokens (unless the rows bring their own);
-    - packed: ``offsets``, int32 ``(batch + 1,)``, where each row starts and the last ends;
+    - both layouts: ``lengths``, int64 ``(batch,)``;
+    - padded: ``attention_mask``, int64 ``(batch, seq)``, 1 for tokens (unless the rows contain their own);
+    - packed: ``offsets``, int32 ``(batch + 1,)``, the start of each row and the end of the last;
       ``position_ids``, int64 ``(tokens,)``, counted from 0 in each row; ``max_length``, a number.
 
-    All other parts are stacked as :func:`collate_rows` does.
+    All other parts are stacked by :func:`collate_rows`.
 
     Args:
         layout: ``"padded"`` or ``"packed"``.
-        ragged: names of per-token parts; by default every part that is one-dimensional in all rows and as
-            long as ``input_ids`` in each of them.
-        pad: what fills up a part; 0 where nothing is said, -100 for ``labels``.
-        multiple_of: the padded width is rounded up to this.
-        tokens: the part that sets a row's length.
+        ragged: names of per-token parts; by default every one-dimensional part with the length of ``tokens`` in all
+            rows.
+        pad: padding value of each part; the default is -100 for ``labels`` and 0 for others.
+        multiple_of: the padded width is rounded up to a multiple of this.
+        tokens: the part that determines the length of a row.
     """
 
     layout: Literal["padded", "packed"] = "padded"
@@ -122,15 +114,15 @@ class CollateTokens:
         """Return the parts of one batch.
 
         Raises:
-            DataError: a row has no ``tokens`` part, rows differ in their parts, or per-token parts of a row
-                differ in length; ``problems`` lists each.
+            DataError: a row has no ``tokens`` part, rows differ in their parts, or per-token parts of a row differ in
+                length; ``problems`` lists each.
         """
         named = [_named(row) for row in rows]
         _same_parts(named, where)
         if self.tokens not in named[0]:
             raise DataError(
-                f"collate: rows have no part {self.tokens!r}; they have {list(named[0])}; "
-                "name the part that holds the tokens with CollateTokens(tokens=...)",
+                f"collate: found rows with the parts {list(named[0])}, expected a part {self.tokens!r}. "
+                "Name the part that contains the tokens with CollateTokens(tokens=...).",
                 name=self.tokens,
                 names=tuple(named[0]),
             )
@@ -165,9 +157,7 @@ class CollateTokens:
                     problems.append(f"{_row(where, i)}: {name} has {len(row[name])} values for {length} {self.tokens}")
         if problems:
             raise DataError(
-                "collate: per-token parts do not fit their tokens:\n"
-                + capped(problems)
-                + "\nexpected one value per token",
+                f"collate: found per-token parts of other lengths, expected one value per token:\n{capped(problems)}",
                 problems=problems,
             )
 
@@ -180,19 +170,19 @@ class CollateTokens:
             for line, values in zip(block, column, strict=True):
                 line[: values.numel()] = values
             parts[name] = block
-        tally = torch.tensor(lengths)
-        parts.setdefault("attention_mask", (torch.arange(width) < tally[:, None]).to(torch.int64))
-        parts["lengths"] = tally
+        counts = torch.tensor(lengths)
+        parts.setdefault("attention_mask", (torch.arange(width) < counts[:, None]).to(torch.int64))
+        parts["lengths"] = counts
         return parts
 
     def _packed(self, columns: dict[str, list[torch.Tensor]], lengths: list[int]) -> dict[str, Any]:
-        # a mask of ones says nothing once padding is gone
+        # Without padding the mask contains only ones.
         parts: dict[str, Any] = {n: torch.cat(c) for n, c in columns.items() if n != "attention_mask"}
-        tally = torch.tensor(lengths)
-        ends = torch.cumsum(tally, 0)
+        counts = torch.tensor(lengths)
+        ends = torch.cumsum(counts, 0)
         parts["offsets"] = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
         parts.setdefault("position_ids", torch.cat([torch.arange(n) for n in lengths]))
-        parts["lengths"] = tally
+        parts["lengths"] = counts
         parts["max_length"] = max(lengths)
         return parts
 
@@ -207,7 +197,7 @@ def _named(row: Any) -> Mapping[str, Any]:
 
 def _same_parts(named: list[Mapping[str, Any]], where: Where | None) -> None:
     if not named or not named[0]:
-        raise DataError("collate: a sample has no parts; expected at least one value per row")
+        raise DataError("collate: found a row without parts, expected at least one value per row")
     first = set(named[0])
     problems = [
         f"{_row(where, i)} has {sorted(row)}, {_row(where, 0)} has {sorted(first)}"
@@ -216,9 +206,7 @@ def _same_parts(named: list[Mapping[str, Any]], where: Where | None) -> None:
     ]
     if problems:
         raise DataError(
-            "collate: rows of one batch have different parts:\n"
-            + capped(problems)
-            + "\nexpected the same parts in every row",
+            f"collate: found rows with different parts, expected equal parts in every row:\n{capped(problems)}",
             problems=problems,
         )
 

@@ -1,7 +1,4 @@
-"""How much of a device a loader may take: keep the whole set there, and how many batches ahead.
-
-Pure arithmetic on byte counts, and the one place that asks a device for them.
-"""
+"""Memory limits of a loader: whether a data set fits on the device, and how many batches to prefetch."""
 
 from __future__ import annotations
 
@@ -9,19 +6,17 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["DeviceMemory", "clamp_usage", "fits", "prefetch_depth"]
-
 FIRST_DEPTH = 4
-"""Batches ahead on a CUDA device until the size of a batch is known."""
+"""Batches to prefetch for a CUDA device before the size of a batch is known."""
 
 HOST_DEPTH = 2
-"""Batches ahead where batches stay on the host: one in use, one ready, and the worker is never idle."""
+"""Batches to prefetch if batches stay on the host: one in use and one ready keep the worker busy."""
 
 MAX_DEPTH = 64
-"""More batches ahead than this hide no latency and cost page-locked memory."""
+"""More batches than this hide no latency and use page-locked memory."""
 
 RESERVE_BYTES = 256 << 20
-"""Left alone when sizing the queue: the allocator's fragments and the libraries' workspaces."""
+"""Bytes left free for the fragments of the allocator and the workspaces of libraries."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +24,8 @@ class DeviceMemory:
     """Bytes of a device.
 
     Attributes:
-        total: all of it.
-        used: taken by anyone.
+        total: all bytes.
+        used: bytes allocated by any process.
     """
 
     total: int
@@ -38,7 +33,7 @@ class DeviceMemory:
 
     @staticmethod
     def of(device: torch.device) -> DeviceMemory | None:
-        """Return the memory of a CUDA device now, or None for a device that shares the host's."""
+        """Return the memory of a CUDA device now, or None for other devices."""
         if device.type != "cuda":
             return None
         free, total = torch.cuda.mem_get_info(device)
@@ -46,21 +41,21 @@ class DeviceMemory:
 
 
 def clamp_usage(usage: float) -> float:
-    """Return the share of the device that may be filled, kept within 0.50 and 0.99."""
+    """Return the share of the device that may be filled, limited to 0.50 to 0.99."""
     return min(max(float(usage), 0.50), 0.99)
 
 
 def fits(num_bytes: int, memory: DeviceMemory, usage: float) -> bool:
-    """Return whether ``num_bytes`` more leave the device filled to at most ``usage``."""
+    """Return whether ``num_bytes`` more fill the device to at most ``usage``."""
     return num_bytes < memory.total * clamp_usage(usage) - memory.used
 
 
 def prefetch_depth(batch_bytes: int | None, memory: DeviceMemory | None, usage: float) -> int:
-    """Return how many batches to hold ready.
+    """Return how many batches to prefetch.
 
     Args:
-        batch_bytes: size of a batch, None before one was seen.
-        memory: the device's memory, None where batches stay on the host.
+        batch_bytes: size of a batch, None before the first batch.
+        memory: the device's memory, None if batches stay on the host.
         usage: share of the device that may be filled.
     """
     if memory is None:

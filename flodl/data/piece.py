@@ -1,8 +1,4 @@
-"""All tensors of a batch in one piece of memory: one copy brings them to a device, another to a graph's inputs.
-
-Decides which batches can lie in one piece and where each part begins. Who copies them is `flodl.data.stream` and
-`flodl.train.step.capture`.
-"""
+"""All tensors of a batch in one block of memory, which one copy moves to a device or to the inputs of a graph."""
 
 from __future__ import annotations
 
@@ -13,14 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Piece", "lay_out"]
+ALIGNMENT = 256
+"""Each part starts at a multiple of this many bytes, so that kernels read whole cache lines."""
 
-ALIGNMENT = 256  # bytes; parts begin where kernels may read whole lines
+NUMPY_DTYPES = {
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.float32, torch.float64,
+}  # fmt: skip
+"""Dtypes that numpy has. Other tensors are copied as bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Memory, and what lies where in it.
+    """One block of memory and the layout of the parts in it.
 
     Attributes:
         memory: bytes, uint8 ``(bytes,)``.
@@ -41,17 +41,19 @@ class Piece:
         return found
 
     def at(self, memory: torch.Tensor) -> Piece:
-        """Return the same layout over other memory."""
+        """Return the same layout for another block of memory."""
         return Piece(memory, self.layout)
 
 
 def lay_out(parts: Iterable[tuple[str, Any]], *, pinned: bool = False) -> Piece | None:
-    """Return a copy of the tensors among ``parts`` in one piece of host memory.
+    """Return a copy of the tensors among ``parts`` in one block of host memory.
 
-    None where there is no tensor, or one that does not lie on the host, dense and in order.
+    Returns:
+        The block; None if there is no tensor, or if a tensor is not on the host, dense and contiguous.
 
     Args:
-        pinned: whether the memory can be copied to a CUDA device without waiting.
+        parts: names and values.
+        pinned: whether to allocate page-locked memory, which a CUDA device copies asynchronously.
     """
     layout, arrays, total = [], [], 0
     for name, part in parts:
@@ -61,7 +63,7 @@ def lay_out(parts: Iterable[tuple[str, Any]], *, pinned: bool = False) -> Piece 
             return None
         if not part.is_contiguous():
             return None
-        raw = (part if part.dtype in _PLAIN else part.reshape(-1).view(torch.uint8)).numpy()
+        raw = (part if part.dtype in NUMPY_DTYPES else part.reshape(-1).view(torch.uint8)).numpy()
         layout.append((name, total, part.shape, part.stride(), part.dtype))
         arrays.append(raw.reshape(-1).view(np.uint8))
         total += -(-raw.nbytes // ALIGNMENT) * ALIGNMENT
@@ -69,10 +71,6 @@ def lay_out(parts: Iterable[tuple[str, Any]], *, pinned: bool = False) -> Piece 
         return None
     memory = torch.empty(total, dtype=torch.uint8, pin_memory=pinned)
     into = memory.numpy()
-    for place, raw in zip(layout, arrays, strict=True):
-        into[place[1] : place[1] + raw.size] = raw
+    for (_, start, *_), raw in zip(layout, arrays, strict=True):
+        into[start : start + raw.size] = raw
     return Piece(memory, tuple(layout))
-
-
-_PLAIN = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.float32, torch.float64}
-"""What numpy has too."""

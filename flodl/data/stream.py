@@ -1,8 +1,4 @@
-"""Batches made ahead of their use: one background thread, one bounded queue, one way out.
-
-This file decides when the worker runs, waits and stops, how its errors reach the consumer, and how a batch
-crosses to a CUDA device beside the computation. It does not know what a batch holds or where an epoch stands.
-"""
+"""Batches prefetched by one background thread through one bounded queue, and their copies to a CUDA device."""
 
 from __future__ import annotations
 
@@ -17,11 +13,9 @@ import torch
 from flodl.data.batch import Batch
 from flodl.data.piece import lay_out
 
-__all__ = ["Channel", "Placement", "Stream"]
-
 
 class Channel:
-    """A bounded queue that either side may close; whoever waits then wakes."""
+    """Bounded queue that either side can close. Closing wakes every waiting thread."""
 
     def __init__(self, depth: int) -> None:
         self.depth = max(1, depth)
@@ -30,47 +24,48 @@ class Channel:
         self._closed = False
 
     def put(self, item: Any) -> bool:
-        """Add ``item`` when there is room; return False if the channel was closed instead."""
+        """Wait for space and add ``item``. Return False if the channel was closed instead."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or len(self._items) < self.depth)
-            if not self._closed:
+            if self._wait_for_space():
                 self._items.append(item)
                 self._changed.notify_all()
             return not self._closed
 
     def take(self) -> Any:
-        """Return the next item; None once the channel is closed and empty."""
+        """Return the next item, or None if the channel is closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or bool(self._items))
             item = self._items.popleft() if self._items else None
             self._changed.notify_all()
             return item
 
-    def wait_for_room(self) -> bool:
-        """Return True when there is room, False if the channel was closed."""
+    def wait_for_space(self) -> bool:
+        """Wait for space. Return False if the channel was closed instead."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or len(self._items) < self.depth)
-            return not self._closed
+            return self._wait_for_space()
+
+    def _wait_for_space(self) -> bool:
+        self._changed.wait_for(lambda: self._closed or len(self._items) < self.depth)
+        return not self._closed
 
     def finish(self) -> None:
-        """Close for writing; what is there may still be taken."""
+        """Close the channel for writing. Queued items remain readable."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Close and throw away what is there."""
+        """Close the channel and discard queued items."""
         with self._changed:
-            self._closed = True
             self._items.clear()
-            self._changed.notify_all()
+            self.finish()
 
 
 class Placement:
-    """Carries batches to a device; on CUDA through page-locked memory and a copy stream of its own.
+    """Moves batches to a device, on CUDA from page-locked memory on a separate stream.
 
     Args:
-        device: where batches are wanted.
+        device: target device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -78,17 +73,17 @@ class Placement:
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def send(self, batch: Batch) -> tuple[Batch, torch.cuda.Event | None]:
-        """Return the batch on its way to the device, and the event that says when it is there."""
+        """Start to copy a batch to the device. Return it with the event of the finished copy."""
         if self._copies is None:
             return (batch if self.device.type == "cpu" else batch.to(self.device)), None
         piece = lay_out(batch.items(), pinned=True)
         host = batch.pin_memory() if piece is None else batch
         with torch.cuda.device(self.device):
-            # Not a `with torch.cuda.stream`, which asks the driver for its devices each time, as slow as the copy.
+            # `with torch.cuda.stream` queries the driver for its devices each time, which takes as long as the copy.
             before = torch.cuda.current_stream(self.device)
             torch.cuda.set_stream(self._copies)
             try:
-                # the host allocator keeps page-locked blocks until copies from them are done
+                # The host allocator reuses page-locked blocks only after the copies from them are complete.
                 if piece is None:
                     sent = host.to(self.device, non_blocking=True)
                 else:
@@ -97,7 +92,7 @@ class Placement:
                 event.record(self._copies)
                 return sent, event
             except torch.OutOfMemoryError:
-                # too far ahead for this moment; the consumer copies when it gets there, with earlier batches gone
+                # The consumer copies this batch later, after earlier batches have released their memory.
                 return host, None
             finally:
                 torch.cuda.set_stream(before)
@@ -123,16 +118,16 @@ class _Failure:
 
 
 class Stream:
-    """An iterator over batches that a background thread makes ahead.
+    """Iterator over batches that a background thread prefetches.
 
-    Dropping the last reference, or :meth:`close`, stops the worker after the batch it is at. An error in
-    the worker is raised from ``next()`` in its turn, after the batches made before it.
+    Dropping the last reference, or :meth:`close`, stops the worker after its current batch. An error in the worker is
+    raised from ``next()`` after the batches that precede it.
 
     Args:
-        make: gives batch ``k``; runs in the worker.
-        numbers: which batches, in order.
-        depth: batches held ready.
-        placement: carries them to the device.
+        make: returns batch ``k``; runs in the worker.
+        numbers: the batches, in order.
+        depth: batches in the queue.
+        placement: moves the batches to the device.
     """
 
     def __init__(self, make: Callable[[int], Batch], numbers: Iterable[int], depth: int, placement: Placement) -> None:
@@ -141,7 +136,7 @@ class Stream:
         self._worker = threading.Thread(
             target=_work, args=(make, numbers, self._channel, placement), name="flodl-data", daemon=True
         )
-        # the worker holds the channel, not this object, so that dropping this object ends the worker
+        # The worker refers to the channel and not to this object, so that dropping this object ends the worker.
         self._dropped = weakref.finalize(self, self._channel.close)
         self._worker.start()
 
@@ -157,11 +152,6 @@ class Stream:
             raise item.error
         return self._placement.receive(*item)
 
-    @property
-    def is_alive(self) -> bool:
-        """Return whether the worker still runs."""
-        return self._worker.is_alive()
-
     def close(self, timeout_s: float = 10.0) -> None:
         """Stop the worker and wait for it, at most ``timeout_s`` seconds."""
         self._dropped()
@@ -172,9 +162,9 @@ class Stream:
 def _work(make: Callable[[int], Batch], numbers: Iterable[int], channel: Channel, placement: Placement) -> None:
     try:
         for number in numbers:
-            # room first, so that no more than `depth` batches exist beside the one in use
-            if not channel.wait_for_room() or not channel.put(placement.send(make(number))):
+            # Waiting before the batch is made limits the number of batches to `depth` and the one in use.
+            if not channel.wait_for_space() or not channel.put(placement.send(make(number))):
                 return
-    except BaseException as error:  # the consumer decides what to do with it, KeyboardInterrupt included
+    except BaseException as error:  # The consumer handles every error, also KeyboardInterrupt.
         channel.put(_Failure(error))
     channel.finish()

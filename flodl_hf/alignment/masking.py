@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from flodl.data.rng import Rng
+from flodl.data import Rng
 from flodl.errors import DataError
 from flodl_hf.alignment.tags import IGNORE
 

@@ -1,6 +1,6 @@
 """A file of texts in, a file of answers out: any number of rows in bounded memory, resumed where it was ended.
 
-rows       the rows of an input file by number, faults included
+tables     Parquet and Arrow files of answers
 columns    which columns the model reads, and which are kept
 tasks      what each task gives for a row
 write      rows with answers as JSON lines, CSV, TSV or Parquet

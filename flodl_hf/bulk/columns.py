@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flodl.errors import DataError, nearest
-from flodl_hf.bulk.rows import RowFault
 from flodl_hf.columns import NAMES, data_columns
+from flodl_hf.readers.rows import RowFault
 
 __all__ = ["Choice", "ColumnArgs", "choose_columns", "is_doubtful", "item_of"]
 

@@ -21,11 +21,11 @@ from flodl_hf.bulk.parts import Parts
 from flodl_hf.bulk.plan import make_plan
 from flodl_hf.bulk.ranks import Heartbeat, LostRank, Rank, Workers, device_names
 from flodl_hf.bulk.results import FileResult, Progress
-from flodl_hf.bulk.rows import STDIN, open_rows
 from flodl_hf.bulk.run import Run
 from flodl_hf.bulk.tasks import VECTOR
 from flodl_hf.bulk.write import output_format
 from flodl_hf.errors import PredictError
+from flodl_hf.readers.rows import STDIN, open_rows
 from flodl_hf.vectors.files import SUFFIXES
 from flodl_hf.vectors.quantize import PRECISIONS
 

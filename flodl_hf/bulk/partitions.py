@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
-from flodl.data.columnar import Kind, arrow_type, need_pyarrow
 from flodl.errors import DataError, capped
 from flodl_hf.bulk.columns import ColumnArgs, choose_columns, item_of
-from flodl_hf.bulk.rows import RowFault
+from flodl_hf.bulk.tables import Kind, arrow_type
 from flodl_hf.bulk.tasks import answerer_for, faulty_items
+from flodl_hf.readers.arrow import need_pyarrow
+from flodl_hf.readers.rows import RowFault
 
 __all__ = ["Partitions", "split_words"]
 

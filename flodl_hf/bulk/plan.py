@@ -14,10 +14,10 @@ from flodl_hf.bulk.columns import ColumnArgs, choose_columns, is_doubtful, item_
 from flodl_hf.bulk.identity import input_identity, model_identity, option_identity
 from flodl_hf.bulk.parts import Parts
 from flodl_hf.bulk.renamed import renamed_writer
-from flodl_hf.bulk.rows import STDIN, Row, Rows, format_of
 from flodl_hf.bulk.tasks import Answerer, answerer_for, method_of
 from flodl_hf.bulk.vectors import vector_writer
 from flodl_hf.bulk.write import Writer
+from flodl_hf.readers.rows import STDIN, Row, Rows, format_of
 
 __all__ = ["Plan", "make_plan"]
 
@@ -79,7 +79,7 @@ def make_plan(
             raise DataError(f"{source}: {first[0].place}: {first[0].fault or 'no columns'}", problems=[first[0].fault])
     if names:
         choice = choose_columns(model.head, names, said, own)
-        if rows.header_by_looks and is_doubtful(names, said):
+        if rows.guessed_header and is_doubtful(names, said):
             warnings.warn(
                 f"{source}: the first line, {printable(names[0], 60)}, is taken for a header; if it is a text, say "
                 "header=False; if it is none, text_column= with its name",

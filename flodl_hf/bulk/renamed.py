@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flodl_hf.bulk.rows import Row
 from flodl_hf.bulk.write import Pieces, Writer
+from flodl_hf.readers.rows import Row
 
 __all__ = ["renamed_writer"]
 

@@ -20,9 +20,9 @@ from flodl_hf.bulk.parts import DamagedPart, Parts
 from flodl_hf.bulk.plan import Plan
 from flodl_hf.bulk.ranks import Rank, Workers, wait_for_parts
 from flodl_hf.bulk.results import FileResult, Progress
-from flodl_hf.bulk.rows import Row, RowFault, Rows
 from flodl_hf.bulk.tasks import faulty_items
 from flodl_hf.errors import PredictError
+from flodl_hf.readers.rows import Row, RowFault, Rows
 
 __all__ = ["Run"]
 

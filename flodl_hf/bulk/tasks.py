@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from flodl.data.columnar import Kind
 from flodl.errors import FlodlError, nearest
 from flodl_hf.bulk.columns import Choice
+from flodl_hf.bulk.tables import Kind
 from flodl_hf.errors import PredictError
 from flodl_hf.results.lists import is_empty
 

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flodl.data.columnar import Kind, swapped_column
 from flodl.errors import DataError
 from flodl.files import write_atomically
-from flodl_hf.bulk.rows import Row, RowFault
+from flodl_hf.bulk.tables import Kind, swapped_column
 from flodl_hf.bulk.tasks import VECTOR
 from flodl_hf.bulk.write import Pieces, Writer, writer_for
+from flodl_hf.readers.rows import Row, RowFault
 from flodl_hf.vectors.files import ranges_path
 from flodl_hf.vectors.quantize import quantize_embeddings, ranges_of
 

@@ -18,17 +18,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flodl.data.columnar import (
-    Kind,
-    arrow_joined,
-    arrow_type,
-    inferred_type,
-    misfits,
-    parquet_bytes,
-    parquet_joined,
-)
 from flodl.errors import DataError, nearest, printable
-from flodl_hf.bulk.rows import Row, RowFault
+from flodl_hf.bulk.tables import Kind, arrow_type, inferred_type, joined_tables, misfits, parquet_bytes
+from flodl_hf.readers.rows import Row, RowFault
 
 __all__ = ["OUTPUTS", "Pieces", "Writer", "output_format", "writer_for"]
 
@@ -436,7 +428,7 @@ class _Tables:
         first: Sequence[Row],
         format: str,
     ) -> None:
-        self._joined = arrow_joined if format == "arrow" else parquet_joined
+        self._format = format
         self._keep, self._own, self._answer, self._with_errors = keep, own, answer, ERROR in added
         self._checked = types is None and bool(first)
         self._as_json: set[str] = set()
@@ -494,4 +486,4 @@ class _Tables:
 
     def joined(self, parts: Pieces) -> Iterator[bytes]:
         # A whole part before a value of it is read: what is damaged goes to no parser.
-        yield from self._joined(self._types, map(b"".join, parts))
+        yield from joined_tables(self._format, self._types, map(b"".join, parts))

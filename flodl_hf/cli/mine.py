@@ -51,13 +51,13 @@ def command(
     json_output: Json = False,
 ) -> None:
     """Find negatives for pairs: texts near to an anchor that do not belong to it, to train vectors and rankers with."""
-    from flodl.data import load_rows
     from flodl.errors import DataError
     from flodl.files import write_atomically
     from flodl_hf.cli.finetune import parse
     from flodl_hf.cli.vectors import check_target, encoder, texts_of
     from flodl_hf.finetuning.vectors.tables import read_table
     from flodl_hf.hub.folders import expect_tokenizer
+    from flodl_hf.readers import load_rows
     from flodl_hf.vectors.mining import hard_negatives
 
     check_target(Path(out), (".jsonl",))

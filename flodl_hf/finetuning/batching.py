@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from flodl.data import LengthGroupedBatches, RandomSampler, TokenBudgetBatches
-from flodl.data.batches import FixedBatches
+from flodl.data import FixedBatches, LengthGroupedBatches, RandomSampler, TokenBudgetBatches
 from flodl_hf.finetuning.options import Options
 from flodl_hf.finetuning.rows import CollateRows, EncodedRows
 from flodl_hf.finetuning.shapes import choose_shapes, choose_widths

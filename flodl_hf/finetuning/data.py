@@ -15,8 +15,6 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from flodl.data import Table, Targets, infer_targets, load_rows
-from flodl.data.arrow import is_saved_dataset, names_of_classes, saved_files
 from flodl.errors import ConfigError, DataError, nearest
 from flodl_hf.columns import NAMES, Columns, column_names, infer_columns
 from flodl_hf.finetuning.answers import AnswerTask
@@ -40,6 +38,8 @@ from flodl_hf.finetuning.vectors.multivector import MultiVectorTask
 from flodl_hf.finetuning.vectors.sparse import SparseTask
 from flodl_hf.finetuning.vectors.tables import are_pairs, read_table, table_columns
 from flodl_hf.finetuning.vectors.task import EmbeddingTask, plan_embedding
+from flodl_hf.readers import Table, Targets, infer_targets, load_rows
+from flodl_hf.readers.arrow import is_saved_dataset, names_of_classes, saved_files
 from flodl_hf.vectors.losses.auxiliary import classifies, needs_layer
 from flodl_hf.vectors.losses.denoising import denoises
 

@@ -6,9 +6,9 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flodl.data import Table, as_numbers, is_missing
-from flodl.data.arrow import CLASS_FIELDS
 from flodl.errors import DataError
+from flodl_hf.readers import Table, as_numbers, is_missing
+from flodl_hf.readers.arrow import CLASS_FIELDS
 
 __all__ = ["aligned", "classes_used", "drop_unlabelled", "numbered_as", "with_named_records"]
 

@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flodl.data.batch import Batch
-from flodl.data.collate import Where
+from flodl.data import Batch, Where
 from flodl.distributed.group import Ranks
 from flodl.distributed.sharded import is_sharded
 from flodl.distributed.shares import deal

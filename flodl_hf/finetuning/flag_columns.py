@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from flodl.data import Table, as_numbers
 from flodl.errors import DataError, capped, nearest
 from flodl_hf.columns import flag_of
 from flodl_hf.finetuning.data import Tables
 from flodl_hf.finetuning.options import Options
+from flodl_hf.readers import Table, as_numbers
 
 __all__ = ["with_listed_flags"]
 

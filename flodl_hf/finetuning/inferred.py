@@ -11,11 +11,11 @@ from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any
 
-from flodl.data import as_numbers, is_missing
 from flodl.errors import ConfigError, DataError, printable
 from flodl_hf.columns import NAMES, Columns, column_names, flag_of
 from flodl_hf.finetuning.rows import EncodedRows
 from flodl_hf.finetuning.task import Task, name_of
+from flodl_hf.readers import as_numbers, is_missing
 
 __all__ = [
     "alike_labels",

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-from flodl.data import SequentialSampler
-from flodl.data.batches import FixedBatches
+from flodl.data import FixedBatches, SequentialSampler
 from flodl.errors import ConfigError, DataError
 from flodl_hf.columns import NAMES, column_names
 from flodl_hf.finetuning.batch_size import few_steps, settle_batch_size

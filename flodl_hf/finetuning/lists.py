@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flodl.data.collate import Where
+from flodl.data import Where
 from flodl.errors import DataError, capped
 from flodl.train import Loss
 from flodl_hf.columns import Columns

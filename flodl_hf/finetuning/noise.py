@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from flodl.data.collate import Where
+from flodl.data import Where
 
 __all__ = ["SEEDS", "STEP", "mixed", "noisy", "row_seeds", "uniform_noise"]
 

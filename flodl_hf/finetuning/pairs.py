@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl.data import as_numbers
-from flodl.data.rng import Rng
+from flodl.data import Rng
 from flodl.errors import DataError, capped
 from flodl.metrics import Classification, Metric, Perplexity
 from flodl.train import Loss
@@ -29,6 +28,7 @@ from flodl_hf.finetuning.rows import RELATED, CollateRows, EncodedRows, RowBuild
 from flodl_hf.finetuning.step import Kind, Objective, run_model
 from flodl_hf.finetuning.step_counts import CollateShares
 from flodl_hf.finetuning.task import CHUNK, Examples, LengthLimits, Prepared, check_texts
+from flodl_hf.readers import as_numbers
 
 if TYPE_CHECKING:
     from flodl_hf.tokenizer import Tokenizer
@@ -107,7 +107,7 @@ class PairTask:
         found, labels = [], []
         for i, (first, second) in enumerate(pairs):
             draw = Rng(self.seed, "pair", i)
-            spoilt = draw.bernoulli(0.5)
+            spoilt = bool(draw.uniforms(1)[0] < 0.5)
             if spoilt and self.ordered:
                 first, second = second, first
             elif spoilt:

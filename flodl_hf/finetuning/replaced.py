@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flodl.data.collate import Where
-from flodl.data.rng import Rng
+from flodl.data import Rng, Where
 from flodl.errors import DataError, capped
 from flodl.metrics import Classification, Metric
 from flodl_hf.alignment import mask_tokens

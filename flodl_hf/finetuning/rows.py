@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flodl.data.collate import Where
+from flodl.data import Where
 from flodl.errors import DataError
 from flodl_hf.alignment import IGNORE, chosen_tokens, mask_tokens
 from flodl_hf.finetuning.noise import SEEDS, row_seeds

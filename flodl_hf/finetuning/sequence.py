@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flodl.data import Targets
 from flodl.errors import DataError, capped
 from flodl.metrics import Classification, Metric, MultiLabel, Pearson, Spearman, SquaredError
 from flodl_hf.columns import Columns
@@ -22,6 +21,7 @@ from flodl_hf.decode.classes import activation_for, class_scores, mean_over_wind
 from flodl_hf.finetuning.rows import EncodedRows, RowBuilder
 from flodl_hf.finetuning.step import Kind
 from flodl_hf.finetuning.task import CHUNK, Examples, LengthLimits, Prepared, check_texts
+from flodl_hf.readers import Targets
 
 if TYPE_CHECKING:
     from flodl_hf.tokenizer import Tokenizer

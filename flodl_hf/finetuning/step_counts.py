@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flodl.data.collate import Where
+from flodl.data import Where
 from flodl_hf.alignment import IGNORE, num_masked
 from flodl_hf.finetuning.rows import SPECIAL, CollateRows, EncodedRows, Masking, TakenRows
 

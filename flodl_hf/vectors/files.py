@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flodl.data.columnar import need_pyarrow
 from flodl.errors import DataError
 from flodl.files import write_atomically
+from flodl_hf.readers.arrow import need_pyarrow
 
 __all__ = ["SUFFIXES", "ranges_path", "read_vectors", "write_vectors"]
 

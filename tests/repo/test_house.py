@@ -31,7 +31,7 @@ ONLY_IN = {
     "huggingface_hub": ("flodl_hf/hub/",),
     "typer": ("flodl_hf/cli/",),
     "rich": ("flodl_hf/cli/", "flodl/progress.py"),
-    "pyarrow": ("flodl/data/", "flodl_hf/serving/answering.py"),
+    "pyarrow": ("flodl_hf/readers/", "flodl_hf/serving/answering.py"),
     "starlette": ("flodl_hf/serving/",),
     "uvicorn": ("flodl_hf/serving/",),
     "httpx": ("flodl_hf/client/",),
@@ -48,7 +48,7 @@ ONLY_IN = {
         "flodl_hf/kernels/",
     ),
 }
-FLODL_NEEDS = {"torch", "numpy", "safetensors", "pyarrow", "triton", "rich", "flodl"}
+FLODL_NEEDS = {"torch", "numpy", "safetensors", "triton", "rich", "flodl"}
 
 
 Nodes = list[Any]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flodl.data.collate import Where
+from flodl.data import Where
 from flodl_hf.alignment import IGNORE
 from flodl_hf.finetuning.noise import row_seeds
 from flodl_hf.finetuning.rows import TakenRows

@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flodl.data.batches import EpochPlan
-from flodl.data.rng import Rng
-from flodl.data.samplers import digest
+from flodl.data import EpochPlan, Rng, digest
 
 __all__ = ["TextBatches"]
 

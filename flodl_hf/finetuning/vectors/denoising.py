@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flodl.data.collate import Where
-from flodl.data.rng import Rng
+from flodl.data import Rng, Where
 from flodl.train import Loss
 from flodl_hf.alignment import IGNORE
 from flodl_hf.finetuning.masked import words_of

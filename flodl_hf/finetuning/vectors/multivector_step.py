@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from flodl.data.collate import Where
+from flodl.data import Where
 from flodl.train import Loss
 from flodl_hf.finetuning.rows import CollateRows, TakenRows
 from flodl_hf.finetuning.step import score

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flodl.data.collate import Where
+from flodl.data import Where
 from flodl_hf.finetuning.rows import CollateRows, EncodedRows, TakenRows
 
 __all__ = ["CollateTexts", "Laid", "TextRows"]

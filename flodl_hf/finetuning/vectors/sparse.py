@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from flodl.data.collate import Where
+from flodl.data import Where
 from flodl.errors import ConfigError
 from flodl_hf.finetuning.options import Options
 from flodl_hf.finetuning.rows import CollateRows

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flodl.data import as_numbers, is_missing
 from flodl.errors import ConfigError, DataError, capped
 from flodl_hf.columns import NAMES, Columns, column_names
+from flodl_hf.readers import as_numbers, is_missing
 from flodl_hf.vectors.losses.loss import Form
 
 __all__ = ["TextTable", "are_pairs", "expect_equal_widths", "read_table", "table_columns"]

@@ -18,13 +18,11 @@ from flodl.data import (
     Batch,
     CollateTokens,
     DataLoader,
-    DistributedPlan,
     FixedBatches,
     RandomSampler,
     SequentialSampler,
     TensorRows,
     TokenBudgetBatches,
-    as_batches,
     collate_rows,
 )
 from flodl.data.memory import DeviceMemory, clamp_usage, fits, prefetch_depth
@@ -46,6 +44,10 @@ def token_rows():
 
 def ids(batches, name="y"):
     return [b[name].tolist() for b in batches]
+
+
+def move(loader, epoch, batch):
+    loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "batch": batch})
 
 
 def workers():
@@ -92,7 +94,7 @@ def test_running_out_of_memory_falls_back_to_streaming_with_order_and_position(m
     expected = ids(DataLoader(tensors(), batches=FixedBatches(RandomSampler(ROWS, 9), 4)).epoch(3))
     monkeypatch.setattr(DataLoader, "_place", full)
     loader = DataLoader(tensors(), batches=FixedBatches(RandomSampler(ROWS, 9), 4))
-    loader.seek(3, 2)
+    move(loader, 3, 2)
     with pytest.warns(UserWarning, match="2 GiB asked.*streaming"):
         batches = loader.epoch(3)
     assert not loader.is_resident
@@ -140,7 +142,7 @@ def test_resume_at_any_position_equals_the_uninterrupted_order(data):
 def test_plain_iteration_moves_from_epoch_to_epoch_and_a_break_starts_over():
     loader = DataLoader(tensors(), 5)
     first = ids(loader)
-    assert loader.current_epoch == 1
+    assert loader.state_dict()["epoch"] == 1
     assert ids(loader) != first
     peek = next(iter(loader))["y"].tolist()
     assert loader.state_dict()["batch"] == 1
@@ -173,14 +175,14 @@ def test_any_rows_can_be_fetched_without_moving_the_position():
     got = loader.fetch(expected.indices, 0, 0)
     assert [p.tolist() for p in got] == [p.tolist() for p in expected]
     assert loader.fetch(np.empty(0, dtype=np.int64), 0, 0)["x"].shape == (0, 2)
-    assert loader.batches_taken == 1
+    assert loader.state_dict()["batch"] == 1
 
 
 def test_a_saved_position_is_for_its_epoch_alone():
     loader = DataLoader(tensors(), 5)
-    loader.seek(2, 3)
+    move(loader, 2, 3)
     assert len(loader.epoch(1)) == 5
-    loader.seek(2, 3)
+    move(loader, 2, 3)
     assert len(loader.epoch(2)) == 2
 
 
@@ -208,54 +210,18 @@ def test_token_budget_batches_resume_too():
     whole = ids(loader().epoch(1), "input_ids")
     assert max(map(len, whole)) <= 16
     second = loader()
-    second.seek(1, 3)
+    move(second, 1, 3)
     assert ids(second.epoch(1), "input_ids") == whole[3:]
 
 
-# ---------------------------------------------------------------------------------------- distributed
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("split", ["batch", "epoch"])
-def test_ranks_share_an_epoch_by_unequal_shares(mode, split):
-    builder = DataLoader.from_dataset(tensors()).batch_size(5)
-    builder = {"resident": builder.resident, "streaming": builder.streaming}.get(mode.get("mode"), lambda: builder)()
-    got = [ids(builder.distributed(r, [3, 1, 0.2], split).build()) for r in range(3)]
-    assert sorted(i for rank in got for batch in rank for i in batch) == list(range(ROWS))
-    if split == "batch":
-        assert [len(rank) for rank in got] == [5, 5, 5]
-
-
 def test_an_empty_share_has_the_parts_of_any_batch_without_rows():
-    loader = DataLoader.from_dataset(token_rows()).batch_size(2).collate(CollateTokens("packed"))
-    last = list(loader.distributed(1, [1, 0]).build())[-1]
+    loader = DataLoader(token_rows(), 2, collate=CollateTokens("packed"))
+    last = loader.fetch(np.empty(0, dtype=np.int64), 0, 0)
     assert last.num_rows == 0
     assert last["input_ids"].shape == (0,)
     assert last["input_ids"].dtype == torch.int64
     assert last["offsets"].tolist() == [0]
     assert last["max_length"] == 0
-
-
-def test_new_shares_reach_the_loader_and_a_saved_run_brings_them_back():
-    def made():
-        plan = DistributedPlan(FixedBatches(RandomSampler(ROWS), 2), [1, 1])
-        return plan, [DataLoader(tensors(), batches=plan.for_rank(r)) for r in range(2)]
-
-    plan, loaders = made()
-    running = [loader.epoch(0) for loader in loaders]
-    used = [i for k, it in ((1, running[0]), (3, running[1])) for _ in range(k) for i in next(it)["y"].tolist()]
-    plan.reshare(0, [1, 3], [5, 1])
-    for loader in loaders:
-        loader.seek(0, 0)
-    used += next(iter(loaders[0]))["y"].tolist()
-    state = next(json.loads(json.dumps(loader.state_dict())) for loader in (loaders[0],))
-    state1 = json.loads(json.dumps(loaders[1].state_dict()))
-    _, again = made()
-    again[0].load_state_dict(state)
-    again[1].load_state_dict(state1)
-    assert len(again[0]) > len(again[1])
-    used += [i for loader in again for batch in loader for i in batch["y"].tolist()]
-    assert sorted(used) == list(range(ROWS))
 
 
 # ------------------------------------------------------------------------------------------- the worker
@@ -351,17 +317,16 @@ def test_a_channel_wakes_both_sides_when_closed():
 
 
 def test_parts_by_name_and_position_and_an_error_that_lists_names():
-    batch = next(iter(DataLoader(tensors(), 5, names=["pixels", "digit"])))
+    batch = next(iter(DataLoader(dict(zip(("pixels", "digit"), tensors().values(), strict=True)), 5)))
     assert batch.names == ("pixels", "digit")
     assert batch[1] is batch["digit"]
     assert batch[-1] is batch["digit"]
     x, y = batch
     assert (x.shape, y.shape, len(batch), batch.num_rows) == ((5, 2), (5,), 2, 5)
-    assert batch.has("digit")
+    assert "digit" in batch
     assert "nothing" not in batch
     assert dict(**batch).keys() == {"pixels", "digit"}
     assert batch.indices.tolist() == y.tolist()
-    assert batch.into_parts()[0] == ("pixels", "digit")
     with pytest.raises(DataError) as caught:
         batch["pixel"]
     assert caught.value.names == ("pixels", "digit")
@@ -370,12 +335,8 @@ def test_parts_by_name_and_position_and_an_error_that_lists_names():
         batch[2]
 
 
-def test_names_must_match_the_parts():
-    for names in (["a"], ["a", "a"], ["a", "b", "c"]):
-        with pytest.raises(DataError) as caught:
-            DataLoader(tensors(), 5, names=names)
-        assert caught.value.parts == ("x", "y")
-    assert DataLoader((torch.ones(3), torch.ones(3)), 2).names == ("0", "1")
+def test_parts_of_plain_sequences_are_numbered():
+    assert next(iter(DataLoader((torch.ones(3), torch.ones(3)), 2))).names == ("0", "1")
 
 
 @pytest.mark.parametrize(
@@ -437,17 +398,22 @@ def test_data_that_cannot_be_loaded_is_refused(data, kw):
         DataLoader(data, **kw)
 
 
-def test_the_builder_sets_what_the_loader_takes():
-    loader = (
-        DataLoader.from_dataset(tensors())
-        .batch_size(4).seed(3).shuffle(False).streaming().prefetch(1).names(["a", "b"]).device("cpu")
-        .vram_max_usage(0.2).drop_last().transform(noisy).build()
-    )  # fmt: skip
-    assert not loader.is_resident
-    assert [b.names for b in loader] == [("a", "b", "noise")] * 5
-    assert (loader.batch_size, loader.seed, loader.vram_max_usage, loader.prefetch) == (4, 3, 0.5, 1)
-    sampled = DataLoader.from_batch_dataset(tensors()).sampler(SequentialSampler(4)).batch_size(3).build()
-    assert ids(sampled) == [[0, 1, 2], [3]]
+@pytest.mark.parametrize(
+    ("args", "found"),
+    [
+        ((torch.ones(3, 2), torch.ones(3)), "Tensor, Tensor"),
+        ((torch.ones(3, 2),), "Tensor"),
+        (((torch.ones(3),), torch.ones(3)), "tuple, Tensor"),
+    ],
+)
+def test_tensor_rows_refuse_a_second_tensor(args, found):
+    with pytest.raises(DataError) as caught:
+        TensorRows(*args)
+    assert caught.value.found == found
+
+
+def test_rows_are_sampled_in_the_order_of_the_sampler():
+    assert ids(DataLoader(tensors(), 3, sampler=SequentialSampler(4))) == [[0, 1, 2], [3]]
 
 
 # ---------------------------------------------------------------------------------------------- collate
@@ -488,7 +454,7 @@ def test_rows_that_do_not_fit_together_are_all_named():
     assert len(caught.value.problems) == 2
     with pytest.raises(DataError, match="tokens="):
         CollateTokens()([{"text": [1]}])
-    with pytest.raises(DataError, match="no parts"):
+    with pytest.raises(DataError, match="without parts"):
         collate_rows([{}])
 
 
@@ -513,10 +479,8 @@ def test_room_and_depth_follow_the_free_memory():
     assert prefetch_depth(1, card, 0.9) == 64
     assert prefetch_depth(gib, DeviceMemory(10 * gib, 10 * gib), 0.9) == 1
     assert (clamp_usage(0.1), clamp_usage(0.7), clamp_usage(2)) == (0.5, 0.7, 0.99)
-    loader = DataLoader(tensors(), 5, mode="streaming")
-    assert loader.prefetch == 2
-    loader.set_prefetch_depth(5)
-    assert loader.prefetch == 5
+    assert DataLoader(tensors(), 5, mode="streaming").prefetch == 2
+    assert DataLoader(tensors(), 5, mode="streaming", prefetch=5).prefetch == 5
 
 
 @pytest.mark.gpu
@@ -532,9 +496,9 @@ def test_batches_on_a_device_equal_those_on_the_host():
             assert loader.is_resident == (mode == "resident")
 
 
-def test_as_batches_passes_batches_through():
+def test_rows_and_batches_are_not_copied_without_need():
     rows = TensorRows(tensors())
-    assert as_batches(rows) is rows
+    assert DataLoader(rows, 2).data is rows
     assert rows.on(torch.device("cpu")) is rows
     batch = Batch({"a": torch.ones(2), "t": ["x", "y"], "n": 3}, 2)
     assert batch.num_bytes() == 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import json
@@ -17,9 +18,11 @@ import torch
 pytest.importorskip("benchmarks.ddp")
 
 from benchmarks.ddp import baseline, fetch, models
+from benchmarks.ddp.builtin import parse_mnist
 from benchmarks.ddp.cases import CASES
 from benchmarks.ddp.data import photographs, text
 from benchmarks.ddp.fetch import CIFAR, FILES, Source
+from flodl.errors import DataError
 
 ROOT = Path(__file__).parents[3]
 
@@ -164,6 +167,18 @@ def test_real_photographs_where_the_files_are_and_made_up_ones_where_not(tmp_pat
     assert train.get_batch(range(2))["label"].tolist() == [3, 3]
     assert capsys.readouterr().out == ""
     assert len(text(tmp_path)[0].vocabulary) == 28
+
+
+def test_mnist_files_become_images_and_labels(tmp_path):
+    pixels = bytes(k % 256 for k in range(3 * 784))
+    images = (2051).to_bytes(4, "big") + b"".join(n.to_bytes(4, "big") for n in (3, 28, 28)) + pixels
+    labels = (2049).to_bytes(4, "big") + (3).to_bytes(4, "big") + bytes([7, 0, 9])
+    image, label = parse_mnist(gzip.compress(images), labels)
+    assert image.shape == (3, 1, 28, 28)
+    assert image.flatten().tolist() == list(pixels)
+    assert label.tolist() == [7, 0, 9]
+    with pytest.raises(DataError):
+        parse_mnist(labels, images)
 
 
 # ---- the baseline ------------------------------------------------------------------------------------------------

@@ -10,8 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters as dynamo_counters
 from torch.nn.functional import cross_entropy, mse_loss
 
-from flodl.data import DataLoader, TensorRows
-from flodl.data.batch import Batch
+from flodl.data import Batch, DataLoader, TensorRows
 from flodl.data.piece import lay_out
 from flodl.errors import TrainError
 from flodl.train import Callback, Loss, RunDone, StepDone, Trainer, Warned, adamw, route, sgd

@@ -293,7 +293,7 @@ def test_columns_that_cannot_be_told_are_refused_at_once(
     ("source", "target", "said", "says"),
     [
         ("absent.jsonl", "out.csv", {}, "no such file"),
-        ("in.json", "out.csv", {}, "one JSON object a line"),
+        ("in.json", "out.csv", {}, "JSON lines"),
         ("in.jsonl", "out.xlsx", {}, "names no format that can be written"),
         ("in.jsonl", "in.jsonl", {"restart": True}, "are one file"),
         ("in.jsonl", "no/out.csv", {}, "there is no folder .*no; make it first"),

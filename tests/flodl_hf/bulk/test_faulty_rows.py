@@ -14,8 +14,8 @@ import torch
 
 from flodl.errors import DataError
 from flodl_hf import load, predict_file
-from flodl_hf.bulk import rows
 from flodl_hf.decode import Classification
+from flodl_hf.readers import rows
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 GOOD = {"id": 0, "text": "a cat"}
@@ -23,7 +23,7 @@ GOOD = {"id": 0, "text": "a cat"}
 # A faulty line, and what is said of it.
 FAULTY: dict[str, tuple[str, str]] = {
     "no JSON": ("{bad", "invalid JSON"),
-    "no object": ("[1, 2]", "found list, expected a JSON object"),
+    "no object": ("[1, 2]", "found list: '[1, 2]', expected a JSON object"),
     "no column": ('{"id": 1}', "found no column 'text'"),
     "null": ('{"id": 1, "text": null}', "column 'text': found nothing"),
     "number": ('{"id": 1, "text": 3}', "column 'text': found int"),
@@ -212,7 +212,7 @@ def test_a_cut_gzip_file_is_no_end_of_data(model: Any, numbered: Any, tmp_path: 
 
     whole = gzip.compress(numbered(2000).read_bytes())
     (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) * 2 // 3])
-    with pytest.raises(DataError, match="unreadable after line"):
+    with pytest.raises(DataError, match="found unreadable data"):
         predict_file(model(), tmp_path / "cut.jsonl.gz", tmp_path / "out.jsonl", on_error="skip", part_rows=100)
     assert not (tmp_path / "out.jsonl").exists()
 
@@ -225,11 +225,11 @@ def test_the_command_counts_and_names_faulty_rows(folder: Any, jsonl: Any, tmp_p
     args = ["predict", str(folder("sequence_classification")), "--in", str(source), "--out", str(out)]
     stopped = from_cli.CliRunner().invoke(app, args)
     assert stopped.exit_code == 1
-    assert "row 2 (line 2): invalid JSON" in stopped.stderr
+    assert "row 2 (line 2): found invalid JSON" in stopped.stderr
     done = from_cli.CliRunner().invoke(app, [*args, "--on-error", "skip"])
     assert done.exit_code == 0, done.stderr
     assert "2 rows in" in done.stdout
-    assert "1 of 3 rows could not be answered (1 left out):\n  row 2 (line 2): invalid JSON" in done.stderr
+    assert "1 of 3 rows could not be answered (1 left out):\n  row 2 (line 2): found invalid JSON" in done.stderr
     told = from_cli.CliRunner().invoke(app, [*args, "--on-error", "null", "--restart", "--json"])
     figures = json.loads(told.stdout)
     assert (figures["rows"], figures["written"], figures["faulty"], figures["is_whole"]) == (3, 3, 1, True)
@@ -262,9 +262,9 @@ def test_wrong_usage_is_status_2(args: list[str], says: str, folder: Any) -> Non
 def test_a_line_without_end_is_refused_before_it_is_in_memory(
     model: Any, jsonl: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows, "MOST_LINE", 1000)
+    monkeypatch.setattr(rows, "MAX_LINE_BYTES", 1000)
     source = jsonl([json.dumps(GOOD), "x" * 1001])
-    with pytest.raises(DataError, match="line 2 has more than 1,000 bytes; expected a row on each line") as caught:
+    with pytest.raises(DataError, match="line 2: found a line with more than 1,000 bytes") as caught:
         predict_file(model("sequence_classification"), source, tmp_path / "out.jsonl", text_column="text")
     assert caught.value.line == 2
 

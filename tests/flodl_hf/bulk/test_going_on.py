@@ -394,14 +394,14 @@ def test_a_rank_that_dies_is_named_and_the_run_goes_on(folder: Any, model: Any, 
     ranks = [start(*args, rank=(rank, 2)) for rank in (0, 1)]
     (code, _, said), (other, _, why) = map(ended, ranks)
     assert (code, other) == (1, 1)
-    assert "row 21 (line 21): invalid JSON" in why
+    assert "row 21 (line 21): found invalid JSON" in why
     assert "rank 1: DataError" in said
-    assert "row 21 (line 21): invalid JSON" in said
+    assert "row 21 (line 21): found invalid JSON" in said
     # Rank 0's parts are done, and one process alone goes on with all of it.
     result = predict_file(model(), broken, out, on_error="skip")
     assert (result.is_whole, result.rows, result.written, result.faulty) == (True, 101, 100, 1)
     assert result.resumed >= 4
-    assert result.faults[0].startswith("row 21 (line 21): invalid JSON")
+    assert result.faults[0].startswith("row 21 (line 21): found invalid JSON")
     assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == list(range(100))
 
 

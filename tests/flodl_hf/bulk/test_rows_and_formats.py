@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flodl.data import read_rows
 from flodl.errors import DataError
-from flodl_hf.bulk.rows import Row, open_rows
 from flodl_hf.bulk.write import json_of, writer_for
+from flodl_hf.readers import read_rows
+from flodl_hf.readers.rows import Row, open_rows
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=12)
 BUDGET = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -110,7 +110,7 @@ def test_a_file_in_utf_16_is_told_as_such(encoding: str, tmp_path: Path) -> None
     path = tmp_path / "a.csv"
     path.write_text("\ufeff" * (encoding != "utf-16") + "text,label\nking,good\n", encoding)
     for read in (lambda: open_rows(path), lambda: list(read_rows(path))):
-        with pytest.raises(DataError, match=r"how UTF-16 begins; iconv -f UTF-16 -t UTF-8 converts it"):
+        with pytest.raises(DataError, match=r"UTF-16 starts like this; iconv -f UTF-16 -t UTF-8 converts it"):
             read()
 
 

@@ -12,10 +12,7 @@ import torch
 from finetune_tables import TABLES
 from test_exactness import FIXED, apart, trained
 
-from flodl.data import RandomSampler, TokenBudgetBatches
-from flodl.data.batch import Batch
-from flodl.data.batches import FixedBatches
-from flodl.data.collate import Where
+from flodl.data import Batch, FixedBatches, RandomSampler, TokenBudgetBatches, Where
 from flodl.train import Warned
 from flodl_hf.finetuning import batching, finetune, plan_job
 from flodl_hf.finetuning.options import make_options

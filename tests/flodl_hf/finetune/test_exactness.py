@@ -14,8 +14,7 @@ from finetune_tables import TABLES, labelled, sentences, tagged
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl.data.batch import Batch
-from flodl.data.collate import Where
+from flodl.data import Batch, Where
 from flodl_hf import load
 from flodl_hf.finetuning import finetune, plan_job
 from flodl_hf.finetuning.factory import checkpoint_layers, restore_layers

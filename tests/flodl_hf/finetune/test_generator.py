@@ -13,8 +13,7 @@ from finetune_tables import lines
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl.data.batch import Batch
-from flodl.data.collate import Where
+from flodl.data import Batch, Where
 from flodl.errors import ConfigError
 from flodl_hf import demo, load
 from flodl_hf.auto import head_named

@@ -13,8 +13,7 @@ import pytest
 import torch
 from finetune_tables import sentences
 
-from flodl.data.batch import Batch
-from flodl.data.collate import Where
+from flodl.data import Batch, Where
 from flodl.errors import ConfigError, DataError
 from flodl.train import Warned
 from flodl_hf import load

@@ -11,8 +11,7 @@ import torch
 from finetune_tables import TABLES
 from torch import Tensor
 
-from flodl.data.batch import Batch
-from flodl.data.collate import Where
+from flodl.data import Batch, Where
 from flodl.errors import ConfigError, TrainError
 from flodl.train import route
 from flodl.train.schedule import Constant

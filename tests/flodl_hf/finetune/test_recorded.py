@@ -13,8 +13,7 @@ from finetune_tables import TABLES, sentences
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flodl.data.batch import Batch
-from flodl.data.collate import Where
+from flodl.data import Batch, Where
 from flodl.train import Warned, route
 from flodl.train.step.capture import flatten
 from flodl_hf import load

@@ -70,7 +70,7 @@ def test_the_penalty_rises_over_a_third_of_the_steps(base: Path) -> None:
     assert SpladeLoss(None, scheduler_type="linear").strength(1, 12) == 0.25
     assert SpladeLoss(None, warmup_ratio=0.0).strength(0, 12) == 1
     job = plan_job(base, ROWS, None, make_options({**ONE, "epochs": 4, "max_steps": None}))
-    from flodl.data.collate import Where
+    from flodl.data import Where
 
     rows = [job.rows.get(i) for i in range(4)]
     shares = [

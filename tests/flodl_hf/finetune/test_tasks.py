@@ -116,7 +116,7 @@ def test_the_answer_lies_in_the_window_that_points_at_it(base: Path) -> None:
 
 
 def test_masks_change_with_the_epoch_and_not_with_the_batch(base: Path) -> None:
-    from flodl.data.collate import Where
+    from flodl.data import Where
 
     planned = job(base, lines(), whole_words=True)
     rows = [planned.rows.get(i) for i in (3, 4)]

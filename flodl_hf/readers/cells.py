@@ -1,6 +1,6 @@
 """The cells of CSV and TSV files: delimiter, header, column names, and rows as wide as the header.
 
-Column names are those that pandas gives: an empty name becomes ``Unnamed: 0``, a repeated one ``text.1``.
+Column names are equal to those of pandas: an empty name becomes ``Unnamed: 0``, a repeated name ``text.1``.
 """
 
 from __future__ import annotations
@@ -8,20 +8,20 @@ from __future__ import annotations
 import csv
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
 from flodl.errors import printable
 
-__all__ = ["CellRows", "numbered_lines", "undecodable"]
+__all__ = ["Cells"]
 
-FIELD_BYTES = 1 << 27
-"""The longest field of a CSV file; the limit of the csv module, 131,072, is less than a long document."""
+MAX_FIELD_BYTES = 1 << 27
+"""Longest field of a CSV file. The default of the csv module, 131,072, is less than a long document."""
 
-LOOKED_AT = 20
+HEADER_SAMPLE_ROWS = 20
 """Rows below the first line that are read to decide whether it is a header."""
 
-NAME_LENGTH = 64
+MAX_NAME_LENGTH = 64
 DELIMITERS = (";", "\t", "|")
 UNNAMED = "Unnamed: "
 
@@ -33,128 +33,85 @@ COLUMN_WORDS = frozenset(
         *("text1", "text2", "text_pair", "review", "content", "comment", "comment_text", "tweet", "body", "score"),
     )
 )
-"""Words that name columns of text data; one of them makes a header of a line that also contains numbers."""
+"""Usual names of columns of text data. A line with numbers is a header if it contains one of them."""
 
 _INTEGER = re.compile(r"\d+", re.ASCII)
 
-Fault = tuple[str, str]
-"""What was found in a row, and what was expected."""
 
-
-def numbered_lines(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    r"""Yield lines with their numbers, from 1. Lines end at ``\n``, ``\r\n`` or ``\r``.
+class Cells:
+    """The rows of a CSV or TSV file. Iteration yields the first line of each row, and its cells or its fault.
 
     Args:
-        chunks: the file, cut behind each ``\n`` and anywhere else.
-    """
-    number, rest = 0, b""
-    for chunk in chunks:
-        whole = rest + chunk if rest else chunk
-        rest = b""
-        if whole.find(b"\r", 0, max(0, len(whole) - 2)) < 0:
-            number += 1
-            yield number, whole
-            continue
-        lines = whole.splitlines(keepends=True)
-        if not lines[-1].endswith(b"\n"):
-            rest = lines.pop()
-        for line in lines:
-            number += 1
-            yield number, line
-    if rest:
-        yield number + 1, rest
-
-
-def undecodable(raw: bytes, error: UnicodeDecodeError) -> str:
-    """Return the description of a line that is not UTF-8."""
-    what = f"byte 0x{raw[error.start]:02x} at position {error.start + 1}"
-    is_wide = raw[:2] in (b"\xff\xfe", b"\xfe\xff")
-    return f"{what} (this is how UTF-16 begins; iconv -f UTF-16 -t UTF-8 converts it)" if is_wide else what
-
-
-class CellRows:
-    """The rows of a CSV or TSV file; iteration yields the first line of each with its cells, or with its fault.
-
-    Args:
-        lines: numbered lines.
+        texts: the lines.
+        damaged: faults of lines, by number; an entry must be present before its line is read.
         quoted: whether quotes enclose cells, as in CSV files.
-        delimiter: between cells; empty: a comma, or the delimiter of a header without commas.
+        delimiter: delimiter of cells; if empty, a comma, or the delimiter of a header without commas.
         columns: names of the columns, for files without a header.
         header: whether the first line is a header; None decides by its cells and those below.
 
     Attributes:
         names: names of the columns.
         has_header: whether the first line is a header.
-        found_header: whether the first line was taken for a header because ``header`` is None.
-        fault: the first line and its fault, if the first line cannot be read; there are no names then.
+        guessed_header: whether the header was recognised by its cells and not requested.
+        fault: first line and its fault if it cannot be read; ``names`` is then empty.
     """
 
     def __init__(
         self,
-        lines: Iterator[tuple[int, bytes]],
+        texts: Iterator[str],
+        damaged: dict[int, str],
         *,
         quoted: bool,
         delimiter: str = "",
         columns: Sequence[str] | None = None,
         header: bool | None = None,
     ) -> None:
-        if csv.field_size_limit() < FIELD_BYTES:
-            csv.field_size_limit(FIELD_BYTES)
-        self._damaged: dict[int, str] = {}
-        texts = self._decoded(lines)
+        if csv.field_size_limit() < MAX_FIELD_BYTES:
+            csv.field_size_limit(MAX_FIELD_BYTES)
+        self._damaged = damaged
         if not delimiter:
             delimiter, texts = _separated(texts) if columns is None and header is not False else (",", texts)
         self._delimiter = delimiter
         self._reader = csv.reader(
             texts, delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE, strict=True
         )
-        rows = self._read()
-        first = next(rows, None)
         self.names = list(columns or ())
-        self.has_header = self.found_header = False
-        self.fault: tuple[int, Fault] | None = None
-        self._index = False
-        self._rows: Iterator[tuple[int, list[str] | Fault]] = iter(())
+        self.has_header = self.guessed_header = False
+        self.fault: tuple[int, str] | None = None
+        self._row_names = False
+        self._rows = rows = self._read()
+        first = next(rows, None)
         if first is None:
             return
         line, cells = first
-        if isinstance(cells, tuple):
+        if isinstance(cells, str):
             self.fault = line, cells
             return
-        ahead = list(islice(rows, LOOKED_AT))
+        ahead = list(islice(rows, HEADER_SAMPLE_ROWS))
         below = [row for _, row in ahead if isinstance(row, list)]
         is_header = (columns is None and _is_header(cells, below)) if header is None else header
-        self.has_header, self.found_header = is_header, is_header and header is None
+        self.has_header, self.guessed_header = is_header, is_header and header is None
         if columns is None:
-            self.names = _column_names(cells) if is_header else _unnamed(cells)
-        self._index = is_header and _has_row_names(len(self.names), below)
+            self.names = _column_names(cells) if is_header else _default_names(cells)
+        self._row_names = is_header and _has_row_names(len(self.names), below)
         self._rows = chain(ahead if is_header else [first, *ahead], rows)
 
-    def __iter__(self) -> Iterator[tuple[int, list[str] | Fault]]:
+    def __iter__(self) -> Iterator[tuple[int, list[str] | str]]:
         width = len(self.names)
         for line, cells in self._rows:
-            if self._index and isinstance(cells, list):
+            if self._row_names and isinstance(cells, list):
                 cells = cells[1:]
-            yield line, cells if isinstance(cells, tuple) or len(cells) == width else self._fitted(cells)
+            yield line, cells if isinstance(cells, str) or len(cells) == width else self._fitted(cells)
 
-    def _fitted(self, cells: list[str]) -> list[str] | Fault:
-        """Return cells as many as the columns; empty cells behind the last column are dropped."""
+    def _fitted(self, cells: list[str]) -> list[str] | str:
+        """Return as many cells as columns. Empty cells after the last column are dropped."""
         width = len(self.names)
         if not any(cells[width:]) and all(name.startswith(UNNAMED) for name in self.names[len(cells) :]):
             return [*cells[:width], *[""] * (width - len(cells))]
-        return f"{len(cells)} cells: {printable(self._delimiter.join(cells), 60)}", f"{width}"
+        return f"found {len(cells)} cells: {printable(self._delimiter.join(cells), 60)}, expected {width}"
 
-    def _decoded(self, lines: Iterator[tuple[int, bytes]]) -> Iterator[str]:
-        for number, raw in lines:
-            try:
-                # Spreadsheet programs mark UTF-8 files with a byte order mark.
-                yield raw.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                self._damaged[number] = undecodable(raw, error)
-                yield raw.decode("utf-8", "replace")
-
-    def _read(self) -> Iterator[tuple[int, list[str] | Fault]]:
-        """Yield the first line of each row with its cells or its fault; empty lines are no rows."""
+    def _read(self) -> Iterator[tuple[int, list[str] | str]]:
+        """Yield the first line of each row with its cells or its fault. Empty lines are skipped."""
         while True:
             line = self._reader.line_num + 1
             try:
@@ -162,22 +119,22 @@ class CellRows:
             except StopIteration:
                 return
             except csv.Error as error:
-                yield line, (str(error), "cells that can be told apart")
+                yield line, f"found {error}, expected valid CSV"
                 continue
             if self._damaged:
                 read = range(line, self._reader.line_num + 1)
                 if found := [self._damaged.pop(number) for number in read if number in self._damaged]:
-                    yield line, (found[0], "UTF-8 text")
+                    yield line, found[0]
                     continue
             if cells and not (len(cells) == 1 and not cells[0].strip()):
                 yield line, cells
 
 
 def _separated(texts: Iterator[str]) -> tuple[str, Iterator[str]]:
-    """Return the delimiter of a CSV file by its header, and all its lines.
+    """Return the delimiter of a CSV file according to its header, and all its lines.
 
-    That is a comma. If the header has none, as in files of spreadsheet programs in countries with a decimal comma, it
-    is the semicolon, tab or bar that makes several names of the header.
+    The delimiter is a comma. If the header contains none, as in files of spreadsheet programs in countries with a
+    decimal comma, it is the semicolon, tab or bar that divides the header into several names.
     """
     first = []
     for text in texts:
@@ -191,17 +148,17 @@ def _separated(texts: Iterator[str]) -> tuple[str, Iterator[str]]:
 
 
 def _names_several(cells: Sequence[str]) -> bool:
-    """Return whether these are several names of columns; an empty first one is that of row numbers."""
+    """Return whether these are several column names. An empty first name is that of row numbers."""
     named = sum(bool(cell.strip()) for cell in cells)
     return (named > 1 or (named == 1 and not cells[0].strip())) and _is_header(cells, ())
 
 
 def _is_header(cells: Sequence[str], below: Sequence[Sequence[str]]) -> bool:
-    """Return whether a first line contains names of columns, by its cells and by the rows below."""
+    """Return whether a first line contains column names, according to its cells and the rows below."""
     names = {at: cell.strip() for at, cell in enumerate(cells) if cell.strip()}
     numbers = [name for name in names.values() if _is_number(name)]
     is_unique = len({*names.values()}) == len(names)
-    if names and not numbers and is_unique and all(len(name) <= NAME_LENGTH for name in names.values()):
+    if names and not numbers and is_unique and all(len(name) <= MAX_NAME_LENGTH for name in names.values()):
         return True
     columns = {at: [row[at].strip() for row in below if at < len(row) and row[at].strip()] for at in names}
     if any(name.lower() in COLUMN_WORDS and name not in columns[at] for at, name in names.items()):
@@ -209,7 +166,7 @@ def _is_header(cells: Sequence[str], below: Sequence[Sequence[str]]) -> bool:
     is_numeric = {at: len(column) > 1 and all(map(_is_number, column)) for at, column in columns.items()}
     if any(is_numeric[at] and not _is_number(name) and len(name.split()) == 1 for at, name in names.items()):
         return True
-    # Data frames without names number their columns.
+    # Data frames number columns that have no names.
     counted = [str(k) for k in range(len(numbers))]
     return bool(below) and len(numbers) == len(names) > 0 and numbers == counted and not all(is_numeric.values())
 
@@ -223,10 +180,10 @@ def _is_number(cell: str) -> bool:
 
 
 def _column_names(cells: Sequence[str]) -> list[str]:
-    """Return a name of its own for each column, as pandas names them."""
+    """Return a unique name for each column, equal to that of pandas."""
     names = [cell.strip() or f"{UNNAMED}{at}" for at, cell in enumerate(cells)]
     counts: Counter[str] = Counter()
-    # Columns with a name keep it before columns without one.
+    # Named columns keep their names before columns without a name.
     for at in sorted(range(len(names)), key=lambda at: not cells[at].strip()):
         name = names[at]
         while (count := counts[name]) > 0:
@@ -240,15 +197,15 @@ def _column_names(cells: Sequence[str]) -> list[str]:
 
 
 def _has_row_names(width: int, below: Sequence[Sequence[str]]) -> bool:
-    """Return whether rows have an integer before the first column, which R and pandas read as the row's name."""
+    """Return whether each row starts with an additional integer, which R and pandas read as the row's name."""
     long = [row for row in below if len(row) == width + 1]
     if not long or len(long) < len(below) or not any(row[-1] for row in long):
         return False
     return all(_INTEGER.fullmatch(row[0]) for row in long)
 
 
-def _unnamed(cells: Sequence[str]) -> list[str]:
-    """Return names for the columns of a file without a header: sentences with labels, or pairs with labels."""
+def _default_names(cells: Sequence[str]) -> list[str]:
+    """Return column names for a file without a header: texts with labels, or pairs with labels."""
     known = {1: ["text"], 2: ["text", "label"], 3: ["text", "text_pair", "label"]}
     names = known.get(len(cells))
     if names and _is_number(cells[0]) and not all(map(_is_number, cells)):

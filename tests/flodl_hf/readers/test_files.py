@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flodl.data import infer_targets, load_rows, read_rows
+from flodl.data import DataLoader
 from flodl.errors import DataError
-from flodl_hf.bulk.rows import open_rows
+from flodl_hf.readers import infer_targets, load_rows, read_rows
+from flodl_hf.readers.rows import open_rows
 
 
 @pytest.fixture
@@ -86,9 +87,9 @@ def test_arrow_and_parquet_files_and_tables(tmp_path):
 
     for source in (tmp_path / "a.parquet", tmp_path / "a.feather", tmp_path / "s.arrow", table, Frame()):
         assert load_rows(source) == ROWS
-    from flodl.data import DataLoader
-
-    assert sorted(label for batch in DataLoader(Frame(), 1) for label in batch["label"]) == ["0", "1"]
+    with pytest.raises(DataError):
+        DataLoader(Frame(), 1)
+    assert sorted(label for batch in DataLoader(load_rows(Frame()), 1) for label in batch["label"]) == ["0", "1"]
     for name in ("bad.parquet", "bad.arrow"):
         (tmp_path / name).write_bytes(b"ARROW1 no")
         with pytest.raises(DataError, match="pyarrow cannot read"):
@@ -322,7 +323,7 @@ def test_good_rows_before_a_fault_are_streamed(write):
         ("a.csv", {"format": "cvs"}, "did you mean 'csv'"),
         ({"a": [1], "b": [1, 2]}, {}, "lengths"),
         ([1, 2], {}, "row 0"),
-        (3, {}, "neither a path"),
+        (3, {}, "found int"),
         ([], {}, "no rows"),
     ],
 )

@@ -1,0 +1,24 @@
+"""Readers of tables: files and objects in memory into rows, and the labels in their columns.
+
+arrow    Parquet and Arrow files, data frames, and the class names that they declare
+cells    delimiter, header and column names of CSV and TSV files
+conll    sentences of CoNLL files
+faults   faults of a file, raised as one error
+files    rows of any source
+rows     rows of a file in order, read some at a time or skipped
+squad    questions of SQuAD JSON
+targets  the kind of the labels of a column, and their numbers
+"""
+
+from flodl_hf.readers.files import Table, load_rows, read_rows
+from flodl_hf.readers.targets import Targets, as_numbers, infer_targets, is_missing
+
+__all__ = [
+    "Table",
+    "Targets",
+    "as_numbers",
+    "infer_targets",
+    "is_missing",
+    "load_rows",
+    "read_rows",
+]

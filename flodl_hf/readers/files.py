@@ -1,0 +1,249 @@
+"""Rows of files and of objects in memory, read whole or one by one, with all faults in one error."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from flodl.errors import DataError, nearest
+from flodl.files import expect_file
+from flodl_hf.readers.arrow import (
+    Classes,
+    is_saved_dataset,
+    is_table,
+    names_of_classes,
+    read_arrow_file,
+    read_saved_dataset,
+    rows_of_table,
+)
+from flodl_hf.readers.conll import read_conll
+from flodl_hf.readers.faults import Faults
+from flodl_hf.readers.rows import Format, format_of, open_binary, open_rows
+from flodl_hf.readers.squad import read_squad
+
+__all__ = ["Table", "load_rows", "read_rows"]
+
+CHUNK_ROWS = 1024
+
+
+def read_rows(
+    source: Any,
+    format: Format | None = None,
+    *,
+    columns: Sequence[str] | None = None,
+    header: bool | None = None,
+    delimiter: str | None = None,
+    blank_lines: bool = False,
+) -> Iterator[dict[str, Any]]:
+    """Return the rows of ``source`` one by one, each a dict of column names to values.
+
+    Values of CSV and TSV files are texts; other formats keep their types. Gzip files (``.gz``) are decompressed. CSV
+    fields may be quoted; in TSV files quotes have no special meaning.
+
+    The first line is a header unless ``columns`` names the columns, or a cell of it is a number, longer than 64
+    characters, or repeated. Even such a line is a header if a cell is a usual name ("text", "label"), if a word is
+    above a column of numbers, or if its cells are the numbers 0, 1, ... above texts. Column names are equal to those of
+    pandas: ``Unnamed: 0`` for an empty name, ``text.1`` for a repeated one. Row numbers without a name in the header,
+    as R writes them, are left out.
+
+    Args:
+        source: a path; or rows, a dict of columns, a data set of `datasets`, or an object with the Arrow C stream
+            interface, such as a polars or pandas data frame.
+        format: format of the file; by default the suffix determines it.
+        columns: names of the columns, for CSV, TSV and CoNLL files without a header.
+        header: whether the first line is a header; None decides by its cells and those below.
+        delimiter: delimiter of CSV and TSV files; by default a tab in TSV files, and in CSV files a comma, or the
+            semicolon, tab or bar that divides a header without commas.
+        blank_lines: whether empty lines of a text file are rows too, so that rows are lines.
+
+    Raises:
+        DataError: the file does not exist, has an unknown format, or is invalid, with ``path``, ``line`` and
+            ``problems``. A file with invalid rows is read to its end, so that one error lists all of them; rows before
+            the first have been returned.
+    """
+    return _read(source, format, {}, columns=columns, header=header, delimiter=delimiter, blank_lines=blank_lines)
+
+
+def _read(
+    source: Any,
+    format: Format | None,
+    classes: Classes,
+    *,
+    columns: Sequence[str] | None = None,
+    header: bool | None = None,
+    delimiter: str | None = None,
+    blank_lines: bool = False,
+) -> Iterator[dict[str, Any]]:
+    """Return the rows of ``source`` as `read_rows` does; ``classes`` receives the names of declared classes."""
+    if not isinstance(source, (str, os.PathLike)):
+        return _rows_of_object(source, classes)
+    path = Path(source)
+    if is_saved_dataset(path):
+        return read_saved_dataset(path, classes)
+    expect_file(path)
+    kind = format_of(path, format)
+    if kind not in get_args(Format):
+        raise DataError(
+            f"{path}: found format {kind!r}{nearest(kind, get_args(Format))}, expected one of {list(get_args(Format))}",
+            path=str(path),
+            format=kind,
+        )
+    if kind == "conll":
+        return read_conll(path, columns)
+    if kind in ("json", "squad"):
+        return _read_json(path, kind)
+    if kind in ("parquet", "arrow"):
+        return read_arrow_file(path, kind, classes)
+    rows = _checked(path, kind, columns=columns, header=header, delimiter=delimiter)
+    return (row for row in rows if row["text"].strip()) if kind == "text" and not blank_lines else rows
+
+
+class Table(list[dict[str, Any]]):
+    """Rows of a table.
+
+    Args:
+        rows: the rows.
+        classes: class names in the order of their numbers, for each column that declares them: features of `datasets`,
+            also in the metadata of Parquet and Arrow files, and dictionary types of Arrow, such as pandas' categories.
+    """
+
+    def __init__(self, rows: Iterable[dict[str, Any]] = (), classes: Classes | None = None) -> None:
+        self.classes: Classes = {} if classes is None else classes
+        super().__init__(rows)
+
+
+def load_rows(source: Any, format: Format | None = None, **options: Any) -> Table:
+    """Return all rows of ``source`` as a list, with declared classes. See `read_rows` for the arguments and errors.
+
+    Raises:
+        DataError: also if there are no rows.
+    """
+    classes: Classes = {}
+    rows = Table(_read(source, format, classes, **options), classes)
+    if not rows:
+        name = source if isinstance(source, (str, os.PathLike)) else "data"
+        raise DataError(f"{name}: found no rows, expected at least one", rows=0)
+    return rows
+
+
+def _checked(path: Path, kind: str, **options: Any) -> Iterator[dict[str, Any]]:
+    """Yield the values of rows until the first fault, then raise all faults."""
+    faults = Faults(path)
+    rows = open_rows(path, kind, **options)
+    try:
+        while found := rows.take(CHUNK_ROWS):
+            for row in found:
+                if row.values is None:
+                    faults.add(str(row.fault), line=row.line)
+                elif not faults.count:
+                    yield row.values
+    finally:
+        rows.close()
+    faults.check(
+        "Correct these lines, or read a file of another layout (no header, another delimiter) with "
+        "flodl_hf.readers.load_rows."
+    )
+
+
+# -------------------------------------------------------------------------------------------------- JSON
+
+
+def _read_json(path: Path, kind: str) -> Iterator[dict[str, Any]]:
+    faults = Faults(path)
+    with open_binary(path) as file:
+        raw = file.read()
+    try:
+        content = json.loads(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        faults.add(f"found byte 0x{raw[error.start]:02x}, expected UTF-8 text", line=line)
+        raise faults.error("Save the file as UTF-8.") from None
+    except (ValueError, RecursionError) as error:
+        if kind == "json" and "Extra data" in str(error):
+            # The file contains several objects: JSON lines with another suffix.
+            yield from _checked(path, "jsonl")
+            return
+        faults.add(f"found invalid JSON ({error}), expected one JSON value", line=getattr(error, "lineno", None))
+        raise faults.error("Correct the file.") from None
+    if isinstance(content, dict):
+        articles = content.get("data")
+        is_wrapped = isinstance(articles, list)
+        if kind == "squad" or (is_wrapped and any("paragraphs" in a for a in articles if isinstance(a, dict))):
+            yield from read_squad(content, path)
+            return
+        content = articles if is_wrapped else [content]
+    elif kind == "squad" or not isinstance(content, list):
+        expected = "SQuAD JSON: {'data': [...]}" if kind == "squad" else "a list of objects"
+        faults.add(f"found {type(content).__name__}, expected {expected}")
+        raise faults.error("Check the format of the file.")
+    for number, row in enumerate(content):
+        if not isinstance(row, dict):
+            faults.add(f"found {type(row).__name__}, expected an object", place=f"item {number}")
+        elif not faults.count:
+            yield row
+    faults.check("The file needs a list of objects, one for each row.")
+
+
+# ----------------------------------------------------------------------------------------------- objects
+
+
+def _rows_of_object(source: Any, classes: Classes) -> Iterator[dict[str, Any]]:
+    if isinstance(source, Mapping):
+        return _rows_of_columns(source, classes)
+    classes |= names_of_classes(getattr(source, "features", None))
+    if is_table(source):
+        return rows_of_table(source, classes)
+    if isinstance(source, Iterable) or (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
+        return _rows_of_sequence(source)
+    raise DataError(
+        f"data: found {type(source).__name__}, expected a file, a list of dicts, a dict of columns, a data set of "
+        "`datasets`, or a data frame",
+        kind=type(source).__name__,
+    )
+
+
+def _rows_of_sequence(source: Any) -> Iterator[dict[str, Any]]:
+    rows = source if isinstance(source, Iterable) else (source[i] for i in range(len(source)))
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"data: found {type(row).__name__} as row {number}, expected a dict of column names to values",
+                row=number,
+            )
+        yield {name if type(name) is str else str(name): _plain(value) for name, value in row.items()}
+
+
+def _rows_of_columns(source: Mapping[str, Any], classes: Classes) -> Iterator[dict[str, Any]]:
+    sizes = {name: len(column) if hasattr(column, "__len__") else -1 for name, column in source.items()}
+    if len(set(sizes.values())) != 1 or -1 in sizes.values() or any(isinstance(c, str) for c in source.values()):
+        raise DataError(
+            f"data: found columns of the lengths {sizes}, expected lists of equal length. If this is a dict of several "
+            "data sets, pass one of them.",
+            sizes=sizes,
+        )
+    for name, column in source.items():
+        # A pandas column has its categories in an accessor, a pandas array has them itself.
+        categories = getattr(getattr(column, "cat", column), "categories", None)
+        if categories is not None:
+            classes[str(name)] = tuple(map(str, categories))
+    columns = {
+        str(name): [None if v is None or v != v else str(v) for v in column] if str(name) in classes else column
+        for name, column in source.items()
+    }
+    for values in zip(*columns.values(), strict=True):
+        yield {name: _plain(value) for name, value in zip(columns, values, strict=True)}
+
+
+_PLAIN = frozenset({str, int, float, bool, type(None), dict})
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of numpy or torch as Python numbers, texts, and lists of them."""
+    if type(value) in _PLAIN:
+        return value
+    if type(value) in (list, tuple):
+        return value if all(type(item) in _PLAIN for item in value) else [_plain(item) for item in value]
+    return value.tolist() if hasattr(value, "tolist") else value
