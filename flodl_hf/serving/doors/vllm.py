@@ -75,7 +75,7 @@ async def _score(call: Call) -> Reply:
 
 
 async def _pooling(call: Call) -> Reply:
-    """The states of all tokens or the vector of an encoder; the scores of a model with a head, raw unless asked."""
+    """Answer with the states of all tokens or the vector of an encoder, or with the scores of a model with a head."""
     fields, info = call.fields, call.info("embed_all", "classify")
     tasks = ("token_embed", "embed") if "embed_all" in info["tasks"] else ("classify",)
     task = fields["task"] or tasks[0]
@@ -87,8 +87,7 @@ async def _pooling(call: Call) -> Reply:
         for name in ("dimensions", "normalize"):
             if fields[name] is not None:
                 raise RefusedError(f"{name}: {call.model} has scores and no vectors", "unknown", param=name)
-        raw = is_raw(call) or not any(fields[field.name] for field in ACTIVATIONS[:3])
-        found = await call.ask("classify", fields["input"], {"raw": raw, **shortening(call)})
+        found = await call.ask("classify", fields["input"], {"raw": is_raw(call), **shortening(call)})
         scores = [{one["label"]: one["score"] for one in row} for row in found.data]
         rows: list[Any] = [np.array([row[label] for label in info["labels"]], np.float32) for row in scores]
     else:

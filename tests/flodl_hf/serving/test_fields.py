@@ -103,7 +103,7 @@ APPLIED: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
         "use_activation": (True, {}),
         "truncate_prompt_tokens": (3, {}),
         "truncation_side": ("left", {"truncate_prompt_tokens": 3}),
-        **{name: (name != "raw_scores", {"model": "classes"}) for name in ("activation", "softmax")},
+        **{name: (name == "raw_scores", {"model": "classes"}) for name in ("activation", "softmax", "raw_scores")},
     },
     "/v1/classify": {
         "top_k": (1, {}),
@@ -220,7 +220,6 @@ def test_every_field_of_every_route_is_in_a_table_here() -> None:
             inert = not field.effect or (name in ONE_VALUE and field.kind not in ("flag", "encoding"))
             known = inert or field.needed or field.fields or path in APPLIED.get(door.path, ()) or path in ELSEWHERE
             known = known or door.path in DECIDES.get(path, ()) or (name == "truncate" and door.path in REFUSES)
-            known = known or (door.path == "/pooling" and path == "raw_scores")
             assert known, (door.path, path)
 
 
@@ -302,6 +301,13 @@ def test_no_object_of_the_document_takes_unknown_fields(http: Any) -> None:
             for part in ("inputs", "parameters"):
                 if "properties" in schema["properties"].get(part, {}):
                     assert schema["properties"][part]["additionalProperties"] is False
+
+
+def test_scores_of_pooling_are_activated_as_in_vllm(http: Any) -> None:
+    texts = ["a cat", "dog"]
+    pooled = answered(http, "/pooling", {"model": "classes", "input": texts})["data"]
+    classified = answered(http, "/classify", {"model": "classes", "input": texts})["data"]
+    assert same([one["data"] for one in pooled], [one["probs"] for one in classified])
 
 
 # Ids of transformers' tokenizer with the same truncation.
