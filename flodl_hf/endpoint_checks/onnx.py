@@ -67,7 +67,7 @@ class OnnxTarget:
         if options:
             raise TargetError(f"an ONNX file has no {', '.join(options)}", status=0)
         if self._task == "vectors":
-            before = self._recipe.prompt_for(prompt) if self._recipe else ""
+            before = self._recipe.resolve_prompt("prompt_name", None, prompt) if self._recipe else ""
             return self._vectors([before + item for item in items], before)
         pairs = [QUERY] * len(items) if self._task == "ranking" else None
         given = (pairs, list(items)) if pairs is not None else (list(items), None)

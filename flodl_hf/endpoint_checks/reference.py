@@ -218,7 +218,7 @@ class Reference:
                     yield Way(pooling=(name,))
             if self.recipe and self.recipe.dense:
                 yield Way(dense=False)
-            usual = self.recipe.prompt_for(None) if self.recipe else ""
+            usual = self.recipe.resolve_prompt("embed") if self.recipe else ""
             known = self.recipe.prompts.values() if self.recipe else ()
             for prompt in dict.fromkeys(["", *known]):
                 if prompt != usual:
@@ -268,9 +268,8 @@ class Reference:
     def _answer(self, item: str, way: Way) -> Tensor:
         prompt = ""
         if self.task == "vectors":
-            prompt = self.recipe.prompt_for(way.prompt) if self.recipe else way.prompt or ""
-            if way.prompt is not None:
-                prompt = way.prompt
+            usual = self.recipe.resolve_prompt("embed") if self.recipe else ""
+            prompt = usual if way.prompt is None else way.prompt
         text = prompt + item
         lower = way.lower or (self.recipe is not None and self.recipe.lower_case)
         inputs = self._inputs(text.lower() if lower else text, way)

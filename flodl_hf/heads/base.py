@@ -88,6 +88,7 @@ class BaseModel(EncoderModel):
         normalize: bool | None = None,
         truncate_dim: int | None = None,
         prompt: str | None = None,
+        prompt_name: str | None = None,
         task: str | None = None,
         route: str | None = None,
         windows: bool = False,
@@ -107,8 +108,8 @@ class BaseModel(EncoderModel):
                 None as the folder says, with its dense layers, else "mean".
             normalize: scale vectors to length 1; None as the folder says, else True.
             truncate_dim: keep this many features; None as the folder says, else all.
-            prompt: what is put before each text: a prompt of the folder by its name ("query"), or a text; None as the
-                folder says.
+            prompt: text before each text; None for the folder's default prompt.
+            prompt_name: name of a prompt of the folder ("query"), instead of ``prompt``.
             task: one of those that the file has adapters for ("retrieval.query"); their prompt is then the usual one.
                 The first call of a task makes a copy of the model. Where the folder has routes, as ``route``.
             route: the way of these texts in a folder whose queries and documents go through layers of their own
@@ -137,16 +138,16 @@ class BaseModel(EncoderModel):
         if task is not None:
             from flodl_hf.adapters.task_adapters import adapted, instruction_of
 
-            said = instruction_of(self, task) if prompt is None else prompt
+            said = instruction_of(self, task) if prompt is None and prompt_name is None else prompt
             found: Any = adapted(self, task)
             return found.embed(
-                texts, pooling=pooling, normalize=normalize, truncate_dim=truncate_dim, prompt=said, route=route,
-                windows=windows, strict=strict, untrained=untrained, **run,
+                texts, pooling=pooling, normalize=normalize, truncate_dim=truncate_dim, prompt=said,
+                prompt_name=prompt_name, route=route, windows=windows, strict=strict, untrained=untrained, **run,
             )  # fmt: skip
         if (own := self.on_route(route)) is not self:
             return own.embed(
                 texts, pooling=pooling, normalize=normalize, truncate_dim=truncate_dim, prompt=prompt,
-                route=route_within(own.sentence_recipe, route), windows=windows, strict=strict,
+                prompt_name=prompt_name, route=route_within(own.sentence_recipe, route), windows=windows, strict=strict,
                 untrained=untrained, **run,
             )  # fmt: skip
         texts = several(texts, "embed")
@@ -155,7 +156,7 @@ class BaseModel(EncoderModel):
         wanted = normalize if normalize is not None else (recipe.normalize if recipe else True)
         truncate_dim = recipe.kept(truncate_dim) if recipe else truncate_dim
 
-        before = recipe.prompt_for(prompt) if recipe else prompt or ""
+        before = (recipe or SentenceRecipe()).resolve_prompt("embed", prompt, prompt_name)
         # The process of another device also calls it, so it is a method and not a function of this call.
         encode = partial(self._embeddable, windows=windows, strict=strict, prompt=before)
         single = isinstance(texts, str)
@@ -205,8 +206,8 @@ class BaseModel(EncoderModel):
 
         Args:
             sentences: one text or several.
-            prompt_name: a prompt of the folder; None as the folder says.
-            prompt: put before each text, as it is.
+            prompt_name: name of a prompt of the folder; None for its default prompt.
+            prompt: text before each text, instead of ``prompt_name``.
             batch_size: most texts of a batch; None for what suits the device.
             normalize_embeddings: scale vectors to length 1; None and False as the folder says.
             convert_to_tensor: a tensor instead of an array.
@@ -399,6 +400,7 @@ class BaseModel(EncoderModel):
         spans: Sequence[Any] | None = None,
         overlap: int | None = None,
         prompt: str | None = None,
+        prompt_name: str | None = None,
         normalize: bool | None = None,
         truncate_dim: int | None = None,
         route: str | None = None,
@@ -416,6 +418,7 @@ class BaseModel(EncoderModel):
             spans: the parts instead: for each text ``(start, end)`` in characters; they may overlap.
             overlap: tokens that neighbouring passes share; None for a quarter of a pass.
             prompt: as in `embed`; it is read, and is in no part.
+            prompt_name: as in `embed`.
             normalize: scale vectors to length 1; None as the folder says, else True.
             truncate_dim: keep this many features.
             route: as in `embed`.
@@ -432,9 +435,9 @@ class BaseModel(EncoderModel):
 
         own = self.on_route(route)
         return chunk_vectors(
-            own, texts, chunks=chunks, spans=spans, overlap=overlap, prompt=prompt, normalize=normalize,
-            truncate_dim=truncate_dim, route=route if own is self else route_within(own.sentence_recipe, route),
-            untrained=untrained, run=run,
+            own, texts, chunks=chunks, spans=spans, overlap=overlap, prompt=prompt, prompt_name=prompt_name,
+            normalize=normalize, truncate_dim=truncate_dim, untrained=untrained, run=run,
+            route=route if own is self else route_within(own.sentence_recipe, route),
         )  # fmt: skip
 
     def embed_sparse(

@@ -69,6 +69,7 @@ def chunk_vectors(
     spans: Any,
     overlap: int | None,
     prompt: str | None,
+    prompt_name: str | None,
     normalize: bool | None,
     truncate_dim: int | None,
     route: str | None,
@@ -82,7 +83,7 @@ def chunk_vectors(
     from flodl_hf.runtime.inputs import Encoded
     from flodl_hf.runtime.items import several
     from flodl_hf.runtime.token_table import table_of
-    from flodl_hf.sentence.recipe import recipe_on
+    from flodl_hf.sentence.recipe import SentenceRecipe, recipe_on
 
     tokenizer = model.ready("embed_chunks", untrained=untrained)
     recipe = recipe_on(model.sentence_recipe, route)
@@ -96,7 +97,7 @@ def chunk_vectors(
         raise PredictError(
             f"embed_chunks: overlap={overlap}; expected 0 or more, and fewer than a pass takes ({limit})"
         )
-    before = recipe.prompt_for(prompt) if recipe else prompt or ""
+    before = (recipe or SentenceRecipe()).resolve_prompt("embed_chunks", prompt, prompt_name)
     lower = recipe is not None and recipe.lower_case
     scaled = normalize if normalize is not None else (recipe.normalize if recipe else True)
     truncate_dim = recipe.kept(truncate_dim) if recipe else truncate_dim

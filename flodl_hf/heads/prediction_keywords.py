@@ -147,7 +147,6 @@ EMBED = {
                          harmless=(None, "sentence_embedding")),
     "convert_to_tensor": Word(reason="embed gives a tensor, encode an array", harmless=(None, True)),
     "convert_to_numpy": Word(reason="embed gives a tensor, encode an array"),
-    "prompt_name": Word("prompt"),
 }  # fmt: skip
 ENCODE = {
     **{name: word for name, word in _RUN.items() if not name.startswith("convert")},

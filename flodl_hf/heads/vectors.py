@@ -156,7 +156,7 @@ def token_embeddings(
     model.ready("encode", untrained=untrained)
     own = model.on_route(route)
     recipe = recipe_on(own.sentence_recipe, route if own is model else None)
-    before = recipe.prompt_for(prompt) if recipe else prompt or ""
+    before = (recipe or SentenceRecipe()).resolve_prompt("encode", prompt)
     found: Any = own
     encode = partial(found._embeddable, windows=False, strict=False, prompt=before)
 

@@ -9,6 +9,7 @@ Anything else would change vectors and is refused.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -178,14 +179,10 @@ class SentenceRecipe:
         name = self.route_of(asked)
         return self if name is None else self.routes[name]
 
-    def prompt_for(self, given: str | None) -> str:
-        """Return what is put before texts: a prompt by its name, the default one, or ``given`` as it is."""
-        if given is None:
-            return self.prompts.get(self.default_prompt or "", "")
-        return self.prompts.get(given, given)
-
-    def resolve_prompt(self, method: str, prompt: str | None, name: str | None) -> str:
+    def resolve_prompt(self, method: str, prompt: str | None = None, name: str | None = None) -> str:
         """Return the prompt as sentence-transformers resolves it: ``prompt`` itself, else by name, else the default.
+
+        One warning if ``prompt`` is the name of a prompt, because it is used as text.
 
         Args:
             method: the method that was called, for the message.
@@ -196,6 +193,13 @@ class SentenceRecipe:
             PredictError: there is no prompt of this name.
         """
         if prompt is not None:
+            if self.prompts.get(prompt, prompt) != prompt:
+                warnings.warn(
+                    f"{method}: found prompt={prompt!r}, which is used as text and is also the name of a prompt of the "
+                    f"folder. Pass prompt_name={prompt!r} for that prompt.",
+                    UserWarning,
+                    stacklevel=3,
+                )
             return prompt
         if name is None:
             return self.prompts.get(self.default_prompt or "", "")

@@ -162,7 +162,7 @@ class EmbeddingTask:
         if not NAMES[table.form] or recipe.late is not None or not recipe.include_prompt:
             return table.prompted(self.options.prompts)
         if table.form not in ("pairs", "triplets", "teacher_scores"):
-            return table.prompted(recipe.prompt_for(None))
+            return table.prompted(recipe.resolve_prompt("finetune"))
         query, document = recipe.prompts.get("query", ""), recipe.prompts.get("document", "")
         return [(query + first, *(document + text for text in others)) for first, *others in table.texts]
 

@@ -46,7 +46,7 @@ PAIR = (
 
 
 def prompted(call: Call, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the prompt that was asked for, by its name.
+    """Return the prompt that a request names, as the option of a task.
 
     Args:
         call: the request.
@@ -62,7 +62,7 @@ def prompted(call: Call, given: Mapping[str, Any] | None = None) -> dict[str, An
     if name not in prompts:
         have = ", ".join(prompts) or "none, as the model has none"
         raise RefusedError(f"prompt_name is {shown(name, 60)}; expected one of {have}", "field", param="prompt_name")
-    return {"prompt": name}
+    return {"prompt": prompts[name]}
 
 
 def _texts(call: Call) -> list[str]:
@@ -70,8 +70,7 @@ def _texts(call: Call) -> list[str]:
     texts, found = call.fields["inputs"], prompted(call)
     if not found:
         return texts
-    before = call.house.workers.models[call.model]["prompts"][found["prompt"]]
-    return [before + text for text in texts]
+    return [found["prompt"] + text for text in texts]
 
 
 async def _embed(call: Call) -> Reply:

@@ -371,13 +371,13 @@ def test_requests_say_what_texts_are_for(saved: Saved) -> None:
     assert (said["routes"], said["width"]) == (["query", "document"], 4)
     assert torch.equal(asked(), model.embed(TEXTS, route="document"))
     assert torch.equal(asked(route="query"), model.embed(TEXTS, route="query"))
-    assert torch.equal(asked(kind="query"), model.embed(TEXTS, route="query", prompt="query"))
+    assert torch.equal(asked(kind="query"), model.embed(TEXTS, route="query", prompt_name="query"))
     assert torch.equal(
-        asked(kind="document", dimensions=3), model.embed(TEXTS, task="document", prompt="document", truncate_dim=3)
+        asked(kind="document", dimensions=3),
+        model.embed(TEXTS, task="document", prompt_name="document", truncate_dim=3),
     )
     for items, options in (
         (TEXTS, {"route": "quary"}),
-        ([[2, 9, 3]], {"kind": "query"}),
         (TEXTS, {"route": "document", "dimensions": 5}),
     ):
         with pytest.raises(PredictError):

@@ -118,8 +118,11 @@ def test_features_are_cut_as_the_folder_says_and_not_scaled_again(dense: Path) -
 def test_prompts_go_by_their_names(dense: Path) -> None:
     model: Any = load(dense)
     plain = model.embed(["a cat: " + text for text in TEXTS])
-    assert torch.equal(model.embed(TEXTS, prompt="query"), plain)
     assert torch.equal(model.embed(TEXTS, prompt_name="query"), plain)
+    as_text = model.embed(["query" + text for text in TEXTS])
+    for call in (model.encode, model.embed):
+        with pytest.warns(UserWarning, match="prompt_name='query'"):
+            assert torch.equal(torch.as_tensor(call(TEXTS, prompt="query")), as_text)
     assert torch.equal(model.embed(TEXTS, prompt="a cat: "), plain)
     assert torch.equal(torch.from_numpy(model.encode(TEXTS, prompt_name="query")), plain)
     assert not torch.equal(model.embed(TEXTS), plain)
@@ -141,11 +144,11 @@ def test_prompts_go_by_their_names(dense: Path) -> None:
 def test_tokens_of_a_prompt_may_be_left_out_of_the_pooling(dense: Path) -> None:
     write(dense, {"1_Pooling/config.json": {"pooling_mode_mean_tokens": True, "include_prompt": False}})
     model: Any = load(dense)
-    found = model.embed(TEXTS, prompt="query", pooling="mean", normalize=False)
+    found = model.embed(TEXTS, prompt_name="query", pooling="mean", normalize=False)
     first = len(model.tokenizer("a cat: ")["input_ids"]) - 1
     for vector, text in zip(found, TEXTS, strict=True):
         torch.testing.assert_close(vector, states_of(model, "a cat: " + text)[first:].mean(0), rtol=0, atol=1e-6)
-    assert model.embed(TEXTS, prompt="query").shape == (3, 4)
+    assert model.embed(TEXTS, prompt_name="query").shape == (3, 4)
 
 
 def test_such_folders_are_written_back(dense: Path, tmp_path: Path) -> None:
@@ -156,7 +159,7 @@ def test_such_folders_are_written_back(dense: Path, tmp_path: Path) -> None:
     # Where the transformer lay in a folder of its own, the small files are made anew.
     model.sentence_recipe = type(model.sentence_recipe)(**{**vars(model.sentence_recipe), "files": {}})
     again: Any = load(model.save_pretrained(tmp_path / "anew"))
-    assert torch.equal(again.embed(TEXTS, prompt="query"), model.embed(TEXTS, prompt="query"))
+    assert torch.equal(again.embed(TEXTS, prompt_name="query"), model.embed(TEXTS, prompt_name="query"))
     assert [m["type"].rpartition(".")[2] for m in json.loads((tmp_path / "anew" / "modules.json").read_text())] == [
         "Transformer", "Pooling", "Dense", "Dense", "Normalize",
     ]  # fmt: skip

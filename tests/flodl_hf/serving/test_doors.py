@@ -188,7 +188,7 @@ def test_weights_of_words_and_vectors_of_tokens(http: Any, local: dict[str, Any]
 
 def test_prompts_of_the_folder(http: Any, local: dict[str, Any]) -> None:
     found = np.array(asked(http, "/embed", inputs=TEXTS, model="m3", prompt_name="query"))
-    assert np.abs(found - local["m3"].embed(TEXTS, prompt="query").numpy()).max() < 10 * CLOSE
+    assert np.abs(found - local["m3"].embed(TEXTS, prompt_name="query").numpy()).max() < 10 * CLOSE
 
 
 def test_the_root_answers_as_pipelines_do(http: Any) -> None:

@@ -146,7 +146,7 @@ def causes(report: Report) -> dict[str, str]:
 
 def right(model: Any) -> Callable[[list[str], dict[str, Any]], np.ndarray]:
     def answer(texts: list[str], body: dict[str, Any]) -> np.ndarray:
-        return rows_of(model, texts, normalize=body["normalize"], prompt=body.get("prompt_name"))
+        return rows_of(model, texts, normalize=body["normalize"], prompt_name=body.get("prompt_name"))
 
     return answer
 
@@ -167,7 +167,7 @@ MISTAKES: dict[str, tuple[Callable[[Any, list[str], dict[str, Any]], Any], str, 
     "prompted": (lambda m, t, b: rows_of(m, t, prompt=PROMPT), "vectors", "the prompt 'query: ' stands before"),
     "lower": (lambda m, t, b: rows_of(m, [x.lower() for x in t]), "vectors", "lower case"),
     "always scaled": (
-        lambda m, t, b: rows_of(m, t, prompt=b.get("prompt_name")), "vectors not scaled", "vectors are scaled",
+        lambda m, t, b: rows_of(m, t, prompt_name=b.get("prompt_name")), "vectors not scaled", "vectors are scaled",
     ),
     "prompt passed over": (
         lambda m, t, b: rows_of(m, t, normalize=b["normalize"]), "prompt query", "the prompt is left out",
@@ -176,7 +176,7 @@ MISTAKES: dict[str, tuple[Callable[[Any, list[str], dict[str, Any]], Any], str, 
     "padding counted": (lambda m, t, b: padded(m, t, mask=True, count=True), "in a batch", "pooling counts the padding"),
     "unordered": (lambda m, t, b: sorted_by_length(m, t), "order", "sorted by length, and not put back"),
     "windows": (
-        lambda m, t, b: rows_of(m, t, prompt=b.get("prompt_name"), normalize=b["normalize"], windows=True),
+        lambda m, t, b: rows_of(m, t, prompt_name=b.get("prompt_name"), normalize=b["normalize"], windows=True),
         "a long text", "all of it is read, in windows, where the model takes 64",
     ),
     "cut": (lambda m, t, b: cut(m, t), "a long text", "it is cut to 32 tokens, where the model takes 64"),
