@@ -144,7 +144,6 @@ class Tokenizer(Calls):
         folder: str | os.PathLike[str],
         *,
         model_type: str | None = None,
-        byte_fallback: bool = False,
         settings: Mapping[str, Any] | None = None,
     ) -> Tokenizer:
         """Return the tokenizer whose files are in ``folder``.
@@ -156,8 +155,6 @@ class Tokenizer(Calls):
             folder: folder with the tokenizer files.
             model_type: family, such as ``"bert"``; read from ``config.json`` or ``tokenizer_config.json`` if
                 not given.
-            byte_fallback: have a sentencepiece model without ``tokenizer.json`` split characters that it does not
-                know into its byte pieces, as sentencepiece does; transformers gives the unknown token.
             settings: values that replace those of ``tokenizer_config.json``.
 
         Raises:
@@ -169,7 +166,7 @@ class Tokenizer(Calls):
         # A damaged config.json is reported by those who need it; here it only helps to guess the family.
         with contextlib.suppress(TokenizerError):
             config = parse_json(read_bytes(path / "config.json"), str(path / "config.json"))
-        return cls.from_files(files, folder=path, model_type=model_type, config=config, byte_fallback=byte_fallback)
+        return cls.from_files(files, folder=path, model_type=model_type, config=config)
 
     @classmethod
     def from_files(
@@ -179,10 +176,9 @@ class Tokenizer(Calls):
         folder: str | os.PathLike[str] = "tokenizer",
         model_type: str | None = None,
         config: Mapping[str, Any] | None = None,
-        byte_fallback: bool = False,
     ) -> Tokenizer:
         """Return the tokenizer that ``files`` (name to contents) define; arguments as in [from_folder][]."""
-        backend, notes, overridden = read_backend(files, str(folder), model_type, config or {}, byte_fallback)
+        backend, notes, overridden = read_backend(files, str(folder), model_type, config or {})
         for note in notes:
             if note.startswith(WARNED) and "the former is used" not in note:
                 warnings.warn(f"{folder}: {note}", UserWarning, stacklevel=3)

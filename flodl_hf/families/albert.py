@@ -190,9 +190,12 @@ TOKENIZER = FamilyTokenizer(
     },
     type_ids=False,  # since transformers 5
     files=("spiece.model",),
+    build="pieces",
     lowercase=True,
     cleaned=True,
     prefix=True,
+    unknown=1,
+    steps=("quotes", "accents unless kept", "lower", "charsmap"),
     spaces="words",
 )
 

@@ -91,6 +91,7 @@ HEADS = {name: head for name, head in deberta_v2.HEADS.items() if name != "multi
 TOKENIZER = FamilyTokenizer(
     special=deberta_v2.TOKENIZER.special,
     type_ids=True,
+    inputs=("input_ids", "attention_mask", "token_type_ids"),
     files=("vocab.json", "merges.txt"),
     template="doubled",  # as in transformers 5; transformers 4 had one separator between two texts
 )

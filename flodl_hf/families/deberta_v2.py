@@ -415,9 +415,14 @@ TOKENIZER = FamilyTokenizer(
         "mask_token": "[MASK]",
     },
     type_ids=True,
+    inputs=("input_ids", "attention_mask", "token_type_ids"),
     files=("spm.model",),
+    build="pieces",
     lowercase=False,
     split_punctuation=False,
+    prefix=True,
+    steps=("lower", "blanks"),
+    spaces="first",
 )
 
 TINY = {

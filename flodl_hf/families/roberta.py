@@ -112,8 +112,9 @@ REAL = {"max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 
 def pieces(first: tuple[str, ...], skipped: int, mask_takes_space: bool = False) -> FamilyTokenizer:
     """Return the tokenizer of a relative that was trained on sentencepiece's pieces, numbered after ``first``."""
     return replace(
-        TOKENIZER, files=("sentencepiece.bpe.model",), template="doubled ends", first=first, skipped=skipped,
-        mask_takes_space=mask_takes_space, prefix=True, spaces="words",
+        TOKENIZER, files=("sentencepiece.bpe.model",), build="pieces", template="doubled ends", first=first,
+        skipped=skipped, last=("mask_token",), mask_takes_space=mask_takes_space, prefix=True, steps=("charsmap",),
+        spaces="words",
     )  # fmt: skip
 
 

@@ -85,6 +85,7 @@ class FamilyTokenizer:
     Args:
         special: the token of each role, such as ``"mask_token"``.
         type_ids: whether the class returns segment ids.
+        inputs: the entries that a call returns, where these are not ids, segment ids if any, and attention mask.
         classes: further names in ``tokenizer_class`` for this tokenizer, without "Tokenizer" and "Fast"; the class
             prefix of the family always is one.
         files: the vocabulary files that the tokenizer is built from; empty where only ``tokenizer.json`` is read.
@@ -95,16 +96,15 @@ class FamilyTokenizer:
         padding_side: the default of ``padding_side``.
         lowercase: the default of ``do_lower_case``; None where the class does not read it.
         split_punctuation: the default of ``split_by_punct``; None where the class does not read it.
-        cleaned: whether white space and quotes are normalized, accents are removed unless ``keep_accents``, and "9," is
-            split, before a sentencepiece model segments the text, as ALBERT does.
+        cleaned: whether accents are removed by default where the class reads ``keep_accents``.
         first: tokens that are numbered before the pieces of a sentencepiece model: a role, a token, or a role and its
-            default (``"mask_token=<mask>"``). Empty where tokens have the ids of the model.
+            default (``"mask_token=<mask>"``).
         skipped: how many of the first pieces of the model ``first`` replaces.
         last: tokens that are numbered after the pieces, like ``first``; ``"extra_ids"`` are the sentinels of T5.
         unknown: the id of unknown pieces; None for the id of the unknown token.
         steps: normalizers that transformers applies before a sentencepiece model, by name (``tokenization/pieces.py``).
-        spaces: how words are split for those classes: "words" (at white space), "always" or "first" (the scheme of
-            Metaspace), or "" (no splitting).
+        spaces: how words are split for those classes: "words" (at white space), "always" (at spaces), "first" (at
+            spaces; without ``add_prefix_space`` only the first word of a text is marked), or "" (no splitting).
         words: what splits words that is in no file of a folder; empty where the files specify everything. Such a
             tokenizer is not built from ``vocab.txt``, and ``tokenizer.json`` of that class is read with a warning.
     """
@@ -118,6 +118,7 @@ class FamilyTokenizer:
     mask_takes_space: bool = False
     prefix: bool = False
     padding_side: str = "right"
+    inputs: tuple[str, ...] = ()
     lowercase: bool | None = None
     split_punctuation: bool | None = None
     cleaned: bool = False

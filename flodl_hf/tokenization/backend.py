@@ -77,6 +77,7 @@ def row_of(encoding: tokenizers.Encoding, fast: bool = False) -> Row:
         word_ids=() if fast else encoding.word_ids,
         sequence_ids=encoding.sequence_ids,
         special=[flag == 1 for flag in encoding.special_tokens_mask],
+        tokens=() if fast else encoding.tokens,
     )
 
 
@@ -90,6 +91,12 @@ def _splitting(inner: tokenizers.Tokenizer) -> bytes | None:
         if "Custom PreTokenizer" not in str(error):
             raise
         return None
+
+
+def _keeps_space(inner: tokenizers.Tokenizer) -> bool:
+    """Return whether the first token of each window keeps one space in its offsets, as the library trims them."""
+    part = json.loads(inner.post_processor.__getstate__()) if inner.post_processor else {}
+    return bool(part.get("trim_offsets") and part.get("add_prefix_space"))
 
 
 def _characters(texts: Sequence[Any]) -> int:
@@ -151,6 +158,7 @@ class Backend:
             name: side for name, said in sections.items() if (side := said.get("direction")) in ("left", "right")
         }
         self.joins_words = joins_words(pre_tokenizer)
+        self.keeps_space = _keeps_space(inner)
         self.is_bpe = type(inner.model).__name__ == "BPE"
 
     def encodings(
@@ -188,6 +196,24 @@ class Backend:
             run = self.inner.encode_batch_fast if fast else self.inner.encode_batch
             run = partial(run, is_pretokenized=words, add_special_tokens=special)
             return self._run(run, batch, lambda: _characters(texts) + _characters(pairs or ()))
+
+    def word_tokens(self, text: str) -> list[str] | None:
+        """Return the words that Python code splits, known or not; None where the vocabulary has parts of words."""
+        if not self.by_code or type(self.inner.model).__name__ != "WordLevel":
+            return None
+        added = {number: token.content for number, token in self.inner.get_added_tokens_decoder().items()}
+        (encoding,) = self.encodings([text], special=False)
+        out, at = [], 0
+        for number, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if added.get(number) == text[start:end].strip():
+                out += [*self._words(text[at:start]), added[number]]
+                at = end
+        return out + self._words(text[at:])
+
+    def _words(self, text: str) -> list[str]:
+        normalizer, splitter = self.inner.normalizer, self.inner.pre_tokenizer
+        text = normalizer.normalize_str(text) if normalizer else text
+        return [word for word, _ in splitter.pre_tokenize_str(text)] if splitter and text else []
 
     def _run(
         self,

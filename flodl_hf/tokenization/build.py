@@ -22,7 +22,7 @@ from flodl_hf.weights.file_names import vocabularies_below
 from .added import add_missing, add_roles, add_stated
 from .classes import class_name, class_rules, rules_of
 from .guard import guarded
-from .pieces import fairseq_numbers, llama, own_numbers, pieces
+from .pieces import llama, pieces, sentencepiece_pieces
 from .plain_files import read_fairseq, read_merges, read_vocab_json, read_vocab_txt
 from .settings import ROLES, content, said_of
 from .source import TOKENIZER_FILES, Source, parse_json, vocabulary_file
@@ -152,13 +152,15 @@ _BUILDERS: Mapping[str, Callable[[Source], Tokenizer]] = {
     "bertweet": _bertweet,
     "japanese": _japanese,
     "pieces": pieces,
+    "bpe": pieces,
+    "sentencepiece": sentencepiece_pieces,
     "llama": llama,
 }
 
 
 def _builder(rules: FamilyTokenizer) -> Callable[[Source], Tokenizer]:
     """Return the function that builds a tokenizer of a class."""
-    return _BUILDERS.get(rules.build or rules.files[0], fairseq_numbers if rules.first else own_numbers)
+    return _BUILDERS[rules.build or rules.files[0]]
 
 
 def _require(source: Source, vocab: Mapping[str, int], roles: Sequence[str], name: str) -> None:
@@ -258,7 +260,6 @@ def build_backend(
     settings: Mapping[str, Any],
     config: Mapping[str, Any] | None = None,
     rows: int | None = None,
-    byte_fallback: bool = False,
 ) -> Tokenizer:
     """Return the tokenizer that vocabulary files define.
 
@@ -269,8 +270,6 @@ def build_backend(
         settings: ``tokenizer_config.json``.
         config: ``config.json`` of the model, if known.
         rows: rows of the model's word table, if known: further special tokens beyond them are not added.
-        byte_fallback: split characters that a unigram sentencepiece model lacks into its byte pieces, as sentencepiece
-            does; transformers returns the unknown token.
 
     Raises:
         TokenizerError: if there are no vocabulary files, they are damaged, or the tokenizer class is not supported.
@@ -286,7 +285,7 @@ def build_backend(
     # A bare name does not specify the spaces around a token; the entry with its id may.
     stated = {role: by_text.get(v, v) if isinstance(v, str) else v for role, v in stated.items()}
     tokens = {**own.special, **{role: text for role, v in stated.items() if (text := content(v))}}
-    source = Source(files, folder, settings, own, tokens, byte_fallback, rows)
+    source = Source(files, folder, settings, own, tokens, rows)
     with guarded(f"{folder}/{vocabulary_file(files)}", "the vocabulary files are damaged; fetch them again"):
         tokenizer = _builder(own)(source)
         # First those whose ids are stated: a role's token that the vocabulary lacks takes the next free id.

@@ -27,7 +27,7 @@ from .batch import (
 )  # fmt: skip
 from .early_cut import beginnings
 from .encoded import Encoded, pad_rows
-from .rows import Cut, Overflow, Row, cut_each, cut_rows
+from .rows import Cut, Overflow, Row, cut_each, cut_rows, with_space
 from .vocabulary import Vocabulary
 from .words import JOINED
 
@@ -135,7 +135,7 @@ class Calls(Vocabulary):
         padding_side: str | None = None,
         return_tensors: Literal["pt", "np"] | None = None,
         return_token_type_ids: bool | None = None,
-        return_attention_mask: bool = True,
+        return_attention_mask: bool | None = None,
         return_overflowing_tokens: bool = False,
         return_special_tokens_mask: bool = False,
         return_offsets_mapping: bool = False,
@@ -161,8 +161,8 @@ class Calls(Vocabulary):
             pad_to_multiple_of: round the padded length up.
             padding_side: overrides the tokenizer's.
             return_tensors: ``"pt"``, ``"np"``, or lists.
-            return_token_type_ids: by default as the family's models take them.
-            return_attention_mask: include ``attention_mask``.
+            return_token_type_ids: include ``token_type_ids``; by default as in `model_input_names`.
+            return_attention_mask: include ``attention_mask``; by default as in `model_input_names`.
             return_overflowing_tokens: return what truncation cut off as further rows, with
                 ``overflow_to_sample_mapping``.
             return_special_tokens_mask: include ``special_tokens_mask``.
@@ -191,8 +191,8 @@ class Calls(Vocabulary):
             truncation = "longest_first" if max_length is not None and padding is False else False
         cut = option(TRUNCATIONS, truncation, "truncation")
         pad = option(PADDINGS, padding, "padding")
-        if isinstance(text, str) and text_pair == "":
-            text_pair = None  # as transformers: an empty second text beside one text is none
+        if isinstance(text, str) and text_pair == "" and not self._backend.by_code:
+            text_pair = None  # as in transformers: an empty second text beside one text is none
         texts, pairs, single = as_batch(text, text_pair, is_split_into_words)
         if is_split_into_words and self._backend.joins_words:
             warnings.warn(JOINED, UserWarning, stacklevel=2)
@@ -213,14 +213,15 @@ class Calls(Vocabulary):
             width = max((len(row) for row in rows), default=0)
         elif pad == "max_length":
             width = limit
+        names = self._settings.input_names
         data, lead = pad_rows(
             rows,
             width,
             multiple=pad_to_multiple_of,
             side=padding_side or self._settings.padding_side,
             pad_id=self._pad_id(rows, width),
-            type_ids=self._settings.type_ids if return_token_type_ids is None else return_token_type_ids,
-            attention=return_attention_mask,
+            type_ids="token_type_ids" in names if return_token_type_ids is None else return_token_type_ids,
+            attention=("attention_mask" in names if return_attention_mask is None else return_attention_mask),
             special=return_special_tokens_mask,
             offsets=return_offsets_mapping,
         )
@@ -231,8 +232,9 @@ class Calls(Vocabulary):
         if return_tensors is not None:
             data = as_tensors(data, return_tensors)
         elif single and not return_overflowing_tokens:
-            # As in transformers, the length of one text stays a list.
-            data = {key: values if key == "length" else values[0] for key, values in data.items()}
+            # As in transformers, the length of one text is a list, unless Python code splits the words.
+            listed = () if self._backend.by_code else ("length",)
+            data = {key: values if key in listed else values[0] for key, values in data.items()}
         return Encoded(data, rows, lead, self._tokens_of)
 
     def _cut(
@@ -243,7 +245,10 @@ class Calls(Vocabulary):
             return [[row] for row in rows]
         overflow: Overflow = "windows" if windows else "truncate"
         how: Any = {"stride": stride, "cut": cut, "overflow": overflow, "snap": False, "side": self._cut_side}
-        return [cut_rows(row, limit, **how, where=f"text {index}") for index, row in enumerate(rows)]
+        groups = [cut_rows(row, limit, **how, where=f"text {index}") for index, row in enumerate(rows)]
+        if self._backend.keeps_space:
+            groups = [[with_space(part, row) for part in group] for group, row in zip(groups, rows, strict=True)]
+        return groups
 
     def _pad_id(self, rows: Sequence[Row], width: int | None) -> int:
         """Return the id that fills rows up to ``width``; any where there is none and no row needs it."""
@@ -280,7 +285,8 @@ class Calls(Vocabulary):
     def tokenize(self, text: str, pair: str | None = None, *, add_special_tokens: bool = False) -> list[str]:
         """Return the tokens of a text as strings."""
         second = None if pair is None else [pair]
-        return self._backend.encodings([text], second, special=add_special_tokens)[0].tokens
+        words = None if pair is not None or add_special_tokens else self._backend.word_tokens(text)
+        return self._backend.encodings([text], second, special=add_special_tokens)[0].tokens if words is None else words
 
     def pad(
         self,

@@ -18,7 +18,7 @@ from typing import Any
 
 from flodl_hf.errors import TokenizerError
 
-__all__ = ["CharsMap", "check_definition", "longest_replacement"]
+__all__ = ["check_definition", "check_table", "longest_replacement"]
 
 _TABLE = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"]*)')
 _HIDDEN_KEY = re.compile(rb'"[a-z_]*\\u00[567][0-9a-fA-F][^"]*"\s*:')  # a key with a letter written as its number
@@ -78,76 +78,30 @@ def _tables(value: Any) -> Iterator[bytes]:
             yield from _tables(part)
 
 
-class CharsMap:
-    """A table of replacements; the longest match at each position wins when it is applied."""
+def check_table(data: bytes, where: str) -> None:
+    """Check the layout of a table, which the tokenizers library does not.
 
-    def __init__(self, data: bytes, where: str) -> None:
-        """Check the layout of ``data``.
+    Args:
+        data: the compiled table, empty for none.
+        where: the file, for messages.
 
-        Args:
-            data: the compiled table, empty for none.
-            where: the file, for messages.
-
-        Raises:
-            TokenizerError: if the table is damaged.
-        """
-        self._where = where
-        self._units: tuple[int, ...] = ()
-        self._strings = b""
-        if not data:
-            return
-        if len(data) < 4:
-            raise self._fail("shorter than four bytes")
-        (size,) = struct.unpack_from("<I", data)
-        if not size or size % 4 or size > len(data) - 4:
-            raise self._fail(f"the trie is announced with {size} bytes and {len(data) - 4} are left")
-        self._units = struct.unpack_from(f"<{size // 4}I", data, 4)
-        self._strings = data[4 + size :]
-        if self._strings and not self._strings.endswith(b"\0"):
-            raise self._fail("the last replacement is cut off")
-        if longest_replacement(data) > _MAX_REPLACEMENT:
-            raise self._fail(f"a replacement is longer than {_MAX_REPLACEMENT} bytes")
-
-    def _fail(self, what: str) -> TokenizerError:
-        return TokenizerError(
-            f"{self._where}: character map: {what}; expected a whole table; fetch the file again",
-            where=self._where,
-            reason=what,
+    Raises:
+        TokenizerError: the table is damaged.
+    """
+    if not data:
+        return
+    size = struct.unpack_from("<I", data)[0] if len(data) >= 4 else 0
+    left = len(data) - 4
+    fault = None
+    if left < 0:
+        fault = "shorter than four bytes"
+    elif not size or size % 4 or size > left:
+        fault = f"the trie is announced with {size} bytes and {left} are left"
+    elif size < left and data[-1]:
+        fault = "the last replacement is cut off"
+    elif longest_replacement(data) > _MAX_REPLACEMENT:
+        fault = f"a replacement is longer than {_MAX_REPLACEMENT} bytes"
+    if fault is not None:
+        raise TokenizerError(
+            f"{where}: character map: {fault}, expected a whole table. Fetch the file again.", where=where, reason=fault
         )
-
-    def __bool__(self) -> bool:
-        return bool(self._units)
-
-    def _unit(self, position: int) -> int:
-        if position >= len(self._units):
-            raise self._fail(f"a link points to unit {position} of {len(self._units)}")
-        return self._units[position]
-
-    def get(self, text: str) -> str | None:
-        """Return what exactly ``text`` is replaced by, or ``None`` if there is no such rule."""
-        if not self._units:
-            return None
-
-        def offset(unit: int) -> int:
-            return (unit >> 10) << ((unit & 0x200) >> 6)
-
-        unit = self._unit(0)
-        position = offset(unit)
-        for byte in text.encode("utf-8"):
-            position ^= byte
-            if position >= len(self._units):
-                return None
-            unit = self._units[position]
-            if unit & 0x800000FF != byte:
-                return None
-            position ^= offset(unit)
-        if not unit & 0x100:
-            return None
-        start = self._unit(position) & 0x7FFFFFFF
-        stop = self._strings.find(b"\0", start)
-        if stop < 0:
-            raise self._fail("a replacement lies outside the table")
-        try:
-            return self._strings[start:stop].decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise self._fail("a replacement is not UTF-8") from error

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 # Builders whose tokenizers split words by Python code.
-PYTHON_BUILDERS = ("fairseq", "bertweet", "japanese")
+PYTHON_BUILDERS = ("fairseq", "bertweet", "japanese", "sentencepiece")
 
 # Families for which transformers has no tokenizer class, so that their tokenizer.json is used as it is.
 WITHOUT_CLASS = ("modernbert", "xlm-roberta-xl", "new", "eurobert", "jina_bert", "jina_embeddings_v3_tasks")
@@ -73,7 +73,7 @@ _fairseq = FamilyTokenizer(
 # By the name without "Tokenizer".
 CLASSES: Mapping[str, FamilyTokenizer] = {
     "BertJapanese": FamilyTokenizer(
-        special=_BERT, type_ids=False, files=("vocab.txt",), build="japanese", lowercase=False, spaces="words"
+        special=_BERT, type_ids=False, files=("vocab.txt",), build="japanese", lowercase=False
     ),
     "Funnel": FamilyTokenizer(
         special={**_ROBERTA, "sep_token": "<sep>", "cls_token": "<cls>"}, type_ids=False, files=("vocab.txt",),
@@ -128,7 +128,8 @@ CLASSES: Mapping[str, FamilyTokenizer] = {
         spaces="always",
     ),
     "FNet": FamilyTokenizer(
-        special=_ALBERT, type_ids=True, files=_SPIECE, build="pieces", template="none", steps=("charsmap", "marks"),
+        special=_ALBERT, type_ids=True, inputs=("input_ids", "token_type_ids"), files=_SPIECE, build="pieces",
+        template="none", steps=("charsmap", "marks"),
     ),
     "Barthez": FamilyTokenizer(
         special=_ROBERTA, type_ids=False, files=_BPE_MODEL, build="pieces", template="none", mask_takes_space=True,
@@ -146,17 +147,17 @@ CLASSES: Mapping[str, FamilyTokenizer] = {
         steps=("charsmap", "spaces"), spaces="always",
     ),
     "Reformer": FamilyTokenizer(
-        special={"eos_token": "</s>", "unk_token": "<unk>"}, type_ids=False, files=_SPIECE, build="pieces",
+        special={"eos_token": "</s>", "unk_token": "<unk>"}, type_ids=False, files=_SPIECE, build="bpe",
         template="none", steps=("charsmap", "spaces"), spaces="always",
     ),
     "Llama": FamilyTokenizer(
         special={"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, type_ids=False,
-        files=("tokenizer.model",), build="llama", template="none", padding_side="left", prefix=True, spaces="first",
+        files=("tokenizer.model",), build="llama", template="none", padding_side="left", prefix=True,
     ),
     "BertGeneration": FamilyTokenizer(
         special={"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>",
                  "sep_token": "<::::>"},
-        type_ids=False, files=_SPIECE, template="none",
+        type_ids=False, files=_SPIECE, build="sentencepiece", template="none",
     ),
 }  # fmt: skip
 

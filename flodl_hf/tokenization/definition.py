@@ -39,7 +39,6 @@ def read_backend(
     folder: str,
     model_type: str | None,
     config: Mapping[str, Any],
-    byte_fallback: bool,
 ) -> tuple[tokenizers.Tokenizer, list[str], bool]:
     """Return the tokenizer of a folder, notes about contradictions, and whether it differs from ``tokenizer.json``.
 
@@ -48,7 +47,6 @@ def read_backend(
         folder: the folder of the files, for messages.
         model_type: family, if the caller specifies it.
         config: ``config.json`` of the model, or an empty mapping.
-        byte_fallback: split characters that a unigram sentencepiece model lacks into its byte pieces.
 
     Raises:
         TokenizerError: if the files are damaged, or the tokenizer class is not supported.
@@ -73,8 +71,7 @@ def read_backend(
 
         family = model_type or guess_model_type(config, stated)
         backend = build_backend(
-            files, folder=folder, model_type=family, settings=stated, config=config, rows=rows,
-            byte_fallback=byte_fallback,
+            files, folder=folder, model_type=family, settings=stated, config=config, rows=rows
         )  # fmt: skip
         return backend, ignored, False
     backend = load_json(files["tokenizer.json"], f"{folder}/tokenizer.json")

@@ -111,8 +111,10 @@ class Encoded(MutableMapping[str, Any]):
     def tokens(self, batch_index: int = 0) -> list[str]:
         """Return the tokens of one row as strings, padding included."""
         ids: Any = self._ids
-        row = ids if not len(ids) or isinstance(ids[0], int) else ids[batch_index]
-        return self._tokens([int(i) for i in row])
+        ids = ids if not len(ids) or isinstance(ids[0], int) else ids[batch_index]
+        row, lead = self._rows[batch_index].tokens, self._lead[batch_index]
+        after = lead + len(row)
+        return [*self._tokens([int(i) for i in ids[:lead]]), *row, *self._tokens([int(i) for i in ids[after:]])]
 
     def _place(self, first: int, second: int | None) -> tuple[int, int]:
         """Return row and index of arguments that may be the index alone, in the only row or the first."""

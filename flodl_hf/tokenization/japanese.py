@@ -14,9 +14,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from flodl.errors import nearest, shown
 from flodl_hf.errors import TokenizerError
 
-from .pieces import own_numbers
 from .plain_files import read_vocab_txt
-from .python_words import ANALYSERS, Part, Words, located, splitter
+from .python_words import ANALYSERS, Part, Words, located, sentencepieces, splitter
+from .sentencepiece import read_model
 from .source import Source
 
 __all__ = ["build"]
@@ -78,24 +78,27 @@ def build(source: Source) -> Tokenizer:
             field="subword_tokenizer_type",
             found=subwords,
         )
+    model: models.Model
     if subwords == "sentencepiece":
-        tokenizer = own_numbers(source, name)
-        tokenizer.normalizer = normalizers.Sequence([*prepare, tokenizer.normalizer])
-        if split:
-            inner = tokenizer.pre_tokenizer or pre_tokenizers.Metaspace()
-            tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, inner])
-        return tokenizer
-    vocab = read_vocab_txt(source.files["vocab.txt"], f"{source.folder}/vocab.txt")
-    unknown = source.tokens["unk_token"]
-    if subwords == "wordpiece":
-        tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=unknown))
-        split.append(pre_tokenizers.WhitespaceSplit())  # an analyser may return white space as a part of a word
+        pieces = read_model(source.files[name], f"{source.folder}/{name}").pieces
+        model = models.WordLevel(
+            {piece.text: n for n, piece in enumerate(pieces)}, unk_token=source.tokens["unk_token"]
+        )
+        split.append(splitter(sentencepieces(source.files[name])))
     else:
-        tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=unknown))
-        if subwords == "character":
-            prepare.append(normalizers.NFKC())
-            split.append(pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"))
+        vocab = read_vocab_txt(source.files["vocab.txt"], f"{source.folder}/vocab.txt")
+        kind_of_model = models.WordLevel if subwords == "none" else models.WordPiece
+        model = kind_of_model(vocab, unk_token=source.tokens["unk_token"])
+    if subwords == "wordpiece":
+        split.append(pre_tokenizers.WhitespaceSplit())  # an analyser may return white space as a part of a word
+    if subwords == "character":
+        prepare.append(normalizers.NFKC())
+        split.append(pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"))
+    tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.Sequence(prepare) if prepare else None
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split) if split else None
-    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
+    if subwords == "sentencepiece":
+        tokenizer.decoder = decoders.Metaspace("\u2581", "always")
+    else:
+        tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
     return tokenizer

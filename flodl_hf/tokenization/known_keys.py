@@ -50,7 +50,7 @@ INERT = frozenset((
 
 def _refused(key: str, value: Any, rules: FamilyTokenizer) -> str | None:
     """Return what is expected of a setting that this class reads and that cannot be applied; None if it is fine."""
-    if key == "sp_model_kwargs" and rules.template == "none" and rules.files == ("spiece.model",) and not rules.build:
+    if key == "sp_model_kwargs" and rules.build == "sentencepiece":
         return None if not (isinstance(value, Mapping) and value) else "no options of sentencepiece"
     if key == "offset" and any(entry.startswith("mask_token_sent") for entry in rules.first):
         return None if value == 103 else "103"

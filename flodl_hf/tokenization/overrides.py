@@ -74,11 +74,11 @@ def _lower(definition: Part, rules: FamilyTokenizer, value: bool) -> list[Any]:
         return _set(definition["normalizer"], "BertNormalizer", "lowercase", value)
     if not rules.files[0].endswith(".model"):
         return []
-    return _switch(definition, ("Lowercase",), value, ("StripAccents", "Replace") if rules.cleaned else ())
+    return _switch(definition, ("Lowercase",), value, ("StripAccents", "Replace") if rules.steps else ())
 
 
 def _accents(definition: Part, rules: FamilyTokenizer, kept: bool) -> list[Any]:
-    if not rules.cleaned:
+    if "accents unless kept" not in rules.steps:
         return []
     return [not state for state in _switch(definition, ("NFKD", "StripAccents"), not kept, ("Replace",))]
 

@@ -53,7 +53,8 @@ class _Splitter:
             parts = list(self._words(str(text)))
         out = []
         for part, start, stop in parts:
-            piece = text[start:stop]
+            # A part without characters of its own is placed at the next one, or at the last.
+            piece = text[start:stop] if start < stop else text[start : start + 1] or text[start - 1 : start]
             if piece is not None:
                 _rewrite(piece, part)
                 out.append(piece)
@@ -125,6 +126,32 @@ def _merged(word: str, ranks: Mapping[tuple[str, str], int]) -> list[str]:
             at += size
         parts = merged
     return [*parts[:-1], parts[-1][: -len("</w>")]]
+
+
+# sentencepiece
+
+
+def sentencepieces(data: bytes) -> Words:
+    """Return a function that splits a text into the pieces that sentencepiece finds.
+
+    Args:
+        data: contents of the model file.
+    """
+    try:
+        processor = importlib.import_module("sentencepiece").SentencePieceProcessor(model_proto=data)
+    except ImportError as error:
+        raise _needed("sentencepiece", "a tokenizer of a sentencepiece model", error) from error
+
+    def words(text: str) -> Iterator[Part]:
+        at = 0
+        for piece in processor.encode(text, out_type=str):
+            word = piece.lstrip("\u2581")
+            # The model normalizes texts, so a piece may differ from its characters.
+            start = max(at, text.find(word, at, at + len(word) + 8))
+            at = min(start + len(word), len(text))
+            yield piece, start, at
+
+    return words
 
 
 # Japanese analysers

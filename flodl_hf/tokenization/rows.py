@@ -7,12 +7,12 @@ Leaves to others: turning text into tokens, padding, tensors, and how answers fr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from flodl_hf.errors import TextTooLongError, TokenizerError
 
-__all__ = ["Cut", "Overflow", "Row", "cut_each", "cut_rows", "plan_windows"]
+__all__ = ["Cut", "Overflow", "Row", "cut_each", "cut_rows", "plan_windows", "with_space"]
 
 Cut = Literal["first", "second", "longer", "longest"]
 Overflow = Literal["windows", "truncate", "error"]
@@ -33,6 +33,7 @@ class Row:
             Empty if offsets were not asked for.
         sequence_ids: 0 for the first text, 1 for the second, ``None`` for special tokens.
         special: whether the token was added by the template around the texts.
+        tokens: the text of each token, which for an unknown piece is its own. Empty if offsets were not requested.
         window: position of this row among the windows of its text.
         first_token: first token of the cut sequence that this row holds, counted without special tokens.
         last_token: one past the last such token.
@@ -45,6 +46,7 @@ class Row:
     word_ids: Sequence[int | None]
     sequence_ids: Sequence[int | None]
     special: Sequence[bool]
+    tokens: Sequence[str] = ()
     window: int = 0
     first_token: int = 0
     last_token: int = 0
@@ -135,6 +137,7 @@ def _slice(row: Row, keep: list[range], window: int, first: int, last: int, trun
         word_ids=pick(row.word_ids),
         sequence_ids=pick(row.sequence_ids),
         special=pick(row.special),
+        tokens=pick(row.tokens),
         window=window,
         first_token=first,
         last_token=last,
@@ -261,7 +264,25 @@ def cut_each(
 
 def _whole(row: Row, sequence: int) -> Row:
     count = row.sequence_ids.count(sequence)
-    return Row(row.ids, row.type_ids, row.offsets, row.word_ids, row.sequence_ids, row.special, last_token=count)
+    return replace(row, last_token=count)
+
+
+def with_space(part: Row, whole: Row) -> Row:
+    """Return a part of a row whose first token has the space before it in its offsets, as the tokenizers library does.
+
+    Args:
+        part: of `cut_rows`.
+        whole: the row that was cut.
+    """
+    offsets = list(part.offsets)
+    for sequence in (0, 1):
+        if sequence not in part.sequence_ids:
+            continue
+        first, start = part.sequence_ids.index(sequence), whole.sequence_ids.index(sequence)
+        if offsets[first] != whole.offsets[start] and part.tokens[first][:1] in ("\u0120", " "):
+            begin, end = offsets[first]
+            offsets[first] = (begin - 1, max(begin - 1, end - (begin == end)))
+    return replace(part, offsets=offsets)
 
 
 def _truncate_longest(row: Row, max_tokens: int, side: str, where: str) -> Row:

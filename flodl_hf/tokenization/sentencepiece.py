@@ -61,17 +61,11 @@ class SentencePieceModel:
         pieces: the vocabulary in the order of ids.
         algorithm: ``UNIGRAM`` or ``BPE``.
         charsmap: compiled character replacements, empty for none.
-        add_dummy_prefix: whether a text is treated as if a space stood before it.
-        remove_extra_whitespaces: whether runs of spaces become one and those at the ends vanish.
-        byte_fallback: whether unknown characters become byte pieces.
     """
 
     pieces: tuple[Piece, ...]
     algorithm: int
     charsmap: bytes
-    add_dummy_prefix: bool
-    remove_extra_whitespaces: bool
-    byte_fallback: bool
 
     @property
     def unk_id(self) -> int:
@@ -225,7 +219,4 @@ def read_model(data: bytes, where: str) -> SentencePieceModel:
         pieces=tuple(pieces),
         algorithm=int(algorithm),
         charsmap=charsmap,
-        add_dummy_prefix=flag(normalizer, 3, True),
-        remove_extra_whitespaces=flag(normalizer, 4, True),
-        byte_fallback=flag(trainer, 35, False),
     )

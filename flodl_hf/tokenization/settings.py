@@ -45,36 +45,45 @@ class Settings:
     Attributes:
         special: role (``"mask_token"``) to token, only for tokens that the vocabulary holds.
         extra_special: further special tokens that the files name.
+        named_special: those of them that have a role of their own, by role.
         model_max_length: longest input in tokens, or ``None`` if no limit is stated.
         padding_side: ``"left"`` or ``"right"``.
         truncation_side: ``"left"`` or ``"right"``.
         clean_up: whether decoding removes the space before punctuation.
-        type_ids: whether segment ids are returned by default.
+        input_names: the entries that a call returns by default.
         split_special: whether special tokens in a text are read as plain text.
         model_type: family, if known.
     """
 
     special: Mapping[str, str]
     extra_special: tuple[str, ...] = ()
+    named_special: Mapping[str, str] = field(default_factory=dict)
     model_max_length: int | None = None
     padding_side: str = "right"
     truncation_side: str = "right"
     clean_up: bool = False
-    type_ids: bool = True
+    input_names: tuple[str, ...] = ("input_ids", "token_type_ids", "attention_mask")
     split_special: bool = False
     model_type: str | None = None
     raw: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
+    @property
+    def type_ids(self) -> bool:
+        """Whether segment ids are returned by default."""
+        return "token_type_ids" in self.input_names
 
-def _type_ids(stated: Mapping[str, Any], config: Mapping[str, Any], family: Family | None) -> bool:
-    """Return whether segment ids are returned by default, as in transformers."""
+
+def _input_names(stated: Mapping[str, Any], config: Mapping[str, Any], family: Family | None) -> tuple[str, ...]:
+    """Return the entries that a call returns by default, as in transformers."""
     names = stated.get("model_input_names")
     if isinstance(names, list):
-        return "token_type_ids" in names
-    if not any(isinstance(source.get("tokenizer_class"), str) for source in (stated, config)):
-        return rules_of(family).type_ids
-    rules = class_rules(class_name(stated, config))
-    return rules is not None and rules.type_ids
+        return tuple(names)
+    named_class = any(isinstance(source.get("tokenizer_class"), str) for source in (stated, config))
+    rules = class_rules(class_name(stated, config)) if named_class else rules_of(family)
+    if rules is not None and rules.inputs:
+        return rules.inputs
+    types = rules is not None and rules.type_ids
+    return ("input_ids", *["token_type_ids"] * types, "attention_mask")
 
 
 def content(value: Any) -> str | None:
@@ -93,14 +102,20 @@ def said_of(role: str, stated: Mapping[str, Any], mapped: Mapping[str, Any]) -> 
     return both if "added_tokens_decoder" in stated else both[::-1]
 
 
+def named_tokens(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of ``tokenizer_config.json`` for special tokens with further roles."""
+    listed = stated.get("extra_special_tokens")
+    more = {key: value for key, value in stated.items() if key.endswith("_token") and key not in ROLES}
+    return {**(listed if isinstance(listed, Mapping) else {}), **more}
+
+
 def extra_tokens(*sources: Mapping[str, Any]) -> dict[str, Any]:
     """Return the further special tokens that settings files name, in their order, as they are stated."""
-    found: dict[str, Any] = {}
+    found = {text: value for value in named_tokens(sources[0]).values() if (text := content(value))}
     for source in sources:
         for key in ("extra_special_tokens", "additional_special_tokens"):
             values = source.get(key)
-            values = values.values() if isinstance(values, Mapping) else values if isinstance(values, list) else ()
-            for value in values:
+            for value in values if isinstance(values, list) else ():
                 text = content(value)
                 if text:
                     found.setdefault(text, value)
@@ -169,25 +184,32 @@ def read_settings(
     known_as = model_type or guess_model_type(config, stated)
     family = named(known_as)
     rules = rules_for(stated, config, known_as)
-    custom = rules.special
+    # A class that only wraps tokenizer.json has no special tokens of its own.
+    named_class = any(isinstance(source.get("tokenizer_class"), str) for source in (stated, config))
+    generic = named_class and class_name(stated, config) is None
+    custom = {} if generic else rules.special
     fallback = {"pad_token": pad_token} if pad_token else {}
     special = {}
     for role in ROLES:
         sources = [*said_of(role, stated, mapped), fallback.get(role), custom.get(role)]
-        if not custom:
+        if not custom and not generic:
             sources += [rules_of(named(usual)).special.get(role) for usual in _USUAL]
         token = next((token for token in map(content, sources) if token and known(token)), None)
         if token is not None:
             special[role] = token
+    own = {role: token for role, token in custom.items() if role.endswith("_token") and role not in ROLES}
     extra = [token for token in extra_tokens(stated, mapped) if known(token)]
     return Settings(
         special=special,
         extra_special=tuple(extra),
+        named_special={
+            role: text for role, value in {**own, **named_tokens(stated)}.items() if (text := content(value))
+        },
         model_max_length=_max_length(stated, where),
         padding_side=_side(stated, "padding_side", where, sides.get("padding_side", rules.padding_side)),
         truncation_side=_side(stated, "truncation_side", where, sides.get("truncation_side", "right")),
         clean_up=stated.get("clean_up_tokenization_spaces") is True,
-        type_ids=_type_ids(stated, config, family),
+        input_names=_input_names(stated, config, family),
         split_special=stated.get("split_special_tokens") is True,
         model_type=known_as,
         raw=stated,

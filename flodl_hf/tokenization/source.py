@@ -145,7 +145,6 @@ class Source:
         settings: ``tokenizer_config.json``.
         rules: of the tokenizer class, where the settings do not specify it.
         tokens: special tokens by role, defaults of the class included.
-        byte_fallback: whether byte pieces of a unigram model are used.
         rows: rows of the model's word table, if known.
     """
 
@@ -154,7 +153,6 @@ class Source:
     settings: Mapping[str, Any]
     rules: FamilyTokenizer
     tokens: Mapping[str, str]
-    byte_fallback: bool = False
     rows: int | None = None
 
     def flag(self, name: str, default: bool) -> bool:

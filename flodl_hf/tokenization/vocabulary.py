@@ -107,14 +107,14 @@ class Vocabulary:
     @property
     def model_input_names(self) -> list[str]:
         """The entries that a call returns by default."""
-        return ["input_ids", *["token_type_ids"] * self._settings.type_ids, "attention_mask"]
+        return list(self._settings.input_names)
 
     pad_token_type_id = 0
 
     @property
     def special_tokens_map(self) -> dict[str, str]:
         """Role (``"mask_token"``) to token, for the roles that have one."""
-        return self.special_tokens
+        return {**self.special_tokens, **self._settings.named_special}
 
     @property
     def vocab(self) -> dict[str, int]:
@@ -161,11 +161,21 @@ class Vocabulary:
 
     @cached_property
     def all_special_ids(self) -> list[int]:
-        """Ids of every special token, those with a role first."""
+        """Ids of every special token, those with a role first, as in transformers."""
         named = [self._settings.special[role] for role in ROLES if role in self._settings.special]
-        ids = [self._inner.token_to_id(token) for token in (*named, *self._settings.extra_special)]
-        flagged = [i for i, token in sorted(self._inner.get_added_tokens_decoder().items()) if token.special]
-        return list(dict.fromkeys(i for i in (*ids, *flagged) if i is not None))
+        tokens = [*named, *self._settings.extra_special, *self._class_tokens()]
+        ids = map(self._inner.token_to_id, tokens)
+        return list(dict.fromkeys(i for i in ids if i is not None))
+
+    def _class_tokens(self) -> list[str]:
+        """Return the special tokens that a class adds to the vocabulary; tokenizer.json has those of the settings."""
+        if "tokenizer.json" in self._files and not self._backend.by_code:
+            return []
+        stated = self._settings.raw.get("added_tokens_decoder") or {}
+        added = sorted(self._inner.get_added_tokens_decoder().items())
+        tokens = [token.content for number, token in added if token.special and str(number) not in stated]
+        # T5 numbers its sentinels from the last one.
+        return sorted(tokens, key=lambda token: int(token[10:-1]) if token.startswith("<extra_id_") else -1)
 
     @property
     def all_special_tokens(self) -> list[str]:

@@ -293,9 +293,7 @@ def test_settings_files_say_the_same(kind: str, config: Any, others: Any, tmp_pa
     family = KINDS[kind][1]
     for text in ("the [E1] dog quux doggy", "is [MASK] good", "is <mask>good", TEXT):
         a, b = theirs(text, "b [E1]"), ours(text, "b [E1]")
-        # Models of two families take no token types, whatever class their tokenizer is of.
-        kept = {key: value for key, value in a.items() if key != "token_type_ids" or family == "bert"}
-        assert dict(b) == kept, text
+        assert dict(b) == dict(a), text
     assert len(ours) == len(theirs)
     if "max_len" in config:
         assert ours.model_max_length == theirs.model_max_length
