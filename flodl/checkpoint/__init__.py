@@ -1,16 +1,13 @@
-"""Tensors in files: safetensors, and the ``.fdl`` files of the Rust flodl, read as if they were hostile."""
+"""Tensors in files: safetensors, and the ``.fdl`` files of the Rust flodl. Files are read as untrusted input."""
 
-from flodl.checkpoint.formats import checkpoint_keys, checkpoint_version, load_tensors, save_tensors
-from flodl.checkpoint.migrate import migrate_checkpoint
-from flodl.checkpoint.place import load_into
-from flodl.checkpoint.records import Checkpoint, LoadReport, MigrateReport
+from flodl.checkpoint.files import Checkpoint, checkpoint_keys, load_tensors, save_tensors
+from flodl.checkpoint.loading import LoadReport, MigrateReport, load_into, migrate_checkpoint
 
 __all__ = [
     "Checkpoint",
     "LoadReport",
     "MigrateReport",
     "checkpoint_keys",
-    "checkpoint_version",
     "load_into",
     "load_tensors",
     "migrate_checkpoint",

@@ -1,4 +1,4 @@
-"""Tensors that lie in files, of which rows are read when they are asked for: a rank needs a part of a checkpoint."""
+"""Tensors in safetensors files whose rows are read on request: a rank needs a part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from types import EllipsisType
 import torch
 from torch import Tensor
 
-from flodl.checkpoint.raw import tensor_from
-from flodl.checkpoint.safetensors_file import TORCH_DTYPES
-from flodl.errors import CheckpointError
+from flodl.checkpoint.tensor_bytes import TORCH_DTYPES, refuse, tensor_from
+from flodl.errors import printable
 from flodl.files import open_regular
-from flodl.safetensors_header import read_header
-from flodl.system import read_at
+from flodl.safetensors_header import Header, read_header
+from flodl.system import read_vectors_at
 
-__all__ = ["StoredRows", "stored_tensors"]
+__all__ = ["StoredRows", "rows_of", "stored_tensors"]
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows that lie end to end in a file, from a byte on."""
+    """Consecutive rows in a file, from a byte position on."""
 
     path: str
     start: int
     rows: int
+    name: str
 
 
 class StoredRows:
-    """A tensor in one file, or in several that hold its rows one after another; ``stored[2:5]`` reads three rows.
+    """A tensor whose rows are in one file or in several; ``stored[2:5]`` reads three rows.
 
     Args:
-        pieces: where the rows lie.
-        shape: of the whole.
-        dtype: of the whole.
+        pieces: where the rows are.
+        shape: of the whole tensor.
+        dtype: of the whole tensor.
     """
 
     def __init__(self, pieces: Sequence[_Piece], shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -46,76 +46,85 @@ class StoredRows:
         return f"StoredRows({tuple(self.shape)}, {self.dtype}, in {len(self._pieces)} file(s))"
 
     def dim(self) -> int:
-        """Return how many dimensions the tensor has."""
+        """Return the number of dimensions."""
         return len(self.shape)
 
     def joined(self, others: Sequence[StoredRows]) -> StoredRows:
-        """Return the tensor whose first rows are these, and whose next ones are those of ``others``."""
+        """Return the tensor of these rows followed by those of ``others``."""
         every = (self, *others)
         rows = sum(part.shape[0] for part in every)
         return StoredRows([piece for part in every for piece in part._pieces], (rows, *self.shape[1:]), self.dtype)
 
     def __getitem__(self, which: slice | EllipsisType) -> Tensor:
-        """Return the rows of a slice, or with ``...`` the whole, read now into memory of their own.
+        """Read the rows of a slice, or all rows with ``...``, into new memory.
 
         Raises:
-            CheckpointError: a file is shorter than it was.
+            CheckpointError: a file became shorter, or its values are not those of the dtype.
         """
-        first, last, _ = slice(None).indices(self._rows) if which is ... else which.indices(self._rows)
+        return self.read(None, slice(None) if which is ... else which)
+
+    def read(self, descriptor: int | None, which: slice = slice(None)) -> Tensor:
+        """Read rows; with a ``descriptor`` from this open file instead of opening the files of the tensor."""
+        size = math.prod(self.shape[1:]) * self.dtype.itemsize
+        first, last, _ = which.indices(self.shape[0] if self.shape else 1)
         last = max(first, last)
-        size = self._row_bytes
-        data, at, before = bytearray((last - first) * size), 0, 0
+        data = torch.empty((last - first) * size, dtype=torch.uint8).numpy().data
+        position = before = 0
         for piece in self._pieces:
             begin, end = max(first - before, 0), min(last - before, piece.rows)
             before += piece.rows
-            if begin < end:
+            if begin < end and size:
                 length = (end - begin) * size
-                _read_into(memoryview(data)[at : at + length], piece.path, piece.start + begin * size)
-                at += length
-        shape = self.shape if which is ... else (last - first, *self.shape[1:])
-        return tensor_from(data, self.dtype, tuple(shape))
-
-    @property
-    def _rows(self) -> int:
-        return self.shape[0] if self.shape else 1
-
-    @property
-    def _row_bytes(self) -> int:
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
+                _read_into(data[position : position + length], piece, piece.start + begin * size, descriptor)
+                position += length
+        shape = (last - first, *self.shape[1:]) if self.shape else ()
+        try:
+            return tensor_from(data, self.dtype, shape)
+        except ValueError as error:
+            _damaged(self._pieces[0], str(error))
 
 
-def _read_into(target: memoryview, path: str, position: int) -> None:
-    descriptor = open_regular(path)
+def _read_into(target: memoryview, piece: _Piece, position: int, descriptor: int | None) -> None:
+    opened = open_regular(piece.path) if descriptor is None else descriptor
     try:
         done = 0
         while done < len(target):
-            data = read_at(descriptor, len(target) - done, position + done)
-            if not data:
-                raise CheckpointError(
-                    f"{path}: ends at byte {position + done:,}, where {len(target) - done:,} more were; expected the "
-                    "file to stay as it is while it is read.",
-                    path=path,
-                )
-            target[done : done + len(data)] = data
-            done += len(data)
+            count = read_vectors_at(opened, [target[done:]], position + done)
+            if not count:
+                _damaged(piece, "the file became shorter while it was read")
+            done += count
     finally:
-        os.close(descriptor)
+        if descriptor is None:
+            os.close(opened)
+
+
+def _damaged(piece: _Piece, problem: str) -> None:
+    refuse(piece.path, [f"tensor {printable(piece.name)}: {problem}"], "Download or write the file again.")
 
 
 def stored_tensors(path: str | os.PathLike[str]) -> dict[str, StoredRows]:
-    """Return the tensors of a safetensors file by name, none of them read yet.
+    """Return the tensors of a safetensors file by name, without reading their data.
 
     Raises:
-        CheckpointError: the file's header breaks a rule, or has a dtype that torch has not.
+        CheckpointError: the header breaks a rule, or has a dtype that torch lacks.
     """
-    header = read_header(path)
-    found = {}
-    for name, info in header.tensors.items():
-        if info.dtype not in TORCH_DTYPES:
-            raise CheckpointError(
-                f"{path}: {name} is of the dtype {info.dtype}; expected one that torch has", path=str(path)
-            )
-        rows = info.shape[0] if info.shape else 1
-        piece = _Piece(os.fspath(path), header.data_start + info.start, rows)
-        found[name] = StoredRows([piece], info.shape, TORCH_DTYPES[info.dtype])
-    return found
+    return rows_of(os.fspath(path), read_header(path))
+
+
+def rows_of(path: str, header: Header) -> dict[str, StoredRows]:
+    """Return the tensors of a file with this header, in file order; errors are those of `stored_tensors`."""
+    unknown = [
+        f"tensor {printable(name)}: torch has no dtype for {info.dtype}"
+        for name, info in header.tensors.items()
+        if info.dtype not in TORCH_DTYPES
+    ]
+    if unknown:
+        refuse(path, unknown, "Convert these tensors with the tool that wrote them.")
+    return {
+        name: StoredRows(
+            [_Piece(path, header.data_start + info.start, info.shape[0] if info.shape else 1, name)],
+            info.shape,
+            TORCH_DTYPES[info.dtype],
+        )
+        for name, info in ((name, header.tensors[name]) for name in header.order)
+    }

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from flodl.checkpoint.raw import bytes_of
 from flodl.checkpoint.safetensors_file import compose_head
+from flodl.checkpoint.tensor_bytes import bytes_of
 
 __all__ = ["copies", "safetensors_chunks", "to_cpu"]
 

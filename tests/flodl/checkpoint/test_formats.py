@@ -6,6 +6,7 @@ import gzip
 import os
 import stat
 import struct
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -15,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from flodl.checkpoint import checkpoint_keys, checkpoint_version, load_tensors, save_tensors
+from flodl.checkpoint import checkpoint_keys, load_tensors, save_tensors
 from flodl.checkpoint import fdl_file as fdl
-from flodl.checkpoint.safetensors_file import TORCH_DTYPES
+from flodl.checkpoint.tensor_bytes import TORCH_DTYPES
 from flodl.errors import CheckpointError
 from flodl.safetensors_header import name_fault
 
@@ -118,9 +119,10 @@ def test_truncation_at_every_byte_is_refused(tmp_path, suffix):
     whole = small(path)
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        for read in (load_tensors, checkpoint_keys, checkpoint_version):
-            with pytest.raises(CheckpointError, match="cut"):
+        for read in (load_tensors, checkpoint_keys):
+            with pytest.raises(CheckpointError) as caught:
                 read(path)
+            assert caught.value.path == str(path)
     path.write_bytes(whole)
     assert len(load_tensors(path).tensors) == 3
 
@@ -223,7 +225,7 @@ def test_versions_one_and_two_are_read_alike(tmp_path, packed):
     for version in (1, 2):
         data = fdl_bytes(entry(), version=version)
         path.write_bytes(gzip.compress(data) if packed else data)
-        assert checkpoint_version(path) == load_tensors(path).version == version
+        assert load_tensors(path).version == version
         assert load_tensors(path).structural_hash == ""
         assert torch.equal(load_tensors(path).tensors["w"], torch.zeros(2))
 
@@ -241,16 +243,17 @@ def test_gzip_bomb_stops_at_the_ratio(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["bomb.fdl.gz"]
 
 
-def test_a_lying_length_in_gzip_takes_no_memory(tmp_path, monkeypatch):
+def test_a_false_length_in_gzip_takes_no_memory(tmp_path):
     path = tmp_path / "liar.fdl.gz"
     length = fdl.GZIP_FLOOR // 2
     path.write_bytes(gzip.compress(fdl_bytes(entry(dims=(length // 4,), length=length))))
-    taken = []
-    real = fdl._GzipSource.pull
-    monkeypatch.setattr(fdl._GzipSource, "pull", lambda self, n: taken.append(len(d := real(self, n))) or d)
-    with pytest.raises(CheckpointError, match="truncated"):
-        load_tensors(path)
-    assert max(taken) < 1000
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError):
+            load_tensors(path)
+        assert tracemalloc.get_traced_memory()[1] < length // 8
+    finally:
+        tracemalloc.stop()
 
 
 def test_damaged_gzip_names_the_file(tmp_path):
@@ -258,8 +261,9 @@ def test_damaged_gzip_names_the_file(tmp_path):
     whole = gzip.compress(fdl_bytes(entry()))
     for damaged in (b"", b"FDLC" + bytes(60), whole[:-8] + bytes(8), zlib.compress(fdl_bytes(entry()))):
         path.write_bytes(damaged)
-        with pytest.raises(CheckpointError, match=r"bad\.fdl\.gz"):
+        with pytest.raises(CheckpointError) as caught:
             load_tensors(path)
+        assert caught.value.path == str(path)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +330,6 @@ def test_files_of_other_writers_are_read(tmp_path):
     save_file({"a": torch.ones(2, dtype=torch.bfloat16)}, path, metadata={"format": "pt", "note": "x"})
     back = load_tensors(path)
     assert (back.version, back.structural_hash, back.metadata) == (0, "", {"note": "x"})
-    assert checkpoint_version(path) == 0
     for metadata in ({"flodl.version": "2"}, {"flodl.structural_hash": "beef"}):
         save_file({"a": torch.ones(2)}, path, metadata=metadata)
         with pytest.raises(CheckpointError):

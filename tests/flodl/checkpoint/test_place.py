@@ -140,9 +140,8 @@ def test_parameters_that_are_no_numbers_are_refused_by_name_unless_asked(value: 
     held = holding(good=torch.ones(2), bad=odd, buffer=odd.float())
     with pytest.raises(CheckpointError, match="Nothing was loaded") as no:
         load_into(named, held)
-    assert no.value.problems == [
-        "tensor 'bad': holds NaN or infinite values; pass allow_nonfinite=True to load them all the same"
-    ]
+    (problem,) = no.value.problems
+    assert "'bad'" in problem
     assert not named["good"].any()
     load_into(named, held, allow_nonfinite=True)
     assert torch.equal(named["bad"].isfinite(), odd.isfinite())
