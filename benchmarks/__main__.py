@@ -1,4 +1,4 @@
-"""Run the measurements one after another: ``python -m benchmarks [NAME ...]``."""
+"""Run benchmarks one after another: ``python -m benchmarks [NAME ...]``."""
 
 from __future__ import annotations
 
@@ -6,19 +6,28 @@ import runpy
 import sys
 from pathlib import Path
 
-NAMES = sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in ("__init__", "__main__", "models"))
+FOLDER = Path(__file__).parent
+DEFAULT = ("graph_overhead", "loading")
 
 
-def main() -> None:
-    wanted = sys.argv[1:] or ["graph_overhead", "loading"]
-    unknown = [name for name in wanted if name not in NAMES]
+def names() -> list[str]:
+    """Return the names of all benchmarks: programs in this folder, and packages with a program."""
+    modules = [path for path in FOLDER.glob("*.py") if not path.stem.startswith("__")]
+    runnable = [path.stem for path in modules if '\nif __name__ == "__main__":' in path.read_text("utf-8")]
+    return sorted(runnable + [path.parent.name for path in FOLDER.glob("*/__main__.py")])
+
+
+def main(requested: list[str]) -> None:
+    """Run the requested benchmarks, or the default ones."""
+    known = names()
+    unknown = [name for name in requested if name not in known]
     if unknown:
-        raise SystemExit(f"no measurement {unknown[0]!r}; there are {', '.join(NAMES)}")
-    for name in wanted:
-        print(f"\n== {name}")
+        raise SystemExit(f"benchmarks: found {unknown[0]!r}, expected one of {', '.join(known)}")
+    for name in requested or DEFAULT:
+        print(f"\n== {name}", flush=True)
         sys.argv = [name]
-        runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+        runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,25 +1,17 @@
-"""Metrics that are fed batch by batch, keep counts and no logits, and add up over ranks."""
+"""Metrics that receive batches, store counts and no logits, and can be added over ranks."""
 
-from flodl.metrics.answers import AnswerF1, answer_scores, normalized_answer
 from flodl.metrics.classification import Accuracy, Classification, MultiLabel
-from flodl.metrics.language import Perplexity
-from flodl.metrics.metric import Metric, merged
+from flodl.metrics.metric import Metric, Sums, merged
 from flodl.metrics.regression import Pearson, Spearman, SquaredError
-from flodl.metrics.spans import SpanF1, spans_of
 
 __all__ = [
     "Accuracy",
-    "AnswerF1",
     "Classification",
     "Metric",
     "MultiLabel",
     "Pearson",
-    "Perplexity",
-    "SpanF1",
     "Spearman",
     "SquaredError",
-    "answer_scores",
+    "Sums",
     "merged",
-    "normalized_answer",
-    "spans_of",
 ]

@@ -1,8 +1,8 @@
 """Accuracy, precision, recall, F1 and Matthews correlation, from counts of classes.
 
-Definitions and corner cases are scikit-learn's: a quotient without a denominator is 0, and averages over
-classes leave out classes that occur neither among labels nor among predictions. Counts stay on the device
-they are made on, and no update waits for it.
+Definitions are those of scikit-learn: a quotient with a zero denominator is 0, and averages over classes leave out
+classes that occur neither among labels nor among predictions. Counts stay on the device of the batches, and no update
+waits for the device.
 """
 
 from __future__ import annotations
@@ -15,22 +15,20 @@ import torch
 from torch import Tensor
 
 from flodl.errors import DataError
-from flodl.metrics.sums import Sums
-
-__all__ = ["Accuracy", "Average", "Classification", "MultiLabel"]
+from flodl.metrics.metric import Sums
 
 Average = Literal["macro", "micro", "weighted", "binary"]
 
 
 def _pairs(predictions: Tensor, labels: Tensor, where: str) -> tuple[Tensor, Tensor]:
-    """Return class numbers and labels, both flat; scores with one more dimension are reduced by argmax."""
+    """Return class numbers and labels as flat tensors. Scores are reduced by argmax over their last dimension."""
     predictions, labels = predictions.detach(), labels.detach()
     if predictions.dim() == labels.dim() + 1:
         predictions = predictions.argmax(-1)
     if predictions.shape != labels.shape:
         raise DataError(
-            f"{where}: predictions have shape {tuple(predictions.shape)}, labels {tuple(labels.shape)}; "
-            "expected equal shapes, or scores with one more dimension at the end",
+            f"{where}: found predictions of shape {tuple(predictions.shape)} and labels of shape "
+            f"{tuple(labels.shape)}, expected equal shapes, or scores with one more dimension at the end",
             predictions=tuple(predictions.shape),
             labels=tuple(labels.shape),
         )
@@ -38,10 +36,10 @@ def _pairs(predictions: Tensor, labels: Tensor, where: str) -> tuple[Tensor, Ten
 
 
 class Accuracy(Sums):
-    """The share of right predictions, for any number of classes: ``accuracy`` and ``count``.
+    """Share of correct predictions, for any number of classes: ``accuracy`` and ``count``.
 
     Args:
-        ignore_index: labels of this value do not count.
+        ignore_index: labels with this value do not count.
     """
 
     def __init__(self, ignore_index: int = -100) -> None:
@@ -52,7 +50,7 @@ class Accuracy(Sums):
         """Count a batch.
 
         Args:
-            predictions: class numbers shaped like ``labels``, or scores ``(*labels.shape, classes)``.
+            predictions: class numbers of the shape of ``labels``, or scores ``(*labels.shape, classes)``.
             labels: class numbers, any shape.
         """
         predicted, labels = _pairs(predictions, labels, "Accuracy")
@@ -62,45 +60,32 @@ class Accuracy(Sums):
     def compute(self) -> dict[str, float]:
         """Return ``accuracy`` and ``count``."""
         right, total = self._sums.tolist()
-        return {"accuracy": right / total if total else 0.0, "count": float(total)}
+        return {"accuracy": _ratio(right, total), "count": float(total)}
 
 
 class Classification(Sums):
-    """Accuracy, precision, recall, F1 and Matthews correlation of one class per sample, from a confusion
-    matrix.
+    """Accuracy, precision, recall, F1 and Matthews correlation of one class per sample, from a confusion matrix.
 
     Args:
-        num_classes: classes that labels and predictions may have.
-        average: how classes make one figure: ``"macro"`` (plain mean), ``"micro"`` (pooled counts),
-            ``"weighted"`` (by how often a class is the label) or ``"binary"`` (class 1 alone).
-        ignore_index: labels of this value do not count.
-        names: names of classes; with them, ``compute`` adds ``f1/<name>`` and its siblings for each class
-            that occurs.
+        num_classes: number of classes of labels and predictions.
+        average: average over classes: ``"macro"`` (mean), ``"micro"`` (pooled counts), ``"weighted"`` (by the number of
+            labels of a class) or ``"binary"`` (class 1 only).
+        ignore_index: labels with this value do not count.
     """
 
-    def __init__(
-        self,
-        num_classes: int,
-        average: Average = "macro",
-        *,
-        ignore_index: int = -100,
-        names: Sequence[str] | None = None,
-    ) -> None:
+    def __init__(self, num_classes: int, average: Average = "macro", *, ignore_index: int = -100) -> None:
         _check_average(average, num_classes)
-        if names is not None and len(names) != num_classes:
-            raise DataError(f"Classification: {len(names)} names for {num_classes} classes", names=list(names))
         self.num_classes = num_classes
         self.average: Average = average
         self.ignore_index = ignore_index
-        self.names = names
-        # one cell more than the matrix: pairs with a class out of range, which compute() reports
+        # The last cell counts pairs with a class out of range, which compute() reports.
         super().__init__(num_classes**2 + 1)
 
     def update(self, predictions: Tensor, labels: Tensor) -> None:
         """Count a batch.
 
         Args:
-            predictions: class numbers shaped like ``labels``, or scores ``(*labels.shape, num_classes)``.
+            predictions: class numbers of the shape of ``labels``, or scores ``(*labels.shape, num_classes)``.
             labels: class numbers, any shape.
         """
         predicted, labels = _pairs(predictions, labels, "Classification")
@@ -111,17 +96,16 @@ class Classification(Sums):
         self._sums = self._sums.to(labels.device).index_add(0, cell, kept.to(torch.int64))
 
     def matrix(self) -> Tensor:
-        """Return the confusion matrix on the host, int64 ``(num_classes, num_classes)``: row label, column
-        prediction.
+        """Return the confusion matrix on the host, int64 ``(labels, predictions)``.
 
         Raises:
-            DataError: a label or prediction was outside ``0 .. num_classes-1``.
+            DataError: a label or prediction was outside of ``0 .. num_classes-1``.
         """
         counts = self._sums.cpu()
         if counts[-1]:
             raise DataError(
-                f"Classification: {int(counts[-1])} pairs have a label or prediction outside 0 to "
-                f"{self.num_classes - 1}; raise num_classes or mend the labels",
+                f"Classification: found {int(counts[-1])} pairs with classes outside of 0 to {self.num_classes - 1}. "
+                "Increase num_classes, or correct the labels.",
                 count=int(counts[-1]),
                 num_classes=self.num_classes,
             )
@@ -133,107 +117,89 @@ class Classification(Sums):
         true = matrix.sum(1).tolist()
         predicted = matrix.sum(0).tolist()
         right = matrix.diagonal().tolist()
-        figures = {
+        return {
             "accuracy": _ratio(sum(right), sum(true)),
-            **averaged(right, predicted, true, self.average),
+            **_averaged(right, predicted, true, self.average),
             "mcc": _matthews(right, predicted, true),
             "count": float(sum(true)),
         }
-        for k, name in enumerate(self.names or ()):
-            if true[k] or predicted[k]:
-                each = averaged(right[k : k + 1], predicted[k : k + 1], true[k : k + 1], "macro")
-                figures.update({f"{figure}/{name}": value for figure, value in each.items()})
-        return figures
-
-    def per_class(self) -> list[dict[str, float]]:
-        """Return ``precision``, ``recall``, ``f1`` and ``support`` of each class, by class number."""
-        matrix = self.matrix()
-        columns = zip(matrix.diagonal().tolist(), matrix.sum(0).tolist(), matrix.sum(1).tolist(), strict=True)
-        return [{**_scores(r, p, t), "support": float(t)} for r, p, t in columns]
 
 
 class MultiLabel(Sums):
-    """Precision, recall, F1 and the share of samples with all labels right, where a sample may have any
-    number of labels.
+    """Precision, recall, F1 and exact match of samples with any number of labels.
 
     Args:
-        num_labels: labels per sample.
+        num_labels: number of labels.
         average: ``"macro"`` (over all labels), ``"micro"`` or ``"weighted"``.
-        threshold: a label is predicted when its probability is above this. Scores are taken as logits.
     """
 
-    def __init__(self, num_labels: int, average: Average = "macro", *, threshold: float = 0.5) -> None:
+    def __init__(self, num_labels: int, average: Average = "macro") -> None:
         if average == "binary":
-            raise DataError("MultiLabel: average is 'binary'; expected 'macro', 'micro' or 'weighted'", average=average)
+            raise DataError(
+                "MultiLabel: found average 'binary', expected 'macro', 'micro' or 'weighted'", average=average
+            )
         _check_average(average, num_labels)
-        if not 0 < threshold < 1:
-            raise DataError(f"MultiLabel: threshold is {threshold}; expected a number in (0, 1)", threshold=threshold)
         self.num_labels = num_labels
         self.average: Average = average
-        self.threshold = threshold
-        # right, predicted, true for each label; then exact samples and samples
+        # Correct, predicted and true counts of each label, then exact samples and all samples.
         super().__init__(3 * num_labels + 2)
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Count a batch.
 
         Args:
-            logits: floating-point scores, or a boolean or integer table of decisions, ``(batch,
-                num_labels)``.
+            logits: floating-point scores, which predict a label above 0, or a boolean or integer table of decisions,
+                ``(batch, num_labels)``.
             labels: 0 or 1, ``(batch, num_labels)``.
         """
         if logits.shape != labels.shape or labels.dim() != 2 or labels.shape[1] != self.num_labels:
             raise DataError(
-                f"MultiLabel: scores {tuple(logits.shape)}, labels {tuple(labels.shape)}; "
+                f"MultiLabel: found scores {tuple(logits.shape)} and labels {tuple(labels.shape)}, "
                 f"expected both (batch, {self.num_labels})",
                 logits=tuple(logits.shape),
                 labels=tuple(labels.shape),
             )
-        if logits.is_floating_point():
-            # compared as logits, because a probability in half precision is too coarse near the threshold
-            said = logits.detach() > math.log(self.threshold / (1 - self.threshold))
-        else:
-            said = logits.bool()
-        true = (labels.detach() > 0.5).to(said.device)
+        predicted = logits.detach() > 0 if logits.is_floating_point() else logits.bool()
+        true = (labels.detach() > 0.5).to(predicted.device)
         batch = torch.cat(
             [
-                (said & true).sum(0),
-                said.sum(0),
+                (predicted & true).sum(0),
+                predicted.sum(0),
                 true.sum(0),
-                (said == true).all(1).sum()[None],
-                torch.tensor([labels.shape[0]], device=said.device),
+                (predicted == true).all(1).sum()[None],
+                torch.tensor([labels.shape[0]], device=predicted.device),
             ]
         )
         self._add(batch)
 
     def compute(self) -> dict[str, float]:
-        """Return ``accuracy`` (samples with all labels right), ``precision``, ``recall``, ``f1``, ..."""
+        """Return ``accuracy`` (samples with all labels correct), ``precision``, ``recall``, ``f1`` and ``count``."""
         n = self.num_labels
         counts = self._sums.tolist()
         right, predicted, true = counts[:n], counts[n : 2 * n], counts[2 * n : 3 * n]
         return {
             "accuracy": _ratio(counts[-2], counts[-1]),
-            **averaged(right, predicted, true, self.average, absent_count=True),
+            **_averaged(right, predicted, true, self.average, count_absent=True),
             "count": float(counts[-1]),
         }
 
 
-def averaged(
+def _averaged(
     right: Sequence[int],
     predicted: Sequence[int],
     true: Sequence[int],
     average: Average,
     *,
-    absent_count: bool = False,
+    count_absent: bool = False,
 ) -> dict[str, float]:
-    """Return ``precision``, ``recall`` and ``f1`` over classes, from counts per class.
+    """Return ``precision``, ``recall`` and ``f1`` over classes, from counts of each class.
 
     Args:
-        right: how often each class was predicted rightly.
-        predicted: how often it was predicted.
-        true: how often it was the label.
-        average: how classes make one figure.
-        absent_count: let classes that occur nowhere enter a macro average, as zeros.
+        right: correct predictions of each class.
+        predicted: predictions of each class.
+        true: labels of each class.
+        average: average over classes.
+        count_absent: whether classes without labels and predictions count in a macro average, as zeros.
     """
     if average == "binary":
         return _scores(right[1], predicted[1], true[1])
@@ -242,7 +208,7 @@ def averaged(
     rows = [
         (_scores(r, p, t), t if average == "weighted" else 1)
         for r, p, t in zip(right, predicted, true, strict=True)
-        if absent_count or p or t
+        if count_absent or p or t
     ]
     total = sum(weight for _, weight in rows)
     return {
@@ -274,11 +240,11 @@ def _matthews(right: list[int], predicted: list[int], true: list[int]) -> float:
 def _check_average(average: str, num_classes: int) -> None:
     if average not in ("macro", "micro", "weighted", "binary"):
         raise DataError(
-            f"metric: average is {average!r}; expected 'macro', 'micro', 'weighted' or 'binary'",
+            f"metric: found average {average!r}, expected 'macro', 'micro', 'weighted' or 'binary'",
             average=average,
         )
     if num_classes < 1 or (average == "binary" and num_classes != 2):
         raise DataError(
-            f"metric: {num_classes} classes, average {average!r}; expected at least 1, and 2 for 'binary'",
+            f"metric: found {num_classes} classes for average {average!r}, expected at least 1, and 2 for 'binary'",
             num_classes=num_classes,
         )

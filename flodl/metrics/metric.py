@@ -1,43 +1,45 @@
-"""What every metric has in common, and how metrics of several ranks become one.
+"""The interface of metrics, and metrics whose state is one row of numbers.
 
-A metric keeps counts or sums, never logits. What it counts is decided in its own file; who calls it, and
-how states travel between ranks, is decided by the trainer.
+A metric stores counts or sums, never logits, so that metrics of batches and of ranks can be added.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
-__all__ = ["Metric", "merged"]
+import torch
+from torch import Tensor
+
+from flodl.errors import DataError
 
 
 @runtime_checkable
 class Metric(Protocol):
-    """Something that is fed batch by batch and gives named figures at the end.
+    """Interface of an object that receives batches and returns named figures.
 
-    ``update`` takes what the metric needs, so its arguments differ from metric to metric.
+    The arguments of ``update`` differ between metrics.
     """
 
     def merge(self, other: Any) -> None:
-        """Add what ``other``, a metric of the same kind and settings, has counted."""
+        """Add the counts of ``other``, a metric of the same class and settings."""
         ...
 
     def compute(self) -> dict[str, float]:
-        """Return the figures so far, by name."""
+        """Return the figures by name."""
         ...
 
     def reset(self) -> None:
-        """Forget everything counted."""
+        """Set all counts to zero."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was counted; JSON-able, small, and enough to go on from."""
+        """Return the counts as JSON values."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was counted elsewhere, in place of what was counted here."""
+        """Replace the counts."""
         ...
 
 
@@ -45,12 +47,12 @@ M = TypeVar("M", bound=Metric)
 
 
 def merged(metric: M, states: Iterable[Mapping[str, Any]]) -> M:
-    """Return ``metric`` holding the sum of ``states``, for example those gathered from all ranks.
+    """Return ``metric`` with the sum of ``states``, for example those of all ranks.
 
     Args:
-        metric: any instance with the right settings; what it has counted is replaced.
-        states: from :meth:`Metric.state_dict`, in rank order. The order does not matter for counts; sums of
-            floating-point numbers may differ in the last bit.
+        metric: a metric with the right settings; its counts are replaced.
+        states: from :meth:`Metric.state_dict`, in rank order. Sums of floating-point numbers may differ in the last bit
+            for another order.
     """
     metric.reset()
     part = deepcopy(metric)
@@ -58,3 +60,48 @@ def merged(metric: M, states: Iterable[Mapping[str, Any]]) -> M:
         part.load_state_dict(state)
         metric.merge(part)
     return metric
+
+
+class Sums:
+    """Base of metrics whose state is one row of numbers, stored on the device of the batches.
+
+    Args:
+        size: how many numbers there are.
+        dtype: int64 for counts, float64 for sums.
+        key: name of the numbers in `state_dict`.
+    """
+
+    def __init__(self, size: int, *, dtype: torch.dtype = torch.int64, key: str = "counts") -> None:
+        self._size, self._dtype, self._key = size, dtype, key
+        self.reset()
+
+    def reset(self) -> None:
+        """Set all numbers to zero."""
+        self._sums = torch.zeros(self._size, dtype=self._dtype)
+
+    def _add(self, more: Tensor) -> None:
+        self._sums = self._sums.to(more.device) + more
+
+    def merge(self, other: Self) -> None:
+        """Add the numbers of another rank."""
+        self._add(other._sums.to(self._sums.device))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the numbers as JSON values."""
+        return {self._key: self._sums.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the numbers.
+
+        Raises:
+            DataError: the state is that of a metric with other settings.
+        """
+        sums = torch.tensor(state[self._key], dtype=self._dtype)
+        if sums.numel() != self._size:
+            raise DataError(
+                f"{type(self).__name__}: found a saved state with {sums.numel()} {self._key}, expected {self._size}. "
+                "Use equal settings, such as the number of classes.",
+                found=sums.numel(),
+                expected=self._size,
+            )
+        self._sums = sums

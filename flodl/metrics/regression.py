@@ -1,8 +1,7 @@
 """Mean squared error, Pearson and Spearman correlation of predicted numbers.
 
-Sums are kept in double precision and merged by the rule of Chan, Golub and LeVeque ("Updating formulae and
-a pairwise algorithm for computing sample variances", 1979), so that neither large means nor many batches
-cost digits.
+Sums have double precision and are merged by the rule of Chan, Golub and LeVeque ("Updating formulae and a pairwise
+algorithm for computing sample variances", 1979), so that large means and many batches do not lose digits.
 """
 
 from __future__ import annotations
@@ -15,16 +14,17 @@ import torch
 from torch import Tensor
 
 from flodl.errors import DataError
-from flodl.metrics.sums import Sums
+from flodl.metrics.metric import Sums
 
-__all__ = ["Pearson", "Spearman", "SquaredError"]
+MAX_VALUES = 5_000_000
+"""Samples of a rank correlation. A correlation of a part of the samples would be mistaken for that of all."""
 
 
 def _columns(predictions: Tensor, labels: Tensor, where: str) -> tuple[Tensor, Tensor]:
     x, y = predictions.detach().reshape(-1), labels.detach().reshape(-1)
     if x.numel() != y.numel():
         raise DataError(
-            f"{where}: {x.numel()} predictions for {y.numel()} labels; expected one for each",
+            f"{where}: found {x.numel()} predictions for {y.numel()} labels, expected one for each",
             predictions=x.numel(),
             labels=y.numel(),
         )
@@ -32,7 +32,7 @@ def _columns(predictions: Tensor, labels: Tensor, where: str) -> tuple[Tensor, T
 
 
 class SquaredError(Sums):
-    """The mean squared and mean absolute error: ``mse``, ``rmse``, ``mae`` and ``count``."""
+    """Mean squared and mean absolute error: ``mse``, ``rmse``, ``mae`` and ``count``."""
 
     def __init__(self) -> None:
         super().__init__(3, dtype=torch.float64, key="sums")
@@ -45,7 +45,7 @@ class SquaredError(Sums):
         self._add(torch.stack([(d * d).sum(), d.abs().sum(), count]))
 
     def compute(self) -> dict[str, float]:
-        """Return ``mse``, ``rmse``, ``mae`` and ``count``; NaN before anything was seen."""
+        """Return ``mse``, ``rmse``, ``mae`` and ``count``; NaN if nothing was counted."""
         squares, absolutes, count = self._sums.tolist()
         mse = squares / count if count else math.nan
         return {
@@ -57,13 +57,13 @@ class SquaredError(Sums):
 
 
 class Pearson(Sums):
-    """The linear correlation of predictions and labels: ``pearson`` and ``count``.
+    """Linear correlation of predictions and labels: ``pearson`` and ``count``.
 
-    It is NaN where it is not defined: fewer than two samples, or all predictions or all labels equal.
+    It is NaN if it is not defined: fewer than two samples, or all predictions or all labels equal.
     """
 
     def __init__(self) -> None:
-        # count, mean x, mean y, and the sums of squared and crossed distances to the means: xx, yy, xy
+        # Count, mean of x, mean of y, and the sums of products of the distances to the means: xx, yy, xy.
         super().__init__(6, dtype=torch.float64, key="moments")
 
     def update(self, predictions: Tensor, labels: Tensor) -> None:
@@ -80,7 +80,7 @@ class Pearson(Sums):
         mine = self._sums.to(more.device)
         n, m = mine[0], more[0]
         total = n + m
-        # both empty: keep the zeros without dividing by them, and without asking the device which case it is
+        # Two empty parts must not divide by zero. A branch would wait for the device.
         safe = total.clamp(min=1.0)
         gap = more[1:3] - mine[1:3]
         means = mine[1:3] + gap * (m / safe)
@@ -90,28 +90,23 @@ class Pearson(Sums):
     def compute(self) -> dict[str, float]:
         """Return ``pearson`` and ``count``."""
         count, _, _, xx, yy, xy = self._sums.tolist()
-        # roots apart, because the product of two tiny sums may be 0
+        # The product of two tiny sums may be 0, the product of their roots is not.
         below = math.sqrt(xx) * math.sqrt(yy)
         value = max(-1.0, min(1.0, xy / below)) if below > 0 else math.nan
         return {"pearson": value, "count": count}
 
 
 class Spearman:
-    """The correlation of ranks: ``spearman`` and ``count``. Ties share their mean rank.
+    """Correlation of ranks: ``spearman`` and ``count``. Ties share their mean rank.
 
-    Ranks need all values at once, so two numbers per sample are kept on the host, 16 bytes each sample.
-
-    Args:
-        max_values: samples to keep at most; more raise an error, because a correlation of a part would pass
-            for the whole.
+    Ranks need all values at once, so two numbers for each sample, 16 bytes, are stored on the host.
     """
 
-    def __init__(self, max_values: int = 5_000_000) -> None:
-        self.max_values = max_values
+    def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all values."""
+        """Remove all values."""
         self._x: list[Tensor] = []
         self._y: list[Tensor] = []
         self._count = 0
@@ -120,44 +115,44 @@ class Spearman:
         """Add a batch of numbers, any shape, as many predictions as labels.
 
         Raises:
-            DataError: the bound is passed.
+            DataError: there are more than ``MAX_VALUES`` samples.
         """
         x, y = _columns(predictions, labels, "Spearman")
         self._keep(x.cpu(), y.cpu())
 
     def _keep(self, x: Tensor, y: Tensor) -> None:
-        if self._count + x.numel() > self.max_values:
+        count = self._count + x.numel()
+        if count > MAX_VALUES:
             raise DataError(
-                f"Spearman: {self._count + x.numel()} samples, at most {self.max_values} are kept; "
-                "raise max_values, or measure Pearson, which keeps none",
-                found=self._count + x.numel(),
-                expected=self.max_values,
+                f"Spearman: found {count} samples, expected at most {MAX_VALUES}. Pearson stores no samples.",
+                found=count,
+                expected=MAX_VALUES,
             )
         self._x.append(x)
         self._y.append(y)
         self._count += x.numel()
 
     def merge(self, other: Spearman) -> None:
-        """Add the values that another rank has kept."""
-        for x, y in zip(list(other._x), list(other._y), strict=True):
+        """Add the values of another rank."""
+        for x, y in list(zip(other._x, other._y, strict=True)):
             self._keep(x, y)
 
     def compute(self) -> dict[str, float]:
-        """Return ``spearman`` and ``count``; NaN where it is not defined."""
+        """Return ``spearman`` and ``count``; NaN if the correlation is not defined."""
         ranks = Pearson()
         if self._count:
             ranks.update(_ranks(torch.cat(self._x)), _ranks(torch.cat(self._y)))
         return {"spearman": ranks.compute()["pearson"], "count": float(self._count)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values; JSON-able, and as long as the data set."""
+        """Return the values as JSON values, two for each sample."""
         return {
             "x": torch.cat(self._x).tolist() if self._x else [],
             "y": torch.cat(self._y).tolist() if self._y else [],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over values."""
+        """Replace the values."""
         self.reset()
         self._keep(torch.tensor(state["x"], dtype=torch.float64), torch.tensor(state["y"], dtype=torch.float64))
 

@@ -1,7 +1,7 @@
 """From tags of words, or spans of characters, to labels of tokens, and back.
 
 Every word is spoken for by its first token; all other tokens, special ones included, get -100, which losses
-and metrics leave out. Where words lie is decided in ``units``; what a span is, in ``flodl.metrics.spans``.
+and metrics leave out. Where words lie is decided in ``units``; what a span is, in ``spans``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from flodl.errors import DataError, capped, nearest, printable
-from flodl.metrics.spans import Scheme, spans_of
+from flodl_hf.alignment.spans import Scheme, spans_of
 from flodl_hf.alignment.units import Extent, Units
 
 __all__ = ["IGNORE", "SpanTags", "TextSpan", "align_tags", "read_spans", "read_tags", "tags_of_spans"]

@@ -14,9 +14,10 @@ import numpy as np
 from torch import Tensor
 
 from flodl.errors import DataError, capped, printable
-from flodl.metrics import AnswerF1, Metric
+from flodl.metrics import Metric
 from flodl_hf.alignment import answer_positions
 from flodl_hf.columns import Columns
+from flodl_hf.decode.metrics import AnswerF1
 from flodl_hf.finetuning.rows import EncodedRows, RowBuilder
 from flodl_hf.finetuning.step import Kind
 from flodl_hf.finetuning.task import CHUNK, Examples, LengthLimits, Prepared, check_texts

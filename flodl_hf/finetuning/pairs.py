@@ -18,9 +18,10 @@ from torch.nn import functional as F
 
 from flodl.data import Rng
 from flodl.errors import DataError, capped
-from flodl.metrics import Classification, Metric, Perplexity
+from flodl.metrics import Classification, Metric
 from flodl.train import Loss
 from flodl_hf.columns import Columns, pair_columns
+from flodl_hf.decode.metrics import Perplexity
 from flodl_hf.encoder.losses import IGNORED_LABEL, token_loss
 from flodl_hf.finetuning.masked import words_of
 from flodl_hf.finetuning.options import Options

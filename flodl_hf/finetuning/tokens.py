@@ -14,9 +14,10 @@ import numpy as np
 from torch import Tensor
 
 from flodl.errors import DataError, capped, nearest
-from flodl.metrics import Metric, SpanF1
+from flodl.metrics import Metric
 from flodl_hf.alignment import IGNORE, Units, align_tags, read_tags, tags_of_spans, word_units
 from flodl_hf.columns import NAMES, Columns, column_names
+from flodl_hf.decode.metrics import SpanF1
 from flodl_hf.finetuning.rows import EncodedRows, RowBuilder
 from flodl_hf.finetuning.step import Kind
 from flodl_hf.finetuning.task import CHUNK, Examples, LengthLimits, Prepared, check_texts

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flodl.metrics import SpanF1, spans_of
+from flodl_hf.alignment.spans import spans_of
+from flodl_hf.decode.metrics import SpanF1
 
 __all__ = [
     "Calibration",

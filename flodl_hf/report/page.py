@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from flodl.metrics import answer_scores
+from flodl_hf.decode.metrics import answer_scores
 from flodl_hf.report.charts import bars, heat_map, line_chart, scatter, stacked_bars
 from flodl_hf.report.figures import best_thresholds, calibration, label_table, precision_recall, span_errors
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from flodl.errors import ConfigError
-from flodl.metrics import Accuracy, Classification, Metric, Perplexity
+from flodl.metrics import Accuracy, Classification, Metric
 from flodl_hf.columns import Columns, infer_columns
+from flodl_hf.decode.metrics import Perplexity
 from flodl_hf.finetuning.generator.batches import CollateMasked
 from flodl_hf.finetuning.generator.start import GeneratorStart, shared_names, taken_out
 from flodl_hf.finetuning.generator.step import JointObjective

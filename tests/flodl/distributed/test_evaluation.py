@@ -13,12 +13,9 @@ from flodl.distributed.shares import deal
 from flodl.errors import TrainError
 from flodl.metrics import (
     Accuracy,
-    AnswerF1,
     Classification,
     MultiLabel,
     Pearson,
-    Perplexity,
-    SpanF1,
     Spearman,
     SquaredError,
     merged,
@@ -121,8 +118,6 @@ def _tensor(*shape, kind="float"):
 
 
 SCORES, CLASSES, NUMBERS = _tensor(40, 3), _tensor(40, kind="whole"), _tensor(40)
-TAGS = [[["O", "B-a", "I-a", "B-b"][(i + k) % 4] for k in range(i % 5 + 1)] for i in range(40)]
-SAID = [[tag if (i + k) % 3 else "O" for k, tag in enumerate(line)] for i, line in enumerate(TAGS)]
 FEEDS = {
     "accuracy": (Accuracy, SCORES, CLASSES),
     "classification": (lambda: Classification(3), SCORES, CLASSES),
@@ -130,9 +125,6 @@ FEEDS = {
     "squares": (SquaredError, NUMBERS, NUMBERS.flip(0) + 3),
     "pearson": (Pearson, NUMBERS, NUMBERS.flip(0) + NUMBERS),
     "spearman": (Spearman, NUMBERS, NUMBERS.flip(0) + NUMBERS),
-    "perplexity": (Perplexity, SCORES, CLASSES),
-    "spans": (SpanF1, SAID, TAGS),
-    "answers": (AnswerF1, ["a b", "c", ""] * 13, [["a"], ["c", "d"], []] * 13),
 }
 
 
