@@ -61,6 +61,7 @@ class Adapter:
         problem_type: what the labels are; None for the model's.
         stored: settings of the file it came from.
         recipe: how vectors are made with it; None for as the model makes them.
+        score_activation: path of the activation that makes scores of a ranker's logits; None for the model's.
     """
 
     settings: Settings
@@ -72,6 +73,7 @@ class Adapter:
     problem_type: str | None = None
     stored: Mapping[str, Any] = field(default_factory=dict)
     recipe: SentenceRecipe | None = None
+    score_activation: str | None = None
 
     def parameters(self) -> Iterable[nn.Parameter]:
         """Yield everything that it holds."""
@@ -169,8 +171,10 @@ class Adapters:
         for parameter in adapter.parameters():
             parameter.requires_grad_(True)
         model._untouched = {n: v for n, v in model._untouched.items() if n not in adapter.kept} | adapter.untrained
-        if adapter.labels is not None or adapter.problem_type is not None:
-            model.config = model.config.changed(labels=adapter.labels, problem_type=adapter.problem_type)
+        stated = (adapter.labels, adapter.problem_type, adapter.score_activation)
+        if any(value is not None for value in stated):
+            labels, kind, activation = stated
+            model.config = model.config.changed(labels=labels, problem_type=kind, score_activation=activation)
         model.sentence_recipe = adapter.recipe or model.sentence_recipe
         self.active, self._before = name, before
 

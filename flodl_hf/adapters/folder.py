@@ -128,6 +128,11 @@ class AdapterFolder:
         found = self.head.get("problem_type")
         return found if isinstance(found, str) else None
 
+    @property
+    def score_activation(self) -> str | None:
+        """Path of the activation that makes scores of a ranker's logits; None if the folder states none."""
+        return self.head.get("activation_fn")
+
     def adapter(self, model: GraphModel) -> Adapter:
         """Return the adapter for a model, which is not changed.
 
@@ -193,6 +198,7 @@ class AdapterFolder:
         return Adapter(
             self.settings, {path: sites[path] for path in sites if path in found}, parts, own, {},
             None if labels is None else tuple(labels), self.problem_type, dict(self.values), read_recipe(self.path),
+            self.score_activation,
         )  # fmt: skip
 
     def _virtual(self, model: GraphModel, settings: Prompt | Prefix, problems: list[str]) -> dict[str, Part]:
@@ -428,10 +434,12 @@ def _head(values: dict[str, Any], path: Path) -> dict[str, Any]:
     )
     problems = [] if fine else ["id2label"]
     problems += [] if kind is None or kind in PROBLEM_TYPES else ["problem_type"]
+    problems += [] if isinstance(values.get("activation_fn"), str | None) else ["activation_fn"]
     if problems:
         raise ConfigError(
-            f"{path / HEAD}: {' and '.join(problems)} cannot be read; expected labels by their numbers from 0, and "
-            f"one of {', '.join(PROBLEM_TYPES)}; fetch the file again, or remove it and give labels=",
+            f"{path / HEAD}: {' and '.join(problems)} cannot be read; expected labels by their numbers from 0, "
+            f"one of {', '.join(PROBLEM_TYPES)}, and the path of an activation. Fetch the file again, or remove it and "
+            "pass labels=.",
             where=str(path / HEAD),
             problems=problems,
         )

@@ -183,6 +183,8 @@ def _head(model: GraphModel, adapter: Adapter) -> dict[str, Any]:
         labels = adapter.labels or config.labels
         found["id2label"] = {str(i): label for i, label in enumerate(labels)}
         found["problem_type"] = adapter.problem_type or config.problem_type
+        if activation := adapter.score_activation or config.score_activation:
+            found["activation_fn"] = activation
     return found
 
 

@@ -167,6 +167,14 @@ class BaseModel(EncoderModel):
             size = self.config.encoder.hidden_size
             whole = recipe.width(size) if recipe and pooling is None else len(names) * size
             return torch.zeros(0, truncate_dim or whole, dtype=torch.float32)
+        if recipe is not None and recipe.reads_padding and isinstance(texts, Sequence) and not (pooling or windows):
+            from flodl_hf.heads.vectors import convolved
+
+            found = convolved(
+                self, recipe, names, before, dense, [texts] if single else texts, truncate_dim=truncate_dim,
+                normalize=wanted, strict=strict,
+            )  # fmt: skip
+            return found[0] if single else found
         if recipe is not None and (dense or recipe.changes_states or (before and not recipe.include_prompt)):
             from flodl_hf.heads.vectors import pooled_beyond
 
@@ -232,6 +240,7 @@ class BaseModel(EncoderModel):
             PredictError: the model has no tokenizer, or an option makes no sense.
         """
         from flodl_hf.decode.pooling import finish_embeddings
+        from flodl_hf.heads.vectors import batches_of, token_embeddings
         from flodl_hf.runtime.items import several
         from flodl_hf.vectors.quantize import STORED_PRECISIONS, check_store, quantize_embeddings
 
@@ -246,8 +255,6 @@ class BaseModel(EncoderModel):
         if prompt is None and prompt_name is not None:
             prompt = (recipe or SentenceRecipe()).resolve_prompt("encode", None, prompt_name)
         if output_value != "sentence_embedding":
-            from flodl_hf.heads.vectors import token_embeddings
-
             return token_embeddings(
                 self, texts, output_value, prompt=prompt, route=route, untrained=untrained, run=given
             )
@@ -256,17 +263,11 @@ class BaseModel(EncoderModel):
         kept = own.kept(truncate_dim) if own else truncate_dim
         # A folder scales whole vectors, and a call what is left of them.
         whole = own.width(self.config.encoder.hidden_size) if own and scaled and not normalize_embeddings else kept
-        found: Any = self.embed(
-            texts,
-            normalize=scaled or bool(normalize_embeddings),
-            windows=windows,
-            truncate_dim=whole,
-            prompt=prompt,
-            task=task,
-            route=route,
-            untrained=untrained,
-            **given,
-        )
+        with batches_of(batch_size):
+            found: Any = self.embed(
+                texts, normalize=scaled or bool(normalize_embeddings), windows=windows, truncate_dim=whole,
+                prompt=prompt, task=task, route=route, untrained=untrained, **given,
+            )  # fmt: skip
         found = finish_embeddings(found, truncate_dim=kept)
         if store is not None:
             stored = quantize_embeddings(found, store, ranges=ranges)

@@ -6,13 +6,16 @@ stands in `flodl_hf.sentence.dense`, `flodl_hf.sentence.multivector` and `flodl_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from flodl_hf.errors import PredictError
 from flodl_hf.sentence.multivector import marker_id
@@ -39,6 +42,9 @@ __all__ = [
 
 TOKENS = 2048
 """Tokens of a batch whose word scores are kept whole: a quarter of a gigabyte at 30,000 words."""
+USUAL_BATCH = 32
+"""Texts of a batch in sentence-transformers, where vectors depend on padding."""
+BATCH: ContextVar[int] = ContextVar("texts of a padded batch", default=USUAL_BATCH)
 QUERIES = 32
 """Filled queries of a batch."""
 
@@ -72,6 +78,69 @@ def keywords_for(kind: str, model: EncoderModel, said: Mapping[str, Any]) -> dic
     return found
 
 
+@contextmanager
+def batches_of(size: int | None) -> Iterator[None]:
+    """Have calls inside read padded batches of so many texts."""
+    token = BATCH.set(size or USUAL_BATCH)
+    try:
+        yield
+    finally:
+        BATCH.reset(token)
+
+
+def padded_batches(
+    model: EncoderModel, recipe: SentenceRecipe, texts: Sequence[str], prompt: str, *, size: int, strict: bool = False
+) -> Iterator[tuple[np.ndarray, Tensor, Tensor]]:
+    """Yield the places of the texts of each batch, the states of their tokens, and the mask of padding.
+
+    Batches are those of sentence-transformers: ``size`` texts of similar length, the longest first.
+    """
+    own: Any = model
+    encoded = own._embeddable(list(texts), windows=False, strict=strict, prompt=prompt)
+    whole = np.split(encoded.table.ids, np.cumsum(encoded.table.lengths)[:-1])
+    rows = dict(zip(encoded.owners.tolist(), whole, strict=True))
+    shares = recipe.shares(own.config.encoder.num_layers, "the folder")
+    order = np.argsort([-len(text) for text in texts])
+    for first in range(0, len(texts), size):
+        places = order[first : first + size]
+        batch = [torch.from_numpy(rows[place].astype(np.int64)) for place in places.tolist()]
+        ids = pad_sequence(batch, batch_first=True, padding_value=own.tokenizer.pad_token_id or 0)
+        mask = pad_sequence([torch.ones_like(row) for row in batch], batch_first=True)
+        with torch.inference_mode():
+            given = {"attention_mask": mask.to(own.device), "output_hidden_states": bool(shares)}
+            found = own(ids.to(own.device), **given)
+            states = found.last_hidden_state
+            if shares:
+                states = torch.stack([share * found.hidden_states[number] for number, share in shares]).sum(0)
+            yield places, changed_states(recipe, states.float().cpu()), mask
+
+
+def convolved(
+    model: EncoderModel, recipe: SentenceRecipe, names: tuple[Any, ...], prompt: str, dense: Sequence[Step],
+    texts: Sequence[str], *, truncate_dim: int | None, normalize: bool, strict: bool,
+) -> Tensor:  # fmt: skip
+    """Return the vectors of texts in padded batches; arguments as of `pooled_beyond`."""
+    from flodl_hf.decode.pooling import finish_embeddings, pool_padded
+
+    skipped, places, found = prompt_tokens(model, recipe, prompt), [], []
+    for at, states, mask in padded_batches(model, recipe, texts, prompt, size=BATCH.get(), strict=strict):
+        mask[:, :skipped] = 0
+        vectors = pool_padded(states, mask, list(names))
+        for layer in dense:
+            vectors = layer(vectors)
+        places.append(at)
+        found.append(finish_embeddings(vectors, truncate_dim=truncate_dim, normalize=normalize))
+    return torch.cat(found)[np.argsort(np.concatenate(places))]
+
+
+def prompt_tokens(model: EncoderModel, recipe: SentenceRecipe, prompt: str) -> int:
+    """Return how many first tokens of a text are not pooled, counted as sentence-transformers does."""
+    if not prompt or recipe.include_prompt:
+        return 0
+    row = model.ready("embed").encode_rows([prompt], max_tokens=None, offsets=False)[0][0]
+    return len(row.ids) - int(bool(row.special[-1]))
+
+
 class Beyond(NamedTuple):
     """What runs, and what makes vectors of it."""
 
@@ -99,9 +168,6 @@ def pooled_beyond(
     from flodl_hf.runtime.passes import Pooled
     from flodl_hf.runtime.vectors import Vectors
 
-    tokenizer = model.tokenizer
-    assert tokenizer is not None
-
     def finished(found: Tensor) -> Tensor:
         if batch_invariant and len(found) > 1:
             return torch.cat([finished(row) for row in found.split(1)])
@@ -117,11 +183,7 @@ def pooled_beyond(
             "embed: the pooler reads the first token of the last layer; the folder leaves out tokens of prompts, or "
             "reads other states. Choose another pooling."
         )
-    # As sentence-transformers counts: the tokens of the prompt alone, its last special one left out.
-    skipped = 0
-    if prompt and not recipe.include_prompt:
-        row = tokenizer.encode_rows([prompt], max_tokens=None, offsets=False)[0][0]
-        skipped = len(row.ids) - int(bool(row.special[-1]))
+    skipped = prompt_tokens(model, recipe, prompt)
 
     def take(texts: list[str], encoded: Encoded, pending: Pending) -> Tensor:
         rows = [changed_states(recipe, states) for states in pending.placed().rows(encoded.table)]
@@ -158,6 +220,13 @@ def token_embeddings(
     recipe = recipe_on(own.sentence_recipe, route if own is model else None)
     before = (recipe or SentenceRecipe()).resolve_prompt("encode", prompt)
     found: Any = own
+    if recipe is not None and recipe.reads_padding:
+        given_texts, rows = [texts] if isinstance(texts, str) else texts, {}
+        size = run.get("batch_size") or USUAL_BATCH
+        for places, states, mask in padded_batches(own, recipe, given_texts, before, size=size):
+            lengths = mask.sum(1).tolist()
+            rows |= {place: one[:n] for place, one, n in zip(places.tolist(), states, lengths, strict=True)}
+        return rows[0] if isinstance(texts, str) else [rows[place] for place in range(len(given_texts))]
     encode = partial(found._embeddable, windows=False, strict=False, prompt=before)
 
     def finish(chunk: list[str], encoded: Encoded, states: Pending) -> list[Tensor]:

@@ -24,7 +24,7 @@ from flodl_hf.sentence.multivector import LateRecipe, m3_layer, multivector_reci
 from flodl_hf.sentence.routing import Modules, kind_of, routing_of, transformer_folder
 from flodl_hf.sentence.small_files import bytes_of, place_in, settings_in, warn_of_unknown, wrong
 from flodl_hf.sentence.sparse import SpladePooling
-from flodl_hf.sentence.steps import STEPS, LayerWeights, Scaled, Step, read_layer_weights, read_step
+from flodl_hf.sentence.steps import STEPS, Convolutions, LayerWeights, Scaled, Step, read_layer_weights, read_step
 from flodl_hf.sentence.transformer_settings import TransformerSettings, layer_number, transformer_settings
 from flodl_hf.weights.checkpoint.members import is_entry
 from flodl_hf.weights.file_names import BOUNDS, CONFIG_NAME
@@ -44,6 +44,7 @@ _NEWPOOLINGS = {
     "weightedmean": "weighted_mean",
     "mean_sqrt_len_tokens": "mean_sqrt_len",
 }
+_MODULE_KEYS = ("idx", "name", "path", "type", "kwargs")
 _POOLING_KEYS = ("embedding_dimension", "word_embedding_dimension", "pooling_mode", "include_prompt", *POOLINGS)
 _SPLADE_KEYS = (
     "pooling_strategy", "activation_function", "embedding_dimension", "word_embedding_dimension", "chunk_size",
@@ -118,6 +119,11 @@ class SentenceRecipe:
     def changes_states(self) -> bool:
         """Whether vectors are made of other values than the last states, which passes of the runtime pool."""
         return bool(self.tokens) or self.layers is not None or self.layer is not None
+
+    @property
+    def reads_padding(self) -> bool:
+        """Whether vectors depend on the padding of a batch, which convolutions read."""
+        return any(isinstance(step, Convolutions) for step in self.tokens)
 
     @property
     def scorer(self) -> Dense | None:
@@ -234,6 +240,8 @@ def read_recipe(root: Path) -> SentenceRecipe | None:
     if not is_entry(root, "modules.json"):
         return None
     routing = routing_of(root)
+    keys = {key: None for way in routing.ways.values() for module in way for key in module}
+    warn_of_unknown(root / "modules.json", keys, _MODULE_KEYS)
     folders = routing.transformers(root)
     several = len(set(folders.values())) > 1
     found = {

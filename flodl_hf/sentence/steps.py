@@ -128,8 +128,7 @@ class Normed:
 class Convolutions:
     """Convolutions of several widths over the tokens of a text, whose results are joined.
 
-    Each text is computed by itself: sentence-transformers also reads the padding of a batch, so that its results depend
-    on the other texts in it.
+    As in sentence-transformers, the convolutions also read the padding behind shorter texts of a batch.
 
     Args:
         weights: ``(out, in, width)`` of each, of odd width.
@@ -149,13 +148,13 @@ class Convolutions:
         return sum(map(len, self.weights))
 
     def __call__(self, values: Tensor) -> Tensor:
-        """Return ``(tokens, out)`` of ``(tokens, in)``."""
-        rows, place = values.float().T[None], values.device
+        """Return ``(..., tokens, out)`` of ``(..., tokens, in)``."""
+        rows, place = values.float().transpose(-1, -2), values.device
         found = [
-            F.conv1d(rows, weight.to(place), bias.to(place), padding=weight.shape[2] // 2)[0]
+            F.conv1d(rows, weight.to(place), bias.to(place), padding=weight.shape[2] // 2)
             for weight, bias in zip(self.weights, self.biases, strict=True)
         ]
-        return torch.cat(found).T
+        return torch.cat(found, -2).transpose(-1, -2)
 
     def files(self, part: str) -> dict[str, bytes]:
         """Return the files of the module in this folder."""

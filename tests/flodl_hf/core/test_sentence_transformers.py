@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save
@@ -109,7 +110,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     ),
     "cnn": (
         "base", chained((VECTORS + "cnn.CNN", drawn("cnn_config.json", CNN, **CONVOLUTIONS)),
-                        (POOLING[0], {"config.json": MEAN | {"embedding_dimension": 8}})), "encode", {},
+                        (POOLING[0], {"config.json": MEAN | {"embedding_dimension": 8}})), "encode", {"batch_size": 1},
     ),
     "dense of tokens": (
         "base", chained((BASE + "dense.Dense", dense(6, 16, activation_function=TORCH + "Tanh", **OF_TOKENS)),
@@ -163,7 +164,7 @@ def answer(model: Any, method: str, given: dict[str, Any]) -> Any:
     if method == "sparse document":
         return model.encode_document(TEXTS, convert_to_sparse_tensor=False)
     return model.encode(
-        TEXTS, **({"convert_to_sparse_tensor": False} if method == "sparse" else {"convert_to_tensor": True})
+        TEXTS, **({"convert_to_sparse_tensor": False} if method == "sparse" else {"convert_to_tensor": True}), **given
     )
 
 
@@ -251,6 +252,29 @@ def test_unknown_settings_are_ignored_with_one_warning(file: str, saved: Saved) 
         model = load(folder)
     assert len(caught) == 1
     assert torch.equal(model.encode(TEXTS, convert_to_tensor=True), expected)  # type: ignore[operator]
+
+
+def test_unknown_keys_of_modules_are_ignored_with_one_warning(saved: Saved) -> None:
+    folder = write(saved("bert"), chained(POOLING, said={}, bounds={}))
+    modules = json.loads((folder / "modules.json").read_text("utf-8"))
+    write(folder, {"modules.json": [{**module, "mine": 1} for module in modules]})
+    with pytest.warns(UserWarning, match=r"modules\.json: found unknown settings.*: 'mine'") as caught:
+        load(folder)
+    assert len(caught) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_convolutions_read_the_padding_of_their_batch(saved: Saved) -> None:
+    model: Any = load(folder_of("cnn", saved))
+    alone = model.encode(TEXTS, batch_size=1)
+    together = model.encode(TEXTS)
+    assert np.abs(together - alone).max() > 1e-3
+    assert np.allclose(model.embed(TEXTS, normalize=False).numpy(), together, atol=1e-6)
+    order = np.argsort([-len(text) for text in TEXTS])
+    pairs = [model.encode([TEXTS[place] for place in order[at : at + 2]]) for at in range(0, len(TEXTS), 2)]
+    assert np.allclose(model.encode(TEXTS, batch_size=2)[order], np.concatenate(pairs), atol=1e-6)
+    states = model.encode(TEXTS, output_value="token_embeddings")
+    assert np.allclose(np.stack([one.mean(0) for one in states]), together, atol=1e-5)
 
 
 @pytest.mark.parametrize(

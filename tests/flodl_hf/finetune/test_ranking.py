@@ -59,6 +59,20 @@ def test_a_ranker_trains_is_judged_and_ranks_again_when_read(
     assert finetune(given.pop("model"), train=rows, **{**given, "eval": None}).losses == result.losses
 
 
+@pytest.mark.parametrize("loss", ["MSELoss", None])
+def test_an_adapter_of_a_ranker_keeps_the_activation_of_its_scores(
+    loss: str | None, base: Path, tmp_path: Path
+) -> None:
+    result = finetune(base, train=graded(), out=tmp_path / "out", lora=4, vector_loss=loss, **ONE)
+    ours: Any = result.model
+    again: Any = load(tmp_path / "out")
+    assert again.rerank(TEXTS[0], TEXTS[40:44]) == ours.rerank(TEXTS[0], TEXTS[40:44])
+    logits = again.rerank(TEXTS[0], TEXTS[40:44], function_to_apply="none")
+    assert (again.rerank(TEXTS[0], TEXTS[40:44]) == logits) is (loss == "MSELoss")
+    again.save_pretrained(tmp_path / "saved")
+    assert load(tmp_path / "saved").rerank(TEXTS[0], TEXTS[40:44]) == ours.rerank(TEXTS[0], TEXTS[40:44])  # type: ignore[attr-defined]
+
+
 def test_steps_are_those_of_a_plain_loop(base: Path) -> None:
     exact: dict[str, Any] = {**ONE, "dropout": 0.0, "optimizer": "sgd", "lr": 0.1, "schedule": "constant",
                              "max_grad_norm": 0.0}  # fmt: skip
