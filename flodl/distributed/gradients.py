@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from flodl.distributed.average import buckets_of
-from flodl.distributed.group import Ranks
+from flodl.distributed.group import Ranks, Summed
 from flodl.distributed.peer_memory import SWITCH, PeerRoom, Unreached, unfit
-from flodl.distributed.summed import Summed
 from flodl.errors import TrainError
 
 __all__ = ["GradientSum"]
@@ -145,33 +144,24 @@ class GradientSum:
                     f"Smaller batches leave more memory; {SWITCH}=0 says that this is expected."
                 )
 
-    # ---- leaving during the backward pass ------------------------------------------------------------
+    # ---- during the backward pass --------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def reducing_in_backward(self, wanted: bool = True) -> Iterator[None]:
-        """Send buckets during the backward pass inside, which must be this rank's last before the sum."""
-        if not wanted or self.ranks.solo or not self.early or self._event is not None:
+    def during_backward(self, *, send: bool) -> Iterator[None]:
+        """Fill buckets during the backward pass inside, which must be this rank's last before the sum.
+
+        Args:
+            send: also send full buckets, unless sums wait until the end. False marks them by events, if there are any.
+        """
+        if self.ranks.solo or (not self.early or self._event is not None if send else self._event is None):
             yield
             return
-        with self._watched():
-            yield
-
-    @contextlib.contextmanager
-    def filling_in_backward(self, wanted: bool = True) -> Iterator[None]:
-        """Fill and mark buckets during the backward pass inside, where they are marked; nothing is sent."""
-        if not wanted or self._event is None:
-            yield
-            return
-        with self._watched():
-            yield
-
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
         self._begin()
         if not self._hooks:
-            for place, parameter in enumerate(self.parameters):
-                hook = _Hook(self, place, self._bucket_of(place))
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+            for bucket, places in enumerate(self._buckets):
+                for place in places:
+                    hook = partial(self._note, place, bucket)
+                    self._hooks.append(self.parameters[place].register_post_accumulate_grad_hook(hook))
         self._watching = True
         try:
             yield
@@ -187,11 +177,8 @@ class GradientSum:
         self._full = [False] * len(self._buckets)
         self._sent, self._late = [], []
 
-    def _bucket_of(self, place: int) -> int:
-        return next(number for number, places in enumerate(self._buckets) if place in places)
-
-    def _note(self, place: int, bucket: int) -> None:
-        """Note, told by a hook, that the gradient of a parameter is whole."""
+    def _note(self, place: int, bucket: int, _parameter: torch.Tensor) -> None:
+        """Record that the gradient of a parameter is complete."""
         if not self._watching:
             return
         if self._full[bucket]:
@@ -280,43 +267,41 @@ class GradientSum:
         """Forget what was sent: it was captured, and the capture failed."""
         self._sent, self._begun = [], False
 
-    @torch.no_grad()
-    def __call__(self, totals: torch.Tensor) -> torch.Tensor:
-        """Sum gradients, and return ``totals`` (float64, 1-dimensional) summed over ranks.
+    def __call__(self, figures: Sequence[float]) -> list[list[float]]:
+        """Sum gradients, and return the rows of figures of all ranks; errors as for `send`."""
+        return [list(figures)] if self.ranks.solo else self.finish(self.send(), figures)
+
+    def send(self) -> tuple[int, ...]:
+        """Send all gradients; return the positions of parameters without one.
 
         Raises:
             TrainError: a gradient changed after it had been sent.
         """
-        if self.ranks.solo:
-            return totals
         lacking = self.fill_buckets()
         self.launch()
-        used = torch.ones(len(self.parameters), dtype=torch.float64, device=totals.device)
-        if lacking:
-            used[list(lacking)] = 0.0
-        small = self.ranks.sum_(torch.cat([totals, used]))
-        missing: list[int] = []
-        if lacking:
-            # Reading the counts makes the host wait for the device, so only a rank that must know does.
-            users = small[len(totals) :][list(lacking)].tolist()
-            missing = [place for place, count in zip(lacking, users, strict=True) if count == 0]
-        self.wait(missing)
-        return small[: len(totals)]
+        return lacking
 
-    def missing(self, lacking: Sequence[int], most: float) -> tuple[int, ...]:
-        """Return the places of parameters that no rank has a gradient of, as the ranks tell each other.
+    def finish(self, lacking: Sequence[int], figures: Sequence[float]) -> list[list[float]]:
+        """Wait for the sums of what `send` sent, and return the rows of figures of all ranks."""
+        rows, missing = self.agree(lacking, figures)
+        self.wait(missing)
+        return rows
+
+    def agree(self, lacking: Sequence[int], figures: Sequence[float]) -> tuple[list[list[float]], tuple[int, ...]]:
+        """Return the rows of figures of all ranks, and the positions of parameters without a gradient on any rank.
 
         Args:
-            lacking: what `fill_buckets` gave.
-            most: the largest number of parameters that a rank lacks; the same on all.
+            lacking: positions of parameters without a gradient on this rank, as returned by `fill_buckets`.
+            figures: numbers that all ranks receive.
         """
-        if not most:
-            return ()
-        lacks = [0.0] * len(self.parameters)
-        for place in lacking:
-            lacks[place] = 1.0
-        rows = self.ranks.table(lacks)
-        return tuple(place for place in range(len(lacks)) if all(row[place] for row in rows))
+        rows = self.ranks.table([float(len(lacking)), *figures])
+        missing: tuple[int, ...] = ()
+        if any(row[0] for row in rows):
+            lacks = [0.0] * len(self.parameters)
+            for place in lacking:
+                lacks[place] = 1.0
+            missing = tuple(i for i, column in enumerate(zip(*self.ranks.table(lacks), strict=True)) if all(column))
+        return [row[1:] for row in rows], missing
 
     def _refuse_late(self) -> None:
         if not self._late:
@@ -342,15 +327,3 @@ def _early_and_late(members: Sequence[torch.Tensor]) -> Iterator[list[int]]:
     yield from buckets_of(members[:first], CAPTURED_BUCKET)
     for places in buckets_of(members[first:], GRADIENT_BUCKET):
         yield [first + place for place in places]
-
-
-@dataclass(frozen=True, eq=False)
-class _Hook:
-    """Tells a sum of gradients that one of them is whole."""
-
-    whole: GradientSum
-    place: int
-    bucket: int
-
-    def __call__(self, _parameter: torch.Tensor) -> None:
-        self.whole._note(self.place, self.bucket)

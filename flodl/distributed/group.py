@@ -28,7 +28,7 @@ from flodl.distributed.neighbours import Neighbours
 from flodl.errors import TrainError, visible
 from flodl.system import hard_stop
 
-__all__ = ["Ranks", "is_first_rank", "join_ranks", "launched_world", "under_torchrun"]
+__all__ = ["Ranks", "Summed", "is_first_rank", "join_ranks", "launched_world", "under_torchrun"]
 
 PULSE_S = 0.5
 LOOK_S = 0.25
@@ -36,6 +36,22 @@ ENDED_S = 0.6
 """How long a neighbour's process may be gone before a rank on a GPU leaves; what it says itself comes before that."""
 FROZEN_S = 1.2
 """How long a rank may be stopped before the others give it up; with what comes before it they know within 2 s."""
+
+
+@dataclass(frozen=True)
+class Summed:
+    """Transport by which the ranks of a run sum gradients.
+
+    Attributes:
+        by: ``"peer memory"`` (two GPUs write into each other's memory), ``"NCCL"`` or ``"gloo"``.
+        reason: why a faster transport is not used; None if there is none.
+    """
+
+    by: str
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        return self.by if self.reason is None else f"{self.by}: {self.reason}"
 
 
 @dataclass

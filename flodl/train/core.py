@@ -156,7 +156,7 @@ class TrainerCore:
             sharded=self.sharded,
         )
         self.step_.hooks = self.hooks if self.hooks.around else None
-        self.step_.accumulator.watching = self.observing.watching
+        self.step_.watching = self.observing.watching
         if self.average is not None and not ranks.solo and not isinstance(self.policy, Sync):
             raise TrainError(
                 f"ema: ranks step on their own under {name!r}, and an average would be another on each. Expected one "

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
-from flodl.distributed.summed import Summed
+from flodl.distributed.group import Summed
 from flodl.train.recorded import Recorded
 
 __all__ = [

@@ -64,10 +64,10 @@ class Replicas:
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(count)
-            sums = total(torch.tensor([float(count)], dtype=torch.float64, device=self.device))
+            counted = sum(row[0] for row in total([float(count)]))
             for parameter in model.parameters():
                 if parameter.grad is not None:
-                    parameter.grad.div_(float(sums[0]) or 1.0)  # gradients of nothing are 0, and stay so
+                    parameter.grad.div_(counted or 1.0)  # gradients of nothing are 0, and stay so
 
     def sync_buffers(self, weight: float = 1.0) -> None:
         """Replace floating-point buffers by their weighted mean over ranks, whole-number ones by the largest."""

@@ -15,7 +15,7 @@ from flodl.train.events import figures_in
 from flodl_hf.finetuning.factory import cast_stored
 
 if TYPE_CHECKING:
-    from flodl.distributed.summed import Summed
+    from flodl.distributed.group import Summed
     from flodl.train.recorded import Recorded
     from flodl_hf.finetuning.thresholds import Tuned
     from flodl_hf.model.encoder_model import EncoderModel

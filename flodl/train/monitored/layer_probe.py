@@ -19,6 +19,7 @@ from flodl.monitor.architecture import facts_of, tree_of
 from flodl.monitor.module_costs import Look
 from flodl.train.callback import Callback
 from flodl.train.events import LayersTimed, ModelDescribed, Warned
+from flodl.train.loss import batch_len
 
 __all__ = ["LayerProbe"]
 
@@ -51,7 +52,8 @@ class LayerProbe(Callback):
         if time.monotonic() < self._next:
             return
         try:
-            if trainer.step_.captures is not None or trainer.step_.common is not None:
+            device = trainer.step_.device
+            if device is not None and (device.captures or device.end) is not None:
                 self._compute_again(trainer, batches[0])
             else:
                 # Counting bytes takes time of the host: such a look is one of its own, and the next step is timed.
@@ -103,14 +105,14 @@ class LayerProbe(Callback):
         device = trainer.ranks.device
         began = time.monotonic()
         look = Look(trainer.model, device)
-        accumulator, learned = trainer.step_.accumulator, [p for p in trainer.model.parameters() if p.requires_grad]
+        learned = [p for p in trainer.model.parameters() if p.requires_grad]
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices), _judging(trainer.model), trainer.graphs.apart():
             counts = not self._counted
             look.begin(gradients=False, memory=counts)
             try:
                 with trainer.observing.watching:
-                    loss = accumulator.loss_of(trainer.step_.train_step, batch)
+                    loss = trainer.step_.loss_of(batch, batch_len(batch))
                 trainer.observing.watching.take()  # nobody asked for what was watched here
                 found = torch.autograd.grad(loss.as_mean(), learned, allow_unused=True)
             finally:

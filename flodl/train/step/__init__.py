@@ -1,13 +1,12 @@
-"""One optimiser step, a file for each of its parts.
+"""One optimiser step.
 
-In the order in which a step passes them: `accumulate` (gradients of micro-batches), `flodl.distributed.gradients`
-(their sum over ranks), `decide` (whether the step counts, with `norm_kernels`), `on_device` (the update, with `adam`);
-`shared` puts them together for several ranks, `step` for all ways of carrying out a step. `capture` captures them,
-`overlap` lets sums begin early, `pace` takes the time; `tensor_sums` adds up what is watched; `blocks` says which
-program of a kernel reads which stretch of many tensors; `outcome` holds what a step came to.
+`step` accumulates, reduces, decides and applies. `device` does the last three without the host, with `decide` (and
+`norm_kernels`) for the decision and `fused` (and `adam`) for the update. `capture` captures steps as CUDA graphs, and
+`overlap` starts sums over ranks during the backward pass. `outcome` contains the figures of a step; `blocks` and
+`tensor_sums` serve the kernels.
 """
 
-from flodl.train.step.outcome import StepResult, not_finite
+from flodl.train.step.outcome import StepResult
 from flodl.train.step.step import Step, TrainStep
 
-__all__ = ["Step", "StepResult", "TrainStep", "not_finite"]
+__all__ = ["Step", "StepResult", "TrainStep"]

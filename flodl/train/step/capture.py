@@ -1,10 +1,10 @@
-"""Steps captured once for each shape of batch and replayed: one launch instead of thousands.
+"""Capture of steps as CUDA graphs, and replay: one launch instead of thousands.
 
-Decides which steps may be captured, when, and what a captured graph is valid for. It holds everything a step does on
-the device; what Python does in it (prints, counters, choices) happens when it is captured and never again. So a step
-is captured only after an ordinary run of the same shape that never synchronised with the device, and is refused when
-it draws random numbers on the host. Nothing is trained by capturing: the runs before it are ordinary steps, and
-capturing itself computes nothing. What a step computes is in `flodl.train.step.on_device`.
+A captured graph contains everything a step does on the device; what Python does in it (prints, counters, choices)
+happens at the capture and never again. So a step is captured only after an ordinary run of the same batch shape that
+never synchronised with the device, and is refused if it draws random numbers on the host. Capturing trains nothing: the
+runs before it are ordinary steps, and the capture itself computes nothing. `flodl.train.step.step` defines the
+computation of a step.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from operator import is_, itemgetter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -28,58 +29,68 @@ from flodl.errors import TrainError
 from flodl.garbage_collection import gc_paused
 from flodl.nested import map_leaves
 from flodl.train.recorded import Recorded
-from flodl.train.step.on_device import DeviceStep
 from flodl.train.step.outcome import OBSERVED, Outcome
 from flodl.train.step.overlap import Overlap, choose_overlap, fault_of
 
-__all__ = ["Capturer", "Captures", "CudaCapturer", "Refused", "flatten", "options_of", "state_places"]
+if TYPE_CHECKING:
+    from flodl.train.step.device import DeviceStep
+    from flodl.train.step.step import Step
+
+__all__ = ["Capturer", "CudaCapturer", "EndCaptures", "Refused", "StepCaptures", "flatten"]
 
 MOST_GRAPHS = 64
+MOST_ENDS = 8
 SMALL = 1 << 15  # numbers; the common kernel gives 65,536 of them to one block
-OFTEN = 16  # steps from one coming of a shape to the next within which it is captured when it comes again;
-SELDOM = 5  # others when they come for the fifth time: a capture takes as long as some ordinary steps
-DIRTY_RUNS = 2  # a first run may wait while kernels are chosen; a second one that waits is how the step is
-
+MAX_GAP_STEPS = 16  # a shape that comes again within so many steps of its first run is captured at once;
+MIN_OCCURRENCES = 5  # others at their fifth run: a capture takes as long as some ordinary steps
+MAX_SYNCING_RUNS = 2  # a first run may wait while kernels are chosen; a second one that waits shows a step that waits
 
 _TRAINING = itemgetter("training")
+Run = Callable[[], Outcome]
 
 
 class Refused(Exception):
-    """A step cannot be captured; the text says why."""
+    """A step cannot be captured; the text is the reason."""
 
 
 class Capturer(Protocol):
-    """How ordinary runs are watched and steps captured."""
+    """Observes ordinary runs and captures steps."""
 
-    def watch(self, run: Callable[[], Outcome]) -> tuple[Outcome, str | None]:
-        """Run an ordinary step; return its outcome, and what it did that a captured graph cannot."""
+    def watch(self, run: Run) -> tuple[Outcome, str | None]:
+        """Run an ordinary step; return its outcome, and what it did that a captured graph cannot do, or None."""
         ...
 
-    def capture(self, run: Callable[[], Outcome]) -> Callable[[], Outcome]:
-        """Return a function that does on the device what ``run`` does.
+    def capture(self, run: Run) -> Run:
+        """Return a function that repeats on the device what ``run`` does.
 
         Raises:
-            Exception: it cannot be captured; nothing has changed.
+            Exception: the run cannot be captured; nothing has changed.
         """
         ...
 
     def beside(self, ranks: Ranks) -> tuple[Capturer, Overlap | str]:
-        """Return what captures the end of a step of several ranks, and what launches it beside the rest, or why not."""
+        """Return a capturer for the end of a shared step, and the overlap of that end with the rest or why not."""
         ...
 
 
 @dataclass
 class _Graph:
-    inputs: list[torch.Tensor]
-    replay: Callable[[], Outcome]
+    replay: Run
+    inputs: Sequence[torch.Tensor] = ()
     held: object = None  # memory that the captured graph reads
-    put_tags: Callable[[], object] | None = None  # has graphs show the values of tags that the captured graph writes
+    put_tags: Callable[[], object] | None = (
+        None  # makes graphs return the values of tags that the captured graph writes
+    )
 
     def __post_init__(self) -> None:
-        self.groups = _together(self.inputs)
+        # Small tensors of one dtype are copied by one launch, each large tensor by its own.
+        groups: dict[Any, list[int]] = {}
+        for place, tensor in enumerate(self.inputs):
+            groups.setdefault(tensor.dtype if tensor.numel() <= SMALL else place, []).append(place)
+        self.groups = list(groups.values())
 
-    def take(self, tensors: list[torch.Tensor]) -> None:
-        """Copy a batch to where the captured graph reads it."""
+    def take(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy a batch to the memory that the captured graph reads."""
         for places in self.groups:
             if len(places) == 1:
                 self.inputs[places[0]].copy_(tensors[places[0]])
@@ -88,210 +99,294 @@ class _Graph:
             torch._foreach_copy_(into, parts)  # pyright: ignore[reportPrivateImportUsage]
 
 
-class Captures:
-    """The captured graphs of one step function, by the structure of its batches.
+class _Captures:
+    """Captured graphs by key, and the decision when a key is captured.
 
     Args:
-        step: what is captured.
-        capturer: how.
-        warn: told once why steps are not captured.
-        most: captured graphs at most; further shapes run as ordinary steps.
-        strict: raise where steps cannot be captured.
-        num_rows: whether `flodl.data.Batch.num_rows` is part of a batch's shape.
+        step: the step whose work is captured.
+        device: computes what is captured.
+        capturer: None runs everything one operation at a time.
+        warn: receives one message if nothing can be captured.
+        strict: raise if nothing can be captured.
+
+    Attributes:
+        given_up: why nothing is captured any more; None if captures are possible.
+        num_captured: number of captures so far.
     """
 
-    def __init__(
-        self,
-        step: DeviceStep,
-        capturer: Capturer,
-        warn: Callable[[str], Any],
-        *,
-        most: int = MOST_GRAPHS,
-        strict: bool = False,
-        num_rows: bool = True,
-    ) -> None:
-        self.step, self.capturer, self.warn, self.most, self.strict = step, capturer, warn, most, strict
-        self.num_rows = num_rows
-        self.given_up: str | None = None
-        self._told_full = False
-        self._steps = self._replayed = self._captured = 0
-        self._first_s = self._capture_s = 0.0
-        self.forget()
+    most: int
+    what: str
 
-    @property
-    def recorded(self) -> Recorded:
-        """What became of the steps so far."""
-        reason = self.given_up or (f"there are more shapes than {self.most}" if self._told_full else None)
-        return Recorded(self._steps, self._replayed, self._captured, self._first_s, self._capture_s, reason)
+    def __init__(
+        self, step: Step, device: DeviceStep, capturer: Capturer | None, warn: Callable[[str], Any], *, strict: bool
+    ) -> None:
+        self.step, self.device, self.capturer, self.warn, self.strict = step, device, capturer, warn, strict
+        self.given_up: str | None = None
+        self.num_captured = 0
+        self.first_s = self.capture_s = 0.0
+        self.forget()
 
     def forget(self) -> None:
         """Drop all captured graphs: tensors that they use were replaced, or modules changed."""
         self._graphs: dict[Any, _Graph] = {}
         self._runs: dict[Any, tuple[int, int]] = {}
-        self._dirty = 0
-        self._state_places: list[int] = []
-        modules = list(self.step.model.modules())
-        self._own = [vars(m) for m in modules]
-        tables = [table for m in modules for table in (m._modules, m._parameters) if table]
-        self._tables = [(table, tuple(table.values())) for table in tables]
+        self._syncing_runs = 0
         self._parameters = list(self.step.model.parameters())
         self._places = [p.data_ptr() for p in self._parameters]
-        self._watched = self._signature()
-
-    def _signature(self) -> object:
-        watching = self.step.accumulator.watching
-        return watching.signature() if watching is not None else None
+        self._state_places: list[int] = []
 
     def invalidate_if_changed(self) -> None:
-        """Drop all captured graphs if modules, or the memory of parameters or of the optimiser, were exchanged."""
-        for table, seen in self._tables:
-            if len(table) != len(seen) or not all(map(is_, table.values(), seen)):
-                self.forget()
-                return
-        moved = self._graphs and state_places(self.step.optimizer) != self._state_places
-        if moved or [p.data_ptr() for p in self._parameters] != self._places or self._signature() != self._watched:
+        """Drop all captured graphs if the memory of parameters or of the optimiser was replaced."""
+        moved = self._graphs and self._places_of_state() != self._state_places
+        if moved or [p.data_ptr() for p in self.step.model.parameters()] != self._places:
             self.forget()
 
     @property
     def num_graphs(self) -> int:
-        """The number of captured graphs."""
+        """Number of captured graphs."""
         return len(self._graphs)
 
-    def run(self, train_step: Callable[..., Any], batches: Sequence[Any]) -> Outcome:
-        """Return the outcome of one step, replayed where its shape has been captured."""
+    def _places_of_state(self) -> list[int]:
+        """Return the addresses of the optimiser's state, which captured updates write to."""
+        state = (value for values in self.step.optimizer.state.values() for value in values.values())
+        return [value.data_ptr() for value in state if isinstance(value, torch.Tensor)]
+
+    def _options(self) -> tuple[Any, ...]:
+        """Return the options on which a captured update depends, hashable."""
+        groups = self.step.optimizer.param_groups
+        return tuple([(_plain(group), id(group["lr"]), len(group["params"])) for group in groups])
+
+    def _launch(self, run: Run) -> Outcome:
+        """Return the outcome of an ordinary step."""
+        began = time.perf_counter()
+        try:
+            return run()
+        finally:
+            self.first_s += time.perf_counter() - began
+
+    def _observe(self, run: Run) -> tuple[Outcome, str | None]:
+        """Return the outcome of an ordinary step, and what it did that a captured graph cannot do."""
+        assert self.capturer is not None
+        began = time.perf_counter()
+        outcome, fault = self.capturer.watch(run)
+        self.first_s += time.perf_counter() - began
+        return outcome, fault or _fixed_numbers(outcome)
+
+    def _note_run(self, key: Any, fault: str | None, number: int = 0) -> None:
+        """Allow the capture of a key after its first run, or count a fault."""
+        if fault is None:
+            self._runs[key] = 1, number
+            return
+        self._syncing_runs += 1
+        if self._syncing_runs >= MAX_SYNCING_RUNS:
+            self._give_up(fault)
+
+    def _capture(self, key: Any, run: Run, inputs: Sequence[torch.Tensor] = ()) -> _Graph | None:
+        """Return the new captured graph of a key; None, with random states as before, if it cannot be captured."""
+        assert self.capturer is not None
+        before, began = _host_random(), time.perf_counter()
+        fault, replay = None, None
+        try:
+            replay = self.capturer.capture(run)
+            if not _same_random(before, _host_random()):
+                raise Refused("the step draws random numbers on the host, which a captured graph would repeat")
+        except Exception as error:
+            fault = f"{error}".strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        held = self.device.finish_capture()
+        fault = self._of_all_ranks(fault)
+        if fault is not None or replay is None:
+            # Outside of the handler, since the error's frames refer to the incomplete capture.
+            _set_host_random(before)
+            self._give_up(fault or "nothing was captured")
+            return None
+        self.num_captured += 1
+        self.capture_s += time.perf_counter() - began
+        watching = self.step.watching
+        put_tags = watching.holding() if inputs and watching is not None else None
+        graph = self._graphs[key] = _Graph(replay, inputs, held, put_tags)
+        self._state_places = self._places_of_state()
+        return graph
+
+    def _of_all_ranks(self, fault: str | None) -> str | None:
+        """Return the fault that decides."""
+        return fault
+
+    def _give_up(self, reason: str) -> None:
+        self.forget()
+        self.given_up = reason
+        if self.strict:
+            raise TrainError(f"capture: steps cannot be captured, because {reason}. Use capture='auto'.", reason=reason)
+        self.warn(
+            f"capture: {self.what} run one operation at a time, with the same numbers, because {reason}. Use "
+            "capture=False to suppress this warning."
+        )
+
+
+class StepCaptures(_Captures):
+    """Captured graphs of this rank's part of a step, by the structure of its batches.
+
+    Args:
+        num_rows: whether `flodl.data.Batch.num_rows` is part of a batch's structure.
+        **options: as for the base class.
+    """
+
+    what = "steps"
+
+    def __init__(self, step: Step, *given: Any, num_rows: bool, strict: bool) -> None:
+        self.most, self.num_rows = MOST_GRAPHS, num_rows
+        self._full = False
+        self._steps = self._replayed = 0
+        super().__init__(step, *given, strict=strict)
+
+    @property
+    def recorded(self) -> Recorded:
+        """Summary of the steps so far."""
+        reason = self.given_up or (f"there are more shapes than {self.most}" if self._full else None)
+        return Recorded(self._steps, self._replayed, self.num_captured, self.first_s, self.capture_s, reason)
+
+    def forget(self) -> None:
+        """Drop all captured graphs: tensors that they use were replaced, or modules changed."""
+        super().forget()
+        modules = list(self.step.model.modules())
+        self._own = [vars(m) for m in modules]
+        tables = [table for m in modules for table in (m._modules, m._parameters) if table]
+        self._tables = [(table, tuple(table.values())) for table in tables]
+        self._watched = self._signature()
+
+    def _signature(self) -> object:
+        return self.step.watching.signature() if self.step.watching is not None else None
+
+    def invalidate_if_changed(self) -> None:
+        """Drop all captured graphs if modules, or the memory of parameters or of the optimiser, were replaced."""
+        same = all(len(table) == len(seen) and all(map(is_, table.values(), seen)) for table, seen in self._tables)
+        if not same or self._signature() != self._watched:
+            self.forget()
+        super().invalidate_if_changed()
+
+    def run(self, batches: Sequence[Any]) -> Outcome:
+        """Return the outcome of one step, replayed if its shape is captured."""
         self._steps += 1
+        ordinary = partial(self.device.compute, batches)
         if self.given_up is not None:
-            return self._launched(train_step, batches)
+            return self._launch(ordinary)
         try:
             tensors: list[torch.Tensor] = []
             spec = tuple(flatten(batch, tensors, self.num_rows) for batch in batches)
-            if tensors and tensors[0].device != self.step.device:
-                raise Refused(f"batches are on {tensors[0].device} and the model is on {self.step.device}")
-            key = (spec, self._state())
+            if tensors and tensors[0].device != self.step.ranks.device:
+                raise Refused(f"batches are on {tensors[0].device} and the model is on {self.step.ranks.device}")
+            learns = bytes([p.requires_grad for p in self._parameters])
+            key = spec, self._options(), learns, bytes(map(_TRAINING, self._own))
             graph = self._graphs.get(key)
         except (Refused, TypeError) as error:
             self._give_up(str(error))
-            return self._launched(train_step, batches)
+            return self._launch(ordinary)
         if graph is None:
-            graph = self._prepare(key, train_step, batches, tensors)
-            if isinstance(graph, Outcome):
-                return graph
+            if len(self._graphs) >= self.most:
+                self._warn_of_full()
+                return self._launch(ordinary)
+            if key not in self._runs:
+                translated = _translated()
+                outcome, fault = self._observe(ordinary)
+                if translated == _translated():  # torch.compile waits for the device while it translates
+                    self._note_run(key, fault, self._steps)
+                return outcome
+            if self._is_rare(key):
+                return self._launch(ordinary)
+            inputs = [tensor.clone() for tensor in tensors]
+            rest = iter(inputs)
+            own = [_with(batch, rest) for batch in batches]
+            graph = self._capture(key, partial(self.device.compute, own), inputs)
+            if graph is None:
+                return self._launch(ordinary)
         graph.take(tensors)
         if graph.put_tags is not None:
             graph.put_tags()
         self._replayed += 1
         return graph.replay().replayed()
 
-    def _launched(self, train_step: Callable[..., Any], batches: Sequence[Any]) -> Outcome:
-        """Return the outcome of an ordinary step."""
-        began = time.perf_counter()
-        try:
-            return self.step(train_step, batches)
-        finally:
-            self._first_s += time.perf_counter() - began
-
     def _is_rare(self, key: Any) -> bool:
-        """Count that a shape came again, and return whether it comes too seldom for a capture to pay yet."""
+        """Count a run of a shape, and return True if it comes too seldom for a capture to pay yet."""
         came, first = self._runs[key]
         self._runs[key] = came + 1, first
-        return came + 1 < SELDOM and self._steps - first > OFTEN * came
+        return came + 1 < MIN_OCCURRENCES and self._steps - first > MAX_GAP_STEPS * came
 
-    def _prepare(
-        self, key: Any, train_step: Callable[..., Any], batches: Sequence[Any], tensors: list[torch.Tensor]
-    ) -> _Graph | Outcome:
-        """Return a new captured graph, or the outcome of an ordinary step where it is too early for one."""
-        if len(self._graphs) >= self.most:
-            if not self._told_full:
-                self._told_full = True
-                self.warn(
-                    f"capture: {self.most} shapes of batches are captured, steps of others run one operation at a "
-                    "time. Expected few shapes; use buckets, or batches of one size."
-                )
-            return self._launched(train_step, batches)
-        if key in self._runs:
-            if self._is_rare(key):
-                return self._launched(train_step, batches)
-        else:
-            translated, began = _translated(), time.perf_counter()
-            outcome, fault = self.capturer.watch(lambda: self.step(train_step, batches))
-            self._first_s += time.perf_counter() - began
-            if translated != _translated():
-                return outcome  # torch.compile waits for the device while it translates; another run will tell
-            fault = fault or _fixed_numbers(outcome)
-            if fault is None:
-                self._runs[key] = 1, self._steps
-            else:
-                self._dirty += 1
-                if self._dirty >= DIRTY_RUNS:
-                    self._give_up(fault)
-            return outcome
-        inputs = [tensor.clone() for tensor in tensors]
-        rest = iter(inputs)
-        own = [_with(batch, rest) for batch in batches]
-        before, began = _host_random(), time.perf_counter()
-        fault, replay = None, None
-        try:
-            replay = self.capturer.capture(lambda: self.step(train_step, own))
-            if not _same_random(before, _host_random()):
-                raise Refused("the step draws random numbers on the host, which a captured graph would repeat")
-        except Exception as error:
-            fault = f"{error}".strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if fault is not None or replay is None:
-            # Outside of the handler, since the error's frames hold on to what was half captured.
-            _set_host_random(before)
-            self._give_up(fault or "nothing was captured")
-            return self._launched(train_step, batches)
-        watching = self.step.accumulator.watching
-        put_tags = watching.holding() if watching is not None else None
-        self._captured += 1
-        self._capture_s += time.perf_counter() - began
-        graph = self._graphs[key] = _Graph(inputs, replay, self.step.finish_capture(), put_tags)
-        self._state_places = state_places(self.step.optimizer)
-        return graph
+    def _warn_of_full(self) -> None:
+        if not self._full:
+            self._full = True
+            self.warn(
+                f"capture: {self.most} shapes of batches are captured, steps of others run one operation at a "
+                "time. Expected few shapes; use buckets, or batches of one size."
+            )
 
-    def _give_up(self, reason: str) -> None:
-        self.forget()
-        self.given_up = reason
-        if self.strict:
-            raise TrainError(f"capture: steps cannot be captured, because {reason}. Leave it at 'auto'.", reason=reason)
-        self.warn(
-            f"capture: steps run one operation at a time, with the same numbers, because {reason}. "
-            "capture=False says that this is expected."
-        )
 
-    def _state(self) -> tuple[Any, ...]:
-        """Return what a captured graph depends on besides the batch."""
-        options = options_of(self.step.optimizer)
-        learns = bytes([p.requires_grad for p in self._parameters])
-        modes = bytes(map(_TRAINING, self._own))
-        return options, learns, modes
+class EndCaptures(_Captures):
+    """Captured graphs of the end of a step that all ranks share.
+
+    Sums over ranks may be captured only if all ranks capture them, together. So every decision here follows from what
+    all ranks know: options of the optimiser, missing gradients, and whether the capture succeeded on each rank.
+
+    Attributes:
+        pair: sum and count of this rank's losses, float64 ``(2,)``; replays read it, so its memory stays.
+        weight: this rank's samples, float64 ``()``, likewise.
+    """
+
+    what = "sums over ranks and updates"
+
+    def __init__(self, step: Step, *given: Any, strict: bool) -> None:
+        self.most = MOST_ENDS
+        self.overlap: Overlap | None = None
+        self.pair = torch.zeros(2, dtype=torch.float64, device=step.ranks.device)
+        self.weight = torch.zeros((), dtype=torch.float64, device=step.ranks.device)
+        self._samples: int | None = None
+        super().__init__(step, *given, strict=strict)
+
+    def run(self, pair: torch.Tensor, samples: int, missing: tuple[int, ...]) -> Outcome:
+        """Return the outcome of the step of all ranks.
+
+        Args:
+            pair: sum and count of this rank's losses, float64 ``(2,)``.
+            samples: this rank's samples, the weight of its buffers.
+            missing: positions of parameters without a gradient on any rank.
+        """
+        self.pair.copy_(pair)
+        if samples != self._samples:  # they seldom change
+            self.weight.fill_(float(samples))
+            self._samples = samples
+        if self.overlap is not None:
+            self.overlap.mark_end()
+        ordinary = partial(self.device.reduce_and_update, self.pair, self.weight, missing, self.overlap)
+        if self.capturer is None or self.given_up is not None:
+            return ordinary()
+        key = self._options(), missing
+        graph = self._graphs.get(key)
+        if graph is None:
+            if len(self._graphs) >= self.most:
+                return ordinary()
+            if key not in self._runs:
+                outcome, fault = self._observe(ordinary)
+                self._note_run(key, self._of_all_ranks(fault))
+                return outcome
+            graph = self._capture(key, ordinary)
+            if graph is None:
+                self.step.sums.abandon()
+                return ordinary()
+        if self.overlap is None:
+            return graph.replay().replayed()
+        return self.overlap.beside(graph.replay).replayed()
+
+    def _of_all_ranks(self, fault: str | None) -> str | None:
+        """Return the fault of this rank or of another one."""
+        if any(row[0] for row in self.step.ranks.table([float(fault is not None)])):
+            return fault or "another rank cannot capture the end of a step"
+        return None
 
 
 def _fixed_numbers(outcome: Outcome) -> str | None:
-    """Return what a step tells as numbers of Python, which a captured graph would tell again and again."""
-    told = [
+    """Return why a step that reports numbers of Python cannot be captured: a replay would report them again."""
+    names = [
         name[len(OBSERVED) :] for name, total, _ in outcome.metrics if name.startswith(OBSERVED) and total is not None
     ]
-    return f"{', '.join(told)} is told as a number of Python, which would stay; expected a tensor" if told else None
-
-
-def _together(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return which tensors are copied by one launch: small ones of one dtype, and each large one by itself."""
-    groups: dict[Any, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        groups.setdefault(tensor.dtype if tensor.numel() <= SMALL else place, []).append(place)
-    return list(groups.values())
-
-
-def options_of(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-    """Return what a captured update depends on besides tensors, hashable."""
-    return tuple([(_plain(group), id(group["lr"]), len(group["params"])) for group in optimizer.param_groups])
-
-
-def state_places(optimizer: torch.optim.Optimizer) -> list[int]:
-    """Return the addresses of what the optimiser keeps of each parameter, which captured updates write to."""
-    kept = (value for state in optimizer.state.values() for value in state.values())
-    return [value.data_ptr() for value in kept if isinstance(value, torch.Tensor)]
+    return f"{', '.join(names)} is a Python number, which a replay would repeat; expected a tensor" if names else None
 
 
 def _plain(group: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -1,5 +1,7 @@
 """Gradients that leave during the backward pass: the same sums, whatever a rank has or has not made."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -39,10 +41,11 @@ def one_step(ranks, plan, early):
         branches = step[ranks.rank]
         for number, branch in enumerate(branches, start=1):
             x = torch.full((2, 4), 1.0 + ranks.rank + number)
-            with total.reducing_in_backward(number == len(branches)):
+            last = number == len(branches)
+            with total.during_backward(send=True) if last else nullcontext():
                 model(x, branch).backward()
         gone = len(total._sent) if total._begun else 0
-        counts = total(torch.tensor([float(len(branches)), 1.0], dtype=torch.float64)).tolist()
+        counts = [sum(column) for column in zip(*total([float(len(branches)), 1.0]), strict=True)]
         out.append((found_gradients(model), counts, gone))
     return out
 
@@ -82,16 +85,16 @@ def used_in_order(ranks):
     total = GradientSum(ranks, model)
     left = []
     model[0].weight.register_post_accumulate_grad_hook(lambda _: left.append(len(total._sent)))
-    with total.reducing_in_backward():
+    with total.during_backward(send=True):
         model(torch.ones(2, 4)).sum().backward()
     gone = len(total._sent)
-    total(torch.zeros(1, dtype=torch.float64))
+    total([0.0])
     model[1].requires_grad_(False)  # hooks follow what is trained
     model.zero_grad()
-    with total.reducing_in_backward():
+    with total.during_backward(send=True):
         model(torch.ones(2, 4)).sum().backward()
     again = len(total._sent)
-    total(torch.zeros(1, dtype=torch.float64))
+    total([0.0])
     return left[0], gone, len(total._buckets), again, model[1].weight.grad is None
 
 
@@ -106,11 +109,11 @@ def test_buckets_leave_before_the_pass_is_over():
 def backward_twice(ranks):
     model = nn.Linear(4, 1)
     total = GradientSum(ranks, model)
-    with total.reducing_in_backward():
+    with total.during_backward(send=True):
         model(torch.ones(2, 4)).sum().backward()
         model(torch.ones(2, 4)).sum().backward()
     try:
-        total(torch.zeros(1, dtype=torch.float64))
+        total([0.0])
     except TrainError as error:
         return error.tensors
 
@@ -123,13 +126,13 @@ def broken_then_whole(ranks):
     model = nn.Linear(4, 1)
     total = GradientSum(ranks, model)
     try:
-        with total.reducing_in_backward():
+        with total.during_backward(send=True):
             raise ValueError("no memory")
     except ValueError:
         pass
     model(torch.full((2, 4), 1.0 + ranks.rank)).sum().backward()  # nothing leaves here
     gone = len(total._sent)
-    total(torch.zeros(1, dtype=torch.float64))
+    total([0.0])
     return gone, model.weight.grad.tolist()
 
 
@@ -142,9 +145,9 @@ def dies_in_backward(ranks):
     total = GradientSum(ranks, model)
     if ranks.rank == 1:
         raise ValueError("rank 1 is gone")
-    with total.reducing_in_backward():
+    with total.during_backward(send=True):
         model(torch.ones(2, 4)).sum().backward()
-    total(torch.zeros(1, dtype=torch.float64))
+    total([0.0])
 
 
 def test_a_rank_lost_meanwhile_is_named():
@@ -164,7 +167,7 @@ def with_gaps(ranks):
     model = Gaps()
     total = GradientSum(ranks, model)
     (model.one.sum() + 2 * model.two.square().sum()).backward()
-    total(torch.zeros(1, dtype=torch.float64))
+    total([0.0])
     return [torch.equal(model.one.grad, torch.full((6, 4), 2.0)), torch.equal(model.two.grad, 8 * model.two)]
 
 

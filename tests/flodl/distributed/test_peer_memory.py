@@ -11,8 +11,8 @@ from torch import nn
 from flodl.data import TensorRows
 from flodl.distributed import Ranks, gradients, launch, peer_memory
 from flodl.distributed.gradients import GradientSum
+from flodl.distributed.group import Summed
 from flodl.distributed.peer_memory import SWITCH, PeerRoom, Unreached, fault_between
-from flodl.distributed.summed import Summed
 from flodl.train import RunDone, Trainer, adamw
 from flodl.train.precision import Precision
 from flodl.train.step import Step

@@ -252,7 +252,7 @@ def test_capturing_goes_on_with_an_average_and_lookers_on_and_not_around_the_bac
                 choose_route(trainer)
         else:
             choose_route(trainer)
-            assert trainer.step_.captures is not None
+            assert trainer.step_.device.captures is not None
 
 
 @pytest.mark.parametrize(

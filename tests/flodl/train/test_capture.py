@@ -14,11 +14,11 @@ from flodl.data import Batch, DataLoader, TensorRows
 from flodl.data.piece import lay_out
 from flodl.errors import TrainError
 from flodl.train import Callback, Loss, RunDone, StepDone, Trainer, Warned, adamw, route, sgd
-from flodl.train.precision import Precision
 from flodl.train.recorded import Recorded
 from flodl.train.schedule import Linear
-from flodl.train.step.capture import Captures, Refused, flatten
-from flodl.train.step.on_device import DeviceStep, unfit
+from flodl.train.step import Step, capture
+from flodl.train.step.capture import Refused, flatten
+from flodl.train.step.fused import why_unsupported
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
@@ -104,6 +104,13 @@ def run(
     return losses, trained.state_dict(), said
 
 
+def captures_of(model, optimizer, capturer, warn):
+    """Return the captures of a step that is decided on the device."""
+    made = Step(model, optimizer, step)
+    assert made.decide_on_device(capturer, warn, deferred=True) is None
+    return made.device.captures
+
+
 def same(a, b):
     assert a[0] == b[0]
     assert a[1].keys() == b[1].keys()
@@ -152,14 +159,13 @@ def test_one_capture_a_shape_after_one_ordinary_run(monkeypatch):
 def test_more_shapes_than_there_is_room_for_run_ordinarily(monkeypatch):
     said = []
     model = make_model()
-    on_device = DeviceStep(
-        model, adamw(1e-3)(model.parameters()), torch.device("cpu"), Precision("fp32", torch.device("cpu"))
-    )
+    optimizer = adamw(1e-3)(model.parameters())
     capturer = Repeats()
-    captures = Captures(on_device, capturer, said.append, most=2)
+    monkeypatch.setattr(capture, "MOST_GRAPHS", 2)
+    captures = captures_of(model, optimizer, capturer, said.append)
     data = make_data()
     for size in (4, 5, 6, 7) * 3:
-        captures.run(step, [{name: part[:size] for name, part in data.items()}])
+        captures.run([{name: part[:size] for name, part in data.items()}])
     assert captures.num_graphs == 2
     assert len(said) == 1
     assert "2 shapes" in said[0]
@@ -170,14 +176,13 @@ def test_more_shapes_than_there_is_room_for_run_ordinarily(monkeypatch):
 def test_a_shape_that_comes_seldom_is_captured_when_ordinary_steps_have_cost_as_much():
     model = make_model()
     optimizer = adamw(1e-3)(model.parameters())
-    on_device = DeviceStep(model, optimizer, torch.device("cpu"), Precision("fp32", torch.device("cpu")))
     capturer, data = Repeats(), make_data()
-    captures = Captures(on_device, capturer, lambda text: None)
+    captures = captures_of(model, optimizer, capturer, lambda text: None)
     captured = []
     for number in range(1, 201):
         size = 5 if number % 25 == 0 else 8
         before = capturer.captured
-        captures.run(step, [{name: part[:size] for name, part in data.items()}])
+        captures.run([{name: part[:size] for name, part in data.items()}])
         captured += [(number, size)] * (capturer.captured - before)
     assert captured == [(2, 8), (125, 5)]
     assert captures.recorded.replayed == 200 - 1 - 4
@@ -186,14 +191,13 @@ def test_a_shape_that_comes_seldom_is_captured_when_ordinary_steps_have_cost_as_
 def test_a_key_sees_modes_frozen_parts_options_and_plain_values():
     model = make_model()
     optimizer = adamw(1e-3)(model.parameters())
-    on_device = DeviceStep(model, optimizer, torch.device("cpu"), Precision("fp32", torch.device("cpu")))
     capturer = Repeats()
-    captures = Captures(on_device, capturer, lambda text: None)
+    captures = captures_of(model, optimizer, capturer, lambda text: None)
     batch = make_data(8)
 
     def runs():
         before = capturer.watched
-        captures.run(step, [batch])
+        captures.run([batch])
         return capturer.watched - before
 
     assert (runs(), runs(), runs()) == (1, 0, 0)
@@ -232,11 +236,9 @@ def test_a_batch_in_one_piece_is_one_input_and_told_apart_by_what_lies_where():
         return made.over(piece)
 
     model = make_model(norm=False)
-    on_device = DeviceStep(
-        model, adamw(1e-3)(model.parameters()), torch.device("cpu"), Precision("fp32", torch.device("cpu"))
-    )
+    optimizer = adamw(1e-3)(model.parameters())
     capturer = Repeats()
-    captures = Captures(on_device, capturer, pytest.fail)
+    captures = captures_of(model, optimizer, capturer, pytest.fail)
     assert flatten(batch(8), tensors := []) == flatten(batch(8), [])
     assert len(tensors) == 1
     assert flatten(batch(8), []) != flatten(batch(9), [])
@@ -244,7 +246,7 @@ def test_a_batch_in_one_piece_is_one_input_and_told_apart_by_what_lies_where():
     for number in range(4):
         made = batch(8)
         want = float(step(model, made).detach())
-        found.append((float(captures.run(step, [made]).row[0]), want))
+        found.append((float(captures.run([made]).row[0]), want))
         assert captures.num_graphs == (number > 0)
     assert all(got == want for got, want in found)
     assert capturer.replayed == 3
@@ -306,7 +308,7 @@ def test_other_optimizers_are_left_alone_with_one_line(monkeypatch, make, text):
     found = run(Repeats(), monkeypatch, optimizer=make)
     same(found[:2], run(None, monkeypatch, optimizer=make)[:2])
     assert [text in line for line in found[2]] == [True]
-    assert unfit(make(make_model().parameters())) is not None
+    assert why_unsupported(make(make_model().parameters())) is not None
 
 
 # ---- figures in windows, and numbers that are none ----------------------------------------------------------
@@ -375,7 +377,7 @@ def test_a_run_that_is_over_keeps_no_captures(monkeypatch, breaks):
     seen = []
 
     def look(epoch, trainer):
-        seen.append((trainer, trainer.step_.captures.num_graphs))
+        seen.append((trainer, trainer.step_.device.captures.num_graphs))
         if breaks and epoch == 2:
             raise ValueError("enough")
 
@@ -385,7 +387,7 @@ def test_a_run_that_is_over_keeps_no_captures(monkeypatch, breaks):
     with pytest.raises(ValueError, match="enough") if breaks else nullcontext():
         built.run().join()
     assert [number > 0 for _, number in seen] == [False, True, True]
-    assert seen[0][0].step_.captures.num_graphs == 0
+    assert seen[0][0].step_.device.captures.num_graphs == 0
 
 
 def test_a_compiled_model_trains_alike_and_is_itself_afterwards(monkeypatch):

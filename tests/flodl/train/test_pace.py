@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flodl.train.step.pace import StepTimes
+from flodl.train.step.step import StepTimer
 
 
 class Clock:
@@ -30,12 +30,12 @@ class Clock:
 
 def test_a_step_is_known_when_the_next_one_has_been_sent():
     clock = Clock()
-    times = StepTimes(torch.device("cpu"), clock.event)
+    times = StepTimer(torch.device("cuda"), event=clock.event)
     told = []
     for took in (5.0, 7.0, 11.0, 13.0):
-        times.begin()
-        clock.now += took
-        told.append(times.end())
+        with times:
+            clock.now += took
+        told.append(times.take_previous())
         clock.now += 100.0  # what lies between steps is no step's time
     assert told == [5.0, 5.0, 7.0, 11.0]
     assert clock.waited == [5.0, 5.0, 112.0, 223.0]
@@ -43,15 +43,15 @@ def test_a_step_is_known_when_the_next_one_has_been_sent():
 
 @pytest.mark.gpu
 def test_a_device_has_the_next_step_before_the_last_is_over():
-    times = StepTimes(torch.device("cuda"))
+    times = StepTimer(torch.device("cuda"))
     a = torch.randn(4096, 4096, device="cuda")
     open_ = []
     for _ in range(4):
-        times.begin()
-        for _ in range(20):
-            a @ a
+        with times:
+            for _ in range(20):
+                a @ a
         done = torch.cuda.Event()
         done.record()
-        assert times.end() > 0
+        assert times.take_previous() > 0
         open_.append(not done.query())
     assert open_[1:] == [True] * 3

@@ -186,9 +186,9 @@ def looks(epoch, trainer):
     if epoch == 0:
         gradients.CAPTURED_BUCKET = 80  # each layer travels alone
         first = trainer.model[0].weight
-        first.register_hook(lambda grad: trainer.step_.common.step.overlap.seen.append("the last gradient comes"))
+        first.register_hook(lambda grad: trainer.step_.device.end.overlap.seen.append("the last gradient comes"))
         return
-    seen = trainer.step_.common.step.overlap.seen
+    seen = trainer.step_.device.end.overlap.seen
     one = [("full", 1), ("full", 2), "the last gradient comes", ("full", 3), "part done"]
     one += [("sent", 1), ("sent", 2), ("sent", 3), "waits for part"]
     assert seen == one * (len(seen) // len(one))
@@ -232,10 +232,11 @@ def test_captured_graphs_are_ordered_by_events():
 
 def tells(epoch, trainer):
     """Leave word of what is captured on this rank."""
-    common = trainer.step_.common
-    if epoch == 1 and common is not None:
-        overlap, room = common.step.overlap is not None, common.step.sums.room is not None
-        Path(os.environ["FLODL_TEST_TOLD"], str(trainer.ranks.rank)).write_text(f"{common.num_graphs} {overlap} {room}")
+    step = trainer.step_
+    if epoch == 1 and step.device is not None:
+        overlap, room = step.device.end.overlap is not None, step.sums.room is not None
+        told = f"{step.device.end.num_graphs} {overlap} {room}"
+        Path(os.environ["FLODL_TEST_TOLD"], str(trainer.ranks.rank)).write_text(told)
 
 
 @TWO

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from finetune_tables import labelled
 
-from flodl.distributed.summed import Summed
+from flodl.distributed.group import Summed
 from flodl_hf import load
 from flodl_hf.finetuning import run as run_module
 from flodl_hf.finetuning.result import FinetuneResult
