@@ -260,10 +260,8 @@ def test_a_number_of_python_would_stay_what_it_was_so_such_a_step_is_not_capture
     assert [v["turn"] for v in values(seen, "step")] == list(range(12))
     assert capturer.captured == 0
     warned = [event.message for event in seen if isinstance(event, Warned)]
-    assert warned == [
-        "capture: steps run one operation at a time, with the same numbers, because turn is told as a number of "
-        "Python, which would stay; expected a tensor. capture=False says that this is expected."
-    ]
+    assert len(warned) == 1
+    assert "because turn is a Python number" in warned[0]
 
 
 @pytest.mark.parametrize("cut", [{"micro_batch_size": 2}, {"accumulate": 2}, {"micro_batch_size": 3, "accumulate": 2}])
