@@ -23,11 +23,11 @@ from flodl.train.loss import batch_len
 from flodl.train.step.capture import Capturer, EndCaptures, StepCaptures
 from flodl.train.step.decide import GradientCheck
 from flodl.train.step.fused import FusedUpdate, divide
-from flodl.train.step.outcome import Outcome, StepResult, not_finite, outcome_of, pack_metrics
+from flodl.train.step.outcome import Outcome, Part, StepResult, not_finite, outcome_of, pack_metrics
 from flodl.train.step.overlap import Overlap
 
 if TYPE_CHECKING:
-    from flodl.train.step.step import Part, Step
+    from flodl.train.step.step import Step
 
 __all__ = ["DeviceStep"]
 

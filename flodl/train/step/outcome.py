@@ -11,13 +11,55 @@ import torch
 
 from flodl.errors import TrainError
 
-__all__ = ["OBSERVED", "Figures", "Outcome", "StepResult", "not_finite", "outcome_of", "pack_metrics", "read_metrics"]
+__all__ = [
+    "OBSERVED",
+    "Figures",
+    "Outcome",
+    "Part",
+    "StepResult",
+    "not_finite",
+    "outcome_of",
+    "pack_metrics",
+    "read_metrics",
+]
 
 OBSERVED = "\0"
 """Prefix of the names of values collected inside the model, which travel with the metrics of a step."""
 
 Packed = tuple[tuple[str, float | None, float | None], ...]
 """Names of metrics, each with its sum and its count; None for a number that is in the row."""
+
+
+@dataclass
+class Part:
+    """Sums over the micro-batches of one rank.
+
+    Attributes:
+        total: float64, the sum of their losses; with ``sum_of_means`` of their means. None without a micro-batch.
+        count: number of items, known to the host or a tensor; with ``sum_of_means`` the number of micro-batches.
+        samples: number of samples.
+        divided: True if the gradients are means already.
+        metrics: ``name: (sum, count)``.
+        loss_known: False if the caller did not provide the loss.
+    """
+
+    total: torch.Tensor | None = None
+    count: float | torch.Tensor = 0.0
+    samples: int = 0
+    divided: bool = False
+    metrics: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    loss_known: bool = True
+
+    def add_metrics(self, metrics: Mapping[str, tuple[Any, Any]], prefix: str = "") -> None:
+        """Add sums and counts by name."""
+        for name, (value, weight) in metrics.items():
+            value, weight = _plain(value), _plain(weight)
+            before = self.metrics.get(prefix + name)
+            self.metrics[prefix + name] = (value, weight) if before is None else (before[0] + value, before[1] + weight)
+
+
+def _plain(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else float(value)
 
 
 @dataclass(frozen=True)

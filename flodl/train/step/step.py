@@ -14,7 +14,6 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,45 +33,13 @@ from flodl.train.recorded import Recorded
 from flodl.train.step.capture import Capturer, CudaCapturer
 from flodl.train.step.device import DeviceStep
 from flodl.train.step.fused import divide, why_unsupported
-from flodl.train.step.outcome import OBSERVED, Figures, StepResult, not_finite, pack_metrics, read_metrics
+from flodl.train.step.outcome import OBSERVED, Figures, Part, StepResult, not_finite, pack_metrics, read_metrics
 from flodl.train.watching import Watching
 
-__all__ = ["Part", "Step", "StepTimer", "TrainStep"]
+__all__ = ["Step", "StepTimer", "TrainStep"]
 
 TrainStep = Callable[[nn.Module, Any], Any]
 MAX_OVERFLOWS = 50
-
-
-@dataclass
-class Part:
-    """Sums over the micro-batches of one rank.
-
-    Attributes:
-        total: float64, the sum of their losses; with ``sum_of_means`` of their means. None without a micro-batch.
-        count: number of items, known to the host or a tensor; with ``sum_of_means`` the number of micro-batches.
-        samples: number of samples.
-        divided: True if the gradients are means already.
-        metrics: ``name: (sum, count)``.
-        loss_known: False if the caller did not provide the loss.
-    """
-
-    total: torch.Tensor | None = None
-    count: float | torch.Tensor = 0.0
-    samples: int = 0
-    divided: bool = False
-    metrics: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    loss_known: bool = True
-
-    def add_metrics(self, metrics: Mapping[str, tuple[Any, Any]], prefix: str = "") -> None:
-        """Add sums and counts by name."""
-        for name, (value, weight) in metrics.items():
-            value, weight = _plain(value), _plain(weight)
-            before = self.metrics.get(prefix + name)
-            self.metrics[prefix + name] = (value, weight) if before is None else (before[0] + value, before[1] + weight)
-
-
-def _plain(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else float(value)
 
 
 class Step:
