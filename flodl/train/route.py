@@ -17,7 +17,7 @@ from flodl.distributed.sync import Sync
 from flodl.errors import TrainError
 from flodl.train.core import TrainerCore
 from flodl.train.settings import Settings
-from flodl.train.step.capture import Capturer, CudaCapturer
+from flodl.train.step.capturer import Capturer, CudaCapturer
 
 __all__ = ["choose_route", "compiled", "warn_of_own_loop"]
 

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flodl.train.loss import batch_len
-from flodl.train.step.capture import Capturer, EndCaptures, StepCaptures
+from flodl.train.step.capture import EndCaptures, StepCaptures
+from flodl.train.step.capturer import Capturer
 from flodl.train.step.decide import GradientCheck
 from flodl.train.step.fused import FusedUpdate, divide
 from flodl.train.step.outcome import Outcome, Part, StepResult, not_finite, outcome_of, pack_metrics

@@ -30,7 +30,7 @@ from flodl.train.callback import Hooks
 from flodl.train.loss import Loss, as_loss, batch_len
 from flodl.train.precision import Precision
 from flodl.train.recorded import Recorded
-from flodl.train.step.capture import Capturer, CudaCapturer
+from flodl.train.step.capturer import Capturer, CudaCapturer
 from flodl.train.step.device import DeviceStep
 from flodl.train.step.fused import divide, why_unsupported
 from flodl.train.step.outcome import OBSERVED, Figures, Part, StepResult, not_finite, pack_metrics, read_metrics
