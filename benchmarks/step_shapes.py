@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from benchmarks.corpus import mixed_texts, source_texts
 from flodl.data import FixedBatches, RandomSampler
-from flodl.train.step.capture import OFTEN, SELDOM
+from flodl.train.step.capture import MAX_GAP_STEPS, MIN_OCCURRENCES
 from flodl_hf.finetuning.shapes import choose_shapes, choose_widths
 
 LONGEST = 128
@@ -39,7 +39,7 @@ def replayed(keys: list[Hashable]) -> list[bool]:
         found.append(key in captured)
         count, first = came.get(key, (0, step))
         came[key] = count + 1, first
-        if count and (count + 1 >= SELDOM or step - first <= OFTEN * count):
+        if count and (count + 1 >= MIN_OCCURRENCES or step - first <= MAX_GAP_STEPS * count):
             captured.add(key)
     return found
 

@@ -22,7 +22,7 @@ from flodl.data.batch import Batch
 from flodl.errors import TrainError
 from flodl.nested import map_leaves
 from flodl.train.recorded import Recorded
-from flodl.train.step.capturer import Capturer, Refused, Run, host_random, same_random, set_host_random, translations
+from flodl.train.step.capturer import Capturer, HostRandom, Refused, Run, translations
 from flodl.train.step.outcome import OBSERVED, Outcome
 from flodl.train.step.overlap import Overlap
 
@@ -153,11 +153,11 @@ class _Captures:
     def _capture(self, key: Any, run: Run, inputs: Sequence[torch.Tensor] = ()) -> _Graph | None:
         """Return the new captured graph of a key; None, with random states as before, if it cannot be captured."""
         assert self.capturer is not None
-        before, began = host_random(), time.perf_counter()
+        before, began = HostRandom(), time.perf_counter()
         fault, replay = None, None
         try:
             replay = self.capturer.capture(run)
-            if not same_random(before, host_random()):
+            if before.changed():
                 raise Refused("the step draws random numbers on the host, which a captured graph would repeat")
         except Exception as error:
             fault = f"{error}".strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -165,7 +165,7 @@ class _Captures:
         fault = self._of_all_ranks(fault)
         if fault is not None or replay is None:
             # Outside of the handler, since the error's frames refer to the incomplete capture.
-            set_host_random(before)
+            before.restore()
             self._give_up(fault or "nothing was captured")
             return None
         self.num_captured += 1

@@ -1,4 +1,4 @@
-"""What captures steps: CUDA graphs, or a stand-in for them, and the state of the host that a capture must not change."""
+"""Capture of functions as CUDA graphs, and the state of the host that a capture must not change."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from flodl.garbage_collection import gc_paused
 from flodl.train.step.outcome import Outcome
 from flodl.train.step.overlap import Overlap, choose_overlap, fault_of
 
-__all__ = ["Capturer", "CudaCapturer", "Refused", "Run", "host_random", "same_random", "sethost_random", "translations"]
+__all__ = ["Capturer", "CudaCapturer", "HostRandom", "Refused", "Run", "translations"]
 
 Run = Callable[[], Outcome]
 
@@ -124,19 +124,23 @@ class CudaCapturer:
             torch.backends.cudnn.benchmark = before
 
 
-def host_random() -> tuple[Any, Any, Any]:
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+class HostRandom:
+    """Random states of the host, as they were when this object was created."""
 
+    def __init__(self) -> None:
+        self._torch, self._numpy, self._python = torch.get_rng_state(), np.random.get_state(), random.getstate()
 
-def same_random(a: tuple[Any, Any, Any], b: tuple[Any, Any, Any]) -> bool:
-    numpy = all(np.array_equal(x, y) for x, y in zip(a[1], b[1], strict=True))
-    return bool(torch.equal(a[0], b[0])) and numpy and a[2] == b[2]
+    def changed(self) -> bool:
+        """Return True if a random number was drawn since."""
+        numpy = zip(self._numpy, np.random.get_state(), strict=True)
+        same = torch.equal(self._torch, torch.get_rng_state()) and self._python == random.getstate()
+        return not (same and all(np.array_equal(a, b) for a, b in numpy))
 
-
-def set_host_random(state: tuple[Any, Any, Any]) -> None:
-    torch.set_rng_state(state[0])
-    np.random.set_state(state[1])
-    random.setstate(state[2])
+    def restore(self) -> None:
+        """Restore the states."""
+        torch.set_rng_state(self._torch)
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
 
 
 def translations() -> tuple[int, int]:
