@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from operator import is_, itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,13 +22,10 @@ from flodl.data.batch import Batch
 from flodl.errors import TrainError
 from flodl.nested import map_leaves
 from flodl.train.recorded import Recorded
+from flodl.train.step.accumulate import Accumulator
 from flodl.train.step.capturer import Capturer, HostRandom, Refused, Run, translations
 from flodl.train.step.outcome import OBSERVED, Outcome
 from flodl.train.step.overlap import Overlap
-
-if TYPE_CHECKING:
-    from flodl.train.step.device import DeviceStep
-    from flodl.train.step.step import Step
 
 __all__ = ["EndCaptures", "StepCaptures", "flatten"]
 
@@ -73,7 +70,8 @@ class _Captures:
 
     Args:
         step: the step whose work is captured.
-        device: computes what is captured.
+        compute: the function that is captured.
+        finish: completes a capture; its result is kept as long as the graph is replayed.
         capturer: None runs everything one operation at a time.
         warn: receives one message if nothing can be captured.
         strict: raise if nothing can be captured.
@@ -87,9 +85,17 @@ class _Captures:
     what: str
 
     def __init__(
-        self, step: Step, device: DeviceStep, capturer: Capturer | None, warn: Callable[[str], Any], *, strict: bool
+        self,
+        step: Accumulator,
+        compute: Callable[..., Outcome],
+        finish: Callable[[], object],
+        capturer: Capturer | None,
+        warn: Callable[[str], Any],
+        *,
+        strict: bool,
     ) -> None:
-        self.step, self.device, self.capturer, self.warn, self.strict = step, device, capturer, warn, strict
+        self.step, self.compute, self.finish = step, compute, finish
+        self.capturer, self.warn, self.strict = capturer, warn, strict
         self.given_up: str | None = None
         self.num_captured = 0
         self.first_s = self.capture_s = 0.0
@@ -161,7 +167,7 @@ class _Captures:
                 raise Refused("the step draws random numbers on the host, which a captured graph would repeat")
         except Exception as error:
             fault = f"{error}".strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        held = self.device.finish_capture()
+        held = self.finish()
         fault = self._of_all_ranks(fault)
         if fault is not None or replay is None:
             # Outside of the handler, since the error's frames refer to the incomplete capture.
@@ -194,18 +200,17 @@ class _Captures:
 class StepCaptures(_Captures):
     """Captured graphs of this rank's part of a step, by the structure of its batches.
 
-    Args:
-        num_rows: whether `flodl.data.Batch.num_rows` is part of a batch's structure.
-        **options: as for the base class.
+    Attributes:
+        num_rows: True if `flodl.data.Batch.num_rows` is part of a batch's structure.
     """
 
     what = "steps"
 
-    def __init__(self, step: Step, *given: Any, num_rows: bool, strict: bool) -> None:
-        self.most, self.num_rows = MOST_GRAPHS, num_rows
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.most, self.num_rows = MOST_GRAPHS, True
         self._full = False
         self._steps = self._replayed = 0
-        super().__init__(step, *given, strict=strict)
+        super().__init__(*args, **options)
 
     @property
     def recorded(self) -> Recorded:
@@ -235,7 +240,7 @@ class StepCaptures(_Captures):
     def run(self, batches: Sequence[Any]) -> Outcome:
         """Return the outcome of one step, replayed if its shape is captured."""
         self._steps += 1
-        ordinary = partial(self.device.compute, batches)
+        ordinary = partial(self.compute, batches)
         if self.given_up is not None:
             return self._launch(ordinary)
         try:
@@ -264,7 +269,7 @@ class StepCaptures(_Captures):
             inputs = [tensor.clone() for tensor in tensors]
             rest = iter(inputs)
             own = [_with(batch, rest) for batch in batches]
-            graph = self._capture(key, partial(self.device.compute, own), inputs)
+            graph = self._capture(key, partial(self.compute, own), inputs)
             if graph is None:
                 return self._launch(ordinary)
         graph.take(tensors)
@@ -301,13 +306,13 @@ class EndCaptures(_Captures):
 
     what = "sums over ranks and updates"
 
-    def __init__(self, step: Step, *given: Any, strict: bool) -> None:
+    def __init__(self, step: Accumulator, *args: Any, **options: Any) -> None:
         self.most = MOST_ENDS
         self.overlap: Overlap | None = None
         self.pair = torch.zeros(2, dtype=torch.float64, device=step.ranks.device)
         self.weight = torch.zeros((), dtype=torch.float64, device=step.ranks.device)
         self._samples: int | None = None
-        super().__init__(step, *given, strict=strict)
+        super().__init__(step, *args, **options)
 
     def run(self, pair: torch.Tensor, samples: int, missing: tuple[int, ...]) -> Outcome:
         """Return the outcome of the step of all ranks.
@@ -323,7 +328,7 @@ class EndCaptures(_Captures):
             self._samples = samples
         if self.overlap is not None:
             self.overlap.mark_end()
-        ordinary = partial(self.device.reduce_and_update, self.pair, self.weight, missing, self.overlap)
+        ordinary = partial(self.compute, self.pair, self.weight, missing, self.overlap)
         if self.capturer is None or self.given_up is not None:
             return ordinary()
         key = self._options(), missing

@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from flodl.train.loss import batch_len
+from flodl.train.step.accumulate import Accumulator
 from flodl.train.step.capture import EndCaptures, StepCaptures
 from flodl.train.step.capturer import Capturer
 from flodl.train.step.decide import GradientCheck
@@ -27,17 +28,14 @@ from flodl.train.step.fused import FusedUpdate, divide
 from flodl.train.step.outcome import Outcome, Part, StepResult, not_finite, outcome_of, pack_metrics
 from flodl.train.step.overlap import Overlap
 
-if TYPE_CHECKING:
-    from flodl.train.step.step import Step
-
 __all__ = ["DeviceStep"]
 
 
 class DeviceStep:
-    """Reduce, decide and apply the steps of a `flodl.train.step.step.Step` on its device.
+    """Reduce, decide and apply steps on their device.
 
     Args:
-        step: its optimiser is one that `flodl.train.step.fused.why_unsupported` accepts.
+        step: accumulates gradients; its optimiser is one that `flodl.train.step.fused.why_unsupported` accepts.
         capturer: captures steps; None runs them one operation at a time.
         warn: receives one message if steps cannot be captured.
         deferred: see `flodl.train.step.step.Step.decide_on_device`.
@@ -51,7 +49,7 @@ class DeviceStep:
 
     def __init__(
         self,
-        step: Step,
+        step: Accumulator,
         capturer: Capturer | None,
         warn: Callable[[str], Any],
         *,
@@ -62,6 +60,7 @@ class DeviceStep:
         self.step, self.ranks, self.place = step, step.ranks, step.ranks.device
         self.check = GradientCheck(self.place, max_grad_norm=step.max_grad_norm, sticky=step.on_nan == "stop")
         self.fused = FusedUpdate(step.optimizer, self.place)
+        step.sends_early = False
         can_run_ahead = step.timer.slowdown <= 1  # a slowed rank waits to measure its time
         self._deferred = deferred and can_run_ahead
         self._one_late = can_run_ahead and not deferred and not step.share_gradients and self.place.type == "cuda"
@@ -69,14 +68,15 @@ class DeviceStep:
         self.end: EndCaptures | None = None
         if step.share_gradients:
             again, overlap = (None, None) if capturer is None else capturer.beside(self.ranks)
-            self.end = EndCaptures(step, self, again, warn, strict=strict)
+            self.end = EndCaptures(step, self.reduce_and_update, self.finish_capture, again, warn, strict=strict)
             if isinstance(overlap, str):
                 step.sums.prepare_capture(fault=f"sums do not begin beside the backward pass ({overlap})")
             elif overlap is not None:
                 self.end.overlap = overlap
                 step.sums.prepare_capture(overlap.event, fault=overlap.fault, tell=warn)
         if capturer is not None:
-            self.captures = StepCaptures(step, self, capturer, warn, num_rows=num_rows, strict=strict)
+            self.captures = StepCaptures(step, self.compute, self.finish_capture, capturer, warn, strict=strict)
+            self.captures.num_rows = num_rows
 
     def run(self, batches: Sequence[Any], number: int, flags: Sequence[float]) -> StepResult:
         """Return the result of one step; see `flodl.train.step.step.Step.run`."""

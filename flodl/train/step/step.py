@@ -1,9 +1,5 @@
 """One optimiser step: accumulate, reduce, decide, apply.
 
-Gradients of *sums* of losses are added up, so that the same samples give the same step however they are cut into
-micro-batches and ranks; they are divided once, by the count of all. A step whose samples are one micro-batch of one
-rank divides before the backward pass instead, which gives the bits of a plain ``mean().backward()`` loop.
-
 `Step` reads its figures and decides on the host: that serves loss scales, all optimisers, shards and CPUs. On a device
 that should never wait, `flodl.train.step.device` reduces, decides and applies without the host.
 """
@@ -11,38 +7,31 @@ that should never wait, `flodl.train.step.device` reduces, decides and applies w
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from flodl.distributed.average import BufferMean
-from flodl.distributed.gradients import GradientSum
-from flodl.distributed.group import Ranks, Summed
+from flodl.distributed.group import Summed
 from flodl.distributed.sharded import whole
 from flodl.errors import TrainError
-from flodl.train.callback import Hooks
-from flodl.train.loss import Loss, as_loss, batch_len
-from flodl.train.precision import Precision
+from flodl.train.loss import Loss
 from flodl.train.recorded import Recorded
+from flodl.train.step.accumulate import Accumulator, StepTimer, TrainStep
 from flodl.train.step.capturer import Capturer, CudaCapturer
 from flodl.train.step.device import DeviceStep
 from flodl.train.step.fused import divide, why_unsupported
 from flodl.train.step.outcome import OBSERVED, Figures, Part, StepResult, not_finite, pack_metrics, read_metrics
-from flodl.train.watching import Watching
 
-__all__ = ["Step", "StepTimer", "TrainStep"]
+__all__ = ["Step", "TrainStep"]
 
-TrainStep = Callable[[nn.Module, Any], Any]
 MAX_OVERFLOWS = 50
 
 
-class Step:
+class Step(Accumulator):
     """Turn micro-batches into one update of the parameters.
 
     ::
@@ -53,71 +42,17 @@ class Step:
             result = step(batch)
         print(step.recorded())
 
-    Args:
-        model: the model, on its device.
-        optimizer: an optimiser of its parameters.
-        train_step: ``train_step(model, batch)``, see `flodl.train.loss.as_loss` for what it may return.
-        ranks: the ranks of the run; None for this process alone.
-        precision: autocast and loss scale; None for float32.
-        share_gradients: sum gradients over ranks (Sync); otherwise each rank takes its own step.
-        max_grad_norm: clip the gradient to this 2-norm.
-        on_nan: ``"stop"`` raises if the loss or the gradient is not finite, ``"skip"`` leaves the step out. In both
-            cases no rank applies it.
-        sum_of_means: add the *means* of micro-batches and ranks without dividing: the gradient is larger by the factor
-            accumulation times processes. For recipes that were tuned to it.
-        slowdown: this rank sleeps so that its compute takes this many times as long; for experiments.
-        reduce_on_cpu: sum gradients through host memory on every device.
-        sharded: weights are sharded, so the backward pass sums gradients over ranks, and every rank takes as many
-            passes as the others.
+    Its arguments and attributes are those of `flodl.train.step.accumulate.Accumulator`.
 
     Attributes:
-        hooks: callbacks that act around the backward pass; None if there are none.
-        watching: collects values inside the model; None if nothing is collected.
         device: takes steps without the host; None if the host decides.
         unrecorded: why steps are not captured on a device that can; None if they are.
-        arrived: returns True if the oldest pending figures are on this host.
-        timer: measures the compute time of this rank.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        train_step: TrainStep | None,
-        *,
-        ranks: Ranks | None = None,
-        precision: Precision | None = None,
-        share_gradients: bool = True,
-        max_grad_norm: float | None = None,
-        on_nan: str = "stop",
-        sum_of_means: bool = False,
-        slowdown: float = 1.0,
-        reduce_on_cpu: bool = False,
-        sharded: bool = False,
-    ) -> None:
-        if on_nan not in ("stop", "skip"):
-            raise TrainError(f"Step: found on_nan={on_nan!r}; expected 'stop' or 'skip'.", on_nan=on_nan)
-        self.model, self.optimizer, self.train_step = model, optimizer, train_step
-        self.ranks = ranks or Ranks(device=next(model.parameters()).device)
-        self.precision = precision or Precision("fp32", self.ranks.device)
-        self.share_gradients = share_gradients and not self.ranks.solo
-        self.max_grad_norm, self.on_nan = max_grad_norm, on_nan
-        self.sum_of_means, self.sharded = sum_of_means, sharded
-        self.hooks: Hooks | None = None
-        self.watching: Watching | None = None
-        self.sums = GradientSum(self.ranks, model, on_cpu=reduce_on_cpu)
-        self.buffers: BufferMean | None = None
-        if self.share_gradients and any(True for _ in model.buffers()):
-            self.buffers = BufferMean(self.ranks, model)
-        self.timer = StepTimer(self.ranks.device, slowdown=slowdown)
-        self.device: DeviceStep | None = None
-        self.unrecorded: str | None = None
-        self.arrived: Callable[[], bool] = lambda: False
-        self._part = Part()
-        self._unit = 1.0  # float16 sums are kept small by this power of two, which rounds nothing
-        self._unit_known = self.precision.scaler is None
-        self._overflows = 0
-        self._spare: Any = None
+    device: DeviceStep | None = None
+    unrecorded: str | None = None
+    _overflows = 0
+    _spare: Any = None
 
     def __call__(self, *batches: Any) -> StepResult:
         """Return the result of one optimiser step over these micro-batches; errors as for `run`."""
@@ -145,65 +80,6 @@ class Step:
                 (self.loss_of(self._spare, 1).as_sum() * 0.0).backward()
         return self.update(step=step, flags=flags)
 
-    # ---- accumulate ----------------------------------------------------------------------------------
-
-    def accumulate(self, batches: Sequence[Any]) -> Part:
-        """Add up gradients, losses and counts of micro-batches, without waiting for the device."""
-        part = self._part = Part()
-        if not (batches or self._unit_known):
-            self._agree_on_unit(0.0)
-        alone = len(batches) == 1 and not self.share_gradients
-        # Gradients that callbacks change after the pass are sent after it.
-        early = self.share_gradients and not self.sharded and not (self.hooks and self.hooks.acts("after_backward"))
-        for left, batch in zip(range(len(batches) - 1, -1, -1), batches, strict=True):
-            samples = batch_len(batch)
-            if self.watching is None:
-                loss = self.loss_of(batch, samples)
-            else:
-                with self.watching:
-                    loss = self.loss_of(batch, samples)
-                if observed := self.watching.take():
-                    part.add_metrics(observed, OBSERVED)
-            if not self._unit_known:
-                self._agree_on_unit(loss.count)
-            if early and not left:
-                with self.sums.during_backward(send=self.device is None):
-                    self._add(part, loss, samples, alone)
-            else:
-                self._add(part, loss, samples, alone)
-        return part
-
-    def loss_of(self, batch: Any, samples: int) -> Loss:
-        """Return the loss of a micro-batch with this many samples."""
-        assert self.train_step is not None
-        if self.precision.products is None:
-            return as_loss(self.train_step(self.model, batch), samples)
-        with self.precision.context():
-            return as_loss(self.train_step(self.model, batch), samples)
-
-    def _add(self, part: Part, loss: Loss, samples: int, alone: bool = False) -> None:
-        """Add the gradient and the figures of one micro-batch; divide at once if it is ``alone`` in its step."""
-        loss.check_depends()
-        if self.hooks is not None:
-            loss = self.hooks.before_backward(loss)
-        if self.sum_of_means or alone:
-            value, part.divided = loss.as_mean(), True
-        else:
-            value = loss.as_sum() * self._unit if self._unit != 1 else loss.as_sum()
-        scaler = self.precision.scaler
-        (value if scaler is None else scaler.scale(value)).backward()
-        if self.hooks is not None:
-            self.hooks.call("after_backward")
-        if self.sum_of_means:
-            total, count = value.detach().to(torch.float64), 1.0
-        else:
-            total, count = loss.summed(), loss.count
-            count = count.detach() if isinstance(count, torch.Tensor) else float(count)
-        part.total, part.count = (total, count) if part.total is None else (part.total + total, part.count + count)
-        part.samples += samples
-        if loss.metrics:
-            part.add_metrics(loss.metrics)
-
     def _extra_passes(self, batches: Sequence[Any]) -> int:
         """Return how many passes other ranks take more than this one.
 
@@ -219,12 +95,6 @@ class Step:
                 world=self.ranks.world,
             )
         return int(max(row[0] for row in rows)) - len(batches)
-
-    def _agree_on_unit(self, count: Any) -> None:
-        """Choose, once, the power of two that keeps scaled float16 sums about as small as means."""
-        rows = self.ranks.table([float(count)]) if self.share_gradients else [[float(count)]]
-        self._unit = 2.0 ** -math.ceil(math.log2(max(1.0, *(row[0] for row in rows))))
-        self._unit_known = True
 
     # ---- a loop that the user writes -----------------------------------------------------------------
 
@@ -425,66 +295,3 @@ class Step:
             self.device.reload()
         if self.buffers is not None:
             self.buffers.refresh()
-
-
-class StepTimer:
-    """Measure the compute time of steps, and slow a rank down for experiments.
-
-    On CUDA the time between two events counts, because the host runs ahead of the device. A slowed rank waits for its
-    device, so the clock of the host measures it.
-
-    Args:
-        device: the device that computes.
-        slowdown: factor by which the measured time is stretched by sleeping.
-        event: creates a timing event; `torch.cuda.Event` by default.
-    """
-
-    def __init__(self, device: torch.device, *, slowdown: float = 1.0, event: Callable[[], Any] | None = None) -> None:
-        self.device, self.slowdown = device, slowdown
-        self._cuda, self._events = device.type == "cuda", device.type == "cuda" and slowdown <= 1
-        self._event = event or partial(torch.cuda.Event, enable_timing=True)
-        self._spans: list[tuple[Any, Any]] = []
-        self._previous: list[tuple[Any, Any]] = []
-        self._ms = self._start = 0.0
-        self._mark: Any = None
-
-    def __enter__(self) -> None:
-        """Start to measure."""
-        if self._events:
-            self._mark = self._event()
-            self._mark.record()
-            return
-        if self._cuda:
-            torch.cuda.synchronize(self.device)
-        self._start = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        """Add the time since `__enter__`; with the slowdown unless an error or another object is given."""
-        if self._events:
-            end = self._event()
-            end.record()
-            self._spans.append((self._mark, end))
-            return
-        if self._cuda:
-            torch.cuda.synchronize(self.device)
-        spent = time.perf_counter() - self._start
-        if self.slowdown > 1 and not any(error):
-            time.sleep(spent * (self.slowdown - 1))
-            spent *= self.slowdown
-        self._ms += spent * 1e3
-
-    def take(self) -> float:
-        """Return the milliseconds measured since the last call; waits for the device."""
-        ms, spans, self._ms, self._spans = self._ms, self._spans, 0.0, []
-        return ms + _ms_of(spans) if spans else ms
-
-    def take_previous(self) -> float:
-        """Return the milliseconds of the step before, so that the device always has a next step; the first waits."""
-        sent, self._spans = self._spans, []
-        known, self._previous = self._previous or sent, sent
-        return _ms_of(known)
-
-
-def _ms_of(spans: list[tuple[Any, Any]]) -> float:
-    spans[-1][1].synchronize()
-    return sum(start.elapsed_time(end) for start, end in spans)
