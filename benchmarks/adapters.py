@@ -29,8 +29,8 @@ import torch
 from flodl.train import StepDone
 from flodl_hf import finetune
 from flodl_hf.auto import AutoModelForSequenceClassification
-from flodl_hf.config import ModelConfig
-from flodl_hf.demo import learn_vocabulary
+from flodl_hf.checkpoints.config import ModelConfig
+from flodl_hf.training.demo import learn_vocabulary
 
 BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

@@ -34,7 +34,10 @@ import torch
 
 from benchmarks.peers import on_cpu
 from flodl_hf.auto import head_named
-from flodl_hf.backends.cpu_products import (
+from flodl_hf.checkpoints.config import ModelConfig
+from flodl_hf.inference import cpu_features
+from flodl_hf.models import EncoderModel
+from flodl_hf.nn.backends.cpu_products import (
     Int8Linear,
     OneDnnLinear,
     Scratch,
@@ -43,10 +46,7 @@ from flodl_hf.backends.cpu_products import (
     has_onednn,
     sums_in_32_bits,
 )
-from flodl_hf.config import ModelConfig
-from flodl_hf.model import EncoderModel
 from flodl_hf.readers import load_rows
-from flodl_hf.runtime import cpu_features
 
 TASKS = ("embeddings", "classification", "entities", "answers")
 HEADS = {"embeddings": "base", "classification": "seqcls", "entities": "tokcls", "answers": "qa"}

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from flodl_hf.auto import AutoModel, AutoModelForSequenceClassification
-from flodl_hf.backends.choose import arrange_training
-from flodl_hf.config import ModelConfig
-from flodl_hf.layout import Padded
-from flodl_hf.runtime.prepared import prepared
+from flodl_hf.checkpoints.config import ModelConfig
+from flodl_hf.inference.prepared_graph import prepared
+from flodl_hf.nn.backends.choose import arrange_training
+from flodl_hf.nn.layout import Padded
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128_100, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,

@@ -36,15 +36,15 @@ from torch import Tensor
 
 from flodl.files import write_atomically
 from flodl_hf.auto import head_named
-from flodl_hf.config import ModelConfig
-from flodl_hf.decode.rows import TokenTable
+from flodl_hf.checkpoints.config import ModelConfig
 from flodl_hf.families import families
+from flodl_hf.inference.decode.rows import TokenTable
+from flodl_hf.inference.engine import Engine
+from flodl_hf.inference.options import RunOptions
+from flodl_hf.inference.passes import Pooled
 from flodl_hf.parity.cell import Cell
 from flodl_hf.parity.reference import load_reference, make_checkpoint
 from flodl_hf.parity.shapes import settings_of
-from flodl_hf.runtime.engine import Engine
-from flodl_hf.runtime.options import RunOptions
-from flodl_hf.runtime.passes import Pooled
 from flodl_hf.serving.peak import operations_of_token, peak_of
 
 # Tokens of a batch of theirs, padding included; what fits into a processor's caches is faster there.

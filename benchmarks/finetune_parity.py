@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from flodl.data import DataLoader
-from flodl_hf.finetuning.job import Job, plan_job
-from flodl_hf.finetuning.options import make_options
-from flodl_hf.finetuning.run import train_job
-from flodl_hf.saving.model import stored_tensors
+from flodl_hf.models.saving import stored_tensors
+from flodl_hf.training.job import Job, plan_job
+from flodl_hf.training.options import make_options
+from flodl_hf.training.run import train_job
 
 
 @dataclass
@@ -64,7 +64,7 @@ def compare(model: str | Path, train: Any, steps: int, options: Mapping[str, Any
         model: a folder or Hub name.
         train: training data.
         steps: optimiser steps.
-        options: of `flodl_hf.finetuning.finetune`; one micro-batch a step, and no dropout, are set here.
+        options: of `flodl_hf.training.finetune`; one micro-batch a step, and no dropout, are set here.
     """
     chosen = make_options({**(options or {}), "max_steps": steps, "dropout": 0.0, "devices": "cpu"})
     job = plan_job(model, train, None, chosen)
@@ -173,7 +173,7 @@ def their_inputs(job: Job, batch: dict[str, Any]) -> dict[str, Any]:
 
 def write_demo(folder: Path) -> tuple[Path, list[dict[str, str]]]:
     """Return the untrained demo model's folder, and the sentences it comes with."""
-    from flodl_hf import demo
+    from flodl_hf.training import demo
 
     rows = [{"text": text, "label": demo.LABELS[label]} for text, label in demo.sentences()]
     return demo.demo_model(demo.learn_vocabulary()).save_pretrained(folder / "demo"), rows

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from flodl_hf.finetuning import finetune
+from flodl_hf.training import finetune
 
 TASKS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "sst2": ("sst2/train.tsv", "sst2/dev.tsv", "accuracy", {"epochs": 3, "lr": 5e-5, "batch_size": 32}),

@@ -83,8 +83,8 @@ def write(shape: Shape) -> dict[str, Any]:
     from safetensors.torch import save_file
 
     from flodl_hf import AutoModelForSequenceClassification
-    from flodl_hf.config import ModelConfig
-    from flodl_hf.demo import train_wordpiece
+    from flodl_hf.checkpoints.config import ModelConfig
+    from flodl_hf.training.demo import train_wordpiece
 
     # A small one says what configuration and tokenizer look like.
     config = ModelConfig.for_model(
@@ -180,7 +180,7 @@ def whole(shape: Shape) -> dict[str, Any]:
     """
     import torch
 
-    from flodl_hf.finetuning import finetune
+    from flodl_hf.training import finetune
 
     result = finetune(
         shape.source, train=rows(shape.batch), devices="cuda", optimizer="sgd", beta1=0.0, lr=0.1, max_steps=3,

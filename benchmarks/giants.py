@@ -33,8 +33,8 @@ def make(folder: Path, hidden: int, layers: int, shard: str) -> None:
     import torch
 
     from flodl_hf import AutoModel
-    from flodl_hf.config import ModelConfig
-    from flodl_hf.demo import train_wordpiece
+    from flodl_hf.checkpoints.config import ModelConfig
+    from flodl_hf.training.demo import train_wordpiece
 
     config = ModelConfig.for_model(
         "xlm-roberta-xl", vocab_size=1000, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=32,

@@ -38,16 +38,16 @@ from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from flodl_hf.auto import head_named
-from flodl_hf.config import ModelConfig
-from flodl_hf.layout.buckets import Buffer, bucket_of
-from flodl_hf.model import EncoderModel
-from flodl_hf.runtime.batch import Batch
-from flodl_hf.runtime.cuda_graphs import SMALL
-from flodl_hf.runtime.engine import Engine
-from flodl_hf.runtime.inputs import encode
-from flodl_hf.runtime.stream import Job, stream
+from flodl_hf.checkpoints.config import ModelConfig
+from flodl_hf.inference.batch import Batch
+from flodl_hf.inference.cuda_graphs import SMALL
+from flodl_hf.inference.engine import Engine
+from flodl_hf.inference.inputs import encode
+from flodl_hf.inference.stream import Job, stream
+from flodl_hf.models import EncoderModel
+from flodl_hf.nn.layout.buckets import Buffer, bucket_of
 from flodl_hf.tokenization.threads import cores
-from flodl_hf.tokenizer import Tokenizer
+from flodl_hf.tokenization.tokenizer import Tokenizer
 
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 ENTITIES = ("O", "B-PER", "I-PER", "B-ORG", "I-ORG", "B-LOC", "I-LOC", "B-MISC", "I-MISC")
@@ -136,8 +136,8 @@ class StandIn:
 def in_place_of_a_device(stand_in: StandIn) -> Iterator[None]:
     """Have predictions run on the stand-in, as an accelerator would be used."""
     with ExitStack() as held:
-        held.enter_context(patch("flodl_hf.runtime.session.works_by_itself", lambda device: True))
-        held.enter_context(patch("flodl_hf.runtime.plan.CPU_BUDGET", BUDGET))
+        held.enter_context(patch("flodl_hf.inference.session.works_by_itself", lambda device: True))
+        held.enter_context(patch("flodl_hf.inference.plan.CPU_BUDGET", BUDGET))
         held.enter_context(patch.object(Engine, "_run", lambda self, batch, alone: stand_in.run(self, batch, alone)))
         yield
 
@@ -149,7 +149,7 @@ class Steps:
         self.seconds = {"encode": 0.0, "start": 0.0, "finish": 0.0}
 
     def stream(self, items: Any, job: Job[Any, Any], *, most: int, **_: Any) -> Any:
-        """Stand in for `flodl_hf.runtime.stream.stream`."""
+        """Stand in for `flodl_hf.inference.stream.stream`."""
         steps = {step: partial(self._timed, step, getattr(job, step)) for step in self.seconds}
         return stream(items, Job(**steps), first=most, most=most)
 
@@ -195,7 +195,7 @@ def measured(stand_in: StandIn, items: list[Any], call: Callable[[list[Any]], An
         call(items[:200])
         for _ in range(rounds):
             steps = Steps()
-            with patch("flodl_hf.runtime.session.stream", steps.stream):
+            with patch("flodl_hf.inference.session.stream", steps.stream):
                 found = call(items)
             del found
             gc.collect()

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from flodl_hf.adapter_layers.lora import AdaptedLinear
-from flodl_hf.adapters import Lora
 from flodl_hf.auto import AutoModelForSequenceClassification
-from flodl_hf.config import ModelConfig
+from flodl_hf.checkpoints.config import ModelConfig
+from flodl_hf.models.adapters import Lora
+from flodl_hf.nn.adapter_layers.lora import AdaptedLinear
 
 SIZES = {
     "tiny": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from benchmarks.throughput import model_of, theirs_of
-from flodl_hf.runtime import Engine, RunOptions
-from flodl_hf.runtime.inputs import encode
-from flodl_hf.runtime.passes import Scores
-from flodl_hf.tokenizer import Tokenizer
+from flodl_hf.inference import Engine, RunOptions
+from flodl_hf.inference.inputs import encode
+from flodl_hf.inference.passes import Scores
+from flodl_hf.tokenization.tokenizer import Tokenizer
 
 TEXT = (
     "The quick brown fox jumps over the lazy dog while seven old men watch from a wooden bench near "

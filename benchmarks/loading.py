@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-OURS = "import flodl_hf, flodl_hf.model.pretrained; load = lambda f: flodl_hf.AutoModel.from_pretrained(f, mapped={})"
+OURS = "import flodl_hf, flodl_hf.models.pretrained; load = lambda f: flodl_hf.AutoModel.from_pretrained(f, mapped={})"
 CONTENDERS = {
     "flodl_hf, copied": OURS.format(False),
     "flodl_hf, mapped": OURS.format(True),

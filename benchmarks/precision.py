@@ -23,14 +23,14 @@ from torch import Tensor
 
 from benchmarks.corpus import source_texts
 from flodl_hf.auto import head_named
-from flodl_hf.config import ModelConfig
+from flodl_hf.checkpoints.config import ModelConfig
 from flodl_hf.errors import PredictError
 from flodl_hf.families import FAMILIES
-from flodl_hf.model import EncoderModel
-from flodl_hf.runtime import Engine, RunOptions
-from flodl_hf.runtime.inputs import encode, split_pairs
-from flodl_hf.runtime.passes import Scores
-from flodl_hf.tokenizer import Tokenizer
+from flodl_hf.inference import Engine, RunOptions
+from flodl_hf.inference.inputs import encode, split_pairs
+from flodl_hf.inference.passes import Scores
+from flodl_hf.models import EncoderModel
+from flodl_hf.tokenization.tokenizer import Tokenizer
 
 WORDS: dict[str, Any] = {
     "vocab_size": 30522, "hidden_size": 384, "num_layers": 6, "num_heads": 12, "intermediate_size": 1536,

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 from flodl_hf import load
-from flodl_hf.decode import join_words
-from flodl_hf.model import EncoderModel
+from flodl_hf.inference.decode import join_words
+from flodl_hf.models import EncoderModel
 from flodl_hf.readers import load_rows
 
 QUESTION_WINDOW = {"max_tokens": 384, "stride": 128}
@@ -139,7 +139,7 @@ def answers(model: EncoderModel, folder: str, rows: Sequence[dict[str, Any]]) ->
     """Compare the best answer to each question, by its words and place."""
     import transformers
 
-    from flodl_hf.decode.compat import question_answering
+    from flodl_hf.inference.decode.compat import question_answering
     from flodl_hf.parity.reference import load_reference
 
     assert model.tokenizer is not None

@@ -28,9 +28,9 @@ import torch
 
 from benchmarks.corpus import mixed_texts
 from flodl_hf.auto import head_named
-from flodl_hf.config import ModelConfig
-from flodl_hf.model import EncoderModel
-from flodl_hf.tokenizer import Tokenizer
+from flodl_hf.checkpoints.config import ModelConfig
+from flodl_hf.models import EncoderModel
+from flodl_hf.tokenization.tokenizer import Tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 30522, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
@@ -127,9 +127,9 @@ def middle(values: list[float]) -> str:
 
 def shares(model: EncoderModel, texts: list[str], precision: str) -> str:
     """Return where the time of one run goes: host steps alone, and the device."""
-    from flodl_hf.runtime import Session
-    from flodl_hf.runtime.inputs import encode
-    from flodl_hf.runtime.passes import Scores
+    from flodl_hf.inference import Session
+    from flodl_hf.inference.inputs import encode
+    from flodl_hf.inference.passes import Scores
 
     begin = time.perf_counter()
     offsets = model.head == "token_classification"

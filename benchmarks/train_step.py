@@ -35,10 +35,10 @@ import torch
 
 from benchmarks.graph_overhead import scaled_mad
 from flodl.train import EpochMetrics, StepDone, Warned
-from flodl_hf.config import ModelConfig
-from flodl_hf.finetuning import finetune
+from flodl_hf.checkpoints.config import ModelConfig
 from flodl_hf.heads.sequence_classification import SequenceClassifier as Ours
-from flodl_hf.tokenizer import Tokenizer
+from flodl_hf.tokenization.tokenizer import Tokenizer
+from flodl_hf.training import finetune
 
 LENGTH, BATCH, BUDGET = 128, 32, 32768
 DENSE = 6 * 85e6  # operations of a training step for one token: forward 2, backward 4, for each dense weight

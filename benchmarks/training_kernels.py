@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flodl.train.step import blocks, decide
-from flodl_hf.attention.dot_product import attend
-from flodl_hf.layout.buckets import Buffer, bucket_of
-from flodl_hf.layout.layouts import Packed
+from flodl_hf.nn.attention.dot_product import attend
+from flodl_hf.nn.layout.buckets import Buffer, bucket_of
+from flodl_hf.nn.layout.layouts import Packed
 
 HEADS, WIDTH, DROPOUT = 12, 64, 0.1
 CALLS = 50
@@ -101,7 +101,7 @@ class Part:
 
 
 def _sums() -> Part:
-    from flodl_hf.kernels import operations
+    from flodl_hf.nn.kernels import operations
 
     def make(size: tuple[int, int, bool]) -> tuple[list[Any], list[Tensor]]:
         tokens, width, gelu = size
@@ -128,7 +128,7 @@ def _sums() -> Part:
 
 
 def _norms(backward: bool) -> Part:
-    from flodl_hf.kernels import operations
+    from flodl_hf.nn.kernels import operations
 
     def norm(given: list[Tensor], x_bias: Tensor | None, seed: Tensor) -> tuple[Tensor, Tensor]:
         x, residual, weight, bias = given
@@ -174,7 +174,7 @@ def _norms(backward: bool) -> Part:
 
 
 def _activate() -> Part:
-    from flodl_hf.kernels import operations
+    from flodl_hf.nn.kernels import operations
 
     def make(size: tuple[int, int]) -> tuple[list[Any], list[Tensor]]:
         sets = [drawn(*size) for _ in range(4)]
@@ -220,7 +220,7 @@ def _squares() -> Part:
 
 
 def _copies() -> Part:
-    from flodl_hf.kernels import copies
+    from flodl_hf.nn.kernels import copies
 
     def make(width: int) -> tuple[list[Any], list[Tensor]]:
         shapes = [(width, width)] * 3 + [(width,)] * 3 + [(width, width), (width,), (4 * width, width), (4 * width,)]
@@ -250,7 +250,7 @@ def _lengths(texts: int, middle: float, longest: int) -> np.ndarray:
 
 
 def _attention(backward: bool) -> Part:
-    from flodl_hf.kernels import operations
+    from flodl_hf.nn.kernels import operations
 
     def make(lengths: np.ndarray) -> tuple[list[Any], list[Tensor] | None]:
         buffer = Buffer(bucket_of(lengths))

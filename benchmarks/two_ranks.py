@@ -206,8 +206,8 @@ def make_model(folder: Path, words: Sequence[str], size: dict[str, int]) -> Path
     import torch
 
     from flodl_hf import AutoModelForSequenceClassification
-    from flodl_hf.config import ModelConfig
-    from flodl_hf.demo import train_wordpiece
+    from flodl_hf.checkpoints.config import ModelConfig
+    from flodl_hf.training.demo import train_wordpiece
 
     torch.manual_seed(0)
     tokenizer = train_wordpiece(list(words), vocab_size=min(8_000, 4 * len(words)), max_length=512)
@@ -231,9 +231,9 @@ def train_watched(model: Path, data: Any, devices: Any, batch: int, precision: s
     from contextlib import ExitStack
 
     from flodl.train import Trainer
-    from flodl_hf.finetuning import run
-    from flodl_hf.finetuning.job import plan_job
-    from flodl_hf.finetuning.options import make_options
+    from flodl_hf.training import run
+    from flodl_hf.training.job import plan_job
+    from flodl_hf.training.options import make_options
 
     options: Any = {"devices": devices, "batch_size": batch, "precision": precision, "epochs": EPOCHS + 1}
     job = plan_job(model, data, None, make_options(options))

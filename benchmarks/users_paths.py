@@ -188,7 +188,7 @@ class World:
             import torch
 
             from flodl_hf.auto import head_named
-            from flodl_hf.config import ModelConfig
+            from flodl_hf.checkpoints.config import ModelConfig
 
             torch.manual_seed(0)
             size = TINY if self.args.tiny else size

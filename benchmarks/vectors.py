@@ -53,8 +53,8 @@ from benchmarks.vector_peers import (
 from flodl.train import EpochMetrics
 from flodl_hf import load
 from flodl_hf.auto import AutoModelForMaskedLM
-from flodl_hf.finetuning import finetune
-from flodl_hf.vectors.judging import retrieval_figures
+from flodl_hf.training import finetune
+from flodl_hf.training.evaluators import retrieval_figures
 
 # --- steps a second ------------------------------------------------------------------------------------------------
 

@@ -20,11 +20,11 @@ from typing import Any
 from flodl import errors
 from flodl_hf import errors as hf_errors
 from flodl_hf.families import FAMILIES, index
-from flodl_hf.family import Family
-from flodl_hf.family.config_rows import REQUIRED, Inert, Row
-from flodl_hf.family.keys import KeyRow
-from flodl_hf.family.passed_over import PASSED_OVER
-from flodl_hf.family.shared_keys import COMMON_INERT, FOREIGN
+from flodl_hf.families.schema import Family
+from flodl_hf.families.schema.config_rows import REQUIRED, Inert, Row
+from flodl_hf.families.schema.keys import KeyRow
+from flodl_hf.families.schema.passed_over import PASSED_OVER
+from flodl_hf.families.schema.shared_keys import COMMON_INERT, FOREIGN
 from flodl_hf.heads import HEADS
 from flodl_hf.parity.published import checkpoints_of
 from flodl_hf.tokenization.classes import ALIASES, CLASSES

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flodl_hf import finetune
-from flodl_hf.demo import write_demo
+from flodl_hf.training.demo import write_demo
 
 NAMES = ("Ada", "Bob", "Eve", "Kim", "Lee", "Mia", "Noah", "Omar", "Zoe")
 PLACES = ("Bern", "Kyiv", "London", "New York", "Oslo", "Paris", "Rome", "The Hague")

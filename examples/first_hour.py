@@ -31,7 +31,7 @@ from flodl_hf import (
     pipeline,
     predict_file,
 )
-from flodl_hf.demo import LABELS, sentences, write_demo
+from flodl_hf.training.demo import LABELS, sentences, write_demo
 
 TEXTS = ["The breakfast was delicious.", "Our room was dirty.", "I love the music."]
 TASKS: list[Callable[[Path], Any]] = []

@@ -23,7 +23,7 @@ from typing import Any
 
 from flodl.errors import FlodlError
 from flodl_hf import load
-from flodl_hf.demo import write_demo
+from flodl_hf.training.demo import write_demo
 
 MAX_BODY, MAX_TEXTS, WAIT_S = 1_000_000, 1_000, 0.002
 

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from flodl_hf import encode_file
-from flodl_hf.demo import demo_model, learn_vocabulary, sentences
 from flodl_hf.heads.base import BaseModel
-from flodl_hf.vectors.search import semantic_search
+from flodl_hf.inference.search import semantic_search
+from flodl_hf.training.demo import demo_model, learn_vocabulary, sentences
 
 TOP = 3
 

@@ -10,7 +10,10 @@ model.save_pretrained("out")
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +31,10 @@ from flodl_hf.auto import (
 
 if TYPE_CHECKING:
     from flodl_hf.auto import AutoConfig
-    from flodl_hf.bulk import encode_file, predict_file
-    from flodl_hf.finetuning import evaluate, finetune
-    from flodl_hf.pipelines import pipeline
-    from flodl_hf.tokenizer import Tokenizer as AutoTokenizer
+    from flodl_hf.auto.pipelines import pipeline
+    from flodl_hf.jobs import encode_file, predict_file
+    from flodl_hf.tokenization.tokenizer import Tokenizer as AutoTokenizer
+    from flodl_hf.training import evaluate, finetune
 
 __all__ = [
     "AutoConfig",
@@ -60,27 +63,27 @@ def __getattr__(name: str) -> Any:
 
         return AutoConfig
     if name == "AutoTokenizer":
-        from flodl_hf.tokenizer import Tokenizer
+        from flodl_hf.tokenization.tokenizer import Tokenizer
 
         return Tokenizer
     if name in ("evaluate", "finetune"):
-        import flodl_hf.finetuning
+        import flodl_hf.training
 
-        return getattr(flodl_hf.finetuning, name)
+        return getattr(flodl_hf.training, name)
     if name in ("encode_file", "predict_file"):
-        import flodl_hf.bulk
+        import flodl_hf.jobs
 
-        return getattr(flodl_hf.bulk, name)
+        return getattr(flodl_hf.jobs, name)
     if name == "pipeline":
-        from flodl_hf.pipelines import pipeline
+        from flodl_hf.auto.pipelines import pipeline
 
         return pipeline
     if name == "__version__":
-        from flodl_hf.version import own_version
+        from flodl_hf.checkpoints.version import own_version
 
         return own_version()
     if not name.startswith("_"):
-        from flodl_hf.keywords.other_names import equivalent
+        from flodl_hf.compat.other_names import equivalent
 
         text = equivalent(name)
         if text is not None:
@@ -89,27 +92,52 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'flodl_hf' has no attribute {name!r}")
 
 
-# Former import paths of what documents showed. They are not imported until a name of theirs is asked for.
-_FORMER = {
-    "bodies": "encoder.bodies",
-    "config_rows": "family.config_rows",
-    "config.sizes": "family.sizes",
-    "encoder.layer": "layers.encoder_layer",
-    "encoder_layer": "layers.encoder_layer",
-    "endpoints": "endpoint_checks",
-    "keys": "family.keys",
-    "late": "similarity",
+_MOVED = {
+    "adapters": "models.adapters",
+    "alignment": "tokenization.alignment",
+    "client": "serving.client",
+    "columns": "readers.columns",
+    "config": "checkpoints.config",
+    "demo": "training.demo",
+    "endpoint_checks": "parity.endpoint_checks",
+    "export.onnx_session": "parity.onnx_session",
+    "finetuning": "training",
+    "ray": "jobs.ray",
+    "runtime": "inference",
+    "saliency": "heads.saliency",
+    "similarity": "inference.similarity",
+    "spark": "jobs.spark",
+    "tokenizer": "tokenization.tokenizer",
+    "triton_server": "serving.triton_server",
+    "vectors": "inference",
+    "vectors.judging": "training.evaluators",
+    "verifying": "parity.verifying",
 }
+"""Former import paths that documents showed, and where their modules are now."""
 
 
-class _Former(ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{_FORMER[self.__name__.removeprefix(f'{__name__}.')]}"), name)
+class _MovedModules(MetaPathFinder, Loader):
+    """Import a module of a former path from its new one: both names are one module object."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        package, _, name = fullname.partition(".")
+        former = next((key for key in (name, *_parents(name)) if key in _MOVED), None)
+        if package != __name__ or former is None:
+            return None
+        return ModuleSpec(fullname, self, loader_state=f"{__name__}.{_MOVED[former]}{name.removeprefix(former)}")
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        sys.modules[module.__spec__.name] = import_module(module.__spec__.loader_state)
 
 
-sys.modules.update({f"{__name__}.{former}": _Former(f"{__name__}.{former}") for former in _FORMER})
+def _parents(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+sys.meta_path.insert(0, _MovedModules())
 
 
 def __dir__() -> list[str]:

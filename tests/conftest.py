@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's model, trained once a session."""
-    from flodl_hf.demo import write_demo
+    from flodl_hf.training.demo import write_demo
 
     return write_demo(tmp_path_factory.mktemp("demo") / "demo-model")
 
@@ -74,7 +74,7 @@ def demo_is_trained(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
     def copied(folder: str | Path) -> Path:
         return Path(shutil.copytree(demo_model, folder, dirs_exist_ok=True))
 
-    monkeypatch.setattr("flodl_hf.demo.write_demo", copied)
+    monkeypatch.setattr("flodl_hf.training.demo.write_demo", copied)
     return copied
 
 

@@ -54,7 +54,7 @@ class HeadWord(StrEnum):
 
 
 class PrecisionWord(StrEnum):
-    """The names of `flodl_hf.runtime.Precision`."""
+    """The names of `flodl_hf.inference.Precision`."""
 
     exact = "exact"
     fp32 = "fp32"
@@ -84,7 +84,7 @@ class AggregationWord(StrEnum):
 
 
 class StyleWord(StrEnum):
-    """Interfaces of endpoints; the others are `flodl_hf.endpoint_checks.http.STYLES`."""
+    """Interfaces of endpoints; the others are `flodl_hf.parity.endpoint_checks.http.STYLES`."""
 
     auto = "auto"
     tei = "tei"

@@ -30,8 +30,8 @@ def show(
 
     Options that do not exist are reported, and the exit status is then 1.
     """
-    from flodl_hf.finetuning.options import Options, make_options
-    from flodl_hf.recipe import load_recipe
+    from flodl_hf.training.options import Options, make_options
+    from flodl_hf.training.recipe import load_recipe
 
     found = load_recipe(recipe, env)
     rows: list[tuple[str, Any, str]] = [(path, value, str(origin)) for path, value, origin in found.rows()]

@@ -10,7 +10,7 @@ import typer
 from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting, tell
 
 if TYPE_CHECKING:
-    from flodl_hf.config.model_config import ModelConfig
+    from flodl_hf.checkpoints.config.model_config import ModelConfig
 
 
 @reporting
@@ -26,11 +26,11 @@ def command(
 
     The pickle in the file is read by a parser that knows tensors and nothing else; nothing in it runs.
     """
-    from flodl_hf.config.model_config import read_config_file
+    from flodl_hf.checkpoints.config.model_config import read_config_file
+    from flodl_hf.checkpoints.hub.folders import resolve_folder
+    from flodl_hf.checkpoints.sentence.routing import transformer_folder
+    from flodl_hf.checkpoints.weights.file_names import BIN_FILES, MODEL_FILES
     from flodl_hf.export.convert import convert_bin
-    from flodl_hf.hub.folders import resolve_folder
-    from flodl_hf.sentence.routing import transformer_folder
-    from flodl_hf.weights.file_names import BIN_FILES, MODEL_FILES
 
     hub = {"revision": revision, "local_files_only": local_files_only}
     folder, _ = resolve_folder(model, hub, (*MODEL_FILES, *BIN_FILES))

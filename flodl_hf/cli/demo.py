@@ -25,8 +25,8 @@ def command(
 
     The sentences come with the package; the result is an ordinary Hugging Face folder.
     """
-    from flodl_hf import demo
     from flodl_hf.export.verify import verify_export
+    from flodl_hf.training import demo
 
     if not force and out.is_dir() and not (demo.is_demo(out) or _is_empty(out)):
         raise ExportError(

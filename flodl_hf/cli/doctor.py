@@ -17,7 +17,7 @@ def command(json_output: Json = False) -> None:
     Kernels are compared with torch's on each device. No model is read and no connection is opened. Exit status 1 where
     something does not work. Put the output into bug reports.
     """
-    from flodl_hf.runtime.doctor import examine
+    from flodl_hf.inference.doctor import examine
 
     found = examine()
     if json_output:

@@ -84,12 +84,12 @@ def command(
     Parquet, Arrow and JSON lines keep the columns of the file beside the vector; .npy holds vectors alone. A file may
     have any number of rows; the same command goes on where it was ended.
     """
-    from flodl_hf.bulk import encode_file
+    from flodl_hf.checkpoints.hub.folders import expect_tokenizer
+    from flodl_hf.checkpoints.weights.early import beginning
     from flodl_hf.cli.predict import file_to_file
     from flodl_hf.cli.vectors import check_target
-    from flodl_hf.hub.folders import expect_tokenizer
-    from flodl_hf.vectors.files import SUFFIXES
-    from flodl_hf.weights.early import beginning
+    from flodl_hf.inference.vector_files import SUFFIXES
+    from flodl_hf.jobs import encode_file
 
     check_target(out, SUFFIXES)
     expect_tokenizer(model, "encode")

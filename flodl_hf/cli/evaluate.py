@@ -9,11 +9,11 @@ from typing import Any
 import typer
 
 from flodl.errors import ConfigError
+from flodl_hf.checkpoints.weights.early import beginning
 from flodl_hf.cli.finetune import option_parameters, parameter, parse, train_data, with_parameters
 from flodl_hf.cli.places import check_places
 from flodl_hf.cli.shared import emit_json, reporting, say, tell
-from flodl_hf.finetuning.keywords import EvaluateOptions
-from flodl_hf.weights.early import beginning
+from flodl_hf.training.keywords import EvaluateOptions
 
 __all__ = ["command"]
 
@@ -26,7 +26,7 @@ def run(model: str, data: Any, given: dict[str, Any], json_output: bool) -> None
     devices = given.pop("devices")
     check_places("evaluation", {"model": model, "data": data})
     with beginning(model, {"device": devices if isinstance(devices, str) else None}):
-        from flodl_hf.finetuning import evaluate
+        from flodl_hf.training import evaluate
 
         chosen = {name: value for name, value in given.items() if value is not None}
         result = evaluate(model, data, devices=devices, **chosen)

@@ -1,6 +1,6 @@
 """``flodl-hf finetune``: a checkpoint and a file of examples in, a trained and written model out.
 
-The options are those of `flodl_hf.finetuning.Options`, read off that table, so that the two cannot part.
+The options are those of `flodl_hf.training.Options`, read off that table, so that the two cannot part.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import typer
 
 from flodl.errors import ConfigError, nearest
 from flodl.verbosity import Verbosity, verbosity
+from flodl_hf.checkpoints.weights.early import beginning
 from flodl_hf.cli.choices import choice
 from flodl_hf.cli.once import OnceCommand
 from flodl_hf.cli.places import check_places
 from flodl_hf.cli.shared import emit_json, reporting, say, tell, training_said
 from flodl_hf.cli.spelling import command_line
-from flodl_hf.finetuning.option_checks import SCHEDULES
-from flodl_hf.finetuning.options import Options
-from flodl_hf.finetuning.task_names import TASK_WORDS, TASKS
-from flodl_hf.weights.early import beginning
+from flodl_hf.training.option_checks import SCHEDULES
+from flodl_hf.training.options import Options
+from flodl_hf.training.task_names import TASK_WORDS, TASKS
 
 if TYPE_CHECKING:
-    from flodl_hf.finetuning.result import FinetuneResult
+    from flodl_hf.training.result import FinetuneResult
 
 ANY_PORT = "any"
 SHOWN = ("task", "folder", "metrics", "steps", "best_step", "seconds", "recorded", "summed")
@@ -94,7 +94,7 @@ def _run(
     values: dict[str, Any], trial: str | None, dashboard: str | None, control: bool, overwrite: bool, json_output: bool
 ) -> None:
     """Do what was asked for; ``values`` as of recipes."""
-    from flodl_hf.finetuning.run import _is_first_rank, finetune
+    from flodl_hf.training.run import _is_first_rank, finetune
 
     name = values.pop("model")
     data = {"train": train_data(values.pop("train")), "eval": eval_data(values.pop("eval", None))}
@@ -141,7 +141,7 @@ def _values(said: Mapping[str, Any], recipe: Path | None, env: str | None) -> di
     """
     values: dict[str, Any] = {}
     if recipe is not None:
-        from flodl_hf.recipe import load_recipe
+        from flodl_hf.training.recipe import load_recipe
 
         values = load_recipe(recipe, env).values
     elif env is not None:
@@ -163,7 +163,7 @@ def _values(said: Mapping[str, Any], recipe: Path | None, env: str | None) -> di
 
 def _report(model: str, result: FinetuneResult, json_output: bool) -> None:
     """Print what came of a run, and what can be done with it."""
-    from flodl_hf.weights.file_names import ADAPTER_CONFIG
+    from flodl_hf.checkpoints.weights.file_names import ADAPTER_CONFIG
 
     if json_output:
         found = result.to_dict()
@@ -210,7 +210,7 @@ def _is_taken(folder: Path) -> bool:
 
 def _try(trial: str, model: str, data: Mapping[str, Any], values: Mapping[str, Any], json_output: bool) -> None:
     """Do a dry run or search a learning rate, and print what came of it."""
-    from flodl_hf.finetuning import dry_run, find_lr
+    from flodl_hf.training import dry_run, find_lr
 
     if trial == "dry-run":
         found: Any = dry_run(model, **data, **values)
@@ -238,7 +238,7 @@ def _monitor(dashboard: str | None, control: bool) -> Any:
             raise ConfigError("--dashboard-control: there is no --dashboard that it could be of", problems=["control"])
         return None
     from flodl.monitor import Monitor
-    from flodl_hf.finetuning.run import _is_first_rank
+    from flodl_hf.training.run import _is_first_rank
 
     if not _is_first_rank():
         return True  # each rank tells of its work, the first one shows it

@@ -12,9 +12,9 @@ from flodl_hf.cli.choices import Head, HeadWord, PrecisionWord
 from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting, tell
 
 if TYPE_CHECKING:
-    from flodl_hf.config.model_config import ModelConfig
-    from flodl_hf.runtime.explain import Explanation
-    from flodl_hf.sentence.recipe import SentenceRecipe
+    from flodl_hf.checkpoints.config.model_config import ModelConfig
+    from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
+    from flodl_hf.inference.explain import Explanation
 
 _SENTENCES = ("notes", "tokenizer_settings", "tokenizer_differences", "vectors")
 
@@ -73,7 +73,7 @@ def command(
 def examined(folder: Path, config: ModelConfig) -> list[str]:
     """Return where a tokenizer's settings contradict ``tokenizer.json`` and which holds, or why it does not load."""
     from flodl_hf.errors import TokenizerError
-    from flodl_hf.model.folder_tokenizer import load_tokenizer
+    from flodl_hf.models.folder_tokenizer import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(folder, config)
@@ -90,11 +90,11 @@ def runs(folder: Path, head: str, device: str, precision: Any) -> Explanation:
         PredictError: the precision is unknown, or the device lacks it.
     """
     from flodl.devices import parse_device
-    from flodl_hf.config.model_config import read_config_file
-    from flodl_hf.model.filling import settle_dtype
-    from flodl_hf.model.pretrained import open_weights, plan_folder
-    from flodl_hf.runtime.explain import explain_graph
-    from flodl_hf.runtime.precision import check_name, dtype_of
+    from flodl_hf.checkpoints.config.model_config import read_config_file
+    from flodl_hf.inference.explain import explain_graph
+    from flodl_hf.inference.precision import check_name, dtype_of
+    from flodl_hf.models.filling import settle_dtype
+    from flodl_hf.models.pretrained import open_weights, plan_folder
 
     check_name(precision)
     config = read_config_file(folder)
@@ -111,14 +111,14 @@ def describe(name: str, head: str, hub: dict[str, Any]) -> dict[str, Any]:
         FlodlError: the checkpoint cannot be read for this head; the message says what is wrong.
     """
     from flodl_hf.auto import head_named
-    from flodl_hf.config.model_config import read_config_file
-    from flodl_hf.hub.folders import resolve_folder
-    from flodl_hf.model.pretrained import open_weights, plan_folder
-    from flodl_hf.model.transformers_methods import size_text
-    from flodl_hf.sentence.recipe import read_recipe
-    from flodl_hf.sentence.routing import transformer_folder
-    from flodl_hf.weights.file_names import MODEL_FILES, VOCABULARY_FILES
-    from flodl_hf.weights.loading import head_of
+    from flodl_hf.checkpoints.config.model_config import read_config_file
+    from flodl_hf.checkpoints.hub.folders import resolve_folder
+    from flodl_hf.checkpoints.sentence.recipe import read_recipe
+    from flodl_hf.checkpoints.sentence.routing import transformer_folder
+    from flodl_hf.checkpoints.weights.file_names import MODEL_FILES, VOCABULARY_FILES
+    from flodl_hf.checkpoints.weights.loading import head_of
+    from flodl_hf.models.pretrained import open_weights, plan_folder
+    from flodl_hf.models.transformers_methods import size_text
 
     root, commit = resolve_folder(name, hub, MODEL_FILES)
     folder = transformer_folder(root)

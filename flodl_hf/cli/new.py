@@ -23,7 +23,7 @@ def command(
     json_output: Json = False,
 ) -> None:
     """Begin a fine-tune: a recipe, a few rows of data to replace, a test, and a page that says how to go on."""
-    from flodl_hf.finetuning.project import new_project
+    from flodl_hf.cli.project import new_project
 
     files = new_project(folder, task=task, model=model)
     if json_output:

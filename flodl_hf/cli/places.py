@@ -9,7 +9,7 @@ from typing import Any
 
 from flodl.errors import DataError, printable
 from flodl.files import expect_file, expect_writable
-from flodl_hf.hub.download import expect_place
+from flodl_hf.checkpoints.hub.download import expect_place
 
 __all__ = ["PLACES", "check_places"]
 

@@ -1,7 +1,7 @@
 """``flodl-hf predict``: texts in, answers out, for whatever task the checkpoint was written for.
 
 Texts of the command line and of standard input are answered here; a file of them (``--in``, ``--out``) is
-`flodl_hf.bulk`'s.
+`flodl_hf.jobs`'s.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flodl.errors import ConfigError, printable
+from flodl_hf.checkpoints.weights.early import beginning
 from flodl_hf.cli.choices import AggregationWord, FaultWord, Head, HeadWord
 from flodl_hf.cli.options import (
     Device,
@@ -49,10 +50,9 @@ from flodl_hf.cli.shared import (
     tell,
 )
 from flodl_hf.errors import PredictError
-from flodl_hf.weights.early import beginning
 
 if TYPE_CHECKING:
-    from flodl_hf.bulk import FileResult, Progress
+    from flodl_hf.jobs import FileResult, Progress
 
 MOST_DRAWN = 1_000
 """Most answers that --html draws."""
@@ -196,7 +196,7 @@ def command(
         raise ConfigError(f"--html: {page}: {what}", problems=["html"])
     with beginning(model, {"device": device, "weights": weights}):
         from flodl_hf.auto import load
-        from flodl_hf.hub.folders import expect_tokenizer
+        from flodl_hf.checkpoints.hub.folders import expect_tokenizer
 
         expect_tokenizer(model, "predict")
         loaded = load(model, head=head, **loading, device=device_said(device))
@@ -208,7 +208,7 @@ def command(
         answers = answer(loaded, texts, question=question, options=given)
     drawn = _told(answers, json_output, most=0 if page is None else MOST_DRAWN)
     if page is not None:
-        from flodl_hf.report.answers import write_page
+        from flodl_hf.training.report.answers import write_page
 
         write_page(page, model, drawn)
         say(f"drawn in {page}")
@@ -268,7 +268,7 @@ def answer(
     model: Any, texts: Iterator[str], *, question: str | None, options: dict[str, Any]
 ) -> Iterator[tuple[str, Any]]:
     """Yield each text with its answer, some at a time."""
-    from flodl_hf.runtime.stream import WINDOW
+    from flodl_hf.inference.stream import WINDOW
 
     def results(chunk: list[str]) -> list[Any]:
         if model.head == "question_answering":
@@ -371,8 +371,8 @@ def file_to_file(
     ``called`` is what the output is called where that is not its path.
     """
     from flodl.signals import StopSignals
-    from flodl_hf.bulk.parts import Parts
-    from flodl_hf.bulk.ranks import Rank
+    from flodl_hf.jobs.parts import Parts
+    from flodl_hf.jobs.ranks import Rank
 
     is_first = "devices" in said or Rank.from_env().rank == 0
     with StopSignals() as signals, progress() as bar:
@@ -396,7 +396,7 @@ def predict_to_file(
     model: str, source: str, out: Path, said: dict[str, Any], json_output: bool, called: str | None = None
 ) -> None:
     """Answer a file into a file, with a bar, and leave as the signals say."""
-    from flodl_hf.bulk import predict_file
+    from flodl_hf.jobs import predict_file
 
     file_to_file(predict_file, model, source, out, said, json_output, "predicting", called=called)
 

@@ -31,11 +31,11 @@ def command(
 ) -> None:
     """Find the texts of a file that are most like each query, exactly, by their vectors."""
     from flodl.errors import DataError
+    from flodl_hf.checkpoints.hub.folders import expect_tokenizer
     from flodl_hf.cli.vectors import encoder, texts_of
-    from flodl_hf.hub.folders import expect_tokenizer
-    from flodl_hf.vectors.files import ranges_path, read_vectors
-    from flodl_hf.vectors.quantize import binary_search, byte_search
-    from flodl_hf.vectors.search import semantic_search
+    from flodl_hf.inference.quantize import binary_search, byte_search
+    from flodl_hf.inference.search import semantic_search
+    from flodl_hf.inference.vector_files import ranges_path, read_vectors
 
     expect_tokenizer(model, "search")
     queries = query or [line for line in stdin_lines() if line.strip()]

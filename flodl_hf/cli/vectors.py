@@ -62,8 +62,8 @@ def texts_of(path: str, column: str | None) -> tuple[list[str], list[dict[str, A
     Raises:
         DataError: no column of texts can be told.
     """
-    from flodl_hf.columns import NAMES, column_names
     from flodl_hf.readers import read_rows
+    from flodl_hf.readers.columns import NAMES, column_names
 
     rows = list(read_rows(path, blank_lines=True))
     if not rows:

@@ -34,8 +34,8 @@ def command(
     Exit status 0 if every file is as it was written, 1 if one is not, 3 if nothing says what the files should be.
     """
     from flodl.errors import CheckpointError
-    from flodl_hf.verifying import verify
-    from flodl_hf.weights.checksums import CHECKSUMS, write_checksums
+    from flodl_hf.checkpoints.weights.checksums import CHECKSUMS, write_checksums
+    from flodl_hf.parity.verifying import verify
 
     place = _place(folder)
     if write:
@@ -74,7 +74,7 @@ def _place(folder: str) -> Path:
     """Return the folder of that name, or that of a Hub name in the cache."""
     if os.path.exists(folder) or folder.startswith((".", "/", "~")) or folder.count("/") > 1:
         return Path(os.path.expanduser(folder))
-    from flodl_hf.hub.folders import resolve_folder
-    from flodl_hf.weights.file_names import MODEL_FILES
+    from flodl_hf.checkpoints.hub.folders import resolve_folder
+    from flodl_hf.checkpoints.weights.file_names import MODEL_FILES
 
     return resolve_folder(folder, {"local_files_only": True}, MODEL_FILES)[0]

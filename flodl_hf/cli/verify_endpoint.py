@@ -39,8 +39,8 @@ def command(
 
     Exit status 0 if nothing differs, 1 if something does.
     """
-    from flodl_hf.endpoint_checks import verify_endpoint
-    from flodl_hf.endpoint_checks.checks import TOLERANCE
+    from flodl_hf.parity.endpoint_checks import verify_endpoint
+    from flodl_hf.parity.endpoint_checks.checks import TOLERANCE
 
     report = verify_endpoint(
         target, source, tolerance=TOLERANCE if tolerance is None else tolerance, local_files_only=local_files_only,

@@ -1,18 +1,15 @@
-"""What is made of a model for others, and the proof of it. How a model's own folder is written is `flodl_hf.saving`.
+"""Write models for other engines, and compare the results. A model's own folder: `flodl_hf.models.saving`.
 
-verify        a folder that was written, compared with what it came from and with transformers
-convert       a ``.bin`` checkpoint written as safetensors
-engine        files for other engines: ONNX, torch.export, each proved
-traced        the modules that are traced for them
-onnx_session  an ONNX file, run
-graph_file    a graph's own ``.fdl`` file, to a folder and back
+verify      a folder that was written, compared with what it came from and with transformers
+convert     a ``.bin`` checkpoint written as safetensors
+engine      files for other engines: ONNX, torch.export, each verified
+traced      the modules that are traced for them
+graph_file  a graph's own ``.fdl`` file, to a folder and back
 """
 
-from flodl_hf.export.convert import convert_bin
-from flodl_hf.saving import (
+from flodl_hf.checkpoints.saving import (
     WritePlan,
     WrittenFile,
-    export_model,
     is_model_file,
     patch_json,
     plan_state,
@@ -22,6 +19,8 @@ from flodl_hf.saving import (
     write_safetensors,
     write_state,
 )
+from flodl_hf.export.convert import convert_bin
+from flodl_hf.models.saving import export_model
 
 __all__ = [
     "WritePlan",

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from flodl_hf.checkpoints.saving.publish import is_model_file, publish_folder
+from flodl_hf.checkpoints.saving.state import WritePlan, plan_state, write_state
+from flodl_hf.checkpoints.saving.write import WrittenFile, verify_files, write_bytes
+from flodl_hf.checkpoints.sentence.routing import module_folders, routing_of, transformer_folders
+from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
+from flodl_hf.checkpoints.weights.checkpoint.members import Folder
+from flodl_hf.checkpoints.weights.checksums import CHECKSUMS, write_checksums
 from flodl_hf.errors import ExportError
-from flodl_hf.saving.publish import is_model_file, publish_folder
-from flodl_hf.saving.state import WritePlan, plan_state, write_state
-from flodl_hf.saving.write import WrittenFile, verify_files, write_bytes
-from flodl_hf.sentence.routing import module_folders, routing_of, transformer_folders
-from flodl_hf.weights.checkpoint import Checkpoint
-from flodl_hf.weights.checkpoint.members import Folder
-from flodl_hf.weights.checksums import CHECKSUMS, write_checksums
 
 __all__ = ["convert_bin", "kept_names", "model_files"]
 

@@ -20,19 +20,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flodl_hf.checkpoints.saving.publish import is_model_file, publish_folder
+from flodl_hf.checkpoints.saving.write import WrittenFile, write_bytes
+from flodl_hf.checkpoints.sentence.routing import WEIGHT_FILES
+from flodl_hf.checkpoints.version import own_version
 from flodl_hf.errors import ExportError, PredictError
-from flodl_hf.export.onnx_session import OnnxModel, require
 from flodl_hf.export.traced import Traced, undisturbed
 from flodl_hf.export.verify import ENGINE_FILES, RECEIPT, Check, Verification
-from flodl_hf.saving.publish import is_model_file, publish_folder
-from flodl_hf.saving.write import WrittenFile, write_bytes
-from flodl_hf.sentence.routing import WEIGHT_FILES
-from flodl_hf.version import own_version
+from flodl_hf.parity.onnx_session import OnnxModel, require
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-    from flodl_hf.model.encoder_model import EncoderModel
+    from flodl_hf.models.encoder_model import EncoderModel
     from flodl_hf.parity.inputs import AwkwardBatch
 
 __all__ = ["BOUND", "OPSET", "PROGRAM", "EngineFile", "export_onnx", "export_program"]
@@ -209,7 +209,7 @@ class _Export:
         self, folder: str | Path, write: Callable[[Path, ExportedProgram], None], opened: Callable[[Path], Answer],
         needed: int, overwrite: bool, command: str | None,
     ) -> EngineFile:  # fmt: skip
-        from flodl_hf.weights.checksums import compare_folder
+        from flodl_hf.checkpoints.weights.checksums import compare_folder
 
         self._check_weights(Path(folder))
         self.receipt.folder = Path(folder).name
@@ -253,7 +253,7 @@ class _Export:
 
     def _surround(self, stage: Path) -> None:
         """Write what stands beside: configuration, tokenizer, small files of sentence-transformers."""
-        from flodl_hf.saving.model import surroundings
+        from flodl_hf.models.saving import surroundings
 
         for name, data in surroundings(self.traced.model).items():
             place = stage / name
@@ -337,7 +337,7 @@ class _Export:
     def _describe(self, stage: Path, command: str | None) -> None:
         import json
 
-        from flodl_hf.weights.checksums import write_checksums
+        from flodl_hf.checkpoints.weights.checksums import write_checksums
 
         written = [_hashed(stage, path) for path in sorted(stage.rglob("*")) if path.is_file()]
         write_checksums(stage, ((file.name, file.size, file.sha256) for file in written))

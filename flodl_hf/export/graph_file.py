@@ -24,24 +24,24 @@ from torch import Tensor
 from flodl.checkpoint import Checkpoint, load_tensors
 from flodl.errors import CheckpointError, capped, printable
 from flodl.graph.fingerprint import structural_hash
-from flodl_hf.config.file import MAX_CONFIG_BYTES
-from flodl_hf.config.model_config import ModelConfig, read_config_file
+from flodl_hf.checkpoints.config.file import MAX_CONFIG_BYTES
+from flodl_hf.checkpoints.config.model_config import ModelConfig, read_config_file
+from flodl_hf.checkpoints.hub.folders import resolve_folder
+from flodl_hf.checkpoints.saving.json_text import patch_json
+from flodl_hf.checkpoints.saving.state import plan_state, write_state
+from flodl_hf.checkpoints.sentence.routing import transformer_folder
+from flodl_hf.checkpoints.weights import checkpoint as stored
+from flodl_hf.checkpoints.weights.checkpoint.members import read_member
+from flodl_hf.checkpoints.weights.file_names import CONFIG_NAME, MODEL_FILES
+from flodl_hf.checkpoints.weights.loading import canonical_names, head_of
 from flodl_hf.errors import ExportError
 from flodl_hf.export.convert import model_files
-from flodl_hf.family.head_names import names_of
-from flodl_hf.hub.folders import resolve_folder
-from flodl_hf.layers.parts import joined
-from flodl_hf.saving.json_text import patch_json
-from flodl_hf.saving.model import export_model
-from flodl_hf.saving.state import plan_state, write_state
-from flodl_hf.sentence.routing import transformer_folder
-from flodl_hf.weights import checkpoint as stored
-from flodl_hf.weights.checkpoint.members import read_member
-from flodl_hf.weights.file_names import CONFIG_NAME, MODEL_FILES
-from flodl_hf.weights.loading import canonical_names, head_of
+from flodl_hf.families.schema.head_names import names_of
+from flodl_hf.models.saving import export_model
+from flodl_hf.nn.layers.parts import joined
 
 if TYPE_CHECKING:
-    from flodl_hf.model.encoder_model import EncoderModel
+    from flodl_hf.models.encoder_model import EncoderModel
 
 __all__ = ["GraphFile", "export_graph_file", "is_graph_file"]
 

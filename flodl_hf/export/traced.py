@@ -22,7 +22,7 @@ from flodl_hf.errors import ExportError
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-    from flodl_hf.model.encoder_model import EncoderModel
+    from flodl_hf.models.encoder_model import EncoderModel
 
 __all__ = ["Traced"]
 
@@ -107,7 +107,7 @@ class Traced(nn.Module):
         return outputs
 
     def _pooled(self, outputs: Mapping[str, Tensor], mask: Tensor) -> Tensor:
-        from flodl_hf.decode.pooling import finish_embeddings, pool_padded
+        from flodl_hf.inference.decode.pooling import finish_embeddings, pool_padded
 
         assert self._recipe is not None
         states, pooler = outputs["last_hidden_state"], outputs.get("pooler_output")

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 from flodl.errors import FlodlError
-from flodl_hf.config.model_config import read_config_file
+from flodl_hf.checkpoints.config.model_config import read_config_file
+from flodl_hf.checkpoints.sentence.routing import WEIGHT_FILES, transformer_folder, transformer_folders
+from flodl_hf.checkpoints.version import own_version
+from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
 from flodl_hf.errors import ExportError
-from flodl_hf.model.pretrained import open_weights
-from flodl_hf.sentence.routing import WEIGHT_FILES, transformer_folder, transformer_folders
-from flodl_hf.version import own_version
-from flodl_hf.weights.checkpoint import Checkpoint
+from flodl_hf.models.pretrained import open_weights
 
 if TYPE_CHECKING:
-    from flodl_hf.model.encoder_model import EncoderModel
+    from flodl_hf.models.encoder_model import EncoderModel
 
 __all__ = ["ENGINE_FILES", "RECEIPT", "Check", "Verification", "verify_export"]
 
@@ -210,7 +210,7 @@ def _opens(run: _Run) -> Iterator[Check]:
 
 
 def _as_written(run: _Run) -> Iterator[Check]:
-    from flodl_hf.weights.checksums import CHECKSUMS, compare_folder
+    from flodl_hf.checkpoints.weights.checksums import CHECKSUMS, compare_folder
 
     name = "files as they were written"
     if not (run.place / CHECKSUMS).is_file():

@@ -7,7 +7,6 @@ discovered by itself.
 
 from __future__ import annotations
 
-import copyreg
 import json
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -16,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flodl.errors import ConfigError, nearest
-from flodl_hf.family import Family
-from flodl_hf.family.config_rows import Row
-from flodl_hf.family.head_names import HEAD_NAMES
+from flodl_hf.families.schema.head_names import HEAD_NAMES
 
 if TYPE_CHECKING:
+    from flodl_hf.families.schema import Family
+    from flodl_hf.families.schema.config_rows import Row
+
     FAMILIES: tuple[Family, ...]
 
 __all__ = [
@@ -158,14 +158,12 @@ def _travelled(model_type: str, config: type[Any]) -> Family:
     )
 
 
-def _by_name(family: Family) -> tuple[Any, ...]:
-    # A family is code, so it travels by name. Naming its configuration's class has the other process import the
-    # module of a family from outside, which is where such a family registers itself.
+def _pickled_by_name(family: Family) -> tuple[Any, ...]:
+    """Return what ``Family.__reduce__`` returns: a function and the names from which it finds the family again."""
+    # Naming its configuration's class has the other process import the module of a family from outside, which is where
+    # such a family registers itself.
     _travelled(family.model_type, family.config)
     return _travelled, (family.model_type, family.config)
-
-
-copyreg.pickle(Family, _by_name)
 
 
 @cache
@@ -186,6 +184,8 @@ def _entries() -> Iterable[dict[str, Any]]:
 
 
 def _described(name: str) -> list[dict[str, Any]]:
+    from flodl_hf.families.schema import Family
+
     stated = vars(import_module(f"{__name__}.{name}")).items()
     return [_entry(value, f"{name}.{constant}") for constant, value in stated if isinstance(value, Family)]
 

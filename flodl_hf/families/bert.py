@@ -12,12 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flodl.graph import Graph
-from flodl_hf.encoder import bodies
-from flodl_hf.encoder.graphs import Embeddings, bert_block, chain, pooler, stack
-from flodl_hf.family import Family, FamilyHead, FamilyTokenizer, Ignored
-from flodl_hf.family.config_rows import Row, activation, count, epsilon, fraction, optional, padding_id
-from flodl_hf.family.keys import KeyRow, Tie
-from flodl_hf.family.sizes import BASE_SIZES, SIZES, EncoderSizes
+from flodl_hf.families.schema import Family, FamilyHead, FamilyTokenizer, Ignored
+from flodl_hf.families.schema.config_rows import Row, activation, count, epsilon, fraction, optional, padding_id
+from flodl_hf.families.schema.keys import KeyRow, Tie
+from flodl_hf.families.schema.sizes import BASE_SIZES, SIZES, EncoderSizes
+from flodl_hf.nn.encoder import bodies
+from flodl_hf.nn.encoder.graphs import Embeddings, bert_block, chain, pooler, stack
 
 __all__ = ["FAMILY", "BertConfig"]
 

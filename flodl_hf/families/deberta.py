@@ -11,17 +11,17 @@ It departs from its second version in:
 from __future__ import annotations
 
 from flodl.graph import Graph
-from flodl_hf.attention.disentangled import DisentangledAttention, RelativePositions
-from flodl_hf.encoder.deberta import MaskedEmbeddings
-from flodl_hf.encoder.graphs import stack
 from flodl_hf.families import deberta_v2
 from flodl_hf.families.deberta_v2 import DebertaConfig
-from flodl_hf.family import FamilyTokenizer
-from flodl_hf.family.config_rows import Inert
-from flodl_hf.family.keys import KeyRow, rows_under
-from flodl_hf.family.sizes import BASE_SIZES
-from flodl_hf.layers.encoder_layer import EncoderLayer, FeedForward
-from flodl_hf.layers.norms import StepwiseNorm
+from flodl_hf.families.schema import FamilyTokenizer
+from flodl_hf.families.schema.config_rows import Inert
+from flodl_hf.families.schema.keys import KeyRow, rows_under
+from flodl_hf.families.schema.sizes import BASE_SIZES
+from flodl_hf.nn.attention.disentangled import DisentangledAttention, RelativePositions
+from flodl_hf.nn.encoder.deberta import MaskedEmbeddings
+from flodl_hf.nn.encoder.graphs import stack
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.nn.layers.norms import StepwiseNorm
 
 __all__ = ["FAMILY"]
 

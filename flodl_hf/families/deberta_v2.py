@@ -3,7 +3,7 @@
 Both go by the ``model_type`` "deberta-v2". Departures from the shared encoder:
 
 * attention scores content and relative position apart, from one table of distances that is
-  normalised once a call and projected by every layer (`flodl_hf.attention.disentangled`);
+  normalised once a call and projected by every layer (`flodl_hf.nn.attention.disentangled`);
 * absolute positions are an option; embeddings may be narrower than the states; padding is zeroed;
 * a convolution over the embeddings may join the output of the first layer (v2-xlarge);
 * classification has a pooler of its own, which belongs to the head and not to the encoder;
@@ -21,13 +21,8 @@ from torch.nn import functional as F
 
 from flodl.errors import ConfigError
 from flodl.graph import FlowBuilder, Graph
-from flodl_hf.attention.disentangled import DisentangledAttention, RelativePositions
-from flodl_hf.encoder import bodies
-from flodl_hf.encoder.deberta import Convolution, ConvolvedLayer, MaskedEmbeddings, Shift
-from flodl_hf.encoder.graphs import post_norm_block, stack
-from flodl_hf.encoder.losses import check_labels
-from flodl_hf.family import Family, FamilyHead, FamilyTokenizer, Ignored
-from flodl_hf.family.config_rows import (
+from flodl_hf.families.schema import Family, FamilyHead, FamilyTokenizer, Ignored
+from flodl_hf.families.schema.config_rows import (
     Check,
     Inert,
     Row,
@@ -40,10 +35,15 @@ from flodl_hf.family.config_rows import (
     optional,
     padding_id,
 )
-from flodl_hf.family.keys import KeyRow, Tie
-from flodl_hf.family.sizes import SIZES, EncoderSizes
-from flodl_hf.layers.activations import Activation
-from flodl_hf.layers.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.families.schema.keys import KeyRow, Tie
+from flodl_hf.families.schema.sizes import SIZES, EncoderSizes
+from flodl_hf.nn.attention.disentangled import DisentangledAttention, RelativePositions
+from flodl_hf.nn.encoder import bodies
+from flodl_hf.nn.encoder.deberta import Convolution, ConvolvedLayer, MaskedEmbeddings, Shift
+from flodl_hf.nn.encoder.graphs import post_norm_block, stack
+from flodl_hf.nn.encoder.losses import check_labels
+from flodl_hf.nn.layers.activations import Activation
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 
 __all__ = ["FAMILY", "DebertaConfig"]
 

@@ -13,15 +13,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flodl.graph import Graph
-from flodl_hf.attention.dot_product import SelfAttention
-from flodl_hf.encoder import bodies
-from flodl_hf.encoder.graphs import Embeddings, chain, post_norm_block, stack
 from flodl_hf.families import bert
-from flodl_hf.family import Family, FamilyHead
-from flodl_hf.family.config_rows import Inert, Row, activation, count, fraction, padding_id
-from flodl_hf.family.keys import KeyRow, Tie
-from flodl_hf.family.sizes import BASE_SIZES, EncoderSizes
-from flodl_hf.layers.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.families.schema import Family, FamilyHead
+from flodl_hf.families.schema.config_rows import Inert, Row, activation, count, fraction, padding_id
+from flodl_hf.families.schema.keys import KeyRow, Tie
+from flodl_hf.families.schema.sizes import BASE_SIZES, EncoderSizes
+from flodl_hf.nn.attention.dot_product import SelfAttention
+from flodl_hf.nn.encoder import bodies
+from flodl_hf.nn.encoder.graphs import Embeddings, chain, post_norm_block, stack
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 
 __all__ = ["FAMILY", "DistilBertConfig"]
 

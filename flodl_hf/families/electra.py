@@ -16,12 +16,12 @@ from torch import nn
 
 from flodl.errors import ConfigError
 from flodl.graph import Graph
-from flodl_hf.encoder import bodies
-from flodl_hf.encoder.graphs import bert_block, chain, stack
 from flodl_hf.families import bert
-from flodl_hf.family import FamilyHead
-from flodl_hf.family.config_rows import Row, activation, boolean, count, fraction, one_of, optional
-from flodl_hf.family.keys import KeyRow, Tie, rows_under
+from flodl_hf.families.schema import FamilyHead
+from flodl_hf.families.schema.config_rows import Row, activation, boolean, count, fraction, one_of, optional
+from flodl_hf.families.schema.keys import KeyRow, Tie, rows_under
+from flodl_hf.nn.encoder import bodies
+from flodl_hf.nn.encoder.graphs import bert_block, chain, stack
 
 __all__ = ["FAMILY", "ElectraConfig"]
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from flodl.graph import Graph
-from flodl_hf.encoder.graphs import Embeddings, bert_block, chain, stack
 from flodl_hf.families import bert
-from flodl_hf.family.config_rows import Row, boolean, count
-from flodl_hf.family.keys import KeyRow, rows_under
-from flodl_hf.layout.layouts import Layout
+from flodl_hf.families.schema.config_rows import Row, boolean, count
+from flodl_hf.families.schema.keys import KeyRow, rows_under
+from flodl_hf.nn.encoder.graphs import Embeddings, bert_block, chain, stack
+from flodl_hf.nn.layout.layouts import Layout
 
 __all__ = ["FAMILY", "ErnieConfig"]
 

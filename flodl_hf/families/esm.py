@@ -16,14 +16,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from flodl.graph import FlowBuilder, Graph
-from flodl_hf.attention.dot_product import SelfAttention
-from flodl_hf.attention.rotary import Rotary, StatedRotary, wavelength
-from flodl_hf.encoder import bodies
-from flodl_hf.encoder.deberta import Shift
-from flodl_hf.encoder.graphs import Embeddings, chain, pooler, stack
 from flodl_hf.families import bert, roberta
-from flodl_hf.family import Family, FamilyHead, FamilyTokenizer, Ignored, Kept
-from flodl_hf.family.config_rows import (
+from flodl_hf.families.schema import Family, FamilyHead, FamilyTokenizer, Ignored, Kept
+from flodl_hf.families.schema.config_rows import (
     Inert,
     Row,
     boolean,
@@ -35,12 +30,18 @@ from flodl_hf.family.config_rows import (
     token_id,
     within_vocabulary,
 )
-from flodl_hf.family.keys import KeyRow, Tie, rows_under
-from flodl_hf.family.shared_keys import HEAD_WIDTH
-from flodl_hf.family.sizes import BASE_SIZES, SIZES, EncoderSizes
-from flodl_hf.layers.activations import Activation
-from flodl_hf.layers.encoder_layer import EncoderLayer, FeedForward
-from flodl_hf.layout.layouts import Layout
+from flodl_hf.families.schema.keys import KeyRow, Tie, rows_under
+from flodl_hf.families.schema.rotary_rows import wavelength
+from flodl_hf.families.schema.shared_keys import HEAD_WIDTH
+from flodl_hf.families.schema.sizes import BASE_SIZES, SIZES, EncoderSizes
+from flodl_hf.nn.attention.dot_product import SelfAttention
+from flodl_hf.nn.attention.rotary import Rotary, StatedRotary
+from flodl_hf.nn.encoder import bodies
+from flodl_hf.nn.encoder.deberta import Shift
+from flodl_hf.nn.encoder.graphs import Embeddings, chain, pooler, stack
+from flodl_hf.nn.layers.activations import Activation
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.nn.layout.layouts import Layout
 
 __all__ = ["FAMILY", "EsmConfig"]
 

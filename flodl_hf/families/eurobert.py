@@ -16,12 +16,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from flodl.graph import FlowBuilder, Graph
-from flodl_hf.attention.dot_product import SelfAttention
-from flodl_hf.attention.rotary import Rotary, RotarySettings, rotary_rows
-from flodl_hf.encoder import bodies
-from flodl_hf.encoder.graphs import Embeddings, MeanToken, chain, stack
-from flodl_hf.family import Family, FamilyHead, FamilyTokenizer
-from flodl_hf.family.config_rows import (
+from flodl_hf.families.schema import Family, FamilyHead, FamilyTokenizer
+from flodl_hf.families.schema.config_rows import (
     Inert,
     Row,
     activation,
@@ -34,10 +30,15 @@ from flodl_hf.family.config_rows import (
     padding_id,
     within_vocabulary,
 )
-from flodl_hf.family.keys import KeyRow, Tie
-from flodl_hf.family.sizes import BASE_SIZES, SIZES, EncoderSizes
-from flodl_hf.layers.activations import Activation
-from flodl_hf.layers.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.families.schema.keys import KeyRow, Tie
+from flodl_hf.families.schema.rotary_rows import rotary_rows
+from flodl_hf.families.schema.sizes import BASE_SIZES, SIZES, EncoderSizes
+from flodl_hf.nn.attention.dot_product import SelfAttention
+from flodl_hf.nn.attention.rotary import Rotary, RotarySettings
+from flodl_hf.nn.encoder import bodies
+from flodl_hf.nn.encoder.graphs import Embeddings, MeanToken, chain, stack
+from flodl_hf.nn.layers.activations import Activation
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 
 __all__ = ["FAMILY", "EuroBertConfig"]
 

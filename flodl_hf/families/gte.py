@@ -14,17 +14,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flodl.graph import Graph
-from flodl_hf.attention.dot_product import SelfAttention
-from flodl_hf.attention.rotary import Rotary, RotarySettings, rotary_rows
-from flodl_hf.encoder import bodies
-from flodl_hf.encoder.graphs import Embeddings, chain, pooler, post_norm_block, stack
 from flodl_hf.families import bert, roberta
-from flodl_hf.family import Family, FamilyHead
-from flodl_hf.family.config_rows import Inert, changed, count
-from flodl_hf.family.keys import KeyRow, Tie
-from flodl_hf.family.shared_keys import HEAD_WIDTH
-from flodl_hf.family.sizes import BASE_SIZES
-from flodl_hf.layers.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.families.schema import Family, FamilyHead
+from flodl_hf.families.schema.config_rows import Inert, changed, count
+from flodl_hf.families.schema.keys import KeyRow, Tie
+from flodl_hf.families.schema.rotary_rows import rotary_rows
+from flodl_hf.families.schema.shared_keys import HEAD_WIDTH
+from flodl_hf.families.schema.sizes import BASE_SIZES
+from flodl_hf.nn.attention.dot_product import SelfAttention
+from flodl_hf.nn.attention.rotary import Rotary, RotarySettings
+from flodl_hf.nn.encoder import bodies
+from flodl_hf.nn.encoder.graphs import Embeddings, chain, pooler, post_norm_block, stack
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 
 __all__ = ["FAMILY", "NEW", "GteConfig"]
 

@@ -7,7 +7,7 @@ XLM-RoBERTa's vocabulary and heads over rotary positions. It departs from RoBERT
 * files hold query, key and value in one matrix; computed are they one by one.
 
 The first files were written for the code of a repository, with five low-rank differences beside each weight, one a
-task (`flodl_hf.adapters.task_adapters`); that is the family ``TASKED`` below.
+task (`flodl_hf.models.adapters.task_adapters`); that is the family ``TASKED`` below.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from flodl.graph import Graph
-from flodl_hf.attention.dot_product import SelfAttention
-from flodl_hf.attention.rotary import Rotary, RotarySettings, rotary_rows, wavelength
-from flodl_hf.encoder.graphs import Embeddings, chain, post_norm_block, stack
 from flodl_hf.families import bert, roberta
-from flodl_hf.family import Ignored
-from flodl_hf.family.config_rows import Check, Inert, Row, boolean, changed, count, padding_id
-from flodl_hf.family.keys import KeyRow
-from flodl_hf.family.shared_keys import HEAD_WIDTH
-from flodl_hf.layers.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.families.schema import Ignored
+from flodl_hf.families.schema.config_rows import Check, Inert, Row, boolean, changed, count, padding_id
+from flodl_hf.families.schema.keys import KeyRow
+from flodl_hf.families.schema.rotary_rows import rotary_rows, wavelength
+from flodl_hf.families.schema.shared_keys import HEAD_WIDTH
+from flodl_hf.nn.attention.dot_product import SelfAttention
+from flodl_hf.nn.attention.rotary import Rotary, RotarySettings
+from flodl_hf.nn.encoder.graphs import Embeddings, chain, post_norm_block, stack
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 
 __all__ = ["FAMILY", "TASKED", "JinaEmbeddingsV3Config", "TaskedConfig"]
 

@@ -18,12 +18,8 @@ from typing import Any
 from torch import nn
 
 from flodl.graph import Graph
-from flodl_hf.attention.dot_product import SelfAttention
-from flodl_hf.attention.rotary import Rotary, RotarySettings, rotary_settings, wavelength
-from flodl_hf.encoder import bodies
-from flodl_hf.encoder.graphs import Embeddings, chain, stack
-from flodl_hf.family import Family, FamilyHead, FamilyTokenizer
-from flodl_hf.family.config_rows import (
+from flodl_hf.families.schema import Family, FamilyHead, FamilyTokenizer
+from flodl_hf.families.schema.config_rows import (
     Check,
     Inert,
     Row,
@@ -37,10 +33,15 @@ from flodl_hf.family.config_rows import (
     padding_id,
     within_vocabulary,
 )
-from flodl_hf.family.keys import KeyRow, Tie
-from flodl_hf.family.shared_keys import HEAD_WIDTH
-from flodl_hf.family.sizes import BASE_SIZES, SIZES, EncoderSizes
-from flodl_hf.layers.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.families.schema.keys import KeyRow, Tie
+from flodl_hf.families.schema.rotary_rows import rotary_settings, wavelength
+from flodl_hf.families.schema.shared_keys import HEAD_WIDTH
+from flodl_hf.families.schema.sizes import BASE_SIZES, SIZES, EncoderSizes
+from flodl_hf.nn.attention.dot_product import SelfAttention
+from flodl_hf.nn.attention.rotary import Rotary, RotarySettings
+from flodl_hf.nn.encoder import bodies
+from flodl_hf.nn.encoder.graphs import Embeddings, chain, stack
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 
 __all__ = ["FAMILY", "ModernBertConfig"]
 

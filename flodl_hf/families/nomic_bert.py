@@ -16,13 +16,24 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flodl.graph import Graph
-from flodl_hf.attention.dot_product import SelfAttention
-from flodl_hf.attention.rotary import Rotary, rotary_settings, wavelength
-from flodl_hf.encoder.graphs import Embeddings, chain, post_norm_block, stack
 from flodl_hf.families import bert, gte
-from flodl_hf.family.config_rows import Inert, Row, activation, count, epsilon, fraction, one_of, optional, padding_id
-from flodl_hf.family.keys import KeyRow, rows_under
-from flodl_hf.layers.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.families.schema.config_rows import (
+    Inert,
+    Row,
+    activation,
+    count,
+    epsilon,
+    fraction,
+    one_of,
+    optional,
+    padding_id,
+)
+from flodl_hf.families.schema.keys import KeyRow, rows_under
+from flodl_hf.families.schema.rotary_rows import rotary_settings, wavelength
+from flodl_hf.nn.attention.dot_product import SelfAttention
+from flodl_hf.nn.attention.rotary import Rotary
+from flodl_hf.nn.encoder.graphs import Embeddings, chain, post_norm_block, stack
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 
 __all__ = ["FAMILY", "NomicBertConfig"]
 

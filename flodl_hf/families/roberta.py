@@ -14,12 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flodl.graph import Graph
-from flodl_hf.encoder import bodies
-from flodl_hf.encoder.graphs import Embeddings, bert_block, chain, stack
 from flodl_hf.families import bert
-from flodl_hf.family import FamilyHead, FamilyTokenizer
-from flodl_hf.family.config_rows import changed, count
-from flodl_hf.family.keys import KeyRow, Tie, rows_under
+from flodl_hf.families.schema import FamilyHead, FamilyTokenizer
+from flodl_hf.families.schema.config_rows import changed, count
+from flodl_hf.families.schema.keys import KeyRow, Tie, rows_under
+from flodl_hf.nn.encoder import bodies
+from flodl_hf.nn.encoder.graphs import Embeddings, bert_block, chain, stack
 
 __all__ = ["FAMILY", "RobertaConfig"]
 

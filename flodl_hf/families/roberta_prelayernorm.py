@@ -11,10 +11,10 @@ from __future__ import annotations
 from torch import nn
 
 from flodl.graph import Graph
-from flodl_hf.encoder.graphs import chain, pre_norm_block, stack
 from flodl_hf.families import roberta
 from flodl_hf.families.roberta import RobertaConfig
-from flodl_hf.family.keys import KeyRow, rows_under
+from flodl_hf.families.schema.keys import KeyRow, rows_under
+from flodl_hf.nn.encoder.graphs import chain, pre_norm_block, stack
 
 __all__ = ["FAMILY"]
 

@@ -20,16 +20,16 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from flodl.graph import Graph
-from flodl_hf.attention.dot_product import SelfAttention
-from flodl_hf.attention.rotary import PairedRotary
-from flodl_hf.encoder import bodies
-from flodl_hf.encoder.graphs import Embeddings, FeedForward, chain, post_norm_block, stack
 from flodl_hf.families import bert, electra
-from flodl_hf.family import FamilyHead, Kept
-from flodl_hf.family.config_rows import Inert, Row, boolean, changed
-from flodl_hf.family.keys import KeyRow, rows_under
-from flodl_hf.layers.encoder_layer import EncoderLayer
-from flodl_hf.layout.layouts import Layout
+from flodl_hf.families.schema import FamilyHead, Kept
+from flodl_hf.families.schema.config_rows import Inert, Row, boolean, changed
+from flodl_hf.families.schema.keys import KeyRow, rows_under
+from flodl_hf.nn.attention.dot_product import SelfAttention
+from flodl_hf.nn.attention.rotary import PairedRotary
+from flodl_hf.nn.encoder import bodies
+from flodl_hf.nn.encoder.graphs import Embeddings, FeedForward, chain, post_norm_block, stack
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer
+from flodl_hf.nn.layout.layouts import Layout
 
 __all__ = ["FAMILY", "RoFormerConfig"]
 

@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
-from flodl_hf.family import head_names
-from flodl_hf.graph_model.routed import route_within
+from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
+from flodl_hf.compat.taking import taking
+from flodl_hf.families.schema import head_names
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.prediction_keywords import EMBED, ENCODE
-from flodl_hf.keywords.taking import taking
-from flodl_hf.model.encoder_model import EncoderModel
-from flodl_hf.model.outputs import BaseOutput
-from flodl_hf.sentence.recipe import SentenceRecipe
+from flodl_hf.inference.graph_model.routed import route_within
+from flodl_hf.models.encoder_model import EncoderModel
+from flodl_hf.models.outputs import BaseOutput
 
 if TYPE_CHECKING:
-    from flodl_hf.decode.pooling import Pooling
-    from flodl_hf.runtime import RunKeywords
-    from flodl_hf.runtime.inputs import Encoded
-    from flodl_hf.sentence.sparse import SparseVectors
-    from flodl_hf.similarity import Similarity
+    from flodl_hf.checkpoints.sentence.sparse import SparseVectors
+    from flodl_hf.inference import RunKeywords
+    from flodl_hf.inference.decode.pooling import Pooling
+    from flodl_hf.inference.inputs import Encoded
+    from flodl_hf.inference.similarity import Similarity
 
 __all__ = ["HEAD", "BaseModel"]
 
@@ -118,25 +118,25 @@ class BaseModel(EncoderModel):
             strict: raise on a text that is too long.
             untrained: embed although the model holds random values.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
-                `flodl_hf.runtime.RunOptions`; what is not given is as `runtime` set it.
+                `flodl_hf.inference.RunOptions`; what is not given is as `runtime` set it.
 
         Raises:
             PredictError: the model has no tokenizer, or an option makes no sense.
         """
-        from flodl_hf.decode.pooling import check_pooling
+        from flodl_hf.checkpoints.sentence.recipe import recipe_on
         from flodl_hf.heads.vectors import most_sentence_tokens
-        from flodl_hf.runtime import Session
-        from flodl_hf.runtime.items import several
-        from flodl_hf.runtime.passes import Pooled
-        from flodl_hf.runtime.vectors import Vectors
-        from flodl_hf.sentence.recipe import recipe_on
+        from flodl_hf.inference import Session
+        from flodl_hf.inference.decode.pooling import check_pooling
+        from flodl_hf.inference.items import several
+        from flodl_hf.inference.passes import Pooled
+        from flodl_hf.inference.vectors import Vectors
 
         self.ready("embed", untrained=untrained)
         recipe = self.sentence_recipe
         if task is not None and recipe is not None and recipe.routes and route in (None, task):
             task, route = None, task
         if task is not None:
-            from flodl_hf.adapters.task_adapters import adapted, instruction_of
+            from flodl_hf.models.adapters.task_adapters import adapted, instruction_of
 
             said = instruction_of(self, task) if prompt is None and prompt_name is None else prompt
             found: Any = adapted(self, task)
@@ -234,15 +234,15 @@ class BaseModel(EncoderModel):
                 of these vectors.
             windows: as in `embed`.
             untrained: encode although the model holds random values.
-            **run: how to run; see `flodl_hf.runtime.RunOptions`.
+            **run: how to run; see `flodl_hf.inference.RunOptions`.
 
         Raises:
             PredictError: the model has no tokenizer, or an option makes no sense.
         """
-        from flodl_hf.decode.pooling import finish_embeddings
         from flodl_hf.heads.vectors import batches_of, token_embeddings
-        from flodl_hf.runtime.items import several
-        from flodl_hf.vectors.quantize import STORED_PRECISIONS, check_store, quantize_embeddings
+        from flodl_hf.inference.decode.pooling import finish_embeddings
+        from flodl_hf.inference.items import several
+        from flodl_hf.inference.quantize import STORED_PRECISIONS, check_store, quantize_embeddings
 
         texts = several(sentences, "encode")
         texts = texts if isinstance(texts, str) else list(texts)
@@ -323,12 +323,12 @@ class BaseModel(EncoderModel):
             b: texts, or vectors ``(m, size)``.
             measure: "cosine", "dot", "euclidean" or "manhattan" (distances below zero); None as the folder of
                 sentence-transformers says, else cosine.
-            **run: how to run where texts are embedded; see `flodl_hf.runtime.RunOptions`.
+            **run: how to run where texts are embedded; see `flodl_hf.inference.RunOptions`.
 
         Raises:
             PredictError: the measure is unknown, or vectors are of different lengths.
         """
-        from flodl_hf.similarity import similarity_of
+        from flodl_hf.inference.similarity import similarity_of
 
         (first, rows), (second, columns) = (self._as_vectors(x, run) for x in (a, b))
         return similarity_of(first, second, self._measure(measure), rows, columns)
@@ -340,24 +340,24 @@ class BaseModel(EncoderModel):
             a: texts, or vectors ``(n, size)`` of `embed` or `encode`.
             b: as many texts or vectors.
             measure: as of `similarity`.
-            **run: how to run where texts are embedded; see `flodl_hf.runtime.RunOptions`.
+            **run: how to run where texts are embedded; see `flodl_hf.inference.RunOptions`.
 
         Raises:
             PredictError: the measure is unknown, or the vectors differ in number or length.
         """
-        from flodl_hf.similarity import pairwise_of
+        from flodl_hf.inference.similarity import pairwise_of
 
         (first, _), (second, _) = (self._as_vectors(x, run) for x in (a, b))
         return pairwise_of(first, second, self._measure(measure))
 
     def _measure(self, measure: str | None) -> str:
-        from flodl_hf.similarity import measure_of
+        from flodl_hf.inference.similarity import measure_of
 
         return measure or measure_of(self.sentence_recipe.files if self.sentence_recipe else {})
 
     def _as_vectors(self, given: Any, run: RunKeywords) -> tuple[Any, list[str]]:
         """Return vectors, and the texts that they are of where texts were given."""
-        from flodl_hf.runtime.items import several
+        from flodl_hf.inference.items import several
 
         if isinstance(given, str):
             given = [given]
@@ -378,13 +378,14 @@ class BaseModel(EncoderModel):
 
         Folders of ColBERT, PyLate, sentence-transformers' MultiVectorEncoder and bge-m3 do.
 
-        `flodl_hf.similarity.max_sim` compares them. Texts longer than the folder says are cut, as its own library does.
+        `flodl_hf.inference.similarity.max_sim` compares them. Texts longer than the folder says are cut, as its own
+        library does.
 
         Args:
             texts: one text or several.
             query: texts are what is looked for: marked, cut and filled up as queries rather than documents.
             untrained: embed although the model holds random values.
-            **run: how to run; see `flodl_hf.runtime.RunOptions`.
+            **run: how to run; see `flodl_hf.inference.RunOptions`.
 
         Raises:
             PredictError: the folder says nothing of such vectors, or the model has no tokenizer.
@@ -424,7 +425,7 @@ class BaseModel(EncoderModel):
             truncate_dim: keep this many features.
             route: as in `embed`.
             untrained: embed although the model holds random values.
-            **run: how to run; see `flodl_hf.runtime.RunOptions`.
+            **run: how to run; see `flodl_hf.inference.RunOptions`.
 
         Returns:
             `flodl_hf.heads.chunks.Chunks` (``spans``, ``vectors``, ``parts``); several in a list.
@@ -457,7 +458,7 @@ class BaseModel(EncoderModel):
             windows: read all of a long text in windows; a word has its largest weight. Otherwise it is truncated.
             strict: raise on a text that is too long.
             untrained: embed although the model holds random values.
-            **run: how to run; see `flodl_hf.runtime.RunOptions`.
+            **run: how to run; see `flodl_hf.inference.RunOptions`.
 
         Raises:
             PredictError: the folder says nothing of such vectors, or the model has no tokenizer.
@@ -469,7 +470,7 @@ class BaseModel(EncoderModel):
     def _embeddable(self, texts: list[str], *, windows: bool, strict: bool, prompt: str = "") -> Encoded:
         """Return the rows of texts as the folder's recipe wants them read."""
         from flodl_hf.heads.vectors import most_sentence_tokens
-        from flodl_hf.runtime.inputs import encode
+        from flodl_hf.inference.inputs import encode
 
         tokenizer, recipe = self.tokenizer, self.sentence_recipe
         assert tokenizer is not None

@@ -19,10 +19,10 @@ from torch import Tensor
 from flodl_hf.errors import PredictError
 
 if TYPE_CHECKING:
-    from flodl_hf.model.encoder_model import EncoderModel
-    from flodl_hf.runtime import RunKeywords
-    from flodl_hf.runtime.engine import Pending
-    from flodl_hf.runtime.inputs import Encoded
+    from flodl_hf.inference import RunKeywords
+    from flodl_hf.inference.engine import Pending
+    from flodl_hf.inference.inputs import Encoded
+    from flodl_hf.models.encoder_model import EncoderModel
 
 __all__ = ["Chunks", "chunk_vectors", "sentence_spans"]
 
@@ -77,13 +77,13 @@ def chunk_vectors(
     run: RunKeywords,
 ) -> Any:
     """Return the parts of texts with their vectors; see `BaseModel.embed_chunks`."""
-    from flodl_hf.decode.pooling import finish_embeddings
+    from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe, recipe_on
     from flodl_hf.heads.vectors import changed_states, most_sentence_tokens, read_states
-    from flodl_hf.runtime import Session
-    from flodl_hf.runtime.inputs import Encoded
-    from flodl_hf.runtime.items import several
-    from flodl_hf.runtime.token_table import table_of
-    from flodl_hf.sentence.recipe import SentenceRecipe, recipe_on
+    from flodl_hf.inference import Session
+    from flodl_hf.inference.decode.pooling import finish_embeddings
+    from flodl_hf.inference.inputs import Encoded
+    from flodl_hf.inference.items import several
+    from flodl_hf.inference.token_table import table_of
 
     tokenizer = model.ready("embed_chunks", untrained=untrained)
     recipe = recipe_on(model.sentence_recipe, route)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flodl_hf.family.head_names import HeadNames
+from flodl_hf.families.schema.head_names import HeadNames
 
 if TYPE_CHECKING:
-    from flodl_hf.model.encoder_model import EncoderModel
+    from flodl_hf.models.encoder_model import EncoderModel
 
 __all__ = ["Head"]
 

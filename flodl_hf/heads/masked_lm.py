@@ -12,23 +12,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flodl_hf.encoder.losses import check_labels, token_loss
+from flodl_hf.compat.taking import taking
 from flodl_hf.errors import PredictError
-from flodl_hf.family import head_names
+from flodl_hf.families.schema import head_names
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.prediction_keywords import MASKS, SPARSE, SPARSE_ENCODE
 from flodl_hf.heads.scoring import ScoringModel
-from flodl_hf.keywords.taking import taking
-from flodl_hf.model.outputs import MaskedLMOutput
-from flodl_hf.results.lists import Fill
+from flodl_hf.inference.results.lists import Fill
+from flodl_hf.models.outputs import MaskedLMOutput
+from flodl_hf.nn.encoder.losses import check_labels, token_loss
 
 if TYPE_CHECKING:
-    from flodl_hf.decode.masks import MaskPlaces
-    from flodl_hf.decode.rows import TokenTable
-    from flodl_hf.runtime import RunKeywords, Session
-    from flodl_hf.runtime.engine import Pending
-    from flodl_hf.sentence.sparse import SparseVectors
-    from flodl_hf.tokenizer import Row, Tokenizer
+    from flodl_hf.checkpoints.sentence.sparse import SparseVectors
+    from flodl_hf.inference import RunKeywords, Session
+    from flodl_hf.inference.decode.masks import MaskPlaces
+    from flodl_hf.inference.decode.rows import TokenTable
+    from flodl_hf.inference.engine import Pending
+    from flodl_hf.tokenization.tokenizer import Row, Tokenizer
 
 __all__ = ["HEAD", "Fill", "MaskedLM"]
 
@@ -72,18 +72,18 @@ class MaskedLM(ScoringModel):
             untrained: predict although parts of the model hold random values.
             compat: "transformers" gives the dictionaries of its pipeline.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
-                `flodl_hf.runtime.RunOptions`; what is not given is as `runtime` set it.
+                `flodl_hf.inference.RunOptions`; what is not given is as `runtime` set it.
 
         Raises:
             PredictError: a text has no mask, ``top_k`` is below 1, or the model has no tokenizer or an untrained
                 head.
         """
-        from flodl_hf.results.lists import Fills, is_empty, results_of
-        from flodl_hf.runtime import Session
-        from flodl_hf.runtime.items import found_by, several
-        from flodl_hf.runtime.passes import ScoresAt
-        from flodl_hf.runtime.stream import Job
-        from flodl_hf.runtime.token_table import table_of
+        from flodl_hf.inference import Session
+        from flodl_hf.inference.items import found_by, several
+        from flodl_hf.inference.passes import ScoresAt
+        from flodl_hf.inference.results.lists import Fills, is_empty, results_of
+        from flodl_hf.inference.stream import Job
+        from flodl_hf.inference.token_table import table_of
 
         tokenizer = self.ready("fill_mask", untrained=untrained)
         texts = several(texts, "fill_mask")
@@ -148,7 +148,7 @@ class MaskedLM(ScoringModel):
             windows: read all of a long text in windows, joined as its tokens are. Otherwise it is truncated.
             strict: raise on a text that is too long.
             untrained: embed although the model holds random values.
-            **run: how to run; see `flodl_hf.runtime.RunOptions`.
+            **run: how to run; see `flodl_hf.inference.RunOptions`.
 
         Raises:
             PredictError: the model has no tokenizer or an untrained head, or the folder no such prompt.
@@ -187,12 +187,12 @@ class MaskedLM(ScoringModel):
             convert_to_sparse_tensor: False returns dense tensors.
             windows: as in `embed_sparse`.
             untrained: encode although the model holds random values.
-            **run: how to run; see `flodl_hf.runtime.RunOptions`.
+            **run: how to run; see `flodl_hf.inference.RunOptions`.
 
         Raises:
             PredictError: the model has no tokenizer or an untrained head, or the folder no such prompt.
         """
-        from flodl_hf.runtime.items import several
+        from flodl_hf.inference.items import several
 
         texts = several(sentences, "encode")
         given: dict[str, Any] = {**run, "batch_size": batch_size}
@@ -221,14 +221,14 @@ class MaskedLM(ScoringModel):
 
     def _fill_best(self, texts: Any, session: Session, tokenizer: Tokenizer, top_k: int) -> Any:
         """Return the best words of the whole vocabulary for each mask."""
-        from flodl_hf.decode.fast_records import made
-        from flodl_hf.decode.masks import mask_places
-        from flodl_hf.results.lists import Fills, is_empty, results_of
-        from flodl_hf.runtime.inputs import encode as rows_of
-        from flodl_hf.runtime.items import found_by
-        from flodl_hf.runtime.passes import BestAt
-        from flodl_hf.runtime.stream import Job
-        from flodl_hf.runtime.token_table import chosen_rows
+        from flodl_hf.inference.decode.fast_records import made
+        from flodl_hf.inference.decode.masks import mask_places
+        from flodl_hf.inference.inputs import encode as rows_of
+        from flodl_hf.inference.items import found_by
+        from flodl_hf.inference.passes import BestAt
+        from flodl_hf.inference.results.lists import Fills, is_empty, results_of
+        from flodl_hf.inference.stream import Job
+        from flodl_hf.inference.token_table import chosen_rows
 
         if top_k < 1:
             raise PredictError(f"fill-mask: top_k={top_k}; expected at least 1", top_k=top_k)
@@ -291,7 +291,7 @@ class MaskedLM(ScoringModel):
         targets: Sequence[str] | None,
         compat: str | None,
     ) -> list[Any]:
-        from flodl_hf.decode.compat import fill_mask
+        from flodl_hf.inference.decode.compat import fill_mask
 
         if compat is not None:
             ids = [_target_ids(tokenizer, word)[0] for word in targets] if targets else None
@@ -313,9 +313,9 @@ class MaskedLM(ScoringModel):
         rows: list[Row],
         places: list[list[int]],
     ) -> list[Any]:
-        from flodl_hf.decode import decode_targets
-        from flodl_hf.runtime.passes import ScoresAt
-        from flodl_hf.runtime.token_table import table_of
+        from flodl_hf.inference.decode import decode_targets
+        from flodl_hf.inference.passes import ScoresAt
+        from flodl_hf.inference.token_table import table_of
 
         ids = [_target_ids(tokenizer, word) for word in targets]
         masks = sum(map(len, places))

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl_hf.encoder.losses import check_labels
+from flodl_hf.compat.taking import taking
 from flodl_hf.errors import PredictError
-from flodl_hf.family import head_names
+from flodl_hf.families.schema import head_names
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.prediction_keywords import CHOICES
 from flodl_hf.heads.scoring import ScoringModel
-from flodl_hf.keywords.taking import taking
-from flodl_hf.model.outputs import MultipleChoiceOutput
+from flodl_hf.models.outputs import MultipleChoiceOutput
+from flodl_hf.nn.encoder.losses import check_labels
 
 if TYPE_CHECKING:
-    from flodl_hf.decode.classes import Ranked
-    from flodl_hf.runtime import RunKeywords
-    from flodl_hf.runtime.engine import Pending
-    from flodl_hf.runtime.inputs import Encoded
+    from flodl_hf.inference import RunKeywords
+    from flodl_hf.inference.decode.classes import Ranked
+    from flodl_hf.inference.engine import Pending
+    from flodl_hf.inference.inputs import Encoded
 
 __all__ = ["HEAD", "MultipleChoice"]
 
@@ -95,7 +95,7 @@ class MultipleChoice(ScoringModel):
         untrained: bool = False,
         **run: Unpack[RunKeywords],
     ) -> Any:
-        """Return for each prompt its choices with probabilities, best first: `flodl_hf.results.Ranking`.
+        """Return for each prompt its choices with probabilities, best first: `flodl_hf.inference.results.Ranking`.
 
         Prompt and choice are read as a pair of texts. A prompt too long for the model is read in windows, and a
         choice's score is then the mean of theirs, weighted by their tokens.
@@ -105,16 +105,16 @@ class MultipleChoice(ScoringModel):
             strict: raise on a pair that does not fit into one window.
             untrained: answer although parts of the model hold random values.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
-                `flodl_hf.runtime.RunOptions`; what is not given is as `runtime` set it.
+                `flodl_hf.inference.RunOptions`; what is not given is as `runtime` set it.
 
         Raises:
             PredictError: an item is no prompt with choices, or the model has no tokenizer or an untrained head.
         """
-        from flodl_hf.decode.classes import mean_over_windows
-        from flodl_hf.results.lists import Ranking
-        from flodl_hf.runtime import Session
-        from flodl_hf.runtime.inputs import encode
-        from flodl_hf.runtime.passes import Scores
+        from flodl_hf.inference import Session
+        from flodl_hf.inference.decode.classes import mean_over_windows
+        from flodl_hf.inference.inputs import encode
+        from flodl_hf.inference.passes import Scores
+        from flodl_hf.inference.results.lists import Ranking
 
         tokenizer = self.ready("predict", untrained=untrained)
         single = isinstance(items, Mapping) or (isinstance(items, tuple) and _is_item(items))
@@ -147,7 +147,7 @@ def _rows(values: Tensor | None, dimensions: int = 3) -> Tensor | None:
 
 
 def _ranked(scores: Tensor, choices: list[str]) -> list[Ranked]:
-    from flodl_hf.decode.classes import Ranked
+    from flodl_hf.inference.decode.classes import Ranked
 
     chances = scores.softmax(0)
     order = chances.argsort(descending=True, stable=True).tolist()

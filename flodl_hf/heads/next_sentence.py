@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl_hf.encoder.losses import check_labels
+from flodl_hf.compat.taking import taking
 from flodl_hf.errors import PredictError
-from flodl_hf.family import head_names
+from flodl_hf.families.schema import head_names
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.prediction_keywords import PAIRS
 from flodl_hf.heads.scoring import ScoringModel
-from flodl_hf.keywords.taking import taking
-from flodl_hf.model.outputs import NextSentenceOutput
+from flodl_hf.models.outputs import NextSentenceOutput
+from flodl_hf.nn.encoder.losses import check_labels
 
 if TYPE_CHECKING:
-    from flodl_hf.model.encoder_model import EncoderModel
-    from flodl_hf.runtime import RunKeywords
-    from flodl_hf.runtime.engine import Pending
-    from flodl_hf.runtime.inputs import Encoded
-    from flodl_hf.runtime.passes import Work
+    from flodl_hf.inference import RunKeywords
+    from flodl_hf.inference.engine import Pending
+    from flodl_hf.inference.inputs import Encoded
+    from flodl_hf.inference.passes import Work
+    from flodl_hf.models.encoder_model import EncoderModel
 
 __all__ = ["FOLLOWS", "HEAD", "NextSentence", "judged"]
 
@@ -69,12 +69,12 @@ class NextSentence(ScoringModel):
             strict: raise on a pair that does not fit into one window.
             untrained: predict although parts of the model hold random values.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
-                `flodl_hf.runtime.RunOptions`; what is not given is as `runtime` set it.
+                `flodl_hf.inference.RunOptions`; what is not given is as `runtime` set it.
 
         Raises:
             PredictError: what is given are no pairs, or the model has no tokenizer or an untrained head.
         """
-        from flodl_hf.runtime.passes import Scores
+        from flodl_hf.inference.passes import Scores
 
         return judged(self, pairs, Scores(True), FOLLOWS, strict=strict, untrained=untrained, run=run)
 
@@ -97,10 +97,10 @@ def judged(
     Raises:
         PredictError: what is given are no pairs.
     """
-    from flodl_hf.decode import decode_classes
-    from flodl_hf.results.lists import Labels
-    from flodl_hf.runtime import Session
-    from flodl_hf.runtime.inputs import encode, split_pairs
+    from flodl_hf.inference import Session
+    from flodl_hf.inference.decode import decode_classes
+    from flodl_hf.inference.inputs import encode, split_pairs
+    from flodl_hf.inference.results.lists import Labels
 
     tokenizer = model.ready("predict", untrained=untrained)
     single = isinstance(pairs, tuple) and len(pairs) == 2 and all(isinstance(text, str) for text in pairs)

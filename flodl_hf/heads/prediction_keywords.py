@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from flodl_hf.decode.activations import activation_at
-from flodl_hf.keywords.loading import device_of
-from flodl_hf.keywords.taking import Word
-from flodl_hf.runtime.plan import usual_budget
+from flodl_hf.checkpoints.config.activations import activation_at
+from flodl_hf.compat.loading import device_of
+from flodl_hf.compat.taking import Word
+from flodl_hf.inference.plan import usual_budget
 
 __all__ = [
     "ANSWER",

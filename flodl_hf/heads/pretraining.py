@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl_hf.encoder.losses import check_labels, token_loss
-from flodl_hf.family import head_names
+from flodl_hf.compat.taking import taking
+from flodl_hf.families.schema import head_names
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.masked_lm import MaskedLM
 from flodl_hf.heads.next_sentence import FOLLOWS, judged
 from flodl_hf.heads.prediction_keywords import PAIRS
-from flodl_hf.keywords.taking import taking
-from flodl_hf.model.outputs import PretrainingOutput
+from flodl_hf.models.outputs import PretrainingOutput
+from flodl_hf.nn.encoder.losses import check_labels, token_loss
 
 if TYPE_CHECKING:
-    from flodl_hf.runtime import RunKeywords
+    from flodl_hf.inference import RunKeywords
 
 __all__ = ["HEAD", "Pretrainer"]
 
@@ -96,12 +96,12 @@ class Pretrainer(MaskedLM):
             strict: raise on a pair that does not fit into one window.
             untrained: predict although parts of the model hold random values.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
-                `flodl_hf.runtime.RunOptions`; what is not given is as `runtime` set it.
+                `flodl_hf.inference.RunOptions`; what is not given is as `runtime` set it.
 
         Raises:
             PredictError: what is given are no pairs, or the model has no tokenizer or an untrained head.
         """
-        from flodl_hf.runtime.passes import Related
+        from flodl_hf.inference.passes import Related
 
         return judged(self, pairs, Related(), FOLLOWS, strict=strict, untrained=untrained, run=run)
 

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 from torch import Tensor
 
-from flodl_hf.encoder.losses import span_loss
+from flodl_hf.compat.taking import taking
 from flodl_hf.errors import PredictError
-from flodl_hf.family import head_names
+from flodl_hf.families.schema import head_names
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.prediction_keywords import ANSWER
-from flodl_hf.keywords.taking import taking
-from flodl_hf.model.encoder_model import EncoderModel
-from flodl_hf.model.outputs import QuestionAnsweringOutput
+from flodl_hf.models.encoder_model import EncoderModel
+from flodl_hf.models.outputs import QuestionAnsweringOutput
+from flodl_hf.nn.encoder.losses import span_loss
 
 if TYPE_CHECKING:
-    from flodl_hf.decode.rows import Placed
-    from flodl_hf.runtime import RunKeywords
-    from flodl_hf.runtime.engine import Pending
-    from flodl_hf.runtime.inputs import Encoded
-    from flodl_hf.tokenizer import Tokenizer
+    from flodl_hf.inference import RunKeywords
+    from flodl_hf.inference.decode.rows import Placed
+    from flodl_hf.inference.engine import Pending
+    from flodl_hf.inference.inputs import Encoded
+    from flodl_hf.tokenization.tokenizer import Tokenizer
 
 __all__ = ["HEAD", "QuestionAnswerer"]
 
@@ -105,7 +105,7 @@ class QuestionAnswerer(EncoderModel):
     ) -> Any:
         """Return the answers to one question, best first, of the same shape as each of `answer_batch`.
 
-        A `flodl_hf.results.Answers`: ``top_k`` answers, whose own ``text``, ``score``, ``start`` and ``end``
+        A `flodl_hf.inference.results.Answers`: ``top_k`` answers, whose own ``text``, ``score``, ``start`` and ``end``
         are the best one's; ``text`` is exactly ``context[start:end]``.
 
         Args:
@@ -122,7 +122,7 @@ class QuestionAnswerer(EncoderModel):
             strict: raise on a context that does not fit into one window.
             untrained: answer although parts of the model hold random values.
             compat: "transformers-4.57" repeats the pipeline that transformers has since removed.
-            **run: how to run; see `flodl_hf.runtime.RunOptions`.
+            **run: how to run; see `flodl_hf.inference.RunOptions`.
 
         Raises:
             PredictError: as in `answer_batch`.
@@ -155,7 +155,7 @@ class QuestionAnswerer(EncoderModel):
         compat: Literal["transformers-4.57"] | None = None,
         **run: Unpack[RunKeywords],
     ) -> Any:
-        """Return for each question and context its answers, best first: a list of `flodl_hf.results.Answers`.
+        """Return for each question and context its answers, best first: a list of `flodl_hf.inference.results.Answers`.
 
         A context of any length is read in overlapping windows, over which probabilities are normalised
         once, so that scores of one context can be compared.
@@ -176,18 +176,18 @@ class QuestionAnswerer(EncoderModel):
             untrained: answer although parts of the model hold random values.
             compat: "transformers-4.57" repeats the pipeline that transformers has since removed.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
-                `flodl_hf.runtime.RunOptions`; what is not given is as `runtime` set it.
+                `flodl_hf.inference.RunOptions`; what is not given is as `runtime` set it.
 
         Raises:
             PredictError: the model has no tokenizer or an untrained head, a context without text, or an option
                 that makes no sense.
         """
-        from flodl_hf.decode import decode_answers_batch
-        from flodl_hf.decode.rows import Placed
-        from flodl_hf.results.lists import Answers
-        from flodl_hf.runtime import Session
-        from flodl_hf.runtime.items import several
-        from flodl_hf.runtime.passes import Scores
+        from flodl_hf.inference import Session
+        from flodl_hf.inference.decode import decode_answers_batch
+        from flodl_hf.inference.decode.rows import Placed
+        from flodl_hf.inference.items import several
+        from flodl_hf.inference.passes import Scores
+        from flodl_hf.inference.results.lists import Answers
 
         tokenizer = self.ready("answer", untrained=untrained)
         pairs = several(pairs, "answer", mapping=True)
@@ -223,7 +223,7 @@ class QuestionAnswerer(EncoderModel):
 
 def _as_pipeline(placed: Placed, encoded: Encoded, contexts: Sequence[str], **options: Any) -> list[Any]:
     """Return the answers of each context as transformers' former pipeline has them."""
-    from flodl_hf.decode.compat import question_answering
+    from flodl_hf.inference.decode.compat import question_answering
 
     rows = placed.rows(encoded.table)
     results = []
@@ -265,15 +265,15 @@ def _without_context(item: Any) -> bool:
 
 
 def _tokens(tokenizer: Tokenizer, chunk: Sequence[Any], **options: Any) -> Encoded:
-    from flodl_hf.runtime.inputs import encode
+    from flodl_hf.inference.inputs import encode
 
     questions, contexts = _questions(chunk)
     return encode(tokenizer, questions, contexts, offsets=True, cut="second", **options)
 
 
 def _questions(chunk: Sequence[Any]) -> tuple[list[str], list[str]]:
-    from flodl_hf.runtime.items import plain_pairs
-    from flodl_hf.runtime.stream import FIRST_PLACE
+    from flodl_hf.inference.items import plain_pairs
+    from flodl_hf.inference.stream import FIRST_PLACE
 
     places = enumerate(chunk, FIRST_PLACE.get())
     pairs = chunk if plain_pairs(chunk) else [_pair(item, place) for place, item in places]

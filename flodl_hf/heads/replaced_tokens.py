@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl_hf.family import head_names
+from flodl_hf.compat.taking import taking
+from flodl_hf.families.schema import head_names
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.prediction_keywords import MASKS
 from flodl_hf.heads.scoring import ScoringModel
-from flodl_hf.keywords.taking import taking
-from flodl_hf.model.outputs import ReplacedTokensOutput
+from flodl_hf.models.outputs import ReplacedTokensOutput
 
 if TYPE_CHECKING:
-    from flodl_hf.runtime import RunKeywords
-    from flodl_hf.runtime.engine import Pending
-    from flodl_hf.runtime.inputs import Encoded
+    from flodl_hf.inference import RunKeywords
+    from flodl_hf.inference.engine import Pending
+    from flodl_hf.inference.inputs import Encoded
 
 __all__ = ["HEAD", "ReplacedTokens"]
 
@@ -98,18 +98,18 @@ class ReplacedTokens(ScoringModel):
             strict: raise on a text that does not fit into one window.
             untrained: predict although parts of the model hold random values.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
-                `flodl_hf.runtime.RunOptions`; what is not given is as `runtime` set it.
+                `flodl_hf.inference.RunOptions`; what is not given is as `runtime` set it.
 
         Raises:
             PredictError: the model has no tokenizer or an untrained head.
         """
-        from flodl_hf.decode import TagScheme, decode_entities_batch
-        from flodl_hf.decode.rows import Placed
-        from flodl_hf.results.lists import Entities, is_empty
-        from flodl_hf.runtime import Session
-        from flodl_hf.runtime.inputs import encode
-        from flodl_hf.runtime.items import several
-        from flodl_hf.runtime.passes import Scores
+        from flodl_hf.inference import Session
+        from flodl_hf.inference.decode import TagScheme, decode_entities_batch
+        from flodl_hf.inference.decode.rows import Placed
+        from flodl_hf.inference.inputs import encode
+        from flodl_hf.inference.items import several
+        from flodl_hf.inference.passes import Scores
+        from flodl_hf.inference.results.lists import Entities, is_empty
 
         tokenizer = self.ready("predict", untrained=untrained)
         texts = several(texts, "predict")

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from flodl_hf.model.encoder_model import EncoderModel
-from flodl_hf.model.outputs import (
+from flodl_hf.models.encoder_model import EncoderModel
+from flodl_hf.models.outputs import (
     MaskedLMOutput,
     MultipleChoiceOutput,
     NextSentenceOutput,

@@ -14,25 +14,25 @@ import torch
 from torch import Tensor
 
 from flodl.errors import shown
-from flodl_hf.config.score_function import score_function
-from flodl_hf.decode.classes import activation_for
-from flodl_hf.encoder.losses import check_labels, classification_loss
+from flodl_hf.compat.taking import taking
 from flodl_hf.errors import PredictError
-from flodl_hf.family import head_names
+from flodl_hf.families.schema import head_names
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.prediction_keywords import CLASSES, RERANK, ZERO_SHOT
 from flodl_hf.heads.scoring import ScoringModel
-from flodl_hf.keywords.taking import taking
-from flodl_hf.model.outputs import SequenceClassificationOutput
+from flodl_hf.inference.decode.classes import activation_for
+from flodl_hf.models.outputs import SequenceClassificationOutput
+from flodl_hf.models.score_function import score_function
+from flodl_hf.nn.encoder.losses import check_labels, classification_loss
 
 if TYPE_CHECKING:
-    from flodl_hf.config.model_config import ModelConfig
-    from flodl_hf.decode.classes import Activation, Ranked
-    from flodl_hf.results.lists import Ranking
-    from flodl_hf.runtime import RunKeywords
-    from flodl_hf.runtime.engine import Pending
-    from flodl_hf.runtime.inputs import Encoded, Text
-    from flodl_hf.sentence.recipe import SentenceRecipe
+    from flodl_hf.checkpoints.config.model_config import ModelConfig
+    from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
+    from flodl_hf.inference import RunKeywords
+    from flodl_hf.inference.decode.classes import Activation, Ranked
+    from flodl_hf.inference.engine import Pending
+    from flodl_hf.inference.inputs import Encoded, Text
+    from flodl_hf.inference.results.lists import Ranking
 
 __all__ = ["HEAD", "SequenceClassifier", "ranking_activation"]
 
@@ -75,7 +75,8 @@ class SequenceClassifier(ScoringModel):
         compat: Literal["transformers"] | None = None,
         **run: Unpack[RunKeywords],
     ) -> Any:
-        """Return for each text its labels with scores, best first: `flodl_hf.results.Labels`, several in a list.
+        """Return for each text its labels with scores, best first: `flodl_hf.inference.results.Labels`, several in a
+        list.
 
         The folder of a cross-encoder stores the activation of its scores and its default prompt, which are applied as
         sentence-transformers applies them; ``compat="transformers"`` ignores both, as transformers does.
@@ -99,19 +100,19 @@ class SequenceClassifier(ScoringModel):
             untrained: predict although parts of the model hold random values.
             compat: "transformers" gives the dictionaries of its pipeline.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
-                `flodl_hf.runtime.RunOptions`; what is not given is as `runtime` set it.
+                `flodl_hf.inference.RunOptions`; what is not given is as `runtime` set it.
 
         Raises:
             PredictError: the model has no tokenizer or an untrained head, or an option makes no sense.
             TokenizerError: a text is not a valid string, or too long with ``strict``.
         """
-        from flodl_hf.config.label_thresholds import tuned_thresholds
-        from flodl_hf.decode import decode_classes
-        from flodl_hf.decode.classes import decide
-        from flodl_hf.results.lists import Labels
-        from flodl_hf.runtime import Session
-        from flodl_hf.runtime.items import refuse_two_texts, several
-        from flodl_hf.runtime.passes import Scores
+        from flodl_hf.checkpoints.config.label_thresholds import tuned_thresholds
+        from flodl_hf.inference import Session
+        from flodl_hf.inference.decode import decode_classes
+        from flodl_hf.inference.decode.classes import decide
+        from flodl_hf.inference.items import refuse_two_texts, several
+        from flodl_hf.inference.passes import Scores
+        from flodl_hf.inference.results.lists import Labels
 
         self.ready("predict", untrained=untrained)
         if max_length is not None and (not isinstance(max_length, Integral) or max_length < 3):
@@ -140,7 +141,7 @@ class SequenceClassifier(ScoringModel):
 
         def finish(chunk: list[Text], encoded: Encoded, scores: Pending) -> list[Any]:
             if compat is not None:
-                from flodl_hf.decode.compat import text_classification
+                from flodl_hf.inference.decode.compat import text_classification
 
                 return text_classification(
                     scores.stacked(), self.config.labels, problem_type=self.config.problem_type,
@@ -184,17 +185,17 @@ class SequenceClassifier(ScoringModel):
             untrained: answer although parts of the model hold random values.
             compat: "transformers" gives the dictionaries of its pipeline.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
-                `flodl_hf.runtime.RunOptions`; what is not given is as `runtime` set it.
+                `flodl_hf.inference.RunOptions`; what is not given is as `runtime` set it.
 
         Raises:
             PredictError: no labels, a template without ``{}``, or a model without an entailment label.
         """
-        from flodl_hf.decode import contradiction_id, decode_zero_shot, entailment_id
-        from flodl_hf.decode.compat import zero_shot_classification
-        from flodl_hf.results.lists import Labels
-        from flodl_hf.runtime import Session
-        from flodl_hf.runtime.items import several
-        from flodl_hf.runtime.passes import Scores
+        from flodl_hf.inference import Session
+        from flodl_hf.inference.decode import contradiction_id, decode_zero_shot, entailment_id
+        from flodl_hf.inference.decode.compat import zero_shot_classification
+        from flodl_hf.inference.items import several
+        from flodl_hf.inference.passes import Scores
+        from flodl_hf.inference.results.lists import Labels
 
         self.ready("zero_shot", untrained=untrained)
         texts, labels = several(texts, "zero_shot"), several(labels, "zero_shot")
@@ -259,16 +260,16 @@ class SequenceClassifier(ScoringModel):
             truncate: cut a long pair to one window, the longer of the two first, as sentence-transformers does.
             untrained: rank although parts of the model hold random values.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
-                `flodl_hf.runtime.RunOptions`; what is not given is as `runtime` set it.
+                `flodl_hf.inference.RunOptions`; what is not given is as `runtime` set it.
 
         Raises:
             PredictError: the model has more than one label, or documents are no list of strings.
         """
-        from flodl_hf.decode import decode_ranking
-        from flodl_hf.decode.classes import Ranked
-        from flodl_hf.results.lists import Ranking
-        from flodl_hf.runtime import Session
-        from flodl_hf.runtime.passes import Scores
+        from flodl_hf.inference import Session
+        from flodl_hf.inference.decode import decode_ranking
+        from flodl_hf.inference.decode.classes import Ranked
+        from flodl_hf.inference.passes import Scores
+        from flodl_hf.inference.results.lists import Ranking
 
         self.ready("rerank", untrained=untrained)
         activation = ranking_activation(self.config, function_to_apply)
@@ -308,7 +309,7 @@ class SequenceClassifier(ScoringModel):
         recipe = self.cross_encoder
         if recipe is None and name is None:
             return prompt or ""
-        from flodl_hf.sentence.recipe import SentenceRecipe
+        from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
 
         return (recipe or SentenceRecipe()).resolve_prompt(method, prompt, name)
 
@@ -321,7 +322,7 @@ class SequenceClassifier(ScoringModel):
         prompt: str = "",
         max_length: int | None = None,
     ) -> Encoded:
-        from flodl_hf.runtime.inputs import encode, split_pairs
+        from flodl_hf.inference.inputs import encode, split_pairs
 
         tokenizer = self.tokenizer
         assert tokenizer is not None
@@ -371,7 +372,7 @@ def _documents(query: Any, documents: Any) -> list[str]:
     Raises:
         PredictError: query or documents are not what they are to be.
     """
-    from flodl_hf.runtime.items import several
+    from flodl_hf.inference.items import several
 
     texts = several(documents, "rerank")
     if not isinstance(query, str) or isinstance(texts, str):

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 from torch import Tensor
 
-from flodl_hf.encoder.losses import check_labels, token_loss
-from flodl_hf.family import head_names
+from flodl_hf.compat.taking import taking
+from flodl_hf.families.schema import head_names
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.prediction_keywords import ENTITIES
 from flodl_hf.heads.scoring import ScoringModel
-from flodl_hf.keywords.taking import taking
-from flodl_hf.model.outputs import TokenClassificationOutput
+from flodl_hf.models.outputs import TokenClassificationOutput
+from flodl_hf.nn.encoder.losses import check_labels, token_loss
 
 if TYPE_CHECKING:
-    from flodl_hf.decode.entities import Aggregation
-    from flodl_hf.runtime import RunKeywords
-    from flodl_hf.runtime.engine import Pending
-    from flodl_hf.runtime.inputs import Encoded
+    from flodl_hf.inference import RunKeywords
+    from flodl_hf.inference.decode.entities import Aggregation
+    from flodl_hf.inference.engine import Pending
+    from flodl_hf.inference.inputs import Encoded
 
 __all__ = ["HEAD", "TokenClassifier"]
 
@@ -80,18 +80,18 @@ class TokenClassifier(ScoringModel):
             untrained: predict although parts of the model hold random values.
             compat: "transformers" gives the dictionaries of its pipeline, and its flaws.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
-                `flodl_hf.runtime.RunOptions`; what is not given is as `runtime` set it.
+                `flodl_hf.inference.RunOptions`; what is not given is as `runtime` set it.
 
         Raises:
             PredictError: the model has no tokenizer or an untrained head, or an option makes no sense.
             TokenizerError: a text is not a valid string, or too long with ``strict``.
         """
-        from flodl_hf.decode import TagScheme, decode_entities_batch, join_words
-        from flodl_hf.results.lists import Entities, is_empty
-        from flodl_hf.runtime import Session
-        from flodl_hf.runtime.inputs import encode
-        from flodl_hf.runtime.items import several
-        from flodl_hf.runtime.passes import Scores
+        from flodl_hf.inference import Session
+        from flodl_hf.inference.decode import TagScheme, decode_entities_batch, join_words
+        from flodl_hf.inference.inputs import encode
+        from flodl_hf.inference.items import several
+        from flodl_hf.inference.passes import Scores
+        from flodl_hf.inference.results.lists import Entities, is_empty
 
         tokenizer = self.ready("predict", untrained=untrained)
         texts = several(texts, "predict")
@@ -140,8 +140,8 @@ class TokenClassifier(ScoringModel):
         aggregation: str,
         ignore_labels: Collection[str],
     ) -> list[Any]:
-        from flodl_hf.decode.compat import token_classification
-        from flodl_hf.decode.compat.token_classification import TokenizerFacts
+        from flodl_hf.inference.decode.compat import token_classification
+        from flodl_hf.inference.decode.compat.token_classification import TokenizerFacts
 
         tokenizer = self.tokenizer
         assert tokenizer is not None

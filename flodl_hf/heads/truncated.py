@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from flodl_hf.decode.compat import text_classification, zero_shot_classification
 from flodl_hf.heads.prediction_keywords import ZERO_SHOT
+from flodl_hf.inference.decode.compat import text_classification, zero_shot_classification
 
 __all__ = [
     "cut_classes",
@@ -73,9 +73,9 @@ def too_long(model: Any, text: str) -> bool:
 
 def cut_entities(model: Any, text: str, options: dict[str, Any], offsets: Any) -> list[Any]:
     """Return the entities of a text that is truncated to one window, with other offsets of its tokens if given."""
-    from flodl_hf.runtime.engine import facts
-    from flodl_hf.runtime.inputs import Encoded
-    from flodl_hf.runtime.token_table import table_of
+    from flodl_hf.inference.engine import facts
+    from flodl_hf.inference.inputs import Encoded
+    from flodl_hf.inference.token_table import table_of
 
     ((row,),) = model.tokenizer.encode_rows([text], max_tokens=most_tokens(model), snap=False, overflow="truncate")
     if row.truncated:

@@ -1,7 +1,8 @@
 """Vectors of texts beyond one pooled state each: dense layers behind a pooling, one a token, one over a vocabulary.
 
-Decides how a folder's recipe (`flodl_hf.sentence.recipe`) becomes calls of the runtime; what is computed of states
-stands in `flodl_hf.sentence.dense`, `flodl_hf.sentence.multivector` and `flodl_hf.sentence.sparse`.
+Decides how a folder's recipe (`flodl_hf.checkpoints.sentence.recipe`) becomes calls of the runtime; what is computed of
+states stands in `flodl_hf.checkpoints.sentence.dense`, `flodl_hf.checkpoints.sentence.multivector` and
+`flodl_hf.checkpoints.sentence.sparse`.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from flodl_hf.checkpoints.sentence.multivector import marker_id
+from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe, recipe_on
+from flodl_hf.checkpoints.sentence.sparse import SparseVectors, SpladePooling, from_dense, from_tokens
 from flodl_hf.errors import PredictError
-from flodl_hf.sentence.multivector import marker_id
-from flodl_hf.sentence.recipe import SentenceRecipe, recipe_on
-from flodl_hf.sentence.sparse import SparseVectors, SpladePooling, from_dense, from_tokens
 
 if TYPE_CHECKING:
-    from flodl_hf.model.encoder_model import EncoderModel
-    from flodl_hf.runtime import RunKeywords
-    from flodl_hf.runtime.engine import Pending
-    from flodl_hf.runtime.inputs import Encoded
-    from flodl_hf.runtime.passes import States, Work
-    from flodl_hf.sentence.multivector import LateRecipe
-    from flodl_hf.sentence.steps import Step
+    from flodl_hf.checkpoints.sentence.multivector import LateRecipe
+    from flodl_hf.checkpoints.sentence.steps import Step
+    from flodl_hf.inference import RunKeywords
+    from flodl_hf.inference.engine import Pending
+    from flodl_hf.inference.inputs import Encoded
+    from flodl_hf.inference.passes import States, Work
+    from flodl_hf.models.encoder_model import EncoderModel
 
 __all__ = [
     "keywords_for",
@@ -120,7 +121,7 @@ def convolved(
     texts: Sequence[str], *, truncate_dim: int | None, normalize: bool, strict: bool,
 ) -> Tensor:  # fmt: skip
     """Return the vectors of texts in padded batches; arguments as of `pooled_beyond`."""
-    from flodl_hf.decode.pooling import finish_embeddings, pool_padded
+    from flodl_hf.inference.decode.pooling import finish_embeddings, pool_padded
 
     skipped, places, found = prompt_tokens(model, recipe, prompt), [], []
     for at, states, mask in padded_batches(model, recipe, texts, prompt, size=BATCH.get(), strict=strict):
@@ -164,9 +165,9 @@ def pooled_beyond(
         normalize: scale vectors to length 1.
         batch_invariant: compute each vector by itself, because products of several rows are summed in another order.
     """
-    from flodl_hf.decode.pooling import finish_embeddings
-    from flodl_hf.runtime.passes import Pooled
-    from flodl_hf.runtime.vectors import Vectors
+    from flodl_hf.inference.decode.pooling import finish_embeddings
+    from flodl_hf.inference.passes import Pooled
+    from flodl_hf.inference.vectors import Vectors
 
     def finished(found: Tensor) -> Tensor:
         if batch_invariant and len(found) > 1:
@@ -207,7 +208,7 @@ def token_embeddings(
     Raises:
         PredictError: another output is requested.
     """
-    from flodl_hf.runtime import Session
+    from flodl_hf.inference import Session
 
     if output_value != "token_embeddings":
         raise PredictError(
@@ -241,7 +242,7 @@ def token_embeddings(
 
 def read_states(model: EncoderModel, recipe: SentenceRecipe | None) -> States:
     """Return the pass that gives the states which a folder reads: those of the last layer, or of others."""
-    from flodl_hf.runtime.passes import States
+    from flodl_hf.inference.passes import States
 
     if recipe is None or not recipe.changes_states:
         return States()
@@ -259,8 +260,8 @@ def _without_prompt(
     rows: Sequence[Tensor], encoded: Encoded, names: tuple[Any, ...], skipped: int, texts: int
 ) -> Tensor:
     """Return pooled vectors to which the first tokens of each text add nothing."""
-    from flodl_hf.decode.classes import mean_over_windows
-    from flodl_hf.decode.pooling import pool_padded
+    from flodl_hf.inference.decode.classes import mean_over_windows
+    from flodl_hf.inference.decode.pooling import pool_padded
 
     found, counts = [], []
     for states, window in zip(rows, encoded.table.window.tolist(), strict=True):
@@ -276,11 +277,11 @@ def token_vectors(
     model: EncoderModel, texts: str | Iterable[str], *, query: bool, untrained: bool, run: RunKeywords
 ) -> Any:
     """Return a vector for each token; see `BaseModel.embed_tokens`."""
-    from flodl_hf.runtime import Session
-    from flodl_hf.runtime.inputs import Encoded
-    from flodl_hf.runtime.items import several
-    from flodl_hf.runtime.passes import States
-    from flodl_hf.runtime.token_table import table_of
+    from flodl_hf.inference import Session
+    from flodl_hf.inference.inputs import Encoded
+    from flodl_hf.inference.items import several
+    from flodl_hf.inference.passes import States
+    from flodl_hf.inference.token_table import table_of
 
     tokenizer = model.ready("embed_tokens", untrained=untrained)
     late = None if model.sentence_recipe is None else model.sentence_recipe.late
@@ -324,8 +325,8 @@ def _expanded(model: EncoderModel, late: LateRecipe, encoded: Encoded, width: in
 
     Mask tokens that others do not attend to need a mask, which rows without filling have no place for.
     """
-    from flodl_hf.layout.layouts import Padded
-    from flodl_hf.runtime.prepared import shadow
+    from flodl_hf.inference.prepared_graph import shadow
+    from flodl_hf.nn.layout.layouts import Padded
 
     tokenizer = model.tokenizer
     assert tokenizer is not None
@@ -359,8 +360,8 @@ def lexical_vectors(
     run: RunKeywords,
 ) -> SparseVectors:
     """Return weights of a text's own words; see `BaseModel.embed_sparse`."""
-    from flodl_hf.runtime.inputs import encode
-    from flodl_hf.runtime.passes import States
+    from flodl_hf.inference.inputs import encode
+    from flodl_hf.inference.passes import States
 
     tokenizer = model.ready("embed_sparse", untrained=untrained)
     lexical = None if model.sentence_recipe is None else model.sentence_recipe.lexical
@@ -409,8 +410,8 @@ def splade_vectors(
     run: RunKeywords,
 ) -> SparseVectors:
     """Return weights of words by a masked-word head; see `MaskedLM.embed_sparse`."""
-    from flodl_hf.runtime.inputs import encode
-    from flodl_hf.runtime.passes import Splade
+    from flodl_hf.inference.inputs import encode
+    from flodl_hf.inference.passes import Splade
 
     tokenizer = model.ready("embed_sparse", untrained=untrained)
     # The recipe of an encoder that makes dense vectors has prompts for those.
@@ -438,8 +439,8 @@ def splade_vectors(
 def _collected(
     model: EncoderModel, texts: Any, encode: Any, work: Work, finish: Any, run: RunKeywords, *, rows: int
 ) -> SparseVectors:
-    from flodl_hf.runtime import Session
-    from flodl_hf.runtime.items import several
+    from flodl_hf.inference import Session
+    from flodl_hf.inference.items import several
 
     given = several(texts, "embed_sparse")
     asked = [given] if isinstance(given, str) else list(given)

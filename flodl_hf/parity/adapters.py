@@ -21,7 +21,7 @@ ROUNDING = 2e-6
 
 def adapters(bench: Bench) -> Evidence:
     """What adapters' files say, given to transformers: sums in its weights, prompts before words, keys before keys."""
-    from flodl_hf.adapters.settings import Prefix, Prompt
+    from flodl_hf.models.adapters.settings import Prefix, Prompt
 
     model = bench.load()
     before = {name: value.clone() for name, value in model.graph.named_parameters()}
@@ -41,7 +41,7 @@ def adapters(bench: Bench) -> Evidence:
 
 def _sums(bench: Bench, model: Any) -> dict[str, float] | Evidence:
     """Return how far low-rank sums are from transformers' weights with the sums in them."""
-    from flodl_hf.adapters.settings import Lora
+    from flodl_hf.models.adapters.settings import Lora
 
     out, stored = _written(bench, model, Lora(rank=3, alpha=6, targets="all-linear"), "base_model.model.")
     theirs = bench.load_theirs()
@@ -72,7 +72,7 @@ def _sums(bench: Bench, model: Any) -> dict[str, float] | Evidence:
 
 def _virtual(bench: Bench, model: Any, settings: Any) -> dict[str, float] | Evidence:
     """Return how far a prompt or a prefix is from transformers, given its embeddings, or its keys and values."""
-    from flodl_hf.adapters.settings import Prompt
+    from flodl_hf.models.adapters.settings import Prompt
 
     kind = type(settings).__name__
     out, stored = _written(bench, model, settings, "base_model.")
@@ -115,7 +115,7 @@ def _virtual(bench: Bench, model: Any, settings: Any) -> dict[str, float] | Evid
 
 def _written(bench: Bench, model: Any, settings: Any, prefix: str) -> tuple[Path, dict[str, Tensor]]:
     """Return the folder of an adapter that is as if trained, and its tensors by transformers' names."""
-    from flodl_hf.weights.checkpoint.shard import SafetensorsShard
+    from flodl_hf.checkpoints.weights.checkpoint.shard import SafetensorsShard
 
     model.add_adapter(settings)
     draw = torch.Generator().manual_seed(bench.seed)

@@ -18,15 +18,15 @@ from torch import Tensor
 
 from flodl_hf.auto import head_named
 from flodl_hf.families import families, named
-from flodl_hf.family import Family
+from flodl_hf.families.schema import Family
 from flodl_hf.heads import HEADS
-from flodl_hf.layers.parts import Part, as_whole, part_of, split
+from flodl_hf.nn.layers.parts import Part, as_whole, part_of, split
 from flodl_hf.parity.inputs import AwkwardBatch, as_choices, awkward_batches
 from flodl_hf.parity.shapes import settings_of, variants_of
 
 if TYPE_CHECKING:
-    from flodl_hf.model.encoder_model import EncoderModel
-    from flodl_hf.tokenizer import Tokenizer
+    from flodl_hf.models.encoder_model import EncoderModel
+    from flodl_hf.tokenization.tokenizer import Tokenizer
 
 __all__ = ["Bench", "Cell", "all_cells"]
 
@@ -71,7 +71,7 @@ def all_cells(size: str = "tiny") -> list[Cell]:
 
 @cache
 def _vocabulary() -> Tokenizer:
-    from flodl_hf.demo import learn_vocabulary
+    from flodl_hf.training.demo import learn_vocabulary
 
     return learn_vocabulary()
 
@@ -130,8 +130,8 @@ class Bench:
 
     def load_theirs(self, attention: str = "sdpa", folder: Path | None = None) -> Any:
         """Return transformers' model, freshly loaded; see `flodl_hf.parity.reference.Reference`."""
+        from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
         from flodl_hf.parity.reference import load_reference
-        from flodl_hf.weights.checkpoint import Checkpoint
 
         place = folder or self.folder
         with Checkpoint.open(place) as opened:

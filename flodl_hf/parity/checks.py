@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flodl_hf.layers.parts import as_whole
-from flodl_hf.layout.layouts import Packed
+from flodl_hf.nn.layers.parts import as_whole
+from flodl_hf.nn.layout.layouts import Packed
 from flodl_hf.parity.adapters import adapters
 from flodl_hf.parity.cell import Bench
 from flodl_hf.parity.evidence import REORDERED, Evidence, Status, gap, verdict
@@ -28,7 +28,7 @@ STEPS = 10
 
 def config_triage(bench: Bench) -> Evidence:
     """Every key that transformers writes is used, inert, or refused by name; none is refused here."""
-    from flodl_hf.config.model_config import read_config_file
+    from flodl_hf.checkpoints.config.model_config import read_config_file
 
     config = read_config_file(bench.folder)
     return Evidence("config triage", "pass", f"{len(config.source)} keys understood")
@@ -36,7 +36,7 @@ def config_triage(bench: Bench) -> Evidence:
 
 def key_map(bench: Bench) -> Evidence:
     """The names cover transformers' own at this size, one to one, without any memory."""
-    from flodl_hf.model.building import build_graph
+    from flodl_hf.models.building import build_graph
     from flodl_hf.parity.reference import parameter_names
 
     config = bench.ours.config
@@ -271,7 +271,7 @@ def _row_scores(theirs: Any, ours: Any, row: Any) -> Tensor:
 
 def _decode(model: Any, head: str, scores: Callable[[list[Any]], list[Tensor]] | None) -> list[tuple[Any, list[float]]]:
     """Return (what was answered, its scores) for each text, with the passes' scores replaced if given."""
-    from flodl_hf.runtime import passes
+    from flodl_hf.inference import passes
 
     saved = passes.scored, passes.all_states, passes.headed
     if scores is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from flodl_hf.config.model_config import ModelConfig
+    from flodl_hf.checkpoints.config.model_config import ModelConfig
 
 __all__ = ["AWKWARD_TEXTS", "AwkwardBatch", "as_choices", "awkward_batches"]
 

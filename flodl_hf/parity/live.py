@@ -21,8 +21,8 @@ LIVE_CHECKS = ("config_triage", "strict_load", "forward", "layouts", "gradients"
 
 def live_cells(cells: Iterable[Cell], checks: Sequence[str] = ()) -> Iterator[CellResult]:
     """Yield the result of each cell on its pinned checkpoint."""
-    from flodl_hf.hub.folders import resolve_folder
-    from flodl_hf.weights.file_names import BIN_FILES, MODEL_FILES
+    from flodl_hf.checkpoints.hub.folders import resolve_folder
+    from flodl_hf.checkpoints.weights.file_names import BIN_FILES, MODEL_FILES
 
     chosen = [c for c in CHECKS if c.__name__ in (checks or LIVE_CHECKS)]
     for cell in cells:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flodl_hf.model.encoder_model import EncoderModel
+from flodl_hf.models.encoder_model import EncoderModel
 
 __all__ = ["Parting", "first_parting"]
 

@@ -1,14 +1,14 @@
 """Published checkpoints on which ``verify-matrix --live`` proves each family of this package, by family and task.
 
 A catalogue of what stands on the Hub, which says nothing of how a family computes. A family from outside of the
-package names its own in its record (`flodl_hf.family.Family.checkpoints`).
+package names its own in its record (`flodl_hf.families.schema.Family.checkpoints`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flodl_hf.family import Family
+from flodl_hf.families.schema import Family
 
 __all__ = ["PUBLISHED", "checkpoints_of"]
 

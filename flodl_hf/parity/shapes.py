@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flodl_hf.family import Family
+from flodl_hf.families.schema import Family
 
 __all__ = ["settings_of", "variants_of"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flodl_hf.tokenization.source import read_source
-from flodl_hf.tokenizer import Tokenizer
+from flodl_hf.tokenization.tokenizer import Tokenizer
 
 __all__ = ["PROBES", "Difference", "compare_sources"]
 

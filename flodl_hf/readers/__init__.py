@@ -2,6 +2,7 @@
 
 arrow    Parquet and Arrow files, data frames, and the class names that they declare
 cells    delimiter, header and column names of CSV and TSV files
+columns  which columns contain the text, the labels, the question
 conll    sentences of CoNLL files
 faults   faults of a file, raised as one error
 files    rows of any source

@@ -1,7 +1,7 @@
 """Adapters in a worker: each a model of its own on the tensors of its base, answering as it does in Python.
 
 Usually each runs weights that its sum is merged into. Mixed, the adapters of a base share batches: the base runs once
-for rows of all of them, and no merged weights are kept (`flodl_hf.adapters.mixed`).
+for rows of all of them, and no merged weights are kept (`flodl_hf.models.adapters.mixed`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from flodl.errors import ConfigError, FlodlError, capped
-from flodl_hf.decode.rows import TokenTable
 from flodl_hf.errors import PredictError
-from flodl_hf.runtime.inputs import Encoded
-from flodl_hf.runtime.passes import Work
-from flodl_hf.runtime.pending import Pending
+from flodl_hf.inference.decode.rows import TokenTable
+from flodl_hf.inference.inputs import Encoded
+from flodl_hf.inference.passes import Work
+from flodl_hf.inference.pending import Pending
 
 __all__ = ["Together", "open_adapters", "put_together"]
 
@@ -39,7 +39,7 @@ def open_adapters(
     Raises:
         ConfigError: adapters cannot be opened: no head, other shapes, damaged files; all of them are named.
     """
-    from flodl_hf.adapters.folder import open_adapter
+    from flodl_hf.models.adapters.folder import open_adapter
 
     found, problems = {}, []
     for one in listed:
@@ -87,8 +87,8 @@ class Together:
     """
 
     def __init__(self, base: Any, members: Mapping[str, Any]) -> None:
-        from flodl_hf.adapters.attach import Adapters
-        from flodl_hf.adapters.mixed import Mixed
+        from flodl_hf.models.adapters.attach import Adapters
+        from flodl_hf.models.adapters.mixed import Mixed
 
         self.names = tuple(members)
         held = Adapters()

@@ -10,8 +10,8 @@ import os
 from pathlib import Path
 
 from flodl.errors import ConfigError, FlodlError, capped, nearest
+from flodl_hf.checkpoints.weights.file_names import ADAPTER_CONFIG
 from flodl_hf.serving.settings import Settings
-from flodl_hf.weights.file_names import ADAPTER_CONFIG
 
 __all__ = ["find_adapters"]
 
@@ -70,8 +70,8 @@ def _place(settings: Settings, given: str) -> tuple[Path, str | None]:
 
 def _base_of(settings: Settings, folder: Path) -> str:
     """Return the name of the served model that an adapter's file names as its base."""
-    from flodl_hf.config.file import MAX_CONFIG_BYTES, read_json
-    from flodl_hf.weights.checkpoint.members import read_member
+    from flodl_hf.checkpoints.config.file import MAX_CONFIG_BYTES, read_json
+    from flodl_hf.checkpoints.weights.checkpoint.members import read_member
 
     text = read_member(folder, ADAPTER_CONFIG, MAX_CONFIG_BYTES, ConfigError)
     named = str(read_json(text, str(folder / ADAPTER_CONFIG)).get("base_model_name_or_path") or "")

@@ -259,7 +259,7 @@ def _models(house: House) -> dict[str, Any]:
 
 def _info(house: House) -> dict[str, Any]:
     """Return text-embeddings-inference's fields for the first model, and what is known of all."""
-    from flodl_hf.version import own_version
+    from flodl_hf.checkpoints.version import own_version
 
     settings = house.settings
     (name, info), *_ = house.workers.models.items()

@@ -8,7 +8,7 @@ options and work join a batch up to a number of tokens; requests that were given
 On an accelerator, rows that come while nothing waits and nothing runs are run at once by the thread that brings them: a
 request alone is not handed from thread to thread.
 
-How a batch runs is `flodl_hf.runtime.engine`'s, sorted by length and packed; what a request is stands in
+How a batch runs is `flodl_hf.inference.engine`'s, sorted by length and packed; what a request is stands in
 `flodl_hf.serving.tasks`.
 """
 
@@ -28,11 +28,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from flodl_hf.decode.rows import TokenTable
-from flodl_hf.runtime.batch import check_rows
-from flodl_hf.runtime.engine import Engine, Pending
-from flodl_hf.runtime.options import RunOptions
-from flodl_hf.runtime.passes import Work
+from flodl_hf.inference.batch import check_rows
+from flodl_hf.inference.decode.rows import TokenTable
+from flodl_hf.inference.engine import Engine, Pending
+from flodl_hf.inference.options import RunOptions
+from flodl_hf.inference.passes import Work
 from flodl_hf.serving.adapted import Together
 from flodl_hf.serving.peak import Pace
 from flodl_hf.serving.ticket import Awaited, Ticket

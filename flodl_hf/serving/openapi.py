@@ -23,7 +23,7 @@ def openapi(doors: Sequence[Door], told: Sequence[Told], *, keys: bool) -> dict[
         told: paths that say something of the server: what, and whether without a key.
         keys: whether requests need an API key.
     """
-    from flodl_hf.version import own_version
+    from flodl_hf.checkpoints.version import own_version
 
     paths: dict[str, Any] = {door.path: {"post": _operation(door)} for door in doors}
     for path, says, open_to_all in told:

@@ -35,7 +35,7 @@ def peak_of(device: Any, dtype: Any) -> float:
         product = torch.empty_like(matrix)
         ways: list[Callable[[], Any]] = [lambda: torch.mm(matrix, matrix, out=product)]
         if device.type == "cpu":
-            from flodl_hf.backends.cpu_products import OneDnnLinear, has_onednn
+            from flodl_hf.nn.backends.cpu_products import OneDnnLinear, has_onednn
 
             # On processors that are not Intel's, torch's own product reaches about half of what oneDNN's does.
             if has_onednn(dtype):
@@ -53,7 +53,7 @@ def peak_of(device: Any, dtype: Any) -> float:
 
 def operations_of_token(model: Any) -> int:
     """Return the operations that the projections of a model's encoder take for a token, without those of attention."""
-    from flodl_hf.layers.encoder_layer import EncoderLayer
+    from flodl_hf.nn.layers.encoder_layer import EncoderLayer
 
     encoder = model.graph.get_submodule("encoder")
     layers = [part for part in encoder.modules() if isinstance(part, EncoderLayer)]

@@ -40,7 +40,7 @@ class Settings:
             interpreter busy rather than the device. None is two on a GPU with memory for them, else one.
         http_processes: processes that answer HTTP, all at the same port; one answers some thousands of small
             requests a second, and keeps a core busy with them. With several this process holds them together.
-        precision: see `flodl_hf.runtime.Precision`; None is that of the weights.
+        precision: see `flodl_hf.inference.Precision`; None is that of the weights.
         adapters: directories that hold a folder for each adapter, each served by its folder's name; ``NAME=DIR`` says
             of which model. They are listed when models are loaded.
         mix_adapters: adapters of one base share batches where they can; no merged weights are kept, and answers are

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from flodl_hf.checkpoints.sentence.recipe import recipe_on
 from flodl_hf.errors import PredictError, TextTooLongError, TokenizerError
-from flodl_hf.sentence.recipe import recipe_on
 from flodl_hf.serving.peak import operations_of_token
 from flodl_hf.serving.ticket import Ticket
 
@@ -101,12 +101,12 @@ def _check_ids(model: Any, rows: list[list[int]], places: list[int]) -> None:
 def _embed_ids(
     model: Any, rows: list[list[int]], places: list[int], options: Mapping[str, Any], ticket: Ticket
 ) -> np.ndarray:
-    from flodl_hf.decode.pooling import check_pooling
-    from flodl_hf.runtime import Session
-    from flodl_hf.runtime.inputs import Encoded
-    from flodl_hf.runtime.passes import Pooled
-    from flodl_hf.runtime.token_table import Frame, framed
-    from flodl_hf.runtime.vectors import Vectors
+    from flodl_hf.inference import Session
+    from flodl_hf.inference.decode.pooling import check_pooling
+    from flodl_hf.inference.inputs import Encoded
+    from flodl_hf.inference.passes import Pooled
+    from flodl_hf.inference.token_table import Frame, framed
+    from flodl_hf.inference.vectors import Vectors
 
     recipe, normalize = recipe_on(model.sentence_recipe, options.get("route")), options.get("normalize")
     model = model.on_route(options.get("route"))
@@ -159,7 +159,7 @@ def _late_interaction(model: Any, items: list[str], options: Mapping[str, Any], 
         (n for n in (late.query_length if query else late.document_length, model.max_tokens) if n), default=None
     )
     if limit is not None:
-        from flodl_hf.runtime.inputs import encode
+        from flodl_hf.inference.inputs import encode
 
         lengths = encode(model.tokenizer, items, max_tokens=None).table.lengths
         marker = (late.query_marker if query else late.document_marker) is not None
@@ -178,10 +178,10 @@ def _embed_all(model: Any, items: list[str], options: Mapping[str, Any], ticket:
     """States of all tokens, windows one after another."""
     import torch
 
-    from flodl_hf.decode.pooling import finish_embeddings
-    from flodl_hf.runtime import Session
-    from flodl_hf.runtime.inputs import encode
-    from flodl_hf.runtime.passes import States
+    from flodl_hf.inference import Session
+    from flodl_hf.inference.decode.pooling import finish_embeddings
+    from flodl_hf.inference.inputs import encode
+    from flodl_hf.inference.passes import States
 
     tokenizer = model.ready("embed_all")
     how = _shortening(options)
@@ -200,7 +200,7 @@ def _embed_all(model: Any, items: list[str], options: Mapping[str, Any], ticket:
 
 def _similarity(model: Any, items: list[str], options: Mapping[str, Any], ticket: Ticket) -> Done:
     """How alike the first text is to each of the others."""
-    from flodl_hf.similarity import measure_of, similarity_of
+    from flodl_hf.inference.similarity import measure_of, similarity_of
 
     recipe = model.sentence_recipe
     _, (vectors,) = _embed(model, items, {**options, "dimensions": None}, ticket)
@@ -249,7 +249,7 @@ def _shortened(model: Any, ticket: Ticket, texts: list[str], most: int) -> list[
 def _score(model: Any, items: list[list[str]], options: Mapping[str, Any], ticket: Ticket) -> Done:
     """A number for each pair: the cross-encoder's score, or how alike the vectors are."""
     if model.head == "base":
-        from flodl_hf.similarity import measure_of, similarity_of
+        from flodl_hf.inference.similarity import measure_of, similarity_of
 
         texts = list(dict.fromkeys(text for pair in items for text in pair))
         place = {text: i for i, text in enumerate(texts)}

@@ -12,7 +12,7 @@ from threading import Event, Semaphore
 from typing import Any
 
 from flodl_hf.errors import PredictError
-from flodl_hf.runtime.pending import Pending
+from flodl_hf.inference.pending import Pending
 from flodl_hf.serving.timeline import Timeline
 
 __all__ = ["Awaited", "DeadlineError", "GivenUpError", "Ticket"]

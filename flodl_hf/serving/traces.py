@@ -54,7 +54,7 @@ class Traces:
                 f"serve: {fault.name} is not installed, and otlp_endpoint needs it; install the extra: "
                 "pip install 'flodl-hf[telemetry]'"
             ) from None
-        from flodl_hf.version import own_version
+        from flodl_hf.checkpoints.version import own_version
 
         found = Resource.create({"service.version": own_version()})
         if str(found.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):

@@ -154,7 +154,7 @@ class Worker:
 
     def peak(self) -> float:
         """Return the operations a second that the device reaches in the dtype that models compute in."""
-        from flodl_hf.runtime.precision import dtype_of
+        from flodl_hf.inference.precision import dtype_of
 
         precision: Any = self.precision
         return peak_of(self.device, dtype_of(precision) or next(iter(self.models.values())).dtype)
@@ -182,9 +182,9 @@ class Worker:
 
     def answer(self, message: dict[str, Any], ticket: Ticket) -> tuple[Any, list[np.ndarray]]:
         """Return the answer to a request."""
-        from flodl_hf.runtime.inputs import TRUNCATION, Truncation
-        from flodl_hf.runtime.pending import TRUNCATED
-        from flodl_hf.runtime.session import SENDING
+        from flodl_hf.inference.inputs import TRUNCATION, Truncation
+        from flodl_hf.inference.pending import TRUNCATED
+        from flodl_hf.inference.session import SENDING
 
         mixed = self.together.get(message["model"])
 

@@ -1,4 +1,4 @@
-"""What stands behind [flodl_hf.tokenizer][]: rows, windows, settings, tokenizers built from vocabulary files.
+"""Tokenizers: text to ids and windows, settings, tokenizers built from vocabulary files.
 
-Only this package and ``flodl_hf/tokenizer.py`` import the ``tokenizers`` library.
+Only this package imports the ``tokenizers`` library.
 """

@@ -14,10 +14,10 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from flodl.errors import capped, printable
+from flodl_hf.checkpoints.weights.file_names import vocabularies_below
 from flodl_hf.errors import TokenizerError
 from flodl_hf.families import families
-from flodl_hf.family import FamilyTokenizer
-from flodl_hf.weights.file_names import vocabularies_below
+from flodl_hf.families.schema import FamilyTokenizer
 
 from .added import add_missing, add_roles, add_stated
 from .classes import class_name, class_rules, rules_of

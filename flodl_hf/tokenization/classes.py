@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from flodl_hf.families import named, that_tokenizes
-from flodl_hf.family import Family, FamilyTokenizer
+from flodl_hf.families.schema import Family, FamilyTokenizer
 
 __all__ = [
     "ALIASES",

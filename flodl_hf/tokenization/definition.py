@@ -16,7 +16,7 @@ import tokenizers
 from flodl.errors import printable
 from flodl_hf.errors import TokenizerError
 from flodl_hf.families import named
-from flodl_hf.family import FamilyTokenizer
+from flodl_hf.families.schema import FamilyTokenizer
 
 from .added import add_missing
 from .backend import load_json

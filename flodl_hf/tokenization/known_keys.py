@@ -14,7 +14,7 @@ from typing import Any
 
 from flodl.errors import shown
 from flodl_hf.errors import TokenizerError
-from flodl_hf.family import FamilyTokenizer
+from flodl_hf.families.schema import FamilyTokenizer
 
 __all__ = ["check_keys"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from flodl_hf.family import FamilyTokenizer
+from flodl_hf.families.schema import FamilyTokenizer
 
 __all__ = ["applied", "parts_of"]
 

@@ -15,7 +15,7 @@ from typing import Any
 from flodl.errors import nearest, shown
 from flodl_hf.errors import TokenizerError
 from flodl_hf.families import named
-from flodl_hf.family import Family
+from flodl_hf.families.schema import Family
 
 from .classes import class_name, class_rules, guess_model_type, rules_for, rules_of
 from .source import parse_json

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from flodl.errors import printable, shown
 from flodl.files import POINTER_ADVICE, is_pointer, make_folders, write_atomically
+from flodl_hf.checkpoints.hub.choosing import TOKENIZER_FILES
+from flodl_hf.checkpoints.weights.checkpoint.members import read_member
 from flodl_hf.errors import ExportError, TokenizerError
-from flodl_hf.hub.choosing import TOKENIZER_FILES
-from flodl_hf.weights.checkpoint.members import read_member
 
 if TYPE_CHECKING:
-    from flodl_hf.family import FamilyTokenizer
+    from flodl_hf.families.schema import FamilyTokenizer
 
 __all__ = [
     "TOKENIZER_FILES",

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import flodl_hf
-from flodl_hf.finetuning import finetune
-from flodl_hf.finetuning.options import Options
-from flodl_hf.finetuning.training_arguments import INERT, REFUSED, TAKEN
-from flodl_hf.keywords.loading import LOAD
-from flodl_hf.model.opening import LoadKeywords
+from flodl_hf.compat.loading import LOAD
+from flodl_hf.models.opening import LoadKeywords
+from flodl_hf.training import finetune
+from flodl_hf.training.options import Options
+from flodl_hf.training.training_arguments import INERT, REFUSED, TAKEN
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from-transformers.md"
 if not PAGE.exists():

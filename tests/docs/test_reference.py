@@ -11,9 +11,10 @@ import pytest
 
 import flodl_hf
 from flodl_hf import families as families_known
-from flodl_hf import finetuning, results
+from flodl_hf import training as finetuning
 from flodl_hf.families import FAMILIES
 from flodl_hf.heads import HEADS
+from flodl_hf.inference import results
 
 ROOT = Path(__file__).parents[2]
 TOOLS = runpy.run_path(str(ROOT / "docs" / "generate.py"))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flodl.data import Rng
 from flodl.errors import DataError
-from flodl_hf.alignment import (
+from flodl_hf.tokenization.alignment import (
     IGNORE,
     align_tags,
     answer_positions,

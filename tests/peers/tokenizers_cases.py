@@ -181,7 +181,7 @@ def cases(room: Path, *, quick: bool = False) -> Iterator[Case]:
     """Return each class with each setting, in every call, over every text."""
     from transformers import AutoTokenizer
 
-    from flodl_hf.tokenizer import Tokenizer
+    from flodl_hf.tokenization.tokenizer import Tokenizer
 
     number = itertools.count()
     for name, family, files, settings in TABLE[:1] + TABLE[9:10] if quick else TABLE:

@@ -64,12 +64,13 @@ def test_flodl_alone_never_loads_flodl_hf() -> None:
 def test_a_configuration_takes_one_family_with_it() -> None:
     code = """
 import sys
-from flodl_hf.config.model_config import ModelConfig, family_of
+from flodl_hf.checkpoints.config.model_config import ModelConfig, family_of
 from flodl_hf.tokenization.classes import class_family
 from flodl_hf.tokenization.settings import read_settings
 
 def files():
-    return sorted(name for name in sys.modules if name.startswith("flodl_hf.families."))
+    names = sorted(name for name in sys.modules if name.startswith("flodl_hf.families."))
+    return [name for name in names if not name.startswith("flodl_hf.families.schema")]
 
 sizes = dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"), 4)
 sizes |= dict.fromkeys(("intermediate_size", "max_position_embeddings", "type_vocab_size"), 4)
@@ -90,7 +91,7 @@ def test_a_command_takes_no_other_with_it() -> None:
 import sys
 from flodl_hf.cli.app import app_for
 app_for(["predict", "MODEL", "a text"])
-others = ("finetune", "serve", "export", "runs", "verify_matrix", "flodl_hf.finetuning", "flodl_hf.serving", "torch")
+others = ("finetune", "serve", "export", "runs", "verify_matrix", "flodl_hf.training", "flodl_hf.serving", "torch")
 print(sorted({name for name in others if {name, "flodl_hf.cli." + name} & set(sys.modules)}))
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -98,7 +99,7 @@ print(sorted({name for name in others if {name, "flodl_hf.cli." + name} & set(sy
 
 
 @pytest.mark.parametrize(
-    "module", ["flodl_hf.bulk.worker", "flodl_hf.cli.predict", "flodl_hf.vectors.files", "flodl.signals"]
+    "module", ["flodl_hf.jobs.worker", "flodl_hf.cli.predict", "flodl_hf.inference.vector_files", "flodl.signals"]
 )
 def test_prediction_comes_without_training(module: str) -> None:
     assert not [name for name in imported(module)["new"] if str(name).startswith("flodl.train")]  # type: ignore[attr-defined]

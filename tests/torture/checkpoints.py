@@ -60,7 +60,7 @@ def checkpoint(
         seed: of the weights.
     """
     from flodl_hf.auto import head_named
-    from flodl_hf.config.model_config import ModelConfig
+    from flodl_hf.checkpoints.config.model_config import ModelConfig
     from flodl_hf.families import families
 
     rows = next(known for known in families() if known.model_type == family).rows

@@ -71,7 +71,7 @@ def settings(family: str) -> dict[str, Any]:
 def _keys(family: str) -> tuple[str, ...]:
     """Return the keys that are changed: the file's, the family's, other families', and those of everyone."""
     from flodl_hf.families import families
-    from flodl_hf.family.shared_keys import COMMON_INERT, FOREIGN
+    from flodl_hf.families.schema.shared_keys import COMMON_INERT, FOREIGN
 
     own = next(known for known in families() if known.model_type == family)
     named = [*settings(family), *(name for row in own.rows for name in (row.key, *row.aliases))]

@@ -17,10 +17,10 @@ def prepare() -> None:
     """Import the modules that the cases need, before worker processes are forked."""
     for module in (
         "flodl_hf",
-        "flodl_hf.tokenizer",
-        "flodl_hf.runtime",
+        "flodl_hf.tokenization.tokenizer",
+        "flodl_hf.inference.session",
         "flodl_hf.export",
-        "flodl_hf.weights.pickle_free",
+        "flodl_hf.checkpoints.weights.pickle_free",
     ):
         import_module(module)
 

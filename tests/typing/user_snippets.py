@@ -27,17 +27,17 @@ from flodl_hf import (
     AutoTokenizer,
     load,
 )
-from flodl_hf.config.model_config import ModelConfig
+from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.checkpoints.weights.loading import LoadReport
 from flodl_hf.families import FAMILIES, register
-from flodl_hf.family import Family
+from flodl_hf.families.schema import Family
 from flodl_hf.heads.base import BaseModel
 from flodl_hf.heads.masked_lm import MaskedLM
 from flodl_hf.heads.question_answering import QuestionAnswerer
 from flodl_hf.heads.sequence_classification import SequenceClassifier
 from flodl_hf.heads.token_classification import TokenClassifier
-from flodl_hf.model.encoder_model import EncoderModel
-from flodl_hf.tokenizer import Tokenizer
-from flodl_hf.weights.loading import LoadReport
+from flodl_hf.models.encoder_model import EncoderModel
+from flodl_hf.tokenization.tokenizer import Tokenizer
 
 
 def loading() -> None:

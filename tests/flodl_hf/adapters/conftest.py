@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from flodl_hf import demo
-from flodl_hf.adapters import Lora
+from flodl_hf.models.adapters import Lora
+from flodl_hf.training import demo
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -10,8 +10,8 @@ import torch
 from adapted_models import moved  # pyright: ignore[reportMissingImports]
 
 from flodl_hf import load
-from flodl_hf.adapters import Lora
 from flodl_hf.auto import head_named
+from flodl_hf.models.adapters import Lora
 from flodl_hf.parity.cell import Bench, Cell, all_cells
 
 peft = pytest.importorskip("peft")
@@ -107,8 +107,7 @@ def test_gradients_are_pefts(tmp_path: Path) -> None:
 
 
 def test_peft_refuses_nothing_that_fine_tuning_writes(tmp_path: Path) -> None:
-    from flodl_hf import demo
-    from flodl_hf.finetuning import finetune
+    from flodl_hf.training import demo, finetune
 
     base = demo.demo_model(demo.learn_vocabulary()).save_pretrained(tmp_path / "base")
     rows = [{"text": text, "label": demo.LABELS[label]} for text, label in demo.sentences()[:24]]

@@ -57,7 +57,7 @@ def test_what_does_not_read_back_never_stands_in_place(
     def differ(folder: Path, files: Any) -> None:
         raise ExportError(f"{folder}: read again, 1 files are not what was written", path=str(folder), problems=["x"])
 
-    monkeypatch.setattr("flodl_hf.saving.model.verify_files", differ)
+    monkeypatch.setattr("flodl_hf.models.saving.verify_files", differ)
     for place in (old, tmp_path / "new"):
         with pytest.raises(ExportError, match="read again"):
             model.save_pretrained(place, overwrite=True)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from flodl.errors import ConfigError
 from flodl_hf import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, load
-from flodl_hf.adapter_layers.lora import AdaptedLinear
-from flodl_hf.adapters import Lora
-from flodl_hf.config.model_config import ModelConfig
-from flodl_hf.demo import demo_model, learn_vocabulary
+from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.models.adapters import Lora
+from flodl_hf.nn.adapter_layers.lora import AdaptedLinear
+from flodl_hf.training.demo import demo_model, learn_vocabulary
 
 IDS = torch.tensor([[2, 5, 6, 7, 3], [2, 9, 8, 11, 3]])
 TEXTS = ["a good film", "bad", "a film that is neither good nor bad, and long"]
@@ -206,7 +206,7 @@ def test_an_encoder_alone_and_masked_words_take_adapters_without_a_head(tmp_path
 
 
 def test_vectors_are_made_as_the_adapter_says_and_as_the_base_says_without_it(base: Path, tmp_path: Path) -> None:
-    from flodl_hf.sentence.recipe import SentenceRecipe
+    from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
 
     texts = ["a good film", "the soup was cold"]
     AutoModel.from_pretrained(base).save_pretrained(tmp_path / "vectors")

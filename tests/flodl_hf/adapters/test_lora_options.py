@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from flodl.errors import CheckpointError, ConfigError
 from flodl_hf import AutoModelForMaskedLM, AutoModelForSequenceClassification
-from flodl_hf.adapters import Lora
+from flodl_hf.models.adapters import Lora
 
 IDS = torch.tensor([[2, 5, 6, 7, 3], [2, 9, 8, 11, 3]])
 BERT = "base_model.model.bert."

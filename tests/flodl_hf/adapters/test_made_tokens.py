@@ -11,10 +11,10 @@ import torch
 from adapted_models import moved  # pyright: ignore[reportMissingImports]
 
 from flodl.errors import ConfigError
-from flodl_hf import AutoModelForSequenceClassification, demo, load
-from flodl_hf.adapter_layers.prompts import BothWays
-from flodl_hf.adapters import Prefix, Prompt
-from flodl_hf.finetuning import finetune
+from flodl_hf import AutoModelForSequenceClassification, load
+from flodl_hf.models.adapters import Prefix, Prompt
+from flodl_hf.nn.adapter_layers.prompts import BothWays
+from flodl_hf.training import demo, finetune
 
 IDS = torch.tensor([[2, 5, 6, 7, 3], [2, 8, 9, 10, 3]])
 KINDS: dict[str, Any] = {"lstm": Prompt(3, encoder=8, kind="lstm"), "prefix": Prefix(3, encoder=8)}

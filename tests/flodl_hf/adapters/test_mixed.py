@@ -10,8 +10,8 @@ from adapted_models import moved  # pyright: ignore[reportMissingImports]
 
 from flodl.errors import ConfigError
 from flodl_hf import AutoModelForTokenClassification
-from flodl_hf.adapters import Lora
 from flodl_hf.errors import PredictError
+from flodl_hf.models.adapters import Lora
 
 TEXTS = ["a good film", "bad", "", "neither good nor bad, and long " * 3, "the soup was cold", "x", "lovely"] * 3
 NAMES = ["default", "second", "third", "second", "third", "default", "second"] * 3

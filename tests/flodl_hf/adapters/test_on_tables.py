@@ -11,11 +11,11 @@ from adapted_models import moved  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from flodl_hf import AutoModelForSequenceClassification, load
-from flodl_hf.adapter_layers.lora import LoraPart, beside
-from flodl_hf.adapters import Lora
-from flodl_hf.backends.choose import arrange_training
-from flodl_hf.config.model_config import ModelConfig
-from flodl_hf.finetuning import finetune
+from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.models.adapters import Lora
+from flodl_hf.nn.adapter_layers.lora import LoraPart, beside
+from flodl_hf.nn.backends.choose import arrange_training
+from flodl_hf.training import finetune
 
 GATED = {
     "model_type": "modernbert", "vocab_size": 600, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -107,7 +107,7 @@ def test_the_training_table_gives_torchs_gradients(base: Path, family: str, targ
 
 @pytest.mark.gpu
 def test_recorded_steps_train_adapters_as_launched_ones(base: Path) -> None:
-    from flodl_hf import demo
+    from flodl_hf.training import demo
 
     rows = [{"text": text, "label": demo.LABELS[label]} for text, label in demo.sentences()[:96]]
     chosen: Any = {"lora": 4, "epochs": 3, "batch_size": 16, "precision": "bf16", "dropout": 0.0, "lr": 5e-3}

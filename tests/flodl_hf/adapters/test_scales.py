@@ -12,11 +12,11 @@ from adapted_models import moved  # pyright: ignore[reportMissingImports]
 from safetensors.torch import load_file, save_file
 
 from flodl.errors import CheckpointError, ConfigError
-from flodl_hf import AutoModel, AutoModelForSequenceClassification, demo, load
-from flodl_hf.adapters import IA3, Lora
+from flodl_hf import AutoModel, AutoModelForSequenceClassification, load
 from flodl_hf.errors import PredictError
-from flodl_hf.finetuning import finetune
+from flodl_hf.models.adapters import IA3, Lora
 from flodl_hf.parity.cell import Bench, Cell, all_cells
+from flodl_hf.training import demo, finetune
 
 IDS = torch.tensor([[2, 5, 6, 7, 3], [2, 8, 9, 10, 3]])
 TEXTS = ["a good film", "bad", "the soup was cold"]

@@ -13,12 +13,12 @@ from adapted_models import moved  # pyright: ignore[reportMissingImports]
 from safetensors.torch import load_file, save_file
 
 from flodl.errors import CheckpointError, ConfigError
-from flodl_hf import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification, demo, load
-from flodl_hf.adapters import Lora, Prefix, Prompt
+from flodl_hf import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification, load
 from flodl_hf.errors import PredictError
-from flodl_hf.finetuning import finetune
-from flodl_hf.layout.layouts import Packed, Padded
+from flodl_hf.models.adapters import Lora, Prefix, Prompt
+from flodl_hf.nn.layout.layouts import Packed, Padded
 from flodl_hf.parity.cell import Bench, Cell, all_cells
+from flodl_hf.training import demo, finetune
 
 IDS = torch.tensor([[2, 5, 6, 7, 3], [2, 8, 9, 10, 3]])
 TEXTS = ["a good film", "bad", "the soup was cold and the waiter rude", "a good film that was bad"]
@@ -138,7 +138,7 @@ def test_results_of_tokens_are_the_texts_own(base: Path, kind: str) -> None:
 
 @pytest.mark.filterwarnings(FALLS_BACK)
 def test_vectors_are_those_that_were_trained(base: Path, kind: str, tmp_path: Path) -> None:
-    from flodl_hf.finetuning.vectors.step import VectorObjective
+    from flodl_hf.training.vectors.step import VectorObjective
 
     seen: list[torch.Tensor] = []
     score = VectorObjective._vectors
@@ -287,7 +287,7 @@ def test_fine_tuning_trains_them_and_the_head_alone(base: Path, kind: str, layou
 
 
 def test_gradients_are_those_of_padded_rows(base: Path, led: Any) -> None:
-    from flodl_hf.finetuning.step import score
+    from flodl_hf.training.step import score
 
     rows = [led.tokenizer.encode_rows([text], max_tokens=None)[0][0].ids for text in TEXTS]
     lengths = [len(row) for row in rows]

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from flodl_hf import demo
-from flodl_hf.backends.choose import arrange_cuda
-from flodl_hf.layers.encoder_layer import EncoderLayer
-from flodl_hf.layout.layouts import Packed
-from flodl_hf.runtime.prepared import shadow
+from flodl_hf.inference.prepared_graph import shadow
+from flodl_hf.nn.backends.choose import arrange_cuda
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer
+from flodl_hf.nn.layout.layouts import Packed
+from flodl_hf.training import demo
 
 
 def layers(graph: Any) -> list[EncoderLayer]:

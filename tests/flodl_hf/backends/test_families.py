@@ -10,14 +10,14 @@ from test_one_layer import LENGTHS, batch, real
 from test_training_kernels import tables
 
 from flodl_hf.auto import head_named
-from flodl_hf.backends.choose import arrange_cuda, layers_of
-from flodl_hf.backends.cuda_training import TrainingTable
-from flodl_hf.config.model_config import ModelConfig
+from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import FAMILIES
+from flodl_hf.inference import cpu
+from flodl_hf.inference.cpu_features import missing
+from flodl_hf.inference.prepared_graph import shadow
+from flodl_hf.nn.backends.choose import arrange_cuda, layers_of
+from flodl_hf.nn.backends.cuda_training import TrainingTable
 from flodl_hf.parity.shapes import settings_of, variants_of
-from flodl_hf.runtime import cpu
-from flodl_hf.runtime.cpu_features import missing
-from flodl_hf.runtime.prepared import shadow
 
 # What a processor or a CUDA device leaves to torch's operations, by family and path, with the reason.
 LACKING: dict[str, str] = {}

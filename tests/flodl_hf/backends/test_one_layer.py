@@ -17,26 +17,26 @@ from test_training_kernels import DEVICE, DTYPES, distance, runs, tables
 from torch import Tensor, nn
 
 from flodl.graph import FlowBuilder, Graph
-from flodl_hf.attention.dot_product import SelfAttention, attend
-from flodl_hf.attention.rotary import Rotary
 from flodl_hf.auto import load
-from flodl_hf.backends import choose
-from flodl_hf.backends.choose import arrange_cuda, arrange_training
-from flodl_hf.config.model_config import ModelConfig
-from flodl_hf.encoder import bodies
-from flodl_hf.encoder.graphs import Embeddings, stack
+from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import register
-from flodl_hf.family import Family, FamilyHead
-from flodl_hf.family.config_rows import Row, activation, count
-from flodl_hf.family.keys import KeyRow
+from flodl_hf.families.schema import Family, FamilyHead
+from flodl_hf.families.schema.config_rows import Row, activation, count
+from flodl_hf.families.schema.keys import KeyRow
 from flodl_hf.heads.sequence_classification import SequenceClassifier
 from flodl_hf.heads.token_classification import TokenClassifier
-from flodl_hf.layers.encoder_layer import EncoderLayer, FeedForward
-from flodl_hf.layout.buckets import Buffer, bucket_of
-from flodl_hf.layout.layouts import Layout, Packed, Padded
-from flodl_hf.runtime import cpu
-from flodl_hf.runtime.cpu_features import missing
-from flodl_hf.runtime.prepared import shadow
+from flodl_hf.inference import cpu
+from flodl_hf.inference.cpu_features import missing
+from flodl_hf.inference.prepared_graph import shadow
+from flodl_hf.nn.attention.dot_product import SelfAttention, attend
+from flodl_hf.nn.attention.rotary import Rotary
+from flodl_hf.nn.backends import choose
+from flodl_hf.nn.backends.choose import arrange_cuda, arrange_training
+from flodl_hf.nn.encoder import bodies
+from flodl_hf.nn.encoder.graphs import Embeddings, stack
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.nn.layout.buckets import Buffer, bucket_of
+from flodl_hf.nn.layout.layouts import Layout, Packed, Padded
 
 
 @dataclass(frozen=True, kw_only=True)

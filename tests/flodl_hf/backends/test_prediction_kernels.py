@@ -16,26 +16,26 @@ from test_training_kernels import DEVICE, DTYPES, NEAREST, distance, runs, table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flodl_hf.attention.distances import DistanceBias, RelativeBias, SlopedBias
-from flodl_hf.attention.dot_product import attend
-from flodl_hf.attention.rotary import PairedRotary, Rotary
 from flodl_hf.auto import head_named
-from flodl_hf.backends import choose, trials
-from flodl_hf.backends.choose import arrange_cuda, layers_of
-from flodl_hf.backends.cuda import CudaTable, walks
-from flodl_hf.backends.cuda_training import trains_walking
-from flodl_hf.backends.trials import LayerSizes, Turns
-from flodl_hf.config.model_config import ModelConfig
+from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import FAMILIES
-from flodl_hf.finetuning.factory import checkpoint_layers, set_dropout
-from flodl_hf.kernels import trust
-from flodl_hf.layers.encoder_layer import EncoderLayer
-from flodl_hf.layout.buckets import Buffer, bucket_of
-from flodl_hf.layout.layouts import Packed
+from flodl_hf.inference import explain
+from flodl_hf.inference.explain import explain_graph
+from flodl_hf.inference.prepared_graph import shadow
+from flodl_hf.nn.attention.distances import DistanceBias, RelativeBias, SlopedBias
+from flodl_hf.nn.attention.dot_product import attend
+from flodl_hf.nn.attention.rotary import PairedRotary, Rotary
+from flodl_hf.nn.backends import choose, trials
+from flodl_hf.nn.backends.choose import arrange_cuda, layers_of
+from flodl_hf.nn.backends.cuda import CudaTable, walks
+from flodl_hf.nn.backends.cuda_training import trains_walking
+from flodl_hf.nn.backends.trials import LayerSizes, Turns
+from flodl_hf.nn.kernels import trust
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer
+from flodl_hf.nn.layout.buckets import Buffer, bucket_of
+from flodl_hf.nn.layout.layouts import Packed
 from flodl_hf.parity.shapes import settings_of
-from flodl_hf.runtime import explain
-from flodl_hf.runtime.explain import explain_graph
-from flodl_hf.runtime.prepared import shadow
+from flodl_hf.training.factory import checkpoint_layers, set_dropout
 
 LENGTHS = (33, 5, 1, 40, 12)
 
@@ -68,7 +68,7 @@ def rotary_of(way: Turns, width: int) -> Rotary:
 def test_rotations_are_the_reference_to_the_bit(
     dtype: torch.dtype, way: Turns, heads: int, kv_heads: int, width: int
 ) -> None:
-    from flodl_hf.kernels.operations import turn, turned
+    from flodl_hf.nn.kernels.operations import turn, turned
 
     layout, rotary = packed(), rotary_of(way, width)
     tokens, both = layout.num_tokens, heads + kv_heads * (1 + rotary.values)
@@ -97,7 +97,7 @@ def test_rotations_are_the_reference_to_the_bit(
 @runs
 @pytest.mark.parametrize("way", ["wide", "stepwise", "neighbours"])
 def test_what_computes_in_float32_is_turned_in_float32(way: Turns) -> None:
-    from flodl_hf.kernels.operations import turn
+    from flodl_hf.nn.kernels.operations import turn
 
     layout, rotary = packed(), rotary_of(way, 64)
     given = torch.randn(layout.num_tokens, 5 * 64).to(DEVICE)
@@ -114,7 +114,7 @@ def test_what_computes_in_float32_is_turned_in_float32(way: Turns) -> None:
 def test_attention_turns_what_it_reads(
     dtype: torch.dtype, way: Turns, width: int, heads: int, kv_heads: int, window: int | None
 ) -> None:
-    from flodl_hf.kernels.operations import mix
+    from flodl_hf.nn.kernels.operations import mix
 
     lengths = (150, 7, 64)
     layout, rotary = packed(lengths), rotary_of(way, width)
@@ -141,7 +141,7 @@ def test_attention_turns_what_it_reads(
 @pytest.mark.parametrize(("activation", "tanh"), [("gelu", False), ("gelu", True), ("silu", False)])
 @pytest.mark.parametrize("width", [96, 200])
 def test_gates_are_opened_by_one_kernel(dtype: torch.dtype, activation: str, tanh: bool, width: int) -> None:
-    from flodl_hf.kernels.operations import gated
+    from flodl_hf.nn.kernels.operations import gated
 
     x = torch.randn(70, 2 * width).to(DEVICE, dtype) * 3
     opened, raised = x.chunk(2, -1)
@@ -161,7 +161,7 @@ def test_gates_are_opened_by_one_kernel(dtype: torch.dtype, activation: str, tan
 def test_distances_are_added_within_the_kernel(
     dtype: torch.dtype, heads: int, kv_heads: int, way: str, lengths: tuple[int, ...]
 ) -> None:
-    from flodl_hf.kernels.operations import mix
+    from flodl_hf.nn.kernels.operations import mix
 
     layout, width = packed(lengths), 16
     bias: Any = None
@@ -257,7 +257,7 @@ def test_families_are_run_by_them(
                 module._parameters[name] = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
     assert arrange_cuda(graph) == {}
     assert set(tables(graph)) == {"cuda"}
-    from flodl_hf.kernels import operations
+    from flodl_hf.nn.kernels import operations
 
     called: list[str] = []
     for name in ("turn", "mix", "gated"):
@@ -326,7 +326,7 @@ def test_a_norm_is_kept_for_the_layer_that_asks_for_it(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 9])
 def test_long_texts_have_gradients(dtype: torch.dtype, window: int | None) -> None:
-    from flodl_hf.kernels.operations import mixed
+    from flodl_hf.nn.kernels.operations import mixed
 
     lengths, heads, width = (200, 7, 90), 2, 16
     layout, inside = packed(lengths), sum(lengths)

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from flodl_hf import demo
-from flodl_hf.backends import choose, trials
-from flodl_hf.backends.choose import arrange_cuda, layers_of
-from flodl_hf.backends.cuda import CudaTable
-from flodl_hf.backends.cuda_float32 import SplitTable
-from flodl_hf.backends.trials import SPLIT_BOUND, LayerSizes
-from flodl_hf.runtime.prepared import shadow
+from flodl_hf.inference.prepared_graph import shadow
+from flodl_hf.nn.backends import choose, trials
+from flodl_hf.nn.backends.choose import arrange_cuda, layers_of
+from flodl_hf.nn.backends.cuda import CudaTable
+from flodl_hf.nn.backends.cuda_float32 import SplitTable
+from flodl_hf.nn.backends.trials import SPLIT_BOUND, LayerSizes
+from flodl_hf.training import demo
 
 HAS_TRITON = find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
@@ -60,7 +60,7 @@ ROWS: dict[str, Any] = {
 @runs
 @pytest.mark.parametrize("kind", ROWS)
 def test_products_of_rows_of_any_size(kind: str) -> None:
-    from flodl_hf.kernels.split_products import finished, products, split
+    from flodl_hf.nn.kernels.split_products import finished, products, split
 
     draw = torch.Generator().manual_seed(1)
     x = ROWS[kind](torch.randn(33, 900, generator=draw).to(DEVICE))
@@ -77,7 +77,7 @@ def test_products_of_rows_of_any_size(kind: str) -> None:
 
 @runs
 def test_a_norm_hands_its_parts_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flodl_hf.kernels import split_products
+    from flodl_hf.nn.kernels import split_products
 
     layer, states, layout, _ = trials.small_layer(DEVICE, LAYERS["post"])
     table = SplitTable(fewest=1)
@@ -105,7 +105,7 @@ def test_few_rows_go_by_ordinary_products(monkeypatch: pytest.MonkeyPatch) -> No
         for table in (plain, split):
             table.join(layer)
             layer.table = table
-            monkeypatch.setattr("flodl_hf.kernels.split_products.products", None)
+            monkeypatch.setattr("flodl_hf.nn.kernels.split_products.products", None)
             results.append(layer(states, layout=layout()))
     torch.testing.assert_close(*results, rtol=0, atol=2e-6)
 

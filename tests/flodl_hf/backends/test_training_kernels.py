@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flodl_hf.backends import choose, trials
-from flodl_hf.backends.choose import arrange_training
-from flodl_hf.backends.cuda_training import TrainingTable
-from flodl_hf.backends.trials import LayerSizes, Turns
-from flodl_hf.config.model_config import ModelConfig
+from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.heads.sequence_classification import SequenceClassifier
-from flodl_hf.kernels import trust
-from flodl_hf.layers.encoder_layer import EncoderLayer
-from flodl_hf.layers.table import TORCH
-from flodl_hf.layout.layouts import Packed
+from flodl_hf.nn.backends import choose, trials
+from flodl_hf.nn.backends.choose import arrange_training
+from flodl_hf.nn.backends.cuda_training import TrainingTable
+from flodl_hf.nn.backends.trials import LayerSizes, Turns
+from flodl_hf.nn.kernels import trust
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer
+from flodl_hf.nn.layers.table import TORCH
+from flodl_hf.nn.layout.layouts import Packed
 
 HAS_TRITON = find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
@@ -103,7 +103,7 @@ def test_layers_are_the_plain_ones(kind: str, sizes: LayerSizes, dtype: torch.dt
 def test_attention_drops_the_same_weights_forward_and_backward(
     dtype: torch.dtype, p: float, window: int | None
 ) -> None:
-    from flodl_hf.kernels.operations import mixed
+    from flodl_hf.nn.kernels.operations import mixed
 
     heads, width = 2, 128
     _, _, layout = small_case()
@@ -149,7 +149,7 @@ def test_attention_drops_the_same_weights_forward_and_backward(
 @pytest.mark.parametrize("used", ["both", "full", "half"])
 @pytest.mark.parametrize("kind", ["layer", "layer, pre", "no shift", "rms", "rms, pre"])
 def test_sum_and_norm_with_its_gradients(dtype: torch.dtype, p: float, used: str, kind: str) -> None:
-    from flodl_hf.kernels.operations import added_and_normed
+    from flodl_hf.nn.kernels.operations import added_and_normed
 
     rows, width = 70, 96
     x, residual = drawn(rows, width, dtype=dtype), drawn(rows, width)
@@ -186,7 +186,7 @@ def test_sum_and_norm_with_its_gradients(dtype: torch.dtype, p: float, used: str
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tanh", [False, True])
 def test_gelu_and_the_sums_of_its_gradient(dtype: torch.dtype, tanh: bool) -> None:
-    from flodl_hf.kernels.operations import activated, projected
+    from flodl_hf.nn.kernels.operations import activated, projected
 
     x, x_bias, direction = drawn(70, 200, dtype=dtype), drawn(200), drawn(70, 200, dtype=dtype).detach()
     right = F.gelu(x.float(), approximate="tanh" if tanh else "none")
@@ -211,7 +211,7 @@ def test_gelu_and_the_sums_of_its_gradient(dtype: torch.dtype, tanh: bool) -> No
 @runs
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_copies_lie_one_after_another_and_are_rounded_as_torch_rounds(dtype: torch.dtype) -> None:
-    from flodl_hf.kernels.copies import copied
+    from flodl_hf.nn.kernels.copies import copied
 
     tensors = [drawn(70, 80).detach(), drawn(3).detach(), drawn(8192).detach(), drawn(4097).detach()[1:]]
     assert torch.equal(copied(tensors, dtype), torch.cat([t.flatten() for t in tensors]).to(dtype))

@@ -13,15 +13,15 @@ import torch
 from test_training_kernels import DEVICE, DTYPES, distance, runs, tables
 from torch import Tensor
 
-from flodl_hf.attention.disentangled import attention as attention_module
-from flodl_hf.attention.rotary import PairedRotary
 from flodl_hf.auto import head_named
-from flodl_hf.backends import choose
-from flodl_hf.backends.choose import arrange_training
-from flodl_hf.backends.cuda_training import TrainingTable
-from flodl_hf.config.model_config import ModelConfig
-from flodl_hf.layout.buckets import Buffer, bucket_of
-from flodl_hf.layout.layouts import Layout, Packed, Padded
+from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.nn.attention.disentangled import attention as attention_module
+from flodl_hf.nn.attention.rotary import PairedRotary
+from flodl_hf.nn.backends import choose
+from flodl_hf.nn.backends.choose import arrange_training
+from flodl_hf.nn.backends.cuda_training import TrainingTable
+from flodl_hf.nn.layout.buckets import Buffer, bucket_of
+from flodl_hf.nn.layout.layouts import Layout, Packed, Padded
 
 SIZES: dict[str, Any] = {
     "vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,

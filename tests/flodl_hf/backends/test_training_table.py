@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl_hf.attention.dot_product import attend
-from flodl_hf.backends import choose, cuda, cuda_training, trials
-from flodl_hf.backends.choose import arrange_training
-from flodl_hf.backends.cuda_training import STREAMS, TrainingTable
-from flodl_hf.backends.trials import LayerSizes
-from flodl_hf.kernels import trust
-from flodl_hf.layers.table import TORCH
-from flodl_hf.layout.layouts import Packed
+from flodl_hf.nn.attention.dot_product import attend
+from flodl_hf.nn.backends import choose, cuda, cuda_training, trials
+from flodl_hf.nn.backends.choose import arrange_training
+from flodl_hf.nn.backends.cuda_training import STREAMS, TrainingTable
+from flodl_hf.nn.backends.trials import LayerSizes
+from flodl_hf.nn.kernels import trust
+from flodl_hf.nn.layers.table import TORCH
+from flodl_hf.nn.layout.layouts import Packed
 
 CPU = torch.device("cpu")
 
@@ -57,7 +57,7 @@ class StandIn:
 def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     layer, states, layout, _ = trials.small_layer(CPU, LayerSizes(order=request.param, window=5))
     stand_in = StandIn(layout())
-    monkeypatch.setitem(sys.modules, "flodl_hf.kernels.operations", stand_in)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "flodl_hf.nn.kernels.operations", stand_in)  # type: ignore[arg-type]
     table = TrainingTable(torch.float16)
     layer.table = table
     return SimpleNamespace(layer=layer, states=states, layout=stand_in.layout, used=stand_in, table=table)
@@ -110,7 +110,7 @@ def test_the_same_of_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     table = cuda.CudaTable(kernels=True)
     table.join(layer)
     monkeypatch.setattr(cuda, "OFFSETS", 3 * states.numel())
-    monkeypatch.setitem(sys.modules, "flodl_hf.kernels.operations", None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "flodl_hf.nn.kernels.operations", None)  # type: ignore[arg-type]
     found = layer.attention.output(table.attend(layer, states, layout(), {}, False).states)  # type: ignore[operator, union-attr]
     torch.testing.assert_close(found, layer.eval().attention(states, layout=layout()), rtol=1e-4, atol=1e-5)
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bulk_inputs import texts
 
 from flodl_hf import load
-from flodl_hf.model.encoder_model import EncoderModel
+from flodl_hf.models.encoder_model import EncoderModel
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flodl_hf.bulk.write import Writer, writer_for
+from flodl_hf.jobs.write import Writer, writer_for
 from flodl_hf.readers.rows import Row, RowFault, _parsed
 
 ANSWERS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ import torch
 
 from flodl.errors import DataError
 from flodl_hf import load, predict_file
-from flodl_hf.decode import Classification
+from flodl_hf.inference.decode import Classification
 from flodl_hf.readers import rows
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -289,7 +289,7 @@ def test_pairs_have_the_answers_of_python(pair: tuple[str, str], model: Any, jso
 
 @pytest.mark.parametrize("on_error", ["skip", "null"])
 def test_a_long_document_of_a_query_is_one_faulty_row(on_error: str, jsonl: Any, tmp_path: Path) -> None:
-    from flodl_hf.config.model_config import ModelConfig
+    from flodl_hf.checkpoints.config.model_config import ModelConfig
     from flodl_hf.heads.sequence_classification import SequenceClassifier
 
     base: Any = load(GOLDEN / "bert-sequence_classification")

@@ -159,7 +159,7 @@ def test_other_options_are_refused_and_said(now: Any, says: str, model: Any, num
 
 
 def test_rows_read_ahead_are_the_same_rows(model: Any, numbered: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    from flodl_hf.bulk.run import Run
+    from flodl_hf.jobs.run import Run
 
     source, wanted, out = numbered(95), tmp_path / "wanted.jsonl", tmp_path / "out.jsonl"
     predict_file(model(), source, wanted, part_rows=10)
@@ -241,7 +241,7 @@ def test_a_folder_that_is_not_ours_is_left_alone(model: Any, numbered: Any, tmp_
 def test_a_full_disk_loses_no_finished_part(
     which: str, model: Any, numbered: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    import flodl_hf.bulk.parts as parts
+    import flodl_hf.jobs.parts as parts
 
     source, wanted, out = numbered(40), tmp_path / "wanted.jsonl", tmp_path / "out.jsonl"
     predict_file(model(), source, wanted, part_rows=10)
@@ -406,7 +406,7 @@ def test_a_rank_that_dies_is_named_and_the_run_goes_on(folder: Any, model: Any, 
 
 
 def test_a_silent_rank_is_given_up(model: Any, numbered: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    import flodl_hf.bulk.ranks as ranks
+    import flodl_hf.jobs.ranks as ranks
 
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -435,7 +435,7 @@ MEMORY = """
 import json, resource, sys
 from pathlib import Path
 from flodl_hf import load, predict_file
-from flodl_hf.decode import Classification
+from flodl_hf.inference.decode import Classification
 
 def rows(count):
     for i in range(count):

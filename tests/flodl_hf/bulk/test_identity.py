@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from flodl_hf import encode_file, load, predict_file
-from flodl_hf.bulk import tasks
+from flodl_hf.checkpoints.sentence.dense import Dense
+from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
+from flodl_hf.checkpoints.sentence.steps import LayerWeights, Scaled
+from flodl_hf.checkpoints.sentence.transformer_settings import TransformerSettings
 from flodl_hf.errors import PredictError
-from flodl_hf.runtime import RunKeywords, RunOptions
-from flodl_hf.sentence.dense import Dense
-from flodl_hf.sentence.recipe import SentenceRecipe
-from flodl_hf.sentence.steps import LayerWeights, Scaled
-from flodl_hf.sentence.transformer_settings import TransformerSettings
+from flodl_hf.inference import RunKeywords, RunOptions
+from flodl_hf.jobs import tasks
 
 CLASSES = "sequence_classification"
 
@@ -259,7 +259,7 @@ def test_the_model_in_another_folder(change: str, folder: Any, numbered: Any, tm
 
 
 def test_a_scale_of_an_adapter_is_noticed(folder: Any, numbered: Any, tmp_path: Path) -> None:
-    from flodl_hf.adapters import Lora
+    from flodl_hf.models.adapters import Lora
 
     source, out = numbered(30), tmp_path / "out.jsonl"
 

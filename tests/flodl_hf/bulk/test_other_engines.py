@@ -15,10 +15,11 @@ import pytest
 from bulk_inputs import texts
 
 from flodl.errors import DataError
-from flodl_hf import predict_file, ray, spark
-from flodl_hf.bulk.partitions import Partitions
+from flodl_hf import predict_file
 from flodl_hf.errors import PredictError
-from flodl_hf.model.encoder_model import EncoderModel
+from flodl_hf.jobs import ray, spark
+from flodl_hf.jobs.partitions import Partitions
+from flodl_hf.models.encoder_model import EncoderModel
 
 HEADS = ("sequence_classification", "token_classification", "question_answering", "base", "masked_lm")
 arrow: Any = pytest.importorskip("pyarrow")

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from flodl_hf import predict_file
-from flodl_hf.bulk import ranks
 from flodl_hf.errors import PredictError
+from flodl_hf.jobs import ranks
 
 ROOT = Path(__file__).parents[3]
 HEAD = "sequence_classification"
@@ -85,7 +85,7 @@ def test_a_lost_worker_is_noticed_within_a_part(folder: Any, numbered: Any, tmp_
             if len(seen) > 3:
                 super().check(again)
 
-    monkeypatch.setattr("flodl_hf.bulk.file.Workers", Lost)
+    monkeypatch.setattr("flodl_hf.jobs.file.Workers", Lost)
     out = tmp_path / "out.jsonl"
     with pytest.raises(PredictError) as lost:
         predict_file(folder(HEAD), numbered(80), out, devices=["cpu", "cpu"], token_budget=16)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flodl.errors import DataError
-from flodl_hf.bulk.write import json_of, writer_for
+from flodl_hf.jobs.write import json_of, writer_for
 from flodl_hf.readers import read_rows
 from flodl_hf.readers.rows import Row, open_rows
 

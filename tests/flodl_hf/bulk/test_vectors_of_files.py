@@ -15,10 +15,10 @@ import pytest
 
 from flodl.errors import DataError
 from flodl_hf import encode_file, predict_file
-from flodl_hf.bulk.parts import Parts
 from flodl_hf.errors import PredictError
-from flodl_hf.vectors.files import SUFFIXES, ranges_path, read_vectors
-from flodl_hf.vectors.quantize import PRECISIONS, quantize_embeddings, ranges_of
+from flodl_hf.inference.quantize import PRECISIONS, quantize_embeddings, ranges_of
+from flodl_hf.inference.vector_files import SUFFIXES, ranges_path, read_vectors
+from flodl_hf.jobs.parts import Parts
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.filterwarnings("ignore:.*truncated")

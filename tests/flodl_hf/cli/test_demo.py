@@ -10,7 +10,7 @@ import pytest
 typer_testing = pytest.importorskip("typer.testing")
 
 from flodl_hf.cli.app import app  # noqa: E402
-from flodl_hf.demo import LABELS, is_demo  # noqa: E402
+from flodl_hf.training.demo import LABELS, is_demo  # noqa: E402
 
 
 def laid_out(folder: Path, labels: tuple[str, ...], *more: str) -> Path:

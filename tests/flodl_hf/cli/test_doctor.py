@@ -13,7 +13,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from flodl_hf.cli.app import app
-from flodl_hf.runtime import doctor
+from flodl_hf.inference import doctor
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_flags_set_how_much_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLODL_VERBOSITY", "normal")
     levels = []
     monkeypatch.setattr(
-        "flodl_hf.runtime.doctor.examine", lambda *a: levels.append(verbosity().name) or doctor.Examination()
+        "flodl_hf.inference.doctor.examine", lambda *a: levels.append(verbosity().name) or doctor.Examination()
     )
     for flags in ([], ["-q"], ["-v"], ["-vv"], ["-v", "-v", "-v"], ["-vvvvv"], ["--quiet", "--verbose"]):
         monkeypatch.setenv("FLODL_VERBOSITY", "normal")

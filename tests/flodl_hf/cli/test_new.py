@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from flodl_hf import finetune
 from flodl_hf.cli.app import app
-from flodl_hf.demo import demo_model, learn_vocabulary
+from flodl_hf.cli.project import DATA, HELD_OUT_ROWS, TRAIN_ROWS, new_project
 from flodl_hf.errors import ExportError
-from flodl_hf.finetuning.project import DATA, HELD_OUT_ROWS, TRAIN_ROWS, new_project
-from flodl_hf.recipe import load_recipe
+from flodl_hf.training.demo import demo_model, learn_vocabulary
+from flodl_hf.training.recipe import load_recipe
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("typer")
 
+from flodl_hf.checkpoints.version import own_version
 from flodl_hf.cli import shared
-from flodl_hf.version import own_version
 
 TEXT = "café 😀 \x7f"
 posix = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from flodl_hf.cli import shared
 from flodl_hf.cli.app import app
-from flodl_hf.finetuning.options import Options
+from flodl_hf.training.options import Options
 
 
 def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -16,10 +16,10 @@ import torch
 from flodl.errors import ConfigError, FlodlError
 from flodl_hf import AutoConfig, AutoModel, AutoModelForSequenceClassification, load
 from flodl_hf.auto import head_named
-from flodl_hf.config.model_config import ModelConfig
+from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.errors import HubError, PredictError, TokenizerError
 from flodl_hf.heads import HEADS
-from flodl_hf.model.other_tasks import FAMILIAR, METHODS
+from flodl_hf.models.other_tasks import FAMILIAR, METHODS
 
 Maker = Callable[..., Any]
 Saved = Callable[..., Path]

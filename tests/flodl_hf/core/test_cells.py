@@ -12,8 +12,8 @@ from flodl_hf import load
 from flodl_hf.auto import head_named
 from flodl_hf.families import FAMILIES
 from flodl_hf.heads import HEADS
-from flodl_hf.layout.layouts import Packed, Padded
-from flodl_hf.model.encoder_model import EncoderModel
+from flodl_hf.models.encoder_model import EncoderModel
+from flodl_hf.nn.layout.layouts import Packed, Padded
 
 CELLS = [(f.model_type, h.name) for f in FAMILIES for h in HEADS if h.name == "base" or h.name in f.heads]
 cells = pytest.mark.parametrize(("model_type", "head"), CELLS)

@@ -16,9 +16,9 @@ import pytest
 
 from flodl.errors import CheckpointError
 from flodl_hf import finetune, load, predict_file
+from flodl_hf.checkpoints.weights.checksums import CHECKSUMS, compare_folder, write_checksums
 from flodl_hf.families import FAMILIES
-from flodl_hf.verifying import verify
-from flodl_hf.weights.checksums import CHECKSUMS, compare_folder, write_checksums
+from flodl_hf.parity.verifying import verify
 
 Saved = Callable[..., Path]
 HEAD = "sequence_classification"
@@ -180,7 +180,7 @@ def test_papers_may_be_edited(saved: Saved) -> None:
 
 
 def test_a_folder_that_is_written_to_while_it_is_loaded(saved: Saved, monkeypatch: Any) -> None:
-    import flodl_hf.model.pretrained as pretrained
+    import flodl_hf.models.pretrained as pretrained
 
     folder, real, times = saved("bert", HEAD), pretrained.load_tokenizer, iter((1, 2))
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from flodl_hf import auto, bulk, load
+from flodl_hf import auto, load
+from flodl_hf import jobs as bulk
 
 typer_testing = pytest.importorskip("typer.testing")
 

@@ -14,9 +14,9 @@ import pytest
 
 typer_testing = pytest.importorskip("typer.testing")
 
+from flodl_hf.checkpoints.weights.checkpoint import folder as checkpoint_folder  # noqa: E402
 from flodl_hf.cli import choices, shared  # noqa: E402
 from flodl_hf.cli.app import NAMES, app, app_for  # noqa: E402
-from flodl_hf.weights.checkpoint import folder as checkpoint_folder  # noqa: E402
 
 
 def run(*arguments: Any, code: int = 0, **more: Any) -> Any:
@@ -40,13 +40,13 @@ def folder(saved: Callable[..., Path]) -> Path:
 
 def test_words_of_options_are_those_of_the_tables() -> None:
     from docs.generate import words_of
-    from flodl_hf.decode.entities import Aggregation
-    from flodl_hf.family.head_names import OTHER_WORDS
-    from flodl_hf.finetuning.option_checks import SCHEDULES
-    from flodl_hf.finetuning.options import Options
+    from flodl_hf.families.schema.head_names import OTHER_WORDS
     from flodl_hf.heads import HEADS
-    from flodl_hf.runtime import Precision
-    from flodl_hf.saving.model import DTYPE_NAMES
+    from flodl_hf.inference import Precision
+    from flodl_hf.inference.decode.entities import Aggregation
+    from flodl_hf.models.saving import DTYPE_NAMES
+    from flodl_hf.training.option_checks import SCHEDULES
+    from flodl_hf.training.options import Options
 
     assert list(choices.PrecisionWord) == list(get_args(Precision))
     assert set(choices.AggregationWord) == set(get_args(Aggregation))
@@ -62,7 +62,7 @@ def test_words_of_options_are_those_of_the_tables() -> None:
 
 def test_options_come_in_groups() -> None:
     from flodl_hf.cli.finetune import GROUPS
-    from flodl_hf.finetuning.options import Options
+    from flodl_hf.training.options import Options
 
     assert set(GROUPS) <= set(Options.__dataclass_fields__)
     panels = {p.name: getattr(p, "rich_help_panel", None) for p in commands()["finetune"].params}
@@ -143,7 +143,7 @@ def test_shells_complete_words(words: str, offered: list[str]) -> None:
 
 
 def test_the_version_is_said() -> None:
-    from flodl_hf.version import own_version
+    from flodl_hf.checkpoints.version import own_version
 
     assert run("--version").stdout == run("-V").stdout == f"{own_version()}\n"
 

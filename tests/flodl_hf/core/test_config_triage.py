@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from flodl.errors import CheckpointError, ConfigError
 from flodl_hf import AutoConfig, AutoModelForSequenceClassification, load
-from flodl_hf.config.model_config import ModelConfig
+from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import FAMILIES
-from flodl_hf.family.shared_keys import COMMON_INERT, FOREIGN
+from flodl_hf.families.schema.shared_keys import COMMON_INERT, FOREIGN
 from flodl_hf.heads.base import BaseModel
 from flodl_hf.parity.shapes import settings_of
 

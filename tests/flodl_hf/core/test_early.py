@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flodl import system
-from flodl_hf.weights import early
+from flodl_hf.checkpoints.weights import early
 
 
 class Driver:
@@ -109,7 +109,7 @@ ENDING = """
 import atexit, gc, sys
 if {there}:
     sys.modules["torch"] = sys
-from flodl_hf.weights.early import beginning
+from flodl_hf.checkpoints.weights.early import beginning
 atexit.register(lambda: print(gc.get_freeze_count() > 0))
 with beginning("nowhere", {{}}):
     assert not gc.get_freeze_count()
@@ -150,10 +150,10 @@ def test_options_that_want_nothing_read_ahead_are_heard(
 PROGRAM = """
 import atexit, gc, json, sys
 atexit.register(lambda: print(gc.get_freeze_count() > 100_000))
-from flodl_hf.weights import early
+from flodl_hf.checkpoints.weights import early
 early.usable_cpus = lambda: 2
 seen = []
-from flodl_hf.weights.checkpoint import ahead
+from flodl_hf.checkpoints.weights.checkpoint import ahead
 begun = ahead._Ahead.__init__
 ahead._Ahead.__init__ = lambda self, folder: (seen.append("torch" in sys.modules), begun(self, folder))[1]
 sys.argv = ["flodl-hf", "predict", {folder!r}, "a text", "--device", "cpu", "--json"]
@@ -182,7 +182,7 @@ def test_the_command_line_begins_before_torch_is_there(saved: Callable[..., Any]
 FIRST = """
 import json, sys
 from flodl_hf import AutoModelForSequenceClassification
-from flodl_hf.weights import early
+from flodl_hf.checkpoints.weights import early
 seen = []
 plain = early.make_cuda_context
 early.make_cuda_context = lambda place: (seen.append("torch" in sys.modules), plain(place))[1]

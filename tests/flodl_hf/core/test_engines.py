@@ -17,15 +17,16 @@ import torch
 from typer.testing import CliRunner
 
 from flodl_hf import load
+from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
 from flodl_hf.cli.app import app
 from flodl_hf.errors import ExportError
-from flodl_hf.export import engine, onnx_session
+from flodl_hf.export import engine
 from flodl_hf.export.engine import export_onnx, export_program
-from flodl_hf.export.onnx_session import OnnxModel
 from flodl_hf.families import FAMILIES
 from flodl_hf.heads import HEADS
-from flodl_hf.model.encoder_model import EncoderModel
-from flodl_hf.sentence.recipe import SentenceRecipe
+from flodl_hf.models.encoder_model import EncoderModel
+from flodl_hf.parity import onnx_session
+from flodl_hf.parity.onnx_session import OnnxModel
 
 HAS_ONNX = all(find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime"))
 with_onnx = pytest.mark.skipif(not HAS_ONNX, reason="onnx, onnxscript or onnxruntime is not installed")

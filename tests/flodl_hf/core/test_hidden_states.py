@@ -13,7 +13,7 @@ import torch
 from flodl.errors import ConfigError
 from flodl_hf import AutoModel
 from flodl_hf.families import FAMILIES
-from flodl_hf.model.encoder_model import EncoderModel
+from flodl_hf.models.encoder_model import EncoderModel
 
 Make = Callable[..., EncoderModel]
 Saved = Callable[..., Path]

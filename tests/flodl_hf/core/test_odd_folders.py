@@ -16,7 +16,7 @@ from torch import Tensor
 from flodl.errors import CheckpointError, ConfigError, FlodlError
 from flodl_hf import load
 from flodl_hf.families import FAMILIES
-from flodl_hf.family.head_names import names_of
+from flodl_hf.families.schema.head_names import names_of
 
 Saved = Callable[..., Path]
 Change = Callable[[Path], object]

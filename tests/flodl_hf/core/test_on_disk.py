@@ -14,12 +14,12 @@ import torch
 from flodl.errors import ConfigError
 from flodl.graph import FlowBuilder
 from flodl_hf.auto import load
-from flodl_hf.backends.cpu_products import has_int8, has_onednn
+from flodl_hf.checkpoints.weights import on_disk
 from flodl_hf.errors import PredictError
 from flodl_hf.families import FAMILIES
-from flodl_hf.runtime import layers_from_disk
-from flodl_hf.runtime.layers_from_disk import _steps_of
-from flodl_hf.weights import on_disk
+from flodl_hf.inference import layers_from_disk
+from flodl_hf.inference.layers_from_disk import _steps_of
+from flodl_hf.nn.backends.cpu_products import has_int8, has_onednn
 
 Saved = Callable[..., Path]
 
@@ -186,7 +186,7 @@ def test_layers_that_are_no_chain_are_told_apart() -> None:
 def test_commands_take_where_weights_stay(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     testing = pytest.importorskip("typer.testing")
     from flodl_hf.cli.app import app
-    from flodl_hf.graph_model.model import GraphModel
+    from flodl_hf.inference.graph_model.model import GraphModel
 
     folder, source = saved("bert", "sequence_classification"), tmp_path / "texts.txt"
     source.write_text("\n".join(TEXTS))

@@ -13,8 +13,8 @@ import pytest
 
 from flodl.errors import FlodlError, UnsafeFileError
 from flodl_hf import load
-from flodl_hf.hub.download import resolve
-from flodl_hf.saving.sentence_files import recipe_files
+from flodl_hf.checkpoints.hub.download import resolve
+from flodl_hf.checkpoints.saving.sentence_files import recipe_files
 
 Saved = Callable[..., Path]
 POOLED = ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json")
@@ -26,7 +26,7 @@ SECRET = b"not for strangers"
 @pytest.fixture
 def folder(saved: Saved) -> Path:
     """A folder of sentence-transformers with every small file."""
-    from flodl_hf.sentence.recipe import SentenceRecipe
+    from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
 
     place = saved("bert")
     for name, data in recipe_files(SentenceRecipe(normalize=True, max_tokens=12), 16).items():

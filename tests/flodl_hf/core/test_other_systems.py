@@ -62,7 +62,7 @@ sys.platform = "win32"
 from pathlib import Path
 import flodl, flodl_hf, flodl_hf.export, flodl.distributed.launch, flodl.train.saving.keeper
 from flodl_hf import finetune, load
-from flodl_hf.bulk import predict_file
+from flodl_hf.jobs import predict_file
 
 folder, work = Path(sys.argv[1]), Path(sys.argv[2])
 done = {}

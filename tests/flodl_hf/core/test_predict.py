@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from flodl.errors import ConfigError
 from flodl_hf import load
 from flodl_hf.families import FAMILIES
-from flodl_hf.tokenizer import Tokenizer
+from flodl_hf.tokenization.tokenizer import Tokenizer
 
 Maker = Callable[..., Any]
 Padded = Callable[..., torch.Tensor]
@@ -396,8 +396,8 @@ def test_a_pair_that_is_cut_loses_of_its_longer_text_first(make: Maker) -> None:
 
 def test_dense_layers_are_batch_invariant(make: Maker) -> None:
     """The vector of a text by itself is that of the text among others, to the bit; products of rows are not."""
-    from flodl_hf.sentence.dense import Dense
-    from flodl_hf.sentence.recipe import SentenceRecipe
+    from flodl_hf.checkpoints.sentence.dense import Dense
+    from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
 
     model = make("bert", "base")
     torch.manual_seed(0)

@@ -17,24 +17,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flodl_hf.attention.dot_product import attend
-from flodl_hf.backends import trials
-from flodl_hf.backends.cpu_products import has_int8
 from flodl_hf.errors import PredictError
 from flodl_hf.families import FAMILIES
 from flodl_hf.heads import HEADS
-from flodl_hf.kernels import trust
-from flodl_hf.layout.buckets import Buffer, bucket_of, fill
-from flodl_hf.layout.layouts import Packed
-from flodl_hf.model.encoder_model import EncoderModel
-from flodl_hf.runtime import Engine, RunOptions, forget, plan_batches, prepared, spread
-from flodl_hf.runtime import passes as passes_module
-from flodl_hf.runtime.cuda_graphs import Recorder
-from flodl_hf.runtime.inputs import encode
-from flodl_hf.runtime.passes import Pooled, Scores, States
-from flodl_hf.runtime.prepared import _trusts_buckets, holder, shadow
-from flodl_hf.runtime.session import Session
-from flodl_hf.runtime.stream import Job, stream
+from flodl_hf.inference import Engine, RunOptions, forget, plan_batches, prepared, spread
+from flodl_hf.inference import passes as passes_module
+from flodl_hf.inference.cuda_graphs import Recorder
+from flodl_hf.inference.inputs import encode
+from flodl_hf.inference.passes import Pooled, Scores, States
+from flodl_hf.inference.prepared_graph import _trusts_buckets, holder, shadow
+from flodl_hf.inference.session import Session
+from flodl_hf.inference.stream import Job, stream
+from flodl_hf.models.encoder_model import EncoderModel
+from flodl_hf.nn.attention.dot_product import attend
+from flodl_hf.nn.backends import trials
+from flodl_hf.nn.backends.cpu_products import has_int8
+from flodl_hf.nn.kernels import trust
+from flodl_hf.nn.layout.buckets import Buffer, bucket_of, fill
+from flodl_hf.nn.layout.layouts import Packed
 
 CELLS = [(f.model_type, h.name) for f in FAMILIES for h in HEADS if h.name == "base" or h.name in f.heads]
 cells = pytest.mark.parametrize(("model_type", "head"), CELLS)
@@ -344,8 +344,8 @@ def test_batch_invariant_answers_are_equal_to_the_bit(make: Make, head: str) -> 
 def test_a_models_first_answer_has_the_bits_of_its_later_ones(
     make: Make, head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flodl_hf.backends.cpu_products import has_onednn
-    from flodl_hf.runtime import cpu
+    from flodl_hf.inference import cpu
+    from flodl_hf.nn.backends.cpu_products import has_onednn
 
     if not has_onednn(torch.float32):
         pytest.skip("this build of torch has no reordered products")
@@ -421,7 +421,7 @@ def test_windows_of_a_stream_give_the_answers_of_a_list(make: Make, monkeypatch:
     call = model.fill_mask if head == "masked_lm" else model.predict
     expected = scores_in(call(texts))
     monkeypatch.setattr(
-        "flodl_hf.runtime.session.stream", lambda items, job, **k: stream(items, job, first=3, most=7, ahead=True)
+        "flodl_hf.inference.session.stream", lambda items, job, **k: stream(items, job, first=3, most=7, ahead=True)
     )
     assert scores_in(list(call(iter(texts)))) == pytest.approx(expected, abs=1e-6)
     assert call(iter([])) is not None
@@ -522,7 +522,7 @@ def test_large_batches_are_recorded_and_give_what_they_gave(
 ) -> None:
     model = make("bert", head)
     assert model.tokenizer is not None
-    monkeypatch.setattr("flodl_hf.runtime.engine.SMALL", 30)
+    monkeypatch.setattr("flodl_hf.inference.engine.SMALL", 30)
     # A copy home is a copy, unlike on a processor, where results are handed on as they are.
     monkeypatch.setattr(Engine, "_back", lambda self, found, count: (found[:count].clone(), None))
     work = Scores(model.per_text)
@@ -561,7 +561,7 @@ def test_a_change_is_seen_although_the_device_starts_before_anybody_looked(
         return found
 
     first = ask(1)
-    monkeypatch.setattr("flodl_hf.runtime.session.works_by_itself", lambda device: True)
+    monkeypatch.setattr("flodl_hf.inference.session.works_by_itself", lambda device: True)
     assert ask(1) == first
     bias = model.graph.get_parameter("head.classifier.bias")
     with torch.no_grad():
@@ -575,14 +575,14 @@ def test_a_change_is_seen_although_the_device_starts_before_anybody_looked(
     # Memory that the graph reads is gone: nothing may run before that is known.
     third = ask(1)
     assert third != second
-    monkeypatch.setattr("flodl_hf.runtime.session.works_by_itself", lambda device: False)
+    monkeypatch.setattr("flodl_hf.inference.session.works_by_itself", lambda device: False)
     forget(model)
     assert ask(1) == third
 
 
 def test_a_fault_of_a_stale_graph_is_not_told_and_any_other_is(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = make("bert", "sequence_classification")
-    monkeypatch.setattr("flodl_hf.runtime.session.works_by_itself", lambda device: True)
+    monkeypatch.setattr("flodl_hf.inference.session.works_by_itself", lambda device: True)
     first = model.predict("a good cat")
     stale = holder(model)._made[(None, None, False)]
     plain = Engine.start

@@ -14,7 +14,7 @@ import pytest
 from flodl.errors import CheckpointError, ConfigError
 from flodl_hf import load
 from flodl_hf.errors import TokenizerError
-from flodl_hf.model import filling
+from flodl_hf.models import filling
 
 Saved = Callable[..., Path]
 # Tables that nobody knows are read by that code, maybe, and refused.

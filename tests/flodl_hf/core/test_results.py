@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from flodl_hf.decode import Answer, Classification, Entity, Ranked
 from flodl_hf.heads.masked_lm import Fill
-from flodl_hf.results.lists import Answers, Entities, Fills, Found, Labels, Ranking, Results
+from flodl_hf.inference.decode import Answer, Classification, Entity, Ranked
+from flodl_hf.inference.results.lists import Answers, Entities, Fills, Found, Labels, Ranking, Results
 
 TEXT = "Ada <b>lives</b> in Paris"
 KINDS: dict[str, Found[Any]] = {

@@ -318,7 +318,7 @@ def test_routes_through_other_modules_are_refused(saved: Saved, kind: str, words
 
 
 def test_an_adapter_belongs_to_one_transformer(saved: Saved) -> None:
-    from flodl_hf.adapters import Lora
+    from flodl_hf.models.adapters import Lora
 
     model: Any = load(apart(saved("bert"), saved("distilbert")))
     with pytest.raises(ConfigError, match="routes of this folder have transformers of their own"):

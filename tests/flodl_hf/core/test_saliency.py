@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from flodl_hf.demo import demo_model, learn_vocabulary, train
 from flodl_hf.errors import PredictError
-from flodl_hf.saliency import saliency
+from flodl_hf.heads.saliency import saliency
+from flodl_hf.training.demo import demo_model, learn_vocabulary, train
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_tokens_and_answers() -> None:
     from flodl_hf.auto import AutoModelForQuestionAnswering, AutoModelForTokenClassification
 
     torch.manual_seed(0)
-    from flodl_hf.config.model_config import ModelConfig
+    from flodl_hf.checkpoints.config.model_config import ModelConfig
 
     tokenizer = learn_vocabulary()
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

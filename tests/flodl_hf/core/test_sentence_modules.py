@@ -17,7 +17,7 @@ from flodl.errors import ConfigError
 from flodl_hf import load
 from flodl_hf.cli.app import app
 from flodl_hf.errors import PredictError
-from flodl_hf.similarity import max_sim
+from flodl_hf.inference.similarity import max_sim
 
 sys.path.insert(0, str(Path(__file__).parent))
 from sentence_folders import ST, TEXTS, layer, modules, states_of, write

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
 from flodl_hf.errors import PredictError
-from flodl_hf.sentence.recipe import SentenceRecipe
 
 Maker = Callable[..., Any]
 TEXTS = ["the cat sat", "a dog ran on the mat", "ada lives in paris"]

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from flodl.errors import CheckpointError
 from flodl_hf import AutoModel, AutoModelForSequenceClassification, load
 from flodl_hf.families import FAMILIES
-from flodl_hf.family.head_names import names_of
-from flodl_hf.layers.parts import as_whole, part_of
+from flodl_hf.families.schema.head_names import names_of
+from flodl_hf.nn.layers.parts import as_whole, part_of
 
 Saved = Callable[..., Path]
 TYPES = [family.model_type for family in FAMILIES if "sequence_classification" in family.heads]

@@ -13,7 +13,7 @@ from flodl.errors import FlodlError
 from flodl.files import read_regular
 from flodl.train.saving.reading import list_checkpoints, read_checkpoint
 from flodl_hf import finetune
-from flodl_hf.bulk import predict_file
+from flodl_hf.jobs import predict_file
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from flodl.errors import CheckpointError
 from flodl_hf import load
 from flodl_hf.families import FAMILIES
-from flodl_hf.family.head_names import names_of
-from flodl_hf.family.passed_over import PASSED_OVER
-from flodl_hf.model.encoder_model import EncoderModel
+from flodl_hf.families.schema.head_names import names_of
+from flodl_hf.families.schema.passed_over import PASSED_OVER
+from flodl_hf.models.encoder_model import EncoderModel
 
 Saved = Callable[..., Path]
 IDS = torch.tensor([[2, 9, 17, 3]])

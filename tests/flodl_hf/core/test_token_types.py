@@ -11,7 +11,7 @@ import torch
 
 from flodl_hf import load
 from flodl_hf.families import FAMILIES
-from flodl_hf.runtime.engine import facts
+from flodl_hf.inference.engine import facts
 
 PAIR = ("the cat sat", "a dog ran")
 TYPES = [family.model_type for family in FAMILIES]

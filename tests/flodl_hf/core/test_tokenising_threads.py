@@ -9,7 +9,7 @@ import pytest
 
 from flodl_hf.errors import TokenizerError
 from flodl_hf.tokenization import threads
-from flodl_hf.tokenizer import Tokenizer
+from flodl_hf.tokenization.tokenizer import Tokenizer
 
 TEXTS = [f"the cat sat on the mat {'very ' * (i % 23)}good" for i in range(700)]
 

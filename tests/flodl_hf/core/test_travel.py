@@ -18,11 +18,11 @@ import torch
 
 from flodl.errors import ConfigError
 from flodl_hf import families as known
-from flodl_hf.config.model_config import ModelConfig
+from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import FAMILIES
 from flodl_hf.heads import HEADS
-from flodl_hf.model.encoder_model import EncoderModel
-from flodl_hf.model.outputs import Output
+from flodl_hf.models.encoder_model import EncoderModel
+from flodl_hf.models.outputs import Output
 
 CELLS = [(f.model_type, h.name) for f in FAMILIES for h in HEADS if h.name == "base" or h.name in f.heads]
 cells = pytest.mark.parametrize(("model_type", "head"), CELLS)

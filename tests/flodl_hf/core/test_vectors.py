@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from flodl_hf.errors import TextTooLongError
-from flodl_hf.model.encoder_model import EncoderModel
-from flodl_hf.runtime.stream import stream
+from flodl_hf.inference.stream import stream
+from flodl_hf.models.encoder_model import EncoderModel
 
 Make = Callable[..., EncoderModel]
 EXACT: dict[str, Any] = {"precision": "exact", "batch_invariant": True}
@@ -30,7 +30,7 @@ def test_vectors_are_those_of_each_text_alone(
     model: Any = make("bert", "base")
     # Windows of three: some of them have a text of several rows, and the last is not full.
     monkeypatch.setattr(
-        "flodl_hf.runtime.session.stream", lambda items, job, **k: stream(items, job, first=3, most=3, ahead=ahead)
+        "flodl_hf.inference.session.stream", lambda items, job, **k: stream(items, job, first=3, most=3, ahead=ahead)
     )
     expected = torch.stack([model.embed(text, **EXACT, **options) for text in TEXTS])
     found = model.embed(TEXTS, **EXACT, **options)
@@ -49,7 +49,9 @@ def test_one_warning_counts_the_truncated_texts(
 ) -> None:
     model: Any = make("bert", "base")
     call = getattr(model, method)
-    monkeypatch.setattr("flodl_hf.runtime.session.stream", lambda items, job, **k: stream(items, job, first=2, most=2))
+    monkeypatch.setattr(
+        "flodl_hf.inference.session.stream", lambda items, job, **k: stream(items, job, first=2, most=2)
+    )
     for given in (TEXTS, iter(TEXTS)):
         with pytest.warns(UserWarning, match="truncated 2 of 7 texts to 40 tokens") as warned:
             list(call(given, devices=devices))

@@ -15,12 +15,12 @@ import torch
 import flodl_hf
 from flodl.errors import CheckpointError, ConfigError
 from flodl_hf.auto import load
+from flodl_hf.compat import loading
+from flodl_hf.compat.taking import Word, _own
 from flodl_hf.errors import ExportError, HubError, PredictError, TokenizerError
 from flodl_hf.heads import prediction_keywords as words
-from flodl_hf.keywords import loading
-from flodl_hf.keywords.taking import Word, _own
-from flodl_hf.model.encoder_model import EncoderModel
-from flodl_hf.model.opening import LoadKeywords
+from flodl_hf.models.encoder_model import EncoderModel
+from flodl_hf.models.opening import LoadKeywords
 
 Maker = Callable[..., Any]
 Saved = Callable[..., Path]
@@ -82,7 +82,7 @@ def test_every_word_of_ours_exists(name: str, make: Maker) -> None:
 
 
 def test_every_way_to_run_is_known() -> None:
-    from flodl_hf.runtime import RunKeywords
+    from flodl_hf.inference import RunKeywords
 
     def like(**run: Any) -> None: ...
 

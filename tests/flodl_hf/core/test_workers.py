@@ -19,10 +19,10 @@ import torch
 
 from flodl.errors import FlodlError
 from flodl_hf.errors import PredictError
-from flodl_hf.model.encoder_model import EncoderModel
-from flodl_hf.runtime import Engine, workers
-from flodl_hf.runtime.worker import Worker
-from flodl_hf.runtime.worker_messages import packed, receive, send, unpacked
+from flodl_hf.inference import Engine, workers
+from flodl_hf.inference.worker import Worker
+from flodl_hf.inference.worker_messages import packed, receive, send, unpacked
+from flodl_hf.models.encoder_model import EncoderModel
 
 Make = Callable[..., EncoderModel]
 LONG = "the cat sat on the mat and ran " * 12
@@ -271,7 +271,7 @@ PROGRAM = """
 import os, signal, sys
 sys.path[:0] = {path!r}
 from flodl_hf import load
-from flodl_hf.runtime import Engine, workers
+from flodl_hf.inference import Engine, workers
 workers.worth_it, workers.LEAST = (lambda devices: len(devices) > 1), 1
 model = load({folder!r})
 texts = ["the cat sat", "a dog", "good", "ada lives in paris"] * 4

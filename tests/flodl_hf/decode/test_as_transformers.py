@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from flodl_hf.decode import TagScheme, decode_classes, decode_entities, join_words
-from flodl_hf.decode.compat import (
+from flodl_hf.errors import PredictError
+from flodl_hf.inference.decode import TagScheme, decode_classes, decode_entities, join_words
+from flodl_hf.inference.decode.compat import (
     feature_extraction,
     fill_mask,
     text_classification,
     token_classification,
     zero_shot_classification,
 )
-from flodl_hf.decode.compat.token_classification import TokenizerFacts
-from flodl_hf.errors import PredictError
+from flodl_hf.inference.decode.compat.token_classification import TokenizerFacts
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.transformers

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flodl_hf.decode import best_spans as best_module
-from flodl_hf.decode import decode_answers_batch
-from flodl_hf.decode.best_spans import best_spans
-from flodl_hf.decode.windows import TokenStream
-from flodl_hf.decode.words import units_at, words_of
+from flodl_hf.inference.decode import best_spans as best_module
+from flodl_hf.inference.decode import decode_answers_batch
+from flodl_hf.inference.decode.best_spans import best_spans
+from flodl_hf.inference.decode.windows import TokenStream
+from flodl_hf.inference.decode.words import units_at, words_of
 
 PIECES = ["Ada", " ", "ü", "(x)", "東京", "3.14", ",", "👩", "o"]
 

@@ -7,7 +7,8 @@ from math import exp
 import pytest
 import torch
 
-from flodl_hf.decode import (
+from flodl_hf.errors import PredictError
+from flodl_hf.inference.decode import (
     Classification,
     activation_for,
     contradiction_id,
@@ -16,7 +17,6 @@ from flodl_hf.decode import (
     decode_zero_shot,
     entailment_id,
 )
-from flodl_hf.errors import PredictError
 
 
 @pytest.mark.parametrize(

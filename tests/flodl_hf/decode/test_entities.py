@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flodl_hf.decode import TagScheme, decode_entities, decode_entities_batch, join_words
-from flodl_hf.decode.constrained import best_paths
 from flodl_hf.errors import PredictError
+from flodl_hf.inference.decode import TagScheme, decode_entities, decode_entities_batch, join_words
+from flodl_hf.inference.decode.constrained import best_paths
 
 BIO = TagScheme.detect(["O", "B-PER", "I-PER", "B-LOC", "I-LOC"])
 

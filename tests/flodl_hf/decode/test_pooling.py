@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flodl_hf.decode import finish_embeddings, pool_packed, pool_padded
-from flodl_hf.decode.pooling import Pooling
 from flodl_hf.errors import PredictError
+from flodl_hf.inference.decode import finish_embeddings, pool_packed, pool_padded
+from flodl_hf.inference.decode.pooling import Pooling
 
 MODES = [mode for mode in get_args(Pooling) if mode != "pooler"]
 
@@ -128,7 +128,7 @@ def test_what_cannot_be_pooled_is_refused(call) -> None:
 
 @pytest.mark.parametrize("how", ["sum", "max"])
 def test_devices_without_segments_pool_alike(how: str) -> None:
-    from flodl_hf.runtime.pool import scattered
+    from flodl_hf.inference.pool import scattered
 
     lengths = torch.tensor([3, 1, 0, 4])
     values = torch.randn(8, 5)

@@ -9,7 +9,7 @@ import torch
 
 from flodl_hf import AutoModelForMaskedLM
 from flodl_hf.families import FAMILIES
-from flodl_hf.layers.activations import ACTIVATIONS
+from flodl_hf.nn.layers.activations import ACTIVATIONS
 from flodl_hf.parity.reference import load_reference, make_checkpoint
 from flodl_hf.parity.shapes import settings_of
 

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 from flodl.errors import CheckpointError
 from flodl_hf import load
 from flodl_hf.auto import head_named
-from flodl_hf.config.model_config import ModelConfig
+from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import named
-from flodl_hf.layers.norms import StepwiseNorm
-from flodl_hf.layers.parts import part_of, split
+from flodl_hf.nn.layers.norms import StepwiseNorm
+from flodl_hf.nn.layers.parts import part_of, split
 from flodl_hf.parity.shapes import settings_of
-from flodl_hf.tokenizer import Tokenizer
+from flodl_hf.tokenization.tokenizer import Tokenizer
 
 IDS = torch.tensor([[1, 9, 17, 33, 41, 8, 2], [1, 30, 2, 0, 0, 0, 0]])
 MASK = torch.tensor([[1] * 7, [1] * 3 + [0] * 4])

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from flodl.graph import Graph
-from flodl_hf.attention.disentangled import DisentangledAttention, fast, hold_positions, release_positions
 from flodl_hf.families.deberta_v2 import FAMILY
-from flodl_hf.family.config_rows import read_rows
-from flodl_hf.layout.layouts import Packed, Padded
+from flodl_hf.families.schema.config_rows import read_rows
+from flodl_hf.nn.attention.disentangled import DisentangledAttention, fast, hold_positions, release_positions
+from flodl_hf.nn.layout.layouts import Packed, Padded
 
 # Neighbours of one length share a call; with 4 own distances the short ones are read by strides, the others gathered.
 LENGTHS = (19, 11, 11, 5, 5, 3, 1)

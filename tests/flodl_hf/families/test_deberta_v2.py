@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from flodl.errors import ConfigError
-from flodl_hf.attention.disentangled import table_rows
 from flodl_hf.auto import (
     AutoModel,
     AutoModelForMaskedLM,
@@ -18,10 +17,11 @@ from flodl_hf.auto import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
-from flodl_hf.config.model_config import ModelConfig
+from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families.deberta_v2 import FAMILY
-from flodl_hf.layout.layouts import Packed, Padded
-from flodl_hf.model.encoder_model import EncoderModel
+from flodl_hf.models.encoder_model import EncoderModel
+from flodl_hf.nn.attention.disentangled import table_rows
+from flodl_hf.nn.layout.layouts import Packed, Padded
 
 LENGTHS = (19, 11, 1, 7)
 SIZES: dict[str, Any] = {

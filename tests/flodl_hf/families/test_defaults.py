@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flodl_hf.families import families
-from flodl_hf.family import Family
-from flodl_hf.family.config_rows import REQUIRED
+from flodl_hf.families.schema import Family
+from flodl_hf.families.schema.config_rows import REQUIRED
 
 # Keys that transformers computes from others where they are absent; ours stand for "from others" too.
 FROM_OTHERS = {

@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from flodl.errors import CheckpointError
 from flodl_hf import load
 from flodl_hf.auto import head_named
-from flodl_hf.config.model_config import ModelConfig
+from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.errors import PredictError, TokenizerError
 from flodl_hf.export.engine import export_onnx, export_program
 from flodl_hf.families import named
-from flodl_hf.layout.layouts import Packed, Padded
+from flodl_hf.nn.layout.layouts import Packed, Padded
 from flodl_hf.parity.shapes import settings_of
-from flodl_hf.tokenizer import Tokenizer
+from flodl_hf.tokenization.tokenizer import Tokenizer
 
 IDS = torch.tensor([[0, 9, 4, 33, 41, 8, 2], [0, 30, 2, 1, 1, 1, 1]])
 MASK = torch.tensor([[1] * 7, [1] * 3 + [0] * 4])
@@ -266,7 +266,7 @@ def test_embeddings_in_place_of_ids_are_what_transformers_takes_them_for(
 
 
 def test_saliency_begins_at_the_texts_own_score() -> None:
-    from flodl_hf.saliency import saliency
+    from flodl_hf.heads.saliency import saliency
 
     family = named("esm")
     assert family is not None

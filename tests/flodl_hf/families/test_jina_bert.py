@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flodl.errors import ConfigError
 from flodl_hf import load
-from flodl_hf.config.model_config import ModelConfig
+from flodl_hf.checkpoints.config.model_config import ModelConfig
 
 # As published for jinaai/jina-embeddings-v2-base-en, smaller.
 PUBLISHED: dict[str, Any] = {

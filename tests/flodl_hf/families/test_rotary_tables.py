@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from flodl.errors import ConfigError
-from flodl_hf.attention.rotary import Rotary
-from flodl_hf.config.model_config import ModelConfig
+from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import families
+from flodl_hf.nn.attention.rotary import Rotary
 from flodl_hf.parity.shapes import settings_of
 
 LINEAR, DEFAULT = {"type": "linear", "factor": 2.0}, {"rope_type": "default", "rope_theta": 900.0}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flodl_hf import demo
+from flodl_hf.training import demo
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
@@ -32,7 +32,7 @@ def starts(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     import torch
 
     from flodl_hf.auto import head_named
-    from flodl_hf.config.model_config import ModelConfig
+    from flodl_hf.checkpoints.config.model_config import ModelConfig
 
     tokenizer, found = demo.learn_vocabulary(), {"base": base}
     for family, head in (("bert", "pretraining"), ("albert", "pretraining"), ("electra", "replaced_tokens")):

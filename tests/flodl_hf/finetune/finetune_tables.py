@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flodl_hf import demo
+from flodl_hf.training import demo
 
 
 def sentences() -> list[str]:

@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 from flodl.distributed import Ranks, launch
 from flodl.errors import ConfigError
 from flodl_hf import load
-from flodl_hf.adapters import IA3, Lora, Prefix, Prompt
-from flodl_hf.adapters.settings import adapter_words
 from flodl_hf.cli.app import app
-from flodl_hf.finetuning import dry_run, finetune, plan_job
-from flodl_hf.finetuning.options import make_options
-from flodl_hf.finetuning.run import make_builder
+from flodl_hf.models.adapters import IA3, Lora, Prefix, Prompt
+from flodl_hf.models.adapters.settings import adapter_words
+from flodl_hf.training import dry_run, finetune, plan_job
+from flodl_hf.training.options import make_options
+from flodl_hf.training.run import make_builder
 
 ROWS = labelled(48)
 BASIC: dict[str, Any] = {"epochs": 2, "batch_size": 8, "lr": 5e-3, "max_length": 24, "lora": 4, "lora_alpha": 8}

@@ -14,10 +14,10 @@ import flodl
 import flodl_hf
 from flodl.errors import ConfigError
 from flodl_hf import load
-from flodl_hf.adapters import IA3, Lora, Prefix, Prompt
-from flodl_hf.finetuning import dry_run, find_lr, finetune, plan_job
-from flodl_hf.finetuning.options import make_options
-from flodl_hf.model.encoder_model import EncoderModel
+from flodl_hf.models.adapters import IA3, Lora, Prefix, Prompt
+from flodl_hf.models.encoder_model import EncoderModel
+from flodl_hf.training import dry_run, find_lr, finetune, plan_job
+from flodl_hf.training.options import make_options
 
 TEXTS = sentences()
 
@@ -86,7 +86,7 @@ def test_all_problems_are_reported_together_before_anything_starts(
     case: str, call: Any, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, options, names = TOGETHER[case]
-    monkeypatch.setattr("flodl_hf.finetuning.rows.RowBuilder.add", lambda *_, **__: pytest.fail("tokenized"))
+    monkeypatch.setattr("flodl_hf.training.rows.RowBuilder.add", lambda *_, **__: pytest.fail("tokenized"))
     with pytest.raises(ConfigError) as fault:
         call(base, train=rows, **options)
     problems = [problem.partition(":")[0].split("_of")[0] for problem in fault.value.problems]
@@ -149,7 +149,7 @@ def test_a_model_of_transformers_is_refused_with_the_way_to_give_one() -> None:
 
 NAMES = {
     "Trainer": "flodl_hf.finetune", "TrainingArguments": "flodl_hf.finetune", "SentenceTransformer": "flodl_hf.load",
-    "CrossEncoder": "flodl_hf.load", "BertModel": "flodl_hf.AutoModel", "LoraConfig": "flodl_hf.adapters.Lora",
+    "CrossEncoder": "flodl_hf.load", "BertModel": "flodl_hf.AutoModel", "LoraConfig": "flodl_hf.models.adapters.Lora",
     "RobertaForTokenClassification": "flodl_hf.AutoModelForTokenClassification", "AutoModelForCausalLM": "no equivalent",
     "BertTokenizerFast": "flodl_hf.AutoTokenizer", "DebertaV2Config": "flodl_hf.AutoConfig",
     "DataCollatorWithPadding": "finetune", "EarlyStoppingCallback": "flodl.train.Callback",
@@ -252,7 +252,7 @@ def test_predict_truncates_in_the_words_of_pipelines(words: dict[str, Any], base
 
 def test_a_run_logs_its_task_epochs_evaluations_and_warnings(base: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = labelled(24)
-    with caplog.at_level("INFO", logger="flodl_hf.finetuning"):
+    with caplog.at_level("INFO", logger="flodl_hf.training"):
         finetune(base, train=rows[:16], eval=rows[16:], epochs=2, batch_size=8, max_length=6, progress=False)
     lines = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert any(level == "INFO" and "'text'" in line and "'label'" in line for level, line in lines)

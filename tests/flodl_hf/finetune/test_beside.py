@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from flodl.errors import ConfigError, DataError
 from flodl_hf import load
-from flodl_hf.finetuning import finetune
-from flodl_hf.vectors.losses import make_loss
-from flodl_hf.vectors.losses.auxiliary import BESIDE
+from flodl_hf.training import finetune
+from flodl_hf.training.losses import make_loss
+from flodl_hf.training.losses.auxiliary import BESIDE
 
 TEXTS = sentences()
 NAMES: tuple[str, ...] = ("entailment", "neutral", "contradiction")

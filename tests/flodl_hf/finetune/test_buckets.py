@@ -14,11 +14,11 @@ from test_exactness import FIXED, apart, trained
 
 from flodl.data import Batch, FixedBatches, RandomSampler, TokenBudgetBatches, Where
 from flodl.train import Warned
-from flodl_hf.finetuning import batching, finetune, plan_job
-from flodl_hf.finetuning.options import make_options
-from flodl_hf.finetuning.shapes import Shapes, choose_shapes, choose_widths
-from flodl_hf.finetuning.training import make_builder
-from flodl_hf.layout.buckets import Bucket, fill
+from flodl_hf.nn.layout.buckets import Bucket, fill
+from flodl_hf.training import batching, finetune, plan_job
+from flodl_hf.training.options import make_options
+from flodl_hf.training.shapes import Shapes, choose_shapes, choose_widths
+from flodl_hf.training.training import make_builder
 
 PLAIN: dict[str, Any] = {
     "schedule": "constant",

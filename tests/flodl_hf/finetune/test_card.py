@@ -10,8 +10,8 @@ import pytest
 import yaml
 from finetune_tables import TABLES, labelled
 
-from flodl_hf.finetuning import finetune
-from flodl_hf.finetuning.metadata import PIPELINES, front_matter, hub_name
+from flodl_hf.training import finetune
+from flodl_hf.training.metadata import PIPELINES, front_matter, hub_name
 
 
 def card_of(base: Path, out: Path, **given: Any) -> tuple[dict[str, Any], str]:

@@ -3,10 +3,10 @@
 import pytest
 
 from flodl.errors import DataError
-from flodl_hf.bulk.columns import ColumnArgs, choose_columns
-from flodl_hf.columns import Columns, infer_columns
-from flodl_hf.finetuning.inferred import guessed_columns
-from flodl_hf.finetuning.vectors.tables import read_table
+from flodl_hf.jobs.columns import ColumnArgs, choose_columns
+from flodl_hf.readers.columns import Columns, infer_columns
+from flodl_hf.training.inferred import guessed_columns
+from flodl_hf.training.vectors.tables import read_table
 
 SENTENCE = {"words": ["a"], "tags": ["O"]}
 ANSWERS = {"text": ["a"], "answer_start": [0]}

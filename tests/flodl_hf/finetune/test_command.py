@@ -15,8 +15,8 @@ from finetune_tables import labelled
 
 from flodl.distributed.group import Summed
 from flodl_hf import load
-from flodl_hf.finetuning import run as run_module
-from flodl_hf.finetuning.result import FinetuneResult
+from flodl_hf.training import run as run_module
+from flodl_hf.training.result import FinetuneResult
 
 pytest.importorskip("typer")
 from typer.testing import CliRunner

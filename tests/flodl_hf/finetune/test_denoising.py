@@ -16,12 +16,12 @@ from flodl.data import Rng, Where
 from flodl.errors import ConfigError
 from flodl_hf import load
 from flodl_hf.auto import head_named
-from flodl_hf.config.model_config import ModelConfig
-from flodl_hf.finetuning import finetune, plan_job
-from flodl_hf.finetuning.factory import set_dropout
-from flodl_hf.finetuning.options import make_options
-from flodl_hf.finetuning.vectors.decoder import DecoderStart
-from flodl_hf.finetuning.vectors.denoising import _kept
+from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.training import finetune, plan_job
+from flodl_hf.training.factory import set_dropout
+from flodl_hf.training.options import make_options
+from flodl_hf.training.vectors.decoder import DecoderStart
+from flodl_hf.training.vectors.denoising import _kept
 
 TEXTS = sentences()
 ALONE = [{"text": text} for text in TEXTS[:24]]

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 
 from flodl.errors import ConfigError, DataError
 from flodl_hf import load
-from flodl_hf.finetuning import finetune, plan_job
-from flodl_hf.finetuning.options import make_options
-from flodl_hf.finetuning.vectors.batches import TextBatches
-from flodl_hf.finetuning.vectors.tables import read_table
-from flodl_hf.vectors.losses import LOSSES
+from flodl_hf.training import finetune, plan_job
+from flodl_hf.training.losses import LOSSES
+from flodl_hf.training.options import make_options
+from flodl_hf.training.vectors.batches import TextBatches
+from flodl_hf.training.vectors.tables import read_table
 
 TEXTS = sentences()
 ONE: dict[str, Any] = {"task": "embedding", "max_steps": 2, "epochs": 9, "batch_size": 8, "lr": 1e-3, "report": False}
@@ -159,7 +159,7 @@ def test_batches_filled_up_to_shapes_that_come_again_give_the_same_step(
     for pooling in ("mean", "cls+max", "mean_sqrt_len+weighted_mean+last_token"):
         whole = weights(base, rows("triplets"), pooling=pooling)
         with monkeypatch.context() as patch:
-            patch.setattr("flodl_hf.finetuning.batching._layout", lambda options: "bucketed")
+            patch.setattr("flodl_hf.training.batching._layout", lambda options: "bucketed")
             assert nearly(whole, weights(base, rows("triplets"), pooling=pooling))
 
 
@@ -293,9 +293,9 @@ def test_a_table_of_which_no_batch_can_be_made_is_refused(data: Any, options: di
 def test_a_folder_with_further_modules_is_refused(base: Path) -> None:
     from dataclasses import replace
 
+    from flodl_hf.checkpoints.sentence.dense import Dense
+    from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
     from flodl_hf.heads.base import BaseModel
-    from flodl_hf.sentence.dense import Dense
-    from flodl_hf.sentence.recipe import SentenceRecipe
 
     model = BaseModel.from_pretrained(base)
     model.sentence_recipe = replace(SentenceRecipe(), dense=(Dense(torch.eye(model.config.hidden_size)),))

@@ -13,14 +13,15 @@ from finetune_tables import labelled, lines, questions, sentences, spanned, tagg
 from typer import testing as typer_testing
 
 from flodl.errors import ConfigError, DataError
-from flodl_hf import demo, evaluate, finetune, load
+from flodl_hf import evaluate, finetune, load
 from flodl_hf.auto import head_named
+from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.checkpoints.sentence.dense import Dense, dense_files
 from flodl_hf.cli.app import app
-from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.errors import PredictError
-from flodl_hf.report import label_table
-from flodl_hf.sentence.dense import Dense, dense_files
-from flodl_hf.vectors.judging import similarity_figures
+from flodl_hf.training import demo
+from flodl_hf.training.evaluators import similarity_figures
+from flodl_hf.training.report import label_table
 
 Rows = list[dict[str, Any]]
 TEXTS = sentences()

@@ -11,9 +11,9 @@ import torch
 from finetune_tables import TABLES
 
 from flodl.distributed import Ranks, launch
-from flodl_hf.finetuning import finetune, held_out, plan_job
-from flodl_hf.finetuning.evaluation import Evaluation
-from flodl_hf.finetuning.options import make_options
+from flodl_hf.training import finetune, held_out, plan_job
+from flodl_hf.training.evaluation import Evaluation
+from flodl_hf.training.options import make_options
 
 SMALL: dict[str, Any] = {"batch_size": 5, "max_length": 16, "stride": 4, "epochs": 1}
 
@@ -90,7 +90,7 @@ def test_what_the_last_evaluation_saw_is_not_judged_again(
         return found[-1][0]
 
     monkeypatch.setattr(Evaluation, "_judge", counted)
-    monkeypatch.setattr("flodl_hf.finetuning.run.judge", kept)
+    monkeypatch.setattr("flodl_hf.training.run.judge", kept)
     held = {"a": rows[:7], "b": rows[5:]} if several else rows[:7]
     options: dict[str, Any] = {**SMALL, "keep_best": False}
     finetune(base, train=rows, eval=held, out=tmp_path / "out", **options)

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 
 from flodl.data import Batch, Where
 from flodl_hf import load
-from flodl_hf.finetuning import finetune, plan_job
-from flodl_hf.finetuning.factory import checkpoint_layers, restore_layers
-from flodl_hf.finetuning.options import make_options
-from flodl_hf.finetuning.run import train_job
-from flodl_hf.finetuning.step import Objective
+from flodl_hf.training import finetune, plan_job
+from flodl_hf.training.factory import checkpoint_layers, restore_layers
+from flodl_hf.training.options import make_options
+from flodl_hf.training.run import train_job
+from flodl_hf.training.step import Objective
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "finetune_parity.py"
 FIXED: dict[str, Any] = {"max_steps": 10, "epochs": 9, "batch_size": 8, "lr": 1e-3, "max_length": 32, "stride": 8}

@@ -15,15 +15,15 @@ from torch.nn import functional as F
 
 from flodl.data import Batch, Where
 from flodl.errors import ConfigError
-from flodl_hf import demo, load
+from flodl_hf import load
 from flodl_hf.auto import head_named
-from flodl_hf.config.model_config import ModelConfig
+from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.export.verify import verify_export
-from flodl_hf.finetuning import batching, dry_run, finetune, plan_job
-from flodl_hf.finetuning.factory import set_dropout
-from flodl_hf.finetuning.generator import step
-from flodl_hf.finetuning.generator.sampling import drawn
-from flodl_hf.finetuning.options import make_options
+from flodl_hf.training import batching, demo, dry_run, finetune, plan_job
+from flodl_hf.training.factory import set_dropout
+from flodl_hf.training.generator import step
+from flodl_hf.training.generator.sampling import drawn
+from flodl_hf.training.options import make_options
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64, "type_vocab_size": 2,

@@ -17,10 +17,10 @@ from finetune_tables import labelled, questions, tagged
 from flodl.errors import TrainError, TrainInterrupted
 from flodl.train.saving.reading import list_checkpoints
 from flodl_hf import load
-from flodl_hf.finetuning import finetune, identity, plan_job
-from flodl_hf.finetuning.identity import BY_HASH, BY_THE_TRAINER, CHANGES_NO_NUMBER, identity_of
-from flodl_hf.finetuning.options import Options, make_options
-from flodl_hf.finetuning.result import FinetuneResult
+from flodl_hf.training import finetune, identity, plan_job
+from flodl_hf.training.identity import BY_HASH, BY_THE_TRAINER, CHANGES_NO_NUMBER, identity_of
+from flodl_hf.training.options import Options, make_options
+from flodl_hf.training.result import FinetuneResult
 
 ROWS = labelled(48)
 SWAPPED_LABELS = {"complaint": "praise", "praise": "complaint"}

@@ -17,8 +17,8 @@ from flodl.data import Batch, Where
 from flodl.errors import ConfigError, DataError
 from flodl.train import Warned
 from flodl_hf import load
-from flodl_hf.finetuning import batching, finetune, plan_job
-from flodl_hf.finetuning.options import make_options
+from flodl_hf.training import batching, finetune, plan_job
+from flodl_hf.training.options import make_options
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "finetune_parity.py"
 Rows = list[dict[str, Any]]
@@ -233,7 +233,7 @@ RACE = {"article": "Some text.", "question": "What is it?", "options": ["a", "b"
     ],
 )
 def test_tables_of_choices_are_understood(row: Any, prompt: str, texts: Any, right: int) -> None:
-    from flodl_hf.finetuning.choices import ChoiceTask, choice_columns
+    from flodl_hf.training.choices import ChoiceTask, choice_columns
 
     columns = choice_columns(row)
     assert columns is not None

@@ -12,8 +12,8 @@ import torch
 from finetune_tables import labelled, sentences
 
 from flodl_hf import load
-from flodl_hf.finetuning import finetune, plan_job
-from flodl_hf.finetuning.options import make_options
+from flodl_hf.training import finetune, plan_job
+from flodl_hf.training.options import make_options
 
 TEXTS = sentences()
 SHORT: dict[str, Any] = {"max_length": 16, "batch_size": 4}

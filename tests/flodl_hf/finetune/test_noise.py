@@ -15,11 +15,11 @@ from flodl.data import Batch, Where
 from flodl.errors import ConfigError, TrainError
 from flodl.train import route
 from flodl.train.schedule import Constant
-from flodl_hf.finetuning import batching, finetune, plan_job
-from flodl_hf.finetuning.evaluation import Evaluation
-from flodl_hf.finetuning.noise import SEEDS, noisy, row_seeds, uniform_noise
-from flodl_hf.finetuning.options import make_options
-from flodl_hf.finetuning.run import make_builder, train_job
+from flodl_hf.training import batching, finetune, plan_job
+from flodl_hf.training.evaluation import Evaluation
+from flodl_hf.training.noise import SEEDS, noisy, row_seeds, uniform_noise
+from flodl_hf.training.options import make_options
+from flodl_hf.training.run import make_builder, train_job
 
 torch.set_num_threads(1)
 FIXED: dict[str, Any] = {

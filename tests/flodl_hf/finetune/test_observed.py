@@ -14,7 +14,7 @@ from finetune_tables import TABLES, labelled
 from flodl.errors import ConfigError
 from flodl.train import Decided, Observed, RunDone, trackers
 from flodl_hf import finetune
-from flodl_hf.finetuning.options import TRACKERS
+from flodl_hf.training.options import TRACKERS
 
 torch.set_num_threads(1)
 QUICK: dict[str, Any] = {"epochs": 3, "batch_size": 8, "lr": 1e-3, "progress": False}

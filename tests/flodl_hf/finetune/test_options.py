@@ -11,10 +11,10 @@ from finetune_tables import labelled
 
 from flodl.data import LengthGroupedBatches
 from flodl.errors import ConfigError
-from flodl_hf.finetuning import plan_job
-from flodl_hf.finetuning.keywords import FinetuneOptions
-from flodl_hf.finetuning.options import Options, make_options
-from flodl_hf.finetuning.task_names import task_named
+from flodl_hf.training import plan_job
+from flodl_hf.training.keywords import FinetuneOptions
+from flodl_hf.training.options import Options, make_options
+from flodl_hf.training.task_names import task_named
 
 
 def test_the_keywords_for_type_checkers_are_the_fields_of_the_table() -> None:

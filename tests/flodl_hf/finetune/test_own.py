@@ -21,11 +21,11 @@ from flodl.errors import ConfigError, TrainError
 from flodl.train import Callback, Loss
 from flodl.train.saving.reading import list_checkpoints, read_checkpoint
 from flodl_hf import load
-from flodl_hf.finetuning import finetune, plan_job
-from flodl_hf.finetuning.evaluate_model import evaluate
-from flodl_hf.finetuning.options import make_options
-from flodl_hf.finetuning.run import train_job
-from flodl_hf.finetuning.user_code import Own
+from flodl_hf.training import finetune, plan_job
+from flodl_hf.training.evaluate_model import evaluate
+from flodl_hf.training.options import make_options
+from flodl_hf.training.run import train_job
+from flodl_hf.training.user_code import Own
 
 torch.set_num_threads(1)
 QUICK: dict[str, Any] = {

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 from flodl.errors import ConfigError, DataError
 from flodl_hf import load
-from flodl_hf.finetuning import finetune, plan_job
-from flodl_hf.finetuning.options import make_options
-from flodl_hf.vectors.losses import make_loss
-from flodl_hf.vectors.losses.lists import LIST_LOSSES
+from flodl_hf.training import finetune, plan_job
+from flodl_hf.training.losses import make_loss
+from flodl_hf.training.losses.lists import LIST_LOSSES
+from flodl_hf.training.options import make_options
 
 TEXTS = sentences()
 ONE: dict[str, Any] = {"task": "rank", "max_steps": 3, "epochs": 9, "batch_size": 8, "lr": 1e-3, "report": False}
@@ -53,7 +53,7 @@ def test_a_ranker_trains_is_judged_and_ranks_again_when_read(
     assert "problem_type" not in config
     assert config["sentence_transformers"] == {"activation_fn": "torch.nn.modules.activation.Sigmoid"}
     assert "text-ranking" in (tmp_path / "out/README.md").read_text()
-    from flodl_hf.recipe import load_recipe
+    from flodl_hf.training.recipe import load_recipe
 
     given = {k: v for k, v in load_recipe(tmp_path / "out/recipe.yaml", None).values.items() if k != "train"}
     assert finetune(given.pop("model"), train=rows, **{**given, "eval": None}).losses == result.losses

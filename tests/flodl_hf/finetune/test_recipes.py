@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flodl.errors import ConfigError
-from flodl_hf.recipe import load_recipe
+from flodl_hf.training.recipe import load_recipe
 
 
 def write(folder: Path, files: dict[str, str]) -> Path:

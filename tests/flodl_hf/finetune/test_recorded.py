@@ -18,13 +18,13 @@ from flodl.train import Warned, route
 from flodl.train.step.capture import flatten
 from flodl_hf import load
 from flodl_hf.auto import head_named
-from flodl_hf.config.model_config import ModelConfig
-from flodl_hf.finetuning import batching, finetune, plan_job
-from flodl_hf.finetuning.factory import set_dropout
-from flodl_hf.finetuning.options import make_options
-from flodl_hf.finetuning.task_names import TASKS
-from flodl_hf.layout.layouts import Padded
-from flodl_hf.layout.segments import largest_of_texts
+from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.nn.layout.layouts import Padded
+from flodl_hf.nn.layout.segments import largest_of_texts
+from flodl_hf.training import batching, finetune, plan_job
+from flodl_hf.training.factory import set_dropout
+from flodl_hf.training.options import make_options
+from flodl_hf.training.task_names import TASKS
 
 TEXTS = sentences()
 Rows = list[dict[str, Any]]

@@ -14,15 +14,15 @@ from finetune_tables import labelled, lines
 
 from flodl.distributed import sharded
 from flodl.train import StepDone, Trainer, sgd
-from flodl_hf import demo, load
+from flodl_hf import load
 from flodl_hf.auto import head_named
-from flodl_hf.config.model_config import ModelConfig
-from flodl_hf.finetuning import finetune, plan_job
-from flodl_hf.finetuning.factory import cast_stored, set_dropout, take
-from flodl_hf.finetuning.identity import identity_of
-from flodl_hf.finetuning.options import make_options
-from flodl_hf.finetuning.result import FinetuneResult, OnFirstRank
-from flodl_hf.finetuning.training import make_builder
+from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.training import demo, finetune, plan_job
+from flodl_hf.training.factory import cast_stored, set_dropout, take
+from flodl_hf.training.identity import identity_of
+from flodl_hf.training.options import make_options
+from flodl_hf.training.result import FinetuneResult, OnFirstRank
+from flodl_hf.training.training import make_builder
 
 ROWS = labelled(28)
 OPTIONS: dict[str, Any] = {

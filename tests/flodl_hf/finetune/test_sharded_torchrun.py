@@ -14,7 +14,7 @@ import torch
 from finetune_tables import labelled
 
 from flodl_hf import load
-from flodl_hf.finetuning import finetune
+from flodl_hf.training import finetune
 
 ROWS = labelled(28)
 OPTIONS: dict[str, Any] = {
@@ -74,7 +74,7 @@ from pathlib import Path
 from flodl.distributed.group import is_first_rank
 from flodl.errors import TrainError
 from flodl_hf import load
-from flodl_hf.finetuning import finetune
+from flodl_hf.training import finetune
 
 base, place = sys.argv[1], Path(sys.argv[2])
 rows = json.loads((place / "rows.json").read_text())

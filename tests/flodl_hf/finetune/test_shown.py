@@ -13,8 +13,8 @@ import torch
 
 from flodl.monitor.curve import MOST, curve_svg
 from flodl.train.handle import Handle, Trained
-from flodl_hf.finetuning.result import FinetuneResult
-from flodl_hf.weights.loading import LoadReport
+from flodl_hf.checkpoints.weights.loading import LoadReport
+from flodl_hf.training.result import FinetuneResult
 
 
 def run(steps: int = 50, **changed: Any) -> FinetuneResult:

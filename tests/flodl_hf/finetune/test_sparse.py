@@ -14,10 +14,10 @@ from torch import Tensor
 
 from flodl.errors import ConfigError
 from flodl_hf import load
-from flodl_hf.finetuning import finetune, plan_job
-from flodl_hf.finetuning.options import make_options
-from flodl_hf.vectors.losses import make_loss
-from flodl_hf.vectors.losses.sparse import SPARSE_LOSSES, SpladeLoss
+from flodl_hf.training import finetune, plan_job
+from flodl_hf.training.losses import make_loss
+from flodl_hf.training.losses.sparse import SPARSE_LOSSES, SpladeLoss
+from flodl_hf.training.options import make_options
 
 TEXTS = sentences()
 ONE: dict[str, Any] = {"task": "sparse", "max_steps": 2, "epochs": 9, "batch_size": 8, "lr": 1e-3, "report": False}

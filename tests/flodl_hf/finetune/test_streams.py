@@ -12,7 +12,7 @@ import torch
 from finetune_tables import labelled
 
 from flodl.errors import ConfigError
-from flodl_hf.finetuning import finetune, streams
+from flodl_hf.training import finetune, streams
 
 ROWS = labelled(24)
 BASIC: dict[str, Any] = {"max_length": 24, "lr": 1e-3, "batch_size": 4, "max_steps": 3}

@@ -11,10 +11,10 @@ import torch
 from finetune_tables import TABLES, labelled, lines, questions, sentences, spanned, tagged
 
 from flodl.errors import ConfigError, DataError, TrainError
-from flodl_hf import demo, load
+from flodl_hf import load
 from flodl_hf.errors import ExportError
-from flodl_hf.finetuning import finetune, plan_job
-from flodl_hf.finetuning.options import make_options
+from flodl_hf.training import demo, finetune, plan_job
+from flodl_hf.training.options import make_options
 
 QUICK: dict[str, Any] = {"epochs": 1, "batch_size": 16, "lr": 1e-3, "max_length": 32, "stride": 8}
 
@@ -158,9 +158,9 @@ def test_lines_end_to_end_fill_every_row_and_lose_nothing(length: int, count: in
 
 
 def test_lines_end_to_end_need_a_length_that_leaves_room(base: Path) -> None:
-    from flodl_hf.columns import Columns
-    from flodl_hf.finetuning.masked import MaskedTask
-    from flodl_hf.finetuning.task import LengthLimits
+    from flodl_hf.readers.columns import Columns
+    from flodl_hf.training.masked import MaskedTask
+    from flodl_hf.training.task import LengthLimits
 
     task = MaskedTask(Columns(task="masked-lm", text="text"), concatenate=True)
     tokenizer = job(base, lines()).model.tokenizer

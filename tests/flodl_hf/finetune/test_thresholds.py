@@ -12,13 +12,13 @@ import pytest
 from finetune_tables import TABLES, labelled, sentences
 
 from flodl.errors import ConfigError
-from flodl_hf.config.model_config import ModelConfig
-from flodl_hf.decode.classes import Classification, decide
+from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.errors import PredictError
-from flodl_hf.finetuning import FinetuneResult, finetune
-from flodl_hf.finetuning.held_out import Judged
-from flodl_hf.finetuning.thresholds import tune_thresholds
 from flodl_hf.heads.sequence_classification import SequenceClassifier
+from flodl_hf.inference.decode.classes import Classification, decide
+from flodl_hf.training import FinetuneResult, finetune
+from flodl_hf.training.held_out import Judged
+from flodl_hf.training.thresholds import tune_thresholds
 
 
 def several(count: int = 64) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from finetune_tables import labelled
 
-from flodl_hf.finetuning import finetune
+from flodl_hf.training import finetune
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "flodl" / "distributed"))
 from test_runs_in_one_job import job

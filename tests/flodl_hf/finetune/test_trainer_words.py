@@ -11,9 +11,9 @@ import pytest
 from finetune_tables import labelled
 
 from flodl.errors import ConfigError
-from flodl_hf.finetuning import finetune
-from flodl_hf.finetuning.options import Options, make_options
-from flodl_hf.finetuning.training_arguments import INERT, REFUSED, TAKEN, TrainerWords
+from flodl_hf.training import finetune
+from flodl_hf.training.options import Options, make_options
+from flodl_hf.training.training_arguments import INERT, REFUSED, TAKEN, TrainerWords
 
 NAMES = {f.name for f in fields(Options)}
 

@@ -12,8 +12,8 @@ from finetune_tables import TABLES, labelled, sentences
 
 from flodl.errors import ConfigError, DataError, TrainError
 from flodl_hf import load
-from flodl_hf.finetuning import batching, dry_run, find_lr, finetune, plan_job
-from flodl_hf.finetuning.options import make_options
+from flodl_hf.training import batching, dry_run, find_lr, finetune, plan_job
+from flodl_hf.training.options import make_options
 
 torch.set_num_threads(1)
 
@@ -80,7 +80,7 @@ def test_trials_refuse_what_finetune_refuses(base: Path) -> None:
 def test_micro_batches_are_as_large_as_memory_allows(layout: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss with little room stands in for a device with little memory."""
     monkeypatch.setattr(batching, "_layout", lambda options: layout)
-    from flodl_hf.finetuning.step import Objective
+    from flodl_hf.training.step import Objective
 
     seen: list[int] = []
     inner = Objective.of
@@ -143,7 +143,7 @@ def test_a_log_without_its_package_is_refused_before_training(base: Path, monkey
 def test_the_heaviest_batch_is_the_one_that_is_tried(
     options: dict[str, Any], base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flodl_hf.finetuning.step import Objective
+    from flodl_hf.training.step import Objective
 
     sizes: list[int] = []
     inner = Objective.__call__

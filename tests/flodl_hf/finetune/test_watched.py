@@ -18,9 +18,9 @@ from flodl.errors import ConfigError, TrainError
 from flodl.monitor import Monitor, read_record
 from flodl.monitor.folder import RunFolder
 from flodl.monitor.peaks import flops_of_encoder, peak_of
-from flodl_hf.finetuning import finetune, plan_job
-from flodl_hf.finetuning.monitoring import StepTokens, _parameters
-from flodl_hf.finetuning.options import make_options
+from flodl_hf.training import finetune, plan_job
+from flodl_hf.training.monitoring import StepTokens, _parameters
+from flodl_hf.training.options import make_options
 
 torch.set_num_threads(1)
 QUICK: dict[str, Any] = {"epochs": 2, "batch_size": 8, "devices": "cpu", "progress": False}

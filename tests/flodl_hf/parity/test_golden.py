@@ -16,8 +16,8 @@ from torch import Tensor
 from flodl_hf import AutoTokenizer, load
 from flodl_hf.families import FAMILIES
 from flodl_hf.heads import HEADS
-from flodl_hf.layers.parts import as_whole
-from flodl_hf.model.encoder_model import EncoderModel
+from flodl_hf.models.encoder_model import EncoderModel
+from flodl_hf.nn.layers.parts import as_whole
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 PROVENANCE = json.loads((GOLDEN / "provenance.json").read_text("utf-8"))

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flodl_hf.families import bert
-from flodl_hf.family import Family
-from flodl_hf.family.keys import KeyRow
-from flodl_hf.model.encoder_model import EncoderModel
+from flodl_hf.families.schema import Family
+from flodl_hf.families.schema.keys import KeyRow
+from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.parity import matrix
 from flodl_hf.parity.cell import Bench, Cell
 from flodl_hf.parity.matrix import CellResult, run_cell
@@ -128,7 +128,7 @@ def run_with(fault: Fault, monkeypatch: pytest.MonkeyPatch, checks: tuple[str, .
     monkeypatch.setattr(matrix, "Bench", Faulty)
     if fault.family is not None:
         broken = fault.family(bert.FAMILY)
-        monkeypatch.setattr("flodl_hf.config.model_config.family_of", lambda source, where: broken)
+        monkeypatch.setattr("flodl_hf.checkpoints.config.model_config.family_of", lambda source, where: broken)
         monkeypatch.setattr(Cell, "record", property(lambda _: broken))
     return run_cell(Cell("bert", fault.head), checks=checks)
 

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from flodl_hf.report import Run, report_page
+from flodl_hf.training.report import Run, report_page
 
 EVIL = "</script><script>alert(1)</script>"
 VOID = {"meta", "br", "img"}
@@ -122,7 +122,7 @@ def test_a_run_without_anything() -> None:
 
 def test_it_is_written_beside_the_model(tmp_path: Path) -> None:
     from flodl_hf import finetune
-    from flodl_hf.demo import LABELS, demo_model, learn_vocabulary, sentences
+    from flodl_hf.training.demo import LABELS, demo_model, learn_vocabulary, sentences
 
     rows = [{"text": text, "label": LABELS[label]} for text, label in sentences()[:64]]
     model = demo_model(learn_vocabulary())

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from flodl_hf.auto import head_named
-from flodl_hf.backends.cpu_products import (
+from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.families import FAMILIES
+from flodl_hf.inference import cpu, cpu_features
+from flodl_hf.inference.prepared_graph import shadow
+from flodl_hf.models.encoder_model import EncoderModel
+from flodl_hf.nn.backends.cpu_products import (
     Int8Linear,
     OneDnnLinear,
     Scratch,
@@ -21,14 +26,9 @@ from flodl_hf.backends.cpu_products import (
     has_onednn,
     sums_in_32_bits,
 )
-from flodl_hf.config.model_config import ModelConfig
-from flodl_hf.families import FAMILIES
-from flodl_hf.layers.activations import ACTIVATIONS
-from flodl_hf.layers.encoder_layer import EncoderLayer
-from flodl_hf.layout.layouts import Layout, Packed, Padded
-from flodl_hf.model.encoder_model import EncoderModel
-from flodl_hf.runtime import cpu, cpu_features
-from flodl_hf.runtime.prepared import shadow
+from flodl_hf.nn.layers.activations import ACTIVATIONS
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer
+from flodl_hf.nn.layout.layouts import Layout, Packed, Padded
 
 WIDTH, VOCABULARY = 32, 90
 SIZES: dict[str, Any] = {

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from flodl_hf.attention.dot_product import attend, fused
 from flodl_hf.auto import head_named
-from flodl_hf.backends import cpu_attention
-from flodl_hf.backends.cpu_attention import HalfAttention, has_half_attention
-from flodl_hf.backends.cpu_products import Scratch
-from flodl_hf.config.model_config import ModelConfig
-from flodl_hf.layers.encoder_layer import EncoderLayer
-from flodl_hf.layout.layouts import Packed
-from flodl_hf.runtime import cpu, cpu_features
-from flodl_hf.runtime.prepared import prepared
+from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.inference import cpu, cpu_features
+from flodl_hf.inference.prepared_graph import prepared
+from flodl_hf.nn.attention.dot_product import attend, fused
+from flodl_hf.nn.backends import cpu_attention
+from flodl_hf.nn.backends.cpu_attention import HalfAttention, has_half_attention
+from flodl_hf.nn.backends.cpu_products import Scratch
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer
+from flodl_hf.nn.layout.layouts import Packed
 
 HEADS, WIDTH = 3, 64
 needs = pytest.mark.skipif(not has_half_attention(), reason="this build of torch rounds otherwise")

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from flodl_hf.auto import head_named
-from flodl_hf.backends.cpu_products import has_int8, has_onednn
-from flodl_hf.config.model_config import ModelConfig
+from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.errors import PredictError
-from flodl_hf.layers.encoder_layer import EncoderLayer
-from flodl_hf.layout.layouts import Packed
-from flodl_hf.model.encoder_model import EncoderModel
-from flodl_hf.runtime import cpu, cpu_features
-from flodl_hf.runtime.precision import Precision
-from flodl_hf.runtime.prepared import prepared
+from flodl_hf.inference import cpu, cpu_features
+from flodl_hf.inference.precision import Precision
+from flodl_hf.inference.prepared_graph import prepared
+from flodl_hf.models.encoder_model import EncoderModel
+from flodl_hf.nn.backends.cpu_products import has_int8, has_onednn
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer
+from flodl_hf.nn.layout.layouts import Packed
 
 IDS = torch.arange(5, 19)
 LAYOUT = Packed.of([8, 6])

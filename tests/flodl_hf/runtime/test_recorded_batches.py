@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flodl_hf.layout.buckets import Buffer, bucket_of
-from flodl_hf.runtime import cuda_graphs
-from flodl_hf.runtime.cuda_graphs import SMALL, WAIT, Recorder
-from flodl_hf.runtime.plan import plan_batches
+from flodl_hf.inference import cuda_graphs
+from flodl_hf.inference.cuda_graphs import SMALL, WAIT, Recorder
+from flodl_hf.inference.plan import plan_batches
+from flodl_hf.nn.layout.buckets import Buffer, bucket_of
 
 HOST = torch.device("cpu")
 

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from flodl_hf.auto import head_named
-from flodl_hf.backends.cpu_products import Int8Linear, OneDnnLinear, has_int8, has_onednn
-from flodl_hf.config.model_config import ModelConfig
-from flodl_hf.decode.rows import TokenTable
+from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import FAMILIES
-from flodl_hf.layout.rounded import laid_out, rounded
-from flodl_hf.model.encoder_model import EncoderModel
-from flodl_hf.runtime import Engine, RunOptions, cpu
-from flodl_hf.runtime.passes import Pooled, Scores, ScoresAt, States, Work
-from flodl_hf.runtime.prepared import forget
+from flodl_hf.inference import Engine, RunOptions, cpu
+from flodl_hf.inference.decode.rows import TokenTable
+from flodl_hf.inference.passes import Pooled, Scores, ScoresAt, States, Work
+from flodl_hf.inference.prepared_graph import forget
+from flodl_hf.models.encoder_model import EncoderModel
+from flodl_hf.nn.backends.cpu_products import Int8Linear, OneDnnLinear, has_int8, has_onednn
+from flodl_hf.nn.layout.rounded import laid_out, rounded
 
 VOCABULARY = 90
 SIZES: dict[str, Any] = {
@@ -39,7 +39,7 @@ def precision(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if not (has_int8() if kind == "int8" else has_onednn(torch.bfloat16 if kind == "bf16" else torch.float32)):
         pytest.skip("this build of torch has no such products")
     monkeypatch.setattr(cpu, "_reorders", lambda: has_onednn(torch.float32))
-    monkeypatch.setattr("flodl_hf.runtime.cpu_features.multiplies_bf16", lambda: True)
+    monkeypatch.setattr("flodl_hf.inference.cpu_features.multiplies_bf16", lambda: True)
     return kind
 
 

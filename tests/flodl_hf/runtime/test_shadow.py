@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flodl.graph import FlowBuilder
-from flodl_hf.runtime.prepared import shadow
+from flodl_hf.inference.prepared_graph import shadow
 
 
 class Plain(nn.Module):

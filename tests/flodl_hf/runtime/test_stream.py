@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flodl_hf.runtime.stream import Job, stream
+from flodl_hf.inference.stream import Job, stream
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from flodl_hf import demo
 from flodl_hf.auto import load
-from flodl_hf.backends import choose, trials
-from flodl_hf.backends.trials import LayerSizes
-from flodl_hf.kernels import trust
-from flodl_hf.model import pretrained
-from flodl_hf.runtime import cuda_warmup
-from flodl_hf.runtime.cuda_warmup import Warming
+from flodl_hf.inference import cuda_warmup
+from flodl_hf.inference.cuda_warmup import Warming
+from flodl_hf.models import pretrained
+from flodl_hf.nn.backends import choose, trials
+from flodl_hf.nn.backends.trials import LayerSizes
+from flodl_hf.nn.kernels import trust
+from flodl_hf.training import demo
 
 CUDA = torch.device("cuda", 0)
 

@@ -15,8 +15,8 @@ import torch
 from serving_models import TEXTS, write
 
 from flodl.errors import ConfigError
-from flodl_hf.adapters import IA3, Lora, Prefix
 from flodl_hf.auto import load
+from flodl_hf.models.adapters import IA3, Lora, Prefix
 from flodl_hf.serving.adapters import find_adapters
 from flodl_hf.serving.log import Log
 from flodl_hf.serving.running import running

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from flodl_hf.decode.rows import TokenTable
 from flodl_hf.errors import PredictError
-from flodl_hf.runtime.options import RunOptions
-from flodl_hf.runtime.passes import Scores
-from flodl_hf.runtime.pending import Pending
+from flodl_hf.inference.decode.rows import TokenTable
+from flodl_hf.inference.options import RunOptions
+from flodl_hf.inference.passes import Scores
+from flodl_hf.inference.pending import Pending
 from flodl_hf.serving import batching
 from flodl_hf.serving.batching import Batcher
 from flodl_hf.serving.ticket import Awaited, DeadlineError, GivenUpError, Ticket

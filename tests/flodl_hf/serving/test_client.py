@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from flodl.errors import DataError
 from flodl_hf import load, predict_file
 from flodl_hf.cli.app import app
-from flodl_hf.client import AsyncClient, Client, ServerError
 from flodl_hf.serving import serving
+from flodl_hf.serving.client import AsyncClient, Client, ServerError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*truncated")
 

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 from flodl_hf.auto import load
 from flodl_hf.cli.app import app
-from flodl_hf.endpoint_checks import Report, TargetError, verify_endpoint
 from flodl_hf.errors import PredictError
-from flodl_hf.export import onnx_session
+from flodl_hf.parity import onnx_session
+from flodl_hf.parity.endpoint_checks import Report, TargetError, verify_endpoint
 
 PROMPT = "query: "
 pytestmark = pytest.mark.filterwarnings("ignore:.*truncated")

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from flodl_hf.auto import head_named
-from flodl_hf.backends import cpu_products
-from flodl_hf.config.model_config import ModelConfig
+from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.nn.backends import cpu_products
 from flodl_hf.serving.peak import Pace, operations_of_token, peak_of
 
 SIZES: dict[str, Any] = {

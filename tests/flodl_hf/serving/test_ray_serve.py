@@ -17,7 +17,7 @@ from serving_models import TEXTS
 
 from flodl.errors import ConfigError
 from flodl_hf.errors import PredictError
-from flodl_hf.ray import deployment
+from flodl_hf.jobs.ray import deployment
 
 # Ray warns of itself.
 pytestmark = pytest.mark.filterwarnings("default")

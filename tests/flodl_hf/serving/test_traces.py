@@ -15,7 +15,7 @@ import pytest
 from serving_models import TEXTS
 
 from flodl.errors import ConfigError
-from flodl_hf.client import Client
+from flodl_hf.serving.client import Client
 from flodl_hf.serving.running import running
 from flodl_hf.serving.settings import Served, Settings
 from flodl_hf.serving.timeline import MOST, Timeline

@@ -163,7 +163,7 @@ def test_what_cannot_be_answered_fails_alone(folders: dict[str, Path]) -> None:
 
 @pytest.mark.usefixtures("backend")
 def test_configurations_that_lack_something() -> None:
-    from flodl_hf.triton_server import TritonPythonModel
+    from flodl_hf.serving.triton_server import TritonPythonModel
 
     config = {"name": "m", "input": [], "output": [{"name": "OTHER"}], "parameters": {"options": {"string_value": "{"}}}
     with pytest.raises(ConfigError) as caught:

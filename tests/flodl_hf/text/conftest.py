@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from flodl_hf.tokenizer import Tokenizer
+from flodl_hf.tokenization.tokenizer import Tokenizer
 
 CORPUS = [
     "Ada Lovelace lives in Paris and writes programs for the Analytical Engine.",

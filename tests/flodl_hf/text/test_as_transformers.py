@@ -14,8 +14,8 @@ import torch
 from hypothesis import strategies as st
 
 from flodl_hf.errors import TokenizerError
-from flodl_hf.runtime.inputs import encode
-from flodl_hf.tokenizer import Tokenizer
+from flodl_hf.inference.inputs import encode
+from flodl_hf.tokenization.tokenizer import Tokenizer
 
 from .conftest import byte_level, wordpiece
 

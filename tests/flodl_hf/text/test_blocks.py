@@ -10,11 +10,11 @@ import pytest
 from tokenizers import Tokenizer as Inner
 
 from flodl_hf.errors import TokenizerError
-from flodl_hf.runtime.inputs import encode
-from flodl_hf.runtime.token_table import frame_of
+from flodl_hf.inference.inputs import encode
+from flodl_hf.inference.token_table import frame_of
 from flodl_hf.tokenization import backend, threads
 from flodl_hf.tokenization.blocks import mark_of
-from flodl_hf.tokenizer import Tokenizer
+from flodl_hf.tokenization.tokenizer import Tokenizer
 
 from .conftest import AWKWARD, CORPUS
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flodl_hf.tokenizer import Tokenizer
+from flodl_hf.tokenization.tokenizer import Tokenizer
 
 from .conftest import byte_level, wordpiece
 

@@ -34,7 +34,7 @@ def template(first: int = 0, second: int = 1, ids: int = 1) -> dict[str, Any]:
 
 
 def made(**parts: Any) -> Any:
-    from flodl_hf.tokenizer import Tokenizer
+    from flodl_hf.tokenization.tokenizer import Tokenizer
 
     return Tokenizer.from_files({"tokenizer.json": definition(**parts)}, folder="somewhere")
 

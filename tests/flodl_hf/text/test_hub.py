@@ -18,8 +18,8 @@ from urllib.parse import unquote
 
 import pytest
 
+from flodl_hf.checkpoints.hub.download import resolve
 from flodl_hf.errors import HubError
-from flodl_hf.hub.download import resolve
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 
@@ -233,8 +233,9 @@ def test_a_repository_with_only_bin_weights_gives_those(hub: Hub, tmp_path: Path
 
 def test_an_adapter_brings_its_pooling(hub: Hub, tmp_path: Path) -> None:
     """A repository without these files fetched would give vectors, and other ones than its author's."""
-    from flodl_hf import AutoModel, demo
-    from flodl_hf.adapters import Lora
+    from flodl_hf import AutoModel
+    from flodl_hf.models.adapters import Lora
+    from flodl_hf.training import demo
 
     base = demo.demo_model(demo.learn_vocabulary()).save_pretrained(tmp_path / "base")
     model: Any = AutoModel.from_pretrained(base).add_adapter(Lora(rank=2))
@@ -719,7 +720,7 @@ def test_the_usual_environment_variables_are_honoured(hub: Hub, tmp_path: Path) 
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
     environment.pop("HF_HUB_CACHE", None)
-    code = "from flodl_hf.hub.download import resolve; print(resolve('ada/tiny').folder)"
+    code = "from flodl_hf.checkpoints.hub.download import resolve; print(resolve('ada/tiny').folder)"
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stderr
     assert Path(run.stdout.strip()).is_relative_to(tmp_path / "home" / "hub")
@@ -729,7 +730,7 @@ def test_the_usual_environment_variables_are_honoured(hub: Hub, tmp_path: Path) 
 
 
 def test_a_local_folder_does_not_import_huggingface_hub(tmp_path: Path) -> None:
-    code = "import sys; from flodl_hf.hub.download import resolve; resolve(sys.argv[1]); sys.exit('huggingface_hub' in sys.modules)"
+    code = "import sys; from flodl_hf.checkpoints.hub.download import resolve; resolve(sys.argv[1]); sys.exit('huggingface_hub' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=900).returncode == 0
 
 
@@ -753,7 +754,7 @@ def test_a_damaged_file_of_the_cache_is_not_used_offline(hub: Hub, tmp_path: Pat
 
 
 def test_files_of_the_cache_are_read_once(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flodl_hf.hub import verified
+    from flodl_hf.checkpoints.hub import verified
 
     read: list[str] = []
     real = verified.digest_of

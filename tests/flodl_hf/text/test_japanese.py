@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flodl_hf.errors import TokenizerError
-from flodl_hf.tokenizer import Tokenizer
+from flodl_hf.tokenization.tokenizer import Tokenizer
 
 TEXTS = [
     "東京タワーに行きました。", "吾輩は猫である。名前はまだ無い。", "Hello World 東京 ＡＢＣ１２３ ｶﾞｷﾞ", "",

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from flodl_hf.demo import train_wordpiece
 from flodl_hf.errors import TokenizerError
 from flodl_hf.parity.tokenizers import PROBES, compare_sources
-from flodl_hf.tokenizer import Tokenizer
+from flodl_hf.tokenization.tokenizer import Tokenizer
+from flodl_hf.training.demo import train_wordpiece
 
 from .conftest import AWKWARD, CORPUS, byte_level, wordpiece
 

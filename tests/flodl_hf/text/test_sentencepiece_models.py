@@ -18,7 +18,7 @@ from flodl_hf.errors import TokenizerError
 from flodl_hf.parity.tokenizers import PROBES
 from flodl_hf.tokenization.charsmap import check_table
 from flodl_hf.tokenization.sentencepiece import BPE, UNIGRAM, read_model
-from flodl_hf.tokenizer import Tokenizer
+from flodl_hf.tokenization.tokenizer import Tokenizer
 
 from .conftest import AWKWARD, CORPUS
 

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer as Inner
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
-from flodl_hf.runtime.inputs import Encoded, encode
-from flodl_hf.tokenizer import Tokenizer
+from flodl_hf.inference.inputs import Encoded, encode
+from flodl_hf.tokenization.tokenizer import Tokenizer
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "cat", "##s", "dog", ",", "."]
 LONG = "cats, a dog. b " * 9

@@ -21,7 +21,7 @@ from tokenizers import models, normalizers
 
 from flodl.errors import ConfigError
 from flodl_hf.errors import TokenizerError
-from flodl_hf.tokenizer import TOKENIZER_FILES, Tokenizer
+from flodl_hf.tokenization.tokenizer import TOKENIZER_FILES, Tokenizer
 
 from .conftest import AWKWARD, CORPUS, KINDS, byte_level, metaspace, wordpiece
 

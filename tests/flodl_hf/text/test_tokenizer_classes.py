@@ -16,7 +16,7 @@ from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from flodl_hf.errors import TokenizerError
 from flodl_hf.tokenization.classes import CLASSES
-from flodl_hf.tokenizer import Tokenizer
+from flodl_hf.tokenization.tokenizer import Tokenizer
 
 from .conftest import AWKWARD, CORPUS, ROBERTA_SPECIAL, byte_level, wordpiece
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flodl_hf.errors import TokenizerError
 from flodl_hf.tokenization.early_cut import beginning
 from flodl_hf.tokenization.rows import plan_windows
-from flodl_hf.tokenizer import Row, Tokenizer
+from flodl_hf.tokenization.tokenizer import Row, Tokenizer
 
 from .conftest import CORPUS
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from flodl_hf.checkpoints.hub.patience import arrived, time_for, within
 from flodl_hf.errors import HubError
-from flodl_hf.hub.patience import arrived, time_for, within
 from tests.torture import hub as suite
 from tests.torture.loopback import COMMIT, REPOSITORY, Hub
 from tests.torture.runner import run_cases
@@ -53,7 +53,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def resolved(cache: Path) -> Path:
-    from flodl_hf.hub.download import resolve
+    from flodl_hf.checkpoints.hub.download import resolve
 
     return resolve(REPOSITORY, cache_dir=cache).folder
 

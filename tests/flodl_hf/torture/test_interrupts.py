@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flodl.garbage_collection import gc_frozen, gc_paused
-from flodl_hf.saving.publish import publish_folder
+from flodl_hf.checkpoints.saving.publish import publish_folder
 from tests.torture import interrupts
 from tests.torture.ctrl_c import CtrlC
 from tests.torture.runner import run_cases
@@ -89,7 +89,7 @@ def test_ctrl_c_while_torch_exchanges_its_modes_is_still_ctrl_c(
     from torch.overrides import _len_torch_function_stack, _pop_mode
 
     from flodl_hf import load
-    from flodl_hf.model import building
+    from flodl_hf.models import building
     from tests.torture.checkpoints import checkpoint, write_files
 
     def struck(*_: object, **__: object) -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from flodl_hf import demo
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.base import BaseModel
 from flodl_hf.heads.chunks import sentence_spans
+from flodl_hf.training import demo
 
 TEXT = "The pizza was cold. The waiter was rude!  Was it late?\n\nI love the music"
 

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from flodl_hf import AutoModel
 from flodl_hf.errors import PredictError
-from flodl_hf.vectors.communities import community_detection
-from flodl_hf.vectors.mining import paraphrase_mining
-from flodl_hf.vectors.quantize import (
+from flodl_hf.inference.communities import community_detection
+from flodl_hf.inference.mining import paraphrase_mining
+from flodl_hf.inference.quantize import (
     PRECISIONS,
     STORED_PRECISIONS,
     binary_search,
@@ -23,7 +23,7 @@ from flodl_hf.vectors.quantize import (
     quantize_embeddings,
     ranges_of,
 )
-from flodl_hf.vectors.search import semantic_search
+from flodl_hf.inference.search import semantic_search
 
 
 def clustered(groups: int, each: int, spread: float = 0.35, size: int = 32) -> Tensor:

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from flodl.errors import DataError
 from flodl_hf.errors import PredictError
-from flodl_hf.vectors.judging import (
+from flodl_hf.inference.search import semantic_search
+from flodl_hf.training.evaluators import (
     binary_figures,
     clustering_figures,
     matryoshka_curve,
@@ -25,7 +26,6 @@ from flodl_hf.vectors.judging import (
     triplet_figures,
     v_measure,
 )
-from flodl_hf.vectors.search import semantic_search
 
 COUNT, SIZE = 40, 6
 
@@ -109,7 +109,7 @@ def test_pairs_by_hand() -> None:
 
 
 def test_thresholds_by_hand() -> None:
-    from flodl_hf.vectors.judging.pairs import threshold_figures
+    from flodl_hf.training.evaluators.pairs import threshold_figures
 
     scores, truth = np.array([0.9, 0.8, 0.8, 0.5, 0.4, 0.1]), np.array([1, 1, 0, 1, 0, 0], bool)
     found = threshold_figures(scores, truth)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flodl.errors import ConfigError
-from flodl_hf.vectors.losses import make_loss
-from flodl_hf.vectors.losses.lists import LIST_LOSSES, SCHEMES
+from flodl_hf.training.losses import make_loss
+from flodl_hf.training.losses.lists import LIST_LOSSES, SCHEMES
 
 COUNTS = (4, 2, 5)
 LABELS = [[2.0, 0.0, 1.0, 0.0], [0.0, 1.0], [0.0, 3.0, 1.0, 1.0, 0.0]]

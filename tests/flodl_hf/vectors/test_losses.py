@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from flodl.errors import ConfigError
-from flodl_hf.vectors.losses import LOSSES, AdaptiveLayerLoss, MatryoshkaLoss, ranking
-from flodl_hf.vectors.losses import make_loss as make
+from flodl_hf.training.losses import LOSSES, AdaptiveLayerLoss, MatryoshkaLoss, ranking
+from flodl_hf.training.losses import make_loss as make
 
 EXAMPLES, SIZE = 9, 8
 

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from flodl.errors import DataError
-from flodl_hf import demo
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.base import BaseModel
-from flodl_hf.vectors.files import read_vectors, write_vectors
-from flodl_hf.vectors.mining import hard_negatives, paraphrase_mining
-from flodl_hf.vectors.quantize import PRECISIONS, binary_search, quantize_embeddings, ranges_of
+from flodl_hf.inference.mining import hard_negatives, paraphrase_mining
+from flodl_hf.inference.quantize import PRECISIONS, binary_search, quantize_embeddings, ranges_of
+from flodl_hf.inference.vector_files import read_vectors, write_vectors
+from flodl_hf.training import demo
 
 TEXTS = [text for text, _ in demo.sentences()[:24]]
 VECTORS = F.normalize(torch.randn(24, 16, generator=torch.Generator().manual_seed(1)), dim=-1)

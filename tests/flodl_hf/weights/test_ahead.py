@@ -15,8 +15,8 @@ from torch import Tensor
 from weight_tables import same
 
 from flodl.errors import CheckpointError
-from flodl_hf.weights.checkpoint import Checkpoint, ahead, read
-from flodl_hf.weights.checkpoint.ahead import reading_ahead
+from flodl_hf.checkpoints.weights.checkpoint import Checkpoint, ahead, read
+from flodl_hf.checkpoints.weights.checkpoint.ahead import reading_ahead
 
 
 @pytest.fixture
@@ -125,9 +125,9 @@ PROGRAM = """
 import sys, json
 import flodl_hf
 from flodl_hf import AutoModelForSequenceClassification, load
-from flodl_hf.weights.checkpoint import ahead
+from flodl_hf.checkpoints.weights.checkpoint import ahead
 before = sorted({{"torch", "numpy"}} & set(sys.modules))
-from flodl_hf.weights import early
+from flodl_hf.checkpoints.weights import early
 early.usable_cpus = lambda: 2
 plain, taken = ahead._Ahead.of, []
 ahead._Ahead.of = lambda self, descriptor: taken.append(len(plain(self, descriptor))) or plain(self, descriptor)
@@ -141,7 +141,7 @@ print(json.dumps([before, taken, same, len(list(model.parameters()))]))
 
 def test_a_new_process_reads_weights_while_it_imports_torch(tmp_path: Path) -> None:
     from flodl_hf.auto import head_named
-    from flodl_hf.config.model_config import ModelConfig
+    from flodl_hf.checkpoints.config.model_config import ModelConfig
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}

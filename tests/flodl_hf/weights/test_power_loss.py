@@ -18,7 +18,7 @@ from flodl import system
 from flodl.files import make_folders, write_atomically
 from flodl.train import Trainer
 from flodl_hf import load, predict_file
-from flodl_hf.saving import publish as publish_module
+from flodl_hf.checkpoints.saving import publish as publish_module
 from tests.torture.checkpoints import checkpoint, write_files
 
 # States of workers, which nobody needs after a power loss.

@@ -18,8 +18,8 @@ from torch import Tensor
 from weight_tables import TABLES, same
 
 from flodl.errors import CheckpointError
-from flodl_hf.model.pretrained import _read
-from flodl_hf.weights.checkpoint import Checkpoint, place, scatter
+from flodl_hf.checkpoints.weights.checkpoint import Checkpoint, place, scatter
+from flodl_hf.models.pretrained import _read
 
 
 @settings(max_examples=60, deadline=None)

@@ -17,6 +17,9 @@ from torch import Tensor
 from weight_tables import TABLES, same, save_sharded, save_single
 
 from flodl.safetensors_header import read_header
+from flodl_hf.checkpoints.saving import write as write_module
+from flodl_hf.checkpoints.saving.state import parse_size
+from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
 from flodl_hf.errors import ExportError
 from flodl_hf.export import (
     convert_bin,
@@ -27,9 +30,6 @@ from flodl_hf.export import (
     write_safetensors,
     write_state,
 )
-from flodl_hf.saving import write as write_module
-from flodl_hf.saving.state import parse_size
-from flodl_hf.weights.checkpoint import Checkpoint
 
 
 def contents(folder: Path) -> dict[str, bytes]:

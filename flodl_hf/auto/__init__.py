@@ -1,0 +1,238 @@
+"""From ``config.json`` to a class: the only dispatch in the package.
+
+``AutoModelFor...`` name the task themselves; `load` takes it from the file's ``architectures``. The
+family always comes from ``model_type``. No registry, no entry points: two tuples, read in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar, Unpack
+
+from flodl.errors import CheckpointError, ConfigError, printable
+from flodl.garbage_collection import gc_paused
+from flodl_hf.checkpoints.weights.early import beginning
+from flodl_hf.compat.loading import LOAD
+from flodl_hf.compat.taking import taking
+from flodl_hf.families.schema.head_names import names_of
+from flodl_hf.models.opening import LoadKeywords, Opened
+
+if TYPE_CHECKING:
+    import torch
+
+    from flodl_hf.checkpoints.config.model_config import ModelConfig
+    from flodl_hf.checkpoints.config.model_config import ModelConfig as AutoConfig
+    from flodl_hf.heads.base import BaseModel  # noqa: F401
+    from flodl_hf.heads.head import Head
+    from flodl_hf.heads.masked_lm import MaskedLM  # noqa: F401
+    from flodl_hf.heads.multiple_choice import MultipleChoice  # noqa: F401
+    from flodl_hf.heads.next_sentence import NextSentence  # noqa: F401
+    from flodl_hf.heads.question_answering import QuestionAnswerer  # noqa: F401
+    from flodl_hf.heads.sequence_classification import SequenceClassifier  # noqa: F401
+    from flodl_hf.heads.token_classification import TokenClassifier  # noqa: F401
+    from flodl_hf.models.encoder_model import EncoderModel
+
+__all__ = [
+    "AutoConfig",
+    "AutoModel",
+    "AutoModelForMaskedLM",
+    "AutoModelForMultipleChoice",
+    "AutoModelForNextSentencePrediction",
+    "AutoModelForPreTraining",
+    "AutoModelForQuestionAnswering",
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+    "head_named",
+    "load",
+]
+
+ModelT = TypeVar("ModelT", bound="EncoderModel")
+
+
+def __getattr__(name: str) -> Any:
+    if name == "AutoConfig":
+        with gc_paused(settled=True):
+            from flodl_hf.checkpoints.config.model_config import ModelConfig
+
+        return ModelConfig
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class _Door(Generic[ModelT]):
+    """A name users know, in front of the class that does the work, which comes with torch when it is asked for."""
+
+    head: ClassVar[str]
+
+    def __init__(self) -> NoReturn:
+        name = type(self).__name__
+        raise TypeError(f"{name} is not made by calling it; use {name}.from_pretrained(...) or {name}.from_config(...)")
+
+    @classmethod
+    @taking(LOAD, ConfigError, like=Opened.from_pretrained)
+    def from_pretrained(cls, name_or_path: str | Path, **options: Unpack[LoadKeywords]) -> ModelT:
+        """Return the model that a folder or Hub repository holds; see `EncoderModel.from_pretrained`."""
+        with beginning(name_or_path, options):
+            return _class_of(cls.head).from_pretrained(name_or_path, **options)
+
+    @classmethod
+    def from_config(cls, config: ModelConfig, *, pooler: bool = True, dtype: torch.dtype | None = None) -> ModelT:
+        """Return a model with fresh random weights; see `EncoderModel.from_config`."""
+        return _class_of(cls.head).from_config(config, pooler=pooler, dtype=dtype)
+
+
+class AutoModel(_Door["BaseModel"]):
+    """The encoder alone: token states, and embeddings of whole texts."""
+
+    head = "base"
+
+
+class AutoModelForSequenceClassification(_Door["SequenceClassifier"]):
+    """Labels for whole texts."""
+
+    head = "sequence_classification"
+
+
+class AutoModelForTokenClassification(_Door["TokenClassifier"]):
+    """Labels for tokens: named entities."""
+
+    head = "token_classification"
+
+
+class AutoModelForQuestionAnswering(_Door["QuestionAnswerer"]):
+    """The span of a context that answers a question."""
+
+    head = "question_answering"
+
+
+class AutoModelForMaskedLM(_Door["MaskedLM"]):
+    """The word behind each mask."""
+
+    head = "masked_lm"
+
+
+class AutoModelForMultipleChoice(_Door["MultipleChoice"]):
+    """The choice that fits a prompt best."""
+
+    head = "multiple_choice"
+
+
+class AutoModelForNextSentencePrediction(_Door["NextSentence"]):
+    """Whether one text follows another."""
+
+    head = "next_sentence"
+
+
+class AutoModelForPreTraining(_Door["EncoderModel"]):
+    """What the family was first trained for: masked words and pairs of texts, or replaced tokens."""
+
+    head = "pretraining"
+
+    @classmethod
+    @taking(LOAD, ConfigError, like=Opened.from_pretrained)
+    def from_pretrained(cls, name_or_path: str | Path, **options: Unpack[LoadKeywords]) -> EncoderModel:
+        """Return the model that a folder or Hub repository holds; see `EncoderModel.from_pretrained`."""
+        with beginning(name_or_path, options):
+            with gc_paused(settled=True):
+                from flodl_hf.checkpoints.config.model_config import read_config
+            config = read_config(name_or_path, **_of_configurations(options))
+            return _class_of(_first_task(config)).from_pretrained(name_or_path, **options)
+
+    @classmethod
+    def from_config(cls, config: ModelConfig, *, pooler: bool = True, dtype: torch.dtype | None = None) -> EncoderModel:
+        """Return a model with fresh random weights; see `EncoderModel.from_config`."""
+        return _class_of(_first_task(config)).from_config(config, pooler=pooler, dtype=dtype)
+
+
+def _first_task(config: ModelConfig) -> str:
+    return next((head for head in ("pretraining", "replaced_tokens") if head in config.family.heads), "masked_lm")
+
+
+def head_named(name: str) -> Head:
+    """Return a head by its name, its short name or its class suffix.
+
+    Raises:
+        ConfigError: there is none; the nearest is suggested.
+    """
+    names = names_of(name)
+    with gc_paused(settled=True):
+        from flodl_hf.heads import HEADS
+
+    return next(head for head in HEADS if head.names == names)
+
+
+def _class_of(name: str) -> Any:
+    return head_named(name).model
+
+
+@taking(LOAD, ConfigError, like=Opened.from_pretrained)
+def load(name_or_path: str | Path, *, head: str = "auto", **options: Unpack[LoadKeywords]) -> EncoderModel:
+    """Return the model for the task that the folder was written for, or the encoder alone where it names none of ours.
+
+    Args:
+        name_or_path: a local folder or a Hub repository.
+        head: a head's name to load it for another task; "auto" reads ``architectures``: the task that its first
+            class is for, and the encoder alone (head "base") where it is absent, names a class of another's code, or
+            names a task whose head is not in the file at all.
+        **options: as in `EncoderModel.from_pretrained`.
+    """
+    with beginning(name_or_path, options):
+        return _loaded(name_or_path, head, options)
+
+
+def _loaded(name_or_path: str | Path, head: str, options: Any) -> EncoderModel:
+    if head != "auto":
+        return head_named(head).model.from_pretrained(name_or_path, **options)
+    with gc_paused(settled=True):
+        from flodl_hf.checkpoints.config.model_config import read_config
+        from flodl_hf.checkpoints.weights.loading import class_of, head_of
+        from flodl_hf.heads.base import BaseModel
+    base, task = _with_adapter(name_or_path, options)
+    config = read_config(base, **_of_configurations(options))
+    architectures = config.source.get("architectures")
+    found = task(config.family) or head_of(config.family, architectures) or "base"
+    try:
+        model = head_named(found).model.from_pretrained(name_or_path, **options)
+        recipe = model.sentence_recipe
+        if found != "base" or recipe is None or recipe.scorer is None:
+            return model
+        # Only the folder's other files, which come with the model, name a cross-encoder that has no head.
+        return head_named("sequence_classification").model.from_pretrained(name_or_path, **options)
+    except CheckpointError as fault:
+        if found == "base" or not getattr(fault, "headless", False):
+            raise
+    # Encoders of sentences often keep the class that they were begun from, and not its head.
+    model = BaseModel.from_pretrained(name_or_path, **options)
+    if model.load_report is not None:
+        named = printable(class_of(architectures) or "", 60)
+        model.load_report.notes.append(f"architectures: {named}, whose head is not there; this is the encoder alone")
+    return model
+
+
+def _with_adapter(name_or_path: str | Path, options: Mapping[str, Any]) -> tuple[str | Path, Any]:
+    """Return the base's name, and what says which task an adapter is for, where there is one."""
+    from flodl_hf.checkpoints.hub.folders import holds_adapter
+
+    adapter = options.get("adapter")
+    if adapter is None and not holds_adapter(name_or_path):
+        return name_or_path, lambda family: None
+    from flodl_hf.models.adapters.folder import open_adapter
+
+    opened = open_adapter(name_or_path if adapter is None else adapter, _of_configurations(options))
+    return (opened.base if adapter is None else name_or_path), opened.task
+
+
+def _of_configurations(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name in _HUB_OPTIONS}
+
+
+_HUB_OPTIONS = (
+    "revision",
+    "subfolder",
+    "token",
+    "cache_dir",
+    "local_files_only",
+    "ignore_config_keys",
+    "strict_config",
+    "verified",
+)

@@ -1,0 +1,500 @@
+"""``config.json`` as read: the family's settings in our words, labels, and the text it came from.
+
+Decides what a configuration means for every family alike (labels, problem type, ties, the strict
+reading of the JSON); a family's own rows stand in its file. The source text is kept, so that export
+writes back what was read and patches only what was changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from flodl.errors import ConfigError, nearest, printable, shown
+from flodl_hf.checkpoints.config.activations import activation_changes, stored_activation
+from flodl_hf.checkpoints.config.file import Odd, config_text_of, read_json
+from flodl_hf.checkpoints.config.label_names import (
+    MAX_LABELS,
+    PROBLEM_TYPES,
+    label_names,
+    renamed,
+    without_unknown_problem,
+)
+from flodl_hf.checkpoints.config.label_thresholds import LABEL_THRESHOLDS, thresholds_of
+from flodl_hf.checkpoints.hub.folders import resolve_folder
+from flodl_hf.checkpoints.weights.file_names import CONFIG_NAME, WEIGHTS_KEY
+from flodl_hf.compat.loading import CONFIG
+from flodl_hf.compat.taking import taking
+from flodl_hf.families import model_types, named, row_of, that_claims
+from flodl_hf.families.schema import Family
+from flodl_hf.families.schema.config_rows import REQUIRED, Triage, boolean, one_of, read_rows, refuse
+from flodl_hf.families.schema.config_rows import Row as Row
+from flodl_hf.families.schema.shared_keys import COMMON_INERT, FOREIGN
+
+__all__ = ["MAX_LABELS", "PROBLEM_TYPES", "ModelConfig", "family_of", "listed_texts", "read_config", "read_config_file"]
+
+_SHARED_ROWS = (
+    Row("problem_type", "problem_type", one_of(None, *PROBLEM_TYPES), None),
+    Row("tie_words", "tie_word_embeddings", boolean(), True),
+)
+# Names that people bring and that are no misspellings of ours.
+_OTHERS = {
+    "xlnet": "XLNet", "longformer": "Longformer", "big-bird": "BigBird", "xlm": "XLM", "roformer": "RoFormer",
+    "ernie": "ERNIE", "mobilebert": "MobileBERT", "megatron-bert": "Megatron-BERT",
+    "squeezebert": "SqueezeBERT", "flaubert": "FlauBERT", "funnel": "Funnel",
+    "neobert": "NeoBERT", "gliner": "GLiNER, which finds spans of any label", "gliclass": "GLiClass",
+    "convbert": "ConvBERT", "rembert": "RemBERT", "ibert": "I-BERT", "luke": "LUKE", "layoutlm": "LayoutLM",
+    "gpt2": "GPT-2, which generates text", "t5": "T5, which generates text", "bart": "BART, which generates text",
+    "llama": "Llama, which generates text", "qwen2": "Qwen2, which generates text",
+}  # fmt: skip
+# What is read beside a family's rows.
+_READ = frozenset((
+    "id2label", "label2id", "num_labels", "model_type", "architectures", "auto_map", "dtype", "torch_dtype",
+    "initializer_range", LABEL_THRESHOLDS, WEIGHTS_KEY,
+))  # fmt: skip
+_LABEL_KEYS = ("id2label", "label2id", "num_labels")
+
+
+class ModelConfig:
+    """The configuration of one model.
+
+    Reads like a transformers config (``config.hidden_size``, ``config.id2label``, any key of the
+    file) and like ours (``config.encoder`` is the family's own frozen record).
+
+    Attributes:
+        family: the architecture.
+        encoder: its settings in our words.
+        labels: label names by id.
+        problem_type: "regression", "single_label_classification", "multi_label_classification" or None.
+        label_thresholds: the score from which each label holds, tuned on held-out data; None without.
+        score_activation: path of the activation that makes scores of a cross-encoder's logits; None without.
+        tie_words: whether the masked-word decoder is the word table.
+        source: the JSON as read, unknown keys included.
+        text: the file's text, or None when the config was made in memory.
+        where: the file's path, for messages.
+        notes: keys and values without effect that a reader should know of, a sentence each.
+        overruled: settings that contradict others of the file and that transformers passes over, as is done here.
+        left_out: sizes that the file does not state, by key, as transformers takes them.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        encoder: Any,
+        labels: Sequence[str],
+        *,
+        problem_type: str | None = None,
+        label_thresholds: Mapping[str, float] | None = None,
+        score_activation: str | None = None,
+        tie_words: bool = True,
+        source: Mapping[str, Any] | None = None,
+        text: str | None = None,
+        where: str = "config",
+        notes: Sequence[str] = (),
+        overruled: Sequence[str] = (),
+        left_out: Mapping[str, int] | None = None,
+    ) -> None:
+        self.family = family
+        self.encoder = encoder
+        self.labels = tuple(labels)
+        self.problem_type = problem_type
+        self.label_thresholds = None if label_thresholds is None else dict(label_thresholds)
+        self.score_activation = score_activation
+        self.tie_words = tie_words
+        self.source: dict[str, Any] = dict(source or {})
+        self.text = text
+        self.where = where
+        self.notes = tuple(notes)
+        self.overruled = tuple(overruled)
+        self.left_out = dict(left_out or {})
+
+    @classmethod
+    def from_text(
+        cls,
+        text: str,
+        where: str = "config.json",
+        ignore_config_keys: Sequence[str] = (),
+        *,
+        strict_config: bool = False,
+    ) -> ModelConfig:
+        """Return the configuration that this JSON describes.
+
+        Args:
+            text: the JSON.
+            where: its name, for messages.
+            ignore_config_keys: keys to pass over although they are not understood.
+            strict_config: also refuse keys that no family knows, and settings that contradict others and are passed
+                over; they are noted otherwise.
+
+        Raises:
+            ConfigError: not JSON, an unknown ``model_type``, or values that are missing, wrong or not
+                understood; all faults are listed at once in ``problems``.
+        """
+        odd = Odd()
+        source = read_json(text, where, odd)
+        return cls._read(source, where, text, ignore_config_keys, strict_config=strict_config, whole=False, odd=odd)
+
+    @classmethod
+    def from_dict(
+        cls,
+        source: Mapping[str, Any],
+        *,
+        where: str = "config",
+        text: str | None = None,
+        ignore_config_keys: Sequence[str] = (),
+        strict_config: bool = False,
+    ) -> ModelConfig:
+        """Return the configuration that this mapping describes; see `from_text`."""
+        return cls._read(source, where, text, ignore_config_keys, strict_config=strict_config, whole=False)
+
+    @classmethod
+    def _read(
+        cls, source: Mapping[str, Any], where: str, text: str | None = None, ignore_config_keys: Sequence[str] = (), *,
+        strict_config: bool = False, whole: bool, odd: Odd | None = None,
+    ) -> ModelConfig:  # fmt: skip
+        """Return the configuration that a mapping describes; ``whole`` ones state every size themselves."""
+        family = family_of(source, where)
+        problems: list[str] = []
+        # Code of the repository may read what transformers' own passes over: then it is not known which of two holds.
+        settled = bool(family.tiny) and not strict_config and not source.get("auto_map")
+        overruled: list[str] | None = [] if settled else None
+        usual = family.left_out if settled and not whole else {}
+        fields = read_rows(source, family.rows, problems, overruled, usual)
+        absent = (row for row in family.rows if row.field in usual and not source.keys() & {row.key, *row.aliases})
+        left_out = {row.key: fields[row.field] for row in absent if row.default is REQUIRED}
+        shared = read_rows(without_unknown_problem(source, overruled), _SHARED_ROWS, problems)
+        if "tie_word_embeddings" not in source:
+            shared["tie_words"] = family.ties_words
+        notes: list[str] = []
+        labels = label_names(source, problems, notes, overruled)
+        thresholds = thresholds_of(source.get(LABEL_THRESHOLDS), labels, notes)
+        oddities = _told(odd or Odd(), source, family, problems, ignore_config_keys, strict=strict_config)
+        decide = Triage(
+            (*family.rows, *_SHARED_ROWS),
+            (*family.inert, *COMMON_INERT),
+            FOREIGN,
+            row_of,
+            _LABEL_KEYS,
+            overruled,
+        )
+        notes += decide(source, fields, problems, ignore_config_keys, strict=strict_config)
+        notes += [f"{said}; it is passed over, as by transformers" for said in overruled or ()]
+        notes += oddities
+        notes += [f"{key}: absent, taken as {value}, as by transformers" for key, value in left_out.items()]
+        if not problems:
+            _consistent(fields, source, family.rows, problems)
+        if problems:
+            raise refuse(problems, where, family.model_type)
+        try:
+            encoder = family.config(**fields)
+        except ValueError as fault:  # a family's own rules between fields
+            raise refuse([str(fault)], where, family.model_type) from None
+        return cls(
+            family, encoder, labels, label_thresholds=thresholds, score_activation=stored_activation(source),
+            source=source, text=text, where=where, notes=notes, overruled=(*(overruled or ()), *oddities),
+            left_out=left_out, **shared,
+        )  # fmt: skip
+
+    @classmethod
+    def for_model(cls, model_type: str, **values: Any) -> ModelConfig:
+        """Return a configuration made in memory: ``for_model("bert", hidden_size=64, ...)`` with HF's keys.
+
+        ``labels=["no", "yes"]`` is a short way to give ``id2label``.
+        """
+        labels = values.pop("labels", None)
+        if labels is not None:
+            values["id2label"] = {str(i): name for i, name in enumerate(labels)}
+        config = cls._read({"model_type": model_type, **values}, "for_model(...)", whole=True)
+        if "id2label" in config.source:
+            # Transformers takes neither of the two from the other.
+            config.source.setdefault("label2id", config.label2id)
+        return config
+
+    @classmethod
+    @taking(CONFIG, ConfigError)
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        *,
+        revision: str | None = None,
+        subfolder: str = "",
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        ignore_config_keys: Sequence[str] = (),
+        strict_config: bool = False,
+        labels: Sequence[str] | None = None,
+        num_labels: int | None = None,
+        problem_type: str | None = None,
+    ) -> ModelConfig:
+        """Return the configuration of a folder or Hub repository; keywords as in ``AutoModel.from_pretrained``."""
+        found = read_config(
+            name_or_path, revision=revision, subfolder=subfolder, token=token, cache_dir=cache_dir,
+            local_files_only=local_files_only, ignore_config_keys=ignore_config_keys, strict_config=strict_config,
+        )  # fmt: skip
+        if labels is None and num_labels is not None:
+            labels = [f"LABEL_{number}" for number in range(num_labels)]
+        return found.changed(labels=labels, problem_type=problem_type)
+
+    @property
+    def model_type(self) -> str:
+        """The family's word."""
+        return self.family.model_type
+
+    @property
+    def id2label(self) -> dict[int, str]:
+        """Label names by id. Setting them renames the labels; their number is that of the model and cannot change."""
+        return dict(enumerate(self.labels))
+
+    @id2label.setter
+    def id2label(self, names: Mapping[int, str]) -> None:
+        self.labels, self.label_thresholds = renamed(self.labels, self.label_thresholds, names)
+
+    @property
+    def label2id(self) -> dict[str, int]:
+        """Ids by label name; of two labels with one name the first counts."""
+        result: dict[str, int] = {}
+        for index, name in enumerate(self.labels):
+            result.setdefault(name, index)
+        return result
+
+    @label2id.setter
+    def label2id(self, numbers: Mapping[str, int]) -> None:
+        self.id2label = {number: name for name, number in numbers.items()}
+
+    @property
+    def num_labels(self) -> int:
+        """How many labels there are."""
+        return len(self.labels)
+
+    @property
+    def token_types(self) -> int:
+        """Rows of the token type table; 0 where the family or this model has none."""
+        return getattr(self.encoder, "type_vocab_size", 0) or 0
+
+    @property
+    def uses_token_types(self) -> bool:
+        """Whether the model has more than one token type."""
+        return self.token_types > 1
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The longest row of tokens that the position table allows, or that the model was made for without one."""
+        positions = getattr(self.encoder, "max_positions", None)
+        return None if not positions else positions - self.family.unused_positions(self.encoder)
+
+    def changed(
+        self,
+        *,
+        labels: Sequence[str] | None = None,
+        problem_type: str | None = None,
+        encoder: Any = None,
+        label_thresholds: Mapping[str, float] | None = None,
+        score_activation: str | None = None,
+    ) -> ModelConfig:
+        """Return a copy with other labels, problem type or encoder settings; the source text stays to be patched.
+
+        Thresholds and the activation of scores belong to their labels: with other labels or another problem type, only
+        those given here are kept. ``""`` and ``{}`` remove a value.
+        """
+        if problem_type and problem_type not in PROBLEM_TYPES:
+            raise ConfigError(
+                f"problem_type={problem_type!r}; expected one of {', '.join(PROBLEM_TYPES)}",
+                problems=["problem_type"],
+            )
+        same = (labels is None or tuple(labels) == self.labels) and problem_type in (None, self.problem_type)
+        kept, own = (self.label_thresholds, self.score_activation) if same else (None, None)
+        return ModelConfig(
+            self.family,
+            self.encoder if encoder is None else encoder,
+            self.labels if labels is None else labels,
+            problem_type=(self.problem_type if problem_type is None else problem_type) or None,
+            label_thresholds=kept if label_thresholds is None else label_thresholds or None,
+            score_activation=(own if score_activation is None else score_activation) or None,
+            tie_words=self.tie_words,
+            source=self.source,
+            text=self.text,
+            where=self.where,
+            notes=self.notes,
+            overruled=self.overruled,
+            left_out=self.left_out,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the configuration with HF's keys: what was read, with labels and problem type as they are now."""
+        result = dict(self.source)
+        for row in self.family.rows:
+            value = getattr(self.encoder, row.field)
+            if not any(key in result for key in (row.key, *row.aliases)) and value != row.default:
+                result[row.key] = value
+        if "vocab_size" in result:
+            result["vocab_size"] = self.encoder.vocab_size
+        result["model_type"] = self.source.get("model_type", self.model_type)
+        result.update(self.label_changes())
+        if self.problem_type is not None:
+            result["problem_type"] = self.problem_type
+        changed, gone = self.stored_changes()
+        return {key: value for key, value in result.items() if key not in gone} | changed
+
+    def label_changes(self) -> dict[str, Any]:
+        """Return ``id2label`` and ``label2id`` where the labels differ from what the source says, else nothing."""
+        if self.source and tuple(label_names(self.source, [], [], [])) == self.labels:
+            return {}
+        return {"id2label": {str(k): v for k, v in self.id2label.items()}, "label2id": self.label2id}
+
+    def stored_changes(self, beside: str | None = None) -> tuple[dict[str, Any], list[str]]:
+        """Return keys of this package and of sentence-transformers that differ from the source, and keys to remove.
+
+        Args:
+            beside: the activation of scores that another file of the folder stores.
+        """
+        own = beside is None or self.score_activation != beside
+        changed, gone = activation_changes(self.source, self.score_activation) if own else ({}, [])
+        if self.problem_type is None and self.source.get("problem_type") in PROBLEM_TYPES:
+            gone = [*gone, "problem_type"]
+        read = thresholds_of(self.source.get(LABEL_THRESHOLDS), label_names(self.source, [], [], []), [])
+        if self.label_thresholds is None and read is not None:
+            gone = [*gone, LABEL_THRESHOLDS]
+        elif self.label_thresholds is not None and read != self.label_thresholds:
+            changed[LABEL_THRESHOLDS] = dict(self.label_thresholds)
+        return changed, gone
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only for names without an attribute: HF's keys, first as rows, then as the file has them.
+        if name.startswith("__") or "source" not in self.__dict__:
+            raise AttributeError(name)
+        for row in self.family.rows:
+            if name in (row.key, row.field, *row.aliases):
+                return getattr(self.encoder, row.field)
+        if name in self.source:
+            return self.source[name]
+        if name == "tie_word_embeddings":
+            return self.tie_words
+        known = [row.key for row in self.family.rows] + list(self.source)
+        raise AttributeError(f"{self.where} has no setting {name!r}{nearest(name, known)}")
+
+    def __repr__(self) -> str:
+        return f"ModelConfig({self.model_type}, {self.encoder}, labels={list(self.labels)[:6]})"
+
+
+def read_config(
+    name_or_path: str | Path,
+    *,
+    revision: str | None = None,
+    subfolder: str = "",
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+    ignore_config_keys: Sequence[str] = (),
+    strict_config: bool = False,
+    verified: bool | str = False,
+) -> ModelConfig:
+    """Return the configuration of a folder or Hub repository; only ``config.json`` is fetched."""
+    hub = {
+        "revision": revision,
+        "subfolder": subfolder,
+        "token": token,
+        "cache_dir": cache_dir,
+        "local_files_only": local_files_only,
+    }
+    folder, _ = resolve_folder(name_or_path, hub, (CONFIG_NAME, *(("checksums.json",) if verified else ())))
+    if verified:
+        from flodl_hf.checkpoints.weights.checksums import hold
+
+        hold(folder, verified, (CONFIG_NAME,))
+    from flodl_hf.checkpoints.sentence.routing import transformer_folder
+
+    return read_config_file(transformer_folder(folder), ignore_config_keys, strict_config=strict_config)
+
+
+def read_config_file(
+    folder: Path, ignore_config_keys: Sequence[str] = (), *, strict_config: bool = False
+) -> ModelConfig:
+    """Return the configuration of a local folder; arguments as in `ModelConfig.from_text`.
+
+    Raises:
+        ConfigError: no ``config.json``, or one that cannot be used.
+    """
+    ignored = listed_texts(ignore_config_keys, "ignore_config_keys")
+    where = str(folder / CONFIG_NAME)
+    return ModelConfig.from_text(config_text_of(folder), where, ignored, strict_config=strict_config)
+
+
+def listed_texts(given: Any, what: str) -> list[str]:
+    """Return the texts that were given in whatever holds several.
+
+    Raises:
+        ConfigError: it is one text, or holds none.
+    """
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ConfigError(f"{what}={shown(given, 60)}; expected a list of texts", problems=[what])
+    return list(given)
+
+
+def family_of(source: Mapping[str, Any], where: str) -> Family:
+    """Return the family that ``model_type`` names.
+
+    Raises:
+        ConfigError: no such key, or a type that is not among the families; the nearest is suggested.
+    """
+    model_type = source.get("model_type")
+    if (family := that_claims(source) or named(model_type)) is not None:
+        return family
+    known = model_types()
+    found = "is missing" if model_type is None else f"is {printable(str(model_type), 60)}"
+    hint, other = "", None
+    if isinstance(model_type, str):
+        # A name of its own is no misspelling: modernbert is near camembert in letters alone.
+        other = _OTHERS.get(model_type.replace("_", "-"))
+        close = get_close_matches(model_type, known, n=1, cutoff=0.8)
+        hint = f", did you mean {close[0]!r}?" if close and other is None else ""
+    what = f" That is {other}, another architecture." if other else ""
+    raise ConfigError(
+        f"{where}: model_type {found}{hint}; expected one of {', '.join(known)}.{what} "
+        "Other architectures run in transformers. One that differs little from a family of this list can be added: "
+        "flodl_hf.families.register(FAMILY).",
+        where=where,
+        problems=["model_type"],
+        known=known,
+    )
+
+
+def _told(
+    odd: Odd, source: Mapping[str, Any], family: Family, problems: list[str], ignore: Sequence[str], *, strict: bool
+) -> list[str]:
+    """Return what to tell of keys that stand twice and of NaN where nothing reads it; elsewhere those are problems."""
+    read = _READ | {key for row in (*family.rows, *_SHARED_ROWS) for key in (row.key, *row.aliases)}
+    twice = [f"{printable(key, 60)} stands twice; the last one holds" for key in odd.twice]
+    wrong = [key for key in odd.not_finite if key not in ignore and (key in read or strict)]
+    told = tuple(f"{key}: found" for key in wrong)  # by a row, in other words
+    problems[:] = [line for line in problems if not line.startswith(told)]
+    for key in wrong:
+        found = json.dumps(source[key]) if isinstance(source[key], float) else "NaN or Infinity in it"
+        problems.append(f"{printable(key, 60)}: found {found}, which JSON does not have; expected finite numbers")
+    if strict:
+        problems += [f"{printable(key, 60)} stands twice; expected each key once" for key in odd.twice]
+        twice = []
+    unread = [key for key in odd.not_finite if key not in wrong]
+    return twice + [f"{printable(key, 60)}: holds NaN or Infinity, and nothing reads it" for key in unread]
+
+
+def _consistent(fields: Mapping[str, Any], source: Mapping[str, Any], rows: Sequence[Row], problems: list[str]) -> None:
+    """Append what single values cannot show: heads that do not divide the width, ids outside the vocabulary."""
+
+    def key(field: str) -> str:
+        keys = [name for row in rows if row.field == field for name in (row.key, *row.aliases)]
+        return next((name for name in keys if name in source), (*keys, field)[0])
+
+    hidden, heads = fields.get("hidden_size"), fields.get("num_heads")
+    if hidden and heads and hidden % heads:
+        found = "found" if key("num_heads") in source else "absent, taken as"
+        problems.append(
+            f"{key('num_heads')}: {found} {heads}; "
+            f"expected a divisor of the hidden size {hidden} ({key('hidden_size')})"
+        )
+    pad, vocab = fields.get("pad_token_id"), fields.get("vocab_size")
+    if pad is not None and vocab is not None and pad >= vocab:
+        problems.append(f"pad_token_id: found {pad}; expected an id below vocab_size {vocab}")

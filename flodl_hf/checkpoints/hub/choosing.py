@@ -1,0 +1,217 @@
+"""Which files of a repository are fetched: by patterns, weights in whatever parts they come, modules in folders."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from fnmatch import translate
+from functools import cache
+from pathlib import Path
+
+from flodl.errors import capped
+from flodl.files import read_regular
+from flodl_hf.checkpoints.hub.request import HubRequest
+from flodl_hf.checkpoints.weights.file_names import CONFIG_NAME, WEIGHTS_KEY, weights_named
+
+__all__ = [
+    "CHECKPOINT_FILES",
+    "TOKENIZER_FILES",
+    "WEIGHTS",
+    "any_present",
+    "config_telling",
+    "lacking",
+    "named_weights",
+    "select",
+    "select_modules",
+]
+
+WEIGHTS = "model.safetensors"
+_MODULES = "modules.json"
+_ROUTING = (_MODULES, "router_config.json", "*/router_config.json", "*/config.json")
+_OF_MODULES = ("config.json",)
+_WEIGHTS_OF_MODULES = (WEIGHTS, "pytorch_model.bin")
+_SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+
+# What is copied with a checkpoint, and nothing else: the order is that of the documentation.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "bpe.codes",
+    "sentencepiece.bpe.model",
+    "spm.model",
+    "spiece.model",
+    "sentencepiece.model",
+    "tokenizer.model",
+)
+
+# Which files a checkpoint is made of. "model.safetensors" stands for the weights in whatever parts they come.
+CHECKPOINT_FILES = (
+    "config.json",
+    WEIGHTS,
+    *TOKENIZER_FILES,
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    "[0-9]_*/config.json",
+    "[0-9]_*/model.safetensors",
+)
+
+
+@cache
+def _wanted(patterns: tuple[str, ...]) -> Callable[[str], bool]:
+    """Return whether a name is meant by one of some patterns, whose ``*`` stands for no ``/``."""
+    by_depth: dict[int, list[str]] = {}
+    for pattern in patterns:
+        # without the frame "(?s:...)" and end that translate puts around each part
+        parts = [translate(part)[4:-3] for part in pattern.split("/")]
+        by_depth.setdefault(len(parts) - 1, []).append("/".join(parts))
+    # As many "/" in name and pattern: none is left for a "*".
+    found = {depth: re.compile(f"(?s:{'|'.join(some)})") for depth, some in by_depth.items()}
+    return lambda name: (form := found.get(name.count("/"))) is not None and form.fullmatch(name) is not None
+
+
+def weights_among(names: Iterable[str]) -> list[str]:
+    """Return the weight files among ``names``: one safetensors file, else shards, else ``.bin`` files."""
+    present = set(names)
+    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
+        if f"{stem}.{suffix}" in present:
+            return [f"{stem}.{suffix}"]
+        index = f"{stem}.{suffix}.index.json"
+        if index in present:
+            return [index, *sorted(filter(_wanted((f"{stem}-*-of-*.{suffix}",)), present))]
+    return []
+
+
+def select(request: HubRequest, names: Iterable[str]) -> list[str]:
+    """Return which of a repository's files are wanted, with their subfolder.
+
+    Raises:
+        HubError: if weights are wanted and there are none that can be read.
+    """
+    prefix = f"{request.subfolder}/" if request.subfolder else ""
+    inside = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+    chosen = set(filter(_wanted(request.files), inside))
+    if WEIGHTS in request.files:
+        weights = weights_among(inside) or [name for name in request.weights if name in inside]
+        if not weights and not _in_modules(request, inside):
+            others = sorted(name for name in inside if re.search(r"\.(safetensors|bin|h5|msgpack|onnx|pt|ot)$", name))
+            raise request.error(
+                f"no {WEIGHTS}, {WEIGHTS}.index.json or pytorch_model.bin"
+                + (f" in {request.subfolder}/" if request.subfolder else "")
+                + (f"; other weight files are\n{capped(others, 8)}\n" if others else ""),
+                "expected one of them: set subfolder, choose a repository with PyTorch weights, or make "
+                "model.safetensors from a local file with `flodl-hf convert`",
+                others=others,
+            )
+        chosen |= set(weights)
+    if not chosen and request.modules is not None and _MODULES in inside:
+        chosen = set(filter(_wanted(_ROUTING), inside))  # which tell where the wanted ones lie
+    return [prefix + name for name in sorted(chosen)]
+
+
+def config_telling(request: HubRequest, names: Iterable[str]) -> list[str]:
+    """Return the configuration, in a list, where it alone can tell which file holds the weights; else nothing."""
+    prefix = f"{request.subfolder}/" if request.subfolder else ""
+    inside = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+    if WEIGHTS not in request.files or weights_among(inside) or _in_modules(request, inside):
+        return []
+    told = CONFIG_NAME in inside and any(name.endswith((".safetensors", ".safetensors.index.json")) for name in inside)
+    return [prefix + CONFIG_NAME] if told else []
+
+
+def named_weights(folder: Path, names: Iterable[str]) -> tuple[str, ...]:
+    """Return the files of weights among ``names`` that a folder's configuration names, an index before its shards.
+
+    Raises:
+        ConfigError: the configuration names what can be no such file.
+    """
+    try:
+        found = json.loads(read_regular(folder / CONFIG_NAME)).get(WEIGHTS_KEY)
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return ()  # which is the reader's to say
+    named = weights_named(found, str(folder / CONFIG_NAME))
+    if named is None or named not in (present := set(names)):
+        return ()
+    if not named.endswith(".index.json"):
+        return (named,)
+    shard = re.compile(re.escape(named.removesuffix(".safetensors.index.json")) + r"-[^/]*-of-[^/]*\.safetensors")
+    return (named, *sorted(filter(shard.fullmatch, present)))
+
+
+def _in_modules(request: HubRequest, names: Iterable[str]) -> bool:
+    """Return whether weights may lie in the folders of modules that ``modules.json`` names."""
+    return request.modules is not None and _MODULES in request.files and _MODULES in names
+
+
+def select_modules(request: HubRequest, names: Iterable[str], folder: Path) -> list[str]:
+    """Return the wanted files of modules in folders of their own; the small files that name them are there already.
+
+    Raises:
+        HubError: a transformer has no weights that can be read.
+    """
+    prefix = f"{request.subfolder}/" if request.subfolder else ""
+    present, found = set(names), []
+    wanted = (*_OF_MODULES, *(_WEIGHTS_OF_MODULES if WEIGHTS in request.files else ()))
+    for part, holds_transformer in _modules_in(request, folder):
+        if holds_transformer:
+            found += select(replace(request, subfolder=prefix + part, modules=None), present)
+        else:
+            found += sorted(present.intersection(f"{prefix}{part}/{name}" for name in wanted))
+    return found
+
+
+def lacking(request: HubRequest, folder: Path, present: Sequence[str]) -> list[str]:
+    """Return the names of weights that a folder of the cache should hold and does not.
+
+    Args:
+        request: what is asked for.
+        folder: of the cache.
+        present: names of all its files.
+    """
+    missing = _lacking(folder, present)
+    if missing == [WEIGHTS] and (named := named_weights(folder, present)):
+        return _lacking_shards(folder, named, present)
+    if missing != [WEIGHTS] or not _in_modules(request, present):
+        return missing
+    parts = [part for part, holds in _modules_in(request, folder) if holds]
+    return [f"{part}/{name}" for part in parts for name in _lacking(folder / part, list(_below(part, present)))]
+
+
+def any_present(request: HubRequest, present: Sequence[str]) -> bool:
+    """Return whether a folder of the cache holds any of the wanted files, or what tells where they lie."""
+    return any(map(_wanted(request.files), present)) or (request.modules is not None and _MODULES in present)
+
+
+def _modules_in(request: HubRequest, folder: Path) -> Iterable[tuple[str, bool]]:
+    return request.modules(folder).items() if request.modules is not None else ()
+
+
+def _below(part: str, names: Iterable[str]) -> Iterable[str]:
+    return (name.removeprefix(f"{part}/") for name in names if name.startswith(f"{part}/"))
+
+
+def _lacking(folder: Path, present: Sequence[str]) -> list[str]:
+    weights = weights_among(present)
+    return _lacking_shards(folder, weights, present) if weights else [WEIGHTS]
+
+
+def _lacking_shards(folder: Path, weights: Sequence[str], present: Sequence[str]) -> list[str]:
+    if not weights[0].endswith(".index.json"):
+        return []
+    return sorted(_shards(folder / weights[0]) - set(present))
+
+
+def _shards(index: Path) -> set[str]:
+    """Return the names of the shards that an index lists; what is wrong with it is the reader's to say."""
+    try:
+        names = set(json.loads(read_regular(index))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return set()
+    return {name for name in names if isinstance(name, str) and _SHARD.fullmatch(name)}

@@ -1,0 +1,449 @@
+"""A name becomes a folder of files: a local folder as it is, or a repository of the Hub through its cache.
+
+Decides: what a valid name is, what is checked after a download, and when no network is touched. Leaves to others: which
+files are fetched (`flodl_hf.checkpoints.hub.choosing`) and what they mean. Environment variables (``HF_HOME``,
+``HF_HUB_CACHE``, ``HF_TOKEN``, ``HF_ENDPOINT``, ``HF_HUB_OFFLINE``) are those of huggingface_hub, which is
+imported only when a repository has to be looked up.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from flodl.errors import FlodlError, capped, nearest, printable
+from flodl.files import read_regular
+from flodl_hf.checkpoints.hub.choosing import (
+    CHECKPOINT_FILES,
+    WEIGHTS,
+    any_present,
+    config_telling,
+    lacking,
+    named_weights,
+    select,
+    select_modules,
+)
+from flodl_hf.checkpoints.hub.origin import at_home, same_origin
+from flodl_hf.checkpoints.hub.patience import time_for, within
+from flodl_hf.checkpoints.hub.request import HubRequest, explain, is_unreachable, reason
+from flodl_hf.checkpoints.hub.verified import check_cached, digest_of
+from flodl_hf.errors import HubError
+
+__all__ = ["CHECKPOINT_FILES", "Resolved", "expect_place", "resolve"]
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95})?")
+_ADDRESS = re.compile(rf"https?://(huggingface\.co|hf\.co)/(?P<name>{_NAME.pattern})(/.*)?")
+_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./+-]{0,255}")
+_SUBFOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_. -]{0,127}(/[A-Za-z0-9_][A-Za-z0-9_. -]{0,127})*")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_ETAG = re.compile(r"[A-Za-z0-9_.:=+-]{1,200}")
+
+# Without a network the caller should know within seconds; huggingface_hub's own retries take half a minute.
+_TIMEOUT_S = 5.0
+_PAUSES = 6  # of a time limit for one read, until a server that sends drop by drop is given up
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A folder of files and where it came from.
+
+    Attributes:
+        folder: the folder to read.
+        name: ``"owner/name"``, or ``None`` for a local folder.
+        revision: the branch, tag or commit that was asked for, or ``None`` for a local folder.
+        commit: the commit whose files these are, or ``None`` for a local folder.
+    """
+
+    folder: Path
+    name: str | None = None
+    revision: str | None = None
+    commit: str | None = None
+
+
+def resolve(
+    name_or_path: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    subfolder: str = "",
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+    files: Sequence[str] = CHECKPOINT_FILES,
+    modules: Callable[[Path], Mapping[str, bool]] | None = None,
+) -> Resolved:
+    """Return the folder that holds the files of ``name_or_path``, fetching what is missing.
+
+    A folder that exists wins over a repository of the same name. A commit (40 hexadecimal digits) that is in
+    the cache whole is used without asking the Hub.
+
+    Args:
+        name_or_path: folder, ``"owner/name"`` or ``"owner/name@revision"``.
+        revision: branch, tag or commit; ``"main"`` if not given.
+        subfolder: folder inside the folder or repository.
+        token: access token; ``None`` takes the one that is logged in, ``False`` takes none.
+        cache_dir: where downloads are kept, by default as huggingface_hub has it.
+        local_files_only: open no network connection.
+        files: patterns of the files that are wanted, relative to ``subfolder``; ``"model.safetensors"``
+            stands for the weights, in one file or many.
+        modules: given a folder with ``modules.json`` and the other small files, says in which folders modules lie and
+            which of them hold a transformer; these are fetched too. None where weights lie in one place.
+
+    Raises:
+        HubError: if the name is malformed, nothing of that name is found, access is refused, the network is
+            needed and absent, or a downloaded file is not what the Hub announced.
+    """
+    text = _text_of(name_or_path)
+    if subfolder and not _plain(subfolder, _SUBFOLDER):
+        raise HubError(
+            f"subfolder {printable(subfolder)}: expected names separated by '/', relative and without '..'; correct it",
+            name=text,
+            subfolder=subfolder,
+        )
+    path = expect_place(name_or_path)
+    if path is not None:
+        return _local(path, subfolder, revision)
+    name, wanted = _repository(text, revision)
+    from huggingface_hub import constants
+
+    request = HubRequest(
+        name=name,
+        revision=wanted,
+        subfolder=subfolder,
+        token=token,
+        cache=Path(cache_dir if cache_dir is not None else constants.HF_HUB_CACHE).expanduser(),
+        files=tuple(files),
+        modules=modules,
+    )
+    if local_files_only or constants.HF_HUB_OFFLINE:
+        why = "local_files_only is set" if local_files_only else "HF_HUB_OFFLINE is set"
+        return _from_cache(request, why)
+    if _COMMIT.fullmatch(wanted):
+        try:
+            return _from_cache(request, "")
+        except HubError as fault:
+            if "damaged" in fault.details:
+                _forget(Path(fault.details["damaged"]), request.storage)
+    with at_home(constants.ENDPOINT):
+        return _from_hub(request)
+
+
+def expect_place(name_or_path: str | os.PathLike[str]) -> Path | None:
+    """Return the local path that a name is of, None for a repository of the Hub; no network is asked.
+
+    Raises:
+        HubError: it is an address, or a path where nothing is.
+    """
+    text = _text_of(name_or_path)
+    path = Path(os.path.expanduser(text))
+    try:
+        if path.exists():
+            return path
+    except OSError:
+        pass
+    if "://" in text:
+        meant = _ADDRESS.fullmatch(text)
+        raise HubError(
+            f"{text[:400]}: an address; expected a folder, or a repository as 'owner/name'"
+            + (f"; pass {meant['name']!r}" if meant else "; download it, and pass its folder"),
+            name=text,
+        )
+    if isinstance(name_or_path, os.PathLike) or text.startswith((".", "/", "~", "\\")) or text.count("/") > 1:
+        raise HubError(
+            f"{text[:400]}: no such folder{_alike(text)}; expected one that exists: check the path, or pass a "
+            "repository as 'owner/name'",
+            name=text,
+        )
+    return None
+
+
+def _text_of(name_or_path: Any) -> str:
+    """Return what names a folder or repository as text.
+
+    Raises:
+        HubError: it is neither text nor a path, or has characters that no name has.
+    """
+    text = os.fspath(name_or_path) if isinstance(name_or_path, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text or any(ord(char) < 32 or ord(char) == 127 for char in text):
+        raise HubError(
+            f"{printable(str(name_or_path))}: no name; pass what is expected, a folder, 'owner/name' or "
+            "'owner/name@revision'",
+            name=str(name_or_path),
+        )
+    return text
+
+
+def _repository(text: str, revision: str | None) -> tuple[str, str]:
+    """Return the repository and the revision that are meant.
+
+    Raises:
+        HubError: one of them is malformed, or two revisions are asked for.
+    """
+    name, at, stated = text.partition("@")
+    if at and revision is not None and revision != stated:
+        raise HubError(
+            f"{text}: the name asks for revision {stated!r} and the argument for {revision!r}; give one of them",
+            name=name,
+            revision=revision,
+        )
+    wanted = stated if at else revision or "main"
+    if not _plain(name, _NAME):
+        raise HubError(
+            f"{printable(text)}: neither a folder that exists nor a repository name; a repository is "
+            "'owner/name', "
+            "each part at most 96 letters, digits, '-', '_' and '.'",
+            name=name,
+        )
+    if not _plain(wanted, _REVISION):
+        raise HubError(
+            f"{name}: revision {printable(wanted)} expected the name of a branch, tag or commit; correct it",
+            name=name,
+            revision=wanted,
+        )
+    return name, wanted
+
+
+def _plain(text: str, grammar: re.Pattern[str]) -> bool:
+    return grammar.fullmatch(text) is not None and ".." not in text and not text.endswith((".git", "/"))
+
+
+def _local(path: Path, subfolder: str, revision: str | None) -> Resolved:
+    if not path.is_dir():
+        raise HubError(f"{path}: is a file; pass the folder that holds config.json and the weights", name=str(path))
+    if revision not in (None, "main"):
+        raise HubError(
+            f"{path}: a local folder has no revision {revision!r}; leave revision out, or pass a repository name",
+            name=str(path),
+            revision=revision,
+        )
+    folder = path / subfolder if subfolder else path
+    if not folder.is_dir():
+        raise HubError(f"{path}: has no folder {subfolder!r}; check subfolder", name=str(path), subfolder=subfolder)
+    return Resolved(folder)
+
+
+def _alike(path: str) -> str:
+    """Return ``", did you mean 'x'?"`` for the folder beside whose name is nearest to one that is not there."""
+    beside, name = os.path.split(path.rstrip("/"))
+    with suppress(OSError), os.scandir(beside or ".") as entries:
+        return nearest(name, [entry.name for entry in entries if entry.is_dir()])
+    return ""
+
+
+# From the cache
+
+
+def _from_cache(request: HubRequest, why: str) -> Resolved:
+    """Return the cached files; ``why`` tells in errors that, and why, the network is not asked."""
+    remedy = (
+        f"expected there: download it once with a network: `hf download {request.name}"
+        + (f" --revision {request.revision}" if request.revision != "main" else "")
+        + f"`, or pass a folder: here is none of that name{_alike(request.name)}"
+    )
+    commit = request.revision
+    if not _COMMIT.fullmatch(commit):
+        try:
+            commit = read_regular(request.storage / "refs" / request.revision, 1 << 10).decode("ascii").strip()
+        except (OSError, ValueError):
+            commit = ""
+    snapshot = request.storage / "snapshots" / commit
+    folder = snapshot / request.subfolder if request.subfolder else snapshot
+    if not _COMMIT.fullmatch(commit) or not folder.is_dir():
+        raise request.error(f"not in the cache {request.cache}, and {why}", remedy, offline=True)
+    present = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    if WEIGHTS in request.files:
+        missing = lacking(request, folder, present)
+        if missing:
+            raise request.error(
+                f"in the cache without {capped(missing, 5, '').replace(chr(10), ', ')}, and {why}",
+                remedy,
+                offline=True,
+                missing=missing,
+            )
+    elif not any_present(request, present):
+        raise request.error(f"in the cache without any of {', '.join(request.files)}, and {why}", remedy, offline=True)
+    prefix = f"{request.subfolder}/" if request.subfolder else ""
+    names = [prefix + name for name in present]
+    wanted = replace(request, weights=named_weights(folder, present))
+    check_cached(request, snapshot, {*select(wanted, names), *select_modules(wanted, names, folder)})
+    return Resolved(folder, request.name, request.revision, commit)
+
+
+# From the Hub
+
+
+def _from_hub(request: HubRequest) -> Resolved:
+    from huggingface_hub import HfApi
+
+    timeout = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or _TIMEOUT_S)
+    ask = partial(HfApi(token=request.token).model_info, request.name, revision=request.revision, timeout=timeout)
+    try:
+        info = within(partial(ask, files_metadata=True), lambda: _PAUSES * timeout)
+    except FlodlError:
+        raise
+    except Exception as cause:
+        if is_unreachable(cause):
+            return _from_cache(request, f"the Hub cannot be reached ({reason(cause)})")
+        explain(request, cause)
+    commit = info.sha
+    if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
+        raise request.error(
+            f"the server answered with commit {printable(str(commit))}, expected 40 hexadecimal digits",
+            "check HF_ENDPOINT: this is no Hub",
+        )
+    siblings = {sibling.rfilename: sibling for sibling in info.siblings or () if isinstance(sibling.rfilename, str)}
+    snapshot = request.storage / "snapshots" / commit
+    folder = snapshot / request.subfolder if request.subfolder else snapshot
+    telling = config_telling(request, siblings)
+    if telling:
+        _bring(request, commit, telling, siblings)
+        prefix = f"{request.subfolder}/" if request.subfolder else ""
+        inside = [name.removeprefix(prefix) for name in siblings if name.startswith(prefix)]
+        request = replace(request, weights=named_weights(folder, inside))
+    chosen = select(request, siblings)
+    if not chosen:
+        listed = capped(sorted(siblings), 10)
+        raise request.error(
+            f"none of {', '.join(request.files)} is there; it holds\n{listed}\n",
+            "check the name and subfolder",
+        )
+    _bring(request, commit, [name for name in chosen if name not in telling], siblings)
+    # What lies in folders of modules is known once the small files are there that name them.
+    more = [name for name in select_modules(request, siblings, folder) if name not in set(chosen)]
+    _bring(request, commit, more, siblings)
+    if request.revision != commit:
+        _remember(request, commit)
+    return Resolved(folder, request.name, request.revision, commit)
+
+
+def _bring(request: HubRequest, commit: str, names: Sequence[str], siblings: Mapping[str, Any]) -> None:
+    """Have files in the cache, and each as the Hub announced it."""
+    from huggingface_hub import constants
+
+    for filename in names:
+        _check_announced(request, siblings[filename])
+    snapshot = request.storage / "snapshots" / commit
+    pause = _PAUSES * float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
+    for filename in names:
+        target = snapshot / filename
+        cached = target.is_file()
+        for attempt in (0, 1):
+            # A file that is not what the Hub announces is fetched once more before giving up.
+            fetch = partial(_fetch, request, filename, commit, cached=cached, again=attempt == 1)
+            try:
+                within(fetch, time_for(siblings[filename].size, request.storage / "blobs", pause))
+            except FlodlError:
+                raise
+            except Exception as cause:
+                explain(request, cause, filename)
+            fault = _fault(target, siblings[filename], check_bytes=not cached or attempt == 1)
+            if fault is None:
+                break
+        else:
+            _forget(target, request.storage)
+            raise request.error(
+                f"{filename} arrived damaged: {fault}",
+                f"try again; if it stays so, a proxy or mirror alters the file, or {target} has to be removed",
+                file=filename,
+            )
+
+
+def _check_announced(request: HubRequest, announced: Any) -> None:
+    """Refuse a file whose length or digest is none.
+
+    Raises:
+        HubError: what the server says of the file is not what a Hub says.
+    """
+    size, digest = announced.size, getattr(announced.lfs, "sha256", "0" * 64)
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
+        found = f"length {printable(str(size), 40)}, expected a number of bytes"
+    elif not isinstance(digest, str) or not _SHA256.fullmatch(digest):
+        found = f"digest {printable(str(digest), 80)}, expected a SHA-256"
+    elif not isinstance(announced.blob_id, (str, type(None))):
+        found = f"digest {printable(str(announced.blob_id), 80)}, expected one of git"
+    else:
+        return
+    name = printable(announced.rfilename)[1:-1]
+    raise request.error(f"{name}: the server announces {found}", "check HF_ENDPOINT: this is no Hub", file=name)
+
+
+def _fetch(request: HubRequest, filename: str, commit: str, *, cached: bool, again: bool) -> None:
+    """Have huggingface_hub bring a file into the cache.
+
+    It names files of the cache by what a server calls them: a name that leads elsewhere is refused before.
+
+    Raises:
+        HubError: the server gives the file such a name, or one of another commit, or sends a token elsewhere.
+    """
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
+
+    if not cached or again:
+        url = hf_hub_url(request.name, filename, revision=commit)
+        said = get_hf_file_metadata(url, token=request.token, timeout=_TIMEOUT_S)
+        for what, value, form in (("ETag", said.etag, _ETAG), ("commit", said.commit_hash, _COMMIT)):
+            wrong = value is not None and (form.fullmatch(value) is None or ".." in value)
+            if wrong or (what == "commit" and value not in (None, commit)):
+                raise request.error(
+                    f"{filename}: the server answered with {what} {printable(str(value), 160)}, expected "
+                    + (commit if what == "commit" else "a digest"),
+                    "check HF_ENDPOINT: this is no Hub",
+                    file=filename,
+                )
+        # Where a key for the store of large files is fetched, with the token.
+        keys_at = getattr(getattr(said, "xet_file_data", None), "refresh_route", None)
+        if keys_at is not None and not same_origin(str(keys_at), constants.ENDPOINT):
+            raise request.error(
+                f"{filename}: the server sends the token to {printable(str(keys_at), 160)}, expected an address of "
+                f"{constants.ENDPOINT}",
+                "check HF_ENDPOINT: this is no Hub",
+                file=filename,
+            )
+    hf_hub_download(
+        request.name, filename, revision=commit, cache_dir=request.cache, token=request.token, force_download=again
+    )
+
+
+def _fault(path: Path, announced: Any, check_bytes: bool) -> str | None:
+    """Return how a file differs from what the Hub announced, or ``None``."""
+    if not path.is_file():
+        return "no file in the cache instead of one"
+    size = path.stat().st_size
+    if announced.size is not None and size != announced.size:
+        return f"{size} bytes instead of {announced.size}"
+    if not check_bytes:
+        return None
+    # Large files are named by SHA-256; small ones are stored in git, which names them by a digest of its own.
+    expected = announced.blob_id if announced.lfs is None else announced.lfs.sha256
+    if announced.lfs is None and not (expected and _COMMIT.fullmatch(expected)):
+        return None
+    digest = digest_of(path, expected)
+    return None if digest == expected else f"digest {digest} instead of {expected}"
+
+
+def _forget(path: Path, storage: Path) -> None:
+    """Remove a damaged file from the cache: the link, and what it points to if that is in the cache too."""
+    with suppress(OSError, RuntimeError):
+        blob = path.resolve()
+        if blob.is_relative_to(storage.resolve()):
+            blob.unlink(missing_ok=True)
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def _remember(request: HubRequest, commit: str) -> None:
+    """Note in the cache which commit the revision stands for, so that it can be found offline."""
+    ref = request.storage / "refs" / request.revision
+    try:
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        beside = ref.with_name(f"{ref.name}.{os.getpid()}")
+        beside.write_text(commit, "ascii")
+        beside.replace(ref)
+    except OSError:
+        # A read-only cache still serves this load.
+        return

@@ -1,0 +1,116 @@
+"""The small files of a sentence-transformers folder, written from what a model does with its states.
+
+Used where a folder's own files cannot be kept as they were: its transformer lay in a folder of its own, or training
+changed how vectors are made.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from flodl_hf.checkpoints.sentence.recipe import POOLINGS, SentenceRecipe
+from flodl_hf.checkpoints.sentence.sparse import splade_files
+
+__all__ = ["recipe_files"]
+
+Parts = list[tuple[str, str]]
+
+_PREFIX = "sentence_transformers.models."
+
+
+def recipe_files(recipe: SentenceRecipe, hidden_size: int) -> dict[str, bytes]:
+    """Return the small files of a sentence-transformers folder whose weights lie at its root."""
+    if recipe.splade is not None:
+        return splade_files(recipe.splade, recipe.max_tokens, model_settings(recipe))
+    if recipe.activation is not None and recipe.scorer is None:
+        behind, files = [], {}  # the head of a cross-encoder lies among the weights
+    else:
+        behind, files = _router_files(recipe, hidden_size) if recipe.routes else _behind(recipe, hidden_size)
+    modules = [
+        {"idx": place, "name": str(place), "path": path, "type": _PREFIX + kind}
+        for place, (kind, path) in enumerate([("Transformer", ""), *behind])
+    ]
+    said: dict[str, Any] = {"modules.json": modules}
+    if more := model_settings(recipe):
+        said["config_sentence_transformers.json"] = more
+    if bounds := bounds_of(recipe):
+        said["sentence_bert_config.json"] = bounds
+    return {name: _json(value) for name, value in said.items()} | files
+
+
+def model_settings(recipe: SentenceRecipe) -> dict[str, Any]:
+    """Return what ``config_sentence_transformers.json`` says of a model."""
+    found: dict[str, Any] = {}
+    if recipe.prompts:
+        found = {"prompts": dict(recipe.prompts), "default_prompt_name": recipe.default_prompt}
+    stated = {
+        "truncate_dim": recipe.truncate_dim, "max_active_dims": recipe.most_words, "model_type": recipe.kind,
+        "activation_fn": recipe.activation,
+    }  # fmt: skip
+    return found | {key: value for key, value in stated.items() if value is not None}
+
+
+def bounds_of(recipe: SentenceRecipe) -> dict[str, Any]:
+    """Return what ``sentence_bert_config.json`` says: lengths, and the output of the model that is read.
+
+    Overrides of ``config.json`` and ``tokenizer_config.json`` are left out: those files have their values now.
+    """
+    overrides = ("model_kwargs", "model_args", "processor_kwargs", "tokenizer_args", "config_kwargs", "config_args")
+    stated = recipe.transformer_settings.stated
+    found = {key: value for key, value in stated.items() if key not in (*overrides, "processing_kwargs")}
+    if recipe.max_tokens is not None:
+        found |= {"max_seq_length": recipe.max_tokens, "do_lower_case": recipe.lower_case}
+    return found
+
+
+def _behind(recipe: SentenceRecipe, hidden_size: int, inside: str = "") -> tuple[Parts, dict[str, bytes]]:
+    """Return kinds and folders of the modules behind a transformer, and their files."""
+    parts: Parts = []
+    files: dict[str, bytes] = {}
+
+    def add(kind: str, made: Callable[[str], dict[str, bytes]]) -> None:
+        parts.append((kind, f"{inside}{len(parts) + 1}_{kind}"))
+        files.update(made(parts[-1][1]))
+
+    if recipe.layers is not None:
+        add("WeightedLayerPooling", recipe.layers.files)
+    for step in recipe.tokens:
+        add(step.kind, step.files)
+    if recipe.pooling != ("pooler",):
+        sizes = [step.size for step in recipe.tokens if step.size is not None]
+        size = sizes[-1] if sizes else hidden_size
+        pooling: dict[str, Any] = {"word_embedding_dimension": size, "include_prompt": recipe.include_prompt}
+        pooling |= {key: name in recipe.pooling for key, name in POOLINGS.items()}
+        add("Pooling", lambda part: {f"{part}/config.json": _json(pooling)})
+    for step in recipe.dense:
+        add(step.kind, step.files)
+    if recipe.normalize:
+        add("Normalize", lambda part: {})
+    return parts, files
+
+
+def _router_files(recipe: SentenceRecipe, hidden_size: int) -> tuple[Parts, dict[str, bytes]]:
+    """Return a router behind a transformer, and its files."""
+    folder = "1_Router"
+    types: dict[str, str] = {}
+    structure: dict[str, list[str]] = {}
+    files: dict[str, bytes] = {}
+    for place, (name, own) in enumerate(recipe.routes.items()):
+        parts, held = _behind(own, hidden_size, f"{folder}/{name if name.isidentifier() else place}_")
+        named = {path.removeprefix(folder + "/"): _PREFIX + kind for kind, path in parts}
+        types |= named
+        structure[name] = list(named)
+        files |= held
+    usual = recipe.usual_route
+    settings = {
+        "default_route": usual, "allow_empty_key": usual is not None,
+        "route_mappings": {str((kind, None)): route for kind, route in recipe.kinds.items()},
+    }  # fmt: skip
+    said = {"types": types, "structure": structure, "parameters": settings}
+    return [("Router", folder)], {f"{folder}/router_config.json": _json(said)} | files
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()

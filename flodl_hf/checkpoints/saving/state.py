@@ -1,0 +1,320 @@
+"""Which tensors go into which file, under which name and in which order.
+
+Decides that a source is repeated: its names, their order, its shards, and whether a tied tensor stands there
+once or twice. Without a source the order is the one that the safetensors library writes. Bytes are
+:mod:`flodl_hf.checkpoints.saving.write`'s; how our names become stored names is the key tables'.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flodl.errors import capped, printable
+from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPE_NAMES, DTYPES, SourceManifest
+from flodl_hf.errors import ExportError
+
+from .write import WrittenFile, write_bytes, write_safetensors
+
+__all__ = [
+    "DEFAULT_SHARD_SIZE",
+    "FilePlan",
+    "WritePlan",
+    "canonical_order",
+    "parse_size",
+    "plan_state",
+    "write_state",
+]
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DEFAULT_SHARD_SIZE = 5_000_000_000
+"""Bytes above which a checkpoint without a source layout is cut into shards."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """One file to write: name, tensors in order, metadata, and the source's header if it may still fit."""
+
+    file: str
+    names: tuple[str, ...]
+    metadata: Mapping[str, str]
+    header: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WritePlan:
+    """What an export will write.
+
+    Attributes:
+        files: the weight files in order.
+        tensors: stored name to tensor, for every name in `files`.
+        index: the text of the shard index, None for a single file.
+        added: names that the source did not have.
+        absent: names that the source had and that nobody gave.
+        dropped: names left out because another name holds the same tensor, to that name.
+    """
+
+    files: tuple[FilePlan, ...]
+    tensors: Mapping[str, Tensor]
+    index: str | None
+    added: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+    dropped: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all tensors that will be written."""
+        return sum(self.tensors[name].nbytes for plan in self.files for name in plan.names)
+
+
+def plan_state(
+    tensors: Mapping[str, Tensor],
+    manifest: SourceManifest | None = None,
+    *,
+    ties: Mapping[str, str] | None = None,
+    max_shard_size: int | str | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> WritePlan:
+    """Return what to write so that a source is repeated, or a canonical layout where there is none.
+
+    With a safetensors source: its names in its order and shards; a name of ``ties`` is written if the source
+    had it, and not otherwise; new names follow in canonical order. Each tensor keeps the dtype it has now.
+
+    Args:
+        tensors: stored name to tensor.
+        manifest: the source. One of ``.bin`` files says nothing about order and ties; it is treated as none.
+        ties: a name to the name that it is tied to and that is kept. Either of the two may be missing in
+            ``tensors``.
+        max_shard_size: cut above this size, in bytes or as ``"500MB"`` (powers of 1000); None keeps the
+            layout of the source, or cuts at `DEFAULT_SHARD_SIZE`.
+        metadata: header pairs for files without a source; ``{"format": "pt"}`` by default, which other
+            readers ask for.
+
+    Raises:
+        ExportError: two names share memory without being declared tied, a tie leads nowhere, or there is
+            nothing to write.
+    """
+    source = manifest if manifest is not None and manifest.layout in ("single", "sharded") else None
+    known = source.tensors if source else {}
+    available, dropped = _resolve_ties(tensors, dict(ties or {}), known)
+    if not available:
+        raise ExportError(
+            "export: found no tensors, expected at least one; give the model's state",
+            problems=["no tensors"],
+        )
+    added = tuple(canonical_order((name, available[name]) for name in available if name not in known))
+    absent = tuple(name for name in known if name not in available)
+    free_text = dict(metadata) if metadata is not None else {"format": "pt"}
+    limit = parse_size(max_shard_size) if max_shard_size is not None else None
+    if source is not None and limit is None:
+        files = _source_files(source, available, added)
+        index = _source_index(source, files, available)
+    else:
+        order = [name for name in known if name in available] + list(added)
+        if source is not None:
+            free_text = dict(next(iter(source.metadata.values()), {}))
+        files = _cut(order, available, limit or DEFAULT_SHARD_SIZE, free_text)
+        if source is not None and source.layout == "single" and len(files) == 1:
+            files = [FilePlan(files[0].file, files[0].names, free_text, source.files[0].header)]
+        index = _new_index(files, available, {}) if len(files) > 1 else None
+    plan = tuple(files)
+    return WritePlan(plan, available, index, added if source else (), absent, dropped)
+
+
+def write_state(folder: Path, plan: WritePlan) -> list[WrittenFile]:
+    """Write the files of ``plan`` into ``folder``, index last; return their sizes and hashes.
+
+    Raises:
+        ExportError: a name or dtype that the format cannot hold.
+        OSError: the disk is full or refuses.
+    """
+    written = [
+        write_safetensors(
+            folder / item.file,
+            ((name, plan.tensors[name]) for name in item.names),
+            item.metadata,
+            header=item.header,
+        )
+        for item in plan.files
+    ]
+    if plan.index is not None:
+        written.append(write_bytes(folder / INDEX, plan.index.encode("utf-8")))
+    return written
+
+
+def canonical_order(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Return the names as the safetensors library orders them: wide number types first, then by name."""
+    rank = {name: place for place, name in enumerate(_DTYPE_ORDER)}
+    return [name for name, _ in sorted(tensors, key=lambda item: (-rank[DTYPE_NAMES[item[1].dtype]], item[0].encode()))]
+
+
+# The library sorts by its own enumeration of types, descending; this is that enumeration, ascending.
+_DTYPE_ORDER = (
+    "BOOL",
+    "U8",
+    "I8",
+    "F8_E5M2",
+    "F8_E4M3",
+    "F8_E8M0",
+    "F8_E4M3FNUZ",
+    "F8_E5M2FNUZ",
+    "I16",
+    "U16",
+    "F16",
+    "BF16",
+    "I32",
+    "U32",
+    "F32",
+    "C64",
+    "F64",
+    "I64",
+    "U64",
+)
+
+
+def parse_size(size: int | str) -> int:
+    """Return bytes for a number or a text such as ``"5GB"``, ``"500 MB"`` (powers of 1000).
+
+    Raises:
+        ExportError: anything else, or less than one byte.
+    """
+    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[KMGT]?B)?)\s*", str(size), re.IGNORECASE)
+    unit = match[2].upper() if match else "?"
+    if match is None or unit not in units or (found := int(float(match[1]) * units[unit])) < 1:
+        raise ExportError(
+            f"max_shard_size: found {printable(str(size))}, expected bytes or a text such as '5GB'; correct it",
+            problems=[str(size)],
+        )
+    return found
+
+
+def _resolve_ties(
+    tensors: Mapping[str, Tensor], ties: Mapping[str, str], known: Mapping[str, object]
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors to write by name, and the names left out with the name that holds their tensor."""
+    available = dict(tensors)
+    dropped: dict[str, str] = {}
+    dangling: list[str] = []
+    for alias, kept in ties.items():
+        held, other = tensors.get(kept, tensors.get(alias)), tensors.get(alias)
+        if held is not None and other is not None and not _same_numbers(held, other):
+            continue  # declared by the family, but this checkpoint has them apart: both are written
+        if held is None:
+            if alias in known or kept in known:
+                dangling.append(f"{printable(alias)}: tied to {printable(kept)}, and neither was given")
+            continue
+        wanted = [name for name in (kept, alias) if name in known] or [kept]
+        for name in (kept, alias):
+            available.pop(name, None)
+        for name in wanted:
+            available[name] = held
+        if alias not in wanted:
+            dropped[alias] = kept
+    if dangling:
+        raise ExportError(
+            f"export: ties that lead nowhere:\n{capped(dangling)}\nexpected one tensor for each pair; "
+            f"give the tensor under either name",
+            problems=dangling,
+        )
+    declared = {frozenset(pair) for pair in ties.items()}
+    problems: list[str] = []
+    holders: dict[tuple[object, ...], str] = {}
+    for name, tensor in available.items():
+        if tensor.is_meta or tensor.numel() == 0:
+            continue
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        other = holders.setdefault(key, name)
+        if other != name and frozenset((other, name)) not in declared and not (name in known and other in known):
+            problems.append(f"{printable(name)}: is the same memory as {printable(other)}")
+    if problems:
+        raise ExportError(
+            f"export: tensors share memory without being declared tied:\n{capped(problems)}\n"
+            f"expected ties by name, because a reader would get independent copies; "
+            f"declare the tie or clone one",
+            problems=problems,
+        )
+    return available, dropped
+
+
+def _same_numbers(one: Tensor, other: Tensor) -> bool:
+    if one is other:
+        return True
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+        return False
+    if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
+        return True
+    # By bytes: a NaN equals itself, and the two zeros differ.
+    bits = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(*bits)
+
+
+def _source_files(source: SourceManifest, available: Mapping[str, Tensor], added: Sequence[str]) -> list[FilePlan]:
+    homes: dict[str, list[str]] = {file.name: [] for file in source.files}
+    for name, stored in source.tensors.items():
+        if name in available:
+            homes[stored.file].append(name)
+    last = source.files[-1].name
+    homes[last] += added
+    headers = {file.name: file.header for file in source.files}
+    name_of = {file: file for file in homes}
+    if source.layout == "single":
+        name_of[last] = SINGLE
+    return [
+        FilePlan(name_of[file], tuple(names), dict(source.metadata[file]), headers[file])
+        for file, names in homes.items()
+        if names
+    ]
+
+
+def _source_index(source: SourceManifest, files: Sequence[FilePlan], available: Mapping[str, Tensor]) -> str | None:
+    if source.layout == "single" or source.index_text is None:
+        return None
+    unchanged = {name: stored.file for name, stored in source.tensors.items()} == {
+        name: item.file for item in files for name in item.names
+    } and all(DTYPES[stored.dtype] == available[n].dtype for n, stored in source.tensors.items() if n in available)
+    if unchanged:
+        return source.index_text
+    return _new_index(files, available, source.index_metadata)
+
+
+def _new_index(files: Sequence[FilePlan], available: Mapping[str, Tensor], metadata: Mapping[str, object]) -> str:
+    names = [name for item in files for name in item.names]
+    table = {
+        "metadata": {
+            **metadata,
+            "total_parameters": sum(available[name].numel() for name in names),
+            "total_size": sum(available[name].nbytes for name in names),
+        },
+        "weight_map": {name: item.file for item in files for name in item.names},
+    }
+    return json.dumps(table, indent=2, sort_keys=True) + "\n"
+
+
+def _cut(
+    order: Sequence[str], available: Mapping[str, Tensor], limit: int, metadata: Mapping[str, str]
+) -> list[FilePlan]:
+    """Fill shards in order, opening the next when a tensor would not fit; a larger tensor stands alone."""
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name in order:
+        nbytes = available[name].nbytes
+        if groups[-1] and filled + nbytes > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += nbytes
+    if len(groups) == 1:
+        return [FilePlan(SINGLE, tuple(groups[0]), metadata)]
+    total = len(groups)
+    return [
+        FilePlan(f"model-{place:05d}-of-{total:05d}.safetensors", tuple(names), metadata)
+        for place, names in enumerate(groups, 1)
+    ]

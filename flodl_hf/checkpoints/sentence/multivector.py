@@ -1,0 +1,344 @@
+"""Multi-vector models, a vector for each token: folders of ColBERT, PyLate, sentence-transformers and bge-m3.
+
+Decides what such folders say: projection, markers, query expansion, tokens that are skipped. How two texts are compared
+by their vectors (late interaction) is `flodl_hf.inference.similarity.max_sim`.
+"""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flodl.errors import ConfigError, printable, shown
+from flodl_hf.checkpoints.sentence.dense import Dense, dense_files
+from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
+from flodl_hf.checkpoints.weights.checkpoint.members import is_entry, read_member
+from flodl_hf.checkpoints.weights.pickle_free import read_bin
+from flodl_hf.errors import PredictError
+
+__all__ = [
+    "LateRecipe",
+    "colbert_recipe",
+    "m3_layer",
+    "marker_id",
+    "multivector_recipe",
+    "pylate_files",
+    "pylate_recipe",
+]
+
+PYLATE_DENSE = "pylate.models.Dense.Dense"
+
+
+@dataclass(frozen=True, eq=False)
+class LateRecipe:
+    """How a folder makes the vectors of a text's tokens.
+
+    Args:
+        projections: what makes a token's vector of its state, one after another; `Dense`, or modules that learn.
+        query_marker: the token that stands behind the first one of a query; None for none.
+        document_marker: the same of a document.
+        query_prompt: the text before a query, which may begin with such a token.
+        document_prompt: the same of a document.
+        query_length: tokens of a query, special ones and marker included; None: as the model takes.
+        document_length: most tokens of a document, the same way.
+        expanded: queries are filled up to their length with mask tokens, whose vectors count too.
+        attended: other tokens attend to those mask tokens.
+        skipped: words and marks of which documents keep no vector.
+        first: whether the first token, which stands for the whole text, has a vector.
+        beside: the folder also makes one vector of a text, as it says of pooling (bge-m3).
+    """
+
+    projections: tuple[Callable[[Tensor], Tensor], ...]
+    query_marker: str | None = None
+    document_marker: str | None = None
+    query_length: int | None = None
+    document_length: int | None = None
+    expanded: bool = False
+    attended: bool = False
+    skipped: Sequence[str] = field(default=(), repr=False)
+    first: bool = True
+    beside: bool = False
+    query_prompt: str = ""
+    document_prompt: str = ""
+
+    def rows(self, tokenizer: Any, texts: Sequence[str], most: int | None, *, query: bool) -> list[Any]:
+        """Return the first row of tokens of each text, with its marker and its prompt.
+
+        Args:
+            tokenizer: of the model.
+            texts: queries or documents.
+            most: most tokens of a row, or None.
+            query: whether they are queries.
+
+        Raises:
+            PredictError: the tokenizer does not have the marker.
+        """
+        marker = self.query_marker if query else self.document_marker
+        mark, before = None, self.query_prompt if query else self.document_prompt
+        if marker is not None:
+            mark = marker_id(tokenizer, marker)
+        elif before:
+            mark, before = _token_and_text(tokenizer, before)
+        room = None if most is None else most - (mark is not None)
+        read = [before + text for text in texts] if before else list(texts)
+        groups = tokenizer.encode_rows(read, None, max_tokens=room, offsets=False, cut=None, overflow="truncate")
+        return [group[0] if mark is None else _marked(group[0], mark) for group in groups]
+
+    def vectors(self, states: Tensor) -> Tensor:
+        """Return a vector of length 1 for each state, ``(tokens, size)``, in float32."""
+        for projection in self.projections:
+            states = projection(states)
+        return torch.nn.functional.normalize(states.float(), dim=-1)
+
+
+def _length(said: Mapping[str, Any], key: str, usual: int, where: str) -> int:
+    value = said.get(key, usual)
+    if type(value) is not int or not 3 < value <= 1_000_000:
+        raise ConfigError(
+            f"{where}: {key} is {shown(value, 60)}; expected an integer from 4. Correct it.",
+            where=where,
+            problems=[key],
+        )
+    return value
+
+
+def _marker(said: Mapping[str, Any], key: str, usual: str, where: str) -> str | None:
+    """Return the token that marks texts; None where the file says that there is none."""
+    return None if said.get(key, usual) in (None, "") else _text(said, key, usual, where)
+
+
+def _prompt(prompts: Any, kind: str, where: str) -> str:
+    """Return the prompt that stands behind the marker of queries or documents."""
+    found = prompts.get(kind) if isinstance(prompts, dict) else prompts
+    if not isinstance(found, str | None):
+        raise ConfigError(
+            f"{where}: prompts is {shown(prompts, 60)}; expected texts by name. Correct it.", where=where,
+            problems=["prompts"],
+        )  # fmt: skip
+    return found or ""
+
+
+def _text(said: Mapping[str, Any], key: str, usual: str, where: str) -> str:
+    value = said.get(key, usual)
+    if not isinstance(value, str) or not value:
+        raise ConfigError(
+            f"{where}: {key} is {shown(value, 60)}; expected a token. Correct it.", where=where, problems=[key]
+        )
+    return value
+
+
+def colbert_recipe(folder: Path) -> tuple[LateRecipe, dict[str, bytes]]:
+    """Return what a folder of the class HF_ColBERT says, with its small file.
+
+    Raises:
+        ConfigError: ``artifact.metadata`` is damaged, or the projection is not there.
+    """
+    name = "artifact.metadata"
+    where, said, files = str(folder / name), {}, {}
+    if is_entry(folder, name):
+        files[name] = read_member(folder, name, 1_000_000, ConfigError)
+        try:
+            said = json.loads(files[name])
+        except (ValueError, RecursionError):
+            said = None
+        if not isinstance(said, dict):
+            raise ConfigError(f"{where}: expected a JSON object with settings. Fetch the file again.", where=where)
+    if said.get("similarity", "cosine") != "cosine":
+        raise ConfigError(
+            f"{where}: similarity is {shown(said['similarity'], 40)}; expected 'cosine'",
+            where=where,
+            problems=["similarity"],
+        )
+    with Checkpoint.open(folder) as held:
+        stored = [key for key in held.manifest.tensors if key in ("linear.weight", "module.linear.weight")]
+        if not stored:
+            raise ConfigError(
+                f"{folder}: no linear.weight, ColBERT's projection; fetch the weights again", where=str(folder)
+            )
+        weight = held.read(stored[0]).float()
+    skipped = tuple(string.punctuation) if said.get("mask_punctuation", True) else ()
+    return LateRecipe(
+        (Dense(weight),),
+        _text(said, "query_token_id", "[unused0]", where),
+        _text(said, "doc_token_id", "[unused1]", where),
+        _length(said, "query_maxlen", 32, where),
+        _length(said, "doc_maxlen", 220, where),
+        expanded=True,
+        attended=said.get("attend_to_mask_tokens") is True,
+        skipped=skipped,
+    ), files
+
+
+def pylate_recipe(said: Mapping[str, Any], projections: Sequence[Dense], where: str) -> LateRecipe:
+    """Return what ``config_sentence_transformers.json`` of PyLate says.
+
+    Raises:
+        ConfigError: a setting makes no sense.
+    """
+    skipped = said.get("skiplist_words", list(string.punctuation))
+    if not isinstance(skipped, list) or not all(isinstance(word, str) for word in skipped):
+        raise ConfigError(f"{where}: skiplist_words is {shown(skipped, 60)}; expected a list of words", where=where)
+    prompts = said.get("prompts") or {}
+    return LateRecipe(
+        tuple(projections),
+        _marker(said, "query_prefix", "[Q] ", where),
+        _marker(said, "document_prefix", "[D] ", where),
+        _length(said, "query_length", 32, where),
+        _length(said, "document_length", 180, where),
+        expanded=said.get("do_query_expansion") is not False,
+        attended=said.get("attend_to_expansion_tokens") is True,
+        skipped=tuple(skipped),
+        query_prompt=_prompt(prompts, "query", where),
+        document_prompt=_prompt(prompts, "document", where),
+    )
+
+
+def multivector_recipe(
+    said: Mapping[str, Any],
+    transformer: Mapping[str, Any],
+    mask: Mapping[str, Any],
+    projections: Sequence[Dense],
+    where: str,
+) -> LateRecipe:
+    """Return what a folder of sentence-transformers' MultiVectorEncoder says.
+
+    Args:
+        said: ``config_sentence_transformers.json``.
+        transformer: ``sentence_bert_config.json``.
+        mask: the settings of its module MultiVectorMask.
+        projections: its dense layers.
+        where: the folder.
+
+    Raises:
+        ConfigError: a setting makes no sense, or asks for what is not supported.
+    """
+    expansion, prompts = transformer.get("query_expansion"), said.get("prompts") or {}
+    skipped = mask.get("skiplist_words") or []
+    wrong = {
+        "query_expansion": expansion is not None
+        and not (isinstance(expansion, dict) and expansion.get("strategy") == "fixed" and not expansion.get("token")),
+        "skiplist_words": not isinstance(skipped, list) or not all(isinstance(word, str) for word in skipped),
+        "skiplist_tasks": mask.get("skiplist_tasks", ["document"]) != ["document"],
+        "keep_only_token_ids": mask.get("keep_only_token_ids") is not None,
+        "prompts": not isinstance(prompts, dict),
+        "similarity_fn_name": said.get("similarity_fn_name") not in (None, "maxsim", "MaxSim"),
+    }
+    problems = [name for name, is_wrong in wrong.items() if is_wrong]
+    if problems:
+        found = {**said, **transformer, **mask}
+        raise ConfigError(
+            f"{where}: {', '.join(f'{name} is {shown(found.get(name), 60)}' for name in problems)}; expected queries "
+            "filled up with mask tokens to one length or not at all, and words of which documents alone keep no vector",
+            where=where,
+            problems=problems,
+        )
+    lengths = {name: _length(transformer, name, 32, where) for name in ("query_length", "document_length")
+               if transformer.get(name) is not None}  # fmt: skip
+    filled = None if expansion is None else _length(expansion, "length", 32, where)
+    return LateRecipe(
+        tuple(projections),
+        query_length=filled or lengths.get("query_length"),
+        document_length=lengths.get("document_length"),
+        expanded=expansion is not None,
+        attended=expansion is not None and expansion.get("attend") is True,
+        skipped=tuple(skipped),
+        query_prompt=_prompt(prompts, "query", where),
+        document_prompt=_prompt(prompts, "document", where),
+    )
+
+
+def pylate_files(late: LateRecipe) -> dict[str, bytes]:
+    """Return the small files of a folder whose weights lie at its root, as PyLate writes them.
+
+    sentence-transformers' MultiVectorEncoder reads them too.
+
+    Args:
+        late: what they say; its projections are `Dense`.
+    """
+    layers = [layer for layer in late.projections if isinstance(layer, Dense)]
+    kinds = [("", "sentence_transformers.models.Transformer")]
+    kinds += [(f"{place}_Dense", PYLATE_DENSE) for place in range(1, len(layers) + 1)]
+    modules = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(kinds)]
+    said = {
+        "model_type": "ColBERT",
+        "prompts": {},
+        "default_prompt_name": None,
+        "similarity_fn_name": "MaxSim",
+        "query_prefix": late.query_marker or "",
+        "document_prefix": late.document_marker or "",
+        "query_length": late.query_length,
+        "document_length": late.document_length,
+        "do_query_expansion": late.expanded,
+        "attend_to_expansion_tokens": late.attended,
+        "skiplist_words": list(late.skipped),
+    }
+    files = {
+        "modules.json": modules,
+        "config_sentence_transformers.json": said,
+        "sentence_bert_config.json": {"max_seq_length": late.document_length, "do_lower_case": False},
+    }
+    found = {name: (json.dumps(value, indent=2) + "\n").encode() for name, value in files.items()}
+    for place, layer in enumerate(layers, 1):
+        found |= dense_files(f"{place}_Dense", layer)
+    return found
+
+
+def m3_layer(root: Path, name: str) -> tuple[Dense, bytes]:
+    """Return one of bge-m3's layers, a state dictionary in a pickle that is read without executing it.
+
+    Raises:
+        ConfigError: it holds no layer.
+        CheckpointError: it is damaged.
+    """
+    values = read_bin(root / name)
+    weight, bias = values.pop("weight", None), values.pop("bias", None)
+    if weight is None or weight.dim() != 2 or values:
+        raise ConfigError(
+            f"{root / name}: found tensors {shown(sorted(values), 60)}; expected weight and bias. Fetch it again.",
+            where=str(root / name),
+        )
+    return Dense(weight.float(), None if bias is None else bias.float()), read_member(root, name, 1 << 30)
+
+
+def _token_and_text(tokenizer: Any, prompt: str) -> tuple[int | None, str]:
+    """Return the token that a prompt begins with, if texts do not contain it as a word, and the rest of the prompt."""
+    for token in (prompt.strip(), *prompt.split(None, 1)[:1]):
+        found = marker_id(tokenizer, token, None) if token else None
+        if found is not None and (found in tokenizer.all_special_ids or tokenizer.tokenize(token) != [token]):
+            rest = prompt.split(token, 1)[1]
+            return found, rest if rest.strip() else ""
+    return None, prompt
+
+
+def _marked(row: Any, mark: int) -> Any:
+    """Return a row of tokens with a marker behind its first one."""
+    return replace(
+        row, ids=[row.ids[0], mark, *row.ids[1:]], type_ids=[row.type_ids[0], *row.type_ids],
+        sequence_ids=[row.sequence_ids[0], None, *row.sequence_ids[1:]],
+        special=[row.special[0], True, *row.special[1:]],
+    )  # fmt: skip
+
+
+def marker_id(tokenizer: Any, token: str, *missing: Any) -> Any:
+    """Return the id of a token, which may be written with a space around.
+
+    Raises:
+        PredictError: there is none, and nothing is given for that.
+    """
+    for name in (token, token.strip()):
+        found = tokenizer.convert_tokens_to_ids(name)
+        if found is not None and (found != tokenizer.unk_token_id or name == tokenizer.unk_token):
+            return int(found)
+    if missing:
+        return missing[0]
+    raise PredictError(
+        f"embed_tokens: the tokenizer has no token {printable(token)}, which marks texts; add it to tokenizer.json",
+        token=token,
+    )

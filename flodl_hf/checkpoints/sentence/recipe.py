@@ -1,0 +1,440 @@
+"""Folders of sentence-transformers: what their small files specify about vectors and scores.
+
+``modules.json`` lists a transformer, a pooling, and perhaps modules that change vectors of tokens before it and vectors
+of texts behind it (`flodl_hf.checkpoints.sentence.steps`); or SPLADE's two modules; or a transformer and the dense
+layers of token vectors, as PyLate and MultiVectorEncoder have them. Queries and documents may have routes of their own
+through poolings and what is behind them (Router, formerly Asym), behind one transformer or each behind its own.
+Anything else would change vectors and is refused.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from flodl.errors import nearest, printable, shown
+from flodl_hf.checkpoints.config.activations import stored_activation
+from flodl_hf.checkpoints.sentence.dense import Dense
+from flodl_hf.checkpoints.sentence.module_files import refuse_setting
+from flodl_hf.checkpoints.sentence.multivector import LateRecipe, m3_layer, multivector_recipe, pylate_recipe
+from flodl_hf.checkpoints.sentence.routing import Modules, kind_of, routing_of, transformer_folder
+from flodl_hf.checkpoints.sentence.small_files import bytes_of, place_in, settings_in, warn_of_unknown, wrong
+from flodl_hf.checkpoints.sentence.sparse import SpladePooling
+from flodl_hf.checkpoints.sentence.steps import (
+    STEPS,
+    Convolutions,
+    LayerWeights,
+    Scaled,
+    Step,
+    read_layer_weights,
+    read_step,
+)
+from flodl_hf.checkpoints.sentence.transformer_settings import TransformerSettings, layer_number, transformer_settings
+from flodl_hf.checkpoints.weights.checkpoint.members import is_entry
+from flodl_hf.checkpoints.weights.file_names import BOUNDS, CONFIG_NAME
+from flodl_hf.errors import PredictError
+
+__all__ = ["POOLINGS", "SentenceRecipe", "read_recipe", "recipe_on"]
+
+POOLINGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
+    "pooling_mode_weightedmean_tokens": "weighted_mean",
+    "pooling_mode_lasttoken": "last_token",
+}
+_NEWPOOLINGS = {
+    "lasttoken": "last_token",
+    "weightedmean": "weighted_mean",
+    "mean_sqrt_len_tokens": "mean_sqrt_len",
+}
+_MODULE_KEYS = ("idx", "name", "path", "type", "kwargs")
+_POOLING_KEYS = ("embedding_dimension", "word_embedding_dimension", "pooling_mode", "include_prompt", *POOLINGS)
+_SPLADE_KEYS = (
+    "pooling_strategy", "activation_function", "embedding_dimension", "word_embedding_dimension", "chunk_size",
+)  # fmt: skip
+_MASK_KEYS = ("skiplist_words", "skiplist_tasks", "keep_only_token_ids")
+_MODEL_KEYS = (
+    "__version__", "model_type", "prompts", "default_prompt_name", "similarity_fn_name", "truncate_dim",
+    "max_active_dims", "activation_fn", "keep_in_fp32_modules", "requirements", "query_prefix", "document_prefix",
+    "query_length", "document_length", "query_expansion", "do_query_expansion", "attend_to_expansion_tokens",
+    "attend_to_mask_tokens", "skiplist_words", "mask_punctuation", "token_pooling",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SentenceRecipe:
+    """How a folder makes a vector of a text.
+
+    Attributes:
+        pooling: the poolings whose results are joined, in order.
+        normalize: whether vectors are scaled to length 1.
+        max_tokens: most tokens that are read, or None.
+        lower_case: whether texts are lower-cased first.
+        files: the small files as read, by name, to be written back unchanged.
+        dense: what is applied to a pooled vector, one after another, before it is scaled.
+        tokens: what is applied to the states of a text's tokens, one after another, before they are pooled.
+        layers: weights of the hidden states whose mean is read instead of the last state; None for the last.
+        layer: number of the hidden state that is read instead of the last; None for the last.
+        prompts: what is put before texts, by name.
+        default_prompt: the prompt of those that say none.
+        include_prompt: whether tokens of a prompt are pooled too.
+        splade: how word scores become sparse vectors, or None.
+        lexical: what gives each token its weight for sparse vectors (bge-m3), or None.
+        late: how tokens get vectors of their own, or None.
+        routes: where texts of several kinds have modules of their own ("query", "document"), each kind's recipe by its
+            name; the fields above are then those of the usual one, or of the first where none is.
+        usual_route: the route of texts of which nothing is said; None where it has to be said.
+        kinds: further names of routes, as the folder maps what texts are for to them.
+        transformer: where routes have transformers of their own, the folder of this one's, from the root; else "".
+        truncate_dim: how many features of a vector are kept where a call does not say; None for all.
+        kind: class of sentence-transformers that the folder was saved by ("CrossEncoder"); None if it is not stated.
+        activation: path of the activation that makes scores of a cross-encoder's logits; None for other kinds.
+        most_words: most words of a sparse vector; None for all above zero.
+        transformer_settings: how the transformer is loaded.
+    """
+
+    pooling: tuple[Any, ...] = ("mean",)
+    normalize: bool = False
+    max_tokens: int | None = None
+    lower_case: bool = False
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    dense: tuple[Step, ...] = ()
+    tokens: tuple[Step, ...] = ()
+    layers: LayerWeights | None = None
+    layer: int | None = None
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    include_prompt: bool = True
+    splade: SpladePooling | None = None
+    lexical: Dense | None = None
+    late: LateRecipe | None = None
+    routes: Mapping[str, SentenceRecipe] = field(default_factory=dict)
+    usual_route: str | None = None
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    transformer: str = ""
+    truncate_dim: int | None = None
+    kind: str | None = None
+    activation: str | None = None
+    most_words: int | None = None
+    transformer_settings: TransformerSettings = field(default_factory=TransformerSettings)
+
+    @property
+    def changes_states(self) -> bool:
+        """Whether vectors are made of other values than the last states, which passes of the runtime pool."""
+        return bool(self.tokens) or self.layers is not None or self.layer is not None
+
+    @property
+    def reads_padding(self) -> bool:
+        """Whether vectors depend on the padding of a batch, which convolutions read."""
+        return any(isinstance(step, Convolutions) for step in self.tokens)
+
+    @property
+    def scorer(self) -> Dense | None:
+        """The dense layer that makes a cross-encoder's scores of pooled vectors; None if there is none."""
+        last = self.dense[-1] if self.dense else None
+        return last if isinstance(last, Dense) and last.of_scores else None
+
+    def shares(self, layers: int, where: str) -> tuple[tuple[int, float], ...]:
+        """Return the numbers of the hidden states that are read and their shares; nothing for the last state alone.
+
+        Args:
+            layers: of the model.
+            where: the folder, for messages.
+
+        Raises:
+            ConfigError: the model has other hidden states.
+        """
+        if self.layers is not None:
+            found = self.layers.shares()
+            layer_number(found[-1][0], layers, where)
+            return found
+        return () if self.layer is None else ((layer_number(self.layer, layers, where), 1.0),)
+
+    def kept(self, asked: int | None) -> int | None:
+        """Return how many features of a vector are kept, of which a call says ``asked``; None for all."""
+        return self.truncate_dim if asked is None else asked
+
+    def width(self, hidden_size: int) -> int:
+        """Return how many features a vector has before any are left out, of states of ``hidden_size``."""
+        sizes = [step.size for step in (*self.tokens, *self.dense) if step.size is not None]
+        own = [step.size for step in self.dense if step.size is not None]
+        return own[-1] if own else len(self.pooling) * (sizes[-1] if sizes else hidden_size)
+
+    def route_of(self, asked: str | None) -> str | None:
+        """Return the route that texts take; None where the folder has none.
+
+        Args:
+            asked: the name of a route, or what texts are for; None for the usual one.
+
+        Raises:
+            PredictError: there is no such route, or none is usual and none was asked for.
+        """
+        if not self.routes:
+            if asked is None:
+                return None
+            raise PredictError(f"route={asked!r}: this model has no routes; all texts go one way. Leave it out")
+        found = self.usual_route if asked is None else self.kinds.get(asked, asked)
+        if found is not None and found in self.routes:
+            return found
+        names = list(dict.fromkeys((*self.routes, *self.kinds)))
+        if asked is None:
+            raise PredictError(f"route: this model has no default route; expected one of {', '.join(names)}")
+        raise PredictError(
+            f"route={asked!r}: this model has no such route{nearest(asked, names)}; expected one of {', '.join(names)}"
+        )
+
+    def on(self, asked: str | None = None) -> SentenceRecipe:
+        """Return the recipe of the texts of one route, this one where there are no routes; see `route_of`."""
+        name = self.route_of(asked)
+        return self if name is None else self.routes[name]
+
+    def resolve_prompt(self, method: str, prompt: str | None = None, name: str | None = None) -> str:
+        """Return the prompt as sentence-transformers resolves it: ``prompt`` itself, else by name, else the default.
+
+        One warning if ``prompt`` is the name of a prompt, because it is used as text.
+
+        Args:
+            method: the method that was called, for the message.
+            prompt: a text, which is used as it is.
+            name: the name of a prompt; models of vectors always have "query" and "document", empty if not stored.
+
+        Raises:
+            PredictError: there is no prompt of this name.
+        """
+        if prompt is not None:
+            if self.prompts.get(prompt, prompt) != prompt:
+                warnings.warn(
+                    f"{method}: found prompt={prompt!r}, which is used as text and is also the name of a prompt of the "
+                    f"folder. Pass prompt_name={prompt!r} for that prompt.",
+                    UserWarning,
+                    stacklevel=3,
+                )
+            return prompt
+        if name is None:
+            return self.prompts.get(self.default_prompt or "", "")
+        prompts = self.prompts if self.kind == "CrossEncoder" else {"query": "", "document": "", **self.prompts}
+        if name not in prompts:
+            known = ", ".join(map(printable, prompts)) or "none: the folder stores no prompts"
+            raise PredictError(
+                f"{method}: found prompt_name={name!r}{nearest(name, prompts)}, expected one of {known}. "
+                "Give the text itself as prompt=.",
+                found=name,
+            )
+        return prompts[name]
+
+
+def recipe_on(recipe: SentenceRecipe | None, route: str | None) -> SentenceRecipe | None:
+    """Return what a folder's recipe says of the texts of one route; None where it says nothing.
+
+    Raises:
+        PredictError: there is no such route.
+    """
+    if recipe is None and route is None:
+        return None
+    return (recipe or SentenceRecipe()).on(route)
+
+
+def read_recipe(root: Path) -> SentenceRecipe | None:
+    """Return what ``modules.json`` says, or None where there is none.
+
+    Raises:
+        ConfigError: a module that is not understood, or files that are damaged.
+    """
+    if not is_entry(root, "modules.json"):
+        return None
+    routing = routing_of(root)
+    keys = {key: None for way in routing.ways.values() for module in way for key in module}
+    warn_of_unknown(root / "modules.json", keys, _MODULE_KEYS)
+    folders = routing.transformers(root)
+    several = len(set(folders.values())) > 1
+    found = {
+        name: replace(_recipe(root, way, folders[name], keep=several), transformer=folders[name] if several else "")
+        for name, way in routing.ways.items()
+    }
+    usual = found[routing.first]
+    if not routing.files:
+        return usual
+    if late := [name for name, own in found.items() if own.late is not None or own.splade is not None]:
+        raise wrong(
+            root / routing.files[0], f"the route {printable(late[0])} gives sparse vectors, or one for each token",
+            "routes that give one vector for each text",
+        )  # fmt: skip
+    files = {name: data for own in found.values() for name, data in own.files.items()}
+    if files:
+        files |= {name: bytes_of(root, name) for name in routing.files}
+    ways = {name: replace(own, files={}) for name, own in found.items()}
+    return replace(usual, files=files, routes=ways, usual_route=routing.usual, kinds=routing.kinds)
+
+
+def _recipe(root: Path, modules: Modules, transformer: str, *, keep: bool) -> SentenceRecipe:
+    """Return what the modules of one route say, with their files where weights lie at the root, or are to be kept."""
+    kept = keep or transformer_folder(root) == root
+    places = dict.fromkeys([(root / transformer).relative_to(root), Path()])
+    known = [(place / name).as_posix() for place in places for name in BOUNDS]
+    bounds = next((name for name in known if is_entry(root, name)), BOUNDS[0])
+    said_in = "config_sentence_transformers.json"
+    said = settings_in(root, said_in) if is_entry(root, said_in) else {}
+    warn_of_unknown(root / said_in, said, _MODEL_KEYS)
+    read = ["modules.json", bounds, said_in]
+    kinds = [kind_of(module) for module in modules]
+    late = "MultiVectorMask" in kinds or (
+        "Pooling" not in kinds and any(_is_of_tokens(root, m) for m in modules if kind_of(m) == "Dense")
+    )
+    stated = settings_in(root, bounds) if is_entry(root, bounds) else {}
+    settings = transformer_settings(stated, root / bounds, several=keep, late=late)
+    pooling: tuple[Any, ...] = ("pooler",) if settings.pooler else ("mean",)
+    before: list[Step] = []
+    behind: list[Step] = []
+    steps = before if "Pooling" in kinds else behind
+    more: dict[str, bytes] = {}
+    splade: SpladePooling | None = None
+    mask: dict[str, Any] = {}
+    layers: LayerWeights | None = None
+    included = True
+    for module, kind in zip(modules, kinds, strict=True):
+        path = module.get("path")
+        place = (place_in(root, path) / "config.json").relative_to(root).as_posix()
+        if kind == "Pooling":
+            if not place_in(root, path).is_dir():
+                found = f"names {printable(str(path), 80)} for the pooling, which is no folder here"
+                raise wrong(root / "modules.json", found, "the folder with its config.json")
+            if settings.pooler:
+                raise wrong(root / bounds, "found module_output_name sentence_embedding", "token_embeddings")
+            pooling = _pooling(root, place)
+            included = settings_in(root, place).get("include_prompt") is not False
+            read.append(place)
+            steps = behind
+        elif kind in STEPS:
+            step, files = read_step(root, kind, path)
+            if step.of_tokens != (steps is before) and not late:
+                names = ("sentence_embedding", "token_embeddings")
+                expected = f"{names[steps is before]} {'before' if steps is before else 'behind'} the pooling"
+                raise refuse_setting(root / place, "module_input_name", names[step.of_tokens], expected)
+            steps.append(step)
+            more |= files
+        elif kind == "WeightedLayerPooling":
+            layers, files = read_layer_weights(root, path)
+            more |= files
+        elif kind == "SpladePooling":
+            splade = _splade(root, place)
+            read.append(place)
+        elif kind == "MultiVectorMask":
+            mask = settings_in(root, place) if is_entry(root, place) else {}
+            warn_of_unknown(root / place, mask, _MASK_KEYS)
+            read.append(place)
+    if layers is not None and not _gives_all_layers(root / transformer, settings):
+        layers = None  # sentence-transformers then ignores the module
+    normalize = bool(behind) and isinstance(behind[-1], Scaled)
+    while behind and isinstance(behind[-1], Scaled):
+        behind.pop()
+    projections = [step for step in behind if isinstance(step, Dense)]
+    tokens = None
+    if "MultiVectorMask" in kinds:
+        tokens = multivector_recipe(said, stated, mask, projections, str(root))
+    elif late:
+        tokens = pylate_recipe(said, projections, str(root / said_in))
+    elif behind and "Pooling" not in kinds and not settings.pooler:
+        raise wrong(root / "modules.json", f"found {behind[0].kind} without a pooling", "a Pooling before it")
+    if tokens is not None:
+        behind, normalize = [], False
+    lexical = None
+    if is_entry(root, "sparse_linear.pt"):
+        lexical, more["sparse_linear.pt"] = m3_layer(root, "sparse_linear.pt")
+    if is_entry(root, "colbert_linear.pt"):
+        layer, more["colbert_linear.pt"] = m3_layer(root, "colbert_linear.pt")
+        tokens = LateRecipe((layer,), first=False, beside=True)
+    files = {name: bytes_of(root, name) for name in read if is_entry(root, name)} | more
+    prompts, usual = _prompts(said, root / said_in)
+    return SentenceRecipe(
+        pooling=pooling, normalize=normalize, max_tokens=settings.max_tokens, lower_case=settings.lower_case,
+        files=files if kept else {}, dense=tuple(behind), tokens=tuple(before), layers=layers, layer=settings.layer,
+        prompts=prompts, default_prompt=usual, include_prompt=included, splade=splade, lexical=lexical, late=tokens,
+        truncate_dim=_number_of(said, "truncate_dim", root / said_in), kind=said.get("model_type"),
+        activation=_activation(said, root), most_words=_number_of(said, "max_active_dims", root / said_in),
+        transformer_settings=settings,
+    )  # fmt: skip
+
+
+def _is_of_tokens(root: Path, module: Mapping[str, Any]) -> bool:
+    """Return whether a dense layer changes the vectors of tokens rather than those of texts."""
+    if module["type"].startswith("pylate."):
+        return True
+    name = (place_in(root, module.get("path")) / "config.json").relative_to(root).as_posix()
+    return is_entry(root, name) and settings_in(root, name).get("module_input_name") == "token_embeddings"
+
+
+def _gives_all_layers(folder: Path, settings: TransformerSettings) -> bool:
+    """Return whether the transformer's configuration asks for the hidden states of all layers."""
+    config = settings_in(folder, CONFIG_NAME) if is_entry(folder, CONFIG_NAME) else {}
+    return {**config, **settings.config}.get("output_hidden_states") is True
+
+
+def _activation(said: Mapping[str, Any], root: Path) -> str | None:
+    """Return the path of a cross-encoder's activation, by the rules of sentence-transformers; None for other kinds."""
+    if said.get("model_type") != "CrossEncoder":
+        return None
+    config = settings_in(root, CONFIG_NAME) if is_entry(root, CONFIG_NAME) else {}
+    labels = len(config.get("id2label") or range(config.get("num_labels", 2)))
+    usual = "torch.nn.modules.activation.Sigmoid" if labels == 1 else "torch.nn.modules.linear.Identity"
+    return str(said.get("activation_fn") or stored_activation(config) or usual)
+
+
+def _number_of(said: Mapping[str, Any], key: str, where: Path) -> int | None:
+    """Return how many features or words of a vector a folder keeps; None for all."""
+    found = said.get(key)
+    if found is not None and (type(found) is not int or found < 1):
+        raise wrong(where, f"{key} is {shown(found, 60)}", "a number from 1, or null")
+    return found
+
+
+def _prompts(said: Mapping[str, Any], where: Path) -> tuple[dict[str, str], str | None]:
+    """Return the prompts of a folder by name, and the name of the one that is usual."""
+    prompts, usual = said.get("prompts") or {}, said.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise wrong(where, f"prompts is {shown(prompts, 60)}", "texts by name")
+    if usual is not None and (not isinstance(usual, str) or usual not in prompts):
+        raise wrong(
+            where,
+            f"default_prompt_name is {shown(usual, 60)}",
+            f"one of {', '.join(map(printable, prompts)) or 'no prompts'}",
+        )
+    return prompts, usual
+
+
+def _splade(root: Path, name: str) -> SpladePooling:
+    settings = settings_in(root, name) if is_entry(root, name) else {}
+    warn_of_unknown(root / name, settings, _SPLADE_KEYS)
+    found = SpladePooling(settings.get("pooling_strategy", "max"), settings.get("activation_function", "relu"))
+    if found.strategy not in ("max", "sum") or found.activation not in ("relu", "log1p_relu"):
+        raise wrong(
+            root / name, f"found {shown(settings, 80)}", "the strategy max or sum, the activation relu or log1p_relu"
+        )
+    return found
+
+
+def _pooling(root: Path, name: str) -> tuple[Any, ...]:
+    settings = settings_in(root, name)
+    warn_of_unknown(root / name, settings, _POOLING_KEYS)
+    stated = settings.get("pooling_mode")
+    if isinstance(stated, str):
+        stated = [stated]
+    if stated is not None and not (isinstance(stated, list) and all(isinstance(part, str) for part in stated)):
+        found = f"pooling_mode is {shown(stated, 60)}"
+        raise wrong(root / name, found, "the name of a pooling, or a list of names")
+    for key in POOLINGS:
+        if not isinstance(settings.get(key, False), bool):
+            raise wrong(root / name, f"{key} is {shown(settings[key], 60)}", "true or false")
+    if stated:
+        named = tuple(_NEWPOOLINGS.get(name, name) for name in stated)
+        unknown = [name for name in named if name not in POOLINGS.values()]
+        if unknown:
+            known = ", ".join(POOLINGS.values())
+            raise wrong(root / name, f"pooling_mode names {printable(unknown[0], 60)}", f"one or more of {known}")
+        return named
+    chosen = tuple(name for key, name in POOLINGS.items() if settings.get(key) is True)
+    return chosen or ("mean",)

@@ -1,0 +1,264 @@
+"""Modules of sentence-transformers that change vectors of tokens or texts one after another, besides dense layers.
+
+Each is computed in float32, read without pickle and written back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flodl_hf.checkpoints.sentence.dense import read_dense
+from flodl_hf.checkpoints.sentence.module_files import module_files, read_module, refuse_setting, wrong_tensors
+from flodl_hf.checkpoints.sentence.small_files import bytes_of, place_in, settings_in, warn_of_unknown
+from flodl_hf.checkpoints.weights.checkpoint.members import is_entry
+
+__all__ = ["STEPS", "Convolutions", "LayerWeights", "Normed", "Scaled", "Step", "read_layer_weights", "read_step"]
+
+STEPS = ("Dense", "LayerNorm", "Dropout", "Normalize", "CNN")
+"""Kinds of modules that are read by `read_step`."""
+
+_CNN = "cnn_config.json"
+_EMBEDDINGS = "token_embeddings"
+
+
+class Step(Protocol):
+    """A function of vectors."""
+
+    @property
+    def kind(self) -> str:
+        """The module's class."""
+        ...
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether it changes the vectors of a text's tokens rather than those of texts."""
+        ...
+
+    @property
+    def size(self) -> int | None:
+        """Number of features of the output; None if it is that of the input."""
+        ...
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Return ``(..., out)`` of ``(..., in)``; of tokens those of one text, ``(tokens, in)``."""
+        ...
+
+    def files(self, part: str) -> dict[str, bytes]:
+        """Return the files of the module in this folder."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Scaled:
+    """Vectors scaled to length 1 (Normalize)."""
+
+    of_tokens: bool = False
+    kind = "Normalize"
+    size = None
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Return vectors of length 1."""
+        return F.normalize(values.float(), dim=-1)
+
+    def files(self, part: str) -> dict[str, bytes]:
+        """Return the files of the module in this folder."""
+        name = _EMBEDDINGS if self.of_tokens else "sentence_embedding"
+        return module_files(part, {"module_input_name": name, "module_output_name": name}, {})
+
+
+@dataclass(frozen=True, eq=False)
+class Dropped:
+    """Dropout, which changes nothing outside of training.
+
+    Args:
+        settings: of its file.
+    """
+
+    settings: Mapping[str, Any]
+    of_tokens = False
+    kind = "Dropout"
+    size = None
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Return the vectors as they are."""
+        return values
+
+    def files(self, part: str) -> dict[str, bytes]:
+        """Return the files of the module in this folder."""
+        return module_files(part, self.settings, {})
+
+
+@dataclass(frozen=True, eq=False)
+class Normed:
+    """Vectors after a layer norm.
+
+    Args:
+        weight: ``(size,)``.
+        bias: ``(size,)``.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    of_tokens = False
+    kind = "LayerNorm"
+
+    @property
+    def size(self) -> int:
+        """Number of features."""
+        return len(self.weight)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Return vectors of the same size."""
+        place = values.device
+        return F.layer_norm(values.float(), (self.size,), self.weight.to(place), self.bias.to(place))
+
+    def files(self, part: str) -> dict[str, bytes]:
+        """Return the files of the module in this folder."""
+        return module_files(part, {"dimension": self.size}, {"norm.weight": self.weight, "norm.bias": self.bias})
+
+
+@dataclass(frozen=True, eq=False)
+class Convolutions:
+    """Convolutions of several widths over the tokens of a text, whose results are joined.
+
+    As in sentence-transformers, the convolutions also read the padding behind shorter texts of a batch.
+
+    Args:
+        weights: ``(out, in, width)`` of each, of odd width.
+        biases: ``(out,)`` of each.
+        settings: of its file.
+    """
+
+    weights: tuple[Tensor, ...]
+    biases: tuple[Tensor, ...]
+    settings: Mapping[str, Any]
+    of_tokens = True
+    kind = "CNN"
+
+    @property
+    def size(self) -> int:
+        """Number of features of the output."""
+        return sum(map(len, self.weights))
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Return ``(..., tokens, out)`` of ``(..., tokens, in)``."""
+        rows, place = values.float().transpose(-1, -2), values.device
+        found = [
+            F.conv1d(rows, weight.to(place), bias.to(place), padding=weight.shape[2] // 2)
+            for weight, bias in zip(self.weights, self.biases, strict=True)
+        ]
+        return torch.cat(found, -2).transpose(-1, -2)
+
+    def files(self, part: str) -> dict[str, bytes]:
+        """Return the files of the module in this folder."""
+        tensors = {f"convs.{place}.weight": weight for place, weight in enumerate(self.weights)}
+        tensors |= {f"convs.{place}.bias": bias for place, bias in enumerate(self.biases)}
+        return module_files(part, self.settings, tensors, _CNN)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerWeights:
+    """A weighted mean of hidden states (WeightedLayerPooling).
+
+    Args:
+        weights: of the hidden states from ``start`` to the last, ``(states,)``.
+        start: number of the first hidden state; 0 is the state before the first layer.
+        settings: of its file.
+    """
+
+    weights: Tensor
+    start: int
+    settings: Mapping[str, Any]
+
+    def shares(self) -> tuple[tuple[int, float], ...]:
+        """Return the number of each hidden state with its share of the mean."""
+        total = self.weights.sum()
+        return tuple((self.start + place, float(weight / total)) for place, weight in enumerate(self.weights))
+
+    def files(self, part: str) -> dict[str, bytes]:
+        """Return the files of the module in this folder."""
+        return module_files(part, self.settings, {"layer_weights": self.weights})
+
+
+def read_step(root: Path, kind: str, path: object) -> tuple[Step, dict[str, bytes]]:
+    """Return a module of one of the `STEPS`, and its files by their names below ``root``.
+
+    Raises:
+        ConfigError: its settings are damaged, or have a value that is not supported.
+        CheckpointError: its weights are damaged.
+    """
+    part = place_in(root, path).relative_to(root).as_posix()
+    if kind == "Dense":
+        return read_dense(root, part)
+    if kind == "LayerNorm":
+        return _layer_norm(root, part)
+    if kind == "CNN":
+        return _convolutions(root, part)
+    name = f"{part}/config.json"
+    settings = settings_in(root, name) if path and is_entry(root, name) else {}
+    files = {name: bytes_of(root, name)} if settings else {}
+    if kind == "Dropout":
+        warn_of_unknown(root / name, settings, ("dropout",))
+        return Dropped(settings), files
+    warn_of_unknown(root / name, settings, ("module_input_name", "module_output_name"))
+    given = settings.get("module_input_name") or "sentence_embedding"
+    made = settings.get("module_output_name") or given
+    if given not in ("sentence_embedding", _EMBEDDINGS) or made != given:
+        key = "module_output_name" if made != given else "module_input_name"
+        raise refuse_setting(root / name, key, settings.get(key), "sentence_embedding or token_embeddings for both")
+    return Scaled(given == _EMBEDDINGS), files
+
+
+def _layer_norm(root: Path, part: str) -> tuple[Step, dict[str, bytes]]:
+    settings, tensors, files = read_module(root, part, ("dimension",))
+    weight, bias = tensors.get("norm.weight"), tensors.get("norm.bias")
+    sizes = {(settings.get("dimension"),), *(tuple(tensor.shape) for tensor in tensors.values())}
+    if weight is None or bias is None or len(tensors) > 2 or len(sizes) > 1:
+        where = root / part / "config.json"
+        raise wrong_tensors(where, tensors, f"norm.weight and norm.bias of {settings.get('dimension')} features")
+    return Normed(weight.float(), bias.float()), files
+
+
+def _convolutions(root: Path, part: str) -> tuple[Step, dict[str, bytes]]:
+    known = ("in_embedding_dimension", "in_word_embedding_dimension", "out_channels", "kernel_sizes", "stride_sizes")
+    settings, tensors, files = read_module(root, part, known, _CNN)
+    where, widths, strides = root / part / _CNN, settings.get("kernel_sizes"), settings.get("stride_sizes")
+    if not isinstance(widths, list) or not widths or not all(type(w) is int and w > 0 and w % 2 for w in widths):
+        raise refuse_setting(where, "kernel_sizes", widths, "a list of odd numbers")
+    if strides is not None and strides != [1] * len(widths):
+        raise refuse_setting(where, "stride_sizes", strides, "1 for each of the kernel_sizes")
+    inside = settings.get("in_embedding_dimension", settings.get("in_word_embedding_dimension"))
+    shape = (settings.get("out_channels", 256), inside)
+    names = [(f"convs.{place}.weight", f"convs.{place}.bias") for place in range(len(widths))]
+    expected = {name: (*shape, width) for (name, _), width in zip(names, widths, strict=True)}
+    expected |= {bias: shape[:1] for _, bias in names}
+    if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != expected:
+        raise wrong_tensors(where, tensors, str(expected))
+    weights = tuple(tensors[name].float() for name, _ in names)
+    return Convolutions(weights, tuple(tensors[bias].float() for _, bias in names), settings), files
+
+
+def read_layer_weights(root: Path, path: object) -> tuple[LayerWeights, dict[str, bytes]]:
+    """Return the weights of hidden states that a folder below ``root`` holds, and its files by their names from there.
+
+    Raises:
+        ConfigError: its settings and tensors do not belong together.
+        CheckpointError: its weights are damaged.
+    """
+    part = place_in(root, path).relative_to(root).as_posix()
+    known = ("embedding_dimension", "word_embedding_dimension", "layer_start", "num_hidden_layers")
+    settings, tensors, files = read_module(root, part, known)
+    start, layers = settings.get("layer_start", 4), settings.get("num_hidden_layers", 12)
+    weights = tensors.get("layer_weights")
+    sound = type(start) is int and type(layers) is int and 0 <= start <= layers
+    if not sound or weights is None or len(tensors) > 1 or weights.shape != (layers + 1 - start,):
+        expected = f"layer_weights for the hidden states {start} to {layers}"
+        raise wrong_tensors(root / part / "config.json", tensors, expected)
+    return LayerWeights(weights.float(), start, settings), files

@@ -1,0 +1,33 @@
+"""A folder of weights, opened: what it holds, and its tensors, checked before they are believed.
+
+This package knows tensors, files and names. What a name means to a model is for the key tables, which
+tensors must be there is for the caller, and writing folders is for `flodl_hf.checkpoints.saving`.
+
+    members    which files of a folder may be opened, and how
+    manifest   what the files say they hold: names, dtypes, shapes, order, metadata
+    index      a shard index, checked against the shards it lists
+    scatter    bytes of a file into memory
+    ahead      the same while torch is imported
+    read       bytes of a file into tensors, copied or mapped
+    folder     `Checkpoint`, the four of them together
+    placing    tensors of a checkpoint onto the slots of a model
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .folder import Checkpoint
+    from .manifest import SourceManifest, StoredTensor
+    from .placing import place
+
+__all__ = ["Checkpoint", "SourceManifest", "StoredTensor", "place"]
+
+_WHERE = {"Checkpoint": "folder", "SourceManifest": "manifest", "StoredTensor": "manifest", "place": "placing"}
+
+
+def __getattr__(name: str) -> Any:
+    # Tensors bring torch, which members and their bytes do without.
+    if name in _WHERE:
+        return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

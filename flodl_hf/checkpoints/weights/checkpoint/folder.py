@@ -1,0 +1,362 @@
+"""`Checkpoint`: a folder of weights, held open, every header checked before a tensor is read.
+
+Decides which of the known layouts a folder has, and which one is read of several: transformers' choice.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flodl.errors import CheckpointError, capped, nearest, printable
+from flodl_hf.errors import MissingWeightsError
+
+from .index import INDEX_LIMIT, ShardIndex, check_shards, parse_index
+from .manifest import DTYPE_NAMES, Layout, SourceManifest, StoredTensor
+from .members import Folder, inside
+from .shard import SafetensorsShard, Shard
+
+__all__ = ["Checkpoint"]
+
+SAFETENSORS = "model.safetensors"
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+BIN = "pytorch_model.bin"
+BIN_INDEX = "pytorch_model.bin.index.json"
+
+
+class Checkpoint:
+    """An opened folder of weights: its `manifest`, and its tensors on request.
+
+    Opening reads headers only. The files stay open, so what is read later is what was checked, and tensors
+    are copies in memory that no change of the files can reach. Use it as a context manager, or `close` it.
+
+        with Checkpoint.open("bert-base-uncased") as source:
+            print(source.manifest.layout, len(source.manifest.tensors))
+            weights = source.read_all()
+    """
+
+    def __init__(self, manifest: SourceManifest, shards: Mapping[str, Shard], resources: ExitStack) -> None:
+        self.manifest = manifest
+        self._shards = shards
+        self._resources = resources
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        allow_pickle_free_bin: bool = True,
+        layout: Literal["safetensors", "safetensors-index", "bin"] | None = None,
+        named: str | None = None,
+    ) -> Checkpoint:
+        """Return the checkpoint in ``folder``, its headers read and checked.
+
+        Safetensors files are preferred to ``.bin`` files, and a single file to an index with shards, as transformers
+        prefers them. Where shards are passed over so, the manifest says it (``passed_over``): one of the two is
+        stale, and nothing in the folder tells which.
+
+        Args:
+            folder: holds ``model.safetensors``, or ``model.safetensors.index.json`` and its shards, or the
+                same with ``pytorch_model.bin``.
+            allow_pickle_free_bin: read ``.bin`` files, by a reader that executes nothing; otherwise they are
+                refused.
+            layout: take this layout where several are present.
+            named: the file to read in place of the usual ones: a ``.safetensors`` file, or an index whose name ends
+                in ``.index.json``, in the folder or in one below it.
+
+        Raises:
+            UnsafeFileError: the index or a link leads out of the folder, or a ``.bin`` file holds more than
+                tensors.
+            CheckpointError: no weights, missing shards, damaged files, or an index that contradicts its shards.
+        """
+        with ExitStack() as stack:
+            inner, _, leaf = (named or "").rpartition("/")
+            opened = Folder(inside(folder, inner) if inner else folder)
+            stack.callback(opened.close)
+            if not leaf:
+                chosen, passed_over = _choose(opened, layout, allow_pickle_free_bin)
+            else:
+                chosen = _index_in(opened, leaf, SAFETENSORS) if leaf.endswith(".index.json") else leaf
+                passed_over = ""
+            if isinstance(chosen, str):
+                index, shards = None, {chosen: _open_shard(opened, chosen, stack)}
+            else:
+                index, shards = chosen, _open_shards(opened, chosen, stack)
+                try:
+                    contents = {name: list(shard.entries) for name, shard in shards.items()}
+                    check_shards(index, contents, str(opened.path / index.name))
+                except CheckpointError:
+                    if index.files not in ((SAFETENSORS,), (BIN,)):
+                        raise
+                    passed_over = _passed_over(index.files[0], f"{index.name}, which lists other tensors")
+                    index = None
+            manifest = _manifest(opened, shards, index, passed_over)
+            return cls(manifest, shards, stack.pop_all())
+
+    def close(self) -> None:
+        """Release the files; tensors already read stay valid. Closing twice is harmless."""
+        self._resources.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def read(self, name: str) -> Tensor:
+        """Return a copy of the tensor ``name`` in its stored dtype, on the CPU.
+
+        Raises:
+            CheckpointError: there is no such tensor, or its file was cut since it was opened.
+        """
+        return self._shards[self._stored(name).file].read([name])[0]
+
+    def read_into(self, name: str, tensor: Tensor, *, cast: bool = False) -> None:
+        """Copy the tensor ``name`` into ``tensor``, on whatever device that lies.
+
+        Args:
+            name: the stored name.
+            tensor: of the stored shape; its dtype must be the stored one unless ``cast`` is set.
+            cast: convert to the dtype of ``tensor``.
+
+        Raises:
+            CheckpointError: no such tensor, another shape, another dtype without ``cast``, or a cut file.
+        """
+        stored = self._stored(name)
+        problems: list[str] = []
+        if tuple(tensor.shape) != stored.shape:
+            problems.append(f"shape {list(stored.shape)} in the file, {list(tensor.shape)} given")
+        if not cast and DTYPE_NAMES.get(tensor.dtype) != stored.dtype:
+            problems.append(f"dtype {stored.dtype} in the file, {tensor.dtype} given; set cast=True to convert")
+        if problems:
+            raise CheckpointError(
+                f"{self.manifest.folder / stored.file}: {printable(name)} does not fit: "
+                f"{'; '.join(problems)}; "
+                f"give a tensor like the stored one",
+                path=str(self.manifest.folder / stored.file),
+                problems=problems,
+            )
+        direct = (
+            tensor.device.type == "cpu" and tensor.is_contiguous() and DTYPE_NAMES.get(tensor.dtype) == stored.dtype
+        )
+        if direct:
+            self._shards[stored.file].read_into(name, tensor)
+        else:
+            with torch.no_grad():
+                tensor.copy_(self.read(name))
+
+    def read_all(self, names: Iterable[str] | None = None, *, mapped: bool = False) -> dict[str, Tensor]:
+        """Return the tensors ``names`` (all by default), in file order.
+
+        Names that a ``.bin`` file stores once (ties) come back as one and the same tensor.
+
+        Args:
+            names: stored names in any order.
+            mapped: show the file instead of copying it. Ready at once, and nothing is read before it is used;
+                but the file must stay as it is for as long as one of the tensors lives: overwriting it changes
+                them, and cutting it kills the process. Good for files that nobody writes to, such as the blobs
+                of a Hub cache.
+
+        Raises:
+            CheckpointError: unknown names (all listed), or a file that was cut since it was opened.
+        """
+        result: dict[str, Tensor] = {}
+        for file, wanted in self._in_file_order(names):
+            result.update(zip(wanted, self._shards[file].read(wanted, mapped=mapped), strict=True))
+        return result
+
+    def tensors(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield ``(name, tensor)`` for ``names`` (all by default), one at a time, in file order.
+
+        Raises:
+            CheckpointError: unknown names (before the first tensor), or a file cut since it was opened.
+        """
+        for file, wanted in self._in_file_order(names):
+            for name in wanted:
+                yield name, self._shards[file].read([name])[0]
+
+    def _stored(self, name: str) -> StoredTensor:
+        self._require([name])
+        return self.manifest.tensors[name]
+
+    def _require(self, names: Iterable[str]) -> None:
+        known = self.manifest.tensors
+        missing = [name for name in names if name not in known]
+        if missing:
+            problems = [f"{printable(name)}{nearest(name, known)}" for name in missing[:50]]
+            problems += [printable(name) for name in missing[50:]]
+            raise CheckpointError(
+                f"{self.manifest.folder}: holds no tensor of these names:\n{capped(problems)}\n"
+                f"expected names of its {len(known)} tensors; see manifest.tensors",
+                path=str(self.manifest.folder),
+                problems=problems,
+                missing=missing,
+            )
+
+    def _in_file_order(self, names: Iterable[str] | None) -> Iterator[tuple[str, list[str]]]:
+        known = self.manifest.tensors
+        if names is None:
+            wanted = set(known)
+        else:
+            wanted = set(names)
+            self._require(sorted(wanted))
+        groups: dict[str, list[str]] = {}
+        for name, stored in known.items():
+            if name in wanted:
+                groups.setdefault(stored.file, []).append(name)
+        yield from groups.items()
+
+
+def _choose(folder: Folder, layout: str | None, allow_bin: bool) -> tuple[str | ShardIndex, str]:
+    """Return the single file to read, or the parsed index; and what else is there and not read, in words."""
+    for single, index_name, kinds in (
+        (SAFETENSORS, SAFETENSORS_INDEX, ("safetensors", "safetensors-index")),
+        (BIN, BIN_INDEX, ("bin",)),
+    ):
+        if layout is not None and layout not in kinds:
+            continue
+        has_single = folder.has(single) and layout != "safetensors-index"
+        has_index = folder.has(index_name) and layout != "safetensors"
+        if not has_single and not has_index:
+            continue
+        if single == BIN and not allow_bin:
+            raise CheckpointError(
+                f"{folder.path}: found only {BIN if has_single else BIN_INDEX}, expected safetensors files; "
+                f"run `flodl-hf convert` on the folder once, or allow .bin files",
+                path=str(folder.path / (BIN if has_single else BIN_INDEX)),
+                problems=["only .bin weights"],
+            )
+        if not has_index:
+            return single, ""
+        try:
+            index = _index_in(folder, index_name, single)
+        except CheckpointError as fault:
+            if not has_single:
+                raise
+            return single, _passed_over(single, f"{index_name}, which cannot be used ({fault.problems[0]})")
+        if not has_single or index.files == (single,):
+            return index, ""
+        held = sum(map(folder.has, index.files))
+        if not held:  # an index alone is no weights
+            return single, ""
+        return single, _passed_over(single, f"{index_name}, of whose {len(index.files)} files {held} are there")
+    found = sorted(entry.name for entry in folder.path.iterdir())
+    wanted = {None: (SAFETENSORS, SAFETENSORS_INDEX, BIN, BIN_INDEX), "bin": (BIN, BIN_INDEX)}
+    names = wanted.get(layout, (SAFETENSORS, SAFETENSORS_INDEX))
+    raise MissingWeightsError(
+        f"{folder.path}: holds no {'' if layout is None else f'.{layout} '}weights; expected {', '.join(names[:-1])} "
+        f"or {names[-1]}; found {', '.join(map(printable, found[:12])) or 'an empty folder'}; {_remedy(found, names)}",
+        path=str(folder.path),
+        problems=["no weights"],
+    )
+
+
+def _index_in(folder: Folder, name: str, single: str) -> ShardIndex:
+    """Return the index of this name, of files of the kind of ``single``."""
+    where = str(folder.path / name)
+    index = parse_index(folder.read_text(name, INDEX_LIMIT), name, where)
+    suffix = single.rpartition(".")[2]
+    foreign = [file for file in index.files if not file.endswith(f".{suffix}")]
+    if foreign:
+        raise CheckpointError(
+            f"{where}: lists files of another kind:\n{capped([printable(f) for f in foreign])}\n"
+            f"expected names that end in .{suffix}; fetch the folder again",
+            path=where,
+            problems=[f"{printable(file)}: not a .{suffix} file" for file in foreign],
+        )
+    return index
+
+
+def _passed_over(single: str, other: str) -> str:
+    return f"{single} is read, as by transformers; {other}, is passed over: delete what is stale"
+
+
+def _remedy(found: Sequence[str], wanted: Sequence[str]) -> str:
+    """Return what to do where a folder with these files has no weights under the names that are wanted."""
+    if SAFETENSORS not in wanted and {SAFETENSORS, SAFETENSORS_INDEX} & set(found):
+        return "its weights are safetensors already, so there is nothing to convert"
+    kept = [name for name in found if name.endswith(".safetensors") and not name.startswith("adapter_")]
+    shards = [name for name in kept if re.search(r"-\d+-of-\d+\.", name)]
+    if shards:
+        return f"{printable(shards[0])} is one of several parts: fetch the index too, which says what each holds"
+    if len(kept) == 1:
+        return f"if {printable(kept[0])} holds them, rename it to {SAFETENSORS}"
+    return "give the folder with the weights, or complete the download"
+
+
+def _open_shard(folder: Folder, name: str, stack: ExitStack) -> Shard:
+    descriptor = folder.open(name)
+    where = str(folder.path / name)
+    if name.endswith(".bin"):
+        from flodl_hf.checkpoints.weights.pickle_free import BinShard
+
+        shard: Shard = BinShard(descriptor, name, where)
+    else:
+        shard = SafetensorsShard(descriptor, name, where)
+    stack.callback(shard.close)
+    shard.parse()
+    return shard
+
+
+def _open_shards(folder: Folder, index: ShardIndex, stack: ExitStack) -> dict[str, Shard]:
+    missing = [file for file in index.files if not folder.has(file)]
+    if missing:
+        raise CheckpointError(
+            f"{folder.path / index.name}: {len(missing)} of {len(index.files)} shards are missing:\n"
+            f"{capped(missing)}\nexpected them beside the index; complete the download",
+            path=str(folder.path / index.name),
+            problems=[f"{file}: missing" for file in missing],
+            missing=missing,
+        )
+    shards: dict[str, Shard] = {}
+    damaged: list[CheckpointError] = []
+    for file in index.files:
+        try:
+            shards[file] = _open_shard(folder, file, stack)
+        except CheckpointError as error:
+            damaged.append(error)
+    if len(damaged) == 1:
+        raise damaged[0]
+    if damaged:
+        raise type(damaged[0])(
+            f"{folder.path}: {len(damaged)} of {len(index.files)} shards cannot be used:\n"
+            f"{capped([error.message for error in damaged])}",
+            path=str(folder.path),
+            problems=[error.message for error in damaged],
+        )
+    return shards
+
+
+def _manifest(
+    folder: Folder, shards: Mapping[str, Shard], index: ShardIndex | None, passed_over: str
+) -> SourceManifest:
+    layouts: dict[tuple[bool, bool], Layout] = {
+        (False, False): "single", (True, False): "sharded", (False, True): "bin", (True, True): "bin-sharded",
+    }  # fmt: skip
+    tensors: dict[str, StoredTensor] = {}
+    ties: dict[str, str] = {}
+    for file, shard in shards.items():
+        for position, (name, (dtype, shape)) in enumerate(shard.entries.items()):
+            tensors[name] = StoredTensor(name, dtype, shape, file, position)
+        ties.update(shard.ties)
+    return SourceManifest(
+        folder=folder.path,
+        layout=layouts[index is not None, any(file.endswith(".bin") for file in shards)],
+        files=tuple(shard.file for shard in shards.values()),
+        tensors=tensors,
+        metadata={file: dict(shard.metadata) for file, shard in shards.items()},
+        index_name=index.name if index else None,
+        index_text=index.text if index else None,
+        index_metadata=dict(index.metadata) if index else {},
+        ties=ties,
+        passed_over=passed_over,
+    )

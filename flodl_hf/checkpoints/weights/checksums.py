@@ -1,0 +1,425 @@
+"""What a folder says its files are, and whether they are so: lengths and SHA-256, compared before anything is read.
+
+Decides where the truth about a folder stands: in ``checksums.json``, which every export writes; in the names of blobs,
+where the folder is a snapshot of the Hub's cache; else in the receipt of ``verify-export``. The receipt is sealed, and
+its seal is the folder's fingerprint: who knows it knows every byte. A receipt beside the files shows damage; against
+someone who may write into the folder only a fingerprint kept elsewhere helps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+from flodl.errors import CheckpointError, capped, printable
+from flodl.hashed_json import SEAL, seal, unseal
+from flodl_hf.checkpoints.weights.checkpoint.members import Folder, is_entry, plain_name_fault, read_member
+
+__all__ = [
+    "CHECKSUMS",
+    "Comparison",
+    "FileState",
+    "Held",
+    "compare_files",
+    "compare_folder",
+    "has_truth",
+    "hold",
+    "write_checksums",
+]
+
+CHECKSUMS = "checksums.json"
+RECEIPT = "verification.json"
+FORMAT = "flodl-checksums/1"
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
+_LIMIT = 1 << 26  # bytes of a receipt
+_BLOCK = 1 << 20
+_THREADS = 4
+_HEX = re.compile(r"[0-9a-f]{64}")
+
+Status = Literal["ok", "changed", "missing", "not listed", "unreadable"]
+
+
+@dataclass(frozen=True)
+class FileState:
+    """One file of a folder beside what is said of it.
+
+    Attributes:
+        name: relative to the folder, with ``/``.
+        status: "ok", "changed", "missing", "not listed" or "unreadable".
+        found: what it is, in words.
+        expected: what it should be, in words.
+        is_read: whether loading the folder reads it.
+    """
+
+    name: str
+    status: Status
+    found: str = ""
+    expected: str = ""
+    is_read: bool = True
+
+    def __str__(self) -> str:
+        if self.status == "ok":
+            return f"{self.name}: as written"
+        expected = f", expected {self.expected}" if self.expected else ""
+        return f"{self.name}: {self.status}, found {self.found}{expected}"
+
+
+@dataclass
+class Comparison:
+    """A folder beside what is said of it.
+
+    Attributes:
+        folder: which.
+        by: what says so: "checksums.json", "the Hub's cache", "verification.json", or a manifest.
+        fingerprint: stands for every byte that is listed; None where nothing does.
+        files: each file.
+    """
+
+    folder: str
+    by: str
+    fingerprint: str | None = None
+    files: list[FileState] = field(default_factory=list)
+
+    @property
+    def faults(self) -> list[FileState]:
+        """The files that are not as they should be."""
+        return [state for state in self.files if state.status != "ok"]
+
+    @property
+    def whole(self) -> bool:
+        """Whether every file is as it should be."""
+        return not self.faults
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the comparison as JSON types."""
+        rows = [{key: value for key, value in vars(state).items() if key != "is_read"} for state in self.files]
+        return {"folder": self.folder, "whole": self.whole, "by": self.by, "fingerprint": self.fingerprint,
+                "files": rows}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """What is said of one file: a length, None where it is not said, and a digest."""
+
+    size: int | None
+    digest: str
+    kind: Literal["sha256", "git"] = "sha256"
+
+    def __str__(self) -> str:
+        return self.digest if self.size is None else f"{self.digest} of {self.size:,} bytes"
+
+
+# ---- writing ---------------------------------------------------------------------------------------------
+
+
+def write_checksums(folder: str | os.PathLike[str], known: Iterable[tuple[str, int, str]] = ()) -> str:
+    """Write ``checksums.json`` for the files that a folder holds; return its fingerprint.
+
+    The same files give the same bytes.
+
+    Args:
+        folder: a folder of model files; links are followed inside the folder only.
+        known: names, lengths and SHA-256 that need not be read again.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    from flodl.files import write_atomically
+
+    place = Path(folder)
+    listed = {name: {"bytes": size, "sha256": digest} for name, size, digest in known}
+    for name in _names(place):
+        if name not in listed and name not in (CHECKSUMS, RECEIPT):
+            size, digest = _digest(place, name, hashlib.sha256())
+            listed[name] = {"bytes": size, "sha256": digest}
+    data = seal({"format": FORMAT, "files": dict(sorted(listed.items()))})
+    write_atomically(place / CHECKSUMS, [data + b"\n"])
+    return json.loads(data)[SEAL]
+
+
+# ---- comparing -------------------------------------------------------------------------------------------
+
+
+def compare_folder(folder: str | os.PathLike[str]) -> Comparison:
+    """Return every file of a model folder, or of a snapshot in the Hub's cache, beside what is said of it.
+
+    Raises:
+        CheckpointError: nothing says what the files should be, or what says so is damaged itself.
+    """
+    return _compare(Path(folder), lambda name: True)[0]
+
+
+def compare_files(place: Path, listed: Mapping[str, tuple[int, str]], by: str) -> Comparison:
+    """Return the files of a folder beside lengths and SHA-256 that something else says."""
+    said = {name: _Listed(size, digest) for name, (size, digest) in listed.items()}
+    return Comparison(str(place), by, None, _states(place, said, False, {}))
+
+
+def has_truth(place: Path) -> bool:
+    """Return whether something says what the files of a folder should be."""
+    return is_entry(place, CHECKSUMS) or is_entry(place, RECEIPT) or bool(_blobs(place))
+
+
+def _compare(place: Path, read: Callable[[str], bool]) -> tuple[Comparison, dict[str, os.stat_result]]:
+    by, fingerprint, listed, is_part = _truth(place)
+    seen: dict[str, os.stat_result] = {}
+    states = _states(place, {name: said for name, said in listed.items() if read(name)}, is_part, seen)
+    for name in _names(place):
+        if name not in listed and read(name) and reads_file(name):
+            states.append(FileState(name, "not listed", "a file that a load would read"))
+    return Comparison(str(place), by, fingerprint, states), seen
+
+
+def _states(
+    place: Path, listed: Mapping[str, _Listed], is_part: bool, seen: dict[str, os.stat_result]
+) -> list[FileState]:
+    """Return what became of each listed file, and note in ``seen`` which it was.
+
+    Args:
+        is_part: only some files need be there: of a repository only what a load reads is fetched.
+    """
+
+    def state(name: str) -> FileState:
+        expected, reads = listed[name], reads_file(name)
+        if not is_entry(place, name):
+            unfetched = is_part and (not reads or _matches(name, WEIGHTS))  # weights come in one kind only
+            return FileState(name, "ok" if unfetched else "missing", "nothing", str(expected), reads)
+        try:
+            size, found = _digest(place, name, _digester(expected, place / name), seen)
+        except CheckpointError as error:
+            return FileState(name, "unreadable", error.message, str(expected), reads)
+        same = found == expected.digest and expected.size in (None, size)
+        said = str(_Listed(size, found))
+        return FileState(name, "ok" if same else "changed", "" if same else said, "" if same else str(expected), reads)
+
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="flodl-hf-verify") as pool:
+        return list(pool.map(state, sorted(listed)))
+
+
+def reads_file(name: str) -> bool:
+    """Return whether loading a folder reads a file of that name; a model's card, for one, may be edited."""
+    from flodl_hf.checkpoints.weights.file_names import MODEL_FILES
+
+    inside = name.partition("/")[2]
+    if name in (CHECKSUMS, RECEIPT):
+        return False
+    return _matches(name, (*MODEL_FILES, *WEIGHTS)) or _matches(inside, WEIGHTS)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(name.count("/") == pattern.count("/") and fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _truth(place: Path) -> tuple[str, str | None, dict[str, _Listed], bool]:
+    """Return what says what the files are, its fingerprint, what it says, and whether only some need be there."""
+    blobs = _blobs(place)
+    if is_entry(place, CHECKSUMS):
+        fingerprint, listed = _read(place)
+        return CHECKSUMS, fingerprint, {**blobs, **listed}, bool(blobs)
+    if blobs:
+        return "the Hub's cache", None, blobs, False
+    if is_entry(place, RECEIPT):
+        return RECEIPT, None, _of_receipt(place), False
+    raise CheckpointError(
+        f"{place}: nothing says what its files should be; expected {CHECKSUMS}, as exports have it, or a "
+        f"snapshot of the Hub's cache. If you trust the files as they are, `flodl-hf verify {place} --write` "
+        "writes it; or load without verified",
+        path=str(place),
+        problems=[f"no {CHECKSUMS}"],
+        file=CHECKSUMS,
+    )
+
+
+def _read(place: Path) -> tuple[str, dict[str, _Listed]]:
+    data = read_member(place, CHECKSUMS, _LIMIT)
+    try:
+        value = unseal(data)
+        if value["format"] != FORMAT:
+            raise ValueError(f"format {printable(str(value['format']), 40)} is not {FORMAT!r}")
+        listed = {}
+        for name, entry in value["files"].items():
+            _check_name(name)
+            listed[name] = _Listed(int(entry["bytes"]), _sha(entry["sha256"]))
+        return json.loads(data)[SEAL], listed
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(place, CHECKSUMS, error) from None
+
+
+def _of_receipt(place: Path) -> dict[str, _Listed]:
+    try:
+        named: Mapping[str, str] = json.loads(read_member(place, RECEIPT, _LIMIT))["facts"]["sha256"]
+        for name in named:
+            _check_name(name)
+        return {name: _Listed(None, _sha(digest)) for name, digest in named.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _damaged(place, RECEIPT, error) from None
+
+
+def _damaged(place: Path, name: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{place / name}: cannot be used ({printable(str(error), 200)}); expected names, lengths and SHA-256 as an "
+        "export writes them. Fetch or export the folder again",
+        path=str(place / name),
+        problems=[str(error)],
+        file=name,
+    )
+
+
+def _blobs(place: Path) -> dict[str, _Listed]:
+    """Return what the names of blobs say, where a folder is a snapshot of the Hub's cache."""
+    snapshots = next((above for above in place.absolute().parents if above.name == "snapshots"), None)
+    if snapshots is None or not (snapshots.parent / "blobs").is_dir():
+        return {}
+    found = {}
+    for name in _names(place):
+        path = place / name
+        blob = path.resolve().name if path.is_symlink() else ""
+        if _HEX.fullmatch(blob):
+            found[name] = _Listed(None, blob)
+        elif re.fullmatch(r"[0-9a-f]{40}", blob):
+            found[name] = _Listed(None, blob, "git")
+    return found
+
+
+def _digester(expected: _Listed, path: Path) -> Any:
+    if expected.kind == "sha256":
+        return hashlib.sha256()
+    # Git names a small file by this digest of a header and the contents.
+    return hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
+
+
+def _digest(place: Path, name: str, digest: Any, seen: dict[str, os.stat_result] | None = None) -> tuple[int, str]:
+    """Return length and digest of a file, opened through the door of all members.
+
+    Raises:
+        CheckpointError: it cannot be opened or read, or leads out of the folder.
+    """
+    inner, _, leaf = name.rpartition("/")
+    below = place / inner
+    if inner and not below.resolve().is_relative_to(place.resolve()):
+        raise CheckpointError(f"{below}: leads out of the folder", path=str(below), problems=["a link"])
+    folder, size = Folder(below), 0
+    try:
+        descriptor = folder.open(leaf)
+        try:
+            if seen is not None:
+                seen[name] = os.fstat(descriptor)
+            while block := os.read(descriptor, _BLOCK):
+                digest.update(block)
+                size += len(block)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        where = str(place / name)
+        raise CheckpointError(
+            f"{where}: cannot be read ({error.strerror}); expected a file; check the disk",
+            path=where,
+            problems=[str(error)],
+        ) from error
+    finally:
+        folder.close()
+    return size, digest.hexdigest()
+
+
+def _names(place: Path) -> list[str]:
+    """Return the files of a folder and of the folders in it, hidden ones left out."""
+    found = []
+    for root, folders, files in os.walk(place):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        base = Path(root).relative_to(place)
+        found += [(base / name).as_posix() for name in files if not name.startswith(".")]
+    return sorted(found)
+
+
+def _check_name(name: object) -> None:
+    parts: Sequence[Any] = name.split("/") if isinstance(name, str) else [name]
+    fault = next((fault for part in parts if (fault := plain_name_fault(part)) is not None), None)
+    if fault is not None:
+        raise ValueError(f"the name {printable(str(name), 80)} is {fault}")
+
+
+def _sha(value: object) -> str:
+    if not isinstance(value, str) or not _HEX.fullmatch(value):
+        raise ValueError(f"found {printable(str(value), 80)}, expected a SHA-256 in hexadecimal")
+    return value
+
+
+# ---- holding a folder to its word while it is read -------------------------------------------------------
+
+
+class Held:
+    """The files of a folder as they were compared: `check` says whether they are the same files still."""
+
+    def __init__(self, place: Path, seen: Mapping[str, os.stat_result]) -> None:
+        self._place, self._seen = place, dict(seen)
+
+    def check(self) -> None:
+        """Refuse a folder in which something was written after it was compared.
+
+        Raises:
+            CheckpointError: a file is another one now.
+        """
+        changed = []
+        for name, before in self._seen.items():
+            try:
+                now = os.stat(self._place / name)
+            except OSError:
+                changed.append(name)
+                continue
+            if (now.st_ino, now.st_size, now.st_mtime_ns) != (before.st_ino, before.st_size, before.st_mtime_ns):
+                changed.append(name)
+        if changed:
+            raise CheckpointError(
+                f"{self._place}: changed while it was loaded: {', '.join(changed[:5])}; expected the files that were "
+                "compared. Load it again when nothing writes to it",
+                path=str(self._place),
+                problems=changed,
+            )
+
+
+def hold(folder: str | os.PathLike[str], verified: bool | str, names: Sequence[str] | None = None) -> Held:
+    """Compare what loading a folder reads; return what says afterwards that it stayed so.
+
+    Args:
+        folder: a model folder, or a snapshot of the Hub's cache.
+        verified: True, or the fingerprint that the folder has to have.
+        names: these files alone.
+
+    Raises:
+        CheckpointError: a file is not as it should be, each named with what was found and expected; another
+            fingerprint; or nothing says what the files should be.
+    """
+    place = Path(folder)
+    wanted = (lambda name: name in names) if names is not None else reads_file
+    comparison, seen = _compare(place, wanted)
+    if isinstance(verified, str) and comparison.fingerprint != verified:
+        found = comparison.fingerprint or f"no {CHECKSUMS}"
+        raise CheckpointError(
+            f"{place}: its fingerprint is {found}, expected {printable(verified, 80)}; this is another model, or its "
+            "files were exchanged. Fetch it again from where you trust it, or give the fingerprint that "
+            "`flodl-hf verify` tells of the folder you mean",
+            path=str(place),
+            problems=["fingerprint"],
+            file=CHECKSUMS,
+        )
+    faults = [state for state in comparison.faults if state.is_read]
+    if faults:
+        lines = [str(state) for state in faults]
+        raise CheckpointError(
+            f"{place}: {len(faults)} file{'s are' if len(faults) > 1 else ' is'} not as {comparison.by} says:\n"
+            f"{capped(lines)}\nexpected the same bytes. Fetch or export the folder again; if the change was meant, "
+            f"`flodl-hf verify {place} --write` takes the files as they are",
+            path=str(place),
+            problems=lines,
+            files=[state.name for state in faults],
+            file=faults[0].name,
+        )
+    return Held(place, seen)

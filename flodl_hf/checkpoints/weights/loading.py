@@ -1,0 +1,483 @@
+"""A folder's tensors and a model's: which belongs to which, decided from headers before a weight is read.
+
+Pure bookkeeping over names, shapes and dtypes. Reading bytes is `flodl_hf.checkpoints.weights.checkpoint`'s, building
+and filling the model is `flodl_hf.models`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from flodl.errors import CheckpointError, capped, nearest, printable
+from flodl_hf.checkpoints.weights.load_report import LoadReport
+from flodl_hf.families.schema import Family
+from flodl_hf.families.schema.head_names import HEAD_NAMES
+from flodl_hf.families.schema.keys import KeyMap, Tie
+from flodl_hf.families.schema.passed_over import changes_a_layer, reason_to_pass_over, repeated_bias
+from flodl_hf.nn.layers.parts import named_part, part_of
+
+__all__ = ["LoadReport", "Plan", "Stored", "canonical_names", "class_of", "head_of", "plan_load"]
+
+FLOATS = ("F16", "BF16", "F32", "F64")
+# What our names of a task's own tensors begin with.
+_HEAD = ("head.", "relation.")
+_LEGACY = ((".gamma", ".weight"), (".beta", ".bias"))
+# What wrappers put before every name: data parallel training, compiled modules.
+_WRAPPERS = ("module.", "_orig_mod.", "model.")
+
+
+class Stored(Protocol):
+    """A tensor as a file's header describes it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def dtype(self) -> str: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which stored tensor fills which of ours, and what must be compared once the values are there.
+
+    Attributes:
+        placed: our name -> stored name.
+        ties: ties to make; ``compare`` names both stored tensors when the file holds two.
+        duplicates: stored names that repeat another: ``(repeated, kept)``.
+        report: the report so far.
+        stored: the headers that names above lead to: the file's, and those of parts of its tensors.
+    """
+
+    placed: dict[str, str]
+    ties: tuple[Tie, ...]
+    compare: tuple[tuple[Tie, str, str], ...]
+    duplicates: tuple[tuple[str, str], ...]
+    report: LoadReport
+    stored: Mapping[str, Stored]
+
+
+@dataclass(frozen=True)
+class _StoredPart:
+    """The header of a part of a stored tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def head_of(family: Family, architectures: object, wanted: str | None = None) -> str | None:
+    """Return the task that ``architectures`` of a config names: a head's name, "base", or None.
+
+    Args:
+        family: whose classes.
+        architectures: of ``config.json``.
+        wanted: the task to take where a class can be read as several.
+    """
+    name = class_of(architectures)
+    if name is None:
+        return None
+    suffix = name.removeprefix(family.class_prefix) if name.startswith(family.class_prefix) else None
+    named = [names.name for names in HEAD_NAMES if names.hf_suffix == suffix]
+    held = [head for head in named if head == "base" or head in family.heads]
+    if wanted in held:
+        return wanted
+    if name in family.pretraining:
+        return family.pretraining[name]
+    # A suffix that several tasks share says nothing of a family that has none of them.
+    return held[0] if held else named[0] if len(named) == 1 else None
+
+
+def class_of(architectures: object) -> str | None:
+    """Return the class that ``architectures`` of a config names first, or None."""
+    if isinstance(architectures, list) and architectures and isinstance(architectures[0], str):
+        return architectures[0]
+    return None
+
+
+class _Names:
+    """Every Hugging Face name that a file of this family may hold, and what it means for one head."""
+
+    def __init__(self, family: Family, config: Any, key_map: KeyMap, targets: Iterable[str], head: str) -> None:
+        self.family = family
+        self.key_map = key_map
+        self.wanted = {theirs: ours for ours, theirs in key_map.names(targets).items()}
+        # Names of stored tensors that hold several of ours, with those of their parts.
+        self.wholes: dict[str, list[str]] = {}
+        for theirs in self.wanted:
+            if (part := part_of(theirs)) is not None:
+                self.wholes.setdefault(part.whole, []).append(theirs)
+        self.also = {other: theirs for theirs, ours in self.wanted.items() for other in key_map.also(ours)}
+        own = () if head == "base" else family.heads[head].aliases
+        self.aliases = dict(own)
+        self.reasons = {
+            entry.name.format(**holes): entry.reason
+            for entry in family.ignored
+            for holes in (family.indices(config) if "{" in entry.name else [{}])
+        }
+        self.reasons |= {name: kept.reason for kept in family.kept for name in (kept.name, *kept.also)}
+        self.pooler = {row.theirs for row in family.keys if row.ours.startswith("pooler")}
+        prefix = family.base_prefix + "."
+        self.parts = {row.theirs.removeprefix(prefix).partition(".")[0] for row in family.keys}
+        self.parts |= {family.base_prefix, *family.prefixes}
+        self.head_parts = {theirs.partition(".")[0] for theirs, ours in self.wanted.items() if ours.startswith(_HEAD)}
+        self.other_heads: dict[str, str] = {}
+        for name, spec in family.heads.items():
+            if name == head:
+                continue
+            for row in spec.keys:
+                self.other_heads.setdefault(row.theirs, name)
+            for alias, _ in spec.aliases:
+                self.other_heads.setdefault(alias, name)
+
+    def wants(self, name: str) -> bool:
+        """Return whether a canonical name is of a tensor that this head has."""
+        return name in self.wanted or name in self.wholes or name in self.aliases
+
+    def known(self, name: str) -> bool:
+        return self.wants(name) or self.reason(name) is not None
+
+    def of_encoder(self, name: str) -> bool:
+        """Return whether a stored name, known or not, lies inside the encoder: below one of its parts."""
+        return any(one.partition(".")[0] in self.parts for one in (name, *_unwrapped(name)))
+
+    def outside(self, name: str) -> bool:
+        """Return whether a stored name that is nobody's lies below no part of the encoder, nor of the head."""
+        own = any(one.partition(".")[0] in self.head_parts for one in (name, *_unwrapped(name)))
+        return not (own or self.of_encoder(name) or changes_a_layer(name))
+
+    def reason(self, name: str) -> str | None:
+        """Return why a tensor of this canonical name is not used, or None if it is not known at all."""
+        if name in self.reasons:
+            return self.reasons[name]
+        module = name.rpartition(".")[0]
+        if name in self.pooler or module in self.pooler:
+            return "the pooler is not used by this head"
+        other = self.other_heads.get(name) or self.other_heads.get(module)
+        return None if other is None else f"belongs to the {other} head"
+
+    def canonical(self, stored: str) -> str | None:
+        """Return today's full name of a stored one, or None if it is nobody's."""
+        prefix = self.family.base_prefix + "."
+        shapes = [stored, *_unwrapped(stored)]
+        others = [other + "." for other in self.family.prefixes]
+        shapes += [s.removeprefix(other) for s in shapes for other in others if s.startswith(other)]
+        for name in [*shapes, *(prefix + s for s in shapes)]:
+            meant = [name, *(name[: -len(old)] + new for old, new in _LEGACY if name.endswith(old))]
+            # What is wanted comes before what another head has of the same name.
+            if found := next((one for one in meant if self.wants(one)), None):
+                return found
+            if name in self.also:
+                return self.also[name]
+            if found := next((one for one in meant if self.known(one)), None):
+                return found
+        return None
+
+
+def _unwrapped(stored: str) -> list[str]:
+    """Return a name without what wrappers put before it, one layer of them after another."""
+    found: list[str] = []
+    left = [stored]
+    while left:
+        name = left.pop()
+        within = [name[len(w) :] for w in _WRAPPERS if name.startswith(w)]
+        found += within
+        left += within
+    return found
+
+
+def canonical_names(family: Family, key_map: KeyMap, targets: Iterable[str], *, bare: bool) -> dict[str, str]:
+    """Return our names with the Hugging Face names a fresh file gives them.
+
+    Args:
+        family: whose rows.
+        key_map: the names of the model.
+        targets: our tensors.
+        bare: leave the family's prefix out, as files of a base model do.
+    """
+    prefix = family.base_prefix + "."
+    names = key_map.names(targets)
+    return {ours: theirs.removeprefix(prefix) if bare else theirs for ours, theirs in names.items()}
+
+
+def plan_load(
+    family: Family,
+    key_map: KeyMap,
+    targets: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, Stored],
+    *,
+    head: str,
+    source_head: str | None,
+    tie_words: bool,
+    where: str,
+    renew: Iterable[str] = (),
+    config: Any = None,
+    custom: str | None = None,
+    settled: bool = False,
+) -> Plan:
+    """Return what fills what.
+
+    Args:
+        family: the architecture.
+        key_map: names of the model that is to be filled.
+        targets: our tensors with their shapes, repeated names of tied tensors included.
+        stored: the file's tensors in file order.
+        head: the task the model is for.
+        source_head: the task the file was written for; None when unknown.
+        tie_words: whether the configuration ties words.
+        where: the source, for messages.
+        renew: prefixes of our tensors that start fresh if the stored shape does not fit.
+        config: the family's settings.
+        custom: the class the file was written for, where it is none of ours: what it has outside of the encoder
+            is not used.
+        settled: it is known that nobody computes with tensors outside of the model: they are passed over, and told.
+
+    Raises:
+        CheckpointError: missing, unexpected or mis-shaped tensors; all of them are listed. ``headless`` says whether
+            nothing is wrong but that the head is not there.
+    """
+    names = _Names(family, config, key_map, targets, head)
+    stored = _with_parts(stored, names)
+    matching = _Matching(names, targets, LoadReport(where, head, source_head), tuple(renew), custom, settled)
+    for name, tensor in stored.items():
+        matching.take(name, tensor)
+    ties, compare = _tied(family.heads[head].ties if head != "base" and tie_words else (), matching.placed)
+    covered = {tie.also for tie in ties}
+    matching.complete(covered)
+    matching.settle_biases(stored)
+    matching.settle_surplus(stored)
+    if any(matching.problems.values()):
+        files = sorted({getattr(tensor, "file", "") for tensor in stored.values()} - {""})
+        headless = matching.is_headless(covered)
+        raise _misfit(where, files, head, source_head, matching.problems, headless=headless)
+
+    report, placed = matching.report, matching.placed
+    report.new = tuple(ours for ours in targets if ours in matching.fresh)
+    report.matched = {ours: placed[ours] for ours in targets if ours in placed}
+    report.tied = tuple(tie.also for tie in ties)
+    for ours in report.matched:
+        dtype = stored[placed[ours]].dtype
+        report.dtypes[dtype] = report.dtypes.get(dtype, 0) + 1
+    report.prefixed = any(family.base_prefix + "." in name for name in stored)
+    return Plan(placed, tuple(ties), tuple(compare), tuple(matching.repeated), report, stored)
+
+
+@dataclass
+class _Matching:
+    """Stored tensors as they are matched with ours, one after another, and what is wrong with them.
+
+    Attributes:
+        names: what a stored name means.
+        targets: our tensors with their shapes.
+        report: gets what is ignored and what is renamed.
+        renew: prefixes of our tensors that start fresh if the stored shape does not fit.
+        custom: the class the file was written for, where it is none of ours.
+        settled: tensors outside of the model change no number.
+        placed: our names with the stored tensor that fills each.
+        repeated: stored tensors that must equal another, with that one.
+        surplus: stored tensors that nobody knows, outside of the model.
+        biases: stored tensors of a decoder that repeat a head's bias, with its canonical name.
+        fresh: our tensors that the file does not fill.
+        misfits: ours that are in the file, but not as they should be: named once, not also as missing.
+        problems: lines by kind.
+    """
+
+    names: _Names
+    targets: Mapping[str, tuple[int, ...]]
+    report: LoadReport
+    renew: tuple[str, ...]
+    custom: str | None
+    settled: bool = False
+    placed: dict[str, str] = field(default_factory=dict)
+    repeated: list[tuple[str, str]] = field(default_factory=list)
+    surplus: list[str] = field(default_factory=list)
+    biases: dict[str, str] = field(default_factory=dict)
+    fresh: set[str] = field(default_factory=set)
+    misfits: set[str] = field(default_factory=set)
+    problems: dict[str, list[str]] = field(
+        default_factory=lambda: {
+            kind: [] for kind in ("unexpected", "wrong shape", "wrong dtype", "named twice", "missing")
+        }
+    )
+
+    @property
+    def _own_head(self) -> bool:
+        return self.report.source_head in (None, self.report.head)
+
+    def take(self, name: str, tensor: Stored) -> None:
+        """Place a stored tensor, or note why it is not used or what is wrong with it."""
+        canonical = self.names.canonical(name)
+        if canonical is None:
+            self._unknown(name, tensor)
+            return
+        ours = self.names.wanted.get(self.names.aliases.get(canonical) or canonical)
+        if ours is None:
+            self.report.ignored[name] = self.names.reason(canonical) or "not used"
+        # A file that says it is an encoder alone was written for no other head: the one that it holds is meant.
+        elif ours.startswith(_HEAD) and not self._own_head and self.report.source_head != "base":
+            written = self.report.source_head
+            self.report.ignored[name] = f"written for the {written} head, and this is {self.report.head}"
+        elif self._fits(ours, name, tensor):
+            self._place(ours, name, canonical)
+
+    def _unknown(self, name: str, tensor: Stored) -> None:
+        """Note why a tensor that no row names changes nothing, or that it was not expected."""
+        repeated = repeated_bias(name)
+        if (why := reason_to_pass_over(name, tensor.dtype)) is not None:
+            self.report.ignored[name] = why
+        elif repeated and (bias := self.names.canonical(repeated)) is not None:
+            self.biases[name] = bias
+        elif self.custom is not None and not self.names.of_encoder(name):
+            self.report.ignored[name] = f"belongs to {printable(self.custom, 60)}, which is none of our classes"
+        elif self.settled and self.names.outside(name):
+            self.surplus.append(name)
+        else:
+            self._unexpected(name, tensor)
+
+    def _unexpected(self, name: str, tensor: Stored) -> None:
+        self.problems["unexpected"].append(f"{name} {list(tensor.shape)}{nearest(name, self.names.wanted)}")
+
+    def _fits(self, ours: str, name: str, tensor: Stored) -> bool:
+        expected = list(self.targets[ours])
+        if tensor.dtype not in FLOATS:
+            kind, line = "wrong dtype", f"{name}: found {tensor.dtype}; expected one of {', '.join(FLOATS)}"
+        elif list(tensor.shape) == expected:
+            return True
+        elif self.renew and ours.startswith(self.renew):
+            self.fresh.add(ours)
+            self.report.ignored[name] = f"has shape {list(tensor.shape)}; the new labels need {expected}"
+            return False
+        else:
+            kind, line = "wrong shape", f"{name}: found {list(tensor.shape)}; expected {expected}"
+        self.misfits.add(ours)
+        self.problems[kind].append(line)
+        return False
+
+    def _place(self, ours: str, name: str, canonical: str) -> None:
+        aliases = self.names.aliases
+        before = self.placed.setdefault(ours, name)
+        if before != name:
+            # The alias is what the reference reads, so it wins; equality is checked on the values.
+            keep, drop = (name, before) if canonical in aliases else (before, name)
+            if canonical not in aliases and (self.names.canonical(before) or "") not in aliases:
+                self.problems["named twice"].append(f"{name} and {before} are both {canonical}")
+                return
+            self.placed[ours] = keep
+            self.repeated.append((drop, keep))
+        if canonical != name and canonical.removeprefix(self.names.family.base_prefix + ".") != name:
+            self.report.renamed[name] = canonical
+
+    def complete(self, covered: set[str]) -> None:
+        """Say of each of our tensors that nothing fills whether it starts fresh or is missing.
+
+        Args:
+            covered: our tensors that are tied to another.
+        """
+        source_head = self.report.source_head
+        found = self.placed.keys() | covered | self.fresh | self.misfits
+        has_head = any(ours in self.placed for ours in self._head_names(covered))
+        no_head = not self._own_head or (source_head is None and not has_head)
+        # A part that the file was never written with may start fresh; half of one may not.
+        absent: tuple[str, ...] = ()
+        for part, may_be_new in ((_HEAD, no_head), (("pooler.",), source_head != self.report.head)):
+            own = (name for name in self.targets if name.startswith(part) and name not in covered)
+            if may_be_new and not any(name in self.placed for name in own):
+                absent += part
+        for ours in self.targets:
+            if ours in found:
+                continue
+            if ours.startswith(absent):
+                self.fresh.add(ours)
+            else:
+                self.problems["missing"].append(f"{self.names.key_map.theirs(ours)} {list(self.targets[ours])}")
+
+    def settle_biases(self, stored: Mapping[str, Stored]) -> None:
+        """Say of each bias that repeats another whether its values are compared with those, or why it is not used."""
+        for name, canonical in self.biases.items():
+            kept = self.placed.get(self.names.wanted.get(canonical, ""))
+            if kept is not None and tuple(stored[name].shape) == tuple(stored[kept].shape):
+                self.repeated.append((name, kept))
+            else:
+                self.report.ignored[name] = self.names.reason(canonical) or f"{canonical} is what is read"
+
+    def settle_surplus(self, stored: Mapping[str, Stored]) -> None:
+        """Pass over what lies outside of the model, unless it may be what the model lacks, under another name."""
+        lacking = {self.names.key_map.theirs(ours).rpartition(".")[0] for ours in self.fresh}
+        if any(self.problems.values()) or any(nearest(name.rpartition(".")[0], lacking) for name in self.surplus):
+            for name in self.surplus:
+                self._unexpected(name, stored[name])
+            return
+        self.report.unexpected = tuple(self.surplus)
+        self.report.ignored |= dict.fromkeys(self.surplus, "belongs to no part of this model")
+
+    def is_headless(self, covered: set[str]) -> bool:
+        """Return whether nothing is wrong but that the whole head is missing."""
+        wrong = {kind for kind, lines in self.problems.items() if lines}
+        head_names = self._head_names(covered)
+        found = self.placed.keys() | covered | self.fresh | self.misfits
+        alone = wrong == {"missing"} and not any(ours in found for ours in head_names)
+        return alone and len(self.problems["missing"]) == len(head_names) > 0
+
+    def _head_names(self, covered: set[str]) -> list[str]:
+        return [ours for ours in self.targets if ours.startswith(_HEAD) and ours not in covered]
+
+
+def _tied(ties: Iterable[Tie], placed: dict[str, str]) -> tuple[list[Tie], list[tuple[Tie, str, str]]]:
+    """Return the ties of which the file has one tensor, placed where it is kept; and those of which it has both."""
+    shared, both = [], []
+    for tie in ties:
+        kept, also = placed.get(tie.kept), placed.get(tie.also)
+        if kept and also:
+            both.append((tie, kept, also))
+        elif kept or also:
+            placed[tie.kept] = kept or also or ""
+            placed.pop(tie.also, None)
+            shared.append(tie)
+    return shared, both
+
+
+def _with_parts(stored: Mapping[str, Stored], names: _Names) -> dict[str, Stored]:
+    """Return headers by name, with those of parts in place of the tensors that hold them."""
+    found: dict[str, Stored] = {}
+    for name, tensor in stored.items():
+        parts = names.wholes.get(names.canonical(name) or "") if names.wholes else None
+        rows = tensor.shape[0] if tensor.shape else 0
+        if not parts or rows % len(parts):
+            found[name] = tensor
+            continue
+        shape = (rows // len(parts), *tensor.shape[1:])
+        found |= {named_part(name, like): _StoredPart(shape, tensor.dtype) for like in parts}
+    return found
+
+
+def _misfit(
+    where: str,
+    files: list[str],
+    head: str,
+    source_head: str | None,
+    problems: dict[str, list[str]],
+    *,
+    headless: bool,
+) -> CheckpointError:
+    groups = [f"{kind} ({len(lines)}):\n{capped(lines)}" for kind, lines in problems.items() if lines]
+    written = f", and the file says it was written for {source_head}" if source_head and source_head != head else ""
+    advice = "Check that config.json and the weights belong together and that the download is complete."
+    if problems["unexpected"] and not problems["missing"]:
+        advice += (
+            " What stands beside a layer's own tensors (an adapter's, a layer too many, an unknown bias) would be left "
+            "out of what that layer computes: merge it into the weights, or write the file without it."
+        )
+    if problems["wrong shape"] and not problems["missing"]:
+        advice = (
+            "Check num_labels / id2label and the sizes in config.json; to start with other labels, pass labels=[...]."
+        )
+    of = f" of {', '.join(map(printable, files[:3]))}" if files else ""
+    of += f" and {len(files) - 3} more" if len(files) > 3 else ""
+    return CheckpointError(
+        f"{where}: the tensors{of} do not fit a {head} model{written}; expected just those that config.json asks for.\n"
+        + "\n".join(groups)
+        + f"\nNothing was loaded. {advice}",
+        where=where,
+        problems=[line for lines in problems.values() for line in lines],
+        groups=problems,
+        headless=headless,
+    )

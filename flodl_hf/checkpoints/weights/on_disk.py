@@ -1,0 +1,153 @@
+"""Weights that stay in their files: when a model's do, and which of its tensors are shown rather than held.
+
+Decides whether weights are too large for the memory that is free, and what keeps a folder's from staying on disk. How
+predictions are computed of them is `flodl_hf.inference.layers_from_disk`'s.
+"""
+
+from __future__ import annotations
+
+import bisect
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flodl.errors import ConfigError, nearest
+from flodl.memory import available_memory
+from flodl.system import file_mappings, let_go_of_pages
+from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPES, SourceManifest
+
+__all__ = ["OnDisk", "Weights", "stays_on_disk"]
+
+Weights = Literal["memory", "disk"]
+
+
+class OnDisk:
+    """Which tensors of a model are shown by its files, and where it predicts.
+
+    Args:
+        tensors: as they were read, mapped.
+        device: where layers are computed; the model itself stays on the processor.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
+        self.device = device
+        ranges = sorted(file_mappings())
+        starts = [start for start, _ in ranges]
+        self._read: set[int] = set()
+        self._shown: dict[int, tuple[int, int]] = {}
+        for tensor in tensors:
+            place = tensor.data_ptr()
+            self._read.add(place)
+            at = bisect.bisect_right(starts, place) - 1
+            if at >= 0 and place + tensor.nbytes <= ranges[at][1]:
+                self._shown[place] = tensor.nbytes, tensor._version
+
+    def holds(self, layers: nn.Module) -> bool:
+        """Return whether the layers still have weights that were read; not where the model was moved or cast."""
+        return any(parameter.data_ptr() in self._read for parameter in layers.parameters())
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor that its file shows, other tensors themselves; waits for the disk.
+
+        A file's numbers lie at any multiple of eight bytes, and kernels add up in another order there.
+        """
+        if tensor.data_ptr() not in self._read:
+            return tensor
+        found = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        # By numpy, which starts no threads of its own beside those that compute.
+        target, source = (t.detach().reshape(-1).view(torch.uint8).numpy() for t in (found, tensor))
+        np.copyto(target, source)
+        self.release(tensor)
+        return found
+
+    def release(self, tensor: Tensor) -> None:
+        """Have the memory that shows a tensor free again; what was written to it stays."""
+        place = tensor.data_ptr()
+        if self._shown.get(place) == (tensor.nbytes, tensor._version):
+            let_go_of_pages(place, tensor.nbytes)
+
+
+def stays_on_disk(
+    weights: str | None,
+    manifest: SourceManifest,
+    used: Iterable[str],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    mapped: bool | None,
+    notes: list[str],
+) -> bool:
+    """Return whether a folder's weights stay on disk, because the caller says so or because there is no room.
+
+    Args:
+        weights: "memory", "disk", or None to decide by the memory that is free.
+        manifest: the folder's weight files.
+        used: stored names that the model takes.
+        dtype: what the model's weights are to be.
+        device: where it is to be.
+        mapped: what the caller said of showing files.
+        notes: gets a line where it was decided here.
+
+    Raises:
+        ConfigError: another word, or weights that cannot stay on disk.
+    """
+    if weights not in (None, "memory", "disk"):
+        raise ConfigError(
+            f"weights={weights!r}; expected 'memory', 'disk' or None{nearest(str(weights), ('memory', 'disk'))}",
+            problems=["weights"],
+        )
+    if weights == "memory":
+        return False
+    names = dict.fromkeys(used)
+    faults = _faults(manifest, names, dtype, device, mapped)
+    if weights == "disk":
+        if faults:
+            raise ConfigError(f"{manifest.folder}: weights='disk' cannot be: {'; '.join(faults)}", problems=faults)
+        return True
+    need = sum(_numbers(manifest.tensors[name].shape) for name in names if name in manifest.tensors) * dtype.itemsize
+    free = available_memory(device)
+    if free is None or need <= free or manifest.layout not in ("single", "sharded"):
+        return False
+    short = f"weights take {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB of {device} are free"
+    if faults:
+        notes.append(f"{short}; they could stay on disk (weights='disk'), but {'; '.join(faults)}")
+        return False
+    said = f"{short}: they stay on disk and are read layer by layer for each call (weights='disk'; 'memory' insists)"
+    notes.append(said)
+    warnings.warn(f"{manifest.folder}: {said}", stacklevel=2)
+    return True
+
+
+def _numbers(shape: Iterable[int]) -> int:
+    return int(np.prod([*shape, 1], dtype=np.int64))
+
+
+def _faults(
+    manifest: SourceManifest,
+    names: Mapping[str, None],
+    dtype: torch.dtype,
+    device: torch.device,
+    mapped: bool | None,
+) -> list[str]:
+    faults = []
+    if device.type not in ("cpu", "cuda"):
+        faults.append(f"layers come and go on processors and CUDA devices, not on a {device.type}")
+    if mapped is False:
+        faults.append("mapped=False asks for copies in memory")
+    if manifest.layout not in ("single", "sharded"):
+        files = Path(manifest.files[0].name).name
+        faults.append(f"{files} has to be converted once, by flodl-hf convert")
+    kinds = {manifest.tensors[name].dtype for name in names if name in manifest.tensors}
+    other = sorted(kind for kind in kinds if DTYPES[kind] != dtype)
+    if other:
+        word = str(dtype).removeprefix("torch.")
+        faults.append(
+            f"weights are stored in {', '.join(sorted(kinds))} and are to be {word}, which takes copies; say dtype= as "
+            "they are stored, and predict with precision= to compute in another"
+        )
+    return faults

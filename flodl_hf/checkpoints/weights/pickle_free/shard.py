@@ -1,0 +1,225 @@
+"""`BinShard`: an open ``pytorch_model.bin`` with the interface of a safetensors shard.
+
+Decides how the two containers of torch files are opened: the zip archive (torch 1.6 and later) and the plain
+sequence of programs and storages before it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from flodl.errors import CheckpointError, printable
+from flodl.files import POINTER_ADVICE, is_pointer, open_regular
+from flodl.system import read_at
+from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPES
+from flodl_hf.checkpoints.weights.checkpoint.read import map_extents, read_extents
+from flodl_hf.checkpoints.weights.checkpoint.scatter import Extent
+from flodl_hf.checkpoints.weights.checkpoint.shard import OpenShard
+
+from .archive import Member, stored_members
+from .checksums import check_sums
+from .opcodes import Machine
+from .tensors import NAMES, StorageRecord, TensorRecord, state_table, storage_record
+
+__all__ = ["BinShard", "read_bin"]
+
+# torch/serialization.py: what the first two programs of a file before torch 1.6 leave.
+_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+_LEGACY_PROTOCOL = 1001
+_BUFFER = 64 << 10
+
+
+def read_bin(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Return the tensors of a ``.bin`` file by name, in the order of the file, without executing anything.
+
+    Names that share one tensor in the file share one here.
+
+    Raises:
+        UnsafeFileError: the file asks for more than building tensors; the message names what.
+        CheckpointError: it is damaged, or no table of tensors.
+    """
+    shard = BinShard(open_regular(path), Path(path).name, str(path))
+    try:
+        shard.parse()
+        names = list(shard.entries)
+        return dict(zip(names, shard.read(names), strict=True))
+    finally:
+        shard.close()
+
+
+class BinShard(OpenShard):
+    """An open ``.bin`` file."""
+
+    def __init__(self, descriptor: int, name: str, where: str) -> None:
+        super().__init__(descriptor, name, where)
+        self._records: dict[str, TensorRecord] = {}
+        self._places: dict[str, tuple[int, int]] = {}
+        self._members: dict[str, Member] = {}
+
+    def parse(self) -> None:
+        """Read the program of the file and check what it describes; no weights are read.
+
+        Raises:
+            UnsafeFileError: it asks for more than building tensors.
+            CheckpointError: it is damaged, or no table of tensors.
+        """
+        descriptor = self._open_descriptor()
+        if is_pointer(read_at(descriptor, 64, 0)):
+            raise CheckpointError(f"{self._where}: {POINTER_ADVICE}", path=self._where, problems=[POINTER_ADVICE])
+        if read_at(descriptor, 4, 0) == b"PK\x03\x04":
+            value = self._parse_archive(descriptor)
+        else:
+            value = self._parse_legacy(descriptor)
+        self._records = state_table(value, self._where, self.file.size)
+        for record in set(self._records.values()):
+            _, length = self._place(record.storage)
+            if length != record.storage.nbytes:
+                self._fail(
+                    f"storage {printable(record.storage.key)} has {length:,} bytes, {record.storage.nbytes:,} declared"
+                )
+        self.entries = {name: (record.storage.dtype, record.shape) for name, record in self._records.items()}
+        first: dict[TensorRecord, str] = {}
+        self.ties = {
+            name: kept
+            for name, record in self._records.items()
+            if record.numel and (kept := first.setdefault(record, name)) != name
+        }
+
+    def read(self, names: Sequence[str], *, mapped: bool = False) -> list[Tensor]:
+        """Return the tensors of ``names``, in that order, copied or mapped; ties are one tensor.
+
+        What is copied is compared with the checksums of the archive.
+        """
+        descriptor = self._open_descriptor()
+        records = {name: self._records[name] for name in names}
+        unique = sorted(dict.fromkeys(records.values()), key=self._start)
+        extents = [self._extent(record) for record in unique]
+        if not mapped:
+            keys = dict.fromkeys(record.storage.key for record in unique)
+            members = {f"data/{key}": self._members[key] for key in keys if key in self._members}
+            check_sums(descriptor, members, self._where)
+        flats = (map_extents if mapped else read_extents)(descriptor, self._where, extents)
+        ready = {
+            record: flat.view(record.shape)
+            if record.is_contiguous
+            else flat.as_strided(record.shape, record.strides).contiguous()
+            for record, flat in zip(unique, flats, strict=True)
+        }
+        return [ready[records[name]] for name in names]
+
+    def read_into(self, name: str, tensor: Tensor) -> None:
+        """Fill ``tensor``, contiguous, on the CPU, of the stored dtype and shape."""
+        tensor.detach().copy_(self.read([name])[0])
+
+    def _parse_archive(self, descriptor: int) -> Any:
+        members = stored_members(descriptor, self._where)
+        programs = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
+        if len(programs) != 1:
+            self._fail(f"found {len(programs)} members named data.pkl")
+        prefix = programs[0].removesuffix("data.pkl")
+        if any(name.startswith(f"{prefix}code/") for name in members) or f"{prefix}constants.pkl" in members:
+            self._fail("it is a TorchScript program and not a table of tensors")
+        order = members.get(f"{prefix}byteorder")
+        if order is not None and read_at(descriptor, min(order[1], 16), order[0]) != b"little":
+            self._fail("its numbers are not little-endian")
+        storages = f"{prefix}data/"
+        self._places = {
+            name.removeprefix(storages): place[:2] for name, place in members.items() if name.startswith(storages)
+        }
+        self._members = {name.removeprefix(storages): member for name, member in members.items()}
+        check_sums(descriptor, {"data.pkl": members[programs[0]]}, self._where)
+        start, length, _ = members[programs[0]]
+        source = _Cursor(descriptor, start, start + length)
+        value = Machine(source, self._where, NAMES, storage_record).run()
+        if source.position != start + length:
+            self._fail("bytes follow its pickle program")
+        return value
+
+    def _parse_legacy(self, descriptor: int) -> Any:
+        source = _Cursor(descriptor, 0, self.file.size)
+        storages: dict[str, StorageRecord] = {}
+
+        def remember(reference: Any) -> StorageRecord:
+            record = storage_record(reference)
+            if storages.setdefault(record.key, record) != record:
+                raise ValueError(f"storage {record.key} is described in two ways")
+            return record
+
+        def run() -> Any:
+            return Machine(source, self._where, NAMES, remember).run()
+
+        if self.file.size == 0:
+            self._fail("it is empty")
+        if run() != _LEGACY_MAGIC:
+            self._fail("it does not begin like a torch file")
+        if run() != _LEGACY_PROTOCOL:
+            self._fail("it was written by an unknown version of torch")
+        system = run()
+        if not isinstance(system, dict) or system.get("little_endian") is not True:
+            self._fail("its numbers are not little-endian")
+        value, keys = run(), run()
+        if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or len(set(keys)) != len(keys):
+            self._fail("its list of storages is damaged")
+        if set(keys) != set(storages):
+            self._fail("its list of storages is not the one that its tensors use")
+        position = source.position
+        for key in keys:
+            count = int.from_bytes(read_at(descriptor, 8, position), "little")
+            if count != storages[key].numel:
+                self._fail(f"storage {printable(key)} holds {count:,} numbers, {storages[key].numel:,} declared")
+            self._places[key] = (position + 8, storages[key].nbytes)
+            position += 8 + storages[key].nbytes
+            if position > self.file.size:
+                self._fail(f"it ends inside storage {printable(key)}")
+        if position != self.file.size:
+            self._fail(f"{self.file.size - position:,} bytes follow the last storage")
+        return value
+
+    def _place(self, storage: StorageRecord) -> tuple[int, int]:
+        if storage.key not in self._places:
+            self._fail(f"storage {printable(storage.key)} is not in the file")
+        return self._places[storage.key]
+
+    def _start(self, record: TensorRecord) -> int:
+        return self._place(record.storage)[0] + record.offset * DTYPES[record.storage.dtype].itemsize
+
+    def _extent(self, record: TensorRecord) -> Extent:
+        """Return the bytes from the first to the last number of ``record``, as one flat run."""
+        dtype = record.storage.dtype
+        nbytes = record.span * DTYPES[dtype].itemsize
+        return Extent(record.storage.key, dtype, (record.span,), self._start(record), nbytes)
+
+    def _fail(self, found: str) -> NoReturn:
+        raise CheckpointError(
+            f"{self._where}: not a usable torch file: {found}; expected a state_dict written by torch.save; "
+            f"fetch the file again",
+            path=self._where,
+            problems=[found],
+        )
+
+
+class _Cursor:
+    """Reads a stretch of a file in order, in large pieces."""
+
+    def __init__(self, descriptor: int, start: int, end: int) -> None:
+        self._descriptor = descriptor
+        self._end = end
+        self._buffer = b""
+        self._buffer_start = start
+        self.position = start
+
+    def take(self, count: int) -> bytes:
+        """Return the next ``count`` bytes, fewer only at the end."""
+        at = self.position - self._buffer_start
+        if at + count > len(self._buffer):
+            size = min(max(count, _BUFFER), self._end - self.position)
+            self._buffer = read_at(self._descriptor, max(size, 0), self.position)
+            self._buffer_start, at = self.position, 0
+        data = self._buffer[at : at + count]
+        self.position += len(data)
+        return data

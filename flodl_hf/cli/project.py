@@ -1,0 +1,278 @@
+"""A folder to begin a fine-tune from: a recipe, a few rows of data, a test, and a page that says how to go on.
+
+Everything runs as written, offline in the test and with the named model otherwise; what is to be replaced says so.
+Nothing that is there already is written over.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flodl.errors import nearest
+from flodl_hf.errors import ExportError
+from flodl_hf.training.task_names import TASK_WORDS
+
+__all__ = ["DATA", "new_project"]
+
+TRAIN_ROWS, HELD_OUT_ROWS = 48, 16
+
+
+@dataclass(frozen=True)
+class Data:
+    """What rows of a task look like.
+
+    Attributes:
+        suffix: of the files.
+        columns: what they have, in words.
+        write: makes so many rows, beginning at one, into the text of a file.
+        task: as a recipe names it.
+        use: a command that asks the trained model.
+    """
+
+    suffix: str
+    columns: str
+    write: Callable[[int, int], str]
+    task: str
+    use: str = "predict tuned --in texts.jsonl --out answers.jsonl"
+
+
+def _labels(first: int, count: int) -> str:
+    from flodl_hf.training.demo import LABELS, sentences
+
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["text", "label"])
+    table.writerows((sentence, LABELS[label]) for sentence, label in sentences()[first : first + count])
+    return text.getvalue()
+
+
+_NAMES = ("Ada", "Bob", "Eve", "Ida", "Kim", "Lee", "Mia", "Tom", "Zoe")
+_PLACES = ("Bern", "Kyiv", "London", "New York", "Oslo", "Paris", "Rome", "The Hague")
+
+
+def _pairs(first: int, count: int) -> list[tuple[str, str]]:
+    return [(_NAMES[n % len(_NAMES)], _PLACES[n * 3 % len(_PLACES)]) for n in range(first, first + count)]
+
+
+def _entities(first: int, count: int) -> str:
+    sentences = []
+    for name, place in _pairs(first, count):
+        parts = [(name, "PER"), ("lives", None), ("in", None), (place, "LOC"), (".", None)]
+        lines = []
+        for text, kind in parts:
+            for at, word in enumerate(text.split()):
+                lines.append(f"{word}\t" + ("O" if kind is None else ("I-" if at else "B-") + kind))
+        sentences.append("\n".join(lines))
+    return "\n\n".join(sentences) + "\n"
+
+
+def _answers(first: int, count: int) -> str:
+    lines = []
+    for name, place in _pairs(first, count):
+        context = f"{name} lives in {place}. The staff were kind."
+        answers = {"text": [place], "answer_start": [context.index(place)]}
+        lines.append(json.dumps({"question": f"Where does {name} live?", "context": context, "answers": answers}))
+    return "\n".join(lines) + "\n"
+
+
+def _rows(make: Callable[[str, str, str, str], dict[str, Any]]) -> Callable[[int, int], str]:
+    """Return what writes a row for each name and place, given another name and another place with them."""
+
+    def write(first: int, count: int) -> str:
+        rows = zip(_pairs(first, count), _pairs(first + 1, count), strict=True)
+        return "".join(json.dumps(make(*own, *other)) + "\n" for own, other in rows)
+
+    return write
+
+
+def _vectors(name: str, place: str, _other: str, _elsewhere: str) -> dict[str, Any]:
+    return {"anchor": f"Where is {name} of {place} at home?", "positive": f"{name} lives in {place}."}
+
+
+def _lists(name: str, place: str, other: str, elsewhere: str) -> dict[str, Any]:
+    wrong = [f"{other} lives in {elsewhere}.", f"{other} lives in {place}."]
+    return {"query": f"{name} in {place}", "positive": f"{name} lives in {place}.", "negatives": wrong}
+
+
+def _choices(name: str, place: str, _other: str, elsewhere: str) -> dict[str, Any]:
+    choices = sorted([place, elsewhere])
+    return {"prompt": f"{name} lives in {place}. Where is that?", "choices": choices, "label": choices.index(place)}
+
+
+def _lines(first: int, count: int) -> str:
+    from flodl_hf.training.demo import sentences
+
+    return "".join(f"{sentence}\n" for sentence, _ in sentences()[first : first + count])
+
+
+DATA = {
+    "sequence_classification": Data(".csv", "`text` and `label`", _labels, "seqcls"),
+    "token_classification": Data(
+        ".conll", "a word and its tag a line, an empty line between sentences", _entities, "ner"
+    ),
+    "question_answering": Data(".jsonl", "`question`, `context` and `answers` as SQuAD has them", _answers, "qa"),
+    "masked_lm": Data(".txt", "a text a line", _lines, "mlm"),
+    "multiple_choice": Data(
+        ".jsonl",
+        "`prompt`, `choices` and, as `label`, the right one's number from 0",
+        _rows(_choices),
+        "choice",
+        "inspect tuned",
+    ),
+    "embedding": Data(
+        ".jsonl",
+        "`anchor` and `positive`, texts that belong together",
+        _rows(_vectors),
+        "embedding",
+        "encode tuned --in texts.jsonl --out vectors.npy",
+    ),
+    "rank": Data(
+        ".jsonl",
+        "`query`, `positive` and a list of `negatives`",
+        _rows(_lists),
+        "rank",
+        'predict tuned --query "Ada in Bern" "Ada lives in Bern." "Bob lives in Kyiv."',
+    ),
+}
+"""By head: what its data look like."""
+
+RECIPE = """\
+# What `flodl-hf finetune --recipe recipe.yaml` does. All keys: flodl-hf finetune --help
+model: {model}
+task: {task}
+train: data/train{suffix}        # your rows in the place of these: {columns}
+eval: data/held_out{suffix}
+out: tuned
+
+epochs: 3
+# batch_size: 32             # by default that, and less where rows are few
+lr: 5.0e-5
+warmup: 0.1                  # a share of all steps
+seed: 42
+early_stopping: 3            # evaluations without a better one
+"""
+CI = """\
+# Laid over recipe.yaml by `--env ci`: two steps, to see that everything fits.
+max_steps: 2
+epochs: 1
+batch_size: 8
+early_stopping: null
+"""
+IGNORED = "tuned/\ntuned.checkpoints/\n__pycache__/\n"
+README = """\
+# {name}
+
+A fine-tune of `{model}` ({task}) with flodl-hf. The rows in `data/` are made up and few: put yours in their place
+({columns}), under the same names or others that `recipe.yaml` then names.
+
+```console
+$ flodl-hf finetune --recipe recipe.yaml --dry-run   # reads everything and says what a run will need
+$ flodl-hf finetune --recipe recipe.yaml             # trains; a run that was stopped goes on with --resume
+$ flodl-hf verify-export tuned --no-source           # proves what was written
+$ flodl-hf {use}
+$ pytest                                             # two steps of the recipe with a small model, offline
+```
+
+`recipe.ci.yaml` is laid over the recipe with `--env ci`. `tuned/recipe.yaml` and `tuned/training.json` say afterwards
+what was done.
+"""
+TEST = '''\
+"""The recipe and its data fit together: two steps with a small model, offline, and what was written is whole."""
+
+from pathlib import Path
+
+import pytest
+
+from flodl_hf import finetune
+from flodl_hf.training.demo import write_demo
+from flodl_hf.export.verify import verify_export
+from flodl_hf.training.recipe import load_recipe
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(HERE)
+    values = load_recipe(HERE / "recipe.yaml", "ci").values
+    values |= {"model": write_demo(tmp_path / "small"), "out": tmp_path / "tuned", "new_head": True}
+    return finetune(values.pop("model"), **values)
+
+
+def test_the_recipe_trains(tuned) -> None:
+    assert tuned.steps == 2
+    assert tuned.metrics, "held-out data was judged"
+
+
+def test_what_was_written_is_whole(tuned) -> None:
+    assert verify_export(tuned.folder, receipt=False).passed
+'''
+
+
+def new_project(folder: str | os.PathLike[str], *, task: str = "seqcls", model: str | None = None) -> list[Path]:
+    """Write a project into a folder that is not there yet, or is empty.
+
+    Args:
+        folder: where; its name is the project's.
+        task: what is learned, by any of its words: ``seqcls``, ``ner``, ``qa``, ``mlm``, ``choice``, ``embedding``,
+            ``rank``.
+        model: what to start from, a folder or a Hub name; None for DistilBERT.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        ExportError: the task is unknown, or the folder holds something.
+    """
+    place = Path(folder)
+    head = TASK_WORDS.get(task, task)
+    if head not in DATA:
+        words = [*DATA, *(word for word, name in TASK_WORDS.items() if name in DATA)]
+        raise ExportError(f"new: no task {task!r}{nearest(task, words)}; expected one of {', '.join(words)}", task=task)
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise ExportError(
+            f"{place}: is there and not empty; expected a new folder. Name another, or empty it.", path=str(place)
+        )
+    data = DATA[head]
+    model = model or "distilbert/distilbert-base-uncased"
+    about = {"name": place.resolve().name, "task": data.task, "columns": data.columns, "suffix": data.suffix}
+    about["use"] = data.use
+    about["model"] = json.dumps(model)
+    files = {
+        "recipe.yaml": RECIPE.format(**about),
+        "recipe.ci.yaml": CI,
+        "README.md": README.format(**about | {"model": model}),
+        "test_recipe.py": TEST,
+        ".gitignore": IGNORED,
+        f"data/train{data.suffix}": data.write(0, TRAIN_ROWS),
+        f"data/held_out{data.suffix}": data.write(TRAIN_ROWS, HELD_OUT_ROWS),
+    }
+    place.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
+    try:
+        for name, text in files.items():
+            (beside / name).parent.mkdir(exist_ok=True)
+            (beside / name).write_text(text, "utf-8")
+        os.chmod(beside, 0o777 & ~_umask())
+        if place.exists():
+            place.rmdir()
+        os.replace(beside, place)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    return [place / name for name in files]
+
+
+def _umask() -> int:
+    found = os.umask(0)
+    os.umask(found)
+    return found

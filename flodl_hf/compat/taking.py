@@ -1,0 +1,119 @@
+"""Methods that take other libraries' keywords, by tables of them.
+
+A method names its table with `taking`; its own keywords come first. A word of another library is put into ours
+(``aggregation_strategy`` into ``aggregation``), passed over where its value changes no answer (``padding``), or refused
+with the method, our word and the reason. Nobody's code gets another answer than it asked for.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
+
+from flodl.errors import FlodlError, nearest
+from flodl_hf.errors import PredictError
+
+__all__ = ["Word", "taking"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Word(NamedTuple):
+    """A keyword of another library.
+
+    Args:
+        ours: our keyword for it; None where it has none.
+        value: their value, and the model that is asked, to ours.
+        reason: why it is refused where it has no keyword of ours.
+        harmless: values that change nothing and are passed over; None for any value.
+    """
+
+    ours: str | None = None
+    value: Callable[[Any, Any], Any] = lambda value, model: value
+    reason: str = ""
+    harmless: tuple[Any, ...] | None = (None, False)
+
+
+def taking(
+    words: Mapping[str, Word], fault: type[FlodlError] = PredictError, *, like: Callable[..., Any] | None = None
+) -> Callable[[F], F]:
+    """Return a decorator for methods that know the words of other libraries.
+
+    Args:
+        words: theirs.
+        fault: raised for those that are refused.
+        like: the method that other keywords are handed on to, whose signature is then shown for this one's.
+    """
+
+    def decorate(method: F) -> F:
+        signature = inspect.signature(method)
+        if like is not None:
+            signature = _joined(signature, inspect.signature(like))
+        own = _own(signature)
+
+        @wraps(method)
+        def call(*args: Any, **given: Any) -> Any:
+            if not own.issuperset(given):
+                given = _translated(method.__name__, args[0] if args else None, given, own, words, fault)
+            return method(*args, **given)
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def _own(signature: inspect.Signature) -> frozenset[str]:
+    """Return the keywords that a method takes itself."""
+    names = {p.name for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD}
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values()):
+        # Those of `flodl_hf.inference.RunKeywords`, which is imported with the first prediction.
+        names |= {"precision", "token_budget", "devices", "batch_invariant", "window", "progress"}
+    return frozenset(names)
+
+
+def _joined(own: inspect.Signature, other: inspect.Signature) -> inspect.Signature:
+    """Return a signature whose other keywords are those of another."""
+    mine = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    more = [p for p in other.parameters.values() if p.kind in kinds]
+    there = {p.name for p in mine}
+    return own.replace(parameters=[*mine, *(p for p in more if p.name not in there)])
+
+
+def _translated(
+    method: str, owner: Any, given: dict[str, Any], own: frozenset[str], words: Mapping[str, Word],
+    fault: type[FlodlError],
+) -> dict[str, Any]:  # fmt: skip
+    found = {name: value for name, value in given.items() if name in own}
+    refused: list[str] = []
+    for name, value in given.items():
+        if name in own:
+            continue
+        word = words.get(name)
+        if word is None:
+            known = sorted(own - {"self", "cls"})
+            raise TypeError(
+                f"{method}: unexpected keyword argument {name!r}{nearest(name, [*known, *words])}; it takes "
+                f"{', '.join(known)}"
+            )
+        if word.ours is None:
+            if word.harmless is not None and not any(
+                type(value) is type(one) and value == one for one in word.harmless
+            ):
+                refused.append(f"{name}={value!r}: {word.reason}")
+            continue
+        try:
+            ours = word.value(value, owner)
+        except ValueError as why:
+            refused.append(f"{name}={value!r}: {why}")
+            continue
+        if word.ours in found and found[word.ours] is not ours and found[word.ours] != ours:
+            refused.append(f"{name}={value!r} and {word.ours}={found[word.ours]!r} say different things")
+            continue
+        found[word.ours] = ours
+    if refused:
+        raise fault(f"{method}: {'; '.join(refused)}", problems=refused)
+    return found

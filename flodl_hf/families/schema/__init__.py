@@ -1,0 +1,43 @@
+"""What an architecture has to state, for those who add one: the record of a family and the rows of its tables.
+
+    record       `Family` and what belongs to it: heads, tokenizer, tensors that are ignored or kept
+    config_rows  how one key of ``config.json`` becomes one field, and what is done with every other key
+    sizes        the sizes that every encoder has, as fields and rows
+    shared_keys  keys of ``config.json`` that mean the same in every family
+    rotary_rows  keys of rotary positions
+    keys         how tensors are named, read both ways
+    head_names   what tasks are called, without their classes
+
+The families themselves are in `flodl_hf.families`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flodl_hf.families.schema.config_rows import Inert, Row
+    from flodl_hf.families.schema.keys import KeyRow, Tie
+    from flodl_hf.families.schema.record import Family, FamilyHead, FamilyTokenizer, Ignored, Kept
+
+_WHERE = {
+    "Family": "record",
+    "FamilyHead": "record",
+    "FamilyTokenizer": "record",
+    "Ignored": "record",
+    "Inert": "config_rows",
+    "Kept": "record",
+    "KeyRow": "keys",
+    "Row": "config_rows",
+    "Tie": "keys",
+}
+
+__all__ = ["Family", "FamilyHead", "FamilyTokenizer", "Ignored", "Inert", "Kept", "KeyRow", "Row", "Tie"]
+
+
+def __getattr__(name: str) -> Any:
+    # Only on demand: rows are read without the record, which knows torch.
+    if name in _WHERE:
+        return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

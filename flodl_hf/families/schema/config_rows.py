@@ -1,0 +1,438 @@
+"""Config rows: how one key of ``config.json`` becomes one field, and what is done with every other key.
+
+A key is *used* (a row reads it into a field), *inert* (known to change nothing here, with its reason,
+sometimes only at one value), *refused* (it changes the numbers and is not understood), or *noted*: unknown
+to every family, of a plain value, and so of no effect on numbers here or in transformers. Faults of a whole
+file are collected and raised once. What a family's fields are stands in the family's file; the keys that
+all families share stand in ``shared_keys.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Any
+
+from flodl.errors import ConfigError, capped, nearest, shown
+from flodl_hf.nn.layers.activations import ACTIVATIONS
+
+__all__ = [
+    "REQUIRED",
+    "Check",
+    "Foreign",
+    "Inert",
+    "Row",
+    "Triage",
+    "activation",
+    "boolean",
+    "changed",
+    "count",
+    "epsilon",
+    "fraction",
+    "one_of",
+    "optional",
+    "padding_id",
+    "read_rows",
+    "token_id",
+    "within_vocabulary",
+]
+
+
+class _Required:
+    def __repr__(self) -> str:
+        return "required"
+
+
+REQUIRED = _Required()
+
+
+@dataclass(frozen=True)
+class Check:
+    """A test of one value.
+
+    Args:
+        expected: what it takes, in words.
+        accepts: returns the value to use, or raises ValueError.
+        names: the spellings it knows, of which the nearest is suggested.
+    """
+
+    expected: str
+    accepts: Callable[[Any], Any]
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One aligned line of a family's table: our field, the key in ``config.json``, its check, its default.
+
+    ``aliases`` are further names of the key. They ``win`` where transformers writes them over it: of two values an
+    alias's holds.
+    """
+
+    field: str
+    key: str
+    check: Check
+    default: Any = REQUIRED
+    aliases: tuple[str, ...] = ()
+    win: bool = False
+
+
+def changed(rows: Sequence[Row], changes: Mapping[str, Mapping[str, Any]]) -> tuple[Row, ...]:
+    """Return the rows of a relative: those of ``rows``, with other checks or defaults for some fields.
+
+    Raises:
+        KeyError: a field that no row has.
+    """
+    fields = {row.field for row in rows}
+    if unknown := [name for name in changes if name not in fields]:
+        raise KeyError(f"changed: no row has the field {unknown[0]!r}; expected one of {', '.join(sorted(fields))}")
+    return tuple(replace(row, **changes.get(row.field, {})) for row in rows)
+
+
+@dataclass(frozen=True)
+class Inert:
+    """A key that changes nothing here.
+
+    With ``only``, it does so at those values alone, or switched off where null is among them; with ``repeats``, where
+    it has the value of that field of ours (``head_width`` is that of a head). At other values it is refused, or passed
+    over where transformers does not read a key that ``repeats``; where it does, the key is ``read``.
+    ``said`` inert keys are told in the load report where they are not as ``usual``, or not what they repeat.
+    """
+
+    key: str
+    reason: str
+    only: tuple[Any, ...] | None = None
+    repeats: str | None = None
+    read: bool = False
+    said: bool = False
+    usual: Any = False
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A key of another architecture: it changes the numbers, so it is refused wherever it is switched on."""
+
+    key: str
+    what: str
+
+
+def _number(value: Any) -> bool:
+    if isinstance(value, int):  # one of any size, which math would not take
+        return not isinstance(value, bool) and abs(value) < 2**63
+    return isinstance(value, float) and math.isfinite(value)
+
+
+def count(least: int = 1, most: int = 65_536) -> Check:
+    """An integer from ``least`` to ``most``."""
+
+    def accepts(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise ValueError
+        return value
+
+    return Check(f"an integer from {least} to {most}", accepts)
+
+
+def token_id() -> Check:
+    """A token's id: an integer from 0."""
+    return count(0, 100_000_000)
+
+
+def padding_id() -> Check:
+    """The id that fills rows: null, a token's, or -1, which torch takes for the last row of the word table."""
+    return optional(count(-1, 100_000_000))
+
+
+def within_vocabulary(token: int) -> Callable[[Mapping[str, Any]], int | None]:
+    """Return a row's default for a token's id: this one, or None where the vocabulary is too small to hold it."""
+
+    def default(fields: Mapping[str, Any]) -> int | None:
+        return token if token < fields.get("vocab_size", token + 1) else None
+
+    default.__doc__ = f"{token}, where the vocabulary holds it"
+    return default
+
+
+def fraction() -> Check:
+    """A probability of dropping, from 0 up to but not including 1."""
+
+    def accepts(value: Any) -> float:
+        if not _number(value) or not 0 <= value < 1:
+            raise ValueError
+        return float(value)
+
+    return Check("a number in [0, 1)", accepts)
+
+
+def epsilon() -> Check:
+    """A small number that keeps a division finite; zero leaves that to the states."""
+
+    def accepts(value: Any) -> float:
+        if not _number(value) or not 0 <= value <= 1:
+            raise ValueError
+        return float(value)
+
+    return Check("a number in [0, 1]", accepts)
+
+
+def boolean() -> Check:
+    """True or false."""
+
+    def accepts(value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise ValueError
+        return value
+
+    return Check("true or false", accepts)
+
+
+def one_of(*values: Any) -> Check:
+    """One of the listed values."""
+
+    def accepts(value: Any) -> Any:
+        if not any(value == known and type(value) is type(known) for known in values):
+            raise ValueError
+        return value
+
+    return Check("one of " + ", ".join(map(repr, values)), accepts, tuple(v for v in values if isinstance(v, str)))
+
+
+def activation() -> Check:
+    """The name of an activation function."""
+    return one_of(*ACTIVATIONS)
+
+
+def optional(check: Check) -> Check:
+    """Null, or what ``check`` takes."""
+    return Check(f"null or {check.expected}", lambda value: None if value is None else check.accepts(value))
+
+
+def read_rows(
+    source: Mapping[str, Any],
+    rows: Sequence[Row],
+    problems: list[str],
+    overruled: list[str] | None = None,
+    left_out: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the fields that ``rows`` read from ``source``; faults are appended to ``problems``.
+
+    A row whose default is callable takes its default from the fields read before it. Where ``overruled`` is given, it
+    gets a sentence for each value that another name of its key overrules in transformers; without it that is a fault.
+    A required field whose key is absent is taken from ``left_out``, or is a fault.
+    """
+    fields: dict[str, Any] = {}
+    usual = left_out or {}
+    for row in rows:
+        named = [key for key in (row.key, *row.aliases) if key in source]
+        if not named:
+            if row.default is REQUIRED and row.field in usual:
+                fields[row.field] = usual[row.field]
+            elif row.default is REQUIRED:
+                problems.append(f"{row.key}: missing; expected {row.check.expected}")
+            else:
+                fields[row.field] = row.default(fields) if callable(row.default) else row.default
+            continue
+        accepted: dict[str, Any] = {}
+        for key in named:
+            try:
+                accepted[key] = row.check.accepts(source[key])
+            except (ValueError, TypeError):
+                hint = nearest(source[key], row.check.names) if isinstance(source[key], str) else ""
+                problems.append(f"{key}: found {shown(source[key], 60)}{hint}; expected {row.check.expected}")
+        differing = [key for key in accepted if accepted[key] != accepted.get(named[0])]
+        if len(accepted) == len(named) == 2 and differing and row.win and overruled is not None:
+            first, holds = named
+            said = f"{holds}, another name of the same setting, says {accepted[holds]}"
+            overruled.append(f"{first}: {shown(source[first], 60)}; {said}")
+            fields[row.field] = accepted[holds]
+        elif differing and named[0] in accepted:
+            problems.append(
+                f"{named[0]}: found {shown(source[named[0]], 60)} beside {differing[0]} "
+                f"{shown(source[differing[0]], 60)}, another name of the same setting; expected one value"
+            )
+        elif len(accepted) == len(named):
+            fields[row.field] = accepted[named[0]]
+    return fields
+
+
+def _cut(key: str) -> str:
+    return key if len(key) <= 100 else key[:97] + "..."
+
+
+def _off(value: Any) -> bool:
+    """Return whether a value asks for nothing: null, false, or empty all the way down."""
+    if isinstance(value, Mapping):
+        return all(map(_off, value.values()))
+    return value is None or value is False or value == "" or (isinstance(value, list) and all(map(_off, value)))
+
+
+@dataclass(frozen=True)
+class Triage:
+    """What decides about keys that no row reads.
+
+    Args:
+        rows: the family's rows and the shared ones.
+        inert: keys known to change nothing; a family's own come before the common ones.
+        foreign: keys of other architectures, which change the numbers.
+        elsewhere: ``elsewhere(key)`` is the row of another family that reads a key, or None.
+        shared: keys read by other means than rows.
+        overruled: gets a sentence for each setting that contradicts the family's own and that transformers passes over;
+            None where no such rule says what the file means, and they are refused.
+    """
+
+    rows: Sequence[Row]
+    inert: Sequence[Inert]
+    foreign: Sequence[Foreign]
+    elsewhere: Callable[[str], Row | None]
+    shared: Sequence[str] = ()
+    overruled: list[str] | None = None
+
+    def __call__(
+        self,
+        source: Mapping[str, Any],
+        fields: Mapping[str, Any],
+        problems: list[str],
+        ignore: Sequence[str] = (),
+        *,
+        strict: bool = False,
+    ) -> list[str]:
+        """Return a note for each key without effect that a reader should know of; faults go to ``problems``.
+
+        Keys that start with an underscore are bookkeeping of whoever wrote the file. A key that is
+        unknown but switched off (null, false, or an empty list, text or table) asks for nothing.
+
+        Args:
+            source: the file.
+            fields: what the rows read.
+            problems: gets what is refused.
+            ignore: keys that the caller passes over.
+            strict: also refuse keys that are unknown to every family.
+        """
+        used = {key for row in self.rows for key in (row.key, *row.aliases)} | set(self.shared)
+        inert = {entry.key: entry for entry in reversed(self.inert)}
+        foreign = {entry.key: entry for entry in self.foreign}
+        notes: list[str] = []
+        for key, value in source.items():
+            if key in used or key in ignore:
+                continue
+            found = f"{_cut(key)}: found {shown(value, 60)}"
+            entry = inert.get(key)
+            if entry is not None:
+                self._inert(entry, value, fields, problems, notes)
+            elif key.startswith("_") or _off(value):
+                continue
+            elif key in foreign:
+                problems.append(
+                    f"{found}; expected it absent or off, for {foreign[key].what}. "
+                    "transformers without the repository's own code passes over it and gives other numbers than this "
+                    "model was made for"
+                )
+            elif (row := self.elsewhere(key)) is not None:
+                self._elsewhere(row, key, value, fields, problems, notes)
+            elif meant := self._misspelt(key, source):
+                self._contradiction(
+                    f"{_cut(key)}: {shown(value, 60)}; {meant} is absent and takes its default",
+                    f"{found}, a setting that is not understood; expected one that is, did you mean {meant!r}? "
+                    "transformers passes over it and takes the default",
+                    problems,
+                )
+            elif strict or (isinstance(value, Mapping) and source.get("auto_map")):
+                # Code of the repository may read a table; without any, transformers' own passes over it.
+                hint = nearest(key, [*used, *inert])
+                problems.append(f"{found}, a setting that is not understood; expected one that is{hint}")
+            else:
+                notes.append(f"{_cut(key)}: {shown(value, 60)} is not known to any family and changes nothing")
+        return notes
+
+    def _inert(
+        self, entry: Inert, value: Any, fields: Mapping[str, Any], problems: list[str], notes: list[str]
+    ) -> None:
+        if entry.repeats is not None:
+            expected = _repeated(entry.repeats, fields)
+            if _off(value) or expected is None or value == expected:
+                return
+            if entry.said:
+                notes.append(f"{entry.key}: {shown(value, 60)} changes no number here ({entry.reason})")
+            elif entry.read:
+                problems.append(f"{entry.key}: found {shown(value, 60)}; expected {expected!r} ({entry.reason})")
+            else:
+                self._contradiction(
+                    f"{entry.key}: {shown(value, 60)}; the sizes say {expected!r}",
+                    f"{entry.key}: found {shown(value, 60)}; expected {expected!r} ({entry.reason}); "
+                    "transformers passes over it",
+                    problems,
+                )
+        elif entry.only is not None and value not in entry.only and not (None in entry.only and _off(value)):
+            allowed = " or ".join(repr(v) for v in entry.only)
+            problems.append(
+                f"{entry.key}: found {shown(value, 60)}, which is not supported; expected {allowed} ({entry.reason})"
+            )
+        elif entry.said and value is not None and value != entry.usual and not (entry.usual is False and _off(value)):
+            notes.append(f"{entry.key}: {shown(value, 60)} changes no number here ({entry.reason})")
+
+    def _elsewhere(
+        self, row: Row, key: str, value: Any, fields: Mapping[str, Any], problems: list[str], notes: list[str]
+    ) -> None:
+        """Judge a key that another family reads and transformers passes over in this one."""
+        own = next((mine.key for mine in self.rows if mine.field == row.field), None)
+        if row.field.endswith("dropout"):
+            notes.append(f"{key}: {shown(value, 60)} is a dropout of other families and changes nothing")
+            return
+        if own and row.field not in fields:  # wrong itself, and told already
+            return
+        expected = fields[row.field] if own else _usual(row, fields)
+        try:
+            read = row.check.accepts(value)
+        except (ValueError, TypeError):
+            read = value
+        if read != expected:
+            wanted = f"{own}, which this family reads" if own else "it absent, for this family has none"
+            self._contradiction(
+                f"{key}: {shown(value, 60)}; {f'{own} says {expected!r}' if own else 'this family has none'}",
+                f"{key}: found {shown(value, 60)}, a setting of other families; expected {wanted}",
+                problems,
+            )
+
+    def _contradiction(self, said: str, fault: str, problems: list[str]) -> None:
+        """Tell of a setting that is passed over, or refuse it where nothing says that it is."""
+        if self.overruled is None:
+            problems.append(fault)
+        else:
+            self.overruled.append(said)
+
+    def _misspelt(self, key: str, source: Mapping[str, Any]) -> str | None:
+        """Return the key that another looks like, which is read and which the file does not have."""
+        absent = [row.key for row in self.rows if not any(name in source for name in (row.key, *row.aliases))]
+        close = get_close_matches(key, absent, n=1, cutoff=0.88)
+        return close[0] if close else None
+
+
+def refuse(problems: Sequence[str], where: str, model_type: str) -> ConfigError:
+    """Return the error that lists ``problems`` of one file."""
+    return ConfigError(
+        f"{where}: {len(problems)} problem(s) in this {model_type} configuration:\n{capped(list(problems))}\n"
+        "Correct the values, or remove what does not belong; a key that you know to be harmless can be passed over "
+        'with ignore_config_keys=("the_key",).',
+        where=where,
+        model_type=model_type,
+        problems=list(problems),
+    )
+
+
+def _repeated(field: str, fields: Mapping[str, Any]) -> Any:
+    """Return a field of ours, or the width of a head, which is none; None where the file has a fault in it."""
+    if field == "head_width":
+        hidden, heads = fields.get("hidden_size"), fields.get("num_heads")
+        return hidden // heads if hidden and heads else None
+    return fields.get(field)
+
+
+def _usual(row: Row, fields: Mapping[str, Any]) -> Any:
+    """Return what a row of another family says of a file without its key; None where that depends on that family."""
+    try:
+        usual = row.default(fields) if callable(row.default) else row.default
+    except KeyError:
+        return None
+    return None if usual is REQUIRED else usual

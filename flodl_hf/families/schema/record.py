@@ -1,0 +1,233 @@
+"""What a family has to state, and nothing about any particular one.
+
+A `Family` joins the tables of one architecture: how its configuration is read, how its tensors are
+named, how its encoder is chained, and which body each task takes. Everything else (loading, export,
+prediction, parity, the generated docs) is computed from these records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor, nn
+
+from flodl.graph import Graph
+from flodl_hf.families.schema.config_rows import Inert, Row
+from flodl_hf.families.schema.keys import KeyMap, KeyRow, Tie, rows_under
+
+__all__ = ["Family", "FamilyHead", "FamilyTokenizer", "Ignored", "Kept"]
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """A tensor that a file may hold and the model does not use, by its Hugging Face name, with the reason."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor that no layer computes with and nobody trains: kept beside a model, and written for any head.
+
+    Args:
+        name: its Hugging Face name.
+        reason: what it is.
+        also: names that files may have in its place.
+        module: our module that reads it (``take``); None where none does.
+    """
+
+    name: str
+    reason: str
+    also: tuple[str, ...] = ()
+    module: str | None = None
+
+
+@dataclass(frozen=True)
+class FamilyHead:
+    """What one task looks like in one family.
+
+    Args:
+        body: ``body(config, num_labels)`` returns the head's graph: hidden states and ``layout`` in, logits out.
+        keys: rows of the head's tensors, ours below ``head``.
+        pooled: the head reads the pooler's output rather than the token states.
+        classifier: our name of the layer whose rows are the labels; a different label count renews this layer.
+        ties: tensors that are one when the configuration ties words.
+        aliases: Hugging Face names under which a file may repeat a tensor: ``(alias, canonical)``.
+        untyped_loss: ``loss(logits, labels)`` where the reference has a rule of its own for configurations
+            that state no problem type; None for the common rule.
+        relation: ``relation(config, num_labels)`` returns a second head beside the body (`bodies.Relation`), which
+            scores from the pooler's output how two texts belong together; None where there is none.
+        relation_output: what transformers calls those scores.
+    """
+
+    body: Callable[[Any, int], Graph]
+    keys: tuple[KeyRow, ...]
+    pooled: bool = False
+    classifier: str | None = None
+    ties: tuple[Tie, ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()
+    untyped_loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    relation: Callable[[Any, int], nn.Module] | None = None
+    relation_output: str = "seq_relationship_logits"
+
+    def scoring_choices(self) -> FamilyHead:
+        """Return multiple choice with this classifier's body: one score a choice."""
+        return replace(self, body=lambda config, _: self.body(config, 1), classifier=None, untyped_loss=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyTokenizer:
+    """Rules of a tokenizer class: how it is built, where the files of a folder do not specify it.
+
+    Args:
+        special: the token of each role, such as ``"mask_token"``.
+        type_ids: whether the class returns segment ids.
+        inputs: the entries that a call returns, where these are not ids, segment ids if any, and attention mask.
+        classes: further names in ``tokenizer_class`` for this tokenizer, without "Tokenizer" and "Fast"; the class
+            prefix of the family always is one.
+        files: the vocabulary files that the tokenizer is built from; empty where only ``tokenizer.json`` is read.
+        build: the name of the builder in ``tokenization/build.py``; by default that of the first of ``files``.
+        template: the name of the special tokens around texts, in ``tokenization/templates.py``.
+        mask_takes_space: whether the mask token includes the space before it, unless the settings files specify it.
+        prefix: the default of ``add_prefix_space``.
+        padding_side: the default of ``padding_side``.
+        lowercase: the default of ``do_lower_case``; None where the class does not read it.
+        split_punctuation: the default of ``split_by_punct``; None where the class does not read it.
+        cleaned: whether accents are removed by default where the class reads ``keep_accents``.
+        first: tokens that are numbered before the pieces of a sentencepiece model: a role, a token, or a role and its
+            default (``"mask_token=<mask>"``).
+        skipped: how many of the first pieces of the model ``first`` replaces.
+        last: tokens that are numbered after the pieces, like ``first``; ``"extra_ids"`` are the sentinels of T5.
+        unknown: the id of unknown pieces; None for the id of the unknown token.
+        steps: normalizers that transformers applies before a sentencepiece model, by name (``tokenization/pieces.py``).
+        spaces: how words are split for those classes: "words" (at white space), "always" (at spaces), "first" (at
+            spaces; without ``add_prefix_space`` only the first word of a text is marked), or "" (no splitting).
+        words: what splits words that is in no file of a folder; empty where the files specify everything. Such a
+            tokenizer is not built from ``vocab.txt``, and ``tokenizer.json`` of that class is read with a warning.
+    """
+
+    special: Mapping[str, str]
+    type_ids: bool
+    classes: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    build: str = ""
+    template: str = "bert"
+    mask_takes_space: bool = False
+    prefix: bool = False
+    padding_side: str = "right"
+    inputs: tuple[str, ...] = ()
+    lowercase: bool | None = None
+    split_punctuation: bool | None = None
+    cleaned: bool = False
+    first: tuple[str, ...] = ()
+    skipped: int = 0
+    last: tuple[str, ...] = ()
+    unknown: int | None = None
+    steps: tuple[str, ...] = ()
+    spaces: str = ""
+    words: str = ""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture.
+
+    Args:
+        model_type: the word in ``config.json``.
+        class_prefix: how class names of the family begin, as in ``BertForMaskedLM``.
+        base_prefix: what tensor names of the encoder begin with in a file of a task model.
+        config: the frozen dataclass of the encoder's settings, in our words.
+        rows: how ``config.json`` becomes ``config``.
+        inert: keys that change nothing in this family.
+        keys: rows of embeddings, layers and pooler; their names carry ``base_prefix``.
+        also: rows of other names that files may have in place of ``keys``' and the heads': older ones, or those that
+            transformers gives its modules and not its files.
+        prefixes: what names of the encoder may begin with in place of ``base_prefix``.
+        left_out: required field -> what transformers takes where a file leaves its key out; empty of families that
+            transformers does not have.
+        claims: keys and their values, any value where none is listed, by which a ``config.json`` of another
+            ``model_type`` is this family's; empty where only its own ``model_type`` decides.
+        ignored: tensors that may be in a file and are not used; names may have ``{i}`` for the layer.
+        kept: tensors that are kept beside a model.
+        encoder: ``encoder(config)`` returns the graph from ids to token states.
+        pooler: ``pooler(config)`` returns the graph from token states to one state a text, or None.
+        heads: what each task takes, by the task's name.
+        indices: what fills the holes of key rows, one mapping a layer.
+        pretraining: further class names found in ``architectures``, with the task each is read as.
+        unused_positions: ``unused_positions(config)`` is how many rows of the position table no token uses.
+        takes_prefix: whether transformers' model takes keys and values that stand before those of a text.
+        ties_words: whether the masked-word decoder is the word table where a file does not say.
+        tokenizer: what its tokenizers do where files do not say; None where only ``tokenizer.json`` is read.
+        tiny: variant -> settings beyond the common small sizes, in ``config.json``'s keys: what tests and
+            ``verify-matrix`` prove. More than one where the family's files differ in kind.
+        real: the same beyond the common base size, for ``verify-matrix --size real``.
+        checkpoints: task -> repository of the Hub on which ``verify-matrix --live`` proves it, of families from
+            outside of the package; its own stand in `flodl_hf.parity.published`.
+    """
+
+    model_type: str
+    class_prefix: str
+    base_prefix: str
+    config: type[Any]
+    rows: tuple[Row, ...]
+    keys: tuple[KeyRow, ...]
+    encoder: Callable[[Any], Graph]
+    heads: Mapping[str, FamilyHead]
+    pooler: Callable[[Any], Graph] | None = None
+    inert: tuple[Inert, ...] = ()
+    also: tuple[KeyRow, ...] = ()
+    prefixes: tuple[str, ...] = ()
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    claims: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    ignored: tuple[Ignored, ...] = ()
+    kept: tuple[Kept, ...] = ()
+    indices: Callable[[Any], Sequence[Mapping[str, int]]] = field(
+        default=lambda config: [{"i": i} for i in range(config.num_layers)]
+    )
+    pretraining: Mapping[str, str] = field(default_factory=dict)
+    unused_positions: Callable[[Any], int] = field(default=lambda config: 0)
+    takes_prefix: bool = False
+    ties_words: bool = True
+    tokenizer: FamilyTokenizer | None = None
+    tiny: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"base": {}})
+    real: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"base": {}})
+    checkpoints: Mapping[str, str] = field(default_factory=dict)
+
+    def key_map(self, config: Any, head: str) -> KeyMap:
+        """Return the names of this family's model for one task (or ``"base"``)."""
+        rows = self.keys if head == "base" else (*self.keys, *self.heads[head].keys)
+        return KeyMap(rows, self.indices(config), self.also)
+
+    def renamed(self, model_type: str, class_prefix: str, **changes: Any) -> Family:
+        """Return an alias: the same architecture under another ``model_type`` and class prefix.
+
+        With another ``base_prefix``, tensor names follow it where ``changes`` do not state them. Published
+        checkpoints, and sizes that files may leave out, belong to the name: none where ``changes`` names none.
+        """
+        changes.setdefault("checkpoints", {})
+        changes.setdefault("left_out", {})
+        prefix = changes.get("base_prefix", self.base_prefix)
+        if prefix != self.base_prefix:
+            changes.setdefault("keys", rows_under(prefix, self.keys))
+            changes.setdefault("also", rows_under(prefix, self.also))
+            old = self.base_prefix + "."
+            same = [
+                replace(e, name=prefix + "." + e.name.removeprefix(old)) for e in self.ignored if e.name.startswith(old)
+            ]
+            changes.setdefault("ignored", (*same, *(e for e in self.ignored if not e.name.startswith(old))))
+        return replace(self, model_type=model_type, class_prefix=class_prefix, **changes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A family is code, so it travels by name; the table of names imports this file.
+        return import_module("flodl_hf.families")._pickled_by_name(self)
+
+    def __copy__(self) -> Family:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Family:
+        # Frozen, and asked for by identity.
+        return self

@@ -1,1 +1,0 @@
-"""``task="embedding"``: vectors of texts, trained by the losses of `flodl_hf.vectors.losses`."""

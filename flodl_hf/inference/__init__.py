@@ -1,0 +1,74 @@
+"""From raw text to answers at speed: planning, packing, running and putting results back in order.
+
+options         the keywords that every call takes: precision, devices, token_budget, ...
+precision       which precisions there are and which device has them
+prepared_graph  the graph that predicts: fused and cast, remade when the model changes
+inputs          what users pass as texts, and their tokens as arrays
+token_table     rows of tokens as flat arrays
+plan            which rows run together: sorted by length, cut by a token budget
+passes          what a batch computes: scores, states, pooled vectors
+batch           rows of a table end to end, as an engine hands them on
+pending         results on their way home
+engine          rows through a prepared graph; memory that runs out
+cuda_graphs     batches recorded as CUDA graphs
+fleet           several devices with one queue
+stream          any iterable in, an iterator out, in constant memory
+session         one call: its options, engines and stream
+batch_variance  how far answers depend on what else is in the batch
+decode          scores and offsets to typed answers
+results         lists of answers, as JSON, tables and HTML
+graph_model     a graph with its configuration, tokenizer and source
+similarity      how similar vectors are, one a text or one a token
+search          the nearest vectors
+mining          pairs of similar texts
+communities     groups of similar texts
+quantize        vectors in fewer bits
+vector_files    vectors in files
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flodl_hf.inference.batch_variance import Spread, spread
+    from flodl_hf.inference.engine import Engine
+    from flodl_hf.inference.options import RunKeywords, RunOptions
+    from flodl_hf.inference.plan import plan_batches
+    from flodl_hf.inference.precision import Precision
+    from flodl_hf.inference.prepared_graph import forget, prepared
+    from flodl_hf.inference.session import Session
+
+__all__ = [
+    "Engine",
+    "Precision",
+    "RunKeywords",
+    "RunOptions",
+    "Session",
+    "Spread",
+    "forget",
+    "plan_batches",
+    "prepared",
+    "spread",
+]
+
+_MODULES = {
+    "Engine": "engine",
+    "Precision": "precision",
+    "RunKeywords": "options",
+    "RunOptions": "options",
+    "Session": "session",
+    "Spread": "batch_variance",
+    "forget": "prepared_graph",
+    "plan_batches": "plan",
+    "prepared": "prepared_graph",
+    "spread": "batch_variance",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Only on demand: decoding and similarity are used without the engine.
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

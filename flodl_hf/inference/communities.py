@@ -1,0 +1,81 @@
+"""Groups of texts that are alike, found by a threshold alone: no number of groups has to be known.
+
+A group is everything that is near enough to one text, its centre; the largest come first and take what is in them.
+Scores are made in blocks, twice: once to count neighbours, once for the centres that are still free, so that neither
+a table of all scores nor all lists of neighbours are ever there.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flodl_hf.errors import PredictError
+from flodl_hf.inference.search import CORPUS, as_vectors
+
+__all__ = ["community_detection"]
+
+CENTRES = 64
+"""Centres whose neighbours are listed at once; of these, some may be taken by the others before their turn comes."""
+
+
+def community_detection(
+    embeddings: Any,
+    threshold: float = 0.75,
+    min_community_size: int = 10,
+    batch_size: int = 1024,
+    *,
+    device: torch.device | str | None = None,
+) -> list[list[int]]:
+    """Return groups of texts whose cosine with their centre is at least ``threshold``, the largest group first.
+
+    The groups are those of sentence-transformers' function of this name; of equal scores the text that stands first
+    comes first.
+
+    Args:
+        embeddings: ``(texts, size)``.
+        threshold: least cosine with the centre.
+        min_community_size: leave out smaller groups; the centre counts.
+        batch_size: rows of a block of scores.
+        device: where to compute; None is where the embeddings are.
+
+    Returns:
+        Places of texts; in each group the centre stands first, then the others from the nearest on.
+
+    Raises:
+        PredictError: a size below 1, or no vectors.
+    """
+    vectors = as_vectors(embeddings, "embeddings")
+    sizes = {"min_community_size": min_community_size, "batch_size": batch_size}
+    wrong = [f"{name}={value}; expected 1 or more" for name, value in sizes.items() if value < 1]
+    if wrong:
+        raise PredictError(f"community_detection: {'; '.join(wrong)}", problems=wrong)
+    if len(vectors) < min_community_size:
+        return []
+    place = torch.device(device) if device is not None else vectors.device
+    unit = torch.nn.functional.normalize(vectors.to(place, torch.float32), dim=-1)
+    counts = torch.cat([_counts(block, unit, threshold) for block in unit.split(batch_size)]).cpu()
+    order = [i for i in counts.sort(descending=True, stable=True).indices.tolist() if counts[i] >= min_community_size]
+    taken = torch.zeros(len(unit), dtype=torch.bool)
+    found: list[list[int]] = []
+    rest = iter(order)
+    # Whether a centre is taken is asked when its block begins, and again when its turn comes.
+    while chosen := list(islice((centre for centre in rest if not taken[centre]), CENTRES)):
+        scores = unit[chosen] @ unit.T
+        for centre, row in zip(chosen, scores, strict=True):
+            if taken[centre]:
+                continue
+            near = (row >= threshold).nonzero().flatten()
+            near = near[row[near].sort(descending=True, stable=True).indices].cpu()
+            free = near[~taken[near]]
+            if len(free) >= min_community_size:
+                found.append([centre, *free[free != centre].tolist()])
+                taken[found[-1]] = True
+    return sorted(found, key=len, reverse=True)
+
+
+def _counts(block: Tensor, unit: Tensor, threshold: float) -> Tensor:
+    return torch.stack([(block @ texts.T >= threshold).sum(1) for texts in unit.split(CORPUS)]).sum(0)

@@ -1,0 +1,142 @@
+"""What a prepared graph becomes on a processor, and which precisions the processor has.
+
+Decides by capability, as torch reports it: where AVX-512 is, oneDNN with reordered weights multiplies fastest;
+elsewhere torch's own product does, and nothing is copied. Layers get the processor's table either way
+(`flodl_hf.nn.backends.cpu`): sums ride along with products, activations happen in place, buffers are kept, and a
+classifier's last layer computes first tokens alone. Kernels are in `cpu_products`; when a graph is made and remade
+is `prepared`'s.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from flodl_hf.inference import cpu_features
+from flodl_hf.nn.backends.choose import arrange_processor, layers_of
+from flodl_hf.nn.backends.cpu import MakeProduct
+from flodl_hf.nn.backends.cpu_attention import HalfAttention, has_half_attention
+from flodl_hf.nn.backends.cpu_products import (
+    CpuLinear,
+    Int8Linear,
+    OneDnnLinear,
+    Product,
+    Scratch,
+    TorchLinear,
+    first_is_later,
+    has_onednn,
+    sums_in_32_bits,
+)
+from flodl_hf.nn.layers.table import TORCH
+
+if TYPE_CHECKING:
+    from flodl_hf.inference.precision import Precision
+
+__all__ = ["keeps_kernels", "prepare_cpu", "products_of"]
+
+
+def prepare_cpu(graph: nn.Module, precision: Precision | None) -> dict[str, str]:
+    """Rearrange a prepared graph for the processor, in place; it then is for inference only.
+
+    Weights stay shared with the model where torch's own product is used. Where oneDNN reorders them, or int8 is
+    asked for, each gets its copy at its second use (int8 at the first), with the same bits before and after: one
+    more time the weights in fp32, a half in bf16, a quarter in int8.
+
+    Args:
+        graph: a shadow whose modules may be replaced; its tensors are read at the first use.
+        precision: "fp32", "bf16", "int8", or None for the weights' own dtype (fp16 is computed in fp32, and
+            so is bf16 where the processor lacks it).
+    """
+    if precision is None:
+        _widen(graph)
+    scratch = Scratch()
+    make = _products(precision, scratch)
+    half = next(graph.parameters()).dtype == torch.bfloat16 and _attends_in_half()
+    kernel = HalfAttention(scratch) if half else None
+    lacking = arrange_processor(graph, make, joined=precision in ("bf16", "int8") or _reorders(), kernel=kernel)
+    if precision == "int8" or _reorders():
+        # Heads are a small part of the work and the answer itself, so int8 leaves them alone.
+        _linears(graph.get_submodule("encoder") if precision == "int8" else graph, make)
+    return lacking
+
+
+def _products(precision: str | None, scratch: Scratch) -> MakeProduct:
+    if precision == "int8":
+        return partial(Int8Linear, bits=8 if sums_in_32_bits() else 7)
+    return partial(_product, scratch)
+
+
+def _product(scratch: Scratch, weight: Tensor, bias: Tensor | None) -> Product:
+    """Return the fastest product of a floating weight."""
+    if weight.dtype == torch.float32 and _reorders():
+        return OneDnnLinear(weight, bias, at_once=not first_is_later(torch.float32))
+    if weight.dtype == torch.bfloat16 and has_onednn(torch.bfloat16):
+        return OneDnnLinear(weight, bias, at_once=not first_is_later(torch.bfloat16))
+    return TorchLinear(weight, bias, scratch)
+
+
+def keeps_kernels(graph: nn.Module, precision: Precision | None) -> bool:
+    """Return whether what multiplies weights here keeps a kernel for each count of rows, as oneDNN does.
+
+    Args:
+        graph: made ready by `prepare_cpu`.
+        precision: that it was made ready for.
+    """
+    dtype = next(graph.parameters()).dtype
+    return precision == "int8" or (_reorders() if dtype == torch.float32 else has_onednn(dtype))
+
+
+def _widen(graph: nn.Module) -> None:
+    """Give the graph float32 tensors in place of 16-bit ones that the processor cannot multiply."""
+    changed: dict[int, nn.Parameter] = {}
+    for module in graph.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter.dtype not in (torch.float16, torch.bfloat16):
+                continue
+            if parameter.dtype == torch.bfloat16 and cpu_features.multiplies_bf16():
+                continue
+            if id(parameter) not in changed:
+                changed[id(parameter)] = nn.Parameter(parameter.detach().float(), requires_grad=False)
+            module._parameters[name] = changed[id(parameter)]
+
+
+# --- what stands where --------------------------------------------------------------------------------
+
+
+def _linears(graph: nn.Module, make: MakeProduct) -> None:
+    better: dict[int, CpuLinear] = {}
+    # A table reads its layers' weights by itself.
+    theirs = {id(m) for _, layer in layers_of(graph) if layer.table is not TORCH for m in layer.modules()}
+    for module in list(graph.modules()):
+        if id(module) in theirs:
+            continue
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and not child._forward_hooks:
+                setattr(module, name, better.setdefault(id(child), CpuLinear(child, make)))
+
+
+def products_of(precision: str | None) -> str:
+    """Return what multiplies weights here, in words."""
+    if precision == "int8":
+        return "int8 by oneDNN" + ("" if sums_in_32_bits() else ", with 7-bit weights")
+    if _reorders() or precision == "bf16":
+        return "oneDNN with reordered weights"
+    return "torch's own, on the model's weights as they are"
+
+
+# --- what the processor has ---------------------------------------------------------------------------
+
+
+def _attends_in_half() -> bool:
+    # Measured with AVX512-BF16; for AMX, torch's fused attention has products of its own.
+    return cpu_features.multiplies_bf16() and not cpu_features.has_tiles() and has_half_attention()
+
+
+@cache
+def _reorders() -> bool:
+    # Measured: with AVX-512 reordered weights are a fifth faster than torch's product; with AVX2 MKL is a
+    # fifth faster than oneDNN.
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512") and has_onednn(torch.float32)

@@ -1,0 +1,48 @@
+"""What this processor, and this build of torch, can multiply."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from flodl_hf.nn.backends.cpu_products import has_int8, has_onednn
+
+__all__ = ["has_tiles", "missing", "multiplies_bf16"]
+
+
+def missing(precision: str) -> str | None:
+    """Return why this processor does not run a precision, or None if it does."""
+    if precision == "bf16" and not multiplies_bf16():
+        return "the processor has no bf16 instructions (AVX512-BF16 or AMX), so bf16 would be slower than fp32"
+    if precision == "int8" and not has_int8():
+        return "this build of torch has no int8 products for it (onednn.qlinear_pointwise)"
+    return None
+
+
+@cache
+def multiplies_bf16() -> bool:
+    """Return whether the processor has instructions for bf16, and torch's products for it are right."""
+    has = _capabilities()
+    named = has("avx512_bf16") or has("amx_tile") or has("amx_bf16")
+    return named and has_onednn(torch.bfloat16)
+
+
+def has_tiles() -> bool:
+    """Return whether the processor multiplies matrices by tiles (AMX), for which torch has kernels of its own."""
+    return _capabilities()("amx_tile")
+
+
+class _Capabilities:
+    """What torch says about the processor, under either of the ways it has said it."""
+
+    def __call__(self, name: str) -> bool:
+        listed = getattr(torch.cpu, "get_capabilities", None)
+        if listed is not None and name in (found := listed()):
+            return bool(found[name])
+        ask = getattr(torch.cpu, f"_is_{name}_supported", None)
+        return bool(ask()) if ask is not None else False
+
+
+def _capabilities() -> _Capabilities:
+    return _Capabilities()

@@ -1,0 +1,417 @@
+"""Classes, scores and ranks from sequence classification logits.
+
+This file decides which function turns logits into scores, how the windows of a long text are merged, and how
+zero-shot and ranking read an NLI head and a cross-encoder. It leaves the making of rows and hypotheses to the
+caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flodl_hf.checkpoints.config.activations import ACTIVATIONS, activate
+from flodl_hf.errors import PredictError
+from flodl_hf.inference.decode.fast_records import Record, made
+from flodl_hf.inference.decode.rows import as_tensor, owners_of
+
+__all__ = [
+    "Activation",
+    "Classification",
+    "Ranked",
+    "activation_for",
+    "class_scores",
+    "contradiction_id",
+    "decide",
+    "decode_classes",
+    "decode_ranking",
+    "decode_zero_shot",
+    "entailment_id",
+    "mean_over_windows",
+]
+
+_ALONE = np.zeros(1, np.int64)
+
+Activation: TypeAlias = str
+"""``"softmax"``, ``"sigmoid"``, ``"none"``, or a name in `flodl_hf.checkpoints.config.activations.ACTIVATIONS`."""
+
+_FUNCTIONS = ("softmax", "sigmoid", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class Classification(Record):
+    """One label of a text.
+
+    Attributes:
+        label: the name.
+        score: probability from 0 to 1; for a regression the value itself.
+        windows: number of windows of the text that the score is the mean of.
+    """
+
+    label: str
+    score: float
+    windows: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked(Record):
+    """One document of a ranking.
+
+    Attributes:
+        index: its place in the caller's list.
+        score: how well it fits, in the units of the chosen activation.
+        windows: number of windows of the document; the best of them gave the score.
+        text: the document, where the ranking knows it.
+        empty: the document or the query is nothing but white space. The score is the model's for such a pair.
+    """
+
+    index: int
+    score: float
+    windows: int = 1
+    text: str = ""
+    empty: bool = False
+
+
+def activation_for(problem_type: str | None, num_labels: int, function_to_apply: str | None = None) -> Activation:
+    """Return the function that makes scores of logits, chosen as transformers chooses it.
+
+    In this order: ``function_to_apply`` if given; none for ``"regression"``; sigmoid for
+    ``"multi_label_classification"`` or a single label; otherwise softmax.
+
+    Raises:
+        PredictError: ``function_to_apply`` is neither softmax, sigmoid, none, nor the name of an activation class.
+    """
+    if function_to_apply is not None:
+        if function_to_apply.lower() in _FUNCTIONS:
+            return function_to_apply.lower()
+        if function_to_apply in ACTIVATIONS:
+            return "none" if function_to_apply == "Identity" else function_to_apply
+        raise PredictError(
+            f"classification: found function_to_apply={function_to_apply!r}, expected one of {', '.join(_FUNCTIONS)}, "
+            f"or an activation of torch.nn: {', '.join(ACTIVATIONS)}.",
+            function_to_apply=function_to_apply,
+        )
+    if problem_type == "regression":
+        return "none"
+    if problem_type == "multi_label_classification" or num_labels == 1:
+        return "sigmoid"
+    return "softmax"
+
+
+def class_scores(logits: Tensor | np.ndarray, activation: Activation) -> Tensor:
+    """Return the scores of ``logits`` ``(rows, labels)`` in float32, on the device of the logits."""
+    values = as_tensor(logits).float()
+    if activation == "softmax":
+        return torch.softmax(values, -1)
+    if activation in ("sigmoid", "none"):
+        return torch.sigmoid(values) if activation == "sigmoid" else values
+    return activate(activation, values)
+
+
+def mean_over_windows(
+    values: Tensor, owners: np.ndarray, texts: int, weights: Sequence[float] | np.ndarray | None = None
+) -> Tensor:
+    """Return for each text the weighted mean of its rows, ``(texts, labels)``; a text of one row keeps it as
+    is.
+
+    Args:
+        values: ``(rows, labels)``.
+        owners: index of the text of each row, ``(rows,)``.
+        texts: number of texts; each needs a row.
+        weights: weight of each row, usually its number of content tokens; equal without it.
+    """
+    counts = np.bincount(owners, minlength=texts)
+    if len(counts) != texts or bool((counts == 0).any()):
+        missing = np.flatnonzero(counts == 0).tolist()
+        raise PredictError(
+            f"classification: texts {missing[:20]} have no row; expected at least one window per text",
+            missing=missing,
+        )
+    if len(owners) == texts:
+        return values[torch.from_numpy(np.argsort(owners, kind="stable")).to(values.device)]
+    weight = torch.ones(len(owners), dtype=torch.float64) if weights is None else torch.as_tensor(weights)
+    # An empty text has a row without content, which still must count as one.
+    weight = weight.double().clamp(min=1e-9).to(values.device)
+    index = torch.from_numpy(owners).to(values.device)
+    total = torch.zeros(texts, dtype=torch.float64, device=values.device).index_add_(0, index, weight)
+    share = (weight / total[index])[:, None]
+    out = torch.zeros((texts, values.shape[1]), dtype=torch.float64, device=values.device)
+    return out.index_add_(0, index, values.double() * share).to(values.dtype)
+
+
+def decode_classes(
+    logits: Tensor | np.ndarray,
+    labels: Sequence[str],
+    *,
+    problem_type: str | None = None,
+    function_to_apply: str | None = None,
+    top_k: int | None = None,
+    threshold: float | Sequence[float] | Mapping[str, float] | None = None,
+    owners: Sequence[int] | np.ndarray | None = None,
+    weights: Sequence[float] | np.ndarray | None = None,
+    texts: int | None = None,
+) -> list[list[Classification]]:
+    """Return for each text its labels with scores, best first; equal scores in the order of the labels.
+
+    The score of a text in several windows is the mean of the windows' scores (probabilities, or values of a
+    regression), each weighted by its number of content tokens.
+
+    Args:
+        logits: ``(rows, labels)``.
+        labels: names in the order of their ids.
+        problem_type: as in the model's configuration.
+        function_to_apply: ``"softmax"``, ``"sigmoid"`` or ``"none"``, instead of what the problem asks for.
+        top_k: most labels of a text; all without it.
+        threshold: least score of a label that is returned: one for all, one per label in order, or by name
+            (labels that are not named are always returned). A text may then have no label.
+        owners: index of the text of each row; without it row ``i`` is text ``i``.
+        weights: number of content tokens of each row.
+        texts: number of texts; without it as many as ``owners`` names, or as there are rows.
+
+    Raises:
+        PredictError: an option makes no sense, or logits, labels and owners do not fit each other.
+    """
+    values = as_tensor(logits)
+    if values.ndim != 2 or values.shape[1] != len(labels):
+        raise PredictError(
+            f"classification: logits of shape {tuple(values.shape)} do not fit {len(labels)} labels; "
+            f"expected (rows, {len(labels)})",
+            found=tuple(values.shape),
+            labels=len(labels),
+        )
+    if top_k is not None and (not isinstance(top_k, Integral) or top_k < 1):
+        raise PredictError(f"classification: top_k={top_k!r}; expected at least 1, or None for all", top_k=top_k)
+    if owners is not None and texts is None:
+        texts = _count(owners)
+    count = len(values) if texts is None else texts
+    single = count == len(values) == 1 and owners is not None and len(owners) == 1 and not owners[0]
+    owner = _ALONE if single else owners_of(range(len(values)) if owners is None else owners, len(values), count)
+    scores = _scores(values, activation_for(problem_type, len(labels), function_to_apply))
+    alone = single or owners is None or (len(owner) == count and bool((owner == np.arange(count)).all()))
+    merged = scores if alone else mean_over_windows(torch.from_numpy(scores), owner, count, weights).numpy()
+    windows = [1] * count if alone else np.bincount(owner, minlength=count).tolist()
+    if threshold is None and count == 1:
+        row = merged[0]
+        best = np.argsort(-row, kind="stable")[:top_k]
+        pairs: Iterable[tuple[int, float]] = zip(best.tolist(), row[best].tolist(), strict=True)
+        return [[Classification(labels[label], score, windows[0]) for label, score in pairs]]
+    index = np.argsort(-merged, axis=1, kind="stable")[:, :top_k]
+    ordered = np.take_along_axis(merged, index, 1)
+    if threshold is None:
+        return _classifications(labels, index, ordered, windows)
+    rows: Iterable[tuple[list[int], list[float], int]] = zip(index.tolist(), ordered.tolist(), windows, strict=True)
+    least = _thresholds(threshold, labels).to(torch.float32).tolist()
+    return [
+        [Classification(labels[i], score, window) for i, score in zip(ids, found, strict=True) if score >= least[i]]
+        for ids, found, window in rows
+    ]
+
+
+def decide(found: Sequence[Classification], thresholds: Mapping[str, float]) -> list[Classification]:
+    """Return the one of two labels that holds: the second where its score reaches its threshold, else the first.
+
+    Args:
+        found: both labels of a text with their scores; nothing of a text with nothing to read.
+        thresholds: by label, in the order of their ids.
+    """
+    first, second = thresholds
+    scores = {one.label: one for one in found}
+    if second not in scores:
+        return list(found)
+    return [scores[second if scores[second].score >= thresholds[second] else first]]
+
+
+def _classifications(
+    labels: Sequence[str], index: np.ndarray, scores: np.ndarray, windows: list[int]
+) -> list[list[Classification]]:
+    """Return a list for each row of label ids and their scores."""
+    width = index.shape[1]
+    names = np.array([*labels], object)[index.ravel()].tolist()
+    seen = windows if width == 1 else [window for window in windows for _ in range(width)]
+    found = made(Classification, names, scores.ravel().tolist(), seen)
+    return [found[at : at + width] for at in range(0, len(found), width)]
+
+
+def _scores(logits: Tensor, activation: Activation) -> np.ndarray:
+    """Return what `class_scores` does, as an array: a handful of rows is done before a tensor operation starts."""
+    values = logits.float().cpu().numpy()
+    _finite(values, "classification")
+    if activation == "none" or not values.size:
+        return values
+    if activation not in _FUNCTIONS:
+        return activate(activation, torch.from_numpy(values)).numpy()
+    with np.errstate(over="ignore", invalid="ignore"):
+        if activation == "sigmoid":
+            return 1 / (1 + np.exp(-values))
+        powers = np.exp(values - np.maximum.reduce(values, 1, keepdims=True))
+        powers /= np.add.reduce(powers, 1, keepdims=True)
+        return powers
+
+
+def _finite(values: Tensor | np.ndarray, task: str) -> None:
+    if not bool(np.isfinite(values).all() if isinstance(values, np.ndarray) else torch.isfinite(values).all()):
+        raise PredictError(
+            f"{task}: the logits are not finite; expected numbers; half precision may have overflowed, "
+            "so predict in float32 or bfloat16"
+        )
+
+
+def _count(owners: Sequence[int] | np.ndarray) -> int:
+    return int(max(owners)) + 1 if len(owners) else 0
+
+
+def _thresholds(threshold: float | Sequence[float] | Mapping[str, float] | None, labels: Sequence[str]) -> Tensor:
+    if threshold is None:
+        return torch.full((len(labels),), -torch.inf, dtype=torch.float32)
+    if isinstance(threshold, (int, float)):
+        return torch.full((len(labels),), float(threshold), dtype=torch.float32)
+    if isinstance(threshold, Mapping):
+        unknown = [name for name in threshold if name not in labels]
+        if unknown:
+            raise PredictError(
+                f"classification: thresholds for unknown labels {unknown}; expected names among {list(labels)}",
+                unknown=unknown,
+            )
+        return torch.tensor([float(threshold.get(label, -np.inf)) for label in labels], dtype=torch.float32)
+    if len(threshold) != len(labels):
+        raise PredictError(
+            f"classification: {len(threshold)} thresholds for {len(labels)} labels; expected one per label",
+            found=len(threshold),
+            labels=len(labels),
+        )
+    return torch.tensor([float(value) for value in threshold], dtype=torch.float32)
+
+
+def entailment_id(labels: Sequence[str]) -> int:
+    """Return the id of the label that means "follows from": the first whose name begins with "entail".
+
+    Raises:
+        PredictError: no label is called so, and guessing would turn scores upside down.
+    """
+    for index, label in enumerate(labels):
+        if label.lower().startswith("entail"):
+            return index
+    raise PredictError(
+        f"zero-shot: none of the labels {list(labels)[:20]} begins with 'entail'; expected an NLI model; "
+        "name the labels in config.json (id2label) or pass entailment=<id>",
+        labels=list(labels),
+    )
+
+
+def contradiction_id(labels: Sequence[str], entailment: int) -> int:
+    """Return the id of the label that is weighed against entailment.
+
+    That is the first whose name begins with "contradict", then "not"; where no name says so, label 0, or the
+    last one if 0 is entailment, as transformers takes it.
+    """
+    for beginning in ("contradict", "not"):
+        for index, label in enumerate(labels):
+            if index != entailment and label.lower().startswith(beginning):
+                return index
+    return len(labels) - 1 if entailment == 0 else 0
+
+
+def decode_zero_shot(
+    logits: Tensor | np.ndarray,
+    candidates: Sequence[Sequence[str]],
+    *,
+    entailment: int,
+    contradiction: int,
+    multi_label: bool = False,
+    owners: Sequence[int] | np.ndarray | None = None,
+    weights: Sequence[float] | np.ndarray | None = None,
+) -> list[list[Classification]]:
+    """Return for each text its candidate labels with scores, best first.
+
+    Pairs of text and hypothesis are numbered through: all candidates of the first text, then of the second.
+        With
+    one answer per text the entailment logits of its candidates go through a softmax; with ``multi_label``, or
+    a single candidate, each candidate's entailment is weighed against its contradiction. Of a pair in several
+    windows the logits are averaged first, weighted by content tokens, since windows of different pairs need
+    not match.
+
+    Args:
+        logits: ``(rows, NLI labels)``.
+        candidates: the candidate labels of each text.
+        entailment: id of the entailment label.
+        contradiction: id of the contradiction label.
+        multi_label: whether several candidates may be true.
+        owners: index of the pair of each row; without it row ``i`` is pair ``i``.
+        weights: number of content tokens of each row.
+    """
+    values = as_tensor(logits).float()
+    _finite(values, "zero-shot")
+    sizes = [len(names) for names in candidates]
+    pairs = sum(sizes)
+    owner = owners_of(range(len(values)) if owners is None else owners, len(values), pairs)
+    merged = mean_over_windows(values, owner, pairs, weights)
+    windows = np.bincount(owner, minlength=pairs).tolist()
+    alone = torch.softmax(merged[:, [contradiction, entailment]], -1)[:, 1].cpu()
+    together = merged[:, entailment].cpu()
+    results, place = [], 0
+    for names in candidates:
+        part = slice(place, place + len(names))
+        scores = alone[part] if multi_label or len(names) == 1 else torch.softmax(together[part], 0)
+        ordered, index = torch.sort(scores, descending=True, stable=True)
+        results.append(
+            [
+                Classification(names[int(i)], score, windows[place + int(i)])
+                for score, i in zip(ordered.tolist(), index.tolist(), strict=True)
+            ]
+        )
+        place += len(names)
+    return results
+
+
+def decode_ranking(
+    logits: Tensor | np.ndarray,
+    *,
+    activation: Activation = "sigmoid",
+    top_k: int | None = None,
+    owners: Sequence[int] | np.ndarray | None = None,
+    documents: int | None = None,
+) -> list[Ranked]:
+    """Return the documents of one query, best first; equal scores in the order of their logits, then the caller's.
+
+    A document in several windows is as good as its best window: relevance needs one passage, not the whole.
+
+    Args:
+        logits: one number per row, ``(rows,)`` or ``(rows, 1)``.
+        activation: what makes a score of a logit, see `activation_for`; not softmax, which is 1 of any number.
+        top_k: most documents; all without it.
+        owners: index of the document of each row; without it row ``i`` is document ``i``.
+        documents: number of documents; without it as many as ``owners`` names.
+
+    Raises:
+        PredictError: the model gives more than one number per row, or a document has no row.
+    """
+    values = as_tensor(logits).float()
+    if values.ndim not in (1, 2) or (values.ndim == 2 and values.shape[1] != 1):
+        raise PredictError(
+            f"ranking: logits of shape {tuple(values.shape)}; expected (rows, 1); use a cross-encoder with one label",
+            found=tuple(values.shape),
+        )
+    if activation == "softmax":
+        raise PredictError("ranking: softmax of one number is always 1; expected 'sigmoid' or 'none'")
+    rows = len(values)
+    given = values.reshape(-1).cpu().numpy()
+    _finite(given, "ranking")
+    scores = class_scores(values.reshape(-1), activation).cpu().numpy()
+    count = documents if documents is not None else rows if owners is None else _count(owners)
+    owner = owners_of(range(rows) if owners is None else owners, rows, count)
+    windows = np.bincount(owner, minlength=count)
+    if bool((windows == 0).any()):
+        missing = np.flatnonzero(windows == 0).tolist()
+        raise PredictError(f"ranking: documents {missing[:20]} have no row", missing=missing)
+    order = np.lexsort((owner, -given, -scores))
+    _, best = np.unique(owner[order], return_index=True)
+    kept = order[np.sort(best)]
+    found = zip(owner[kept].tolist(), scores[kept].tolist(), strict=True)
+    ranked = [Ranked(document, score, int(windows[document])) for document, score in found]
+    return ranked if top_k is None else ranked[:top_k]

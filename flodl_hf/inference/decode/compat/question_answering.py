@@ -1,0 +1,140 @@
+"""The answers of the question-answering pipeline that transformers shipped up to 4.57.
+
+This file repeats its arithmetic, its candidates and its order of ties, with their weak points: each window is
+normalised alone, equal answers add up, the null answer is the smallest of the windows'. ``spans.py`` has none
+of these; this is for callers whose thresholds and tests were made with the old numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from flodl_hf.errors import PredictError
+from flodl_hf.inference.decode.rows import Logits, TokenRow, flat_logits
+
+__all__ = ["question_answering"]
+
+_BARRED = -10000.0
+
+
+def question_answering(
+    start_logits: Logits,
+    end_logits: Logits,
+    rows: Sequence[TokenRow],
+    context: str,
+    *,
+    cls_id: int | None,
+    top_k: int = 1,
+    max_answer_len: int = 15,
+    handle_impossible_answer: bool = False,
+    align_to_words: bool = True,
+    sequence: int = 1,
+) -> dict[str, Any] | list[dict[str, Any]]:
+    """Return ``{"score", "start", "end", "answer"}``, or a list of them if there is not exactly one.
+
+    Args:
+        start_logits: of the windows of one question and context, padded, packed or one array per window.
+        end_logits: likewise.
+        rows: the windows.
+        context: the text that the offsets refer to.
+        cls_id: id of the classification token, whose places stay in the normalisation.
+        top_k: most answers.
+        max_answer_len: most tokens of an answer.
+        handle_impossible_answer: whether the empty answer takes part.
+        align_to_words: widen answers to whole words.
+        sequence: which of the two texts is the context: 1, or 0 where a tokenizer pads on the left.
+
+    Raises:
+        PredictError: an option is below 1, or logits and rows do not fit.
+    """
+    if top_k < 1 or max_answer_len < 1:
+        raise PredictError(
+            f"question answering: top_k={top_k}, max_answer_len={max_answer_len}; expected both at least 1",
+            top_k=top_k,
+            max_answer_len=max_answer_len,
+        )
+    flat_start, places = flat_logits(start_logits, rows, trailing=0)
+    flat_end, end_places = flat_logits(end_logits, rows, trailing=0)
+    # Some candidates coincide once they are widened to words.
+    candidates = top_k * 2 + 10 if align_to_words else top_k
+    null_score: float = 1000000
+    answers: list[dict[str, Any]] = []
+    by_text: dict[str, dict[str, Any]] = {}
+    for row, place, end_place in zip(rows, places.tolist(), end_places.tolist(), strict=True):
+        size = len(row.ids)
+        # With the context first (padding on the left) the pipeline bars nothing, not even the question.
+        allowed = np.array(
+            [sequence == 0 or s == 1 or i == cls_id for s, i in zip(row.sequence_ids, row.ids, strict=True)]
+        )
+        start = _normalised(flat_start[place : place + size], allowed)
+        end = _normalised(flat_end[end_place : end_place + size], allowed)
+        if handle_impossible_answer:
+            null_score = min(null_score, (start[0] * end[0]).item())
+        start[0] = end[0] = 0.0
+        for first, last, score in _candidates(start, end, candidates, max_answer_len, allowed):
+            low, high = _characters(row, first, last, sequence, align_to_words)
+            text = context[low:high]
+            known = by_text.get(text.lower())
+            if known is not None:
+                known["score"] += score
+                continue
+            by_text[text.lower()] = {"score": score, "start": low, "end": high, "answer": text}
+            answers.append(by_text[text.lower()])
+    if handle_impossible_answer:
+        answers.append({"score": null_score, "start": 0, "end": 0, "answer": ""})
+    answers = sorted(answers, key=lambda answer: answer["score"], reverse=True)[:top_k]
+    return answers[0] if len(answers) == 1 else answers
+
+
+def _normalised(logits: torch.Tensor, allowed: np.ndarray) -> np.ndarray:
+    """Return the soft-max over one window, barred tokens pushed down first; float16 stays float16."""
+    if logits.dtype == torch.bfloat16:
+        logits = logits.float()
+    values = np.where(allowed, logits.cpu().numpy(), _BARRED)
+    powers = np.exp(values - values.max())
+    return powers / powers.sum()
+
+
+def _candidates(
+    start: np.ndarray, end: np.ndarray, count: int, longest: int, allowed: np.ndarray
+) -> list[tuple[int, int, float]]:
+    """Return the best spans as first token, last token, score.
+
+    Equal products stand in the order in which numpy's partition leaves them, so the whole square is built and
+    partitioned as it was there. Place 0 is let through whatever it is, as there, with a score of 0.
+    """
+    square = np.tril(np.triu(np.outer(start, end)), longest - 1)
+    flat = square.ravel()
+    if count == 1:
+        order = np.array([flat.argmax()])
+    elif len(flat) < count:
+        order = np.argsort(-flat)
+    else:
+        order = np.argpartition(-flat, count)[:count]
+        order = order[np.argsort(-flat[order])]
+    first, last = np.divmod(order, len(start))
+    open_to = allowed.copy()
+    open_to[0] = True
+    kept = open_to[first] & open_to[last]
+    return [(int(i), int(j), square[i, j].item()) for i, j in zip(first[kept], last[kept], strict=True)]
+
+
+def _characters(row: TokenRow, first: int, last: int, sequence: int, align_to_words: bool) -> tuple[int, int]:
+    """Return the span of characters, widened to words if both ends stand in words that the context has."""
+    if align_to_words:
+        low = _word_tokens(row, row.word_ids[first], sequence)
+        high = _word_tokens(row, row.word_ids[last], sequence)
+        if low and high:
+            return row.offsets[low[0]][0], row.offsets[high[-1]][1]
+    return row.offsets[first][0], row.offsets[last][1]
+
+
+def _word_tokens(row: TokenRow, word: int | None, sequence: int) -> list[int]:
+    if word is None:
+        return []
+    pairs = zip(row.word_ids, row.sequence_ids, strict=True)
+    return [place for place, (w, s) in enumerate(pairs) if w == word and s == sequence]

@@ -1,0 +1,114 @@
+"""The dictionaries of transformers 5's text-classification, zero-shot and feature-extraction pipelines.
+
+This file holds their arithmetic (numpy float32, as there) and their order of results. Which function is
+applied is decided by ``classes.activation_for``, which both ways share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flodl_hf.inference.decode.classes import activation_for, class_scores
+from flodl_hf.inference.decode.rows import as_tensor
+
+__all__ = ["feature_extraction", "text_classification", "zero_shot_classification"]
+
+
+def _array(logits: Tensor | np.ndarray) -> np.ndarray:
+    return as_tensor(logits).float().cpu().numpy()
+
+
+def text_classification(
+    logits: Tensor | np.ndarray,
+    labels: Sequence[str],
+    *,
+    problem_type: str | None = None,
+    function_to_apply: str | None = None,
+    top_k: int | None = 1,
+    legacy: bool = False,
+) -> list[Any]:
+    """Return for each row what the pipeline gives: ``{"label", "score"}`` dictionaries.
+
+    Args:
+        logits: ``(rows, labels)``.
+        labels: names in the order of their ids.
+        problem_type: as in the model's configuration.
+        function_to_apply: as given to the pipeline.
+        top_k: as given to the pipeline; ``None`` for all labels.
+        legacy: the pipeline was called without ``top_k``: one dictionary per row instead of a list of them.
+    """
+    values = _array(logits)
+    activation = activation_for(problem_type, len(labels), function_to_apply)
+    if activation == "sigmoid":
+        values = 1.0 / (1.0 + np.exp(-values))
+    elif activation == "softmax":
+        powers = np.exp(values - values.max(axis=-1, keepdims=True))
+        values = powers / powers.sum(axis=-1, keepdims=True)
+    elif activation != "none":
+        values = class_scores(values, activation).numpy()
+    if legacy:
+        best = values.argmax(-1)
+        return [{"label": labels[int(i)], "score": float(row[i])} for i, row in zip(best, values, strict=True)]
+    order = np.argsort(-values, axis=-1, kind="stable")[:, :top_k]
+    return [
+        [{"label": labels[int(i)], "score": float(row[i])} for i in ranks]
+        for ranks, row in zip(order, values, strict=True)
+    ]
+
+
+def zero_shot_classification(
+    logits: Tensor | np.ndarray,
+    sequences: Sequence[str],
+    candidates: Sequence[str],
+    labels: Sequence[str],
+    *,
+    multi_label: bool = False,
+) -> list[dict[str, Any]]:
+    """Return for each text ``{"sequence", "labels", "scores"}``, best first.
+
+    Where no label begins with "entail" the last one is taken for entailment, as the pipeline does.
+
+    Args:
+        logits: ``(texts × candidates, NLI labels)``, all candidates of a text together.
+        sequences: the texts.
+        candidates: the candidate labels, the same for each text.
+        labels: the model's own label names in the order of their ids.
+        multi_label: as given to the pipeline.
+    """
+    values = _array(logits).reshape(len(sequences), len(candidates), -1)
+    entailment = next((i for i, name in enumerate(labels) if name.lower().startswith("entail")), -1)
+    if multi_label or len(candidates) == 1:
+        contradiction = -1 if entailment == 0 else 0
+        powers = np.exp(values[..., [contradiction, entailment]])
+        scores = (powers / powers.sum(-1, keepdims=True))[..., 1]
+    else:
+        powers = np.exp(values[..., entailment])
+        scores = powers / powers.sum(-1, keepdims=True)
+    results = []
+    for sequence, row in zip(sequences, scores, strict=True):
+        order = row.argsort()[::-1]
+        names = [candidates[int(i)] for i in order]
+        results.append({"sequence": sequence, "labels": names, "scores": row[order].tolist()})
+    return results
+
+
+def feature_extraction(
+    hidden: Tensor | np.ndarray, lengths: Sequence[int] | None = None, *, return_tensors: bool = False
+) -> list[Any]:
+    """Return for each row its hidden states as nested lists ``[1, seq, hidden]``, or as a tensor of that
+    shape.
+
+    Args:
+        hidden: ``(rows, seq, hidden)``.
+        lengths: tokens of each row, the rest being padding; all of them without it.
+        return_tensors: tensors instead of lists.
+    """
+    values = as_tensor(hidden)
+    sizes = [values.shape[1]] * len(values) if lengths is None else list(lengths)
+    parts = [row[None, :size] for row, size in zip(torch.unbind(values), sizes, strict=True)]
+    return parts if return_tensors else [part.tolist() for part in parts]

@@ -1,0 +1,215 @@
+"""The dictionaries of transformers 5's token-classification pipeline, with all its aggregation strategies.
+
+This file repeats what that pipeline takes for a sub-word, how it groups, and how it drops overlapping
+entities of overlapping windows. ``entities.py`` does each of these by other rules. Strings that only a
+tokenizer can make come in through ``TokenizerFacts``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from flodl_hf.errors import PredictError
+from flodl_hf.inference.decode.rows import Logits, TokenRow, flat_logits
+
+__all__ = ["TokenizerFacts", "token_classification"]
+
+_STRATEGIES = ("none", "simple", "first", "average", "max")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFacts:
+    """What the pipeline asks of a tokenizer.
+
+    Attributes:
+        token: id to token as the vocabulary writes it.
+        join: tokens to text (``convert_tokens_to_string``).
+        has_prefix: whether pieces inside a word carry a prefix (WordPiece's ``##``).
+        unk_id: id of the unknown token.
+    """
+
+    token: Callable[[int], str]
+    join: Callable[[list[str]], str]
+    has_prefix: bool
+    unk_id: int | None
+
+
+@dataclass(slots=True)
+class _Piece:
+    """A token, or a word made of tokens, on its way to a dictionary."""
+
+    word: str
+    start: int
+    end: int
+    index: int
+    continues: bool
+    scores: np.ndarray
+    label: int = -1
+    score: Any = 0.0
+
+
+def token_classification(
+    logits: Logits,
+    rows: Sequence[TokenRow],
+    text: str,
+    labels: Sequence[str],
+    tokenizer: TokenizerFacts,
+    *,
+    aggregation_strategy: str = "none",
+    ignore_labels: Collection[str] = ("O",),
+    word_spans: Sequence[tuple[int, int]] | None = None,
+) -> list[dict[str, Any]]:
+    """Return the pipeline's dictionaries for one text in one or several windows.
+
+    Args:
+        logits: of the text's windows, padded, packed or one array per window.
+        rows: the windows; offsets as the tokenizer gives them, not trimmed.
+        text: the text, or pre-split words joined.
+        labels: names in the order of their ids.
+        tokenizer: what is asked of the tokenizer.
+        aggregation_strategy: ``none``, ``simple``, ``first``, ``average`` or ``max``.
+        ignore_labels: as given to the pipeline.
+        word_spans: for pre-split input whose offsets count from the beginning of each word: where the words
+            stand in ``text``.
+
+    Raises:
+        PredictError: the strategy is unknown, or logits and rows do not fit.
+    """
+    if aggregation_strategy not in _STRATEGIES:
+        raise PredictError(
+            f"token classification: aggregation_strategy={aggregation_strategy!r}; "
+            f"expected one of {', '.join(_STRATEGIES)}",
+            aggregation_strategy=aggregation_strategy,
+        )
+    flat, places = flat_logits(logits, rows, trailing=1)
+    found: list[dict[str, Any]] = []
+    for row, place in zip(rows, places.tolist(), strict=True):
+        values = flat[place : place + len(row.ids)]
+        pieces = _pieces(_softmax(values), row, text, tokenizer, word_spans)
+        if aggregation_strategy in ("none", "simple"):
+            for piece in pieces:
+                piece.label = int(piece.scores.argmax())
+                piece.score = piece.scores[piece.label]
+        else:
+            pieces = [_word(group, aggregation_strategy, tokenizer) for group in _words(pieces)]
+        if aggregation_strategy == "none":
+            entities = [
+                {
+                    "entity": labels[piece.label],
+                    "score": piece.score,
+                    "index": piece.index,
+                    "word": piece.word,
+                    "start": piece.start,
+                    "end": piece.end,
+                }
+                for piece in pieces
+            ]
+            found += [entity for entity in entities if entity["entity"] not in ignore_labels]
+        else:
+            entities = [_entity(group, labels, tokenizer) for group in _groups(pieces, labels)]
+            found += [entity for entity in entities if entity["entity_group"] not in ignore_labels]
+    return found if len(rows) == 1 else _longest_of_overlapping(found)
+
+
+def _softmax(logits: torch.Tensor) -> np.ndarray:
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    values = logits.cpu().numpy()
+    powers = np.exp(values - values.max(axis=-1, keepdims=True))
+    return powers / powers.sum(axis=-1, keepdims=True)
+
+
+def _pieces(
+    scores: np.ndarray,
+    row: TokenRow,
+    text: str,
+    tokenizer: TokenizerFacts,
+    word_spans: Sequence[tuple[int, int]] | None,
+) -> list[_Piece]:
+    pieces = []
+    for index, (token_id, special, (start, end), word_id) in enumerate(
+        zip(row.ids, row.special, row.offsets, row.word_ids, strict=True)
+    ):
+        if special:
+            continue
+        if word_spans is not None and word_id is not None:
+            start, end = start + word_spans[word_id][0], end + word_spans[word_id][0]
+        token, surface = tokenizer.token(token_id), text[start:end]
+        if tokenizer.has_prefix:
+            continues = len(token) != len(surface)
+        else:
+            continues = start > 0 and " " not in text[start - 1 : start + 1]
+        if token_id == tokenizer.unk_id:
+            token, continues = surface, False
+        pieces.append(_Piece(token, start, end, index, continues, scores[index]))
+    return pieces
+
+
+def _words(pieces: list[_Piece]) -> list[list[_Piece]]:
+    words: list[list[_Piece]] = []
+    for piece in pieces:
+        if words and piece.continues:
+            words[-1].append(piece)
+        else:
+            words.append([piece])
+    return words
+
+
+def _word(pieces: list[_Piece], strategy: str, tokenizer: TokenizerFacts) -> _Piece:
+    if strategy == "average":
+        scores = np.nanmean(np.stack([piece.scores for piece in pieces]), axis=0)
+    elif strategy == "max":
+        scores = max(pieces, key=lambda piece: piece.scores.max()).scores
+    else:
+        scores = pieces[0].scores
+    label = int(scores.argmax())
+    text = tokenizer.join([piece.word for piece in pieces])
+    return _Piece(text, pieces[0].start, pieces[-1].end, 0, False, scores, label, scores[label])
+
+
+def _tag(label: str) -> tuple[bool, str]:
+    """Return whether the label begins an entity, and the entity; labels without a tag continue one."""
+    return label.startswith("B-"), label[2:] if label.startswith(("B-", "I-")) else label
+
+
+def _groups(pieces: list[_Piece], labels: Sequence[str]) -> list[list[_Piece]]:
+    groups: list[list[_Piece]] = []
+    for piece in pieces:
+        begins, entity = _tag(labels[piece.label])
+        if groups and not begins and entity == _tag(labels[groups[-1][-1].label])[1]:
+            groups[-1].append(piece)
+        else:
+            groups.append([piece])
+    return groups
+
+
+def _entity(group: list[_Piece], labels: Sequence[str], tokenizer: TokenizerFacts) -> dict[str, Any]:
+    return {
+        # Everything after the first hyphen, whether or not a tag stands before it: "credit-card" becomes
+        # "card".
+        "entity_group": labels[group[0].label].split("-", 1)[-1],
+        "score": np.nanmean([piece.score for piece in group]),
+        "word": tokenizer.join([piece.word for piece in group]),
+        "start": group[0].start,
+        "end": group[-1].end,
+    }
+
+
+def _longest_of_overlapping(entities: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the entities by place; of those that overlap the longest, of equally long ones the surer."""
+    kept: list[dict[str, Any]] = []
+    for entity in sorted(entities, key=lambda entity: entity["start"]):
+        if not kept or not kept[-1]["start"] <= entity["start"] < kept[-1]["end"]:
+            kept.append(entity)
+        elif _weight(entity) > _weight(kept[-1]):
+            kept[-1] = entity
+    return kept
+
+
+def _weight(entity: dict[str, Any]) -> tuple[int, Any]:
+    return entity["end"] - entity["start"], entity["score"]

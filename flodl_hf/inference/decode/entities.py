@@ -1,0 +1,289 @@
+"""Entities from token classification logits, at the characters where they stand.
+
+This file decides how the distributions of a word's tokens become one label, how labelled words join into
+entities, and what an entity is. It leaves tags to ``labels.py``, windows to ``windows.py``, words to
+``words.py``, and the habits of other libraries to ``compat/``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+import numpy as np
+import torch
+
+from flodl_hf.errors import PredictError
+from flodl_hf.inference.decode.constrained import best_paths
+from flodl_hf.inference.decode.fast_records import Record, made, pairs_of
+from flodl_hf.inference.decode.labels import BEGIN, END, OUT, SINGLE, TagScheme
+from flodl_hf.inference.decode.rows import Logits, Rows, flat_logits, owners_of
+from flodl_hf.inference.decode.windows import TokenStream, merge_windows
+from flodl_hf.inference.decode.words import Words, trimmed, words_of
+
+__all__ = ["Aggregation", "Entity", "decode_entities", "decode_entities_batch"]
+
+Aggregation: TypeAlias = Literal["none", "simple", "first", "average", "max"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entity(Record):
+    """A labelled piece of a text.
+
+    Attributes:
+        label: the entity's name without prefix (``PER``); the full label (``B-PER``) where nothing is
+            aggregated.
+        score: mean of the probabilities of the words' labels, from 0 to 1.
+        start: first character.
+        end: character after the last one.
+        word: exactly ``text[start:end]``, never empty, without outer white space.
+        words: first word index and the one after the last, as the tokenizer counts words; for pre-split input
+            these are places in the caller's list. -1 where the tokenizer has no words.
+        tokens: first token and the one after the last, in the token stream of the whole text, specials not
+            counted.
+    """
+
+    label: str
+    score: float
+    start: int
+    end: int
+    word: str
+    words: tuple[int, int]
+    tokens: tuple[int, int]
+
+    def byte_span(self, text: str, encoding: str = "utf-8") -> tuple[int, int]:
+        """Return start and end counted in bytes of ``text`` in ``encoding``; lone surrogates count too."""
+        start = len(text[: self.start].encode(encoding, "surrogatepass"))
+        return start, start + len(self.word.encode(encoding, "surrogatepass"))
+
+
+def decode_entities(
+    logits: Logits,
+    rows: Rows,
+    text: str,
+    scheme: TagScheme,
+    *,
+    aggregation: Aggregation = "first",
+    ignore_labels: Collection[str] = ("O",),
+    constrained: bool = False,
+    word_spans: Sequence[tuple[int, int]] | None = None,
+) -> list[Entity]:
+    """Return the entities of one text, in order: ``decode_entities_batch`` with that text alone."""
+    return decode_entities_batch(
+        logits,
+        rows,
+        [text],
+        scheme,
+        owners=[0] * len(rows),
+        aggregation=aggregation,
+        ignore_labels=ignore_labels,
+        constrained=constrained,
+        word_spans=None if word_spans is None else [word_spans],
+    )[0]
+
+
+def decode_entities_batch(
+    logits: Logits,
+    rows: Rows,
+    texts: Sequence[str],
+    scheme: TagScheme,
+    *,
+    owners: Sequence[int] | np.ndarray | None = None,
+    aggregation: Aggregation = "first",
+    ignore_labels: Collection[str] = ("O",),
+    constrained: bool = False,
+    word_spans: Sequence[Sequence[tuple[int, int]] | None] | None = None,
+) -> list[list[Entity]]:
+    """Return for each text its entities, sorted and disjoint (with ``"none"``: one per token).
+
+    A text in several windows is decoded once: each token's logits come from the window where it has most
+        context,
+    so no entity is lost, doubled or cut at a seam.
+
+    ``aggregation`` says what carries a label. ``"first"``, the default, gives each word the distribution of
+    its first token, which is the token that models are trained on when the others are masked in the loss;
+    ``"average"`` the mean over its tokens, ``"max"`` that of its surest token. With ``"simple"`` each token
+    carries its own, so an entity may end inside a word. Labelled pieces then join as the scheme says.
+    ``"none"`` joins nothing.
+
+    Args:
+        logits: ``(rows, seq, labels)`` padded, ``(tokens, labels)`` packed, or one array per row.
+        rows: the windows.
+        texts: the texts that the offsets refer to; for pre-split input the words joined (``join_words``).
+        scheme: the label set read as tags.
+        owners: index of the text of each row; without it row ``i`` is text ``i``, or all belong to the only
+            text.
+        aggregation: see above.
+        ignore_labels: full labels or entity names that are left out.
+        constrained: take the most probable label sequence that the scheme allows instead of each unit's best
+            label. Not for models trained on IOB1 tags, where an entity begins with ``I-``.
+        word_spans: for pre-split input whose offsets count from the beginning of each word: where the words
+            stand in the joined text. Words are then never parted at punctuation.
+
+    Raises:
+        PredictError: logits, rows, texts and labels do not fit each other, or logits are not finite.
+    """
+    if aggregation not in get_args(Aggregation):
+        raise PredictError(
+            f"entities: aggregation {aggregation!r} is unknown; expected one of {', '.join(get_args(Aggregation))}",
+            aggregation=aggregation,
+        )
+    flat, row_starts = flat_logits(logits, rows, trailing=1)
+    owner = owners_of(owners, len(rows), len(texts))
+    stream = merge_windows(rows, owner)
+    if len(stream) == 0:
+        return [[] for _ in texts]
+    if flat.shape[1] != len(scheme.labels):
+        raise PredictError(
+            f"entities: logits have {flat.shape[1]} labels, the scheme {len(scheme.labels)}; "
+            "pass the scheme detected from this model's labels",
+            logits=int(flat.shape[1]),
+            labels=len(scheme.labels),
+        )
+    presplit = word_spans is not None and any(spans is not None for spans in word_spans)
+    if word_spans is not None and presplit:
+        stream = _shifted(stream, word_spans)
+    probabilities = _softmax(flat, row_starts[stream.row] + stream.column)
+    words = words_of(stream, texts, whole=aggregation not in ("none", "simple"), split_punctuation=not presplit)
+    if aggregation == "none":
+        words = _each_token(stream)
+    scores = _unit_scores(probabilities, words, aggregation)
+    text_of = stream.text[words.first]
+    rows_of = np.bincount(text_of, minlength=len(texts))
+    labels, score = _best(scores)
+    if constrained:
+        labels = best_paths(scores.T, rows_of, scheme)
+        score = scores[labels, np.arange(len(labels))].astype(np.float64)
+    ignored = np.array(
+        [label in ignore_labels or scheme.entity_names[e] in ignore_labels for label, e in _pairs(scheme)]
+    )
+    if aggregation == "none":
+        names, heads = scheme.labels, np.arange(len(labels))
+    else:
+        names, heads = tuple(scheme.entity_names[e] for e in scheme.entities), _heads(labels, text_of, scheme)
+    tails = np.append(heads[1:], len(labels))
+    means = np.add.reduceat(score, heads) / (tails - heads)
+    # A mean of probabilities may round to just above its largest member.
+    means = np.minimum(means, 1.0)
+    chosen = np.flatnonzero(~ignored[labels[heads]])
+    head, tail = heads[chosen], tails[chosen] - 1
+    first, last = words.first[head], words.last[tail] - 1
+    spans = stream.word_ids[first], stream.word_ids[last] + 1, stream.position[first], stream.position[last] + 1
+    label = np.array(names, object)[labels[head]].tolist()
+    return _entities(texts, text_of[head], label, means[chosen], words.start[head], words.end[tail], spans)
+
+
+def _entities(
+    texts: Sequence[str], owners: np.ndarray, labels: list[str], means: np.ndarray, low: np.ndarray, high: np.ndarray,
+    spans: tuple[np.ndarray, ...],
+) -> list[list[Entity]]:  # fmt: skip
+    """Return the entities of each text, given as columns in the order of the texts; empty ones are left out."""
+    starts, ends = low.tolist(), high.tolist()
+    surfaces: list[Any] = [
+        texts[owner][start:end] for owner, start, end in zip(owners.tolist(), starts, ends, strict=True)
+    ]
+    bare = list(map(str.strip, surfaces))
+    # Few have white space at their ends, and a string without any is its own strip.
+    for i, word in enumerate(bare):
+        if word is not surfaces[i] or not word:
+            starts[i], ends[i] = trimmed(texts[int(owners[i])], starts[i], ends[i])
+    found = made(Entity, labels, means.tolist(), starts, ends, bare, pairs_of(*spans[:2]), pairs_of(*spans[2:]))
+    if "" in bare:
+        there = np.fromiter(map(bool, bare), bool, len(bare))
+        owners, found = owners[there], [entity for entity in found if entity.word]
+    stops = np.searchsorted(owners, np.arange(len(texts)), side="right").tolist()
+    return [found[a:b] for a, b in zip([0, *stops], stops, strict=False)]
+
+
+def _softmax(logits: torch.Tensor, place: np.ndarray) -> np.ndarray:
+    """Return the distributions of some tokens, one column each, ``(labels, tokens)``.
+
+    Arrays, and labels first: sums along a short row are slow, and torch would wake a thread for every core.
+    """
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        chosen = logits.numpy()[place]
+    else:
+        chosen = logits.index_select(0, torch.from_numpy(place).to(logits.device)).float().cpu().numpy()
+    if not bool(np.isfinite(chosen).all()):
+        raise PredictError(
+            "entities: the logits are not finite; expected numbers; half precision may have overflowed, "
+            "so predict in float32 or bfloat16"
+        )
+    values = np.ascontiguousarray(chosen.T)
+    values -= values.max(0)
+    np.exp(values, out=values)
+    # Label by label: numpy adds up a single column in another order than many, and a score must not depend on that.
+    total = values[0].copy()
+    for row in values[1:]:
+        total += row
+    values /= total
+    return values
+
+
+def _best(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return each unit's best label, the first of equal ones, and its score, ``(units,)``."""
+    best = scores[0].copy()
+    labels = np.zeros(len(best), np.int64)
+    for label in range(1, len(scores)):
+        better = scores[label] > best
+        labels[better] = label
+        np.maximum(best, scores[label], out=best)
+    return labels, best.astype(np.float64)
+
+
+def _pairs(scheme: TagScheme) -> list[tuple[str, int]]:
+    return list(zip(scheme.labels, scheme.entities.tolist(), strict=True))
+
+
+def _shifted(stream: TokenStream, word_spans: Sequence[Sequence[tuple[int, int]] | None]) -> TokenStream:
+    """Return the stream with offsets that count from each word's beginning made to count from the text's."""
+    sizes = np.array([len(spans or ()) for spans in word_spans], np.int64)
+    starts = np.array([start for spans in word_spans for start, _ in spans or ()] or [0], np.int64)
+    base = np.cumsum(sizes) - sizes
+    inside = (stream.word_ids >= 0) & (stream.word_ids < sizes[stream.text])
+    shift = np.where(inside, starts[np.where(inside, base[stream.text] + stream.word_ids, 0)], 0)
+    return TokenStream(
+        stream.row,
+        stream.column,
+        stream.text,
+        stream.position,
+        stream.offsets + shift[:, None],
+        stream.word_ids,
+    )
+
+
+def _each_token(stream: TokenStream) -> Words:
+    index = np.arange(len(stream))
+    return Words(index, index + 1, stream.offsets[:, 0], stream.offsets[:, 1], index)
+
+
+def _unit_scores(probabilities: np.ndarray, words: Words, aggregation: Aggregation) -> np.ndarray:
+    """Return the label distribution of each unit, one column each, ``(labels, units)``."""
+    if len(words.first) == probabilities.shape[1]:
+        return probabilities
+    if aggregation == "average":
+        return np.add.reduceat(probabilities, words.first, axis=1) / (words.last - words.first)
+    if aggregation == "max":
+        best = probabilities.max(0)
+        at_best = best == np.maximum.reduceat(best, words.first)[words.of_token]
+        index = np.where(at_best, np.arange(len(best)), len(best))
+        return probabilities[:, np.minimum.reduceat(index, words.first)]
+    return probabilities[:, words.first]
+
+
+def _heads(labels: np.ndarray, text_of: np.ndarray, scheme: TagScheme) -> np.ndarray:
+    """Return the units at which a new entity begins: the first, and each that does not continue its
+    neighbour.
+
+    A unit continues the one before it in the same text if both name the same entity, it does not begin one
+    (B, S), and the other did not end one (E, S).
+    """
+    part, entity = scheme.parts[labels], scheme.entities[labels]
+    starts = np.ones(len(labels), bool)
+    begins = (part == BEGIN) | (part == SINGLE)
+    ended = (part == END) | (part == SINGLE)
+    outside = (part == OUT)[1:] & (part == OUT)[:-1]
+    joins = (entity[1:] == entity[:-1]) & ~begins[1:] & ~ended[:-1] | outside
+    starts[1:] = ~joins | (text_of[1:] != text_of[:-1])
+    return np.flatnonzero(starts)

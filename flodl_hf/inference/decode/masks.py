@@ -1,0 +1,204 @@
+"""What a masked language model would put in place of its masks.
+
+This file decides how tokens and targets at a mask are scored. It leaves finding masks in a text, expanding
+one mask to several and writing tokens as text to the caller, who has the tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flodl_hf.errors import PredictError
+from flodl_hf.inference.decode.rows import TokenTable, as_tensor
+
+__all__ = ["MaskFill", "MaskPlaces", "best_tokens", "decode_masks", "decode_targets", "mask_places"]
+
+
+@dataclass(frozen=True, slots=True)
+class MaskFill:
+    """One proposal for one mask.
+
+    Attributes:
+        tokens: token ids, one unless a target was of several tokens.
+        score: probability of the token; of several tokens the product of their probabilities.
+        per_token: geometric mean of the tokens' probabilities, to compare targets of different lengths.
+        target: place in the caller's list of targets, ``None`` where the whole vocabulary was asked.
+    """
+
+    tokens: tuple[int, ...]
+    score: float
+    per_token: float
+    target: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MaskPlaces:
+    """The masks of many texts, each in the window where it has most context; by text, then by place.
+
+    Attributes:
+        text: the text of each mask, never falling, ``(masks,)``.
+        row: the row, ``(masks,)``.
+        column: the place in that row, specials counted, ``(masks,)``.
+    """
+
+    text: np.ndarray
+    row: np.ndarray
+    column: np.ndarray
+
+    def by_row(self) -> tuple[np.ndarray, list[list[int]], np.ndarray]:
+        """Return the rows that have masks, the columns of each, and where each mask is among all of those columns."""
+        order = np.lexsort((self.column, self.row))
+        rows, counts = np.unique(self.row, return_counts=True)
+        ends = np.cumsum(counts).tolist()
+        columns = self.column[order].tolist()
+        place = np.empty(len(order), np.int64)
+        place[order] = np.arange(len(order))
+        return rows, [columns[a:b] for a, b in zip([0, *ends], ends, strict=False)], place
+
+
+def mask_places(table: TokenTable, mask_id: int) -> MaskPlaces:
+    """Return where the masks of texts stand.
+
+    Args:
+        table: the windows of the texts.
+        mask_id: the mask's token.
+    """
+    found = np.flatnonzero((table.ids == mask_id) & (table.sequence >= 0))
+    row = np.searchsorted(np.cumsum(table.lengths), found, side="right")
+    column = found - table.starts[row]
+    text = table.owners[row]
+    if len(table) and int(table.window.max()):
+        # Of several windows the one counts in which a mask is farthest from both ends, the first of equal ones.
+        content = np.flatnonzero(table.sequence >= 0)
+        lead = content[np.searchsorted(content, table.starts[row])] - table.starts[row]
+        whole = table.first_token[row] + column - lead
+        context = np.minimum(column, table.lengths[row] - 1 - column)
+        order = np.lexsort((table.window[row], -context, whole, text))
+        new = np.ones(len(order), bool)
+        new[1:] = (text[order][1:] != text[order][:-1]) | (whole[order][1:] != whole[order][:-1])
+        order = order[new]
+    else:
+        order = np.argsort(text, kind="stable")
+    return MaskPlaces(text[order], row[order], column[order])
+
+
+def decode_masks(logits: Tensor | np.ndarray, *, top_k: int = 5) -> list[list[MaskFill]]:
+    """Return for each mask its ``top_k`` most probable tokens, best first.
+
+    Several masks in a text are filled independently of each other: each score is the probability of one token
+        while
+    the other masks stay masks.
+
+    Args:
+        logits: vocabulary logits at the masks only, ``(masks, vocabulary)``.
+        top_k: tokens per mask, at most the vocabulary.
+
+    Raises:
+        PredictError: ``top_k`` is below 1, or the logits are not finite.
+    """
+    values = _checked(logits)
+    if top_k < 1:
+        raise PredictError(f"fill-mask: top_k={top_k}; expected at least 1", top_k=top_k)
+    scores, index = best_tokens(values, top_k)
+    return [
+        [MaskFill((token,), score, score) for score, token in zip(*row, strict=True)]
+        for row in zip(scores.tolist(), index.tolist(), strict=True)
+    ]
+
+
+def best_tokens(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Return the probabilities of each mask's best tokens, best first, and their ids, ``(masks, top_k)`` each.
+
+    Args:
+        logits: float32, on any device, ``(masks, vocabulary)``.
+        top_k: tokens per mask, at most the vocabulary.
+    """
+    best, index = logits.topk(min(top_k, logits.shape[1]), dim=1)
+    return torch.exp(best - logits.logsumexp(1, keepdim=True)), index
+
+
+def decode_targets(
+    logits: Tensor | np.ndarray,
+    targets: Sequence[Sequence[int]],
+    *,
+    places: Sequence[Sequence[int]] | None = None,
+    top_k: int | None = None,
+) -> list[list[MaskFill]]:
+    """Return for each mask the given targets with their scores, best first; equal scores in the caller's
+    order.
+
+    A target of one token has the token's probability over the whole vocabulary, not renormalised over the
+    targets.
+    A target of ``n`` tokens is scored in a text of its own, in which the mask stands ``n`` times: its score
+        is the
+    product of the probability of each token at its mask while all ``n`` are hidden (a pseudo-likelihood).
+    Such products shrink with length; ``per_token`` does not.
+
+    Args:
+        logits: vocabulary logits at mask positions, ``(positions, vocabulary)``.
+        targets: token ids of each target.
+        places: for each mask and target, in the order mask 0 target 0, mask 0 target 1, ..., the rows of
+            ``logits`` at which the target's tokens stand. Without it every target is one token and row ``i``
+            is mask ``i``.
+        top_k: most targets per mask; all without it.
+
+    Raises:
+        PredictError: a target is empty or unknown to the vocabulary, or ``places`` does not fit the targets.
+    """
+    values = _checked(logits)
+    sizes = [len(target) for target in targets]
+    faults = [
+        f"target {i} ({list(target)})"
+        for i, target in enumerate(targets)
+        if not target or min(target) < 0 or max(target) >= values.shape[1]
+    ]
+    if not targets or faults:
+        raise PredictError(
+            f"fill-mask: {', '.join(faults) or 'no target was given'}; expected at least one target, "
+            f"each of one or more token ids below {values.shape[1]}",
+            targets=[list(target) for target in targets],
+        )
+    if places is None and max(sizes) > 1:
+        raise PredictError(
+            "fill-mask: a target has several tokens but the text one mask; "
+            "expected rows in which the mask stands once per token; pass their places"
+        )
+    if places is None:
+        places = [[mask] for mask in range(len(values)) for _ in targets]
+    masks = len(places) // len(targets)
+    wanted = sizes * masks
+    if [len(place) for place in places] != wanted:
+        raise PredictError(
+            f"fill-mask: places of {[len(place) for place in places][:20]} tokens do not fit targets of "
+            f"{sizes[:20]} tokens",
+            sizes=sizes,
+        )
+    row = torch.tensor([r for place in places for r in place], dtype=torch.int64, device=values.device)
+    token = torch.tensor([t for target in targets for t in target] * masks, device=values.device)
+    group = torch.repeat_interleave(torch.tensor(wanted, device=values.device))
+    log = values[row, token] - values.logsumexp(1)[row]
+    total = torch.zeros(len(wanted), device=values.device, dtype=log.dtype).index_add_(0, group, log)
+    total = total.view(masks, len(targets))
+    ordered, index = torch.sort(total, dim=1, descending=True, stable=True)
+    ordered, index = ordered[:, :top_k], index[:, :top_k]
+    length = torch.tensor(sizes, device=values.device)[index]
+    score, per_token = ordered.exp(), (ordered / length).exp()
+    return [
+        [MaskFill(tuple(targets[i]), s, p, i) for s, p, i in zip(*row, strict=True)]
+        for row in zip(score.tolist(), per_token.tolist(), index.tolist(), strict=True)
+    ]
+
+
+def _checked(logits: Tensor | np.ndarray) -> Tensor:
+    values = as_tensor(logits).float()
+    if values.ndim != 2 or not bool(torch.isfinite(values).all()):
+        raise PredictError(
+            f"fill-mask: logits of shape {tuple(values.shape)}; expected finite numbers (masks, vocabulary)",
+            found=tuple(values.shape),
+        )
+    return values

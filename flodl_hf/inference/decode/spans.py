@@ -1,0 +1,436 @@
+"""Answers to questions from start and end logits.
+
+This file decides how likely each span of a context is, over all of its windows together, and which spans are
+answers. It leaves the model inputs to the text room and the removed pipeline's habits to
+``compat/question_answering.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any, Literal, TypeAlias, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flodl_hf.errors import PredictError
+from flodl_hf.inference.decode.best_spans import best_spans
+from flodl_hf.inference.decode.fast_records import Record, made
+from flodl_hf.inference.decode.rows import Content, Logits, Rows, content_of, flat_logits, null_columns, owners_of
+from flodl_hf.inference.decode.windows import TokenStream, merge_windows, stream_of
+from flodl_hf.inference.decode.words import Words, trimmed, units_at, words_of
+
+__all__ = ["Answer", "Distinct", "decode_answers", "decode_answers_batch"]
+
+Distinct: TypeAlias = Literal["span", "place", "text"]
+
+# Upper bound on the elements of one band of span sums: 64 MB of float32.
+_BAND_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Record):
+    """A span of a context, or the statement that the context holds no answer.
+
+    Attributes:
+        text: exactly ``context[start:end]``; empty for no answer.
+        score: probability that the answer begins and ends here, from 0 to 1.
+        start: first character, 0 for no answer.
+        end: character after the last one, 0 for no answer.
+        no_answer: True if this says that there is none.
+    """
+
+    text: str
+    score: float
+    start: int
+    end: int
+    no_answer: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Windows:
+    """Context logits of all windows at one width, ``(windows, width)``, ``-inf`` where there is no token."""
+
+    start: Tensor
+    end: Tensor
+    first: np.ndarray  # position of column 0 in the context's token stream, (windows,)
+    owner: np.ndarray
+    log_start: np.ndarray  # log of the normaliser of each context, (contexts,)
+    log_end: np.ndarray
+    null: np.ndarray  # start plus end logit of the null answer, (contexts,)
+
+
+def decode_answers(
+    start_logits: Logits,
+    end_logits: Logits,
+    rows: Rows,
+    context: str,
+    *,
+    top_k: int = 1,
+    max_answer_length: int = 30,
+    no_answer: bool = False,
+    null_margin: float = 0.0,
+    whole_words: bool = True,
+    distinct: Distinct = "place",
+    sequence: int = 1,
+) -> list[Answer]:
+    """Return the answers in one context, best first; the same as ``decode_answers_batch`` with it alone."""
+    return decode_answers_batch(
+        start_logits,
+        end_logits,
+        rows,
+        [context],
+        owners=[0] * len(rows),
+        top_k=top_k,
+        max_answer_length=max_answer_length,
+        no_answer=no_answer,
+        null_margin=null_margin,
+        whole_words=whole_words,
+        distinct=distinct,
+        sequence=sequence,
+    )[0]
+
+
+def decode_answers_batch(
+    start_logits: Logits,
+    end_logits: Logits,
+    rows: Rows,
+    contexts: Sequence[str],
+    *,
+    owners: Sequence[int] | np.ndarray | None = None,
+    top_k: int = 1,
+    max_answer_length: int = 30,
+    no_answer: bool = False,
+    null_margin: float = 0.0,
+    whole_words: bool = True,
+    distinct: Distinct = "place",
+    sequence: int = 1,
+) -> list[list[Answer]]:
+    """Return for each question and context up to ``top_k`` answers, best first.
+
+    **Score.** Start and end are each normalised once over a whole context: all its tokens, however many
+    windows it took, and the null position. A token that several windows hold counts once, with its largest
+    logit, so that overlap does not dilute the score. A span lies within one window; its score is the product
+    of the two probabilities, and the scores of disjoint answers of one context can be compared and sum to at
+    most 1.
+
+    **No answer.** Each window scores "nothing here" at its first special token. A context has no answer only
+    if no window finds one, so the window with the smallest sum of null logits speaks for it. The null answer
+    takes part in the normalisation always; it is returned only with ``no_answer=True``, and then stands
+    before an answer if ``log(null score) - log(answer score) > null_margin``. Raise the margin to answer more
+    often.
+
+    Args:
+        start_logits: ``(rows, seq)`` padded, ``(tokens,)`` packed, or one array per row.
+        end_logits: likewise.
+        rows: the windows: question and context.
+        contexts: the contexts that the offsets refer to.
+        owners: index of the context of each row; without it row ``i`` is context ``i``, or all are the only
+            one.
+        top_k: most answers per context.
+        max_answer_length: most tokens of an answer, counted before it is widened to whole words.
+        no_answer: whether the null answer may be returned.
+        null_margin: see above; 0 compares the probabilities as they are.
+        whole_words: widen answers that begin or end inside a word.
+        distinct: ``"place"`` drops answers that overlap a better one; ``"text"`` also those with the same
+            words at another place (case ignored); ``"span"`` only the same characters twice.
+        sequence: which of the two texts is the context.
+
+    Raises:
+        PredictError: an option makes no sense, or logits, rows and contexts do not fit each other.
+    """
+    _check_options(top_k, max_answer_length, distinct)
+    owner = owners_of(owners, len(rows), len(contexts))
+    content = content_of(rows, sequence)
+    logits = _gathered(start_logits, end_logits, rows, content)
+    nulls = _nulls(start_logits, end_logits, rows)
+    found: list[list[Answer]] = [[] for _ in contexts]
+    left = np.ones(len(rows), bool)
+    if top_k == 1:
+        left = _decode_alone(
+            found, logits, nulls, content, owner, contexts, max_answer_length, no_answer, null_margin, whole_words
+        )
+        if not bool(left.any()):
+            return found
+    if not bool(left.all()):
+        kept = np.flatnonzero(left)
+        tokens = left[content.row]
+        logits, nulls, owner = logits[:, tokens], nulls[:, kept], owner[kept]
+        content = _of_rows(content, tokens, kept)
+    stream = merge_windows((), owner, sequence=sequence, content=content)
+    windows = _windows_of(logits, nulls, content, owner, len(contexts))
+    # Characters of contexts that are answered already are not looked at.
+    read = set(owner.tolist())
+    words = words_of(stream, [text if i in read else "" for i, text in enumerate(contexts)], whole=whole_words)
+    pending = np.unique(owner[content.row])
+    # An answer may be dropped as a duplicate, so more spans are looked at than asked for, and more again if
+    # too few.
+    candidates = 4 * top_k + 8
+    while len(pending):
+        chosen = np.flatnonzero(np.isin(windows.owner, pending))
+        value, first, last, floor = _best_spans(windows, chosen, max_answer_length, candidates, len(contexts))
+        order = np.argsort(windows.owner[chosen], kind="stable")
+        edges = np.searchsorted(windows.owner[chosen][order], np.append(pending, len(contexts)))
+        short: list[int] = []
+        for place, text in enumerate(pending.tolist()):
+            here = order[edges[place] : edges[place + 1]]
+            real = np.isfinite(value[here])
+            spans = _span_arrays(stream, words, text, value[here][real], first[here][real], last[here][real])
+            lost = float(floor[text])
+            answers, complete = _distinct(spans, windows, text, str(contexts[text]), top_k, distinct, lost)
+            if complete:
+                found[text] = answers
+            else:
+                short.append(text)
+        pending = np.array(short, np.int64)
+        candidates *= 8
+    if no_answer:
+        for text in np.unique(owner).tolist():
+            found[text] = _with_null(found[text], _log_null(windows, text), top_k, null_margin)
+    return found
+
+
+def _decode_alone(
+    found: list[list[Answer]],
+    logits: np.ndarray,
+    nulls: np.ndarray,
+    content: Content,
+    owner: np.ndarray,
+    contexts: Sequence[str],
+    longest: int,
+    no_answer: bool,
+    null_margin: float,
+    whole_words: bool,
+) -> np.ndarray:
+    """Fill in the best answer of each context that has one window, and return which rows are left, ``(rows,)``.
+
+    Left are the windows of contexts that have several, and those whose best span is but white space.
+    """
+    left = (np.bincount(owner, minlength=len(contexts))[owner] > 1) | (content.counts == 0)
+    chosen = np.flatnonzero(~left)
+    text = owner[chosen]
+    if not len(chosen) or bool((np.diff(text) < 0).any()):
+        return np.ones(len(owner), bool)
+    if len(chosen) < len(owner):
+        tokens = ~left[content.row]
+        logits, nulls, content = logits[:, tokens], nulls[:, chosen], _of_rows(content, tokens, chosen)
+    best = best_spans(logits[0], logits[1], content.counts, longest)
+    ends = np.concatenate([best.first, best.last])
+    units = units_at(stream_of(content, text[content.row]), contexts, ends, whole=whole_words)
+    start, end = units[0][: len(best.first)], units[1][len(best.first) :]
+    order = np.lexsort((end, start, best.row))
+    order = order[np.append(True, np.diff(best.row[order]) > 0)]
+    norm = np.stack(
+        [np.logaddexp(*sums) for sums in zip(_log_sums(logits, content.row, len(text)), nulls, strict=True)]
+    )
+    scores = np.minimum(1.0, np.exp(best.value[order].astype(np.float64) - (norm[0] + norm[1])))
+    texts, starts, ends = text.tolist(), start[order].tolist(), end[order].tolist()
+    own: list[Any] = list(contexts)
+    surfaces: list[str] = [own[at][low:high] for at, low, high in zip(texts, starts, ends, strict=True)]
+    bare = list(map(str.strip, surfaces))
+    for i, surface in enumerate(bare):
+        if surface is not surfaces[i]:
+            starts[i], ends[i] = trimmed(own[texts[i]], starts[i], ends[i])
+    answers = made(Answer, bare, scores.tolist(), starts, ends, repeat(False, len(bare)))
+    for at, answer in zip(texts, answers, strict=True):
+        found[at] = [answer]
+    if no_answer:
+        for at, log_null in zip(texts, (nulls.sum(0) - norm[0] - norm[1]).tolist(), strict=True):
+            found[at] = _with_null(found[at], log_null, 1, null_margin)
+    left[chosen[[not surface for surface in bare]]] = True
+    return left
+
+
+def _check_options(top_k: int, max_answer_length: int, distinct: str) -> None:
+    problems = []
+    if top_k < 1:
+        problems.append(f"top_k={top_k} must be at least 1")
+    if max_answer_length < 1:
+        problems.append(f"max_answer_length={max_answer_length} must be at least 1 token")
+    if distinct not in get_args(Distinct):
+        problems.append(f"distinct={distinct!r} must be one of {', '.join(get_args(Distinct))}")
+    if problems:
+        raise PredictError("answers: " + "; ".join(problems), problems=problems)
+
+
+def _gathered(start_logits: Logits, end_logits: Logits, rows: Rows, content: Content) -> np.ndarray:
+    """Return start and end logits of the content, float32, ``(2, tokens)``."""
+    found = np.empty((2, len(content.row)), np.float32)
+    for side, logits in enumerate((start_logits, end_logits)):
+        flat, starts = flat_logits(logits, rows, trailing=0)
+        found[side] = _picked(flat, starts[content.row] + content.column)
+    if not bool(np.isfinite(found).all()):
+        raise PredictError(
+            "answers: the logits are not finite; expected numbers; half precision may have overflowed, "
+            "so predict in float32 or bfloat16"
+        )
+    return found
+
+
+def _nulls(start_logits: Logits, end_logits: Logits, rows: Rows) -> np.ndarray:
+    """Return start and end logits of each row's null position, ``(2, rows)``."""
+    columns = null_columns(rows)
+    found = np.empty((2, len(rows)))
+    for side, logits in enumerate((start_logits, end_logits)):
+        flat, starts = flat_logits(logits, rows, trailing=0)
+        found[side] = _picked(flat, starts + columns)
+    return found
+
+
+def _picked(flat: Tensor, place: np.ndarray) -> np.ndarray:
+    """Return some of the values, as an array."""
+    if flat.device.type == "cpu" and flat.dtype in (torch.float32, torch.float64):
+        return flat.numpy()[place]
+    return flat.index_select(0, torch.from_numpy(place).to(flat.device)).float().cpu().numpy()
+
+
+def _of_rows(content: Content, tokens: np.ndarray, kept: np.ndarray) -> Content:
+    """Return the content of the rows ``kept``, whose tokens are ``tokens``; rows are numbered anew."""
+    number = np.zeros(len(content.counts), np.int64)
+    number[kept] = np.arange(len(kept))
+    return Content(
+        row=number[content.row[tokens]],
+        column=content.column[tokens],
+        position=content.position[tokens],
+        offsets=content.offsets[tokens],
+        word_ids=content.word_ids[tokens],
+        counts=content.counts[kept],
+    )
+
+
+def _windows_of(logits: np.ndarray, nulls: np.ndarray, content: Content, owner: np.ndarray, contexts: int) -> _Windows:
+    rows = len(owner)
+    width = int(content.counts.max()) if rows else 0
+    rank = np.arange(len(content.row)) - np.repeat(np.cumsum(content.counts) - content.counts, content.counts)
+    first = np.zeros(rows, np.int64)
+    first[content.row] = content.position - rank
+    padded = np.full((2, rows, width), -np.inf, np.float32)
+    padded[:, content.row, rank] = logits
+    null = np.full(contexts, np.inf)
+    np.minimum.at(null, owner, nulls.sum(0))
+    speaks = np.zeros(contexts, np.int64)
+    order = np.lexsort((np.arange(rows), nulls.sum(0)))[::-1]
+    speaks[owner[order]] = order
+    # Tokens that several windows hold, once each.
+    text = owner[content.row]
+    order = np.lexsort((content.position, text))
+    new = np.ones(len(order), bool)
+    new[1:] = (text[order][1:] != text[order][:-1]) | (content.position[order][1:] != content.position[order][:-1])
+    heads = np.flatnonzero(new)
+    once = np.maximum.reduceat(logits[:, order], heads, axis=1) if len(heads) else logits
+    log_start, log_end = _log_sums(once, text[order][heads], contexts)
+    if rows:
+        log_start, log_end = np.logaddexp(log_start, nulls[0, speaks]), np.logaddexp(log_end, nulls[1, speaks])
+    return _Windows(torch.from_numpy(padded[0]), torch.from_numpy(padded[1]), first, owner, log_start, log_end, null)
+
+
+def _log_sums(logits: np.ndarray, group: np.ndarray, groups: int) -> np.ndarray:
+    """Return the log of the summed exponentials of each group, ``(2, groups)``; -inf for one without logits.
+
+    Args:
+        logits: ``(2, n)``.
+        group: of each logit, never falling, ``(n,)``.
+        groups: how many there are.
+    """
+    out = np.full((2, groups), -np.inf)
+    if not len(group):
+        return out
+    heads = np.flatnonzero(np.append(True, np.diff(group) > 0))
+    for values, sums in zip(logits.astype(np.float64), out, strict=True):
+        peak = np.full(groups, -np.inf)
+        peak[group[heads]] = np.maximum.reduceat(values, heads)
+        total = np.bincount(group, np.exp(values - peak[group]), groups)
+        seen = total > 0
+        sums[seen] = peak[seen] + np.log(total[seen])
+    return out
+
+
+def _best_spans(
+    windows: _Windows, chosen: np.ndarray, longest: int, candidates: int, contexts: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return each window's best spans: logit sums, first and last token position; and what was left out.
+
+    Only the band ``first <= last < first + longest`` is built: width × longest sums for a window instead of
+    width².
+
+    Returns:
+        sums, first, last as ``(windows, candidates)``, and for each context the largest sum that a span which
+        was not returned can have, ``(contexts,)``.
+    """
+    width = windows.start.shape[1]
+    longest = min(longest, width)
+    count = min(candidates, width * longest)
+    step = max(1, _BAND_ELEMENTS // (width * longest))
+    values, indices = [], []
+    for begin in range(0, len(chosen), step):
+        part = torch.from_numpy(chosen[begin : begin + step]).to(windows.start.device)
+        start, end = windows.start.index_select(0, part), windows.end.index_select(0, part)
+        end = torch.nn.functional.pad(end, (0, longest - 1), value=-torch.inf)
+        band = start[:, :, None] + end.unfold(1, longest, 1)
+        best = band.flatten(1).topk(count, dim=1)
+        values.append(best.values.cpu())
+        indices.append(best.indices.cpu())
+    value = torch.cat(values).double().numpy()
+    index = torch.cat(indices).numpy()
+    first = windows.first[chosen][:, None] + index // longest
+    floor = np.full(contexts, -np.inf)
+    if count < width * longest:
+        np.maximum.at(floor, windows.owner[chosen], value[:, -1])
+    return value, first, first + index % longest, floor
+
+
+def _span_arrays(
+    stream: TokenStream, words: Words, text: int, value: np.ndarray, first: np.ndarray, last: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return logit sum, start and end character of the spans, best first; equal sums by place."""
+    base = int(np.searchsorted(stream.text, text))
+    base -= int(stream.position[base])
+    start = words.start[words.of_token[base + first]]
+    end = words.end[words.of_token[base + last]]
+    order = np.lexsort((end, start, -value))
+    return value[order], start[order], end[order]
+
+
+def _distinct(
+    spans: tuple[np.ndarray, np.ndarray, np.ndarray],
+    windows: _Windows,
+    text: int,
+    context: str,
+    top_k: int,
+    distinct: str,
+    floor: float,
+) -> tuple[list[Answer], bool]:
+    """Return the answers that do not repeat a better one, and whether no span left out could change them."""
+    answers: list[Answer] = []
+    seen: set[object] = set()
+    norm = windows.log_start[text] + windows.log_end[text]
+    for value, low, high in zip(*(array.tolist() for array in spans), strict=True):
+        if value <= floor:
+            return answers, False
+        start, end = trimmed(context, low, high)
+        surface = context[start:end]
+        if start == end or (start, end) in seen or (distinct == "text" and surface.casefold() in seen):
+            continue
+        if distinct != "span" and any(start < a.end and a.start < end for a in answers):
+            continue
+        seen |= {(start, end), surface.casefold()}
+        answers.append(Answer(surface, min(1.0, float(np.exp(value - norm))), start, end))
+        if len(answers) == top_k:
+            return answers, True
+    # The last span of a window that was cut short equals the floor, so here nothing was left out.
+    return answers, True
+
+
+def _log_null(windows: _Windows, text: int) -> float:
+    return float(windows.null[text] - windows.log_start[text] - windows.log_end[text])
+
+
+def _with_null(answers: list[Answer], log_null: float, top_k: int, null_margin: float) -> list[Answer]:
+    null = Answer("", min(1.0, float(np.exp(log_null))), 0, 0, True)
+    with np.errstate(divide="ignore"):
+        logs = [float(np.log(answer.score)) for answer in answers]
+    place = next((i for i, log in enumerate(logs) if log_null - log > null_margin), len(answers))
+    return [*answers[:place], null, *answers[place:]][:top_k]

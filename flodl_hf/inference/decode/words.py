@@ -1,0 +1,242 @@
+"""Where words begin and end among tokens, and where characters are spaces or punctuation.
+
+This file decides what one word is for answers that must not cut words: the tokenizer's own word, less
+    punctuation
+that clings to its outside, never ending inside a character. It leaves labels and scores to the decoders.
+"""
+
+from __future__ import annotations
+
+import sys
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flodl_hf.errors import PredictError
+from flodl_hf.inference.decode.windows import TokenStream
+
+__all__ = ["Characters", "Words", "characters_of", "trimmed", "units_at", "words_of"]
+
+_UNSEEN, _SPACE, _PUNCTUATION = -1, 1, 2
+
+# The class of every character that was ever asked for: a table is read faster than code points are sorted.
+_CLASSES = np.full(sys.maxunicode + 1, _UNSEEN, np.int8)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Characters:
+    """Classes of the characters of many texts laid end to end.
+
+    Attributes:
+        base: where each text begins, ``(texts + 1,)``.
+        inner: running count of characters that are neither space nor punctuation, ``(characters + 1,)``.
+        marks: running count of punctuation characters, ``(characters + 1,)``.
+    """
+
+    base: np.ndarray
+    inner: np.ndarray
+    marks: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Words:
+    """Units of tokens that are labelled as one, in stream order.
+
+    Attributes:
+        first: stream index of each unit's first token, ``(units,)``.
+        last: stream index after its last token, ``(units,)``.
+        start: first character in its text, spaces not yet trimmed, ``(units,)``.
+        end: character after the last one, ``(units,)``.
+        of_token: unit of each token, ``(tokens,)``.
+    """
+
+    first: np.ndarray
+    last: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+    of_token: np.ndarray
+
+
+def _class(character: str) -> int:
+    if character.isspace():
+        return _SPACE
+    return _PUNCTUATION if unicodedata.category(character).startswith("P") else 0
+
+
+def characters_of(texts: Sequence[str]) -> Characters:
+    """Return the character classes of ``texts``; lone surrogates count as ordinary characters."""
+    sizes = np.fromiter(map(len, texts), np.int64, len(texts))
+    codes = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), "<u4")
+    classes = _CLASSES[codes]
+    unseen = np.unique(codes[classes == _UNSEEN])
+    if len(unseen):
+        _CLASSES[unseen] = [_class(chr(code)) for code in unseen.tolist()]
+        classes = _CLASSES[codes]
+    zero = np.zeros(1, np.int64)
+    return Characters(
+        base=np.concatenate([zero, np.cumsum(sizes)]),
+        inner=_running(classes == 0),
+        marks=_running(classes == _PUNCTUATION),
+    )
+
+
+def _running(flags: np.ndarray) -> np.ndarray:
+    """Return how many flags are set before each place, ``(n + 1,)``; counts of less than 2**31 are half as wide."""
+    found = np.zeros(len(flags) + 1, np.int32 if len(flags) < 1 << 31 else np.int64)
+    np.cumsum(flags, out=found[1:])
+    return found
+
+
+def trimmed(text: str, start: int, end: int) -> tuple[int, int]:
+    """Return the span without leading and trailing white space, and inside the text."""
+    surface = text[start:end]
+    start = min(start, len(text))
+    lead = len(surface) - len(surface.lstrip())
+    return start + lead, start + max(lead, len(surface.rstrip()))
+
+
+def _checked_sizes(stream: TokenStream, texts: Sequence[str]) -> np.ndarray:
+    """Return the characters of each text, ``(texts,)``, all tokens being within theirs."""
+    sizes = np.fromiter(map(len, texts), np.int64, len(texts))
+    outside = stream.offsets[:, 1] > sizes[stream.text]
+    if bool(outside.any()):
+        at = int(np.flatnonzero(outside)[0])
+        span, size = stream.offsets[at].tolist(), int(sizes[stream.text[at]])
+        raise PredictError(
+            f"decoding: a token of text {stream.text[at]} spans characters {span}, but that text has {size}; "
+            "expected offsets into the text itself; pass the text the rows were made from",
+            text=int(stream.text[at]),
+            span=tuple(span),
+            length=size,
+        )
+    return sizes
+
+
+def _word_starts(stream: TokenStream) -> np.ndarray:
+    """Return where a text or the tokenizer's own word begins, ``(tokens,)``."""
+    starts = np.ones(len(stream), bool)
+    starts[1:] = stream.text[1:] != stream.text[:-1]
+    starts[1:] |= (stream.word_ids[1:] != stream.word_ids[:-1]) | (stream.word_ids[1:] < 0)
+    return starts
+
+
+def units_at(
+    stream: TokenStream, texts: Sequence[str], tokens: np.ndarray, *, whole: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return first character, and character after the last, of the units that `words_of` finds for a few tokens.
+
+    Args:
+        stream: all tokens.
+        texts: the texts that the offsets refer to.
+        tokens: stream indices, ``(n,)``.
+        whole: as of `words_of`.
+
+    Raises:
+        PredictError: an offset lies outside its text.
+    """
+    if not len(tokens):
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    sizes = _checked_sizes(stream, texts)
+    starts = _word_starts(stream) if whole else np.ones(len(stream), bool)
+    # Only words of their own letters: where neighbours share a character, all have to be looked at.
+    base = (np.cumsum(sizes) - sizes)[stream.text]
+    reach = np.maximum.accumulate(stream.offsets[:, 1] + base)
+    apart = np.append(stream.offsets[:, 0] + base, reach[-1]) >= np.concatenate([reach[:1] * 0, reach])
+    first = np.append(np.flatnonzero(starts), len(stream))
+    word = np.unique(np.searchsorted(first, tokens, side="right") - 1)
+    begins, stops = first[word], first[word + 1]
+    # A text begins apart from the one before it in any case.
+    new_text = np.ones(len(stream) + 1, bool)
+    new_text[1:-1] = stream.text[1:] != stream.text[:-1]
+    apart |= new_text
+    if not bool(apart[begins].all() and apart[stops].all()):
+        words = words_of(stream, texts, whole=whole)
+        return words.start[words.of_token[tokens]], words.end[words.of_token[tokens]]
+    lengths = stops - begins
+    chosen = np.arange(int(lengths.sum())) + np.repeat(begins - (np.cumsum(lengths) - lengths), lengths)
+    offsets, owners = stream.offsets[chosen], stream.text[chosen]
+    heads = np.flatnonzero(np.append(True, np.diff(owners) > 0))
+    low, high = np.minimum.reduceat(offsets[:, 0], heads), np.maximum.reduceat(offsets[:, 1], heads)
+    pieces: list[Any] = [
+        texts[t][a:b] for t, a, b in zip(owners[heads].tolist(), low.tolist(), high.tolist(), strict=True)
+    ]
+    text = np.repeat(np.arange(len(heads)), np.diff(np.append(heads, len(owners))))
+    part = TokenStream(
+        stream.row[chosen], stream.column[chosen], text, stream.position[chosen], offsets - low[text][:, None],
+        np.repeat(np.arange(len(word)), lengths),
+    )  # fmt: skip
+    words = words_of(part, pieces, whole=whole)
+    place = np.searchsorted(chosen, tokens)
+    unit, shift = words.of_token[place], low[text[place]]
+    return words.start[unit] + shift, words.end[unit] + shift
+
+
+def words_of(stream: TokenStream, texts: Sequence[str], *, whole: bool = True, split_punctuation: bool = True) -> Words:
+    """Return the units in which tokens are decoded.
+
+    A unit is a run of tokens with the same word index; a token without one stands alone. Some pre-tokenisers
+    cut
+    at white space only, so that a word holds its comma: with ``split_punctuation`` tokens of punctuation at
+        either
+    end of a word are units of their own, while those inside (``O'Brien``, ``3.14``) stay. Tokens that share a
+    character, as the bytes of an emoji do, are never parted.
+
+    Args:
+        stream: the tokens.
+        texts: the texts that the offsets refer to.
+        whole: False for one unit per token, still without parting characters.
+        split_punctuation: whether outer punctuation leaves its word.
+
+    Raises:
+        PredictError: an offset lies outside its text.
+    """
+    total = len(stream)
+    if total == 0:
+        none = np.zeros(0, np.int64)
+        return Words(none, none, none, none, none)
+    sizes = _checked_sizes(stream, texts)
+    new_text = np.ones(total, bool)
+    new_text[1:] = stream.text[1:] != stream.text[:-1]
+    starts = np.ones(total, bool)
+    if whole:
+        starts = _word_starts(stream)
+        if split_punctuation and not bool(starts.all()):
+            starts |= _outer_punctuation(stream, starts, characters_of(texts))
+    # A text's characters all come after those of the text before it, so one running maximum serves all texts.
+    base = (np.cumsum(sizes) - sizes)[stream.text]
+    reach = np.maximum.accumulate(stream.offsets[:, 1] + base)
+    starts[1:] &= new_text[1:] | (stream.offsets[1:, 0] + base[1:] >= reach[:-1])
+    first = np.flatnonzero(starts)
+    return Words(
+        first=first,
+        last=np.append(first[1:], total),
+        start=np.minimum.reduceat(stream.offsets[:, 0], first),
+        end=np.maximum.reduceat(stream.offsets[:, 1], first),
+        of_token=np.cumsum(starts) - 1,
+    )
+
+
+def _outer_punctuation(stream: TokenStream, starts: np.ndarray, characters: Characters) -> np.ndarray:
+    """Return where, inside the words given by ``starts``, outer punctuation parts from the rest."""
+    base = characters.base[stream.text]
+    low, high = stream.offsets[:, 0] + base, stream.offsets[:, 1] + base
+    is_inner = characters.inner[high] > characters.inner[low]
+    is_mark = ~is_inner & (characters.marks[high] > characters.marks[low])
+    first = np.flatnonzero(starts)
+    word = np.cumsum(starts) - 1
+    index = np.arange(len(starts))
+    none = len(starts)
+    first_inner = np.minimum.reduceat(np.where(is_inner, index, none), first)[word]
+    last_inner = np.maximum.reduceat(np.where(is_inner, index, -1), first)[word]
+    zone = np.where(last_inner < 0, 0, np.where(index < first_inner, 1, np.where(index > last_inner, 2, 0)))
+    # A token of mere space (the mark of a word's beginning) goes with the token after it.
+    blank = ~is_inner & ~is_mark
+    blank[-1] = False
+    follows = blank[:-1] & (word[:-1] == word[1:])
+    zone[:-1][follows] = zone[1:][follows]
+    parted = np.zeros(len(starts), bool)
+    parted[1:] = (word[1:] == word[:-1]) & (zone[1:] != zone[:-1])
+    return parted

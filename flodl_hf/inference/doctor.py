@@ -1,0 +1,335 @@
+"""What this machine and installation can do, and what stands in the way: for `flodl-hf doctor` and bug reports.
+
+Each finding says what is so, whether that is well, and what to do where it is not. Devices are not only listed: each
+computes a small layer, and kernels of ours are compared with torch's on it, as they are before a model uses them. No
+model is read and no connection is opened.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from flodl.devices import all_devices, best_device, described, probe_device, why_no_cuda
+from flodl.errors import ConfigError, DeviceError, FlodlError
+from flodl.verbosity import parsed
+from flodl_hf.errors import PredictError
+
+__all__ = ["Examination", "Finding", "examine"]
+
+State = Literal["ok", "note", "problem"]
+
+REQUIRED = ("torch", "numpy", "safetensors", "tokenizers", "huggingface_hub")
+OPTIONAL = {
+    "typer": "the command line: flodl-hf[cli]",
+    "pyarrow": "Parquet and Arrow files: flodl-hf[data]",
+    "triton": "our kernels on CUDA; comes with torch's builds for it",
+    "transformers": "comparing with it: flodl-hf[parity]",
+}
+LEAST_TORCH = (2, 11)
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        part: what it belongs to: "machine", "packages", "devices", "kernels", "files" or "environment".
+        name: what was looked at.
+        found: what is so.
+        state: "ok"; "note" for what costs speed or may surprise; "problem" for what does not work.
+        advice: what to do; empty where nothing is to be done.
+    """
+
+    part: str
+    name: str
+    found: str
+    state: State = "ok"
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Examination:
+    """All findings.
+
+    Attributes:
+        findings: in the order in which they were made.
+    """
+
+    findings: tuple[Finding, ...] = field(default=())
+
+    @property
+    def sound(self) -> bool:
+        """Return whether there is no problem; notes do not count."""
+        return all(finding.state != "problem" for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON types."""
+        return {"sound": self.sound, "findings": [vars(finding) for finding in self.findings]}
+
+
+def examine(environment: Mapping[str, str] | None = None) -> Examination:
+    """Return what there is on this machine.
+
+    Args:
+        environment: variables to look at; None for those of this process.
+    """
+    around = os.environ if environment is None else environment
+    parts = (_machine(), _packages(), _devices(), _kernels(), _files(around), _environment(around))
+    return Examination(tuple(finding for part in parts for finding in part))
+
+
+def _machine() -> Iterator[Finding]:
+    yield Finding("machine", "system", f"{platform.system()} {platform.release()}, {platform.machine()}")
+    yield Finding("machine", "Python", f"{platform.python_version()} at {sys.executable}")
+    usable, there = _usable_cores(), os.cpu_count() or 1
+    cores = f"{usable} cores" + (f" of {there}" if usable < there else "")
+    yield Finding("machine", "processor", f"{_processor_name()}, {cores}, {torch.backends.cpu.get_cpu_capability()}")
+    free, whole = memory()
+    if whole:
+        short = free < 2 * GIB
+        yield Finding(
+            "machine", "memory", f"{free / GIB:.1f} GiB free of {whole / GIB:.1f}", "note" if short else "ok",
+            "BERT-large in float32 takes 1.3 GiB to predict and 7 to train" if short else "",
+        )  # fmt: skip
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _processor_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
+            if line.lower().startswith(("model name", "hardware")):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown processor"
+
+
+def memory() -> tuple[int, int]:
+    """Return the bytes of main memory that are free and that there are; zeros where the system does not say."""
+    found: dict[str, int] = {}
+    try:
+        for line in Path("/proc/meminfo").read_text("ascii", "replace").splitlines():
+            name, _, rest = line.partition(":")
+            words = rest.split()
+            if words and words[0].isdigit():
+                found[name] = int(words[0]) * 1024
+    except OSError:
+        return 0, 0
+    return found.get("MemAvailable", found.get("MemFree", 0)), found.get("MemTotal", 0)
+
+
+def _packages() -> Iterator[Finding]:
+    yield Finding("packages", "flodl-hf", _version("flodl-hf") or "from a checkout")
+    for name in REQUIRED:
+        found = _version(name)
+        if found is None:
+            yield Finding("packages", name, "not installed", "problem", f"pip install {name}")
+        elif name == "torch" and _numbers(found) < LEAST_TORCH:
+            least = ".".join(map(str, LEAST_TORCH))
+            yield Finding("packages", name, found, "problem", f"torch {least} or newer is needed")
+        else:
+            yield Finding("packages", name, found)
+    for name, purpose in OPTIONAL.items():
+        yield Finding("packages", name, _version(name) or f"not installed (for {purpose})")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in text.split("+")[0].split(".")[:2])
+
+
+def _devices() -> Iterator[Finding]:
+    best = best_device()
+    for device in all_devices() if best.type != "cpu" else []:
+        try:
+            free = ""
+            if device.type == "cuda":
+                left, whole = torch.cuda.mem_get_info(device)
+                capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+                free = f", capability {capability}, {left / GIB:.1f} GiB free of {whole / GIB:.1f}"
+            fault = probe_device(device)
+            if fault is not None:
+                raise DeviceError(f"{device}: {fault}; do not use this device", device=str(device))
+            yield Finding("devices", str(device), described(device) + free + ", computes")
+        except (RuntimeError, FlodlError) as fault:
+            told = (str(fault).splitlines() or [type(fault).__name__])[0][:200]
+            yield Finding("devices", str(device), told, "problem", "free the device, or take another by --device")
+    if torch.version.cuda:
+        yield Finding("devices", "CUDA of torch", torch.version.cuda)
+    if best.type == "cpu":
+        fault = probe_device(best)
+        why = why_no_cuda()
+        told = "computes; it is the best device here" if fault is None else fault
+        yield Finding("devices", "cpu", told, "ok" if fault is None else "problem")
+        yield Finding("devices", "cuda", why, "note" if _nvidia_driver() else "ok", _cuda_advice())
+    yield Finding("devices", "taken by commands", described(best))
+
+
+def _nvidia_driver() -> bool:
+    return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+
+
+def _cuda_advice() -> str:
+    if not _nvidia_driver():
+        return ""
+    if torch.version.cuda is None:
+        return "there is an NVIDIA driver, but this torch was built without CUDA: install a build with it"
+    return "there is an NVIDIA driver: see whether nvidia-smi works and CUDA_VISIBLE_DEVICES names a device"
+
+
+def _kernels() -> Iterator[Finding]:
+    from flodl_hf.inference.cpu import products_of
+    from flodl_hf.inference.cpu_features import missing
+
+    best = best_device()
+    if best.type == "cuda":
+        yield from _cuda_kernels(best)
+    for precision in ("fp32", "bf16", "int8"):
+        lacking = missing(precision) if precision != "fp32" else None
+        found = f"not run: {lacking}" if lacking else products_of(precision)
+        yield Finding("kernels", f"cpu, {precision}", found)
+
+
+def _cuda_kernels(device: torch.device) -> Iterator[Finding]:
+    from flodl_hf.inference.precision import check_precision
+    from flodl_hf.nn.backends.trials import LayerSizes, prediction, training
+    from flodl_hf.nn.kernels.trust import trusted
+
+    for precision, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        try:
+            check_precision(precision, device)
+        except PredictError as fault:
+            yield Finding("kernels", f"{device}, {precision}", str(fault), "note")
+            continue
+        for kind, trial in (("prediction", prediction), ("training", training)):
+            import warnings
+
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                held = trusted(kind, device, dtype, LayerSizes(768, 12, 3072), trial)
+            why = "; ".join(str(entry.message) for entry in told)
+            yield Finding(
+                "kernels", f"{device}, {kind} in {precision}",
+                "ours, equal to torch's within the bounds" if held else why or "torch's own: ours were found wanting",
+                "ok" if held else "note",
+                "" if held else "results are right and slower; an update of torch and Triton may mend it",
+            )  # fmt: skip
+
+
+def _files(around: Mapping[str, str]) -> Iterator[Finding]:
+    home = Path(around.get("HF_HOME") or Path(around.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface")
+    hub = Path(around.get("HF_HUB_CACHE") or home / "hub")
+    if hub.is_dir():
+        models = sum(1 for path in hub.iterdir() if path.name.startswith("models--"))
+        yield _folder("Hub cache", hub, f"{models} models at {hub}")
+    else:
+        yield _folder("Hub cache", hub, f"none yet; would be at {hub}")
+    own = around.get("FLODL_HF_CACHE") or str(Path(around.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flodl-hf")
+    if own in ("0", "off"):
+        yield Finding(
+            "files",
+            "our cache",
+            "off",
+            "note",
+            "unset FLODL_HF_CACHE, else every process tries kernels anew",
+        )
+    else:
+        yield _folder("our cache", Path(own), own)
+    if best_device().type == "cuda":
+        compiled = Path(around.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+        empty = not compiled.is_dir() or not any(compiled.iterdir())
+        note = "the first call compiles kernels for some seconds; keep this folder between runs" if empty else ""
+        yield _folder("Triton's cache", compiled, f"{'empty' if empty else 'filled'}, at {compiled}", note)
+
+
+def _folder(name: str, path: Path, found: str, advice: str = "") -> Finding:
+    """Return a finding on a folder that is written to: whether it can be, and how much room there is."""
+    nearest = next(p for p in (path, *path.parents) if p.exists())
+    if not os.access(nearest, os.W_OK):
+        return Finding("files", name, f"{found}; cannot be written", "problem", f"allow writing to {nearest}")
+    free = shutil.disk_usage(nearest).free
+    if free < 2 * GIB:
+        return Finding("files", name, f"{found}; {free / GIB:.1f} GiB left on its disk", "note", "make room there")
+    return Finding("files", name, f"{found}; {free / GIB:.0f} GiB left on its disk", "note" if advice else "ok", advice)
+
+
+def _environment(around: Mapping[str, str]) -> Iterator[Finding]:
+    cores = _usable_cores()
+    for name, states in _VARIABLES.items():
+        value = around.get(name)
+        if value is not None:
+            state, advice = states(value, cores)
+            yield Finding("environment", name, value, state, advice)
+    threads = torch.get_num_threads()
+    if threads < cores // 2 and "OMP_NUM_THREADS" not in around:
+        yield Finding(
+            "environment", "threads of torch", f"{threads} of {cores} cores", "note", "torch.set_num_threads(...)"
+        )
+
+
+def _threads(value: str, cores: int) -> tuple[State, str]:
+    if value.isdigit() and 0 < int(value) < cores:
+        return "note", f"{cores} cores are there; products on the processor use {value}"
+    return "ok", ""
+
+
+def _parallelism(value: str, cores: int) -> tuple[State, str]:
+    return "ok", "tokenising takes the cores all the same" if value.lower() in ("0", "false", "off", "no") else ""
+
+
+def _offline(value: str, cores: int) -> tuple[State, str]:
+    on = value.lower() in ("1", "true", "on", "yes")
+    return ("note", "names of the Hub are looked up in the cache alone") if on else ("ok", "")
+
+
+def _visible(value: str, cores: int) -> tuple[State, str]:
+    return ("note", "all CUDA devices are hidden") if value in ("", "-1", "NoDevFiles") else ("ok", "")
+
+
+def _blocking(value: str, cores: int) -> tuple[State, str]:
+    return ("note", "every launch waits for the device: for debugging alone") if value == "1" else ("ok", "")
+
+
+def _shown(value: str, cores: int) -> tuple[State, str]:
+    return "ok", ""
+
+
+def _verbosity(value: str, cores: int) -> tuple[State, str]:
+    try:
+        parsed(value)
+    except ConfigError as fault:
+        return "note", f"{fault.message}; it is taken as normal"
+    return "ok", ""
+
+
+_VARIABLES = {
+    "FLODL_VERBOSITY": _verbosity,
+    "OMP_NUM_THREADS": _threads,
+    "RAYON_NUM_THREADS": _threads,
+    "TOKENIZERS_PARALLELISM": _parallelism,
+    "HF_HUB_OFFLINE": _offline,
+    "HF_ENDPOINT": _shown,
+    "CUDA_VISIBLE_DEVICES": _visible,
+    "CUDA_LAUNCH_BLOCKING": _blocking,
+    "ONEDNN_MAX_CPU_ISA": _shown,
+}

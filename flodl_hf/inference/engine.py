@@ -1,0 +1,282 @@
+"""Rows of tokens through a prepared graph, without padding or with it in buckets, and the results back.
+
+Decides how a batch is laid out, which of an accelerator's passes are recorded and replayed, what happens when
+memory runs out, and that nothing waits for a device before results are asked for. Knows no text, and no task
+beyond "one result a row" and "one result a token".
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flodl_hf.errors import PredictError
+from flodl_hf.inference.batch import Batch, batch_of, check_rows
+from flodl_hf.inference.cuda_graphs import SMALL, WAIT, Recorder
+from flodl_hf.inference.decode.rows import TokenTable
+from flodl_hf.inference.layers_from_disk import Given
+from flodl_hf.inference.options import RunOptions
+from flodl_hf.inference.passes import Work
+from flodl_hf.inference.pending import Pending
+from flodl_hf.inference.plan import plan_batches, usual_budget
+from flodl_hf.inference.precision import multiplying
+from flodl_hf.inference.prepared_graph import Prepared, holder
+from flodl_hf.nn.adapter_layers.prompts import lead_of
+from flodl_hf.nn.layout.buckets import Buffer, bucket_of
+from flodl_hf.nn.layout.layouts import Layout, Packed, Padded
+from flodl_hf.nn.layout.rounded import laid_out, rounded
+
+if TYPE_CHECKING:
+    from flodl_hf.inference.graph_model.model import GraphModel
+
+__all__ = ["Engine", "Pending"]
+
+
+class Engine:
+    """Runs rows through one prepared graph on one device.
+
+    Args:
+        prepared: the graph, and what is kept with it.
+        options: how to run.
+        types: whether the graph reads token types.
+        longest: most tokens that the model takes in a row, or None.
+        bucketed: whether batches are padded to buckets; None does so on a CUDA device that is trusted with them.
+    """
+
+    def __init__(
+        self, prepared: Prepared, options: RunOptions, *, types: bool, longest: int | None, bucketed: bool | None = None
+    ) -> None:
+        self.prepared = prepared
+        self.graph = prepared.graph
+        self.options = options
+        self.types = types
+        self.longest = longest
+        self.device = prepared.device
+        self.cuda = self.device.type == "cuda"
+        self.bucketed = prepared.bucketed if bucketed is None else bucketed
+        self.exact = options.precision == "exact"
+        kept = prepared.recorded
+        if "recorder" not in kept:
+            kept["recorder"] = Recorder()
+        self.recorder: Recorder = kept["recorder"]
+        # What once ran out of memory is not tried again on this graph.
+        self.budget = min(options.token_budget or usual_budget(self.device.type), kept.get("most_tokens", 1 << 60))
+
+    @classmethod
+    def of(
+        cls,
+        model: GraphModel,
+        options: RunOptions | None = None,
+        device: torch.device | None = None,
+        *,
+        unchecked: bool = False,
+    ) -> Engine:
+        """Return the engine of a model on a device, or on the model's own; ``unchecked`` as `_Holder.get` has it."""
+        options = options or RunOptions()
+        on_disk = model.weights_on_disk
+        if on_disk is not None and device not in (None, on_disk.device):
+            raise PredictError(
+                f"devices: the model's weights are on disk, read for {on_disk.device}; expected no other device. Load "
+                "it with device= for another, or with weights='memory' to share work among several.",
+                device=str(device),
+            )
+        place = device if on_disk is None else on_disk.device
+        found = holder(model).get(model.graph, options.precision, place, unchecked=unchecked, on_disk=on_disk)
+        return cls(found, options, **facts(model))
+
+    def batches(self, table: TokenTable) -> list[np.ndarray]:
+        """Return which rows run together."""
+        return plan_batches(
+            table.lengths, self.budget, equal=self.exact, alone=self.options.batch_invariant
+        )  # fmt: skip
+
+    def start(self, table: TokenTable, work: Work, places: Sequence[Sequence[int]] | None = None) -> Pending:
+        """Send all rows on their way and return at once where the device works by itself.
+
+        Args:
+            table: the rows.
+            work: what to compute.
+            places: for `ScoresAt`: which tokens of each row.
+        """
+        check_rows(table)
+        pending = Pending(len(table))
+        batches = self.batches(table)
+        with torch.inference_mode(), multiplying(self.options.precision, self.device), current(self.device):
+            if self.prepared.layered is not None:
+                self._by_layers(pending, table, batches, work, places)
+                return pending
+            for batch in batches:
+                # A lone batch is somebody waiting for one answer, so even a small one may be recorded.
+                self.send(pending, table, batch, work, places, alone=len(batches) == 1)
+        return pending
+
+    def _by_layers(
+        self,
+        pending: Pending,
+        table: TokenTable,
+        batches: list[np.ndarray],
+        work: Work,
+        places: Sequence[Sequence[int]] | None,
+    ) -> None:
+        """Run all batches side by side, each layer being read once for all of them."""
+        layered, rest = self.prepared.layered, deque(batches)
+        assert layered is not None
+        while rest:
+            made = [batch_of(table, rows, work, places, types=self.types) for rows in rest]
+            try:
+                answers = layered.results((batch.work, self._given(batch)) for batch in made)
+                for batch, found in zip(made, answers, strict=True):
+                    pending.add(rest[0], batch.sizes, *self._back(found.float(), batch.count))
+                    rest.popleft()
+            except torch.OutOfMemoryError:
+                if all(len(rows) == 1 for rows in rest):
+                    raise
+            else:
+                return
+            self._shrink(max(len(batch.ids) for batch in made))
+            rows = np.concatenate(rest)
+            alone = self.options.batch_invariant
+            rest = deque(rows[b] for b in plan_batches(table.lengths[rows], self.budget, equal=self.exact, alone=alone))
+
+    def send(
+        self,
+        pending: Pending,
+        table: TokenTable,
+        rows: np.ndarray,
+        work: Work,
+        places: Sequence[Sequence[int]] | None = None,
+        *,
+        alone: bool = False,
+    ) -> None:
+        """Run some rows; if memory runs out, their halves. ``alone``: small shapes like this one will come again."""
+        batch = batch_of(table, rows, work, places, types=self.types)
+        try:
+            values, event = self._run(batch, alone or self.options.batch_invariant)
+        except torch.OutOfMemoryError:
+            if len(rows) == 1:
+                raise
+        else:
+            pending.add(rows, batch.sizes, values, event)
+            return
+        # Outside of the handler, whose traceback would keep the failed batch's memory.
+        self._shrink(len(batch.ids))
+        for half in np.array_split(rows, 2):
+            self.send(pending, table, half, work, places)
+
+    def _shrink(self, tokens: int) -> None:
+        self.budget = max(1, min(self.budget, tokens) // 2)
+        self.prepared.recorded["most_tokens"] = self.budget
+        self.recorder.clear()
+        if self.cuda:
+            torch.cuda.empty_cache()
+
+    def _run(self, batch: Batch, alone: bool) -> tuple[Tensor, Any]:
+        if self.bucketed and not self.exact:
+            return self._bucketed(batch, alone)
+        return self._plain(batch)
+
+    def _plain(self, batch: Batch) -> tuple[Tensor, Any]:
+        return self._back(batch.work(self.graph, *self._given(batch)).float(), batch.count)
+
+    def _given(self, batch: Batch) -> Given:
+        """Return what a pass of a batch is called with, on the device."""
+        if self.bucketed and not self.exact:
+            buffer = Buffer(self._bucket(batch), types=self.types, pinned=self.cuda)
+            lengths = buffer.write(batch.ids, batch.types, batch.lengths)
+            packed = buffer.packed.to(self.device, non_blocking=True)
+            return Given(*buffer.on(packed, lengths, len(batch.lengths)), self._chosen(batch))
+        if self.prepared.rounded:
+            lead = lead_of(self.graph)
+            types = batch.types if self.types else None
+            if self.types and types is None:
+                types = np.zeros_like(batch.ids)
+            ids, kinds, laid = laid_out(batch.ids, types, batch.lengths, lead=0 if lead is None else lead.count)
+            return Given(ids, kinds, laid, self._chosen(batch))
+        layout: Layout
+        shape: tuple[int, ...] = (-1,)
+        if self.exact:
+            layout, shape = Padded(None), (len(batch.lengths), -1)
+        else:
+            layout = Packed.of(batch.lengths.tolist(), self.device)
+        there = torch.from_numpy(batch.ids.astype(np.int64)).to(self.device).view(shape)
+        kinds = None
+        if self.types:
+            kinds = torch.zeros_like(there)
+            if batch.types is not None:
+                kinds = torch.from_numpy(batch.types).to(there).view(shape)
+        return Given(there, kinds, layout, self._chosen(batch))
+
+    def _chosen(self, batch: Batch) -> Tensor | None:
+        if batch.at is None:
+            return None
+        chosen = batch.at
+        if self.prepared.rounded:
+            chosen = np.pad(chosen, (0, rounded(len(chosen)) - len(chosen)))
+        found = torch.from_numpy(chosen)
+        return (found.pin_memory() if self.cuda else found).to(self.device, non_blocking=True)
+
+    def _bucket(self, batch: Batch) -> Any:
+        large = len(batch.ids) > SMALL
+        return bucket_of(batch.lengths, most=self.longest, full=self.budget if large else None)
+
+    def _bucketed(self, batch: Batch, alone: bool) -> tuple[Tensor, Any]:
+        # Large batches come in few shapes, all of them recorded: launching them op by op would keep the
+        # interpreter from tokenising and decoding meanwhile.
+        large = len(batch.ids) > SMALL
+        bucket = self._bucket(batch)
+        buffer = Buffer(bucket, types=self.types, pinned=self.cuda)
+        all_lengths = buffer.write(batch.ids, batch.types, batch.lengths)
+        recorder, key = self.recorder, (batch.work, bucket)
+        recorded = batch.at is None and (large or alone) and recorder.records_on(self.device) and not recorder.refused
+        if recorded:
+            found = recorder.replayed(key, buffer.packed, self.device, lambda out: self._back(out, batch.count))
+            if found is not None:
+                return found
+        packed = buffer.packed.to(self.device, non_blocking=True)
+        if recorded:
+            # As the recording will compute it, to the bit: it knows no lengths.
+            step = self._step(batch.work, buffer)
+            output = step(packed)
+            result = self._back(output, batch.count)
+            recorder.saw(key, packed, output, step, wait=1 if large else WAIT)
+            return result
+        there, kinds, layout = buffer.on(packed, all_lengths, len(batch.lengths))
+        return self._back(batch.work(self.graph, there, kinds, layout, self._chosen(batch)).float(), batch.count)
+
+    def _step(self, work: Work, buffer: Buffer) -> Callable[[Tensor], Tensor]:
+        def step(packed: Tensor) -> Tensor:
+            there, kinds, layout = buffer.on(packed)
+            return work(self.graph, there, kinds, layout, None).float()
+
+        return step
+
+    def _back(self, found: Tensor, count: int) -> tuple[Tensor, Any]:
+        found = found[:count]
+        if not self.cuda:
+            return found.cpu(), None
+        # Copied while the next batch runs; the event says when it is here.
+        home = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+        home.copy_(found, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return home, event
+
+
+def current(device: torch.device) -> torch.cuda.device:
+    """Return a context in which a CUDA device is the current one; of another device it changes nothing."""
+    # An index below zero leaves the current device as it is.
+    return torch.cuda.device(device if device.type == "cuda" else -1)
+
+
+def facts(model: GraphModel) -> dict[str, Any]:
+    """Return what an engine has to know of a model."""
+    # As in transformers, the tokenizer's model_input_names decide whether a model with token types receives them.
+    given = model.tokenizer is None or model.tokenizer.settings.type_ids
+    places = model.config.max_tokens
+    longest = places and places - model.virtual_tokens
+    return {"types": given and model.config.uses_token_types, "longest": longest}

@@ -1,0 +1,76 @@
+"""Several devices that share one queue of batches.
+
+Each device has a thread that takes the next batch when it is done with its last, so unequal devices are all
+kept busy. What a batch is and how it runs stays with `flodl_hf.inference.engine`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from threading import Thread
+
+import numpy as np
+import torch
+
+from flodl_hf.inference.decode.rows import TokenTable
+from flodl_hf.inference.engine import Engine, Pending, current
+from flodl_hf.inference.passes import Work
+from flodl_hf.inference.precision import multiplying
+
+__all__ = ["Fleet"]
+
+# Batches that a device may have before it finished the first: enough that it never waits for its thread.
+_AHEAD = 2
+
+
+class Fleet:
+    """Runs rows on several engines.
+
+    Args:
+        engines: one for each device; a device may stand there several times.
+    """
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self.engines = list(engines)
+
+    def start(self, table: TokenTable, work: Work, places: Sequence[Sequence[int]] | None = None) -> Pending:
+        """Send all rows on their way and return at once; see `Engine.start`."""
+        pending = Pending(len(table))
+        budget = min(engine.budget for engine in self.engines)
+        smallest = min(self.engines, key=lambda engine: engine.budget)
+        smallest.budget = budget
+        queue = deque(smallest.batches(table))
+        for engine in self.engines:
+            args = (engine, pending, queue, table, work, places)
+            thread = Thread(target=_serve, args=args, name=f"flodl-hf-{engine.device}", daemon=True)
+            pending.threads.append(thread)
+            thread.start()
+        return pending
+
+
+def _serve(
+    engine: Engine,
+    pending: Pending,
+    queue: deque[np.ndarray],
+    table: TokenTable,
+    work: Work,
+    places: Sequence[Sequence[int]] | None,
+) -> None:
+    sent: deque[torch.cuda.Event] = deque()
+    try:
+        with torch.inference_mode(), multiplying(engine.options.precision, engine.device), current(engine.device):
+            while queue and not pending.faults:
+                try:
+                    batch = queue.popleft()
+                except IndexError:
+                    return
+                engine.send(pending, table, batch, work, places)
+                if engine.cuda:
+                    event = torch.cuda.Event()
+                    event.record()
+                    sent.append(event)
+                    if len(sent) > _AHEAD:
+                        sent.popleft().synchronize()
+    except BaseException as fault:  # raised again where the results are asked for
+        pending.faults.append(fault)

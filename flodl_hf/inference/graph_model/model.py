@@ -1,0 +1,274 @@
+"""A graph with what belongs to it: configuration, tokenizer, where it was read from, how its predictions run.
+
+Decides how a call with Hugging Face's tensors becomes a call of the graph. How a model is made, read and written, and
+what it offers to those who use it, is `flodl_hf.models`'s; loading, export and the runtime know no more than this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from flodl.graph import Graph
+from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.checkpoints.weights.loading import LoadReport
+from flodl_hf.errors import PredictError, no_tokenizer
+from flodl_hf.inference.graph_model.after_fork import entered
+from flodl_hf.inference.graph_model.hidden_states import given_embeddings, ids_for, watched
+from flodl_hf.inference.graph_model.index_checks import beyond_tables, check_rows
+from flodl_hf.inference.graph_model.routed import Routed
+from flodl_hf.nn.adapter_layers.prompts import lead_of
+from flodl_hf.nn.attention.dot_product import check_implementation
+from flodl_hf.nn.attention.prefixes import ShiftedPositions
+from flodl_hf.nn.layout.layouts import Padded
+
+if TYPE_CHECKING:
+    from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
+    from flodl_hf.checkpoints.weights.on_disk import OnDisk
+    from flodl_hf.checkpoints.weights.source import Source
+    from flodl_hf.tokenization.tokenizer import Tokenizer
+
+__all__ = ["GraphModel"]
+
+
+class GraphModel(nn.Module):
+    """A graph that computes one task, and what belongs to it.
+
+    Attributes:
+        graph: the network, a plain `flodl.graph.Graph` with the same vocabulary in every family.
+        config: the configuration.
+        tokenizer: the folder's tokenizer, or None.
+        load_report: what became of every tensor, or None for a model made from a configuration.
+        source: what it was read from, or None.
+        sentence_recipe: how its states become the vector of a text, where the folder says so.
+        beside: what learns beside the graph in a run: a projection of token vectors, a decoder.
+        training_recipe: options of the fine-tune that made the model in this process; None for others.
+        routed: encoders of the folder's other routes, where routes have transformers of their own.
+        dtype_in_shards: what weights are cast to, a layer at a time, when they are cut into shards; None leaves them.
+    """
+
+    head: ClassVar[str] = "base"
+    per_text: ClassVar[bool] = False
+    """Whether the head scores whole texts rather than tokens."""
+    forward_methods: ClassVar[tuple[str, ...]] = ("one_pass",)
+    """Methods besides the model itself that are passes of it, for which sharded weights are gathered."""
+    config: ModelConfig
+    load_report: LoadReport | None
+
+    def __init__(self, config: ModelConfig, graph: Graph) -> None:
+        super().__init__()
+        self.config = config
+        # Not as "graph": modules that torch generates, as torch.export does, have an attribute of that name.
+        self.network = graph
+        self.register_load_state_dict_pre_hook(_as_network)
+        self.load_report = None
+        self.source: Source | None = None
+        self._tokenizer: Tokenizer | None = None
+        self.sentence_recipe: SentenceRecipe | None = None
+        self.beside: nn.Module | None = None
+        self.training_recipe: Mapping[str, Any] | None = None
+        self.routed: Routed | None = None
+        self.dtype_in_shards: torch.dtype | None = None
+        self._on_disk: OnDisk | None = None
+        self._untouched: dict[str, int] = {}
+        # `flodl_hf.inference.RunOptions`, which those put in who run it.
+        self._run_options: Any = None
+
+    def run_graph(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        token_type_ids: Tensor | None,
+        position_ids: Tensor | None,
+        outputs: Sequence[str] = (),
+        *,
+        embeds: Tensor | None = None,
+        hidden_states: bool = False,
+        attentions: bool = False,
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, tuple[Tensor, ...]]]:
+        """Return the graph's result, the named outputs, and what was asked for of its inside, by outputs' names."""
+        if (input_ids is None) == (embeds is None):
+            raise PredictError("expected either input_ids or inputs_embeds, found both or neither")
+        if embeds is not None:
+            input_ids = ids_for(self.graph, embeds)
+        assert input_ids is not None
+        if not torch.compiler.is_compiling():
+            check_rows(input_ids)
+            entered()
+        layout, lead, ids = Padded.of(attention_mask), lead_of(self.graph), input_ids
+        if position_ids is not None:
+            layout.memo["places"] = position_ids  # by which queries and keys are turned
+        types, led = token_type_ids, layout
+        if lead is not None:
+            if position_ids is not None:
+                raise PredictError(
+                    "position_ids: the adapter puts virtual tokens before each text and counts places itself; leave "
+                    "them out"
+                )
+            ids, types, led = lead.rows(ids, types, layout)
+            embeds = None if embeds is None else lead.embedded(self.graph, embeds)
+        given: dict[str, Any] = {"token_type_ids": types, "position_ids": position_ids, "layout": led}
+        seen: dict[str, list[Tensor]] = {}
+        with ExitStack() as stack:
+            if embeds is not None:
+                stack.enter_context(given_embeddings(self.graph, embeds))
+            if hidden_states or attentions:
+                inside = watched(self.graph, hidden_states=hidden_states, attentions=attentions)
+                seen = stack.enter_context(inside)
+            try:
+                if outputs:
+                    result, named = self.graph(ids, **given, outputs=list(outputs))
+                else:
+                    result, named = self.graph(ids, **given), {}
+            except IndexError as fault:
+                taken = self.virtual_tokens
+                raise beyond_tables(self.config, input_ids, token_type_ids, position_ids, taken) or fault from fault
+        if lead is not None and not self.per_text:
+            result = layout.behind(lead.count, result)
+        return result, named, {name: tuple(values) for name, values in seen.items()}
+
+    def one_pass(self, call: Callable[[Self, Any], Any], batch: Any) -> Any:
+        """Return what ``call`` computes of this model, of what stands beside it, and of a batch."""
+        return call(self, batch)
+
+    def set_attention(self, implementation: str) -> Self:
+        """Choose "sdpa", "eager" or "fast" attention in every layer; returns the model.
+
+        Raises:
+            ConfigError: there is no such implementation.
+        """
+        check_implementation(implementation)
+        for module in self.modules():
+            if hasattr(module, "implementation"):
+                module.implementation = implementation  # type: ignore[assignment]
+        return self
+
+    def mark_untrained(self, names: Iterable[str]) -> None:
+        """Remember tensors that hold random values, until something writes to them."""
+        self._untouched = {name: self.graph.get_parameter(name)._version for name in names}
+
+    @property
+    def untrained(self) -> list[str]:
+        """Names of tensors that still hold the random values they were made with."""
+        return [name for name, version in self._untouched.items() if self.graph.get_parameter(name)._version == version]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Versions count what was written to these very tensors; a copy's begin anew.
+        return {**self.__dict__, "_untouched": self.untrained, "_on_disk": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.mark_untrained(state["_untouched"])
+
+    def ready(self, task: str, *, untrained: bool = False) -> Tokenizer:
+        """Return the tokenizer if the model can predict.
+
+        Args:
+            task: the method that asks, for the message.
+            untrained: go on although parts of the model hold random values.
+
+        Raises:
+            PredictError: there is no tokenizer, or parts of the model were never trained.
+        """
+        fresh = [] if untrained else self.untrained
+        if fresh:
+            raise PredictError(
+                f"{task}: {len(fresh)} tensors of this model are new and untrained ({', '.join(fresh[:4])}"
+                f"{', ...' if len(fresh) > 4 else ''}), so its answers would be random. Load a checkpoint that was "
+                "written for this task, train the model, or, from Python, pass untrained=True.",
+                untrained=fresh,
+            )
+        if self.tokenizer is None:
+            raise no_tokenizer(task)
+        return self.tokenizer
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The longest row of tokens that the model and its tokenizer allow; None where nothing bounds it."""
+        return self.most_tokens(None)
+
+    def most_tokens(self, stated: int | None) -> int | None:
+        """Return the longest row of tokens; None where nothing bounds it.
+
+        Args:
+            stated: what the recipe of a folder says, which holds over what its tokenizer says; None for nothing.
+        """
+        places = self.config.max_tokens
+        told = stated or (self.tokenizer.model_max_length if self.tokenizer else None)
+        bounds = (places and places - self.virtual_tokens, told)
+        return min((bound for bound in bounds if bound), default=None)
+
+    @property
+    def virtual_tokens(self) -> int:
+        """How many places the adapter that is in takes before each text: those of a prompt or a prefix."""
+        lead = lead_of(self.graph)
+        table = dict(self.graph.get_submodule("encoder.embeddings").named_children()).get("position")
+        return lead.count if lead is not None else table.prefix.count if isinstance(table, ShiftedPositions) else 0
+
+    @property
+    def weights_on_disk(self) -> OnDisk | None:
+        """What shows the weights where layers are read from disk for each prediction; None where they are in memory."""
+        on_disk = self._on_disk
+        return on_disk if on_disk is not None and on_disk.holds(self.graph.get_submodule("encoder.layers")) else None
+
+    def on_route(self, route: str | None = None) -> Self:
+        """Return the model that texts of a route go through: this one, unless the route has a transformer of its own.
+
+        Args:
+            route: its name, or what texts are for; None for the usual one.
+
+        Raises:
+            PredictError: there is no such route, or none is usual and none was asked for.
+        """
+        recipe = self.sentence_recipe
+        found = None if self.routed is None or recipe is None else self.routed.at(recipe.on(route).transformer)
+        if found is None:
+            return self
+        found._run_options = self._run_options
+        return found
+
+    # --- what belongs to it ---------------------------------------------------------------------
+
+    @property
+    def graph(self) -> Graph:
+        """The network; its parameters are named without a prefix, those of the model begin with ``network.``."""
+        return self.network
+
+    @graph.setter
+    def graph(self, graph: Graph) -> None:
+        self.network = graph
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the folder the model came from, or the one that was set."""
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the word table."""
+        return next(self.parameters()).dtype
+
+    @property
+    def num_labels(self) -> int:
+        """How many labels the configuration names."""
+        return self.config.num_labels
+
+
+def _as_network(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Take tensors under the names of former versions, which had "graph" for "network"."""
+    before = f"{prefix}graph."
+    for name in [name for name in state if name.startswith(before)]:
+        state[f"{prefix}network.{name.removeprefix(before)}"] = state.pop(name)

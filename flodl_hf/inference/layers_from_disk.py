@@ -1,0 +1,203 @@
+"""Layers one after another from disk: each is read, computes all batches, and is let go, while the next is on its way.
+
+Decides how passes of many batches are computed side by side: what comes before the layers, then layer by layer all of
+them, then what follows. A layer is made ready as in memory (`flodl_hf.inference.module_copies`), so its answers are the
+same bits. Embeddings, pooler and head are held; of the layers at most two are in memory. What a pass computes is its
+own affair: it is stopped where the layers begin, and made anew with their result.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flodl.graph import Graph
+from flodl.memory import available_memory
+from flodl_hf.errors import PredictError
+from flodl_hf.inference.module_copies import arranged, convert, shadow, tensors_of
+from flodl_hf.inference.precision import Precision
+from flodl_hf.nn.backends.choose import alone_last, finish_first_tokens
+from flodl_hf.nn.encoder.graphs import Repeated
+from flodl_hf.nn.layout.layouts import Layout
+
+if TYPE_CHECKING:
+    from flodl_hf.checkpoints.weights.on_disk import OnDisk
+
+__all__ = ["Given", "Layered"]
+
+# States of all batches that are computed side by side take at most this share of what is free, and may take this much.
+SHARE = 4
+LEAST_BYTES = 256 << 20
+
+
+class Given(NamedTuple):
+    """What a pass is called with, besides the graph.
+
+    Attributes:
+        ids: token ids, as the layout has them.
+        types: token types alike, or None.
+        layout: how tokens lie.
+        at: chosen tokens, or None.
+    """
+
+    ids: Tensor
+    types: Tensor | None
+    layout: Layout
+    at: Tensor | None
+
+
+class _Step(NamedTuple):
+    """One layer's turn: the layer, and which of the values that all layers are given it takes, by its own names."""
+
+    layer: nn.Module
+    takes: dict[str, str]
+
+
+class _Reached(Exception):
+    """A pass has come to the layers, with these states and these values for all of them."""
+
+    def __init__(self, states: Tensor, given: dict[str, Any]) -> None:
+        super().__init__()
+        self.states, self.given = states, given
+
+
+class _Between(nn.Module):
+    """Stands where the layers were: stops a pass there, or gives it their result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.result: Tensor | None = None
+
+    def forward(self, hidden: Tensor, **given: Any) -> Tensor:
+        """Return the result of the layers."""
+        if self.result is None:
+            raise _Reached(hidden, given)
+        return self.result
+
+
+class Layered:
+    """The layers of a graph that predicts, read one after another; safe to use from several threads.
+
+    Args:
+        graph: a shadow, from which the layers are taken.
+        precision: as they are to compute.
+        device: where.
+        on_disk: what shows the weights.
+
+    Raises:
+        PredictError: the layers are no chain.
+    """
+
+    def __init__(self, graph: Graph, precision: Precision | None, device: torch.device, on_disk: OnDisk) -> None:
+        encoder = graph.get_submodule("encoder")
+        layers = encoder.get_submodule("layers")
+        steps = _steps_of(layers)
+        if isinstance(steps, str):
+            raise PredictError(f"weights='disk': {steps}. Expected a chain of layers; load with weights='memory'.")
+        # A layer that is applied several times in a row is read once for all of them.
+        self._turns = [list(turn) for _, turn in groupby(steps, key=lambda step: id(step.layer))]
+        self._last = alone_last(graph, layers)
+        self._graph, self._between = graph, _Between()
+        encoder.layers = self._between
+        self._precision: Precision | None = precision
+        self._device, self._on_disk = device, on_disk
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._lock = threading.Lock()
+
+    def results(self, passes: Iterable[tuple[Callable[..., Tensor], Given]]) -> Iterator[Tensor]:
+        """Yield what each pass gives, in their order.
+
+        Args:
+            passes: each with what it is called with; asked for as their states find room.
+        """
+        with self._lock, ThreadPoolExecutor(1, thread_name_prefix="flodl-hf-layers") as ahead:
+            room = max(LEAST_BYTES, (available_memory(self._device) or 0) // SHARE)
+            coming = iter(passes)
+            while group := self._opened(coming, room):
+                self._through(group, ahead)
+                while group:
+                    work, given, states, _ = group.pop(0)
+                    self._between.result = states
+                    try:
+                        yield work(self._graph, *given)
+                    finally:
+                        self._between.result = None
+
+    def _opened(self, coming: Iterator[tuple[Callable[..., Tensor], Given]], room: int) -> list[list[Any]]:
+        """Return passes that have come to the layers, with states and values, until their states fill the room."""
+        group: list[list[Any]] = []
+        for work, given in coming:
+            try:
+                work(self._graph, *given)
+            except _Reached as reached:
+                group.append([work, given, reached.states, reached.given])
+                values = [v for v in reached.given.values() if isinstance(v, Tensor)]
+                room -= sum(tensor.nbytes for tensor in (reached.states, *values))
+            if room <= 0:
+                break
+        return group
+
+    def _through(self, group: list[list[Any]], ahead: ThreadPoolExecutor) -> None:
+        """Take the states of a group through all layers, in place."""
+        coming = ahead.submit(self._read, self._turns[0][0].layer)
+        for place, turn in enumerate(self._turns):
+            layer = self._arrived(coming)
+            if place + 1 < len(self._turns):
+                coming = ahead.submit(self._read, self._turns[place + 1][0].layer)
+            if turn[0].layer is self._last:
+                finish_first_tokens(self._graph, layer)  # type: ignore[arg-type]
+            for step in turn:
+                for one in group:
+                    one[2] = layer(one[2], **{name: one[3][value] for name, value in step.takes.items()})
+            del layer
+
+    def _arrived(self, coming: Future[nn.Module]) -> nn.Module:
+        layer = coming.result()
+        if self._side is not None:
+            here = torch.cuda.current_stream(self._device)
+            for tensor in tensors_of(layer):
+                tensor.record_stream(here)
+        return layer
+
+    def _read(self, source: nn.Module) -> nn.Module:
+        """Return a layer ready to compute, its weights in memory; in another thread than the one that computes."""
+        with torch.no_grad(), torch.cuda.stream(self._side) if self._side is not None else nullcontext():
+            # As in a whole graph, where everything that computes states lies at ``encoder``.
+            holder = nn.ModuleDict({"encoder": shadow(source)})
+            convert(holder, self._on_disk.copied)
+            arranged(holder, self._precision, self._device, stays=False)
+        if self._side is not None:
+            self._side.synchronize()
+        return holder["encoder"]
+
+
+def _steps_of(layers: nn.Module) -> list[_Step] | str:
+    """Return the layers in their order; where they cannot be computed one by one, half a sentence that says why."""
+    if isinstance(layers, Repeated):
+        return [_Step(layers[block], {"layout": "layout"}) for block in layers.schedule]
+    if not isinstance(layers, Graph):
+        return f"its layers are a {type(layers).__name__}, not a chain of layers"
+    plan, children = layers.plan, dict(layers.named_children())
+    names = {given.node: given.name for given in plan.inputs[1:]}
+    steps, before = [], plan.inputs[0].node
+    for index in plan.order:
+        node = plan.nodes[index]
+        if node.role in ("entry", "input"):
+            continue
+        known = all(reference.source in names for reference in node.references)
+        if node.inputs != (before,) or node.role not in ("identity", "module") or not known:
+            return f"its layer {node.name or node.id} reads more than the one before it"
+        before = index
+        if node.role == "module":
+            takes = {reference.keyword: names[reference.source] for reference in node.references}
+            steps.append(_Step(children[node.name], takes))
+    if plan.memory or plan.output != before:
+        return "more than the last of its layers is read"
+    return steps

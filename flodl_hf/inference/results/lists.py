@@ -1,0 +1,408 @@
+"""What predictions come back in: sequences of records that know their text, and so whether it was empty.
+
+Each holds what `flodl_hf.inference.decode` makes, with the attributes of its best record besides, so that
+``model.predict(text).label`` is the label and ``model.predict(text)[1]`` the second best. All of them become JSON
+types by ``to_dict``, a table by ``pandas.DataFrame(result)``, and HTML in a notebook.
+
+A text without a letter, figure or sign in it has no answer: the result is empty and says so (``empty``), in every task
+and wherever the text came from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
+
+from flodl_hf.inference.decode.fast_records import Record
+
+if TYPE_CHECKING:
+    from flodl_hf.inference.decode import Answer, Classification, Entity, Ranked  # noqa: F401
+
+__all__ = ["Answers", "Entities", "Fill", "Fills", "Found", "Labels", "Ranking", "Results", "is_empty", "results_of"]
+
+T = TypeVar("T")
+R = TypeVar("R", bound="Found[Any]")
+
+
+def is_empty(item: Any) -> bool:
+    """Return whether a text is empty or white space alone; of a pair, whether both of its texts are."""
+    if isinstance(item, str):
+        return not item.strip()
+    parts = item.values() if isinstance(item, Mapping) else item if isinstance(item, (tuple, list)) else ()
+    texts = [part for part in parts if isinstance(part, str)]
+    return bool(texts) and all(map(is_empty, texts))
+
+
+def plain(value: Any) -> Any:
+    """Return a record or a value as JSON types; numbers that are not finite as None."""
+    if isinstance(value, Found):
+        return value.to_dict()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): plain(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(part) for part in value]
+    return value
+
+
+class Found(Sequence[T]):
+    """What was found in one text, best or first of all first: a sequence of records.
+
+    It can also be read by the names of ``columns`` (``found["label"]``), which is how tables take it:
+    ``pandas.DataFrame`` makes a row of each result in a list, and of one result a row of each of its records. Equal to
+    a list of the same records.
+
+    Attributes:
+        given: the text; a pair as ``(a, b)``, words as a list.
+    """
+
+    __slots__ = ("_records", "given")
+    called: ClassVar[str] = "found"
+    """What the records are called in `to_dict`."""
+    columns: ClassVar[tuple[str, ...]] = ()
+    """What a row of a table says of it."""
+
+    def __init__(self, found: Iterable[T] = (), given: Any = "") -> None:
+        self._records = found if type(found) is list else list(found)
+        self.given = given
+
+    # --- a sequence -----------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._records)
+
+    @overload
+    def __getitem__(self, place: int) -> T: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[T]: ...
+    @overload
+    def __getitem__(self, place: str) -> Any: ...
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, str):
+            if place not in self.columns:
+                raise KeyError(f"{place!r}; expected one of {', '.join(self.columns)}")
+            return plain(getattr(self, place))
+        return self._records[place]
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Found):
+            return self._records == other._records
+        return self._records == list(other) if isinstance(other, (list, tuple)) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __add__(self, other: Iterable[T]) -> list[T]:
+        return [*self._records, *other]
+
+    def __radd__(self, other: Iterable[T]) -> list[T]:
+        return [*other, *self._records]
+
+    # --- a row ----------------------------------------------------------------------------------
+
+    def keys(self) -> tuple[str, ...]:
+        """Return the names of ``columns``."""
+        return self.columns
+
+    def items(self) -> list[tuple[str, Any]]:
+        """Return ``columns`` with their values."""
+        return [(name, self[name]) for name in self.columns]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of a column, or ``default`` where there is no such column."""
+        return self[name] if name in self.columns else default
+
+    @property
+    def empty(self) -> bool:
+        """Whether the text is empty or white space alone; of a pair, whether both of its texts are."""
+        return is_empty(self.given)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return text, records and whether the text was empty, as JSON types."""
+        return {**_texts(self.given), self.called: [plain(record) for record in self], "empty": self.empty}
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """Return a flat row for each record."""
+        return [plain(record) for record in self]
+
+    def to_json(self) -> str:
+        """Return `to_dict` as JSON."""
+        return json.dumps(self.to_dict(), ensure_ascii=False)
+
+    def _of_best(self, name: str) -> Any:
+        return getattr(self[0], name) if self else None
+
+    def __repr__(self) -> str:
+        told = ", ".join(map(_short, self[:3])) + (f", {len(self) - 3} more" if len(self) > 3 else "")
+        return f"{type(self).__name__}({_cut(self.given)}: {told or ('empty' if self.empty else 'none')})"
+
+    def _repr_html_(self) -> str:
+        from flodl_hf.inference.results.pages import page_of
+
+        return page_of(self)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._records, self.given)
+
+
+# Read by ``keys`` and names where rows of tables are; iterated, it gives its records.
+Mapping.register(Found)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _short(record: Any) -> str:
+    """Return a record in a few words: what it says, how sure, and where."""
+    if isinstance(record, list):
+        return f"[{', '.join(map(_short, record[:3]))}]"
+    names = [n for n in ("label", "token", "index", "word", "text") if getattr(record, n, None) not in (None, "")]
+    said = " ".join(_cut(getattr(record, n)) if n in ("word", "text") else str(getattr(record, n)) for n in names)
+    if getattr(record, "no_answer", False):
+        said = "no answer"
+    return f"{said} {record.score:.3g}" if hasattr(record, "score") else str(record)
+
+
+def _cut(given: Any, limit: int = 40) -> str:
+    if isinstance(given, str):
+        return repr(given if len(given) <= limit else given[: limit - 1] + "…")
+    if isinstance(given, Mapping):
+        given = tuple(given.values())
+    if isinstance(given, (tuple, list)):
+        return " + ".join(_cut(part, limit) for part in given[:2]) + (" + …" if len(given) > 2 else "")
+    return repr(given)
+
+
+def _texts(given: Any) -> dict[str, Any]:
+    if isinstance(given, Mapping):
+        return {str(name): part for name, part in given.items()}
+    if isinstance(given, tuple) and len(given) == 2:
+        return {"text": given[0], "text_pair": given[1]}
+    return {"text": list(given) if isinstance(given, (list, tuple)) else given}
+
+
+class Labels(Found["Classification"]):
+    """The labels of one text with their scores, best first; ``label`` and ``score`` are the best one's.
+
+    A text without any, because it is empty or no label reaches the threshold, has None.
+    """
+
+    __slots__ = ()
+    called = "labels"
+    columns = ("text", "label", "score")
+
+    @property
+    def text(self) -> Any:
+        """The text, or the pair of them."""
+        return self.given
+
+    @property
+    def label(self) -> str | None:
+        """The best label."""
+        return self._of_best("label")
+
+    @property
+    def score(self) -> float | None:
+        """The best label's score."""
+        return self._of_best("score")
+
+    @property
+    def windows(self) -> int | None:
+        """In how many windows the text was read."""
+        return self._of_best("windows")
+
+
+class Entities(Found["Entity"]):
+    """The entities of one text, in its order."""
+
+    __slots__ = ()
+    called = "entities"
+    columns = ("text", "entities")
+
+    @property
+    def text(self) -> str:
+        """The text; words that came split are joined."""
+        return self.given
+
+    @property
+    def entities(self) -> list[dict[str, Any]]:
+        """The entities as JSON types."""
+        return self.to_rows()
+
+
+class Answers(Found["Answer"]):
+    """The answers to one question, best first; ``text``, ``score``, ``start`` and ``end`` are the best one's.
+
+    Equal to an `Answer` if that is the only one. An empty context has no answers; the properties are then None.
+    """
+
+    __slots__ = ()
+    called = "answers"
+    columns = ("question", "context", "text", "score", "start", "end")
+
+    @property
+    def empty(self) -> bool:
+        """Whether the context is empty or white space alone."""
+        return is_empty(self.given[1])
+
+    @property
+    def text(self) -> str | None:
+        """The best answer, exactly ``context[start:end]``."""
+        return self._of_best("text")
+
+    @property
+    def score(self) -> float | None:
+        """Its probability."""
+        return self._of_best("score")
+
+    @property
+    def start(self) -> int | None:
+        """Its first character in the context."""
+        return self._of_best("start")
+
+    @property
+    def end(self) -> int | None:
+        """The character after its last one."""
+        return self._of_best("end")
+
+    @property
+    def no_answer(self) -> bool:
+        """Whether the best answer is that there is none, as it is where there was nothing to read."""
+        return self[0].no_answer if self else True
+
+    @property
+    def question(self) -> str:
+        """The question."""
+        return self.given[0]
+
+    @property
+    def context(self) -> str:
+        """The context."""
+        return self.given[1]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return question, context, answers and whether there was nothing to read, as JSON types."""
+        found = super().to_dict()
+        return {"question": found.pop("text"), "context": found.pop("text_pair"), **found}
+
+    def __eq__(self, other: object) -> bool:
+        return len(self) == 1 and self[0] == other if is_dataclass(other) else super().__eq__(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, slots=True)
+class Fill(Record):
+    """One proposal for one mask.
+
+    Attributes:
+        token: the word or word piece as text.
+        score: its probability, from 0 to 1; of several tokens the product.
+        token_ids: its ids.
+        sequence: the text with this mask filled; other masks stay.
+    """
+
+    token: str
+    score: float
+    token_ids: tuple[int, ...]
+    sequence: str
+
+
+class Fills(Found[list[Fill]]):
+    """For each mask of one text its words, best first; ``token``, ``score``, ``sequence`` are the first mask's best."""
+
+    __slots__ = ()
+    called = "masks"
+    columns = ("text", "token", "score", "sequence")
+
+    @property
+    def text(self) -> str:
+        """The text with its masks."""
+        return self.given
+
+    @property
+    def token(self) -> str | None:
+        """The best word for the first mask."""
+        return self[0][0].token if self and self[0] else None
+
+    @property
+    def score(self) -> float | None:
+        """Its probability."""
+        return self[0][0].score if self and self[0] else None
+
+    @property
+    def sequence(self) -> str | None:
+        """The text with it."""
+        return self[0][0].sequence if self and self[0] else None
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """Return a flat row for each word of each mask."""
+        return [{"mask": number, **plain(fill)} for number, fills in enumerate(self) for fill in fills]
+
+
+class Ranking(Found["Ranked"]):
+    """Documents in the order in which they fit a query; ``given`` is the query."""
+
+    __slots__ = ()
+    called = "documents"
+
+    @property
+    def query(self) -> str:
+        """What was looked for."""
+        return self.given
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to rank."""
+        return not self._records and is_empty(self.given)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return query and documents as JSON types."""
+        return {"query": self.given, "documents": self.to_rows()}
+
+
+class Results(list[R]):
+    """What was found in several texts, in their order."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """Return one dictionary of JSON types for each text."""
+        return [found.to_dict() for found in self]
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """Return a flat row for each record of each text; ``number`` says which text, from 0."""
+        return [{"number": number, **row} for number, found in enumerate(self) for row in found.to_rows()]
+
+    def to_json(self) -> str:
+        """Return `to_dict` as JSON."""
+        return json.dumps(self.to_dict(), ensure_ascii=False)
+
+    @property
+    def empty(self) -> list[int]:
+        """Places of the texts with nothing to read."""
+        return [place for place, found in enumerate(self) if found.empty]
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        return type(self)(found) if isinstance(place, slice) else found
+
+    def __repr__(self) -> str:
+        lines = [f"  {found!r}," for found in list.__iter__(self[:5])]
+        more = [f"  ... {len(self) - 5:,} more"] if len(self) > 5 else []
+        return "\n".join([f"{len(self):,} result{'s' * (len(self) != 1)} [", *lines, *more, "]"])
+
+    def _repr_html_(self) -> str:
+        from flodl_hf.inference.results.pages import list_page
+
+        return list_page(self)
+
+
+def results_of(found: Any) -> Any:
+    """Return a plain list of what was found in texts as `Results`; anything else as it is."""
+    return Results(found) if type(found) is list else found

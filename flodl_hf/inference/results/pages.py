@@ -1,0 +1,167 @@
+"""Results as HTML for notebooks: entities highlighted where they stand, labels with bars, answers in their context.
+
+Colours are chosen by label, the same in every cell; texts are escaped. No script, no style sheet, nothing from outside.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["list_page", "page_of", "similarity_page", "table"]
+
+SHOWN = 20
+"""Most results of a list that a page shows."""
+MOST_TEXT = 2000
+"""Most characters of one text that a page shows."""
+
+
+class Drawn(Protocol):
+    """What was found in one text, as `flodl_hf.inference.results` has it: records that know their text."""
+
+    called: ClassVar[str]
+    given: Any
+
+    @property
+    def empty(self) -> bool: ...
+    def __iter__(self) -> Iterator[Any]: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, place: Any, /) -> Any: ...
+
+
+def page_of(found: Drawn) -> str:
+    """Return what was found in one text as a piece of HTML; how it is drawn depends on what its records are called."""
+    if found.empty and not found:
+        return f"<div>{_shown(found.given) or '&nbsp;'} <i>(empty)</i></div>"
+    draw = _PAGES.get(found.called)
+    return f"<pre>{escape(repr(found))}</pre>" if draw is None else draw(found)
+
+
+def list_page(found: Sequence[Drawn]) -> str:
+    """Return what was found in several texts as a piece of HTML."""
+    parts = [page_of(one) if hasattr(one, "called") else escape(repr(one)) for one in found[:SHOWN]]
+    if len(found) > SHOWN:
+        parts.append(f"<div>... {len(found) - SHOWN:,} more</div>")
+    return "".join(f'<div style="margin:0 0 .8em">{part}</div>' for part in parts)
+
+
+def colour(label: str) -> str:
+    """Return the background of a label, light enough for black letters on it."""
+    return f"hsl({zlib.crc32(label.encode()) % 360},70%,82%)"
+
+
+def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
+    """Return rows of cells, which are HTML already."""
+    top = "".join(f'<th style="text-align:left">{cell}</th>' for cell in head)
+    body = "".join(
+        "<tr>" + "".join(f'<td style="text-align:left">{cell}</td>' for cell in row) + "</tr>" for row in rows
+    )
+    return f"<table>{f'<thead><tr>{top}</tr></thead>' if head else ''}<tbody>{body}</tbody></table>"
+
+
+def _shown(given: Any) -> str:
+    if isinstance(given, (tuple, list)):
+        return " <b>|</b> ".join(_shown(part) for part in given)
+    text = str(given)
+    return escape(text if len(text) <= MOST_TEXT else text[:MOST_TEXT] + " ...")
+
+
+def _bar(score: float) -> str:
+    wide = 100 * min(1.0, max(0.0, score))
+    return (
+        f'<span style="display:inline-block;width:8em;background:#8882"><span style="display:inline-block;height:.8em;'
+        f'width:{wide:.1f}%;background:#4a90d9"></span></span> {score:.4f}'
+    )
+
+
+def _labels(found: Drawn) -> str:
+    rows = [(escape(one.label), _bar(one.score)) for one in found[:SHOWN]]
+    return f"<div>{_shown(found.given)}</div>{table(rows)}"
+
+
+def marked(text: str, spans: Iterable[tuple[int, int, str, str]]) -> str:
+    """Return a text with spans highlighted; of those that overlap the first is seen.
+
+    Args:
+        text: the text.
+        spans: ``(start, end, label, title)``.
+    """
+    parts: list[str] = []
+    at = 0
+    for start, end, label, title in sorted(spans):
+        if start < at:
+            continue
+        parts.append(escape(text[at:start]))
+        parts.append(
+            f'<mark style="background:{colour(label)};color:#000;padding:.1em .25em;border-radius:.25em" '
+            f'title="{escape(title)}">{escape(text[start:end])} <small><b>{escape(label)}</b></small></mark>'
+        )
+        at = end
+    return f'<div style="line-height:1.9">{"".join(parts)}{escape(text[at:])}</div>'
+
+
+def _entities(found: Drawn) -> str:
+    return marked(str(found.given), [(e.start, e.end, e.label, f"{e.label} {e.score:.4f}") for e in found])
+
+
+def _answers(found: Drawn) -> str:
+    question, context = found.given
+    best = found[0] if len(found) else None
+    asked = f"<div><b>{_shown(question)}</b></div>"
+    if best is None or best.no_answer:
+        said = f"<i>no answer</i> {best.score:.4f}" if best is not None else "<i>no answer</i>"
+        return f"{asked}<div>{said}</div><div>{_shown(context)}</div>"
+    rows = [(escape(one.text) or "<i>no answer</i>", _bar(one.score)) for one in found[:SHOWN]]
+    start, end = best.start, best.end
+    if len(context) > MOST_TEXT:
+        first = max(0, start - MOST_TEXT // 2)
+        context, start, end = context[first : first + MOST_TEXT], start - first, end - first
+    return f"{asked}{table(rows)}{marked(context, [(start, end, 'answer', f'{best.score:.4f}')])}"
+
+
+def _fills(found: Drawn) -> str:
+    masks = []
+    for number, fills in enumerate(found, 1):
+        rows = [(f"<b>{escape(fill.token)}</b>", _bar(fill.score), escape(fill.sequence)) for fill in fills[:SHOWN]]
+        masks.append((f"<div>mask {number}</div>" if len(found) > 1 else "") + table(rows))
+    return f"<div>{_shown(found.given)}</div>{''.join(masks)}"
+
+
+def _ranking(found: Drawn) -> str:
+    rows = [(str(n), f"{one.score:.4f}", _shown(one.text)) for n, one in enumerate(found[:SHOWN], 1)]
+    return f"<div><b>{_shown(found.given)}</b></div>{table(rows, ('', 'score', 'document'))}"
+
+
+_PAGES: dict[str, Callable[[Any], str]] = {
+    "labels": _labels,
+    "entities": _entities,
+    "answers": _answers,
+    "masks": _fills,
+    "documents": _ranking,
+}
+
+
+def similarity_page(values: np.ndarray, rows: Sequence[str], columns: Sequence[str]) -> str:
+    """Return similarities as a table whose cells are the darker the larger they are.
+
+    Args:
+        values: ``(rows, columns)``.
+        rows: a name for each row; none numbers them.
+        columns: a name for each column; none numbers them.
+    """
+    high, wide = (min(SHOWN, size) for size in values.shape)
+    lines = []
+    for place in range(high):
+        cells = [escape(rows[place][:60]) if rows else str(place)]
+        for value in values[place, :wide].tolist():
+            share = min(1.0, max(0.0, value))
+            cells.append(f'<span style="background:hsla(210,70%,55%,{share:.2f});padding:.2em .4em">{value:.3f}</span>')
+        lines.append(cells)
+    head = ["", *(escape(columns[place][:30]) if columns else str(place) for place in range(wide))]
+    cut = "" if (high, wide) == values.shape else f"<div>{high} x {wide} of {values.shape[0]} x {values.shape[1]}</div>"
+    return table(lines, head) + cut

@@ -1,0 +1,338 @@
+"""Rows of tokens as flat arrays, made without an object for each row where that can be.
+
+Decides how what a tokenizer gives becomes a `TokenTable`: ids of texts and the specials that stand around them
+(`Frame`), encodings of the tokenizers library, or records. Leaves to others which texts need windows, and where those
+are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from flodl_hf.inference.decode.rows import TokenTable, integers
+
+if TYPE_CHECKING:
+    from flodl_hf.tokenization.tokenizer import Row, Tokenizer
+
+__all__ = ["Flat", "Frame", "chosen_rows", "frame_of", "framed", "joined", "of_encodings", "of_one", "table_of"]
+
+Flat = tuple[np.ndarray, np.ndarray]
+"""Ids of many texts end to end, without specials, ``(tokens,)``, and how many each has, ``(texts,)``."""
+
+_ZERO = np.zeros(1, np.int64)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The specials that a tokenizer puts around a single text, or around a pair.
+
+    Attributes:
+        lead: ids before the first text.
+        between: ids after the first text and before the second; none of single texts.
+        trail: ids at the end.
+        types: token type of the lead, first text, specials between, second text and trail.
+        pair: whether it is that of pairs.
+    """
+
+    lead: tuple[int, ...]
+    between: tuple[int, ...]
+    trail: tuple[int, ...]
+    types: tuple[int, ...]
+    pair: bool
+
+    @property
+    def size(self) -> int:
+        """How many specials there are."""
+        return len(self.lead) + len(self.between) + len(self.trail)
+
+
+_FRAMES: WeakKeyDictionary[Any, dict[bool, Frame | None]] = WeakKeyDictionary()
+# Of several lengths, so that specials show which depend on them.
+_PROBES = (("a a a", "a a"), ("a", "a a a a"), ("", "a"), ("a", ""))
+
+
+def frame_of(tokenizer: Tokenizer, *, pairs: bool = False) -> Frame | None:
+    """Return the frame around a text or a pair; None where it is none, and each row must be asked."""
+    known = _FRAMES.setdefault(tokenizer, {})
+    if pairs not in known:
+        known[pairs] = _asked(tokenizer, pairs)
+    return known[pairs]
+
+
+def _asked(tokenizer: Tokenizer, pairs: bool) -> Frame | None:
+    backend = tokenizer._backend
+    firsts, seconds = [first for first, _ in _PROBES], [second for _, second in _PROBES] if pairs else None
+    encodings = backend.encodings(firsts, seconds)
+    frame = _seen_in(encodings[0], pairs)
+    if frame is None:
+        return None
+    made = framed(frame, backend.flat(firsts), None if seconds is None else backend.flat(seconds))
+    rows = of_encodings(encodings)
+    assert rows.types is not None
+    types = np.zeros_like(rows.types) if made.types is None else made.types
+    same = np.array_equal(made.ids, rows.ids) and np.array_equal(made.lengths, rows.lengths)
+    same = same and np.array_equal(made.sequence, rows.sequence) and np.array_equal(types, rows.types)
+    return frame if same and np.array_equal(made.nulls, rows.nulls) else None
+
+
+def _seen_in(row: Any, pair: bool) -> Frame | None:
+    """Return the frame of a row, which others may not have."""
+    texts = [None if special else text for text, special in zip(row.sequence_ids, row.special_tokens_mask, strict=True)]
+    if 0 not in texts or (pair and 1 not in texts):
+        return None
+    a, b = texts.index(0), len(texts) - texts[::-1].index(0)
+    c, d = (texts.index(1), len(texts) - texts[::-1].index(1)) if pair else (b, b)
+    pieces = [slice(a), slice(a, b), slice(b, c), slice(c, d), slice(d, None)]
+    types = [set(row.type_ids[piece]) for piece in pieces]
+    if c < b or any(len(kinds) > 1 for kinds in types):
+        return None
+    lead, between, trail = (tuple(row.ids[piece]) for piece in pieces[::2])
+    return Frame(lead, between, trail, tuple(next(iter(kinds), 0) for kinds in types), pair)
+
+
+def framed(
+    frame: Frame,
+    first: Flat,
+    second: Flat | None = None,
+    *,
+    owners: np.ndarray | None = None,
+    first_token: np.ndarray | None = None,
+    window: np.ndarray | None = None,
+) -> TokenTable:
+    """Return rows of ids, the frame around each.
+
+    Args:
+        frame: of the tokenizer.
+        first: the ids of each row's first text.
+        second: those of its second.
+        owners: see `TokenTable`; by default each row is a text.
+        first_token: see `TokenTable`; 0 by default.
+        window: likewise.
+    """
+    ids, counts = first
+    rows = len(counts)
+    lead, between, trail = len(frame.lead), len(frame.between), len(frame.trail)
+    sizes = [lead, counts, between + trail] if second is None else [lead, counts, between, second[1], trail]
+    content = counts if second is None else counts + second[1]
+    lengths = content + frame.size
+    sequence = _laid_out(np.array([-1, 0, -1, 1, -1][: len(sizes)]), sizes, rows, np.int8)
+    found = np.empty(len(sequence), np.int32)
+    found[sequence == 0] = ids
+    if second is not None:
+        found[sequence == 1] = second[0]
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    for at, specials in ((starts, frame.lead), (starts + lead + counts, frame.between), (ends - trail, frame.trail)):
+        for place, special in enumerate(specials):
+            found[at + place] = special
+    types = None
+    if any(frame.types):
+        types = _laid_out(np.array(frame.types if second is not None else _of_single(frame)), sizes, rows, np.int32)
+    zeros = np.zeros(rows, np.int64)
+    nulls = zeros if lead or not frame.size else counts if between else content
+    return TokenTable(
+        found, types, lengths, np.arange(rows) if owners is None else owners, content,
+        zeros if first_token is None else first_token, zeros if window is None else window, sequence, None, None, nulls,
+    )  # fmt: skip
+
+
+def _of_single(frame: Frame) -> tuple[int, ...]:
+    return frame.types[0], frame.types[1], frame.types[4]
+
+
+def of_one(ids: list[int], frame: Frame) -> TokenTable:
+    """Return the table of one single text, whose answer somebody waits for; all its token types are 0.
+
+    Args:
+        ids: with the specials.
+        frame: of the tokenizer.
+    """
+    inner, lead = len(ids) - frame.size, len(frame.lead)
+    nulls = 0 if lead or not frame.trail else inner
+    sequence = np.full(len(ids), -1, np.int8)
+    sequence[lead : lead + inner] = 0
+    return TokenTable(
+        np.array(ids, np.int32), None, np.array([len(ids)]), _ZERO, np.array([inner]), _ZERO, _ZERO,
+        sequence, None, None, np.array([nulls]),
+    )  # fmt: skip
+
+
+def of_encodings(
+    encodings: list[Any], owners: np.ndarray | None = None, *, frame: Frame | None = None, offsets: bool = False
+) -> TokenTable:
+    """Return encodings of the tokenizers library as rows.
+
+    Args:
+        encodings: one for each row.
+        owners: the text of each; by default each is a text.
+        frame: of the tokenizer, for these rows; None asks each row.
+        offsets: whether to note offsets and words.
+    """
+    lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
+    total, rows = int(lengths.sum()), len(lengths)
+    starts = np.cumsum(lengths) - lengths
+    zeros = np.zeros(rows, np.int64)
+
+    # Read one after another: an encoding's lists are made when asked for, and their memory serves the next.
+    def each(name: str) -> Iterable[Any]:
+        return chain.from_iterable(map(attrgetter(name), encodings))
+
+    ids = np.fromiter(each("ids"), np.int32, total)
+    types = np.fromiter(each("type_ids"), np.int32, total) if frame is None or any(frame.types) else None
+    first: np.ndarray | None = None
+    if frame is not None and not frame.pair:
+        counts = lengths - frame.size
+        sequence = _laid_out(np.array([-1, 0, -1]), [len(frame.lead), counts, len(frame.trail)], rows, np.int8)
+        nulls = zeros if frame.lead or not frame.trail else counts
+    elif frame is not None and frame.lead and frame.between:
+        special = np.fromiter(each("special_tokens_mask"), bool, total)
+        counts = lengths - frame.size
+        # The first special behind the lead ends the first text.
+        special[(starts[:, None] + np.arange(len(frame.lead))).ravel()] = False
+        first = _first_true(special, lengths, starts) - len(frame.lead)
+        sizes = [len(frame.lead), first, len(frame.between), counts - first, len(frame.trail)]
+        sequence = _laid_out(np.array([-1, 0, -1, 1, -1]), sizes, rows, np.int8)
+        nulls = zeros
+    else:
+        frame = None
+        special = np.fromiter(each("special_tokens_mask"), bool, total)
+        sequence = integers(each("sequence_ids"), total).astype(np.int8)
+        counts = _per_row(~special, lengths)
+        nulls = _first_true(special, lengths, starts)
+    spans = words = None
+    if offsets:
+        spans = np.fromiter(chain.from_iterable(each("offsets")), np.int64, 2 * total).reshape(total, 2)
+        words = None if frame is None else _content_words(encodings, sequence, frame, first)
+        if words is None:
+            words = integers(each("word_ids"), total)
+    owners = np.arange(rows) if owners is None else owners
+    return TokenTable(ids, types, lengths, owners, counts, zeros, zeros, sequence, spans, words, nulls)
+
+
+def _content_words(
+    encodings: list[Any], sequence: np.ndarray, frame: Frame, first: np.ndarray | None
+) -> np.ndarray | None:
+    """Return the word of each token where only the frame's specials have none; None where others lack one too.
+
+    Args:
+        encodings: the rows.
+        sequence: the text of each token, ``(tokens,)``.
+        frame: their specials.
+        first: tokens of the first text of each pair, ``(rows,)``; None for single texts.
+    """
+    lead, end = len(frame.lead), -len(frame.trail) or None
+    lists = map(attrgetter("word_ids"), encodings)
+    parts: Iterable[list[Any]]
+    if first is None:
+        parts = (words[lead:end] for words in lists)
+    else:
+        stops = (first + lead).tolist()
+        parts = (
+            part
+            for words, stop in zip(lists, stops, strict=True)
+            for part in (words[lead:stop], words[stop + len(frame.between) : end])
+        )
+    content = sequence >= 0
+    found = np.full(len(sequence), -1, np.int64)
+    try:
+        found[content] = np.fromiter(chain.from_iterable(parts), np.int64, int(content.sum()))
+    except TypeError:
+        return None
+    return found
+
+
+def _laid_out(values: np.ndarray, sizes: list[Any], rows: int, dtype: Any) -> np.ndarray:
+    """Return ``values[i]`` as often as ``sizes[i]`` (numbers, or one a row) says, row after row."""
+    columns = [np.broadcast_to(np.asarray(size, np.int64), (rows,)) for size in sizes]
+    return np.repeat(np.tile(values.astype(dtype), rows), np.stack(columns, 1).ravel())
+
+
+def _per_row(flags: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return how many flags each row has set, ``(rows,)``; a row may be empty."""
+    before = np.concatenate([_ZERO, np.cumsum(flags)])
+    ends = np.cumsum(lengths)
+    return before[ends] - before[ends - lengths]
+
+
+def _first_true(flags: np.ndarray, lengths: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Return the column of each row's first flag, 0 where it has none, ``(rows,)``."""
+    places = np.append(np.flatnonzero(flags), len(flags))
+    least = places[np.searchsorted(places, starts)]
+    return np.where(least < starts + lengths, least - starts, 0)
+
+
+def table_of(rows: Sequence[Row], owners: Sequence[int], *, offsets: bool = True) -> TokenTable:
+    """Return rows as a table.
+
+    Args:
+        rows: windows.
+        owners: the text of each.
+        offsets: whether they have offsets and words.
+    """
+    lengths = np.fromiter((len(row.ids) for row in rows), np.int64, len(rows))
+    total = int(lengths.sum())
+    starts = np.cumsum(lengths) - lengths
+    special = np.fromiter(chain.from_iterable(row.special for row in rows), bool, total)
+    spans = words = None
+    if offsets:
+        pairs = chain.from_iterable(chain.from_iterable(row.offsets for row in rows))
+        spans = np.fromiter(pairs, np.int64, 2 * total).reshape(total, 2)
+        words = integers(chain.from_iterable(row.word_ids for row in rows), total)
+    types = np.fromiter(chain.from_iterable(row.type_ids for row in rows), np.int32, total)
+    return TokenTable(
+        np.fromiter(chain.from_iterable(row.ids for row in rows), np.int32, total),
+        types if types.any() else None,
+        lengths,
+        np.asarray(owners, np.int64),
+        _per_row(~special, lengths),
+        np.fromiter((row.first_token for row in rows), np.int64, len(rows)),
+        np.fromiter((row.window for row in rows), np.int64, len(rows)),
+        integers(chain.from_iterable(row.sequence_ids for row in rows), total).astype(np.int8),
+        spans,
+        words,
+        _first_true(special, lengths, starts),
+    )
+
+
+def chosen_rows(table: TokenTable, keep: np.ndarray) -> TokenTable:
+    """Return some rows of a table.
+
+    Args:
+        table: the rows.
+        keep: True for those that stay, ``(rows,)``.
+    """
+    tokens = np.repeat(keep, table.lengths)
+
+    def of_tokens(values: np.ndarray | None) -> np.ndarray | None:
+        return None if values is None else values[tokens]
+
+    return TokenTable(
+        table.ids[tokens], of_tokens(table.types), table.lengths[keep], table.owners[keep], table.counts[keep],
+        table.first_token[keep], table.window[keep], table.sequence[tokens], of_tokens(table.offsets),
+        of_tokens(table.word_ids), table.nulls[keep],
+    )  # fmt: skip
+
+
+def joined(a: TokenTable, b: TokenTable) -> TokenTable:
+    """Return the rows of two tables, one after the other; both have offsets, or neither has."""
+
+    def both(x: np.ndarray | None, y: np.ndarray | None) -> np.ndarray | None:
+        if x is None and y is None:
+            return None
+        x = np.zeros(len(a.ids), np.int32) if x is None else x
+        return np.concatenate([x, np.zeros(len(b.ids), np.int32) if y is None else y])
+
+    def join(name: str) -> np.ndarray:
+        return np.concatenate([getattr(a, name), getattr(b, name)])
+
+    return TokenTable(
+        join("ids"), both(a.types, b.types), join("lengths"), join("owners"), join("counts"), join("first_token"),
+        join("window"), join("sequence"), both(a.offsets, b.offsets), both(a.word_ids, b.word_ids), join("nulls"),
+    )  # fmt: skip

@@ -1,0 +1,186 @@
+"""Which columns of the input are read by the model, and which go on to the output.
+
+Decides from what the caller said, then from the names that training data goes by (`flodl_hf.readers.columns`); refuses
+where that leaves a doubt. What the model does with a text is decided in `tasks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flodl.errors import DataError, nearest
+from flodl_hf.readers.columns import NAMES, data_columns
+from flodl_hf.readers.rows import RowFault
+
+__all__ = ["Choice", "ColumnArgs", "choose_columns", "is_doubtful", "item_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnArgs:
+    """What the caller said about columns; None where nothing."""
+
+    text_column: str | None = None
+    pair_column: str | None = None
+    question: str | None = None
+    question_column: str | None = None
+    context_column: str | None = None
+    query: str | None = None
+    query_column: str | None = None
+    id_column: str | None = None
+    keep: str | Sequence[str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What is read, and what is kept.
+
+    Attributes:
+        task: "classes", "relevance", "entities", "answers", "masks" or "vectors".
+        first: the column of the text, of the first of a pair, of the question, or of the query; None if it is `fixed`.
+        second: the column of the second text, the context, or the document; None for single texts.
+        fixed: a question or query that is the same for all rows.
+        keep: columns that go on to the output, in order; None for whatever a row has.
+    """
+
+    task: str
+    first: str | None
+    second: str | None = None
+    fixed: str | None = None
+    keep: tuple[str, ...] | None
+
+    @property
+    def read(self) -> tuple[str, ...]:
+        """The columns that the model reads."""
+        return tuple(name for name in (self.first, self.second) if name is not None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the choice as JSON types."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+
+
+def choose_columns(head: str, names: Sequence[str], said: ColumnArgs, own: bool) -> Choice:
+    """Return which columns are for what.
+
+    Args:
+        head: the model's head.
+        names: the columns of the input, or those of its first rows.
+        said: what the caller said.
+        own: whether each row has its own columns; "all" then means whatever it has.
+
+    Raises:
+        DataError: a column is not there, cannot be told, or makes no sense for the head; all faults at once.
+    """
+    faults = _absent(names, said)
+    ask = said.query is not None or said.query_column is not None
+    task = {
+        "question_answering": "answers", "token_classification": "entities", "masked_lm": "masks", "base": "vectors",
+    }.get(head, "relevance" if ask else "classes")  # fmt: skip
+    faults += _senseless(task, said)
+    first, second, fixed = said.text_column, said.pair_column, None
+    if task in ("answers", "relevance"):
+        fixed = said.question if task == "answers" else said.query
+        first = said.question_column if task == "answers" else said.query_column
+        if first is None and fixed is None:
+            first = _look("question", names, [])
+        second = said.context_column or said.text_column
+        second = second or _look("context", names, [first]) or _look("text", names, [first])
+        if first is None and fixed is None:
+            faults.append("no column of questions; say question_column=, or question= for one question to all")
+        if second is None:
+            faults.append(f"no column of {'contexts' if task == 'answers' else 'documents'}; say text_column=")
+    else:
+        first = first or _look("text", names, [said.pair_column])
+        if first is None and len(found := data_columns(names)) == 1:
+            first = found[0]
+        if first is None:
+            faults.append("which column holds the texts is not clear; name it: text_column=")
+        if task == "classes" and second is None and said.text_column is None:
+            second = _look("text_pair", names, [first])
+    keep, more = _kept(names, said, own)
+    faults += more
+    if faults:
+        raise DataError(
+            f"columns: {'; '.join(faults)}. The input has columns {list(names)[:40]}",
+            problems=faults,
+            names=list(names),
+        )
+    return Choice(task=task, first=first, second=second, fixed=fixed, keep=keep)
+
+
+def is_doubtful(names: Sequence[str], said: ColumnArgs) -> bool:
+    """Return whether the only column goes by no usual name and nobody named it: it may be the first text."""
+    return len(data_columns(names)) == 1 and said == ColumnArgs(keep=said.keep) and _look("text", names, []) is None
+
+
+def _absent(names: Sequence[str], said: ColumnArgs) -> list[str]:
+    roles = ("text_column", "pair_column", "question_column", "context_column", "query_column", "id_column")
+    return [
+        f"{role}: no column {name!r}{nearest(name, names)}"
+        for role in roles
+        if (name := getattr(said, role)) is not None and name not in names
+    ]
+
+
+def _senseless(task: str, said: ColumnArgs) -> list[str]:
+    """Return what was said that the task has no use for, or that contradicts itself."""
+    takes = {
+        "classes": {"text_column", "pair_column"},
+        "relevance": {"text_column", "query", "query_column"},
+        "answers": {"text_column", "context_column", "question", "question_column"},
+    }.get(task, {"text_column"})
+    given = [
+        role
+        for role, value in asdict(said).items()
+        if value is not None and role not in ("id_column", "keep") and role not in takes
+    ]
+    faults = [f"{role}: this model has no use for it" for role in given]
+    for one, other in (("question", "question_column"), ("query", "query_column"), ("text_column", "context_column")):
+        if getattr(said, one) is not None and getattr(said, other) is not None:
+            faults.append(f"{one} and {other}: expected one of the two")
+    return faults
+
+
+def _look(role: str, names: Sequence[str], taken: Sequence[str | None]) -> str | None:
+    for known in NAMES[role]:
+        for name in names:
+            if name.lower() == known and name not in taken:
+                return name
+    return None
+
+
+def _kept(names: Sequence[str], said: ColumnArgs, own: bool) -> tuple[tuple[str, ...] | None, list[str]]:
+    """Return the columns to keep, the id first, and what is wrong with them."""
+    keep = said.keep if said.keep is not None else "none" if said.id_column is not None else "all"
+    lead = () if said.id_column is None else (said.id_column,)
+    if keep == "all":
+        return (None if own else (*lead, *(name for name in names if name not in lead))), []
+    if keep == "none":
+        return lead, []
+    wanted = [name.strip() for name in keep.split(",")] if isinstance(keep, str) else list(keep)
+    faults = [f"keep: no column {name!r}{nearest(name, names)}" for name in wanted if name not in names]
+    return tuple(dict.fromkeys((*lead, *wanted))), faults
+
+
+def item_of(choice: Choice) -> Callable[[Mapping[str, Any]], Any]:
+    """Return the function from a row's values to what the model takes: a text, or a pair of texts."""
+    first, second, fixed = choice.first, choice.second, choice.fixed
+
+    def text(values: Mapping[str, Any], column: str) -> str:
+        value = values.get(column)
+        if type(value) is str and value and not value.isspace():
+            return value
+        if not isinstance(value, str):
+            if column not in values:
+                raise RowFault(f"found no column {column!r}, expected one with a text")
+            found = "nothing" if value is None else type(value).__name__
+            raise RowFault(f"column {column!r}: found {found}, expected a text")
+        return value
+
+    if second is None:
+        assert first is not None
+        return lambda values: text(values, first)
+    if first is None:
+        return lambda values: (fixed, text(values, second))
+    return lambda values: (text(values, first), text(values, second))

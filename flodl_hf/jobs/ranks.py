@@ -1,0 +1,313 @@
+"""Several processes on one file: assignment of parts, heartbeats, and worker processes on this host.
+
+Part ``n`` is predicted by rank ``n % world``. Ranks share only the folder of parts: each writes there that it is alive.
+The first rank lays out the folder and acknowledges there the ranks that it has seen; the others wait for that, so they
+never take an earlier run's folder for this run's. The first rank then waits for the parts of the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from flodl.devices import all_devices, cuda_count, find_device
+from flodl.errors import DeviceError
+from flodl_hf.errors import PredictError
+from flodl_hf.jobs.parts import Parts
+
+__all__ = ["Heartbeat", "LostRank", "Rank", "Workers", "device_names", "wait_for_parts"]
+
+PULSE_S = 1.0
+SEEK_S = 0.05  # between two looks for other ranks
+FROZEN_S = 60.0  # a rank that wrote nothing for this time is taken for dead
+START_S = 600.0  # a rank that wrote nothing yet may still be loading its model
+JOIN_S = 120.0  # time for the first rank to lay out the folder
+TAIL = 8192  # bytes of a worker's last messages that are reported
+
+
+class LostRank(Exception):
+    """Another rank failed: its ``fault``. Not a library error, so no handler takes it for the fault of a row."""
+
+    def __init__(self, fault: PredictError) -> None:
+        super().__init__(str(fault))
+        self.fault = fault
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Which of several processes this is."""
+
+    rank: int = 0
+    world: int = 1
+    local: int = 0
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> Rank:
+        """Return what RANK, WORLD_SIZE and LOCAL_RANK say, as torchrun sets them.
+
+        Raises:
+            PredictError: they are no numbers that fit together.
+        """
+        env = os.environ if env is None else env
+        if "RANK" not in env or "WORLD_SIZE" not in env:
+            return cls()
+        try:
+            rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
+            local = int(env.get("LOCAL_RANK", rank))
+        except ValueError:
+            rank, world, local = -1, 0, 0
+        if not 0 <= rank < world:
+            raise PredictError(
+                f"ranks: RANK is {env['RANK']!r} and WORLD_SIZE {env['WORLD_SIZE']!r}; expected 0 <= RANK < WORLD_SIZE"
+            )
+        return cls(rank, world, local)
+
+    def takes(self, part: int) -> bool:
+        """Return whether a part is this rank's."""
+        return part % self.world == self.rank
+
+    @property
+    def device(self) -> str | None:
+        """The device of one of several ranks; None for the usual one."""
+        if self.world == 1 or not torch.cuda.is_available():
+            return None
+        return f"cuda:{self.local % torch.cuda.device_count()}"
+
+
+class Heartbeat:
+    """Writes into the folder, as long as it is entered, that this rank is alive and its figures.
+
+    Args:
+        parts: the folder.
+        rank: the rank of this process.
+        figures: returns the figures to write.
+        parent: end this process when its parent is no longer this one.
+    """
+
+    def __init__(
+        self, parts: Parts, rank: Rank, figures: Callable[[], Mapping[str, Any]], parent: int | None = None
+    ) -> None:
+        self._parts, self._rank, self._figures, self._parent = parts, rank, figures, parent
+        self._life = f"{os.getpid()}-{time.time_ns()}"
+        self._seen: dict[str, str] = {}  # by other rank, the life that the first rank has acknowledged
+        self._beats = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Heartbeat:
+        self._write()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._over.set()
+        self._thread.join()
+        self._write("" if error is None else f"{kind.__name__}: {error}")
+
+    def join(self, should_stop: Callable[[], bool]) -> bool:
+        """Wait until the first rank has laid out the folder and acknowledged this rank.
+
+        Returns False if there is nothing to do: the output is complete, or a stop was requested.
+
+        Raises:
+            PredictError: the first rank does not begin.
+        """
+        until = time.monotonic() + JOIN_S
+        while self._parts.told(0).get("seen", {}).get(str(self._rank.rank)) != self._life:
+            if should_stop():
+                return False
+            if time.monotonic() > until:
+                if self._parts.target.exists():
+                    return False
+                raise PredictError(
+                    f"{self._parts.folder}: the first rank (RANK=0) has not begun within {JOIN_S:.0f} s; start it "
+                    "with the same command",
+                    path=str(self._parts.folder),
+                )
+            self._write()
+            time.sleep(SEEK_S)
+        return True
+
+    def wait_for_ranks(self, most_s: float) -> None:
+        """Wait until all other ranks were acknowledged, so that none waits for a folder that was removed."""
+        until = time.monotonic() + most_s
+        while len(self._seen) + 1 < self._rank.world and time.monotonic() < until:
+            time.sleep(SEEK_S)
+
+    def _write(self, fault: str | None = None) -> None:
+        self._beats += 1
+        state = {"life": self._life, "beat": self._beats, "fault": fault or "", "over": fault is not None}
+        self._parts.tell(self._rank.rank, {**state, "seen": self._seen, **self._figures()})
+
+    def _run(self) -> None:
+        while not self._over.wait(PULSE_S if self._rank.rank or len(self._seen) + 1 >= self._rank.world else SEEK_S):
+            if self._parent is not None and os.getppid() != self._parent:
+                os._exit(1)
+            if self._rank.rank == 0:
+                others = {r: self._parts.told(r) for r in range(1, self._rank.world)}
+                self._seen = {str(r): told["life"] for r, told in others.items() if "life" in told}
+            self._write()
+
+
+def wait_for_parts(parts: Parts, rank: Rank, missing: Sequence[int], on_wait: Callable[[int], bool]) -> bool:
+    """Wait until other ranks have finished their parts; False if a stop was requested.
+
+    Args:
+        parts: the folder.
+        rank: this rank.
+        missing: parts that were not finished.
+        on_wait: called repeatedly with the number of missing parts; True ends the wait.
+
+    Raises:
+        PredictError: a rank failed, was ended, or wrote nothing for too long.
+    """
+    last: dict[int, Any] = {}
+    started = time.monotonic()
+    since: dict[int, float] = {}
+    left = list(missing)
+    while left := [number for number in left if parts.record(number) is None]:
+        if on_wait(len(left)):
+            return False
+        for other in sorted({number % rank.world for number in left}):
+            told = parts.told(other)
+            if told != last.get(other, {}):
+                last[other], since[other] = told, time.monotonic()
+            if told.get("over"):
+                if all(parts.record(number) is not None for number in left if number % rank.world == other):
+                    continue
+                _lost(parts, other, told.get("fault") or "it was stopped before its parts were done", left)
+            silent = time.monotonic() - since.get(other, started)
+            if silent > (FROZEN_S if told else START_S):
+                _lost(parts, other, f"it gave no sign for {silent:.0f} s", left)
+        time.sleep(SEEK_S)
+    return True
+
+
+def _lost(parts: Parts, rank: int, reason: str, left: Sequence[int]) -> None:
+    raise PredictError(
+        f"rank {rank}: {reason}; {len(left)} parts are missing. All finished parts are kept in {parts.folder}: "
+        f"{parts.again}, which goes on from there",
+        rank=rank,
+        missing=list(left),
+        reason=reason,
+    )
+
+
+# ---- ranks on this host --------------------------------------------------------------------------------
+
+
+def device_names(devices: int | str | Sequence[str]) -> list[str]:
+    """Return the device of each rank.
+
+    Raises:
+        DeviceError: there are fewer devices, or none were named.
+    """
+    if isinstance(devices, str):
+        if devices == "auto":
+            return [str(device) for device in all_devices()]
+        devices = int(devices) if devices.isdecimal() else [name.strip() for name in devices.split(",")]
+    if not isinstance(devices, int):
+        names = [str(name) for name in devices]
+        if not names or not all(names):
+            raise DeviceError(f"devices: found {devices!r}; expected a number, or names such as cuda:0,cuda:1")
+        return [str(find_device(name)) for name in names]
+    there = cuda_count()
+    if devices < 1 or (there and devices > there):
+        expected = f"1 to {there}, one for each CUDA device here" if there else "a number of processes, 1 or more"
+        raise DeviceError(f"devices: found {devices}; expected {expected}")
+    return [f"cuda:{k}" for k in range(devices)] if there else ["cpu"] * devices
+
+
+class Workers:
+    """Ranks 1, 2, ... of a job on this host; this process is rank 0.
+
+    Args:
+        job: keyword arguments of `flodl_hf.jobs.predict_file`, as JSON types.
+        devices: the device of each rank, including rank 0.
+    """
+
+    def __init__(self, job: Mapping[str, Any], devices: Sequence[str]) -> None:
+        threads = str(max(1, torch.get_num_threads() // len(devices)))
+        self._before = torch.get_num_threads()
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._messages: dict[int, IO[bytes]] = {}
+        self._reported: set[int] = set()
+        on_cpu = all(name.startswith("cpu") for name in devices)
+        if on_cpu:
+            torch.set_num_threads(int(threads))
+        for rank, device in enumerate(devices[1:], 1):
+            env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(len(devices)), "LOCAL_RANK": str(rank)}
+            if on_cpu:
+                env["OMP_NUM_THREADS"] = threads
+            root = str(Path(__file__).parents[2])
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, env.get("PYTHONPATH"))))
+            command = [sys.executable, "-m", "flodl_hf.jobs.worker", json.dumps({**job, "device": device})]
+            self._messages[rank] = messages = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop
+            # In a group of its own: a Ctrl-C at the terminal reaches it through rank 0, once.
+            self._running[rank] = subprocess.Popen(
+                command, env=env, stdin=subprocess.DEVNULL, stderr=messages, start_new_session=True
+            )
+
+    def check(self, again: str = "run the same command again") -> None:
+        """Raise if a worker ended before its parts were done.
+
+        Args:
+            again: how to resume the job, in words.
+
+        Raises:
+            LostRank: a worker ended by a signal or with another status than 0.
+        """
+        for rank, process in self._running.items():
+            if code := process.poll():
+                how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+                message = self._message(rank)
+                self._reported.add(rank)
+                raise LostRank(
+                    PredictError(
+                        f"rank {rank}: {how}{': ' if message else ''}{message}\nAll finished parts are kept. "
+                        f"To resume, {again}",
+                        rank=rank,
+                        status=code,
+                        reason=message or how,
+                    )
+                )
+
+    def _message(self, rank: int) -> str:
+        """Return the last messages of a worker; of a traceback, the exception."""
+        file = self._messages[rank]
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+        text = file.read().decode("utf-8", "replace").strip()
+        _, trace, after = text.rpartition("Traceback (most recent call last):")
+        lines = [line for line in after.splitlines() if line.strip() and not line.startswith(" ")] if trace else []
+        return "\n".join(lines) or text
+
+    def stop(self, *, finish: bool = False) -> None:
+        """End all workers and wait for them.
+
+        Args:
+            finish: let each finish the part it is predicting; otherwise they are killed, and unfinished parts are lost.
+        """
+        for process in self._running.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate() if finish else process.kill()
+        for rank, process in self._running.items():
+            process.wait()
+            with self._messages[rank] as file:
+                if rank not in self._reported:
+                    file.seek(0)
+                    sys.stderr.write(file.read().decode("utf-8", "replace"))
+        self._running = {}
+        torch.set_num_threads(self._before)

@@ -1,0 +1,172 @@
+"""Vectors of a file's texts in few bytes: what a part holds of them, and the file that parts become.
+
+Decides how `flodl_hf.jobs.encode_file` keeps numbers. What each number becomes alone (halves, bits) is so in parts
+already; bytes (int8, uint8) need the least and greatest number of every feature, so that parts hold integers and
+become bytes when all are there. The ranges then lie beside the output (`ranges_path`). `.npy` is written here; rows of
+other formats are `write`'s.
+"""
+
+from __future__ import annotations
+
+import io
+from base64 import b64decode
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flodl.errors import DataError
+from flodl.files import write_atomically
+from flodl_hf.inference.quantize import quantize_embeddings, ranges_of
+from flodl_hf.inference.vector_files import ranges_path
+from flodl_hf.jobs.tables import Kind, swapped_column
+from flodl_hf.jobs.tasks import VECTOR
+from flodl_hf.jobs.write import Pieces, Writer, writer_for
+from flodl_hf.readers.rows import Row, RowFault
+
+__all__ = ["vector_writer"]
+
+Vectors = NDArray[Any]
+
+
+def vector_writer(
+    format: str,
+    keep: tuple[str, ...] | None,
+    answer: Mapping[str, Kind],
+    target: Path,
+    *,
+    with_errors: bool,
+    **rows: Any,
+) -> Writer:
+    """Return the writer of a run: `write.writer_for`'s, with what vectors in few bytes need.
+
+    Args:
+        format: of the output.
+        keep: columns of the input that are kept; None for whatever a row has.
+        answer: columns of the answer; of kind "vector:PRECISION:NUMBERS" where vectors are stored.
+        target: the output.
+        with_errors: add a column that says why a row has no answer.
+        **rows: see `write.writer_for`.
+
+    Raises:
+        DataError: the format cannot hold what is asked.
+    """
+    kind = answer.get(VECTOR)
+    stored = isinstance(kind, str) and kind.startswith("vector:")
+    if format == "npy" and (not stored or keep or keep is None or with_errors):
+        found = "answers" if not stored else "a column error (on_error is 'null')" if with_errors else "columns to keep"
+        raise DataError(
+            f"{target}: .npy holds vectors alone, and found {found}; keep none, or write Parquet, Arrow or JSON lines",
+            path=str(target),
+        )
+    if not stored:
+        return writer_for(format, keep, answer, with_errors=with_errors, **rows)
+    _, precision, size = str(kind).split(":")
+    counted = precision in ("int8", "uint8")
+    held = "float32" if counted else {"binary": "int8", "ubinary": "uint8"}.get(precision, precision)
+    final = precision if counted else held
+    if format == "npy":
+        return _Numpy(target, np.dtype(held), np.dtype(final), int(size), precision if counted else None)
+    make = partial(writer_for, format, keep, with_errors=with_errors, **rows)
+    if not counted:
+        return make({VECTOR: f"vector:{held}:{size}"})
+    of_lines = format == "jsonl"
+    parts = make({VECTOR: "packed" if of_lines else f"vector:float32:{size}"})
+    swap = _swapped_lines if of_lines else partial(swapped_column, name=VECTOR)
+    return _Counted(parts, make({VECTOR: f"vector:{final}:{size}"}), swap, precision, target)
+
+
+def _counted_by(precision: str, target: Path, arrays: Iterable[Vectors]) -> Callable[[Vectors], Vectors]:
+    """Return what makes bytes of vectors, by the ranges of all, which are written beside the output."""
+    ranges: Vectors | None = None
+    for vectors in arrays:
+        if len(vectors):
+            own = ranges_of(vectors)
+            ranges = own if ranges is None else np.stack([np.minimum(ranges[0], own[0]), np.maximum(ranges[1], own[1])])
+    if ranges is not None:
+        sink = io.BytesIO()
+        np.save(sink, ranges)
+        write_atomically(ranges_path(target), [sink.getvalue()])
+    return lambda vectors: quantize_embeddings(vectors, precision, ranges=ranges)
+
+
+class _Numpy:
+    """An array of all vectors, row after row."""
+
+    def __init__(self, target: Path, held: np.dtype[Any], final: np.dtype[Any], size: int, counted: str | None) -> None:
+        self._target, self._held, self._final, self._size, self._counted = target, held, final, size, counted
+
+    def keep(self, row: Row | None) -> None:
+        return None
+
+    def misfits(self, rows: Sequence[Row]) -> dict[int, str]:
+        return {}
+
+    def line(self, kept: None, answer: tuple[Any, ...] | None, error: str | None) -> bytes:
+        assert answer is not None
+        return self.lines([kept], [answer])[0]
+
+    def lines(self, kept: Sequence[None], answers: Sequence[tuple[Any, ...]]) -> list[bytes]:
+        rows = np.stack([vector for (vector,) in answers])
+        if rows.dtype.kind == "f" and not np.isfinite(rows).all():
+            raise RowFault("the vector holds values that are no numbers")
+        return [rows.astype(self._held, copy=False).tobytes()]
+
+    def part(self, lines: Iterable[bytes]) -> Iterator[bytes]:
+        yield from lines
+
+    def joined(self, parts: Pieces) -> Iterator[bytes]:
+        rows = parts.size // (self._held.itemsize * self._size)
+        head = io.BytesIO()
+        header = {"descr": np.lib.format.dtype_to_descr(self._final), "fortran_order": False}
+        np.lib.format.write_array_header_1_0(head, {**header, "shape": (rows, self._size)})
+        yield head.getvalue()
+        if self._counted is None:
+            for part in parts:
+                yield from part
+            return
+        count = _counted_by(self._counted, self._target, map(self._array, parts))
+        for part in parts:
+            yield count(self._array(part)).tobytes()
+
+    def _array(self, part: Iterable[bytes]) -> Vectors:
+        return np.frombuffer(b"".join(part), self._held).reshape(-1, self._size)
+
+
+class _Counted:
+    """Rows whose vectors become bytes when all parts are there."""
+
+    def __init__(
+        self, parts: Writer, whole: Writer, swap: Callable[..., tuple[bytes, Vectors]], precision: str, target: Path
+    ) -> None:
+        self._whole, self._swap, self._precision, self._target = whole, swap, precision, target
+        self.keep, self.misfits = parts.keep, parts.misfits
+        self.line, self.lines, self.part = parts.line, parts.lines, parts.part
+
+    def joined(self, parts: Pieces) -> Iterator[bytes]:
+        found = (self._swap(b"".join(part), None)[1] for part in parts)
+        count = _counted_by(self._precision, self._target, found)
+        yield from self._whole.joined(Pieces(lambda: ([self._swap(b"".join(part), count)[0]] for part in parts)))
+
+
+def _swapped_lines(part: bytes, change: Callable[[Vectors], Vectors] | None) -> tuple[bytes, Vectors]:
+    """Return lines with other vectors, and the vectors that were in them; without ``change`` the lines are empty."""
+    lead = f'"{VECTOR}": '.encode()
+    lines = [line + b"\n" for line in part.split(b"\n")[:-1]]
+    # What is kept stands before the answer, and quotation marks within texts are written with a sign before them.
+    starts = [line.rindex(lead) + len(lead) for line in lines]
+    ends = [line.index(b'"', start + 1) + 1 if line[start : start + 1] == b'"' else 0
+            for line, start in zip(lines, starts, strict=True)]  # fmt: skip
+    raw = [np.frombuffer(b64decode(line[start:end]), np.float32)
+           for line, start, end in zip(lines, starts, ends, strict=True) if end]  # fmt: skip
+    vectors = np.stack(raw) if raw else np.zeros((0, 0), np.float32)
+    if change is None:
+        return b"", vectors
+    made = iter(change(vectors).astype(str)) if raw else iter(())
+    return b"".join(
+        line[:start] + b"[" + ", ".join(next(made)).encode() + b"]" + line[end:] if end else line
+        for line, start, end in zip(lines, starts, ends, strict=True)
+    ), vectors

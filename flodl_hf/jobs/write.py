@@ -1,0 +1,489 @@
+"""Rows with their answers as bytes: JSON lines, CSV, TSV, Parquet and Arrow, in parts and put together.
+
+Decides how a value looks in each format: scores are the shortest text of their 32-bit number, nested answers are JSON
+in cells and lists of structs in Parquet, line ends are single. Where the bytes go is decided in `parts`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import re
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from json.encoder import encode_basestring
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from flodl.errors import DataError, nearest, printable
+from flodl_hf.jobs.tables import Kind, arrow_type, inferred_type, joined_tables, misfits, parquet_bytes
+from flodl_hf.readers.rows import Row, RowFault
+
+__all__ = ["OUTPUTS", "Pieces", "Writer", "output_format", "writer_for"]
+
+OUTPUTS = ("jsonl", "csv", "tsv", "parquet", "arrow", "npy")
+_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv", ".tab": "tsv"}
+_SUFFIXES |= {".parquet": "parquet", ".arrow": "arrow", ".npy": "npy"}
+ERROR = "error"
+
+
+def output_format(target: Path) -> str:
+    """Return the format that a file's suffix names.
+
+    Raises:
+        DataError: it names none.
+    """
+    found = _SUFFIXES.get(target.suffix.lower())
+    if found is None:
+        raise DataError(
+            f"{target}: the suffix {target.suffix or '(none)'!r} names no format that can be written"
+            f"{nearest(target.suffix, _SUFFIXES)}; expected one of {', '.join(sorted(_SUFFIXES))}",
+            path=str(target),
+        )
+    return found
+
+
+class Pieces:
+    """Finished parts in their order, each in blocks of bytes, as often as they are asked for.
+
+    Args:
+        parts: begins anew with the first.
+        size: bytes of all together.
+    """
+
+    def __init__(self, parts: Callable[[], Iterable[Iterable[bytes]]], size: int = 0) -> None:
+        self._parts, self.size = parts, size
+
+    def __iter__(self) -> Iterator[Iterable[bytes]]:
+        return iter(self._parts())
+
+
+class Writer(Protocol):
+    """One format with the columns of one run."""
+
+    def keep(self, row: Row | None) -> Any:
+        """Return the kept cells of a row, ready to be written; without a row or its values, empty ones.
+
+        Raises:
+            RowFault: a value that the format cannot hold.
+        """
+        ...
+
+    def misfits(self, rows: Sequence[Row]) -> dict[int, str]:
+        """Return the places of rows whose kept cells are of another type than their columns."""
+        ...
+
+    def line(self, kept: Any, answer: tuple[Any, ...] | None, error: str | None) -> Any:
+        """Return a whole row; without an answer, an empty one.
+
+        Raises:
+            RowFault: an answer that the format cannot hold.
+        """
+        ...
+
+    def lines(self, kept: Sequence[Any], answers: Sequence[tuple[Any, ...]]) -> Iterable[Any]:
+        """Return what `part` takes for several rows at once, the same bytes as their lines.
+
+        Raises:
+            RowFault: an answer of some row that the format cannot hold.
+        """
+        ...
+
+    def part(self, lines: Iterable[Any]) -> Iterator[bytes]:
+        """Yield the bytes of a part."""
+        ...
+
+    def joined(self, parts: Pieces) -> Iterator[bytes]:
+        """Yield the bytes of the whole file."""
+        ...
+
+
+def writer_for(
+    format: str,
+    keep: tuple[str, ...] | None,
+    answer: Mapping[str, Kind],
+    *,
+    with_errors: bool,
+    lead: str | None,
+    names: Sequence[str],
+    types: Mapping[str, Any] | None,
+    first: Sequence[Row],
+) -> Writer:
+    """Return the writer of a run.
+
+    Args:
+        format: one of `OUTPUTS`, and not "npy".
+        keep: columns of the input that are kept; None for whatever a row has.
+        answer: columns of the answer.
+        with_errors: add a column that says why a row has no answer.
+        lead: the column that comes first, where a row's own columns are kept.
+        names: columns of the input's first rows.
+        types: Arrow types of the input's columns, where it has some.
+        first: the first rows, whose values decide the types where nothing else does.
+
+    Raises:
+        DataError: a kept column has the name of an answer's.
+    """
+    added = {**answer, **({ERROR: "text"} if with_errors else {})}
+    taken = [name for name in (names if keep is None else keep) if name in added]
+    if taken:
+        rest = [name for name in names if name not in added]
+        raise DataError(
+            f"columns: the answer has {', '.join(map(repr, taken))}, and so has the input; expected names of their "
+            f"own. Keep other columns (keep={','.join(rest) or 'none'}), or rename these",
+            problems=taken,
+        )
+    if format == "jsonl":
+        return _JsonLines(keep, answer, added, lead)
+    columns = tuple(sorted(names, key=lambda name: name != lead)) if keep is None else keep
+    if format in ("parquet", "arrow"):
+        return _Tables(columns, answer, added, keep is None, types, first, format)
+    return _Cells(columns, answer, added, keep is None, "," if format == "csv" else "\t")
+
+
+# ---- values --------------------------------------------------------------------------------------------
+
+_encode = json.JSONEncoder(ensure_ascii=False, default=lambda value: _as_text(value)).encode
+
+
+def _json(value: Any) -> str:
+    return encode_basestring(value) if type(value) is str else _encode(value)
+
+
+def _as_text(value: Any) -> Any:
+    """Return values of tables that JSON does not know as text."""
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    if isinstance(value, bytes):
+        raise RowFault("bytes cannot be written as text; keep other columns, or write Parquet")
+    return str(value)
+
+
+def _short(value: float | None) -> str:
+    """Return the shortest text that reads back as the same 32-bit number."""
+    if value is None:
+        return "null"
+    if not math.isfinite(value):
+        raise RowFault(f"the score is {value}; expected a number")
+    return str(np.float32(value))
+
+
+def _text(value: str | None) -> str:
+    return "null" if value is None else encode_basestring(value)
+
+
+def _vector(value: Any) -> str:
+    if not np.isfinite(value).all():
+        raise RowFault("the embedding holds values that are no numbers")
+    # Halves as the 32-bit number that they are, so that all who read them find the same.
+    return "[" + ", ".join((value.astype(np.float32) if value.dtype.kind == "f" else value).astype(str)) + "]"
+
+
+def _packed(value: Any) -> str:
+    if not np.isfinite(value).all():
+        _vector(value)
+    return f'"{b64encode(value.tobytes()).decode()}"'
+
+
+def _shorts(values: Sequence[float | None]) -> Sequence[str]:
+    if None in values:
+        return [*map(_short, values)]
+    numbers = np.array(values, np.float32)
+    if not np.isfinite(numbers).all():
+        return [*map(_short, values)]
+    return [*map(str, numbers)]
+
+
+def _column(kind: Kind) -> Callable[[Sequence[Any]], Sequence[str]]:
+    """Return the function from many values of a kind to JSON."""
+    if kind == "float":
+        return _shorts
+    write = json_of(kind)
+    return lambda values: [*map(write, values)]
+
+
+def json_of(kind: Kind) -> Callable[[Any], str]:
+    """Return the function from values of a kind to JSON."""
+    if isinstance(kind, list):
+        inner = json_of(kind[0])
+        return lambda value: "[" + ", ".join(map(inner, value)) + "]"
+    if isinstance(kind, dict):
+        parts = [(name, f'"{name}": ', json_of(part)) for name, part in kind.items()]
+        return lambda value: "{" + ", ".join(lead + part(value[name]) for name, lead, part in parts) + "}"
+    plain: dict[str, Callable[[Any], str]] = {"text": _text, "float": _short, "int": _encode, "vector": _vector}
+    plain["packed"] = _packed
+    return _vector if kind.startswith("vector:") else plain[kind]
+
+
+def _finite(kind: Kind, value: Any) -> None:
+    """Refuse scores that are no numbers."""
+    if value is None:
+        return
+    if kind == "float":
+        _short(value)
+    elif isinstance(kind, str) and kind.startswith("vector"):
+        if not np.isfinite(value).all():
+            _vector(value)
+    elif isinstance(kind, list):
+        for item in value:
+            _finite(kind[0], item)
+    elif isinstance(kind, dict):
+        for name, part in kind.items():
+            _finite(part, value[name])
+
+
+def _bytes(text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise RowFault("half of a surrogate pair, which is no character; expected text") from None
+
+
+def _strays(values: Mapping[str, Any], columns: Sequence[str]) -> None:
+    if len(values) > len(columns) or not values.keys() <= set(columns):
+        stray = [name for name in values if name not in columns]
+        if stray:
+            raise RowFault(
+                f"columns {stray[:5]} were in none of the first rows; keep named columns, or write JSON lines"
+            )
+
+
+# ---- JSON lines ----------------------------------------------------------------------------------------
+
+
+class _JsonLines:
+    """One object a line."""
+
+    def __init__(
+        self, keep: tuple[str, ...] | None, answer: Mapping[str, Kind], added: Mapping[str, Kind], lead: str | None
+    ) -> None:
+        self._keep = None if keep is None else [(name, f"{_encode(name)}: ") for name in keep]
+        self._added, self._lead = frozenset(added), lead
+        self._parts = [(f'"{name}": ', json_of(kind)) for name, kind in answer.items()]
+        self._columns = [_column(kind) for kind in answer.values()]
+        ends = [f'"{name}": %s' for name in answer] + [f'"{ERROR}": null'] * (ERROR in added)
+        self._form = "{%s, " + ", ".join(ends) + "}\n"
+        self._nothing = [f'"{name}": null' for name in answer]
+        self._with_errors = ERROR in added
+
+    def keep(self, row: Row | None) -> str:
+        values = None if row is None else row.values
+        if self._keep is not None:
+            cells = [lead + ("null" if values is None else _json(values.get(name))) for name, lead in self._keep]
+            text = ", ".join(cells)
+        elif row is None or values is None:
+            return ""
+        else:
+            if not self._added.isdisjoint(values):
+                again = [name for name in values if name in self._added]
+                raise RowFault(f"the row has a column {again[0]!r}, which is the answer's name; keep named columns")
+            if row.text is not None and self._lead not in values:
+                return row.text[1:-1].strip()  # an object as it was written, opened for more
+            if self._lead is not None and self._lead in values:
+                values = {self._lead: values[self._lead], **values}
+            text = _encode(values)[1:-1]
+        _bytes(text)
+        return text
+
+    def misfits(self, rows: Sequence[Row]) -> dict[int, str]:
+        return {}
+
+    def line(self, kept: str, answer: tuple[Any, ...] | None, error: str | None) -> bytes:
+        cells = [kept] if kept else []
+        if answer is None:
+            cells += self._nothing
+        else:
+            cells += [lead + write(value) for (lead, write), value in zip(self._parts, answer, strict=True)]
+        if self._with_errors:
+            cells.append(f'"{ERROR}": {_encode(error)}')
+        return _bytes("{" + ", ".join(cells) + "}\n")
+
+    def lines(self, kept: Sequence[str], answers: Sequence[tuple[Any, ...]]) -> list[bytes]:
+        if not all(kept):
+            return [self.line(cells, answer, None) for cells, answer in zip(kept, answers, strict=True)]
+        columns = [write(values) for write, values in zip(self._columns, zip(*answers, strict=True), strict=True)]
+        return [_bytes("".join(map(self._form.__mod__, zip(kept, *columns, strict=True))))]
+
+    def part(self, lines: Iterable[bytes]) -> Iterator[bytes]:
+        yield from lines
+
+    def joined(self, parts: Pieces) -> Iterator[bytes]:
+        for part in parts:
+            yield from part
+
+
+# ---- cells ---------------------------------------------------------------------------------------------
+
+
+def _quoted(text: str) -> bool:
+    # Four searches for one sign each take a tenth of one search for any of them.
+    return "," in text or '"' in text or "\n" in text or "\r" in text
+
+
+_UNFIT = re.compile("[\\t\\r\\n]").search
+
+
+class _Cells:
+    """Cells with commas or tabs between them, under a header."""
+
+    def __init__(
+        self, keep: tuple[str, ...], answer: Mapping[str, Kind], added: Mapping[str, Kind], own: bool, delimiter: str
+    ) -> None:
+        self._keep, self._own, self._delimiter = keep, own, delimiter
+        self._answer = [self._of_kind(kind) for kind in answer.values()]
+        self._columns = [self._column_of(kind) for kind in answer.values()]
+        self._nothing = [""] * len(answer)
+        self._with_errors = ERROR in added
+        self._header = _bytes(delimiter.join(map(self._cell, (*keep, *added))) + "\n")
+
+    def _of_kind(self, kind: Kind) -> Callable[[Any], str]:
+        if kind == "text":
+            return lambda value: "" if value is None else self._cell(value)
+        write = json_of(kind)
+        if kind in ("float", "int"):
+            return lambda value: "" if value is None else write(value)
+        return lambda value: "" if value is None else self._cell(write(value))
+
+    def _column_of(self, kind: Kind) -> Callable[[Sequence[Any]], Sequence[str]]:
+        write = self._of_kind(kind)
+        if kind == "float":
+            return lambda values: [*map(write, values)] if None in values else _shorts(values)
+        return lambda values: [*map(write, values)]
+
+    def _cell(self, text: str) -> str:
+        if self._delimiter == ",":
+            return '"' + text.replace('"', '""') + '"' if _quoted(text) else text
+        if _UNFIT(text):
+            raise RowFault(
+                f"a tab or line end in {printable(text, 40)}, which TSV cannot hold; write CSV or JSON lines"
+            )
+        return text
+
+    def keep(self, row: Row | None) -> list[str]:
+        values = None if row is None else row.values
+        if values is None:
+            return [""] * len(self._keep)
+        if self._own:
+            _strays(values, self._keep)
+        cells = []
+        for name in self._keep:
+            value = values.get(name)
+            cells.append("" if value is None else self._cell(value if isinstance(value, str) else self._plain(value)))
+        _bytes("".join(cells))
+        return cells
+
+    @staticmethod
+    def _plain(value: Any) -> str:
+        return _encode(value) if isinstance(value, (bool, list, dict, float, int)) else str(_as_text(value))
+
+    def misfits(self, rows: Sequence[Row]) -> dict[int, str]:
+        return {}
+
+    def line(self, kept: list[str], answer: tuple[Any, ...] | None, error: str | None) -> bytes:
+        cells = list(kept)
+        if answer is None:
+            cells += self._nothing
+        else:
+            cells += [write(value) for write, value in zip(self._answer, answer, strict=True)]
+        if self._with_errors:
+            cells.append("" if error is None else self._cell(" ".join(error.split())))
+        text = self._delimiter.join(cells)
+        # An empty line would be no row to whoever reads this.
+        return _bytes((text or '""') + "\n")
+
+    def lines(self, kept: Sequence[list[str]], answers: Sequence[tuple[Any, ...]]) -> list[bytes]:
+        columns = [write(values) for write, values in zip(self._columns, zip(*answers, strict=True), strict=True)]
+        end = self._delimiter + "\n" if self._with_errors else "\n"
+        join = self._delimiter.join
+        texts = [join((*cells, *answer)) for cells, answer in zip(kept, zip(*columns, strict=True), strict=True)]
+        if end == "\n" and not all(texts):
+            texts = [text or '""' for text in texts]
+        return [_bytes(end.join(texts) + end)]
+
+    def part(self, lines: Iterable[bytes]) -> Iterator[bytes]:
+        yield from lines
+
+    def joined(self, parts: Pieces) -> Iterator[bytes]:
+        yield self._header
+        for part in parts:
+            yield from part
+
+
+# ---- Parquet -------------------------------------------------------------------------------------------
+
+
+class _Tables:
+    """Columns of one type each: the input's where it has types, else those of the first rows."""
+
+    def __init__(
+        self,
+        keep: tuple[str, ...],
+        answer: Mapping[str, Kind],
+        added: Mapping[str, Kind],
+        own: bool,
+        types: Mapping[str, Any] | None,
+        first: Sequence[Row],
+        format: str,
+    ) -> None:
+        self._format = format
+        self._keep, self._own, self._answer, self._with_errors = keep, own, answer, ERROR in added
+        self._checked = types is None and bool(first)
+        self._as_json: set[str] = set()
+        self._types: dict[str, Any] = {}
+        for name in keep:
+            if types is not None:
+                self._types[name] = types[name]
+                continue
+            found = inferred_type([row.values.get(name) for row in first if row.values is not None])
+            if found is None:
+                # Values of many types have one in common: they came out of JSON.
+                self._as_json.add(name)
+            self._types[name] = arrow_type("text") if found is None else found
+        self._types |= {name: arrow_type(kind) for name, kind in added.items()}
+
+    def keep(self, row: Row | None) -> list[Any]:
+        values = None if row is None else row.values
+        if values is None:
+            return [None] * len(self._keep)
+        if self._own:
+            _strays(values, self._keep)
+        return [self._value(name, values.get(name)) for name in self._keep]
+
+    def _value(self, name: str, value: Any) -> Any:
+        return _encode(value) if name in self._as_json and value is not None else value
+
+    def misfits(self, rows: Sequence[Row]) -> dict[int, str]:
+        found: dict[int, str] = {}
+        for name in self._keep if self._checked else ():
+            values = [None if row.values is None else self._value(name, row.values.get(name)) for row in rows]
+            for place, reason in misfits(values, self._types[name]).items():
+                kind = self._types[name]
+                found.setdefault(
+                    place,
+                    f"column {name!r}: {reason}; the first rows hold {kind}, keep other columns or write JSON lines",
+                )
+        return found
+
+    def line(self, kept: list[Any], answer: tuple[Any, ...] | None, error: str | None) -> list[Any]:
+        if answer is None:
+            cells = [*kept, *([None] * len(self._answer))]
+        else:
+            for kind, value in zip(self._answer.values(), answer, strict=True):
+                _finite(kind, value)
+            cells = [*kept, *answer]
+        return [*cells, error] if self._with_errors else cells
+
+    def lines(self, kept: Sequence[list[Any]], answers: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
+        return [self.line(cells, answer, None) for cells, answer in zip(kept, answers, strict=True)]
+
+    def part(self, lines: Iterable[list[Any]]) -> Iterator[bytes]:
+        rows = list(lines)
+        columns = list(zip(*rows, strict=True)) or [()] * len(self._types)
+        yield parquet_bytes(self._types, dict(zip(self._types, columns, strict=True)))
+
+    def joined(self, parts: Pieces) -> Iterator[bytes]:
+        # A whole part before a value of it is read: what is damaged goes to no parser.
+        yield from joined_tables(self._format, self._types, map(b"".join, parts))

@@ -1,0 +1,324 @@
+"""Adapters in a model: made, put in, taken out, merged; the base's weights stay the same tensors with the same bits.
+
+Putting one in exchanges the modules it goes to for ones with a part beside them, and the tensors it holds whole
+(the head) for its own; taking it out puts the model's own back. One adapter is in at a time; the others wait outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flodl.errors import ConfigError, nearest
+from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
+from flodl_hf.inference.graph_model.model import GraphModel
+from flodl_hf.models.adapters.settings import Settings
+from flodl_hf.models.adapters.targets import Site
+from flodl_hf.nn.adapter_layers.lora import AdaptedLinear, LoraPart
+from flodl_hf.nn.adapter_layers.prompts import PromptedEmbedding, PromptPart
+from flodl_hf.nn.adapter_layers.scaled import ScaledLinear, ScalePart
+from flodl_hf.nn.adapter_layers.tables import AdaptedEmbedding, RowsPart, TablePart
+from flodl_hf.nn.attention.prefixes import MadePrefixPart, PrefixedAttention, PrefixPart, ShiftedPositions, ShiftPart
+
+__all__ = ["Adapter", "Adapters", "Part", "adapters_of"]
+
+Part = LoraPart | TablePart | RowsPart | ScalePart | PromptPart | PrefixPart | ShiftPart
+"""What an adapter holds of one module."""
+KINDS: Mapping[type[nn.Module], Any] = {
+    LoraPart: AdaptedLinear,
+    TablePart: AdaptedEmbedding,
+    RowsPart: AdaptedEmbedding,
+    ScalePart: ScaledLinear,
+    PromptPart: PromptedEmbedding,
+    PrefixPart: PrefixedAttention,
+    MadePrefixPart: PrefixedAttention,
+    ShiftPart: ShiftedPositions,
+}
+"""What a module becomes with each kind of part beside it."""
+
+
+@dataclass
+class Adapter:
+    """One adapter, in a model or not.
+
+    Attributes:
+        settings: what it was asked to be.
+        sites: where it goes, by transformers' path.
+        parts: its parts by our path of the module.
+        kept: tensors that it holds whole, by our name.
+        untrained: those of them that hold random values, with how often they had been written to then.
+        labels: names of the head's labels; None for the model's.
+        problem_type: what the labels are; None for the model's.
+        stored: settings of the file it came from.
+        recipe: how vectors are made with it; None for as the model makes them.
+        score_activation: path of the activation that makes scores of a ranker's logits; None for the model's.
+    """
+
+    settings: Settings
+    sites: dict[str, Site]
+    parts: dict[str, Part]
+    kept: dict[str, nn.Parameter]
+    untrained: dict[str, int] = field(default_factory=dict)
+    labels: tuple[str, ...] | None = None
+    problem_type: str | None = None
+    stored: Mapping[str, Any] = field(default_factory=dict)
+    recipe: SentenceRecipe | None = None
+    score_activation: str | None = None
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Yield everything that it holds."""
+        for part in self.parts.values():
+            yield from part.parameters()
+        yield from self.kept.values()
+
+
+@dataclass
+class _Before:
+    """What a model was without the adapter that is in."""
+
+    modules: dict[str, nn.Module]
+    tensors: dict[str, nn.Parameter]
+    learned: list[nn.Parameter]
+    untouched: dict[str, int]
+    config: Any
+    recipe: SentenceRecipe | None
+
+
+@dataclass
+class Adapters:
+    """The adapters of one model.
+
+    Attributes:
+        known: by name.
+        active: the name of the one that is in, or None.
+        merged: whether its sum is in the base's weights now.
+    """
+
+    known: dict[str, Adapter] = field(default_factory=dict)
+    active: str | None = None
+    merged: bool = False
+    _before: _Before | None = None
+    _weights: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+
+    def named(self, name: str) -> Adapter:
+        """Return an adapter.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        if name not in self.known:
+            held = ", ".join(self.known) or "none"
+            raise ConfigError(
+                f"adapter {name!r}: found {held}{nearest(name, self.known)}; add it first, or load it", problems=[name]
+            )
+        return self.known[name]
+
+    def add(self, name: str, adapter: Adapter) -> None:
+        """Take in an adapter without putting it into the model.
+
+        Raises:
+            ConfigError: the name is taken, or is none.
+        """
+        if not name or name in self.known:
+            found = f"there is one called {name!r}" if name else "found no name"
+            raise ConfigError(f"adapter: {found}; give name= another, or remove_adapter it first", problems=[name])
+        self.known[name] = adapter
+
+    def put(self, model: GraphModel, name: str) -> None:
+        """Put an adapter into the model, in the place of the one that is in.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        adapter = self.named(name)
+        if self.active == name:
+            return
+        if model.routed is not None:
+            raise ConfigError(
+                "adapter: the routes of this folder have transformers of their own, and an adapter belongs to one; "
+                "expected one model; load its own folder and put the adapter there",
+                problems=[name],
+            )
+        self.take_out(model)
+        graph = model.graph
+        named = dict(graph.named_parameters(remove_duplicate=False))
+        learned = [p for p in graph.parameters() if p.requires_grad]
+        before = _Before({}, {}, learned, dict(model._untouched), model.config, model.sentence_recipe)
+        home = next(graph.parameters()).device
+        for parameter in graph.parameters():
+            parameter.requires_grad_(False)
+        with torch.no_grad():
+            for parameter in adapter.parameters():
+                parameter.data = parameter.data.to(home)
+        for path, part in adapter.parts.items():
+            owner, leaf = _owner(graph, path)
+            module: Any = graph.get_submodule(path)
+            before.modules[path] = module
+            setattr(owner, leaf, _with(module, part.train(module.training)))
+        for tensor, parameter in adapter.kept.items():
+            before.tensors[tensor] = named[tensor]
+            _set(graph, tensor, parameter)
+        for parameter in adapter.parameters():
+            parameter.requires_grad_(True)
+        model._untouched = {n: v for n, v in model._untouched.items() if n not in adapter.kept} | adapter.untrained
+        stated = (adapter.labels, adapter.problem_type, adapter.score_activation)
+        if any(value is not None for value in stated):
+            labels, kind, activation = stated
+            model.config = model.config.changed(labels=labels, problem_type=kind, score_activation=activation)
+        model.sentence_recipe = adapter.recipe or model.sentence_recipe
+        self.active, self._before = name, before
+
+    def take_out(self, model: GraphModel) -> None:
+        """Leave the model as it was without an adapter."""
+        self.unmerge(model)
+        before, self._before = self._before, None
+        if before is None or self.active is None:
+            return
+        graph, adapter = model.graph, self.known[self.active]
+        adapter.untrained = {n: v for n, v in model._untouched.items() if n in adapter.kept}
+        for path, module in before.modules.items():
+            owner, leaf = _owner(graph, path)
+            # The weights may have been exchanged meanwhile, as moving a model to a device can.
+            now: Any = graph.get_submodule(path)
+            module._parameters.update({name: getattr(now, name) for name in module._parameters})
+            if hasattr(module, "implementation"):
+                module.implementation = now.implementation
+            setattr(owner, leaf, module.train(now.training))
+        for tensor, parameter in before.tensors.items():
+            parameter.data = parameter.data.to(next(graph.parameters()).device)
+            _set(graph, tensor, parameter)
+        for parameter in before.learned:
+            parameter.requires_grad_(True)
+        model._untouched = {n: before.untouched.get(n, v) for n, v in before.untouched.items()}
+        if model.sentence_recipe is not before.recipe:
+            adapter.recipe, model.sentence_recipe = model.sentence_recipe, before.recipe
+        model.config, self.active = before.config, None
+
+    def merge(self, model: GraphModel) -> None:
+        """Put the sum of the adapter that is in into the base's weights: in float64, rounded once.
+
+        Raises:
+            ConfigError: no adapter is in.
+        """
+        if self.active is None:
+            raise ConfigError("merge_adapter: no adapter is in the model; set_adapter one first", problems=["adapter"])
+        if self.merged:
+            return
+        if len(_mergeable(self.known[self.active])) < len(self.known[self.active].parts):
+            kind = type(self.known[self.active].settings).__name__
+            raise ConfigError(
+                f"merge_adapter: {self.active!r} is a {kind}, which adds tokens or keys and values to each text, and "
+                "no weights come to the same; keep it as an adapter, or train a Lora",
+                problems=[kind],
+            )
+        assert self._before is not None
+        graph = model.graph
+        parts = _mergeable(self.known[self.active])
+        modules: dict[str, Any] = {path: graph.get_submodule(path) for path, _ in parts}
+        for path, part in parts:
+            if getattr(part, "up_bias", None) is not None and modules[path].bias is None:
+                raise ConfigError(
+                    f"merge_adapter: {path}: found an adapter with a bias (lora_bias) at a projection without one; "
+                    "expected a projection with a bias. Keep the adapter unmerged.",
+                    problems=[path],
+                )
+        for path, part in parts:
+            owner, leaf = _owner(graph, path)
+            adapted, module = modules[path], self._before.modules[path]
+            bias = getattr(adapted, "bias", None)
+            self._weights[path] = adapted.weight.data, None if bias is None else bias.data
+            adapted.weight.data = part.merged(adapted.weight)
+            if bias is not None and isinstance(part, (LoraPart, ScalePart)):
+                bias.data = part.merged_bias(bias.data)
+            module._parameters.update(adapted._parameters)
+            setattr(owner, leaf, module.train(adapted.training))
+        self.merged = True
+
+    def unmerge(self, model: GraphModel) -> None:
+        """Have the base's weights as they were, to the bit, with the adapter beside them."""
+        if not self.merged or self.active is None:
+            return
+        graph = model.graph
+        for path, part in _mergeable(self.known[self.active]):
+            owner, leaf = _owner(graph, path)
+            linear: Any = graph.get_submodule(path)
+            home = linear.weight.device
+            weight, bias = self._weights.pop(path)
+            linear.weight.data = weight.to(home)
+            if bias is not None:
+                linear.bias.data = bias.to(home)
+            setattr(owner, leaf, _with(linear, part.to(home).train(linear.training)))
+        self.merged = False
+
+    def settle(self, model: GraphModel) -> None:
+        """Make what is in, merged, the model's own, and forget all adapters.
+
+        Raises:
+            ConfigError: no adapter is in.
+        """
+        self.merge(model)
+        assert self._before is not None
+        for parameter in (*self._before.learned, *model.graph.parameters()):
+            parameter.requires_grad_(parameter.is_floating_point())
+        self.known.clear()
+        self._weights.clear()
+        self.active, self.merged, self._before = None, False, None
+
+    def remove(self, model: GraphModel, name: str) -> None:
+        """Forget an adapter; the model is without one if it was in.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        self.named(name)
+        if self.active == name:
+            self.take_out(model)
+        del self.known[name]
+
+    def recipe_without(self, model: GraphModel) -> SentenceRecipe | None:
+        """Return how the model makes vectors without an adapter."""
+        return model.sentence_recipe if self._before is None else self._before.recipe
+
+    def part_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of the active adapter's parts, without the head that it keeps."""
+        parts = () if self.active is None else self.known[self.active].parts.values()
+        return [parameter for part in parts for parameter in part.parameters()]
+
+    def base_names(self, model: GraphModel) -> frozenset[str]:
+        """Return the names of tensors of the base that do not learn while an adapter is in."""
+        if self.active is None:
+            return frozenset()
+        own = {id(p) for p in self.known[self.active].parameters()}
+        named = model.graph.named_parameters(remove_duplicate=False)
+        return frozenset(name for name, p in named if id(p) not in own and not p.requires_grad)
+
+
+def adapters_of(model: GraphModel) -> Adapters:
+    """Return the adapters of a model."""
+    return model.__dict__.setdefault("_adapters", Adapters())
+
+
+def _mergeable(adapter: Adapter) -> list[tuple[str, LoraPart | TablePart | RowsPart | ScalePart]]:
+    """Return the parts that can be merged into the weight of their module, by path."""
+    kinds = (LoraPart, TablePart, RowsPart, ScalePart)
+    return [(path, part) for path, part in adapter.parts.items() if isinstance(part, kinds)]
+
+
+def _with(module: nn.Module, part: Part) -> nn.Module:
+    return KINDS[type(part)](module, part)
+
+
+def _owner(graph: nn.Module, path: str) -> tuple[nn.Module, str]:
+    module, _, leaf = path.rpartition(".")
+    return graph.get_submodule(module), leaf
+
+
+def _set(graph: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, leaf = _owner(graph, name)
+    owner._parameters[leaf] = parameter
+    if isinstance(owner, nn.Linear) and leaf == "weight":
+        owner.out_features = parameter.shape[0]  # heads of several adapters may have other numbers of labels

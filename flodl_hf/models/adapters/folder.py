@@ -1,0 +1,473 @@
+"""Folders of adapters as peft has them: ``adapter_config.json``, ``adapter_model.safetensors``, read and written.
+
+A folder of ours has ``head_config.json`` besides, with the task and the names of the labels, which peft's files do not
+keep. Every fault is found before the model is touched, and all of them are told at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from flodl.errors import CheckpointError, ConfigError, capped, printable
+from flodl_hf.checkpoints.config.file import MAX_CONFIG_BYTES, read_json
+from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.checkpoints.hub.folders import resolve_folder
+from flodl_hf.checkpoints.sentence.recipe import read_recipe
+from flodl_hf.checkpoints.weights.checkpoint.members import Folder, is_entry, read_member
+from flodl_hf.checkpoints.weights.checkpoint.shard import SafetensorsShard, Shard
+from flodl_hf.checkpoints.weights.file_names import ADAPTER_CONFIG as CONFIG
+from flodl_hf.checkpoints.weights.file_names import BASE_OF_ADAPTER, RECIPE_FILES
+from flodl_hf.checkpoints.weights.loading import head_of
+from flodl_hf.families.schema import Family
+from flodl_hf.inference.graph_model.model import GraphModel
+from flodl_hf.models.adapters.attach import Adapter, Part
+from flodl_hf.models.adapters.fresh import check_places, prefix_parts
+from flodl_hf.models.adapters.peft_file import of_pattern, read_settings, targeted, task_of
+from flodl_hf.models.adapters.settings import IA3, Lora, Prefix, Prompt, Settings
+from flodl_hf.models.adapters.targets import Names, Site, check_tables, sites_of, tables_of_tokens
+from flodl_hf.nn.adapter_layers.lora import LoraPart
+from flodl_hf.nn.adapter_layers.prompts import WORDS, PromptPart
+from flodl_hf.nn.adapter_layers.scaled import ScalePart
+from flodl_hf.nn.adapter_layers.tables import RowsPart, TablePart
+from flodl_hf.nn.layers.parts import as_whole, part_of, split
+
+__all__ = ["CONFIG", "HEAD", "PREFIX", "VIRTUAL", "WEIGHTS", "AdapterFolder", "open_adapter", "prefix_of"]
+
+WEIGHTS, BIN, HEAD = "adapter_model.safetensors", "adapter_model.bin", "head_config.json"
+FILES = (CONFIG, WEIGHTS, BIN, HEAD, "checksums.json", *RECIPE_FILES)
+PREFIX = "base_model.model."
+VIRTUAL = "prompt_embeddings"
+"""The tensor of virtual tokens: a vector for each, or the keys and values of all layers."""
+ENDS = {
+    ".lora_A.weight": "down",
+    ".lora_B.weight": "up",
+    ".lora_B.bias": "up_bias",
+    ".lora_embedding_A": "down",
+    ".lora_embedding_B": "up",
+    ".token_adapter.trainable_tokens_delta": "rows",
+    ".lora_magnitude_vector": "magnitude",
+    ".lora_magnitude_vector.weight": "magnitude",
+    ".ia3_l": "scales",
+}
+PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """An adapter's files, read and understood as far as that goes without a model.
+
+    Attributes:
+        path: the folder.
+        values: of ``adapter_config.json``.
+        settings: what they say.
+        head: of ``head_config.json``; empty where there is none.
+        tensors: by their names in the file.
+    """
+
+    path: Path
+    values: Mapping[str, Any]
+    settings: Settings
+    head: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def prefix(self) -> str:
+        """What names of the base's tensors begin with in the file."""
+        return prefix_of(self.settings)
+
+    @property
+    def base(self) -> str:
+        """The folder or name of the base.
+
+        Raises:
+            ConfigError: the file names none.
+        """
+        found = self.values.get(BASE_OF_ADAPTER)
+        if not found:
+            raise ConfigError(
+                f"{self.path / CONFIG}: {BASE_OF_ADAPTER} names no base; open it, with adapter= this folder",
+                where=str(self.path / CONFIG),
+                problems=[BASE_OF_ADAPTER],
+            )
+        return str(found)
+
+    def task(self, family: Family | None = None) -> str | None:
+        """Return our word for the task that the adapter was trained for; None where it does not say."""
+        said = self.head.get("task")
+        if family is not None and isinstance(said, str) and said in ("base", *family.heads):
+            return said
+        named = head_of(family, self.head.get("architectures")) if family is not None else None
+        return named or task_of(self.values)
+
+    def labels(self, config: ModelConfig, head: str) -> list[str] | None:
+        """Return the labels that the base is to be opened with; None for its own."""
+        named = self.head.get("id2label")
+        if isinstance(named, dict) and named:
+            found = [str(named[key]) for key in sorted(named, key=int)]
+            return None if tuple(found) == tuple(config.labels) else found
+        spec = None if head == "base" else config.family.heads.get(head)
+        if spec is None or spec.classifier is None:
+            return None
+        name = self.prefix + config.family.key_map(config.encoder, head).theirs(f"{spec.classifier}.weight")
+        held = self.tensors.get(name)
+        if held is None or held.ndim != 2 or held.shape[0] == config.num_labels:
+            return None
+        return [f"LABEL_{i}" for i in range(held.shape[0])]
+
+    @property
+    def problem_type(self) -> str | None:
+        """What the labels are, where the folder says so."""
+        found = self.head.get("problem_type")
+        return found if isinstance(found, str) else None
+
+    @property
+    def score_activation(self) -> str | None:
+        """Path of the activation that makes scores of a ranker's logits; None if the folder states none."""
+        return self.head.get("activation_fn")
+
+    def adapter(self, model: GraphModel) -> Adapter:
+        """Return the adapter for a model, which is not changed.
+
+        Raises:
+            CheckpointError: tensors are missing, unexpected, mis-shaped or not finite, or the head is not there;
+                ``problems`` lists all of it.
+        """
+        where = str(self.path / WEIGHTS)
+        task = self.task(model.config.family)
+        if task is not None and task != model.head:
+            raise CheckpointError(
+                f"{self.path}: an adapter for {task}, and the model is opened for {model.head}; open it with head="
+                f"{task!r}, or let flodl_hf.load choose",
+                path=str(self.path),
+                problems=["task_type"],
+            )
+        sites, problems = sites_of(model), []
+        found: dict[str, dict[str, Tensor]] = {}
+        kept: dict[str, Tensor] = {}
+        virtual = isinstance(self.settings, (Prompt, Prefix))
+        for name, tensor in self.tensors.items():
+            inner = name.removeprefix(self.prefix)
+            end = None if virtual else next((end for end in ENDS if inner.endswith(end)), None)
+            known = name == VIRTUAL if virtual else False
+            if not (known or name.startswith(self.prefix)) or tensor.dtype not in FLOATS:
+                problems.append(f"{printable(name)}: {tensor.dtype}, no tensor of an adapter")
+            elif not bool(torch.isfinite(tensor).all()):
+                problems.append(f"{printable(name)}: holds values that are not finite")
+            elif known or ".original_module." in inner:  # what a whole module stood in for, with its bias
+                continue
+            elif end is not None:
+                path = _known(inner.removesuffix(end), sites, model)
+                if path is None:
+                    problems.append(f"{printable(name)}: the model has no such projection")
+                else:
+                    found.setdefault(path, {})[ENDS[end]] = tensor.float()
+            else:
+                kept[_bare(inner)] = tensor
+        parts: dict[str, Part] = {}
+        if isinstance(self.settings, (Prompt, Prefix)):
+            parts = self._virtual(model, self.settings, problems)
+        else:
+            parts = self._beside(model, sites, found, self.settings, problems)
+        held, strange = _kept(model, kept, self.values.get("modules_to_save") or (), self.prefix)
+        problems += strange
+        headless = [name for name in model.untrained if name not in held]
+        if headless:
+            problems.append(
+                f"no head: {', '.join(headless[:6])} would hold random values, because neither the base nor this file "
+                "has them (modules_to_save was not set when the adapter was trained)"
+            )
+        if problems:
+            raise CheckpointError(
+                f"{where}: does not fit the model:\n{capped(problems)}\nexpected the tensors that {CONFIG} speaks of, "
+                "and the head that they were trained with; fetch the file again, or train the adapter with its head",
+                path=where,
+                problems=problems,
+                headless=headless,
+            )
+        dtype = model.dtype
+        own = {name: nn.Parameter(tensor.to(dtype).contiguous()) for name, tensor in held.items()}
+        labels = model.config.labels if model.head in ("sequence_classification", "token_classification") else None
+        return Adapter(
+            self.settings, {path: sites[path] for path in sites if path in found}, parts, own, {},
+            None if labels is None else tuple(labels), self.problem_type, dict(self.values), read_recipe(self.path),
+            self.score_activation,
+        )  # fmt: skip
+
+    def _virtual(self, model: GraphModel, settings: Prompt | Prefix, problems: list[str]) -> dict[str, Part]:
+        """Return the parts that hold virtual tokens; what is wrong is added to ``problems``."""
+        encoder, words = cast("Any", model.config.encoder), cast("Any", model.graph.get_submodule(WORDS))
+        width = words.embedding_dim if isinstance(settings, Prompt) else 2 * encoder.num_layers * encoder.hidden_size
+        whole, shape = self.tensors.get(VIRTUAL), (settings.tokens, width)
+        if whole is None or tuple(whole.shape) != shape:
+            problems.append(
+                f"{VIRTUAL}: {'missing' if whole is None else f'shape {tuple(whole.shape)}'}, expected {shape}"
+            )
+            return {}
+        if whole.dtype not in FLOATS:
+            return {}
+        check_places(model, settings.tokens)
+        if isinstance(settings, Prompt):
+            return {WORDS: PromptPart(nn.Parameter(whole.float().contiguous()))}
+        return prefix_parts(model, whole.float())
+
+    def _beside(
+        self,
+        model: GraphModel,
+        sites: Mapping[str, Site],
+        found: Mapping[str, Mapping[str, Tensor]],
+        settings: Lora | IA3,
+        problems: list[str],
+    ) -> dict[str, Part]:
+        """Return the parts beside projections; what is wrong is added to ``problems``."""
+        parts: dict[str, Part] = {}
+        if isinstance(settings, Lora):
+            parts |= self._rows(model, sites, found, settings, problems)
+        wanted = targeted(self.values, sites, str(self.path / CONFIG))
+        check_tables(model, [path for path in wanted or () if sites[path].is_table])
+        found = {path: tensors for path, tensors in found.items() if sites[path].paths[0] not in parts}
+        first = "ia3_l" if isinstance(settings, IA3) else "lora_A.weight"
+        for path in sorted((wanted or set()) - set(found)):
+            problems.append(f"{PREFIX}{path}.{first}: missing, although target_modules means it")
+        for path in sorted(set(found) - wanted if wanted is not None else ()):
+            problems.append(f"{PREFIX}{path}.{first}: there, although target_modules does not mean it")
+        if not found:
+            problems.append(f"no tensors of {'IA3' if isinstance(settings, IA3) else 'LoRA'}")
+        for path, tensors in found.items():
+            if isinstance(settings, IA3):
+                parts |= self._scales(model, sites[path], tensors, settings, problems)
+            else:
+                parts |= self._parts(model, sites[path], tensors, settings, problems)
+        return parts
+
+    def _rows(
+        self,
+        model: GraphModel,
+        sites: Mapping[str, Site],
+        found: Mapping[str, Mapping[str, Tensor]],
+        settings: Lora,
+        problems: list[str],
+    ) -> dict[str, Part]:
+        """Return the rows of tokens by our paths of the tables; problems are added to ``problems``."""
+        expected = tables_of_tokens(model, settings.trainable_token_indices, sites)
+        for path in sorted(expected.keys() ^ {path for path, tensors in found.items() if "rows" in tensors}):
+            fault = "missing, although" if path in expected else "there, although no id of"
+            problems.append(f"{PREFIX}{path}.token_adapter.trainable_tokens_delta: {fault} trainable_token_indices")
+        parts: dict[str, Part] = {}
+        for path, ids in expected.items():
+            rows = found.get(path, {}).get("rows")
+            if rows is None:
+                continue
+            place = sites[path].paths[0]
+            shape = (len(ids), cast("Any", model.graph.get_submodule(place)).embedding_dim)
+            if tuple(rows.shape) != shape or len(found[path]) > 1:
+                problems.append(f"{PREFIX}{path}: shape {tuple(rows.shape)}, expected {shape} and no other tensor")
+            else:
+                parts[place] = RowsPart(nn.Parameter(rows.contiguous()), torch.tensor(ids))
+        return parts
+
+    def _parts(
+        self, model: GraphModel, site: Site, tensors: Mapping[str, Tensor], settings: Lora, problems: list[str]
+    ) -> dict[str, Part]:
+        """Return the parts of one projection or table by our paths; problems are added to ``problems``."""
+        modules: list[Any] = [model.graph.get_submodule(path) for path in site.paths]
+        if site.is_table:
+            out, into = modules[0].embedding_dim, modules[0].num_embeddings
+        else:
+            out, into = sum(linear.out_features for linear in modules), modules[0].in_features
+        rank = of_pattern(self.values.get("rank_pattern"), site.theirs, settings.rank)
+        alpha = of_pattern(self.values.get("alpha_pattern"), site.theirs, settings.alpha_of())
+        shapes: dict[str, tuple[int, ...]] = {"down": (rank, into), "up": (out, rank)}
+        shapes |= {"magnitude": (out,)} if settings.dora else {}
+        shapes |= {"up_bias": (out,)} if settings.lora_bias and not site.is_table else {}
+        wrong = [
+            f"{PREFIX}{site.theirs} ({name}): "
+            + ("missing" if name not in tensors else f"shape {tuple(tensors[name].shape)}, expected {shape}")
+            for name, shape in shapes.items()
+            if name not in tensors or tuple(tensors[name].shape) != shape
+        ]
+        wrong += [f"{PREFIX}{site.theirs} ({name}): not expected" for name in tensors if name not in shapes]
+        problems += wrong
+        if wrong:
+            return {}
+        scale = alpha / (rank**0.5 if settings.rslora else rank)
+        down = nn.Parameter(tensors["down"].contiguous())
+        if site.is_table:
+            lengths = nn.Parameter(tensors["magnitude"].contiguous()) if settings.dora else None
+            return {site.paths[0]: TablePart(down, nn.Parameter(tensors["up"].contiguous()), scale, lengths)}
+        marks = [part_of(mark) for mark in site.marks] or [None]
+        found: dict[str, Part] = {}
+        for path, mark in zip(site.paths, marks, strict=True):
+            cut = {n: t if mark is None else split(t, mark) for n, t in tensors.items() if n != "down"}
+            magnitude = nn.Parameter(cut["magnitude"].clone()) if settings.dora else None
+            up_bias = nn.Parameter(cut["up_bias"].clone()) if settings.lora_bias else None
+            found[path] = LoraPart(down, nn.Parameter(cut["up"].clone()), scale, settings.dropout, magnitude, up_bias)
+        return found
+
+    def _scales(
+        self, model: GraphModel, site: Site, tensors: Mapping[str, Tensor], settings: IA3, problems: list[str]
+    ) -> dict[str, ScalePart]:
+        """Return the scales of one projection by our paths; what is wrong is added to ``problems``."""
+        linears: list[Any] = [model.graph.get_submodule(path) for path in site.paths]
+        inside = settings.on_input(site.theirs)
+        shape = (1, linears[0].in_features) if inside else (sum(linear.out_features for linear in linears), 1)
+        held = tensors.get("scales")
+        if held is None or tuple(held.shape) != shape or len(tensors) > 1:
+            found = "missing" if held is None else f"shape {tuple(held.shape)}, expected {shape}, and nothing besides"
+            problems.append(f"{PREFIX}{site.theirs}.ia3_l: {found}")
+            return {}
+        flat = held.flatten()
+        if inside:
+            shared = nn.Parameter(flat.contiguous())
+            return {path: ScalePart(shared, True) for path in site.paths}
+        marks = [part_of(mark) for mark in site.marks] or [None]
+        return {
+            path: ScalePart(nn.Parameter((flat if mark is None else split(flat, mark)).clone()), False, site.bias_apart)
+            for path, mark in zip(site.paths, marks, strict=True)
+        }
+
+
+def prefix_of(settings: Settings) -> str:
+    """Return what names of a base's tensors begin with in the file of an adapter."""
+    # peft wraps the model once more where parts stand beside modules.
+    return "base_model." if isinstance(settings, (Prompt, Prefix)) else PREFIX
+
+
+def _known(path: str, sites: Mapping[str, Site], model: GraphModel) -> str | None:
+    """Return the path of a projection that a file's is, with or without the prefix of a task model."""
+    prefix = model.config.family.base_prefix + "."
+    return next((p for p in (path, path.removeprefix(prefix), prefix + path) if p in sites), None)
+
+
+def _bare(name: str) -> str:
+    """Return a tensor's name without those of what peft wrapped around its module."""
+    for wrapped in (".modules_to_save.", ".base_layer.", ".default."):
+        name = name.replace(wrapped, ".")
+    return name
+
+
+def _kept(
+    model: GraphModel, kept: Mapping[str, Tensor], modules: str | Sequence[str], begin: str
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Return whole tensors by our name, and what is wrong with them; ``modules`` have to be there,
+    ``begin`` is how names in the file begin."""
+    names, held, problems = Names(model), {}, []
+    taken: set[str] = set()
+    spec = None if model.head == "base" else model.config.family.heads[model.head]
+    classifier = None if spec is None else spec.classifier
+    tied = {tie.also for tie in spec.ties} if spec is not None else set()
+    prefix = model.config.family.base_prefix + "."
+    for ours, parameter in model.graph.named_parameters(remove_duplicate=False):
+        marked = names.theirs(ours)
+        whole = as_whole(marked)
+        place = next((p for p in (whole, whole.removeprefix(prefix), prefix + whole) if p in kept), None)
+        if place is None:
+            if ours not in tied and _means(modules, whole):
+                problems.append(f"{printable(begin + whole)}: missing, although modules_to_save names its module")
+            continue
+        taken.add(place)
+        part = part_of(marked)
+        try:
+            tensor = kept[place] if part is None else split(kept[place], part)
+        except (RuntimeError, ValueError):
+            tensor = kept[place]
+        shape = tuple(parameter.shape)
+        if classifier is not None and ours.startswith(classifier + "."):
+            shape = (model.config.num_labels, *shape[1:])
+        if tuple(tensor.shape) != shape:
+            problems.append(f"{printable(begin + place)}: shape {tuple(tensor.shape)}, expected {shape}")
+        held[ours] = tensor
+    problems += [f"{printable(begin + name)}: the model has no such tensor" for name in kept if name not in taken]
+    return held, problems
+
+
+def _means(modules: str | Sequence[str], tensor: str) -> bool:
+    """Return whether a tensor lies in one of these modules, which peft finds by the ends of their paths."""
+    pieces = tensor.split(".")[:-1]
+    paths = [".".join(pieces[:count]) for count in range(1, len(pieces) + 1)]
+    return any(path.endswith(name) for name in ((modules,) if isinstance(modules, str) else modules) for path in paths)
+
+
+def open_adapter(name_or_path: str | Path, hub: Mapping[str, Any] = {}) -> AdapterFolder:
+    """Return the files of an adapter, read and checked.
+
+    Args:
+        name_or_path: a local folder or a Hub repository.
+        hub: how the Hub is asked.
+
+    Raises:
+        HubError: the name leads nowhere.
+        ConfigError: no settings, or such that are not understood.
+        CheckpointError: no weights, or damaged ones.
+    """
+    asked = {name: value for name, value in hub.items() if name not in ("revision", "subfolder")}
+    path, _ = resolve_folder(name_or_path, asked, FILES)
+    if not is_entry(path, CONFIG):
+        present = sorted(p.name for p in path.iterdir())[:12]
+        raise ConfigError(
+            f"{path / CONFIG} does not exist; expected an adapter as peft writes it. The folder holds: "
+            f"{', '.join(present) or 'nothing'}. Give the folder that holds {CONFIG} and {WEIGHTS}.",
+            where=str(path / CONFIG),
+            problems=[CONFIG],
+        )
+    values = read_json(read_member(path, CONFIG, MAX_CONFIG_BYTES, ConfigError), str(path / CONFIG))
+    settings = read_settings(values, str(path / CONFIG))
+    head: dict[str, Any] = {}
+    if is_entry(path, HEAD):
+        head = _head(read_json(read_member(path, HEAD, MAX_CONFIG_BYTES, ConfigError), str(path / HEAD)), path)
+    return AdapterFolder(path, values, settings, head, _tensors(path))
+
+
+def _head(values: dict[str, Any], path: Path) -> dict[str, Any]:
+    named, kind = values.get("id2label"), values.get("problem_type")
+    fine = named is None or (
+        isinstance(named, dict)
+        and sorted(named, key=str) == sorted(map(str, range(len(named))))
+        and all(isinstance(label, str) for label in named.values())
+    )
+    problems = [] if fine else ["id2label"]
+    problems += [] if kind is None or kind in PROBLEM_TYPES else ["problem_type"]
+    problems += [] if isinstance(values.get("activation_fn"), str | None) else ["activation_fn"]
+    if problems:
+        raise ConfigError(
+            f"{path / HEAD}: {' and '.join(problems)} cannot be read; expected labels by their numbers from 0, "
+            f"one of {', '.join(PROBLEM_TYPES)}, and the path of an activation. Fetch the file again, or remove it and "
+            "pass labels=.",
+            where=str(path / HEAD),
+            problems=problems,
+        )
+    return values
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    with ExitStack() as stack:
+        folder = Folder(path)
+        stack.callback(folder.close)
+        name = next((name for name in (WEIGHTS, BIN) if folder.has(name)), None)
+        if name is None:
+            raise CheckpointError(
+                f"{path}: there is no {WEIGHTS}; expected it beside {CONFIG}. Fetch the folder again.",
+                path=str(path),
+                problems=[WEIGHTS],
+            )
+        shard = _shard(folder, name, path)
+        stack.callback(shard.close)
+        shard.parse()
+        names = list(shard.entries)
+        return dict(zip(names, shard.read(names), strict=True))
+
+
+def _shard(folder: Folder, name: str, path: Path) -> Shard:
+    descriptor, where = folder.open(name), str(path / name)
+    if name == WEIGHTS:
+        return SafetensorsShard(descriptor, name, where)
+    from flodl_hf.checkpoints.weights.pickle_free import BinShard
+
+    return BinShard(descriptor, name, where)

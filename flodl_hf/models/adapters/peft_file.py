@@ -1,0 +1,393 @@
+"""peft's ``adapter_config.json``: what it says of an adapter, and how one of ours is written.
+
+A setting that would change numbers and is not understood is refused by name; one that is not set, or changes none, is
+passed over.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from flodl.errors import ConfigError, capped, printable
+from flodl_hf.models.adapters.settings import ALL_LINEAR, BIASES, IA3, Lora, Prefix, Prompt, Settings
+
+__all__ = [
+    "TASKS",
+    "every_value",
+    "ia3_values",
+    "lora_values",
+    "of_pattern",
+    "read_settings",
+    "targeted",
+    "task_of",
+    "virtual_values",
+]
+
+TASKS = {
+    "SEQ_CLS": "sequence_classification",
+    "TOKEN_CLS": "token_classification",
+    "QUESTION_ANS": "question_answering",
+    "FEATURE_EXTRACTION": "base",
+}
+"""peft's words for tasks, with ours; a model of masked words has none."""
+UNDERSTOOD = (
+    *("peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
+    *("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "modules_to_save", "layers_to_transform"),
+    *("layers_pattern", "init_lora_weights", "bias", "lora_bias", "trainable_token_indices"),
+)
+UNDERSTOOD_IA3 = (
+    *("peft_type", "task_type", "base_model_name_or_path", "target_modules", "exclude_modules", "feedforward_modules"),
+    *("modules_to_save", "init_ia3_weights"),
+)
+UNDERSTOOD_VIRTUAL = (
+    *("peft_type", "task_type", "base_model_name_or_path", "num_virtual_tokens", "token_dim", "modules_to_save"),
+    *("num_transformer_submodules", "num_attention_heads", "num_layers"),
+)
+BEGUN = (
+    *("prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path", "tokenizer_kwargs", "init_weights"),
+    *("prefix_projection", "encoder_hidden_size", "encoder_reparameterization_type", "encoder_num_layers"),
+    "encoder_dropout",
+)
+"""How virtual tokens were begun, and what made them while they learned: files hold what it made."""
+VIRTUAL = {"PROMPT_TUNING": Prompt, "P_TUNING": Prompt, "PREFIX_TUNING": Prefix}
+CHANGES_NOTHING = (
+    *("auto_mapping", "revision", "inference_mode", "peft_version", "runtime_config", "fan_in_fan_out"),
+    *("megatron_core", "ensure_weight_tying", "qalora_group_size", "eva_config", "velora_config"),
+)
+"""How an adapter was begun or is trained, and what belongs to settings that are off."""
+MOST_REPEATS = 4
+CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "pissa_niter")
+"""Ways to begin that also changed the base's weights, which are then none of the base's files."""
+
+
+def read_settings(values: Mapping[str, Any], where: str) -> Settings:
+    """Return what a file says an adapter is.
+
+    Args:
+        values: of ``adapter_config.json``.
+        where: the file, for messages.
+
+    Raises:
+        ConfigError: another kind of adapter, or settings that change numbers and are not understood; all are listed.
+    """
+    kind = values.get("peft_type")
+    read = {"LORA": _read_lora, "IA3": _read_ia3, **dict.fromkeys(VIRTUAL, _read_virtual)}
+    if not isinstance(kind, str) or kind not in read:
+        raise ConfigError(
+            f"{where}: peft_type is {printable(str(kind), 60)}; expected {', '.join(read)}, the kinds that are read "
+            "here. Merge it with peft (merge_and_unload), save the model and load that",
+            where=where,
+            problems=["peft_type"],
+        )
+    try:
+        return read[kind](values, where)
+    except ConfigError as fault:
+        if getattr(fault, "where", None) == where:
+            raise
+        raise ConfigError(
+            f"{where}: {fault.message}; fetch the file again", where=where, problems=fault.problems
+        ) from None
+
+
+def _check(
+    values: Mapping[str, Any], where: str, kind: str, understood: Sequence[str], wrong: Sequence[str | None]
+) -> None:
+    """Raise for settings that are not understood and change numbers, and for values that are ``wrong``.
+
+    Raises:
+        ConfigError: there are such; all are listed.
+    """
+    problems = [
+        f"{printable(name, 60)}: {printable(repr(value), 80)}, which changes numbers and is not understood"
+        for name, value in values.items()
+        if name not in understood and name not in CHANGES_NOTHING and value not in (None, False, "", [], {}, ())
+    ]
+    common = [
+        _wrong("modules_to_save", values.get("modules_to_save"), "names", _maybe_names),
+        _wrong("task_type", values.get("task_type"), "a task", _named),
+        _wrong("base_model_name_or_path", values.get("base_model_name_or_path"), "a name", _named),
+    ]
+    problems += [problem for problem in (*wrong, *common) if problem]
+    if problems:
+        raise ConfigError(
+            f"{where}: {len(problems)} settings cannot be followed:\n{capped(problems)}\nexpected an ordinary {kind}; "
+            "merge the adapter with peft (merge_and_unload), save the model and load that, or fetch the file again",
+            where=where,
+            problems=problems,
+        )
+
+
+def _read_lora(values: Mapping[str, Any], where: str) -> Lora:
+    begun = values.get("init_lora_weights", True)
+    changed = isinstance(begun, str) and begun.lower().startswith(CHANGED_BASE)
+    wrong = [
+        f"init_lora_weights: {printable(begun, 60)}, which changed the base's weights too" if changed else None,
+        _wrong("r", values.get("r", 8), "an integer", _whole),
+        _wrong("lora_alpha", values.get("lora_alpha", 8), "a number", _number),
+        _wrong("lora_dropout", values.get("lora_dropout", 0.0), "a number", _number),
+        *(
+            _wrong(name, values.get(name, False), "true or false", _flag)
+            for name in ("use_rslora", "use_dora", "lora_bias")
+        ),
+        _wrong("rank_pattern", values.get("rank_pattern"), "ranks by name", lambda v: _table(v, _whole)),
+        _wrong("alpha_pattern", values.get("alpha_pattern"), "alphas by name", lambda v: _table(v, _number)),
+        _wrong("target_modules", values.get("target_modules"), "names", lambda v: bool(v) and _names(v)),
+        *(_wrong(name, values.get(name), "names", _maybe_names) for name in ("exclude_modules", "layers_pattern")),
+        _wrong("layers_to_transform", values.get("layers_to_transform"), "numbers of layers", _layers),
+        _wrong("trainable_token_indices", values.get("trainable_token_indices"), "ids of tokens", _token_ids),
+        _wrong("bias", values.get("bias", "none"), "none, all or lora_only", BIASES.__contains__),
+    ]
+    _check(values, where, "LoRA", UNDERSTOOD, wrong)
+    return Lora(
+        rank=values.get("r", 8),
+        alpha=values.get("lora_alpha", 8),
+        dropout=values.get("lora_dropout", 0.0),
+        targets=_listed(values["target_modules"]),
+        rslora=bool(values.get("use_rslora")),
+        dora=bool(values.get("use_dora")),
+        ranks=values.get("rank_pattern") or {},
+        alphas=values.get("alpha_pattern") or {},
+        bias=values.get("bias") or "none",
+        lora_bias=bool(values.get("lora_bias")),
+        trainable_token_indices=values.get("trainable_token_indices") or (),
+    )
+
+
+def _read_ia3(values: Mapping[str, Any], where: str) -> IA3:
+    inside = values.get("feedforward_modules")
+    wrong = [
+        _wrong("target_modules", values.get("target_modules"), "names", lambda v: bool(v) and _names(v)),
+        # Ends of paths, as ours are; a pattern is none.
+        _wrong("feedforward_modules", inside, "a list", lambda v: v is None or (isinstance(v, list) and _names(v))),
+        _wrong("exclude_modules", values.get("exclude_modules"), "names", _maybe_names),
+    ]
+    _check(values, where, "IA3", UNDERSTOOD_IA3, wrong)
+    return IA3(targets=_listed(values["target_modules"]), inputs=tuple(inside or ()))
+
+
+def _read_virtual(values: Mapping[str, Any], where: str) -> Prompt | Prefix:
+    kind = str(values["peft_type"])
+    count, parts = values.get("num_virtual_tokens"), values.get("num_transformer_submodules", 1)
+    sizes = ("token_dim", "num_attention_heads", "num_layers")
+    wrong = [
+        _wrong("num_virtual_tokens", count, "an integer", _whole),
+        _wrong("num_transformer_submodules", parts, "1", lambda v: v is None or (_whole(v) and v == 1)),
+        *(_wrong(name, values.get(name), "an integer", lambda v: v is None or _whole(v)) for name in sizes),
+    ]
+    _check(values, where, kind, (*UNDERSTOOD_VIRTUAL, *BEGUN), wrong)
+    made = kind == "P_TUNING" or bool(values.get("prefix_projection"))
+    width = values.get("encoder_hidden_size") if made else None
+    if VIRTUAL[kind] is Prefix:
+        return Prefix(tokens=values["num_virtual_tokens"], encoder=width)
+    lstm = width is not None and values.get("encoder_reparameterization_type") == "LSTM"
+    return Prompt(tokens=values["num_virtual_tokens"], encoder=width, kind="lstm" if lstm else "mlp")
+
+
+def _wrong(name: str, value: Any, expected: str, fine: Any) -> str | None:
+    return None if fine(value) else f"{name}: found {printable(repr(value), 80)}, expected {expected}"
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _flag(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def _named(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _names(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+
+
+def _maybe_names(value: Any) -> bool:
+    return value is None or _names(value)
+
+
+def _table(value: Any, of: Any) -> bool:
+    return value is None or (isinstance(value, dict) and all(of(entry) for entry in value.values()))
+
+
+def _token_ids(value: Any) -> bool:
+    lists = value.values() if isinstance(value, dict) else [value or []]
+    return all(isinstance(ids, list) and all(map(_whole, ids)) for ids in lists)
+
+
+def _layers(value: Any) -> bool:
+    return value is None or _whole(value) or (isinstance(value, list) and all(map(_whole, value)))
+
+
+def _listed(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def task_of(values: Mapping[str, Any]) -> str | None:
+    """Return our word for the task that a file names; None where it names none of ours."""
+    found = values.get("task_type")
+    return TASKS.get(found) if isinstance(found, str) else None
+
+
+def targeted(values: Mapping[str, Any], modules: Iterable[str], where: str) -> set[str] | None:
+    """Return the projections that the settings of a file mean, by peft's rules; None where all linear ones are meant.
+
+    Args:
+        values: of ``adapter_config.json``.
+        modules: paths of all projections in transformers' model.
+        where: the file, for messages.
+
+    Raises:
+        ConfigError: a pattern that is none.
+    """
+    wanted = values["target_modules"]
+    if wanted == ALL_LINEAR:
+        return None
+    excluded = values.get("exclude_modules") or ()
+    whole = values.get("modules_to_save") or ()
+    layers, below = values.get("layers_to_transform"), values.get("layers_pattern") or ()
+    numbers = None if layers is None or layers == [] else {layers} if isinstance(layers, int) else set(layers)
+    try:
+        return {
+            path
+            for path in modules
+            if not _matches(excluded, path)
+            and not any(re.match(rf"(^|.*\.){re.escape(name)}($|\..*)", path) for name in whole)
+            and _matches(wanted, path)
+            and (isinstance(wanted, str) or numbers is None or _layer(path, _listed(below)) in numbers)
+        }
+    except re.error as fault:
+        raise ConfigError(
+            f"{where}: target_modules or exclude_modules: {fault}; expected a pattern or a list of names; correct it, "
+            "or name the projections in a list",
+            where=where,
+            problems=["target_modules"],
+        ) from None
+
+
+def _matches(wanted: str | Sequence[str], path: str) -> bool:
+    if isinstance(wanted, str):
+        # A pattern may be made to take forever; what repeats groups, or repeats often, is.
+        if len(wanted) > 1000 or re.search(r"\)[*+{]", wanted) or len(re.findall(r"[*+{]", wanted)) > MOST_REPEATS:
+            raise re.error("a pattern that may take too long")
+        return re.fullmatch(wanted, path) is not None
+    return any(path == name or path.endswith("." + name) for name in wanted)
+
+
+def of_pattern(patterns: Mapping[str, Any] | None, path: str, usual: Any) -> Any:
+    """Return what the first pattern that a path ends with says, by peft's rule; ``usual`` where none does."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", path):
+            return value
+    return usual
+
+
+def _layer(path: str, below: Sequence[str]) -> int | None:
+    """Return the number of the layer that a projection lies in."""
+    patterns = [rf"(?:^|.*?\.){re.escape(name)}\.(\d+)\." for name in below] or [r".*?\.[^.]*\.(\d+)\."]
+    found = next((match for pattern in patterns if (match := re.match(pattern, path))), None)
+    return None if found is None else int(found[1])
+
+
+def lora_values(
+    settings: Lora, targets: Sequence[str], ranks: Mapping[str, int], alphas: Mapping[str, float]
+) -> dict[str, Any]:
+    """Return what ``adapter_config.json`` says of low-rank sums, besides what it says of every adapter.
+
+    Args:
+        settings: what they are.
+        targets: transformers' paths of projections, or ends of them.
+        ranks: other ranks by transformers' path.
+        alphas: other alphas likewise.
+    """
+    alpha = settings.rank if settings.alpha is None else settings.alpha
+    return {
+        "alpha_pattern": dict(alphas),
+        "bias": settings.bias,
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "layers_pattern": None,
+        "layers_to_transform": None,
+        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+        "lora_bias": settings.lora_bias,
+        "lora_dropout": settings.dropout,
+        "peft_type": "LORA",
+        "r": settings.rank,
+        "rank_pattern": dict(ranks),
+        "target_modules": list(targets),
+        "trainable_token_indices": _as_json(settings.trainable_token_indices) or None,
+        "use_dora": settings.dora,
+        "use_rslora": settings.rslora,
+    }
+
+
+def _as_json(tokens: Mapping[str, Sequence[int]] | Sequence[int]) -> dict[str, list[int]] | list[int]:
+    return {name: list(ids) for name, ids in tokens.items()} if isinstance(tokens, Mapping) else list(tokens)
+
+
+def ia3_values(targets: Sequence[str], inside: Sequence[str]) -> dict[str, Any]:
+    """Return what ``adapter_config.json`` says of learned scales, besides what it says of every adapter.
+
+    Args:
+        targets: transformers' paths of projections, or ends of them.
+        inside: those of them whose inputs are scaled.
+    """
+    return {
+        "fan_in_fan_out": False,
+        "feedforward_modules": list(inside),
+        "init_ia3_weights": True,
+        "peft_type": "IA3",
+        "target_modules": list(targets),
+    }
+
+
+def virtual_values(settings: Prompt | Prefix, width: int, heads: int, layers: int) -> dict[str, Any]:
+    """Return what ``adapter_config.json`` says of virtual tokens, besides what it says of every adapter.
+
+    Args:
+        settings: what they are.
+        width: of a vector, or of a layer's keys.
+        heads: of attention.
+        layers: of the encoder.
+    """
+    found: dict[str, Any] = {
+        "num_attention_heads": heads,
+        "num_layers": layers,
+        "num_transformer_submodules": 1,
+        "num_virtual_tokens": settings.tokens,
+        "token_dim": width,
+    }
+    if isinstance(settings, Prefix):
+        made = {"encoder_hidden_size": settings.encoder, "prefix_projection": settings.encoder is not None}
+        return found | made | {"peft_type": "PREFIX_TUNING"}
+    if settings.encoder is not None:
+        made = {"encoder_hidden_size": settings.encoder, "encoder_reparameterization_type": settings.kind.upper()}
+        return found | made | {"peft_type": "P_TUNING", "encoder_dropout": 0.0, "encoder_num_layers": 2}
+    return found | {"peft_type": "PROMPT_TUNING", "prompt_tuning_init": "RANDOM"}
+
+
+def every_value(values: Mapping[str, Any], kept: Sequence[str], *, base: str | None, head: str) -> dict[str, Any]:
+    """Return all that ``adapter_config.json`` says, sorted by name.
+
+    Args:
+        values: what it says of this kind of adapter.
+        kept: transformers' paths of modules that are held whole.
+        base: folder or name of the base.
+        head: our word for the task.
+    """
+    common = {
+        "auto_mapping": None,
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "modules_to_save": list(kept) or None,
+        "revision": None,
+        "task_type": next((theirs for theirs, ours in TASKS.items() if ours == head), None),
+    }
+    return dict(sorted({**values, **common}.items()))

@@ -1,0 +1,416 @@
+"""What an adapter is asked to be: rank, scale, dropout and where it goes, what it scales, how many virtual tokens.
+
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import wraps
+from typing import Any, TypeVar
+
+from flodl.errors import ConfigError
+from flodl_hf.compat.taking import Word, taking
+
+__all__ = [
+    "ALL_LINEAR",
+    "BIASES",
+    "IA3",
+    "Lora",
+    "Prefix",
+    "Prompt",
+    "Settings",
+    "adapter_faults",
+    "adapter_of",
+    "adapter_words",
+    "fits",
+]
+
+ALL_LINEAR = "all-linear"
+MOST_RANK = 65_536
+MOST_TOKENS = 4_096
+KINDS = ("mlp", "lstm")
+BIASES = ("none", "all", "lora_only")
+PEFT_ALPHA = 8
+"""The alpha of peft's ``LoraConfig`` where none is given."""
+K = TypeVar("K", bound=type)
+
+
+def _modules(value: Any, _: Any) -> Any:
+    if value is None:
+        return ()
+    if isinstance(value, str) and value != ALL_LINEAR and not value.replace("_", "").replace(".", "").isalnum():
+        raise ValueError("a regular expression; expected names, patterns with *, or 'all-linear'")
+    return value if isinstance(value, str) else tuple(value)
+
+
+def _kind(value: Any, _: Any) -> str:
+    return str(getattr(value, "value", value)).lower()
+
+
+_COMMON = {
+    **{name: Word(harmless=None) for name in ("task_type", "peft_type", "auto_mapping", "base_model_name_or_path")},
+    "inference_mode": Word(reason="freeze the adapter after loading instead"),
+    "modules_to_save": Word(
+        reason="the head is trained and saved with every adapter, and no other module is",
+        harmless=(None, [], *([name] for name in ("classifier", "score", "qa_outputs", "head"))),
+    ),
+}
+_PLACES = {
+    **_COMMON,
+    "target_modules": Word("targets", _modules),
+    "exclude_modules": Word(reason="name the projections in target_modules"),
+    "layers_to_transform": Word(reason="name the layers in target_modules: layers.3.attention.query"),
+    "layers_pattern": Word(reason="name the layers in target_modules: layers.3.attention.query"),
+    "fan_in_fan_out": Word(reason="weights are (out, in) in every family"),
+}
+LORA = {
+    **_PLACES,
+    "r": Word("rank"),
+    "lora_alpha": Word("alpha"),
+    "lora_dropout": Word("dropout"),
+    "use_rslora": Word("rslora"),
+    "use_dora": Word("dora"),
+    "rank_pattern": Word("ranks", lambda value, _: value or {}),
+    "alpha_pattern": Word("alphas", lambda value, _: value or {}),
+    "init_lora_weights": Word(reason="down is drawn and up is zero, as with True", harmless=(None, True)),
+}
+IA3_WORDS = {
+    **_PLACES,
+    "feedforward_modules": Word("inputs", _modules),
+    "init_ia3_weights": Word(reason="scales begin as 1, as with True", harmless=(None, True)),
+}
+_TOKENS = {**_COMMON, "num_virtual_tokens": Word("tokens"), "encoder_hidden_size": Word("encoder")}
+PROMPT = {
+    **_TOKENS,
+    "prompt_tuning_init_text": Word("text"),
+    "prompt_tuning_init": Word(harmless=None),  # the text decides
+    "tokenizer_name_or_path": Word(harmless=None),  # the tokenizer of the model
+    "encoder_reparameterization_type": Word("kind", _kind),
+    "encoder_num_layers": Word(reason="the network has the layers of peft's default", harmless=(None, 2)),
+    "encoder_dropout": Word(reason="the network has no dropout", harmless=(None, 0.0)),
+}
+PREFIX = {
+    **_TOKENS,
+    "prefix_projection": Word(reason="encoder= is the width of a network that makes the prefixes", harmless=None),
+}
+
+
+def _with_words(words: Mapping[str, Word]) -> Callable[[K], K]:
+    """Return a decorator for settings that take the arguments of peft's configuration too."""
+
+    def decorate(kind: K) -> K:
+        made: Any = kind.__init__
+        made.__name__ = kind.__name__
+        translated = taking(words, ConfigError)(made)
+
+        @wraps(made)
+        def init(self: Any, *args: Any, **given: Any) -> None:
+            if "r" in given and not {"alpha", "lora_alpha"} & given.keys():
+                given = {**given, "lora_alpha": PEFT_ALPHA}
+            translated(self, *args, **given)
+
+        kind.__init__ = init  # type: ignore[misc]
+        return kind
+
+    return decorate
+
+
+@_with_words(LORA)
+@dataclass(frozen=True)
+class Lora:
+    """A low-rank sum beside projections (Hu et al. 2021): ``W x + scale * up(down(x))``.
+
+    Args:
+        rank: width between ``down`` and ``up``.
+        alpha: the scale is ``alpha / rank``; None for a scale of 1.
+        dropout: probability of dropping a value that goes into ``down`` in training, in [0, 1).
+        targets: which projections: names or ends of names, ours (``query``, ``layers.3.attention.value``) or
+            transformers' (``q_proj``), patterns with ``*``, or ``"all-linear"`` for all outside of the head. By
+            default query and value, and the whole matrix where a family has one for query, key and value.
+        rslora: the scale is ``alpha / sqrt(rank)`` (Kalajdzievski 2023).
+        dora: a length for each row of the sum, learned too (Liu et al. 2024).
+        ranks: other ranks by name of a projection, as ``targets`` has them.
+        alphas: other alphas, likewise.
+        bias: which biases of the base are trained too: "none", "all" or "lora_only" (those of the projections).
+        lora_bias: give each ``up`` a bias.
+        trainable_token_indices: ids whose rows of the word embeddings are trained; or ids by name of a table.
+
+    The arguments of peft's ``LoraConfig`` are accepted too (``r``, ``lora_alpha``, ``target_modules``,
+    ``lora_dropout``, ``use_rslora``, ``use_dora``, ``rank_pattern``, ``alpha_pattern``); ``r`` without ``lora_alpha``
+    has peft's default of 8.
+
+    Raises:
+        ConfigError: a value that cannot be; all are listed.
+    """
+
+    rank: int = 8
+    alpha: float | None = None
+    dropout: float = 0.0
+    targets: str | Sequence[str] = ()
+    rslora: bool = False
+    dora: bool = False
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    alphas: Mapping[str, float] = field(default_factory=dict)
+    bias: str = "none"
+    lora_bias: bool = False
+    trainable_token_indices: Mapping[str, Sequence[int]] | Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        problems = [f"rank {rank!r}" for rank in (self.rank, *self.ranks.values()) if not _is_rank(rank)]
+        for alpha in (self.alpha, *self.alphas.values()):
+            number = alpha is None or (isinstance(alpha, (int, float)) and not isinstance(alpha, bool))
+            if not number or (alpha is not None and not math.isfinite(alpha)):
+                problems.append(f"alpha {alpha!r}")
+        if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
+            problems.append(f"dropout {self.dropout!r}")
+        if not isinstance(self.targets, str) and not all(isinstance(name, str) and name for name in self.targets):
+            problems.append(f"targets {self.targets!r}")
+        if self.bias not in BIASES:
+            problems.append(f"bias {self.bias!r}")
+        if self.lora_bias and self.dora:
+            problems.append("lora_bias with dora, which peft does not have")
+        tokens = self.trainable_token_indices
+        for ids in tokens.values() if isinstance(tokens, Mapping) else (tokens,):
+            if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+                problems.append(f"trainable_token_indices {tokens!r}")
+        if problems:
+            raise ConfigError(
+                f"Lora: found {', '.join(problems)}; expected a rank from 1 to {MOST_RANK:,}, a finite alpha, a "
+                f"dropout from 0 to below 1, names of projections, a bias of {', '.join(BIASES)}, and ids from 0",
+                problems=problems,
+            )
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """The targets as a tuple; empty for the usual ones."""
+        return _listed(self.targets)
+
+    @property
+    def usual(self) -> tuple[str, ...]:
+        """The targets where none are named."""
+        return ("query", "value")
+
+    def rank_of(self, *names: str) -> int:
+        """Return the rank of a projection that has these names."""
+        return next((rank for key, rank in self.ranks.items() if any(fits(key, name) for name in names)), self.rank)
+
+    def alpha_of(self, *names: str) -> float:
+        """Return the alpha of a projection that has these names."""
+        own = next((a for key, a in self.alphas.items() if any(fits(key, name) for name in names)), self.alpha)
+        return float(self.rank_of(*names) if own is None else own)
+
+    def scale_of(self, *names: str) -> float:
+        """Return what a projection's sum is multiplied by."""
+        rank = self.rank_of(*names)
+        return self.alpha_of(*names) / (math.sqrt(rank) if self.rslora else rank)
+
+
+@_with_words(IA3_WORDS)
+@dataclass(frozen=True)
+class IA3:
+    """Learned scales of what projections give, or of what goes into them (Liu et al. 2022): ``s * (W x + b)``.
+
+    Args:
+        targets: which projections, as `Lora` has them. By default key, value and the last of the feed-forward part; the
+            whole matrix where a family has one for query, key and value.
+        inputs: those of them whose inputs are scaled, ``W (s * x) + b``. By default the last of the feed-forward part.
+
+    The arguments of peft's ``IA3Config`` are accepted too (``target_modules``, ``feedforward_modules``).
+
+    Raises:
+        ConfigError: names that are none.
+    """
+
+    targets: str | Sequence[str] = ()
+    inputs: str | Sequence[str] = ("feed_forward.down",)
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"{name} {value!r}"
+            for name, value in (("targets", self.targets), ("inputs", self.inputs))
+            if not isinstance(value, str) and not all(isinstance(one, str) and one for one in value)
+        ]
+        if wrong:
+            raise ConfigError(f"IA3: found {', '.join(wrong)}; expected names of projections", problems=wrong)
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """The targets as a tuple; empty for the usual ones."""
+        return _listed(self.targets)
+
+    @property
+    def usual(self) -> tuple[str, ...]:
+        """The targets where none are named."""
+        return ("key", "value", "feed_forward.down")
+
+    def on_input(self, *names: str) -> bool:
+        """Return whether what goes into a projection that has these names is scaled, rather than what it gives."""
+        return any(fits(wanted, name) for wanted in _listed(self.inputs) for name in names)
+
+
+@_with_words(PROMPT)
+@dataclass(frozen=True)
+class Prompt:
+    """Vectors that learn and stand before each text in the place of words (prompt tuning, Lester et al. 2021).
+
+    Args:
+        tokens: how many.
+        text: whose words they begin as, repeated or cut to so many; None for words drawn from the vocabulary.
+        encoder: width of a network that makes them while they are trained (P-tuning, Liu et al. 2021); files hold what
+            it made. None for none.
+        kind: "mlp" for a network of three layers, "lstm" for one that reads them both ways in two and has two more.
+
+    The arguments of peft's ``PromptTuningConfig`` and ``PromptEncoderConfig`` are accepted too
+    (``num_virtual_tokens``, ``prompt_tuning_init_text``, ``encoder_hidden_size``, ``encoder_reparameterization_type``).
+
+    Raises:
+        ConfigError: a value that cannot be; all are listed.
+    """
+
+    tokens: int = 20
+    text: str | None = None
+    encoder: int | None = None
+    kind: str = "mlp"
+
+    def __post_init__(self) -> None:
+        problems = [] if _is_count(self.tokens) else [f"tokens {self.tokens!r}"]
+        problems += [] if self.kind in KINDS else [f"kind {self.kind!r}"]
+        problems += [] if self.text is None or (isinstance(self.text, str) and self.text) else [f"text {self.text!r}"]
+        problems += [] if self.encoder is None or _is_rank(self.encoder) else [f"encoder {self.encoder!r}"]
+        if problems:
+            raise ConfigError(
+                f"Prompt: found {', '.join(problems)}; expected 1 to {MOST_TOKENS:,} tokens, a text that is not empty, "
+                f"a width from 1 to {MOST_RANK:,}, and mlp or lstm",
+                problems=problems,
+            )
+
+
+@_with_words(PREFIX)
+@dataclass(frozen=True)
+class Prefix:
+    """Keys and values that learn and stand before each text's in every layer (prefix tuning, Li and Liang 2021).
+
+    Args:
+        tokens: how many.
+        encoder: width of a network of two layers that makes them while they are trained; files hold what it made. None
+            for none.
+
+    The arguments of peft's ``PrefixTuningConfig`` are accepted too (``num_virtual_tokens``, ``encoder_hidden_size``).
+
+    Raises:
+        ConfigError: a number that cannot be.
+    """
+
+    tokens: int = 20
+    encoder: int | None = None
+
+    def __post_init__(self) -> None:
+        problems = [] if _is_count(self.tokens) else [f"tokens {self.tokens!r}"]
+        problems += [] if self.encoder is None or _is_rank(self.encoder) else [f"encoder {self.encoder!r}"]
+        if problems:
+            raise ConfigError(
+                f"Prefix: found {', '.join(problems)}; expected 1 to {MOST_TOKENS:,} tokens, and a width from 1 to "
+                f"{MOST_RANK:,}",
+                problems=problems,
+            )
+
+
+Settings = Lora | IA3 | Prompt | Prefix
+"""What an adapter is asked to be."""
+
+
+def _listed(names: str | Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _is_rank(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_RANK
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_TOKENS
+
+
+def adapter_words(adapter: Settings | None) -> dict[str, Any]:
+    """Return the options of a fine-tuning run that say what an adapter is; none for None.
+
+    Raises:
+        ConfigError: it has ranks or alphas by name, or inputs of its own, which options cannot say.
+    """
+    if adapter is None:
+        return {}
+    if isinstance(adapter, Prefix):
+        return {"prefix_tokens": adapter.tokens, "prefix_encoder": adapter.encoder}
+    if isinstance(adapter, Prompt):
+        return {
+            "prompt_tokens": adapter.tokens, "prompt_text": adapter.text, "prompt_encoder": adapter.encoder,
+            "prompt_encoder_kind": adapter.kind,
+        }  # fmt: skip
+    if isinstance(adapter, IA3):
+        if adapter.inputs != IA3().inputs:
+            raise ConfigError(
+                "adapter: inputs of your own are no option of a run; add_adapter it to the model, and give that",
+                problems=["inputs"],
+            )
+        return {"ia3": adapter.wanted or ("usual",)}
+    if adapter.ranks or adapter.alphas:
+        raise ConfigError(
+            "adapter: ranks and alphas by name are no options of a run; add_adapter it to the model, and give that",
+            problems=["ranks" if adapter.ranks else "alphas"],
+        )
+    if adapter.bias != "none" or adapter.lora_bias or adapter.trainable_token_indices:
+        raise ConfigError(
+            "adapter: found bias, lora_bias or trainable_token_indices; expected settings that are options of a run. "
+            "Call add_adapter on the model, and pass the model to finetune.",
+            problems=["bias", "lora_bias", "trainable_token_indices"],
+        )
+    kinds = [name for name in ("rslora", "dora") if getattr(adapter, name)]
+    return {
+        "lora": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": adapter.dropout,
+        "lora_targets": adapter.wanted, "lora_kinds": kinds,
+    }  # fmt: skip
+
+
+def adapter_of(options: Any) -> Settings | None:
+    """Return the adapter that the options of a fine-tuning run ask for; None where all weights are trained."""
+    if options.prompt_tokens is not None:
+        return Prompt(options.prompt_tokens, options.prompt_text, options.prompt_encoder, options.prompt_encoder_kind)
+    if options.prefix_tokens is not None:
+        return Prefix(options.prefix_tokens, options.prefix_encoder)
+    if options.ia3:
+        return IA3() if tuple(options.ia3) == ("usual",) else IA3(options.ia3)
+    if options.lora is None:
+        return None
+    return Lora(
+        options.lora, options.lora_alpha, options.lora_dropout, options.lora_targets,
+        rslora="rslora" in options.lora_kinds, dora="dora" in options.lora_kinds,
+    )  # fmt: skip
+
+
+def adapter_faults(options: Any) -> list[str]:
+    """Return what is wrong with a run's options of adapters that are right by themselves."""
+    problems = []
+    asked = [name for name in ("lora", "ia3", "prompt_tokens", "prefix_tokens") if getattr(options, name)]
+    if len(asked) > 1:
+        problems.append(f"{' and '.join(asked)}: expected one of them")
+    lone = [name for name in ("prompt_text", "prompt_encoder") if getattr(options, name) is not None]
+    if lone and options.prompt_tokens is None:
+        problems.append(f"{' and '.join(lone)}: expected prompt_tokens besides")
+    if options.prefix_encoder is not None and options.prefix_tokens is None:
+        problems.append("prefix_encoder: expected prefix_tokens besides")
+    if options.prompt_encoder_kind != "mlp" and options.prompt_encoder is None:
+        problems.append("prompt_encoder_kind: expected prompt_encoder besides")
+    if options.prompt_tokens is not None and options.adaptive_layers:
+        problems.append("adaptive_layers: layers' states hold those of prompt_tokens too; expected one of the two")
+    if options.prompt_tokens is not None and options.neftune:
+        problems.append("neftune: prompt_tokens learns embeddings of its own; expected no noise")
+    return problems
+
+
+def fits(wanted: str, name: str) -> bool:
+    """Return whether a path is what was named: itself, its end, or by a pattern."""
+    return name == wanted or name.endswith("." + wanted) or ("*" in wanted and fnmatchcase(name, wanted))

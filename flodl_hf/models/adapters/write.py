@@ -1,0 +1,230 @@
+"""An adapter written as peft reads it, with its head, and with the names of its labels beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flodl_hf.checkpoints.saving.sentence_files import recipe_files
+from flodl_hf.checkpoints.saving.state import FilePlan, WritePlan
+from flodl_hf.checkpoints.sentence.multivector import pylate_files
+from flodl_hf.families.schema.head_names import names_of
+from flodl_hf.inference.graph_model.model import GraphModel
+from flodl_hf.models.adapters.attach import Adapter, adapters_of
+from flodl_hf.models.adapters.folder import CONFIG, HEAD, VIRTUAL, WEIGHTS, prefix_of
+from flodl_hf.models.adapters.peft_file import every_value, ia3_values, lora_values, virtual_values
+from flodl_hf.models.adapters.settings import IA3, Prefix, Prompt
+from flodl_hf.models.adapters.targets import Names, Site
+from flodl_hf.models.saving import Contents, model_contents, write_contents
+from flodl_hf.nn.adapter_layers.lora import LoraPart
+from flodl_hf.nn.adapter_layers.prompts import WORDS, PromptPart
+from flodl_hf.nn.adapter_layers.scaled import ScalePart
+from flodl_hf.nn.adapter_layers.tables import RowsPart, TablePart
+from flodl_hf.nn.attention.prefixes import PrefixPart
+from flodl_hf.nn.layers.parts import join, joined, part_of
+
+__all__ = ["contents_of", "save_adapter", "stored_adapter"]
+
+PARTS = (".lora.", ".ia3.", ".prompt.", ".prefix.")
+"""Where modules hold their parts."""
+
+
+def stored_adapter(model: GraphModel, adapter: Adapter) -> dict[str, Tensor]:
+    """Return every tensor of an adapter under the name it gets in the file, in the order of the names."""
+    names, prefix = Names(model), prefix_of(adapter.settings)
+    found: dict[str, Tensor] = {}
+    if (virtual := _virtual(adapter)) is not None:
+        found[VIRTUAL] = virtual
+    for site in adapter.sites.values():
+        place = prefix + site.theirs
+        table = adapter.parts[site.paths[0]]
+        if isinstance(table, RowsPart):
+            found[f"{place}.token_adapter.trainable_tokens_delta"] = table.rows.detach()
+            continue
+        if isinstance(table, TablePart):
+            found[f"{place}.lora_embedding_A"] = table.down.detach()
+            found[f"{place}.lora_embedding_B"] = table.up.detach()
+            if table.magnitude is not None:
+                found[f"{place}.lora_magnitude_vector"] = table.magnitude.detach()
+            continue
+        marks = [part_of(mark) for mark in site.marks]
+        groups = marks[0].groups if marks and marks[0] is not None else 1
+        scales = [part for path in site.paths if isinstance(part := adapter.parts[path], ScalePart)]
+        if scales:
+            inside = scales[0].on_input
+            whole = scales[0].scales if inside else join([part.scales.detach() for part in scales], groups)
+            found[f"{place}.ia3_l"] = whole.detach().view((1, -1) if inside else (-1, 1))
+            continue
+        parts = [part for path in site.paths if isinstance(part := adapter.parts[path], LoraPart)]
+        found[f"{place}.lora_A.weight"] = parts[0].down.detach()
+        found[f"{place}.lora_B.weight"] = join([part.up.detach() for part in parts], groups)
+        biases = [part.up_bias.detach() for part in parts if part.up_bias is not None]
+        if biases:
+            found[f"{place}.lora_B.bias"] = join(biases, groups)
+        lengths = [part.magnitude.detach() for part in parts if part.magnitude is not None]
+        if lengths:
+            found[f"{place}.lora_magnitude_vector"] = join(lengths, groups)
+    kept = joined({names.theirs(ours): value.detach() for ours, value in adapter.kept.items()})
+    for theirs, value in kept.items():
+        module, _, leaf = theirs.rpartition(".")
+        # peft wraps a projection that has a part, and finds its bias only under the name of the inner module.
+        found[f"{prefix}{module}.base_layer.{leaf}" if module in adapter.sites else prefix + theirs] = value
+    return dict(sorted(found.items()))
+
+
+def _virtual(adapter: Adapter) -> Tensor | None:
+    """Return what virtual tokens are in a file, ``(tokens, ...)``; None for other adapters."""
+    found: list[Tensor] = []
+    for part in adapter.parts.values():
+        if isinstance(part, PromptPart):
+            found.append(part.made().detach())
+        elif isinstance(part, PrefixPart):
+            found += [one.detach() for one in part.made()]
+    return torch.cat(found, 1) if found else None
+
+
+def save_adapter(
+    model: GraphModel,
+    adapter: Adapter,
+    folder: str | Path,
+    *,
+    overwrite: bool = False,
+    extra_files: Mapping[str, bytes] | None = None,
+) -> Path:
+    """Write an adapter with its head, all or nothing; return the folder.
+
+    Args:
+        model: that it belongs to.
+        adapter: what is written.
+        folder: where to; parents are made.
+        overwrite: replace a folder that holds an adapter or a model.
+        extra_files: further files to put beside, by name.
+
+    Raises:
+        ExportError: the folder is in use or not empty, the disk is full or refuses, or what was written does not read
+            back as the same bytes.
+    """
+    return write_contents(folder, {"": _contents(model, adapter)}, overwrite=overwrite, extra_files=extra_files)
+
+
+def contents_of(model: GraphModel) -> Contents:
+    """Return what a model's folder holds: the adapter that is in it; the whole where none is, or it is merged."""
+    held = adapters_of(model)
+    if held.active is None or held.merged:
+        return model_contents(model)
+    return _contents(model, held.known[held.active])
+
+
+def _contents(model: GraphModel, adapter: Adapter) -> Contents:
+    tensors = stored_adapter(model, adapter)
+    others = {CONFIG: _json(_settings(model, adapter)), HEAD: _json(_head(model, adapter))} | _recipe(model, adapter)
+    return Contents({"": WritePlan((FilePlan(WEIGHTS, tuple(tensors), {"format": "pt"}),), tensors, None)}, others)
+
+
+def _recipe(model: GraphModel, adapter: Adapter) -> dict[str, bytes]:
+    """Return what says how vectors are made, which training may have changed."""
+    held = adapters_of(model)
+    active = held.active is not None and held.known[held.active] is adapter
+    recipe = model.sentence_recipe if active else adapter.recipe or held.recipe_without(model)
+    if recipe is None or model.head not in ("base", "masked_lm"):
+        return {}
+    if recipe.late is not None and "modules.json" not in recipe.files:
+        return pylate_files(recipe.late)  # ColBERT's class has its projection among the base's weights
+    return dict(recipe.files) or recipe_files(recipe, model.config.encoder.hidden_size)
+
+
+def _json(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _settings(model: GraphModel, adapter: Adapter) -> dict[str, Any]:
+    if adapter.stored:
+        return dict(adapter.stored)
+    names, source = Names(model), model.source
+    # A bias without its weight is trained because of `Lora.bias`, not because its module is saved whole.
+    whole = [name for name in adapter.kept if not name.endswith(".bias") or f"{name[:-4]}weight" in adapter.kept]
+    kept = _modules(model, [names.theirs(ours) for ours in whole])
+    return every_value(_of_kind(model, adapter), kept, base=None if source is None else source.name, head=model.head)
+
+
+def _of_kind(model: GraphModel, adapter: Adapter) -> dict[str, Any]:
+    """Return the settings that adapters of this kind have."""
+    settings, sites = adapter.settings, adapter.sites
+    if isinstance(settings, (Prompt, Prefix)):
+        encoder: Any = model.config.encoder
+        words: Any = model.graph.get_submodule(WORDS)
+        width = words.embedding_dim if isinstance(settings, Prompt) else encoder.hidden_size
+        return virtual_values(settings, width, encoder.num_heads, encoder.num_layers)
+    if isinstance(settings, IA3):
+        inside = {place: site for place, site in sites.items() if settings.on_input(*site.names)}
+        ends = _ends(model, inside)
+        rest = _ends(model, {place: site for place, site in sites.items() if place not in inside})
+        return ia3_values(sorted({*ends, *rest}), ends)
+    ranks, alphas = {}, {}
+    sites = {theirs: site for theirs, site in sites.items() if not isinstance(adapter.parts[site.paths[0]], RowsPart)}
+    for site in sites.values():
+        if (rank := settings.rank_of(*site.names)) != settings.rank:
+            ranks[site.theirs] = rank
+        if (alpha := settings.alpha_of(*site.names)) != settings.alpha_of():
+            alphas[site.theirs] = int(alpha) if alpha.is_integer() else alpha
+    return lora_values(settings, _ends(model, sites), ranks, alphas)
+
+
+def _head(model: GraphModel, adapter: Adapter) -> dict[str, Any]:
+    config = model.config
+    architecture = config.family.class_prefix + names_of(model.head).hf_suffix
+    found: dict[str, Any] = {"architectures": [architecture], "task": model.head}
+    if model.head in ("sequence_classification", "token_classification"):
+        labels = adapter.labels or config.labels
+        found["id2label"] = {str(i): label for i, label in enumerate(labels)}
+        found["problem_type"] = adapter.problem_type or config.problem_type
+        if activation := adapter.score_activation or config.score_activation:
+            found["activation_fn"] = activation
+    return found
+
+
+def _ends(model: GraphModel, sites: Mapping[str, Site]) -> list[str]:
+    """Return the shortest ends of paths that mean these projections and no other module."""
+    others = {_module(theirs) for theirs in _all_modules(model)} - set(sites)
+    found: dict[str, None] = {}
+    for path in sites:
+        pieces = path.split(".")
+        ends = [".".join(pieces[-count:]) for count in range(1, len(pieces) + 1)]
+        found[next((end for end in ends if not any(_means(end, other) for other in others)), path)] = None
+    return sorted(found)
+
+
+def _modules(model: GraphModel, kept: Sequence[str]) -> list[str]:
+    """Return the modules of these tensors: whole ones where all that lies in them is kept."""
+    kept_whole = {_module(name) for name in kept}
+    rest = {_module(theirs) for theirs in _all_modules(model)} - kept_whole
+    found: dict[str, None] = {}
+    for module in sorted(kept_whole):
+        pieces = module.split(".")
+        # From the root down: the first that holds nothing else.
+        options = [".".join(pieces[:count]) for count in range(1, len(pieces) + 1)]
+        found[next((o for o in options if not any(r == o or r.startswith(o + ".") for r in rest)), module)] = None
+    return sorted(found)
+
+
+def _all_modules(model: GraphModel) -> list[str]:
+    names = Names(model)
+    return [
+        names.theirs(name)
+        for name, _ in model.graph.named_parameters(remove_duplicate=False)
+        if not any(part in name for part in PARTS)
+    ]
+
+
+def _module(tensor: str) -> str:
+    part = part_of(tensor)
+    return (tensor if part is None else part.whole).rpartition(".")[0]
+
+
+def _means(end: str, path: str) -> bool:
+    return path == end or path.endswith("." + end)

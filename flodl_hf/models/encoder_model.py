@@ -1,0 +1,241 @@
+"""A model: a graph with its configuration, tokenizer and source, called as transformers' models are.
+
+Here the class is completed that all tasks share: made from a configuration or a folder, run, explained, written and
+shared, each by the room that does it. What a task returns and computes stands in its head's file; which classes exist
+for which folder is `flodl_hf.auto`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+import torch
+from torch import Tensor
+
+from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.compat.loading import SAVE
+from flodl_hf.compat.taking import taking
+from flodl_hf.errors import ExportError, PredictError
+from flodl_hf.models.adapted import Adapted
+from flodl_hf.models.building import build_graph, declared_ties, initialise, tie_tensors
+from flodl_hf.models.opening import Opened
+from flodl_hf.models.other_tasks import told
+from flodl_hf.models.transformers_methods import Familiar
+
+if TYPE_CHECKING:
+    from flodl_hf.inference.explain import Explanation
+    from flodl_hf.inference.options import RunKeywords, RunOptions
+    from flodl_hf.inference.precision import Precision
+    from flodl_hf.inference.results.evaluation import EvaluationResult
+
+__all__ = ["EncoderModel"]
+
+
+class EncoderModel(Opened, Adapted, Familiar):
+    """An encoder with one task's head.
+
+    Made by ``from_pretrained`` or ``from_config``; called with Hugging Face's keyword arguments.
+
+    Attributes:
+        graph: the network, a plain `flodl.graph.Graph` with the same vocabulary in every family.
+        config: the configuration.
+        tokenizer: the folder's tokenizer, or None.
+        load_report: what became of every tensor, or None for a model made from a configuration.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(told(type(self), name)) from None
+
+    @property
+    def base_model(self) -> EncoderModel:
+        """The model without its head; both have the same parameters."""
+        kind: Any = import_module("flodl_hf.auto").head_named("base").model
+        if isinstance(self, kind):
+            return self
+        parts = {name: part for name, part in self.graph.named_children() if name != "head"}
+        with torch.device("meta"):
+            base = kind(self.config, build_graph(self.config, "base", pooler="pooler" in parts))
+        for name, part in parts.items():
+            setattr(base.graph, name, part)
+        base.tokenizer, base.source = self.tokenizer, self.source
+        return base.train(self.training)
+
+    # --- making ---------------------------------------------------------------------------------
+
+    @classmethod
+    def from_config(cls, config: ModelConfig, *, pooler: bool = True, dtype: torch.dtype | None = None) -> Self:
+        """Return a model with fresh random weights, drawn as transformers does (normal, ``initializer_range``)."""
+        model = cls(config, build_graph(config, cls.head, pooler=pooler))
+        scale = float(config.source.get("initializer_range", 0.02))
+        initialise(model.graph, (), scale)
+        tie_tensors(model.graph, declared_ties(config, cls.head))
+        model.mark_untrained(name for name, _ in model.graph.named_parameters())
+        if dtype is not None:
+            model.to(dtype)
+        return model
+
+    @property
+    def run_options(self) -> RunOptions:
+        """How predictions of this model run where a call does not say."""
+        from flodl_hf.inference.options import options_of
+
+        return options_of(self)
+
+    def runtime(self, **run: Unpack[RunKeywords]) -> Self:
+        """Set how predictions run where a call does not say; returns the model.
+
+        Args:
+            **run: ``precision``, ``token_budget``, ``devices``, ``batch_invariant``, ``window``; see
+                `flodl_hf.inference.RunOptions`. What is not named stays.
+
+        Raises:
+            PredictError: a value makes no sense.
+        """
+        self._run_options = self.run_options.changed(dict(run))
+        return self
+
+    @property
+    def max_seq_length(self) -> int | None:
+        """Most tokens of a text, as sentence-transformers has it: longer texts are truncated; None for no limit.
+
+        Setting it changes the tokenizer and the settings of ``sentence_bert_config.json``, and is saved with the model.
+        """
+        recipe = self.sentence_recipe
+        return self.most_tokens(recipe.max_tokens if recipe is not None else None)
+
+    @max_seq_length.setter
+    def max_seq_length(self, length: int) -> None:
+        from flodl_hf.models.folder_tokenizer import overridden
+        from flodl_hf.models.sentence_folder import with_length
+
+        places = self.config.max_tokens
+        if type(length) is not int or length < 3 or (places is not None and length > places):
+            raise PredictError(
+                f"max_seq_length: found {length!r}, expected an integer from 3 to {places or 'any number'}. The model "
+                "has no positions for longer texts.",
+                max_seq_length=length,
+            )
+        if self.sentence_recipe is not None:
+            self.sentence_recipe = with_length(self.sentence_recipe, length)
+        if self.tokenizer is not None:
+            folder = Path(self.source.folder) if self.source is not None else Path()
+            given = {"model_max_length": length}
+            self.tokenizer = overridden(self.tokenizer, given, folder, self.config.model_type)
+
+    def explain(
+        self, device: torch.device | str | None = None, precision: Precision | None = None, *, training: bool = False
+    ) -> Explanation:
+        """Return what runs each layer on a device, by which kernels, what is recorded, and why not where not.
+
+        Args:
+            device: where; None is the model's own. A device that is not here is explained as far as can be known.
+            precision: see `flodl_hf.inference.Precision`; None keeps the weights' own dtype.
+            training: explain training steps under autocast in ``precision`` rather than prediction.
+
+        Raises:
+            PredictError: the precision is unknown, or the device lacks it.
+        """
+        from flodl_hf.inference.explain import explain
+
+        return explain(self, device, precision, training=training)
+
+    def compute_loss(self, encoding: Mapping[str, Tensor], labels: Any) -> Tensor:
+        """Return the loss of one batch, a scalar with its gradient.
+
+        Args:
+            encoding: what the tokenizer returned: ``input_ids``, ``attention_mask``, ...
+            labels: the head's labels; for question answering a pair of start and end positions.
+
+        Raises:
+            PredictError: the head has no loss.
+        """
+        names = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+        inputs = {name: torch.as_tensor(encoding[name], device=self.device) for name in names if name in encoding}
+        if not self.config.token_types:
+            inputs.pop("token_type_ids", None)
+        if self.head == "base":
+            raise PredictError("compute_loss: the encoder alone has no loss; load a task's model")
+        if self.head == "question_answering":
+            starts, ends = labels
+            given = {"start_positions": torch.as_tensor(starts), "end_positions": torch.as_tensor(ends)}
+        else:
+            given = {"labels": torch.as_tensor(labels, device=self.device)}
+        return self(**inputs, **given).loss
+
+    def evaluate(self, data: Any, **options: Any) -> EvaluationResult:
+        """Return the metrics of the model on labelled data, as `flodl_hf.evaluate` does.
+
+        Args:
+            data: a file or rows with labels, as ``eval`` of `flodl_hf.finetune`; or several data sets by name.
+            **options: as of `flodl_hf.evaluate`.
+
+        Raises:
+            DataError: the data cannot be read, or has labels that the model does not have.
+            PredictError: the head of the model is not trained.
+        """
+        # Fine-tuning imports the models, so that they import it when it is called.
+        return import_module("flodl_hf.training").evaluate(self, data, **options)
+
+    @taking(SAVE, ExportError)
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        *,
+        overwrite: bool = False,
+        max_shard_size: int | str | None = None,
+        extra_files: Mapping[str, bytes] | None = None,
+    ) -> Path:
+        """Write the model as a Hugging Face folder; see `flodl_hf.checkpoints.saving.export_model`.
+
+        With an adapter in it the adapter and its head are written, see `save_adapter`; merged, the whole model is.
+        """
+        if self.active_adapter is not None and not self._held_adapters.merged:
+            return self.save_adapter(folder, overwrite=overwrite, extra_files=extra_files)
+        from flodl_hf.models.saving import export_model
+
+        return export_model(
+            self, folder, overwrite=overwrite, max_shard_size=max_shard_size, extra_files=extra_files
+        )  # fmt: skip
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str = "Upload model",
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        **options: Any,
+    ) -> str:
+        """Write the model into a repository of the Hub, which is made if need be; return the commit's address.
+
+        What is uploaded is what `save_pretrained` writes, complete and compared.
+
+        Args:
+            repo_id: "owner/name".
+            commit_message: of the commit.
+            private: whether a new repository is.
+            token: Hub token; None takes the environment's.
+            revision: branch; None is the main one.
+            create_pr: open a pull request instead.
+            **options: of `save_pretrained`.
+
+        Raises:
+            HubError: the Hub refuses.
+        """
+        from flodl_hf.checkpoints.hub.upload import upload_folder
+
+        with TemporaryDirectory(prefix="flodl-hf-") as space:
+            folder = self.save_pretrained(Path(space) / "model", **options)
+            return upload_folder(
+                folder, repo_id, message=commit_message, private=private, token=token, revision=revision,
+                create_pr=create_pr,
+            )  # fmt: skip

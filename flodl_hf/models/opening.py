@@ -1,0 +1,137 @@
+"""How a folder or repository is asked for: one method and its keywords, known before torch is imported.
+
+What is done then is `flodl_hf.models.pretrained`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Self, TypedDict
+
+from flodl.errors import ConfigError
+from flodl_hf.compat.loading import LOAD
+from flodl_hf.compat.taking import taking
+
+if TYPE_CHECKING:
+    import torch
+
+    from flodl_hf.checkpoints.weights.on_disk import Weights
+
+__all__ = ["LoadKeywords", "Opened"]
+
+
+class LoadKeywords(TypedDict, total=False):
+    """Keywords of `Opened.from_pretrained`, for those who hand them on."""
+
+    revision: str | None
+    subfolder: str
+    token: str | bool | None
+    cache_dir: str | Path | None
+    local_files_only: bool
+    dtype: torch.dtype | str | None
+    device: torch.device | str | None
+    attention: str
+    labels: Sequence[str] | None
+    num_labels: int | None
+    problem_type: str | None
+    ignore_config_keys: Sequence[str]
+    strict_config: bool
+    allow_nonfinite: bool
+    mapped: bool | None
+    weights: Weights | None
+    verified: bool | str
+    adapter: str | Path | None
+
+
+class Opened:
+    """What a folder or repository can be opened as."""
+
+    @classmethod
+    @taking(LOAD, ConfigError)
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        *,
+        revision: str | None = None,
+        subfolder: str = "",
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
+        attention: str = "sdpa",
+        labels: Sequence[str] | None = None,
+        num_labels: int | None = None,
+        problem_type: str | None = None,
+        ignore_config_keys: Sequence[str] = (),
+        strict_config: bool = False,
+        allow_nonfinite: bool = False,
+        mapped: bool | None = None,
+        weights: Weights | None = None,
+        verified: bool | str = False,
+        adapter: str | Path | None = None,
+    ) -> Self:
+        """Return the model that a folder or Hub repository holds; all of it, or an error that lists what is wrong.
+
+        Args:
+            name_or_path: a local folder, ``"owner/name"`` or ``"owner/name@revision"``.
+            revision: branch, tag or commit on the Hub.
+            subfolder: folder inside the repository.
+            token: Hub token; None takes the environment's.
+            cache_dir: where downloads are kept; None takes the Hub's cache.
+            local_files_only: open no connection.
+            dtype: cast the weights to this; None and "auto" take what ``config.json`` states, else what is stored (of
+                several dtypes the first tensor's), as transformers does.
+            device: where to put the model; None is torch's default device, usually the CPU, "auto" the best there is.
+            attention: "sdpa" (fused kernels) or "eager" (plain products).
+            labels: names of a new head's labels; a classifier of another size starts fresh.
+            num_labels: the same by number alone.
+            problem_type: "regression", "single_label_classification" or "multi_label_classification".
+            ignore_config_keys: keys of ``config.json`` to pass over although they are not understood.
+            strict_config: refuse keys of ``config.json`` that no family knows; else the load report notes them.
+            allow_nonfinite: load weights that hold NaN or infinite values, or such that do not fit into ``dtype``.
+            mapped: show the weight file instead of copying it: ready at once, but the file must not be
+                changed while the model lives. None does so for the Hub's cache, whose files never change, and for
+                weights in several files on their way to a device, where they are copied to.
+            weights: "disk" leaves weights in their files: a prediction reads layer after layer, for all its texts at
+                once, with the same answers to the bit; two layers are in memory at a time. The files must not be
+                changed meanwhile. None does so, and says it, where the memory of the device is too small for the
+                weights; "memory" never does.
+            verified: compare every file first with what ``checksums.json`` or the Hub's cache says of it; a text is
+                the fingerprint that the folder must have, as ``flodl-hf verify`` tells it.
+            adapter: a folder or Hub repository with an adapter for this base, as peft writes it. A local folder that
+                holds an adapter alone may also be given in place of the base, which it names.
+
+        Raises:
+            HubError: the name leads nowhere.
+            ConfigError: the configuration is wrong or not understood.
+            CheckpointError: tensors are missing, unexpected, mis-shaped, damaged or not finite.
+            DeviceError: the device is not there.
+            TokenizerError: the tokenizer is damaged or has more tokens than the model.
+        """
+        from flodl_hf.models.pretrained import load_model, numbered_labels
+
+        return load_model(
+            cls,  # type: ignore[arg-type]
+            name_or_path,
+            hub={
+                "revision": revision,
+                "subfolder": subfolder,
+                "token": token,
+                "cache_dir": cache_dir,
+                "local_files_only": local_files_only,
+            },
+            dtype=dtype,
+            device=device,
+            attention=attention,
+            labels=labels if labels is not None else numbered_labels(num_labels),
+            problem_type=problem_type,
+            ignore_config_keys=ignore_config_keys,
+            strict_config=strict_config,
+            allow_nonfinite=allow_nonfinite,
+            mapped=mapped,
+            weights=weights,
+            verified=verified,
+            adapter=adapter,
+        )

@@ -1,0 +1,80 @@
+"""What is said where a model is asked for a method that it does not have: who has it, and what this one offers."""
+
+from __future__ import annotations
+
+from flodl.errors import nearest
+from flodl_hf.families.schema import head_names as names
+
+__all__ = ["FAMILIAR", "METHODS", "told"]
+
+METHODS: dict[str, tuple[names.HeadNames, ...]] = {
+    "predict": (
+        names.SEQUENCE_CLASSIFICATION, names.TOKEN_CLASSIFICATION, names.MULTIPLE_CHOICE, names.NEXT_SENTENCE,
+        names.PRETRAINING, names.REPLACED_TOKENS,
+    ),
+    "zero_shot": (names.SEQUENCE_CLASSIFICATION,),
+    "rerank": (names.SEQUENCE_CLASSIFICATION,),
+    "answer": (names.QUESTION_ANSWERING,),
+    "answer_batch": (names.QUESTION_ANSWERING,),
+    "fill_mask": (names.MASKED_LM,),
+    "embed": (names.BASE,),
+    "encode": (names.BASE, names.MASKED_LM),
+    "encode_query": (names.BASE, names.MASKED_LM),
+    "encode_document": (names.BASE, names.MASKED_LM),
+    "similarity": (names.BASE,),
+    "similarity_pairwise": (names.BASE,),
+    "embed_sparse": (names.BASE, names.MASKED_LM),
+    "embed_tokens": (names.BASE,),
+    "embed_chunks": (names.BASE,),
+}  # fmt: skip
+"""Each method that answers texts, and the tasks whose classes have it."""
+
+FAMILIAR = {
+    "entities": "entities are what predict finds, of AutoModelForTokenClassification",
+    "classify": "labels are what predict finds, of AutoModelForSequenceClassification",
+    "rank": "rerank orders texts by a query, of AutoModelForSequenceClassification",
+    "get_sentence_embedding_dimension": "config.hidden_size is the width of its states",
+    "get_max_seq_length": "max_seq_length is the number of tokens that longer texts are truncated to",
+    "save": "save_pretrained writes a folder",
+    "tokenize": "tokenizer(texts, padding=True, return_tensors='pt') gives what a call takes",
+    "encode_multi_process": "encode(texts, devices=[...]) uses several devices",
+    "start_multi_process_pool": "encode(texts, devices=[...]) uses several devices",
+    **dict.fromkeys(
+        ("classifier", "score", "qa_outputs", "cls", "lm_head"),
+        "graph.get_submodule('head') is the head, and freeze=['encoder'] trains it alone",
+    ),
+    **dict.fromkeys(
+        (
+            "bert",
+            "roberta",
+            "distilbert",
+            "electra",
+            "deberta",
+            "albert",
+            "mpnet",
+            "xlm_roberta",
+            "camembert",
+            "encoder",
+            "embeddings",
+            "transformer",
+            "pooler",
+        ),
+        "base_model is the model without its head, and graph.get_submodule('encoder') its encoder",
+    ),
+    "generate": "encoders generate no text; fill_mask finds the word behind a mask, of AutoModelForMaskedLM",
+}
+"""What other libraries' models have, and what stands for it here."""
+
+
+def told(kind: type, name: str) -> str:
+    """Return the message for an attribute that a class of models does not have."""
+    plain = f"{kind.__name__!r} object has no attribute {name!r}"
+    if name.startswith("_"):
+        return plain
+    own = [method for method in METHODS if hasattr(kind, method)]
+    if name in METHODS:
+        classes = " or ".join(f"AutoModel{'' if head is names.BASE else head.hf_suffix}" for head in METHODS[name][:2])
+        return f"{plain}; expected one of {', '.join(own)}, which answer texts: {name} is a method of {classes}"
+    if name in FAMILIAR:
+        return f"{plain}; {FAMILIAR[name]}"
+    return plain + nearest(name, [known for known in dir(kind) if not known.startswith("_")])

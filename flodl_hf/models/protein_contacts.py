@@ -1,0 +1,93 @@
+"""Which residues of a protein touch, read off attention weights (Rao et al. 2020, doi:10.1101/2020.12.15.422761).
+
+A logistic regression over all heads of all layers, whose weights the files of ESM hold beside the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flodl_hf.errors import PredictError
+
+if TYPE_CHECKING:
+    from flodl_hf.inference.graph_model.model import GraphModel
+
+__all__ = ["contacts_of_texts", "contacts_of_tokens"]
+
+HEAD = "contact_head.regression."
+END = 2  # the id of the last token of a protein, fixed in the reference implementation
+
+
+def contacts_of_tokens(model: GraphModel, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    """Return how probably tokens touch, ``(batch, seq - 2, seq - 2)``: the first and the last place are left out.
+
+    Args:
+        model: an ESM, read with its regression, with eager attention.
+        tokens: ids, ``(batch, seq)``.
+        attention_mask: 1 for tokens to keep, ``(batch, seq)``; None keeps all.
+
+    Raises:
+        PredictError: the model has no such regression, or its attention weights are never there.
+    """
+    weight, bias = _regression(model)
+    mask = torch.ones_like(tokens) if attention_mask is None else attention_mask
+    with torch.no_grad():
+        seen = model.run_graph(tokens, mask, None, None, attentions=True)[2]["attentions"]
+        maps = torch.stack(seen, 1)
+        maps = maps * mask[:, None, None, None, :] * mask[:, None, None, :, None]
+        real = tokens.ne(END).to(maps)
+        maps = (maps * (real[:, :, None] * real[:, None, :])[:, None, None])[..., 1:-1, 1:-1].flatten(1, 2)
+        both = maps + maps.transpose(-1, -2)
+        # What a pair shares is compared with what its two residues share with all others.
+        usual = both.sum(-1, keepdim=True) * both.sum(-2, keepdim=True) / both.sum((-1, -2), keepdim=True)
+        features = (both - usual).permute(0, 2, 3, 1)
+        # One product of rows, to which the bias is added, as torch has it for a layer that learns.
+        scores = features.reshape(-1, features.shape[-1]) @ weight.to(maps, copy=True).T + bias.to(maps)
+        return scores.view(features.shape[:-1]).sigmoid()
+
+
+def contacts_of_texts(model: GraphModel, texts: Sequence[str]) -> list[Tensor]:
+    """Return how probably the residues of each protein touch, ``(residues, residues)``.
+
+    Args:
+        model: as in `contacts_of_tokens`.
+        texts: one protein each.
+
+    Raises:
+        PredictError: besides what `contacts_of_tokens` refuses, a protein that is longer than the model takes.
+    """
+    tokenizer, found = model.ready("predict_contacts"), []
+    device = next(model.parameters()).device
+    for place, text in enumerate(texts):
+        windows = tokenizer.encode_rows([text], max_tokens=model.max_tokens)[0]
+        if len(windows) > 1:
+            raise PredictError(
+                f"predict_contacts: text {place} is longer than the {model.max_tokens} tokens that the model takes, "
+                "and contacts are of whole proteins; cut it",
+                place=place,
+            )
+        found.append(contacts_of_tokens(model, torch.tensor([windows[0].ids], device=device))[0])
+    return found
+
+
+def _regression(model: GraphModel) -> tuple[Tensor, Tensor]:
+    """Return weight and bias of the regression that a model was read with.
+
+    Raises:
+        PredictError: there is none, or an adapter's virtual tokens are among those attended to.
+    """
+    names = [entry.name for entry in model.config.family.kept if HEAD in entry.name]
+    held = {} if model.source is None else model.source.kept
+    if not names or any(name not in held for name in names):
+        raise PredictError(
+            f"predict_contacts: found no {HEAD}weight and bias beside this {model.config.family.model_type} model; "
+            "expected a checkpoint of ESM that has them"
+        )
+    if model.virtual_tokens:
+        raise PredictError("predict_contacts: the adapter puts virtual tokens before each text; switch it off")
+    values = {name.rsplit(".", 1)[-1]: held[name] for name in names}
+    return values["weight"], values["bias"]

@@ -1,0 +1,317 @@
+"""A model written as a Hugging Face folder: weights, configuration, tokenizer, all or nothing.
+
+Decides which names, which ``config.json`` and which other files a folder gets. An unchanged model is
+written back as it was read; what changed is patched into what was read. Ordering and bytes are
+`state` and `write`, putting the folder in place is `publish`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flodl_hf.checkpoints.saving.json_text import patch_json
+from flodl_hf.checkpoints.saving.publish import publish_folder
+from flodl_hf.checkpoints.saving.state import WritePlan, plan_state, write_state
+from flodl_hf.checkpoints.saving.write import WrittenFile, verify_files, write_bytes
+from flodl_hf.checkpoints.weights.checkpoint.folder import SAFETENSORS, SAFETENSORS_INDEX
+from flodl_hf.checkpoints.weights.checksums import write_checksums
+from flodl_hf.checkpoints.weights.file_names import WEIGHTS_KEY
+from flodl_hf.checkpoints.weights.loading import canonical_names
+from flodl_hf.errors import ExportError
+from flodl_hf.families.schema.head_names import names_of
+from flodl_hf.nn.layers.parts import joined
+
+if TYPE_CHECKING:
+    from flodl_hf.inference.graph_model.model import GraphModel
+
+__all__ = [
+    "Contents",
+    "architecture",
+    "config_text",
+    "export_model",
+    "model_contents",
+    "stored_tensors",
+    "surroundings",
+    "write_contents",
+]
+
+DTYPE_NAMES = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float64: "float64",
+}
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a folder will hold.
+
+    Attributes:
+        plans: its weights, by the folder inside that they lie in.
+        others: its other files, by name.
+    """
+
+    plans: Mapping[str, WritePlan]
+    others: Mapping[str, bytes]
+
+
+def export_model(
+    model: GraphModel,
+    folder: str | Path,
+    *,
+    overwrite: bool = False,
+    max_shard_size: int | str | None = None,
+    extra_files: Mapping[str, bytes] | None = None,
+    check: Callable[[Path], object] | None = None,
+) -> Path:
+    """Write ``model`` to ``folder``, every byte read again and compared before it is put in place; return the folder.
+
+    ``checksums.json`` lists length and SHA-256 of every file, for `load` with ``verified=True`` and `flodl-hf verify`.
+
+    A model that was not changed gives the tensor names, order, dtypes and bytes it was read from, and
+    the same ``config.json``. A trained or relabelled one gives today's Hugging Face names, and
+    ``config.json`` with the changed values patched in.
+
+    Args:
+        model: any model of this package.
+        folder: where to; parents are made.
+        overwrite: replace a folder that holds a model.
+        max_shard_size: cut the weights above this size, as ``"5GB"`` or bytes; None keeps the source's layout.
+        extra_files: further files to put beside, by name.
+        check: given the written folder before it is put in place; what it raises keeps the folder out.
+
+    Raises:
+        ExportError: the folder is in use or not empty, the disk is full or refuses, or what was written
+            does not read back as the same bytes. An older folder is then as it was.
+    """
+    contents = model_contents(model, max_shard_size=max_shard_size)
+    return write_contents(folder, {"": contents}, overwrite=overwrite, extra_files=extra_files, check=check)
+
+
+def model_contents(model: GraphModel, *, max_shard_size: int | str | None = None) -> Contents:
+    """Return what a model's folder holds: weights, configuration, tokenizer; arguments as of `export_model`."""
+    if (recipe := model.sentence_recipe) is not None and not recipe.routes:
+        model = model.on_route()  # one route's recipe was put in the place of all
+    plans = {
+        inside: plan_state(
+            stored_tensors(part), part.source.manifest if part.source and _keeps_names(part) else None,
+            ties=stored_ties(part), max_shard_size=max_shard_size, metadata={"format": "pt"},
+        )
+        for inside, part in _parts(model).items()
+    }  # fmt: skip
+    return Contents(plans, surroundings(model))
+
+
+def write_contents(
+    folder: str | Path,
+    parts: Mapping[str, Contents],
+    *,
+    overwrite: bool = False,
+    extra_files: Mapping[str, bytes] | None = None,
+    check: Callable[[Path], object] | None = None,
+) -> Path:
+    """Write a folder, every byte read again and compared before it is put in place; return it.
+
+    Args:
+        folder: where to; parents are made.
+        parts: what it holds, by the folder inside; "" for itself.
+        overwrite: replace a folder that holds a model.
+        extra_files: further files to put beside, by name.
+        check: as of `export_model`.
+
+    Raises:
+        ExportError: as of `export_model`.
+    """
+    plans = {_inside(at, name): plan for at, part in parts.items() for name, plan in part.plans.items()}
+    others = {_inside(at, name): data for at, part in parts.items() for name, data in part.others.items()}
+    others |= dict(extra_files or {})
+    return publish_folder(
+        folder,
+        _writer(plans, others, check),
+        overwrite=overwrite,
+        needed_bytes=sum(plan.nbytes for plan in plans.values()) + sum(map(len, others.values())),
+    )
+
+
+def _inside(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder and name else folder or name
+
+
+def surroundings(model: GraphModel) -> dict[str, bytes]:
+    """Return what stands beside the weights, by name: configuration, tokenizer, a recipe of sentence vectors."""
+    found = {
+        f"{inside}/{name}" if inside else name: data
+        for inside, part in _parts(model).items()
+        for name, data in ({"config.json": config_text(part).encode()} | _tokenizer_files(part)).items()
+    }
+    return found | _recipe(model)
+
+
+def _parts(model: GraphModel) -> dict[str, GraphModel]:
+    """Return what has weights, by its folder: the model at the root, or each route's encoder in its own."""
+    if model.routed is None:
+        return {"": model}
+    assert model.sentence_recipe is not None
+    return {model.sentence_recipe.transformer: model, **dict(model.routed.items())}
+
+
+def _writer(
+    plans: Mapping[str, WritePlan], others: Mapping[str, bytes], check: Callable[[Path], object] | None
+) -> Callable[[Path], None]:
+    def write(stage: Path) -> None:
+        written: list[WrittenFile] = []
+        for inside, plan in plans.items():
+            (stage / inside).mkdir(parents=True, exist_ok=True)
+            files = write_state(stage / inside, plan)
+            written.extend(replace(file, name=f"{inside}/{file.name}" if inside else file.name) for file in files)
+        for name, data in others.items():
+            place = stage / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            file = write_bytes(place, data)
+            written.append(WrittenFile(name, file.size, file.sha256))
+        write_checksums(stage, ((file.name, file.size, file.sha256) for file in written))
+        verify_files(stage, written)
+        if check is not None:
+            check(stage)
+
+    return write
+
+
+def _keeps_names(model: GraphModel) -> bool:
+    """Return whether the model is still the one its source was written for, so that its names stay."""
+    return model.source is not None and model.source.same_head
+
+
+def stored_tensors(model: GraphModel) -> dict[str, Tensor]:
+    """Return every tensor to write under the name it gets in the file: ties, carried tensors and joined parts too."""
+    state = {name: value.detach() for name, value in model.graph.named_parameters(remove_duplicate=False)}
+    tied = {tie.also for tie in _live_ties(model)}
+    source = model.source
+    if source is not None and source.same_head:
+        result = {source.placed[ours]: value for ours, value in state.items() if ours in source.placed}
+        for repeated, kept in source.duplicates:
+            if kept in result:
+                result[repeated] = result[kept]
+        by_tie = {tie.also: tie.kept for tie in _live_ties(model)}
+        unplaced = [ours for ours in state if ours not in source.placed and ours not in by_tie]
+        if unplaced:
+            raise ExportError(f"export: tensors without a stored name: {', '.join(unplaced[:5])}", problems=unplaced)
+        # A file that holds both names of a tie gets both again.
+        for also, kept in by_tie.items():
+            names = [name for name in source.manifest.tensors if _canonical(model, name) == _theirs(model, also)]
+            result |= {name: state[kept] for name in names if name not in result}
+        return joined(result) | dict(source.carried) | _late_weight(model, source.carried)
+    names = canonical_names(
+        model.config.family, model.config.family.key_map(model.config.encoder, model.head),
+        [name for name in state if name not in tied], bare=model.head == "base",
+    )  # fmt: skip
+    result = {theirs: state[ours] for ours, theirs in names.items()}
+    if model.head != "base" and not model.config.tie_words:
+        # Untied, the reference keeps both names of a repeated tensor as tensors of their own.
+        for alias, canonical in model.config.family.heads[model.head].aliases:
+            result[alias] = result[canonical].clone()
+    bare = model.config.family.base_prefix + "." if model.head == "base" else ""
+    kept = {} if source is None else source.kept
+    return joined(result) | {name.removeprefix(bare): value for name, value in kept.items()}
+
+
+def _late_weight(model: GraphModel, carried: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return ColBERT's projection, which lies among the weights of its class, where it was trained."""
+    late = None if model.sentence_recipe is None else model.sentence_recipe.late
+    name = next((name for name in ("linear.weight", "module.linear.weight") if name in carried), None)
+    weight = getattr(late.projections[0], "weight", None) if late is not None else None
+    if name is None or weight is None or torch.equal(weight, carried[name].float()):
+        return {}
+    return {name: weight}
+
+
+def stored_ties(model: GraphModel) -> dict[str, str]:
+    """Return, by stored name, which repeated names hold the tensor of another."""
+    source = model.source
+    if source is None or not source.same_head:
+        return {}
+    ties = {repeated: kept for repeated, kept in source.duplicates if repeated not in source.carried}
+    for tie in _live_ties(model):
+        kept = source.placed.get(tie.kept)
+        for name in source.manifest.tensors:
+            if kept is not None and name != kept and _canonical(model, name) == _theirs(model, tie.also):
+                ties[name] = kept
+    return ties
+
+
+def _live_ties(model: GraphModel) -> list[Any]:
+    """Return the declared ties whose two names do hold one tensor."""
+    if model.head == "base":
+        return []
+    parameters = dict(model.graph.named_parameters(remove_duplicate=False))
+    ties = model.config.family.heads[model.head].ties
+    return [tie for tie in ties if parameters[tie.kept] is parameters[tie.also]]
+
+
+def _theirs(model: GraphModel, ours: str) -> str:
+    return model.config.family.key_map(model.config.encoder, model.head).theirs(ours)
+
+
+def _canonical(model: GraphModel, stored: str) -> str:
+    """Return a stored name in today's spelling, where the load report knows another."""
+    report = model.load_report
+    return stored if report is None else report.renamed.get(stored, stored)
+
+
+def config_text(model: GraphModel) -> str:
+    """Return the text of ``config.json``: the source's, with what changed patched in."""
+    config = model.config
+    recipe = model.sentence_recipe
+    scored = recipe is not None and recipe.scorer is not None and recipe.scorer.size == config.num_labels
+    changes: dict[str, Any] = {} if scored else dict(config.label_changes())
+    if changes and "num_labels" in config.source:
+        changes["num_labels"] = config.num_labels
+    if config.problem_type is not None and config.source.get("problem_type") != config.problem_type:
+        changes["problem_type"] = config.problem_type
+    if "vocab_size" in config.source and config.source["vocab_size"] != config.encoder.vocab_size:
+        changes["vocab_size"] = config.encoder.vocab_size
+    if not _keeps_names(model):
+        changes["architectures"] = [architecture(model)]
+    stored, gone = config.stored_changes(recipe.activation if recipe is not None else None)
+    changes |= stored
+    if config.source.get(WEIGHTS_KEY) not in (None, SAFETENSORS, SAFETENSORS_INDEX):
+        gone = [*gone, WEIGHTS_KEY]  # they are written under their usual names
+    dtype = DTYPE_NAMES.get(model.dtype)
+    for key in ("dtype", "torch_dtype"):
+        if dtype is not None and config.source.get(key) not in (None, dtype):
+            changes[key] = dtype
+    if config.text is None:
+        base = config.to_dict() | {"dtype": dtype} if dtype else config.to_dict()
+        return json.dumps(base | changes, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    return patch_json(config.text, changes, remove=gone)
+
+
+def architecture(model: GraphModel) -> str:
+    """Return the class name that transformers loads this model with."""
+    return model.config.family.class_prefix + names_of(model.head).hf_suffix
+
+
+def _tokenizer_files(model: GraphModel) -> dict[str, bytes]:
+    if model.tokenizer is not None:
+        return model.tokenizer.files()
+    return {} if model.source is None else dict(model.source.tokenizer_files)
+
+
+def _recipe(model: GraphModel) -> dict[str, bytes]:
+    from flodl_hf.checkpoints.saving.sentence_files import recipe_files
+
+    # A classifier that was trained on such an encoder keeps them too: its encoder still makes vectors.
+    recipe = model.sentence_recipe
+    if recipe is None or (recipe.activation is not None and recipe.activation != model.config.score_activation):
+        return {}
+    if recipe.late is not None:
+        return dict(recipe.files)
+    return dict(recipe.files) or recipe_files(recipe, model.config.encoder.hidden_size)

@@ -1,0 +1,184 @@
+"""Folders of sentence-transformers and ColBERT as models: what they add to the model of their transformer."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from flodl.errors import ConfigError
+from flodl.graph import FlowBuilder
+from flodl_hf.checkpoints.saving.json_text import patch_json
+from flodl_hf.checkpoints.sentence.multivector import colbert_recipe
+from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
+from flodl_hf.checkpoints.weights.checkpoint.members import is_entry
+from flodl_hf.checkpoints.weights.file_names import BOUNDS
+from flodl_hf.checkpoints.weights.loading import class_of
+from flodl_hf.families.schema.head_names import BASE, SEQUENCE_CLASSIFICATION
+from flodl_hf.inference.decode.pooling import pool_padded
+from flodl_hf.inference.graph_model.routed import Routed, recipe_behind
+from flodl_hf.inference.pool import pool
+from flodl_hf.nn.layout.layouts import Layout, Padded
+
+if TYPE_CHECKING:
+    from flodl.graph import Graph
+    from flodl_hf.checkpoints.config.model_config import ModelConfig
+    from flodl_hf.inference.graph_model.model import GraphModel
+
+__all__ = ["colbert_of", "follow_routes", "graph_of", "head_in_files", "note_setfit", "with_length", "with_overrides"]
+
+_SETFIT = ("model_head.pkl", "config_setfit.json")
+
+
+def with_overrides(
+    config: ModelConfig, recipe: SentenceRecipe | None, ignored: Sequence[str], *, strict_config: bool
+) -> ModelConfig:
+    """Return the configuration with what the folder's other files override: settings, and the activation of scores.
+
+    Overridden settings are written into ``config.json`` when the model is saved.
+
+    Raises:
+        ConfigError: a value is not understood.
+    """
+    if recipe is None:
+        return config
+    changes = dict(recipe.transformer_settings.config)
+    dtype = recipe.transformer_settings.dtype
+    if dtype not in (None, "auto"):
+        changes["dtype"] = str(dtype).removeprefix("torch.")
+    if changes:
+        where = f"{config.where} with config_kwargs and model_kwargs of sentence_bert_config.json"
+        text = patch_json(config.text or json.dumps(config.source), changes)
+        config = config.from_text(text, where, ignored, strict_config=strict_config)
+    if recipe.scorer is not None:
+        config = config.changed(labels=[f"LABEL_{number}" for number in range(recipe.scorer.size)])
+    return config if recipe.activation is None else config.changed(score_activation=recipe.activation)
+
+
+def head_in_files(head: str, recipe: SentenceRecipe | None) -> str:
+    """Return the head whose tensors the weight files hold: none if a dense layer makes a cross-encoder's scores."""
+    scored = head == SEQUENCE_CLASSIFICATION.name and recipe is not None and recipe.scorer is not None
+    return BASE.name if scored else head
+
+
+def graph_of(graph: Graph, held: str, wanted: str, recipe: SentenceRecipe | None) -> Graph:
+    """Return the graph of the wanted head: that of the files, with the folder's own scores behind it if it has some."""
+    if held == wanted or recipe is None:
+        return graph
+    encoder = FlowBuilder(graph.get_submodule("encoder"), name="encoder")
+    flow = encoder.input("token_type_ids", "position_ids", default=None).input("layout")
+    flow = flow.using("token_type_ids", "position_ids", "layout").tag("last_hidden_state")
+    return flow.through(PooledScores(recipe), name="head").using("layout").build()
+
+
+class PooledScores(nn.Module):
+    """Scores of pooled states, as a folder of Transformer, Pooling and Dense makes them.
+
+    Args:
+        recipe: of the folder.
+    """
+
+    def __init__(self, recipe: SentenceRecipe) -> None:
+        super().__init__()
+        self.recipe = recipe
+
+    def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
+        """Return ``(texts, labels)``."""
+        names = self.recipe.pooling
+        if isinstance(layout, Padded) and layout.mask is not None:
+            found = pool_padded(hidden, layout.mask, names)
+        else:
+            found = pool(hidden, layout, names)
+        for step in self.recipe.dense:
+            found = step(found)
+        return found
+
+
+def with_length(recipe: SentenceRecipe, length: int) -> SentenceRecipe:
+    """Return a folder's recipe with another length of texts in tokens, in its files too.
+
+    Args:
+        recipe: of the folder.
+        length: most tokens of a text.
+    """
+    files = dict(recipe.files)
+    for name in BOUNDS:
+        if name not in files:
+            continue
+        stated = json.loads(files[name])
+        for inside, key in (("processor_kwargs", "model_max_length"), ("tokenizer_args", "model_max_length")):
+            stated.get(inside, {}).pop(key, None)
+        for part in stated.get("processing_kwargs", {}).values():
+            part.pop("max_length", None)
+        files[name] = (json.dumps({**stated, "max_seq_length": length}, indent=2) + "\n").encode()
+    stated = recipe.max_tokens is not None or any(name in files for name in BOUNDS)
+    routes = {name: with_length(own, length) for name, own in recipe.routes.items()}
+    return replace(recipe, max_tokens=length if stated else None, files=files, routes=routes)
+
+
+def note_setfit(root: Path, head: str) -> None:
+    """Warn of a folder of setfit, whose classifier is a pickle, which is never read.
+
+    Raises:
+        ConfigError: a classifier was requested.
+    """
+    found = next((name for name in _SETFIT if is_entry(root, name)), None)
+    if found is None:
+        return
+    if head == SEQUENCE_CLASSIFICATION.name:
+        raise ConfigError(
+            f"{root / found}: found a classifier of setfit, expected weights in config.json's own head. The classifier "
+            "is a pickle (model_head.pkl), which is never executed. Load the encoder with head='base', and train a new "
+            "classifier on its vectors.",
+            where=str(root / found),
+            problems=[found],
+        )
+    warnings.warn(
+        f"{root / found}: the classifier of setfit (model_head.pkl) is a pickle and is not read; this is the encoder "
+        "alone",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def colbert_of(folder: Path, config: ModelConfig) -> SentenceRecipe | None:
+    """Return how a folder of ColBERT's class makes vectors; None of any other."""
+    if class_of(config.source.get("architectures")) != "HF_ColBERT" or "HF_ColBERT" not in config.family.pretraining:
+        return None
+    late, files = colbert_recipe(folder)
+    return SentenceRecipe(normalize=True, late=late, files=files)
+
+
+def follow_routes(model: GraphModel, root: Path, load: Callable[[Path], GraphModel]) -> None:
+    """Say which routes a model has, and put beside it the encoders of those that have their own."""
+    recipe, source = model.sentence_recipe, model.source
+    assert recipe is not None
+    assert source is not None
+    assert model.load_report is not None
+    notes = model.load_report.notes
+    usual = f"texts take {recipe.usual_route!r} where no route is said" if recipe.usual_route else "one has to be said"
+    folders = dict.fromkeys(way.transformer for way in recipe.routes.values())
+    own = folders.keys() - {recipe.transformer}
+    if own and model.head != "base":
+        model.sentence_recipe = recipe_behind(recipe, recipe.transformer)
+        notes.append(f"routes: {recipe.transformer} alone is read; the transformers of other routes are not")
+        return
+    notes.append(f"routes: {', '.join(recipe.routes)}; {usual}")
+    if not own:
+        return
+    others = {}
+    for folder in folders:
+        if folder in own:
+            others[folder] = beside = load(root / folder)
+            assert beside.source is not None
+            assert beside.load_report is not None
+            beside.source.name, beside.source.commit = f"{source.name}/{folder}", source.commit
+            beside.sentence_recipe = recipe_behind(recipe, folder)
+            notes.extend(f"{folder}: {note}" for note in beside.load_report.notes if note not in notes)
+    model.routed = Routed(others)
+    notes.append(f"routes have transformers of their own; calls with ids go through {recipe.transformer}")

@@ -1,0 +1,231 @@
+"""Methods that people know from transformers' models, under the same names and with the same outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from flodl.errors import ConfigError
+from flodl_hf.inference.graph_model.model import GraphModel
+from flodl_hf.models.adapters.attach import adapters_of
+from flodl_hf.models.freezing import frozen_paths
+
+__all__ = ["Familiar", "size_text"]
+
+
+def size_text(nbytes: int) -> str:
+    """Return a number of bytes for people: ``438.0 MB``."""
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            break
+        size /= 1000
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def count_text(number: int) -> str:
+    """Return a number of parameters for people: ``109.5 million``."""
+    return f"{number / 1e6:.1f} million" if number >= 1_000_000 else f"{number:,}"
+
+
+class Familiar(GraphModel):
+    """What a model offers besides its task, as transformers' ``PreTrainedModel`` does."""
+
+    # --- size -----------------------------------------------------------------------------------
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Return how many numbers the model holds; a shared tensor counts once.
+
+        Args:
+            only_trainable: leave frozen ones out.
+            exclude_embeddings: leave tables of embeddings out.
+        """
+        tables = {id(m.weight) for m in self.modules() if isinstance(m, nn.Embedding)} if exclude_embeddings else set()
+        wanted = [p for p in self.parameters() if id(p) not in tables]
+        return sum(p.numel() for p in wanted if p.requires_grad or not only_trainable)
+
+    def get_memory_footprint(self) -> int:
+        """Return how many bytes parameters and buffers take."""
+        return sum(t.numel() * t.element_size() for t in (*self.parameters(), *self.buffers()))
+
+    # --- proteins -------------------------------------------------------------------------------
+
+    def predict_contacts(self, tokens: Any, attention_mask: Tensor | None = None) -> Any:
+        """Return how probably residues of proteins touch, as ESM's files know; load with ``attention="eager"``.
+
+        Args:
+            tokens: ids ``(batch, seq)``, which give ``(batch, seq - 2, seq - 2)``; or a protein as text, which gives
+                ``(residues, residues)``, or several in a list.
+            attention_mask: of ids: 1 for tokens to keep, ``(batch, seq)``; None keeps all.
+
+        Raises:
+            PredictError: the model has no such head, or its attention weights are never there.
+        """
+        from flodl_hf.models.protein_contacts import contacts_of_texts, contacts_of_tokens
+
+        if isinstance(tokens, Tensor):
+            return contacts_of_tokens(self, tokens, attention_mask)
+        found = contacts_of_texts(self, [tokens] if isinstance(tokens, str) else list(tokens))
+        return found[0] if isinstance(tokens, str) else found
+
+    # --- words ----------------------------------------------------------------------------------
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """Return the table of words, a module that is called with ids."""
+        return self.graph.get_submodule("encoder.embeddings.word")  # type: ignore[return-value]
+
+    def set_input_embeddings(self, table: nn.Embedding) -> None:
+        """Put another table of words in place; one tied to it follows. See `resize_token_embeddings` for more rows.
+
+        Raises:
+            ConfigError: it is not of the same size.
+        """
+        shape, wanted = tuple(table.weight.shape), tuple(self.get_input_embeddings().weight.shape)
+        if shape != wanted:
+            raise ConfigError(
+                f"set_input_embeddings: found a table of shape {shape}, expected {wanted}", problems=["shape"]
+            )
+        self._put_words(table.weight)
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Embedding:
+        """Give the table of words, and a masked-word head's, another number of rows; returns the table.
+
+        New rows come last. The configuration's ``vocab_size`` follows, and so does what is saved.
+
+        Args:
+            new_num_tokens: how many; None keeps the number.
+            pad_to_multiple_of: round the number up to a multiple, 8 or 64 for fast products.
+            mean_resizing: new rows are the mean of the old ones (Hewitt 2021), which leaves scores of old words nearly
+                as they are; False draws them at random.
+
+        Raises:
+            ConfigError: a number below 1.
+        """
+        table = self.get_input_embeddings()
+        old = table.num_embeddings
+        new = old if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of is not None:
+            new = -(-new // pad_to_multiple_of) * pad_to_multiple_of
+        if new < 1:
+            raise ConfigError(
+                f"resize_token_embeddings: {new} tokens; expected at least 1", problems=["new_num_tokens"]
+            )
+        if new == old:
+            return table
+        scale = float(self.config.source.get("initializer_range", 0.02)) if not mean_resizing else None
+        tied = self._decoder() is not None and self._decoder().weight is table.weight  # type: ignore[union-attr]
+        self._put_words(_resized(table.weight, new, scale), tied=tied)
+        decoder = self._decoder()
+        if decoder is not None:
+            if not tied:
+                self._put("head.decoder.weight", _resized(decoder.weight, new, scale))
+            for name in ("head.decoder.bias", "head.lm_bias.bias"):  # where a family has the bias of each word
+                bias = dict(self.graph.named_parameters()).get(name)
+                if bias is not None:
+                    self._put(name, _resized(bias, new, None if scale is None else 0.0))
+            decoder.out_features = new
+        self.config = self.config.changed(encoder=replace(self.config.encoder, vocab_size=new))
+        return table
+
+    def _decoder(self) -> nn.Linear | None:
+        """Return the projection onto words of a masked-word head."""
+        head = dict(self.graph.named_children()).get("head")
+        return dict(head.named_children()).get("decoder") if head is not None else None  # type: ignore[return-value]
+
+    def _put_words(self, weight: Tensor, *, tied: bool | None = None) -> None:
+        table, decoder = self.get_input_embeddings(), self._decoder()
+        if tied is None:
+            tied = decoder is not None and decoder.weight is table.weight
+        self._put("encoder.embeddings.word.weight", weight)
+        table.num_embeddings = len(weight)
+        if tied and decoder is not None:
+            decoder.weight = table.weight
+
+    def _put(self, name: str, values: Tensor) -> None:
+        module, _, leaf = name.rpartition(".")
+        owner = self.graph.get_submodule(module)
+        before = getattr(owner, leaf)
+        setattr(owner, leaf, nn.Parameter(values.detach().to(before), requires_grad=before.requires_grad))
+        if self._untouched.get(name) == before._version:
+            self._untouched[name] = getattr(owner, leaf)._version
+
+    # --- training -------------------------------------------------------------------------------
+
+    def freeze(self, *paths: str) -> Self:
+        """Stop parts from learning; returns the model. The parts of an adapter in the model continue to learn.
+
+        Args:
+            *paths: such as "embeddings", "layers.0-5", "layers.3.attention", "encoder"; none for all parameters, with
+                those of an adapter.
+
+        Raises:
+            ConfigError: nothing lies at a path; nothing is changed then.
+        """
+        return self._learn(paths, False)
+
+    def unfreeze(self, *paths: str) -> Self:
+        """Let parts learn again; see `freeze`."""
+        return self._learn(paths, True)
+
+    def _learn(self, paths: Sequence[str], learn: bool) -> Self:
+        places = frozen_paths(self, paths)
+        kept = set() if learn else {id(p) for p in adapters_of(self).part_parameters()}
+        for name, parameter in self.graph.named_parameters():
+            found = any(name == place or name.startswith(place + ".") for place in places)
+            if not places or (found and id(parameter) not in kept):
+                parameter.requires_grad_(learn)
+        return self
+
+    # --- being looked at ------------------------------------------------------------------------
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the model is, in few words, by name."""
+        config, encoder = self.config, self.config.encoder
+        size = f"{count_text(self.num_parameters())} ({size_text(self.get_memory_footprint())})"
+        names = list(config.labels)
+        labelled = self.head.endswith("classification")
+        untrained = self.untrained
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in self.parameters()}
+        found = {
+            "family": config.model_type,
+            "layers": f"{encoder.num_layers} of width {encoder.hidden_size}",
+            "parameters": size,
+            "dtype": ", ".join(sorted(dtypes)),
+            "device": str(next(self.parameters()).device),
+            "labels": ", ".join(names[:6]) + (f", ... {len(names)} in all" if len(names) > 6 else "")
+            if labelled
+            else "",
+            "untrained": f"{len(untrained)} tensors hold random values" if untrained else "",
+            "from": self.source.name if self.source is not None else "",
+        }
+        return {name: value for name, value in found.items() if value}
+
+    def __repr__(self) -> str:
+        facts = self.facts()
+        family = facts.pop("family")
+        return f"{type(self).__name__} ({family}): " + "; ".join(f"{name} {value}" for name, value in facts.items())
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        from flodl_hf.inference.results.pages import table
+
+        rows = [(escape(name), escape(value)) for name, value in self.facts().items()]
+        return f"<div><b>{escape(type(self).__name__)}</b></div>{table(rows)}"
+
+
+def _resized(values: Tensor, rows: int, scale: float | None) -> Tensor:
+    """Return values with so many rows: cut, or with more, the mean of what is there, or drawn with ``scale``."""
+    values = values.detach()
+    if rows <= len(values):
+        return values[:rows].clone()
+    more = values.float().mean(0, keepdim=True).to(values).expand(rows - len(values), *values.shape[1:]).clone()
+    if scale is not None:
+        more = torch.randn_like(more) * scale
+    return torch.cat([values, more])

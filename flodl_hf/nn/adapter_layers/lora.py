@@ -1,0 +1,227 @@
+"""What a low-rank adapter computes, and what it comes to as one weight.
+
+The order of operations is peft's, so that logits are the same to the bit where both multiply the same matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from flodl_hf.nn.adapter_layers.scaled import ScaledLinear
+from flodl_hf.nn.adapter_layers.stand_in import stand_in_for
+from flodl_hf.nn.adapter_layers.tables import AdaptedEmbedding, plain_table
+
+__all__ = ["AdaptedLinear", "LoraPart", "beside", "folded", "joined_products", "plain_linear"]
+
+
+class LoraPart(nn.Module):
+    """The sum beside one projection.
+
+    Args:
+        down: ``(rank, in)``; projections of one matrix in the files share it.
+        up: ``(out, rank)``.
+        scale: what the sum is multiplied by.
+        dropout: probability of dropping a value that goes in, in [0, 1).
+        magnitude: lengths of rows, ``(out,)`` (DoRA); None without.
+        up_bias: a bias of ``up``, ``(out,)``; None without.
+    """
+
+    def __init__(
+        self,
+        down: nn.Parameter,
+        up: nn.Parameter,
+        scale: float,
+        dropout: float,
+        magnitude: nn.Parameter | None = None,
+        up_bias: nn.Parameter | None = None,
+    ) -> None:
+        super().__init__()
+        self.down = down
+        self.up = up
+        self.magnitude = magnitude
+        self.up_bias = up_bias
+        self.scale = scale
+        self.dropout = dropout
+
+    @property
+    def dropped(self) -> float:
+        """The probability of dropping a value now: none in evaluation."""
+        return self.dropout if self.training else 0.0
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """Return the one weight that projection and part come to: in float64, rounded once to the weight's dtype."""
+        with torch.no_grad():
+            total = weight.double() + self.scale * (self.up.double() @ self.down.double())
+            if self.magnitude is not None:
+                total *= (self.magnitude.double() / torch.linalg.norm(total, dim=1)).view(-1, 1)
+            return total.to(weight.dtype)
+
+    def merged_bias(self, bias: Tensor | None) -> Tensor | None:
+        """Return the bias of the merged projection, likewise in float64; without a bias of ``up`` it is unchanged."""
+        if self.up_bias is None:
+            return bias
+        with torch.no_grad():
+            added = self.scale * self.up_bias.double()
+            return added.to(self.up_bias.dtype) if bias is None else (bias.double() + added).to(bias.dtype)
+
+    def extra_repr(self) -> str:
+        """Show rank and scale in ``print(model)``."""
+        kind = "" if self.magnitude is None else ", dora"
+        return f"rank={self.down.shape[0]}, scale={self.scale:g}{kind}"
+
+
+class AdaptedLinear(nn.Linear):
+    """A projection with a part beside it; weight and bias are those of the projection, under their names.
+
+    Args:
+        linear: the projection, which stays as it is.
+        lora: the part.
+    """
+
+    def __init__(self, linear: nn.Linear, lora: LoraPart) -> None:
+        stand_in_for(self, linear)
+        self.lora = lora
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the projection with its part."""
+        x, part = input, self.lora
+        result = F.linear(x, self.weight, self.bias)
+        return _added(x, result, part, part.up, part.up_bias, part.magnitude, self.weight, self.bias)
+
+
+def joined_products(
+    hidden: Tensor,
+    out: Tensor,
+    linears: Sequence[Any],
+    join: Callable[[list[Tensor]], Tensor] = torch.cat,
+    *,
+    bias_apart: bool = False,
+) -> Tensor:
+    """Return one product for several adapted projections of one matrix, with their part, which is one in the files.
+
+    Args:
+        hidden: what went in, ``(..., in)``.
+        out: what the joined weights gave, ``(..., all out)``.
+        linears: the projections, all adapted, with one ``down``.
+        join: makes the matrix's rows of theirs.
+        bias_apart: whether biases are added afterwards, and are not in ``out``.
+    """
+    parts = [linear.lora for linear in linears]
+    biases = [linear.bias for linear in linears if linear.bias is not None and not bias_apart]
+    magnitude = weight = None
+    if parts[0].magnitude is not None:
+        magnitude = join([part.magnitude for part in parts])
+        weight = join([linear.weight for linear in linears])
+    up = join([part.up for part in parts])
+    up_bias = None if parts[0].up_bias is None else join([part.up_bias for part in parts])
+    return _added(hidden, out, parts[0], up, up_bias, magnitude, weight, torch.cat(biases) if biases else None)
+
+
+def _added(
+    x: Tensor,
+    result: Tensor,
+    part: LoraPart,
+    up: Tensor,
+    up_bias: Tensor | None,
+    magnitude: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """Return what a projection gave, with its part; ``up`` and ``magnitude`` may be those of several."""
+    dtype = result.dtype
+    x = x.to(part.down.dtype)
+    x = F.dropout(x, part.dropped) if part.dropped else x
+    low = F.linear(F.linear(x, part.down), up, up_bias)
+    if magnitude is None:
+        return (result + low * part.scale).to(dtype)
+    assert weight is not None
+    weight = weight.to(x.dtype)
+    length = (magnitude / _row_lengths(part, up, weight)).view(1, -1)
+    plain = result if bias is None else result - bias
+    base = F.linear(x, weight) if part.dropped else plain
+    return (result + ((length - 1) * base + length * low * part.scale)).to(dtype)
+
+
+def _row_lengths(part: LoraPart, up: Tensor, weight: Tensor) -> Tensor:
+    """Return the 2-norms of the rows of weight and sum together, ``(out,)``, without a gradient (DoRA, 4.3)."""
+    with torch.no_grad():
+        # By a product with the identity, as peft has it, whose bits a product of the two does not always give.
+        eye = torch.eye(part.down.shape[1], device=part.down.device, dtype=part.down.dtype)
+        total = weight + part.scale * F.linear(F.linear(eye, part.down), up).T.to(weight.dtype)
+        return torch.linalg.norm(total, dim=1).to(weight.dtype)
+
+
+class _Beside(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, result: Tensor, x: Tensor, down: Tensor, up: Tensor, down_half: Tensor, up_half: Tensor, scale: float
+    ) -> Tensor:
+        low = torch.mm(x, down_half.t())
+        ctx.save_for_backward(x, low, down_half, up_half)
+        ctx.scale = scale
+        return torch.addmm(result, low, up_half.t(), alpha=scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (d_out,) = grad_outputs
+        x, low, down_half, up_half = ctx.saved_tensors
+        d_low = torch.mm(d_out, up_half).mul_(ctx.scale)
+        d_x = torch.mm(d_low, down_half) if ctx.needs_input_grad[1] else None
+        d_down = torch.mm(d_low.t(), x).float()
+        d_up = torch.mm(d_out.t(), low).float().mul_(ctx.scale)
+        return d_out, d_x, d_down, d_up, None, None, None
+
+
+def beside(result: Tensor, x: Tensor, part: LoraPart, down_half: Tensor, up_half: Tensor) -> Tensor:
+    """Return a product with the sum of a part added, by two products forward and four backward; without DoRA's lengths.
+
+    Args:
+        result: what the projection gave, ``(tokens, out)``, in half precision.
+        x: what went in, ``(tokens, in)``, alike; with values dropped already.
+        part: float32, gets the gradients.
+        down_half: its ``down`` in half precision.
+        up_half: its ``up``.
+    """
+    return _Beside.apply(result, x, part.down, part.up, down_half, up_half, part.scale)  # type: ignore[return-value]
+
+
+def plain_linear(adapted: nn.Linear, weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """Return an ordinary projection with this weight and bias."""
+    found = nn.Linear.__new__(nn.Linear)
+    nn.Module.__init__(found)
+    found.in_features, found.out_features = adapted.in_features, adapted.out_features
+    found.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
+    fixed = bias is None or isinstance(bias, nn.Parameter)
+    found.bias = bias if fixed else nn.Parameter(bias, requires_grad=False)  # type: ignore[assignment]
+    return found.train(adapted.training)
+
+
+def folded(graph: nn.Module, *, merge: bool = True) -> int:
+    """Put one weight in the place of each adapted projection of a graph that predicts, in place; return how many.
+
+    Args:
+        graph: a copy whose modules may be replaced.
+        merge: compute the weights; else projections keep their own, for a graph that is only looked at.
+    """
+    made: dict[int, nn.Module] = {}
+    for module in list(graph.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, AdaptedEmbedding):
+                if id(child) not in made:
+                    made[id(child)] = plain_table(child, child.lora.merged(child.weight) if merge else child.weight)
+                setattr(module, name, made[id(child)])
+            elif isinstance(child, (AdaptedLinear, ScaledLinear)):
+                if id(child) not in made:
+                    part = child.lora if isinstance(child, AdaptedLinear) else child.ia3
+                    weight = part.merged(child.weight) if merge else child.weight
+                    made[id(child)] = plain_linear(child, weight, part.merged_bias(child.bias) if merge else child.bias)
+                setattr(module, name, made[id(child)])
+    return len(made)

@@ -1,0 +1,134 @@
+"""Virtual tokens before each text: vectors that learn in the place of word embeddings (prompt tuning).
+
+They have ids of their own beyond every vocabulary, so that rows of tokens grow by them before the graph is called
+(`Lead`), and everything behind the word table sees ordinary tokens: positions, attention, the first token that a head
+reads. Results of tokens are those of the text's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flodl_hf.nn.adapter_layers.stand_in import stand_in_for
+from flodl_hf.nn.layout.layouts import Layout
+
+__all__ = ["FIRST", "WORDS", "BothWays", "Lead", "PromptPart", "PromptedEmbedding", "lead_of"]
+
+FIRST = 1 << 30
+"""The id of the first virtual token."""
+WORDS = "encoder.embeddings.word"
+
+
+class PromptPart(nn.Module):
+    """The vectors of virtual tokens.
+
+    Args:
+        vectors: ``(count, width)``.
+        encoder: what they go through before they are used (P-tuning); None for nothing.
+    """
+
+    def __init__(self, vectors: nn.Parameter, encoder: nn.Module | None = None) -> None:
+        super().__init__()
+        self.vectors = vectors
+        self.encoder = encoder
+
+    def made(self) -> Tensor:
+        """Return the vectors as the model reads them, ``(count, width)``."""
+        return self.vectors if self.encoder is None else self.encoder(self.vectors)
+
+    def extra_repr(self) -> str:
+        """Show how many there are in ``print(model)``."""
+        return f"tokens={len(self.vectors)}"
+
+
+class BothWays(nn.Module):
+    """Vectors read by an LSTM from both ends, in two layers, and two linear layers behind it.
+
+    Args:
+        width: of a vector.
+        inner: of the LSTM, each way.
+    """
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.reader = nn.LSTM(width, inner, 2, bidirectional=True)
+        self.head = nn.Sequential(nn.Linear(2 * inner, 2 * inner), nn.ReLU(), nn.Linear(2 * inner, width))
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """Return vectors, ``(count, width)``."""
+        return self.head(self.read(vectors))
+
+    def read(self, vectors: Tensor) -> Tensor:
+        """Return what the LSTM gives, ``(count, 2 * inner)``, of plain operations.
+
+        Those can be recorded with the steps of a run, and give the same bits with and without gradients.
+        """
+        for layer in range(2):
+            ways = []
+            for end in ("", "_reverse"):
+                names = (f"{kind}_l{layer}{end}" for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
+                into, back, bias, again = (getattr(self.reader, name) for name in names)
+                read = list(F.linear(vectors, into, bias).unbind(0))
+                state = cell = vectors.new_zeros(self.reader.hidden_size)
+                found = []
+                for gates in reversed(read) if end else read:
+                    enter, keep, new, out = (gates + F.linear(state, back, again)).chunk(4)
+                    cell = keep.sigmoid() * cell + enter.sigmoid() * new.tanh()
+                    state = out.sigmoid() * cell.tanh()
+                    found.append(state)
+                ways.append(torch.stack(found[::-1] if end else found))
+            vectors = torch.cat(ways, 1)
+        return vectors
+
+
+class PromptedEmbedding(nn.Embedding):
+    """A word table with vectors of virtual tokens behind its words; its weight is that of the table, under its name.
+
+    Args:
+        words: the table, which stays as it is.
+        part: the vectors.
+    """
+
+    def __init__(self, words: nn.Embedding, part: PromptPart) -> None:
+        stand_in_for(self, words)
+        self.prompt = part
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the embeddings of ids, those of virtual tokens among them."""
+        virtual = input >= FIRST
+        words = F.embedding(input.masked_fill(virtual, 0), self.weight)
+        made = self.prompt.made().to(words.dtype)
+        return torch.where(virtual[..., None], F.embedding((input - FIRST).clamp(min=0), made), words)
+
+
+@dataclass(frozen=True)
+class Lead:
+    """Virtual tokens that stand before each text of a call.
+
+    Args:
+        count: how many.
+    """
+
+    count: int
+
+    def rows(self, ids: Tensor, types: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor | None, Layout]:
+        """Return ids, token types and layout with the virtual tokens; their type is 0."""
+        numbers = torch.arange(FIRST, FIRST + self.count, device=ids.device)
+        kinds = None if types is None else layout.before(torch.zeros_like(numbers), types)
+        return layout.before(numbers, ids), kinds, layout.led(self.count)
+
+    def embedded(self, graph: Any, embeds: Tensor) -> Tensor:
+        """Return embeddings given in the place of words, ``(batch, seq, width)``, with those of the virtual tokens."""
+        made = graph.get_submodule(WORDS).prompt.made().to(embeds)
+        return torch.cat([made.expand(len(embeds), -1, -1), embeds], 1)
+
+
+def lead_of(graph: Any) -> Lead | None:
+    """Return the virtual tokens that a graph's texts are to begin with; None without."""
+    words = graph.get_submodule(WORDS)
+    return Lead(len(words.prompt.vectors)) if type(words) is PromptedEmbedding else None

@@ -1,0 +1,308 @@
+"""The attention module of DeBERTa: projections, scores, mask, softmax, mix.
+
+Knows both layouts and the order of dropouts; the scores themselves are `scores`', distances are
+`positions`'. Shapes: B texts, S tokens of a row, T tokens in all, N heads, H width of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flodl_hf.nn.attention.disentangled.fast import attend_fast
+from flodl_hf.nn.attention.disentangled.launch import attend_by_kernel
+from flodl_hf.nn.attention.disentangled.positions import Relative, RelativePositions
+from flodl_hf.nn.attention.disentangled.probe import has_kernel
+from flodl_hf.nn.attention.disentangled.scores import (
+    PositionTables,
+    disentangled_scores,
+    query_scaled_scores,
+    score_scale,
+)
+from flodl_hf.nn.layers.parts import joined_bias, products_by_head
+from flodl_hf.nn.layout.layouts import Layout
+
+__all__ = ["DisentangledAttention", "hold_positions", "release_positions"]
+
+
+class DisentangledAttention(nn.Module):
+    """Self-attention over content and relative position, with its output projection.
+
+    Args:
+        hidden_size: width of a token's state.
+        num_heads: heads; divides ``hidden_size``.
+        attention_dropout: probability of dropping a weight, in [0, 1).
+        hidden_dropout: the same for an output value, and for a value of the table of distances.
+        kinds: which position scores there are: "c2p" (content to position), "p2c" (position to content).
+        relative: whether positions are scored at all; without it ``kinds`` still scales the scores.
+        share_keys: positions go through the projections of content rather than through their own.
+        joined: DeBERTa's first version: one matrix for query, key and value, in which they alternate by head, no
+            bias of keys, and queries divided rather than scores. All of it matters to the reference's bits alone.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        attention_dropout: float,
+        hidden_dropout: float,
+        *,
+        kinds: tuple[str, ...],
+        relative: bool = True,
+        share_keys: bool = False,
+        joined: bool = False,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.relative = relative
+        self.joined = joined
+        self.content_to_position = "c2p" in kinds
+        self.position_to_content = "p2c" in kinds
+        self.implementation = "sdpa"
+        self.seen: tuple[list[Tensor], ...] = ()  # where eager attention leaves its weights while somebody looks
+        self.held: PositionTables | None = None
+        self.keeps_positions = False
+        """Whether the first call without a gradient holds positions for later ones; of a graph that predicts."""
+        self.terms = 1 + self.content_to_position + self.position_to_content
+        self.scale = math.sqrt(hidden_size // num_heads * self.terms)
+        self.query = nn.Linear(hidden_size, hidden_size)
+        self.key = nn.Linear(hidden_size, hidden_size, bias=not joined)
+        self.value = nn.Linear(hidden_size, hidden_size)
+        own = relative and not share_keys
+        self.pos_key = (
+            nn.Linear(hidden_size, hidden_size, bias=not joined) if own and self.content_to_position else None
+        )
+        self.pos_query = nn.Linear(hidden_size, hidden_size) if own and self.position_to_content else None
+        self.position_dropout = nn.Dropout(hidden_dropout)
+        self.attention_dropout = nn.Dropout(attention_dropout)
+        self.output = nn.Linear(hidden_size, hidden_size)
+        self.dropout = nn.Dropout(hidden_dropout)
+
+    def forward(self, hidden: Tensor, layout: Layout, relative: Relative | None = None) -> Tensor:
+        """Return the attended states, shaped like ``hidden``: ``(B, S, hidden)`` or ``(T, hidden)``."""
+        if self._joins(hidden):
+            return self.dropout(self.output(self._joined(hidden, layout, relative)))
+        parts = (self.query, self.key, self.value)
+        if self.joined and self._way(hidden, self._computed(hidden)) == "reference":
+            by_head = products_by_head(hidden, self.num_heads, *parts)
+            return self.dropout(self.output(self._by_reference(by_head, layout, relative if self.relative else None)))
+        query, key, value = (part(hidden) for part in parts)
+        return self.dropout(self.output(self.mixed(query, key, value, layout, relative)))
+
+    def mixed(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: Layout,
+        relative: Relative | None,
+        *,
+        fast: bool = False,
+    ) -> Tensor:
+        """Return the mixed values of projected states, ``(B, S, hidden)`` or ``(T, hidden)``, heads side by side.
+
+        ``fast`` asks for nothing here: graphs that predict have the "fast" ``implementation``.
+        """
+        if not self.relative:
+            relative = None
+        way = self._way(query)
+        if way == "reference":
+            return self._by_reference((query, key, value), layout, relative)
+        tables = None if relative is None else self._scaled_tables(relative, query)
+        if way == "kernel":
+            return attend_by_kernel(
+                (query, key, value), layout, tables, relative,
+                num_heads=self.num_heads, scale=self.scale,
+                dropout=self.attention_dropout.p if self.training else 0.0,
+            )  # fmt: skip
+        return layout.by_rows(partial(self._texts_fast, tables=tables, relative=relative), query, key, value)
+
+    def _by_reference(self, states: tuple[Tensor, ...], layout: Layout, relative: Relative | None) -> Tensor:
+        """Return the mixed values, ``(..., N*H)``, of queries, keys and values ``(..., N*H)`` or ``(..., N, H)``."""
+        tables = None
+        if relative is not None:
+            tables = self.position_tables(relative.table, relative.reached if self.joined else None)
+        return layout.by_rows(partial(self._texts, tables=tables, relative=relative), *states)
+
+    def _plain(self) -> bool:
+        """Whether the projections are linear layers that nobody watches, so that their products may be joined."""
+        parts = (self.query, self.key, self.value)
+        return all(
+            type(part) is nn.Linear and not part._forward_hooks and not part._backward_hooks
+            and not part._forward_pre_hooks and not part._backward_pre_hooks
+            for part in parts
+        )  # fmt: skip
+
+    def _joins(self, hidden: Tensor) -> bool:
+        """Whether one product may stand for three: in half precision by kernel, where no bits are promised."""
+        dtype = self._computed(hidden)
+        half = dtype in (torch.float16, torch.bfloat16)
+        return half and self._way(hidden, dtype) == "kernel" and self._plain()
+
+    def _computed(self, hidden: Tensor) -> torch.dtype:
+        """Return the dtype that products of ``hidden`` have."""
+        kind = hidden.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.query.weight.dtype
+
+    def _joined(self, hidden: Tensor, layout: Layout, relative: Relative | None) -> Tensor:
+        """Return the mixed values with query, key and value from one product, and so one gradient."""
+        dtype = self._computed(hidden)
+        parts = (self.query, self.key, self.value)
+        weight = torch.cat([part.weight for part in parts]).to(dtype)
+        bias = joined_bias(parts)
+        assert bias is not None
+        bias = bias.to(dtype)
+        states = F.linear(hidden, weight, bias)
+        tables = None
+        if self.relative and relative is not None:
+            if self.pos_key is None and self.pos_query is None and not self._holds(states):
+                width = self.query.out_features
+                table = self.position_dropout(relative.table[relative.window])
+                both = F.linear(table, weight[: 2 * width], bias[: 2 * width])
+                query, key = (self._heads(x) for x in both.chunk(2, dim=-1))
+                tables = PositionTables(
+                    key if self.content_to_position else None, query if self.position_to_content else None
+                ).divided(self.scale)
+            else:
+                tables = self._scaled_tables(relative, states)
+        return attend_by_kernel(
+            (states,), layout, tables, relative if self.relative else None,
+            num_heads=self.num_heads, scale=self.scale, dropout=self.attention_dropout.p if self.training else 0.0,
+        )  # fmt: skip
+
+    def _way(self, states: Tensor, dtype: torch.dtype | None = None) -> Literal["reference", "fast", "kernel"]:
+        """Return how ``implementation`` is carried out for such states, or ones like them of ``dtype``."""
+        if self.implementation == "fast":
+            return "kernel" if has_kernel(states, self.num_heads, dtype) else "fast"
+        # Half precision has no bits to repeat, so it takes the kernel wherever there is one.
+        half = (dtype or states.dtype) in (torch.float16, torch.bfloat16)
+        if self.implementation == "sdpa" and half and has_kernel(states, self.num_heads, dtype):
+            return "kernel"
+        return "reference"
+
+    def position_tables(self, table: Tensor, rows: slice | None = None) -> PositionTables:
+        """Return this layer's projections of the table of distances, ``(2 * span, hidden)`` in.
+
+        Args:
+            table: of distances.
+            rows: for the reference of ``joined`` alone, the rows to project; queries then come divided.
+        """
+        # The view makes one point a layer where gradients of both projections meet before layers add up: the
+        # reference's order, and so its bits.
+        table = self.position_dropout(table)
+        table = table.view_as(table) if rows is None else table[rows]
+        pos_key = pos_query = None
+        if self.position_to_content:
+            pos_query = (self.pos_query or self.query)(table)
+            if rows is None:
+                pos_query = self._heads(pos_query)
+            else:
+                # In place, as in the reference: that decides in which order its bias's gradient is summed.
+                pos_query = pos_query.unflatten(-1, (self.num_heads, -1)).transpose(0, 1)
+                pos_query /= score_scale(pos_query.shape[-1], self.terms, pos_query.dtype)
+        if self.content_to_position:
+            pos_key = self._heads((self.pos_key or self.key)(table))
+        return PositionTables(pos_key, pos_query)
+
+    def _heads(self, table: Tensor) -> Tensor:
+        return table.reshape(table.shape[0], self.num_heads, -1).transpose(0, 1).contiguous()
+
+    def _texts(
+        self,
+        mask: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        tables: PositionTables | None,
+        relative: Relative | None,
+    ) -> Tensor:
+        """Return the mixed values of texts of one length as the reference does, ``(B, S, hidden)``."""
+        batch, length = query.shape[:2]
+        q, k, v = (x.view(batch, length, self.num_heads, -1).transpose(1, 2) for x in (query, key, value))
+        if self.joined:
+            weights = self._weights(query_scaled_scores(q, k, tables, relative, self.terms), mask)
+            return torch.matmul(weights, v).transpose(1, 2).flatten(2)
+        q, k, v = (x.reshape(batch * self.num_heads, length, -1) for x in (q, k, v))
+        scores = disentangled_scores(q, k, tables, relative, self.terms).view(batch, self.num_heads, length, length)
+        weights = self._weights(scores, mask)
+        mixed = torch.bmm(weights.view(batch * self.num_heads, length, length), v)
+        return mixed.view(batch, self.num_heads, length, -1).transpose(1, 2).flatten(2)
+
+    def _weights(self, scores: Tensor, mask: Tensor | None) -> Tensor:
+        """Return what each token takes of the others, ``(B, N, S, S)`` like the scores, dropped."""
+        if mask is not None:
+            # Both have to be real. The dtype's lowest number rather than -inf: a row without a real token stays finite.
+            scores = scores.masked_fill(
+                ~(mask[:, None, None, :] & mask[:, None, :, None]), torch.finfo(scores.dtype).min
+            )
+        weights = self.attention_dropout(F.softmax(scores, dim=-1))
+        for taker in self.seen:
+            taker.append(weights)
+        return weights
+
+    def _texts_fast(
+        self,
+        mask: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        tables: PositionTables | None,
+        relative: Relative | None,
+    ) -> Tensor:
+        """Return what `_texts` does for real tokens, up to rounding."""
+        return attend_fast(
+            query, key, value, tables, relative,
+            num_heads=self.num_heads, scale=self.scale, keep=mask,
+            dropout=self.attention_dropout.p if self.training else 0.0,
+        )  # fmt: skip
+
+    def _holds(self, states: Tensor) -> bool:
+        held = self.held
+        return held is not None and not self.training and not torch.is_grad_enabled() and held.fits(states)
+
+    def _scaled_tables(self, relative: Relative, states: Tensor) -> PositionTables:
+        """Return the projected positions divided by the scale, only rows that this call can reach."""
+        if not self._holds(states) and self.keeps_positions and not torch.is_grad_enabled():
+            found = self.position_tables(relative.table).divided(self.scale).to(states.dtype)
+            # Numbers made during a recording exist only while it is replayed.
+            if states.is_cuda and torch.cuda.is_current_stream_capturing():
+                return found.rows(relative.window)
+            self.held = found
+        if self._holds(states):
+            assert self.held is not None
+            return self.held.rows(relative.window)
+        return self.position_tables(relative.table[relative.window]).divided(self.scale)
+
+
+def hold_positions(encoder: nn.Module) -> None:
+    """Project the table of distances now and reuse it in later "fast" calls that need no gradient.
+
+    For serving: what a text of any length saves is one product of the whole table with two matrices a
+    layer. The weights must not change while positions are held; `release_positions` lets go of them.
+
+    Args:
+        encoder: a module that holds one `RelativePositions` and the layers that read it.
+    """
+    table = next((m.table() for m in encoder.modules() if isinstance(m, RelativePositions)), None)
+    if table is None:
+        return
+    with torch.no_grad():
+        for module in encoder.modules():
+            if isinstance(module, DisentangledAttention) and module.relative:
+                training, module.position_dropout.training = module.position_dropout.training, False
+                module.held = module.position_tables(table.detach()).divided(module.scale)
+                module.position_dropout.training = training
+
+
+def release_positions(encoder: nn.Module) -> None:
+    """Let go of what `hold_positions` keeps."""
+    for module in encoder.modules():
+        if isinstance(module, DisentangledAttention):
+            module.held = None

@@ -1,0 +1,220 @@
+"""How far apart two tokens stand, and the table that holds a state for each distance.
+
+The table is shared by all layers; each layer projects it by itself. Distances are query minus key,
+counted in tokens of one text. Near ones have a row each, far ones share rows that widen with the
+logarithm of the distance (He et al. 2021, https://arxiv.org/abs/2111.09543, the v2 code release).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from flodl_hf.nn.layout.layouts import Layout
+
+__all__ = ["Relative", "RelativePositions", "bucketed", "table_rows"]
+
+# Rows of distances on a device, a few kilobytes each: a dozen launches less in every call.
+_KEPT: dict[tuple[int, int, int, int, torch.device], Tensor] = {}
+_MOST_KEPT = 1024
+
+
+@dataclass(frozen=True)
+class Relative:
+    """What every layer needs to know about distances in one call.
+
+    Attributes:
+        table: a state for each row of the table, ``(2 * span, hidden)``.
+        rows: the table row of each distance from ``-(length - 1)``, ``(2 * length - 1,)``, int64.
+        length: tokens of the longest text.
+        reach: distances up to this one have a row of their own in the table.
+        buckets: as in `bucketed`.
+        max_distance: as in `bucketed`.
+    """
+
+    table: Tensor
+    rows: Tensor
+    length: int
+    reach: int
+    buckets: int
+    max_distance: int
+    _computed: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    def _once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+        # torch.compile cannot enter the lock of `functools.cached_property` in Python 3.11.
+        if name not in self._computed:
+            self._computed[name] = compute()
+        return self._computed[name]
+
+    @property
+    def used(self) -> int:
+        """The number of rows of each sign that distances of the call can reach, or a few more."""
+        # Read by the kernels only: a length that an exporter left open has no hash.
+        return _used(self.length, self.table.shape[0] // 2, self.buckets, self.max_distance, self.reach)
+
+    @property
+    def near(self) -> bool:
+        """Whether every distance of the call has a row of its own."""
+        return self.length - 1 <= self.reach
+
+    @property
+    def window(self) -> slice:
+        """The rows of the table that distances of the call can reach; distance 0 has the one in the middle."""
+        middle = self.table.shape[0] // 2
+        return slice(middle - self.used, middle + self.used)
+
+    @property
+    def reached(self) -> slice:
+        """The rows of the table that texts as long as the longest can reach, of tables without buckets."""
+        middle = self.table.shape[0] // 2
+        reach = min(self.length, middle)
+        return slice(middle - reach, middle + reach)
+
+    @property
+    def columns(self) -> Tensor:
+        """The positions of ``rows`` in the `window`, int32."""
+        return self._once("columns", lambda: (self.rows - self.window.start).int())
+
+    @property
+    def by_query(self) -> Tensor:
+        """The table row for every pair of tokens, ``(length, length)``, query by key."""
+        return self._once("by_query", self._by_query)
+
+    @property
+    def by_key(self) -> Tensor:
+        """The same key by query, in memory order."""
+        return self._once("by_key", lambda: self.by_query.t().contiguous())
+
+    def _by_query(self) -> Tensor:
+        if torch.compiler.is_compiling():  # `unfold` would fix the length of exported and compiled graphs
+            places = torch.arange(self.length, device=self.rows.device)
+            return self.rows[places[:, None] - places + (self.length - 1)]
+        # Windows over the reversed rows: the one of token i ends with its distance to the first token, i.
+        return self.rows.flip(0).unfold(0, self.length, 1).flip(0)
+
+    def index_for(self, length: int, *, by_key: bool = False) -> Tensor:
+        """Return the table row for every pair of tokens of a text, ``(length, length)``, query by key.
+
+        Only differences of places count, so a shorter text reads the corner of the longest one's.
+
+        Args:
+            length: tokens of the text.
+            by_key: turn rows and columns round.
+        """
+        return (self.by_key if by_key else self.by_query)[:length, :length]
+
+
+def bucketed(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
+    """Return distances with the far ones merged: integers kept in float32.
+
+    Up to ``mid = buckets // 2`` a distance stands for itself. Beyond, it becomes
+    ``mid + ceil(log(distance / mid) / log((max_distance - 1) / mid) * (mid - 1))``, with its sign.
+    The order of operations is the reference's, because ``ceil`` turns a last-bit difference into a
+    whole row.
+
+    Args:
+        distance: integers of any shape.
+        buckets: how many rows each sign has, at least 2.
+        max_distance: the distance that falls into the last bucket, plus one.
+    """
+    mid = buckets // 2
+    near = (distance < mid) & (distance > -mid)
+    size = torch.where(near, torch.full((), mid - 1, dtype=distance.dtype, device=distance.device), distance.abs())
+    scale = torch.log(torch.tensor((max_distance - 1) / mid))
+    far = torch.ceil(torch.log(size / mid) / scale * (mid - 1)) + mid
+    return torch.where(size <= mid, distance.type_as(far), far * torch.sign(distance))
+
+
+def table_rows(length: int, span: int, buckets: int, max_distance: int, device: torch.device | None = None) -> Tensor:
+    """Return the table row of each distance from ``-(length - 1)`` to ``length - 1``, ``(2 * length - 1,)``.
+
+    Args:
+        length: tokens of a text.
+        span: rows that each sign of the table has.
+        buckets: as in `bucketed`; below 1 every distance up to ``span`` has its own row.
+        max_distance: as in `bucketed`.
+        device: where to make it.
+    """
+    distance = torch.arange(1 - length, length, device=device)
+    if buckets > 0 and max_distance > 0:
+        distance = bucketed(distance, buckets, max_distance).to(torch.long)
+    return torch.clamp(distance + span, 0, 2 * span - 1)
+
+
+@lru_cache(maxsize=4096)
+def _used(length: int, span: int, buckets: int, max_distance: int, reach: int) -> int:
+    """Return how many rows of each sign distances below ``length`` reach, in eights, at most all."""
+    farthest = length - 1
+    if farthest > reach and buckets > 0 and max_distance > 0:
+        # `bucketed`, and one more because logarithms are rounded differently here.
+        middle = buckets // 2
+        if max_distance - 1 <= middle:  # nothing between the near and the last: the reference's scale is 0 or below
+            return span
+        far = math.log(farthest / middle) / math.log((max_distance - 1) / middle) * (middle - 1)
+        farthest = middle + math.ceil(far) + 1
+    return min(span, -(-(farthest + 1) // 8) * 8)
+
+
+class RelativePositions(nn.Module):
+    """The table of distances, normalised once a call and handed to every layer.
+
+    Args:
+        hidden_size: width of a row.
+        span: rows that each sign has; 0 for no relative attention at all.
+        buckets: how many rows share the distances of one sign; below 1 each distance has its own.
+        max_distance: the distance that falls into the last bucket, plus one.
+        norm_eps: epsilon of the table's layer norm; None for no norm.
+    """
+
+    def __init__(self, hidden_size: int, span: int, buckets: int, max_distance: int, norm_eps: float | None) -> None:
+        super().__init__()
+        self.span = span
+        self.buckets = buckets
+        self.max_distance = max_distance
+        self.embeddings = nn.Embedding(2 * span, hidden_size) if span else None
+        # Without relative attention the reference still makes the norm and writes it.
+        self.norm = None if norm_eps is None else nn.LayerNorm(hidden_size, eps=norm_eps)
+
+    def table(self) -> Tensor | None:
+        """Return the table, normalised where the configuration says so, ``(2 * span, hidden)``."""
+        if self.embeddings is None:
+            return None
+        return self.embeddings.weight if self.norm is None else self.norm(self.embeddings.weight)
+
+    def forward(self, hidden: Tensor, layout: Layout) -> Relative | None:
+        """Return the table and its index for texts of ``layout``; None without relative attention.
+
+        Args:
+            hidden: token states ``(batch, seq, hidden)`` or ``(tokens, hidden)``, read for length and device.
+            layout: which tokens belong together.
+        """
+        table = self.table()
+        if table is None:
+            return None
+        length = layout.length(hidden)
+        reach = self.buckets // 2 if self.buckets > 0 else self.span - 1
+        return Relative(table, self._rows(length, hidden.device), length, reach, self.buckets, self.max_distance)
+
+    def _rows(self, length: int, device: torch.device) -> Tensor:
+        settings = (length, self.span, self.buckets, self.max_distance, device)
+        if device.type != "cuda" or torch.compiler.is_compiling():
+            return table_rows(*settings)
+        found = _KEPT.get(settings)
+        if found is None:
+            with torch.inference_mode(False):
+                found = table_rows(*settings)
+            # What a recording makes is its own, and holds numbers only once it is replayed.
+            # What is kept is never let go, because a recording reads it where it lies.
+            whole = type(found) is Tensor and not torch.cuda.is_current_stream_capturing()
+            if whole and len(_KEPT) < _MOST_KEPT:
+                _KEPT[settings] = found
+        return found
+
+    def extra_repr(self) -> str:
+        """Show the distances in ``print(model)``."""
+        return f"span={self.span}, buckets={self.buckets}, max_distance={self.max_distance}"

@@ -1,0 +1,211 @@
+"""Rotary position embeddings: queries and keys turned by their places, so that scores depend on distances.
+
+Decides the angles; attention (`flodl_hf.nn.attention`) turns by them. Shapes: H width of a head, N heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flodl_hf.nn.layout.layouts import Layout
+
+__all__ = ["PairedRotary", "Rotary", "RotarySettings", "StatedRotary"]
+
+
+@dataclass(frozen=True)
+class RotarySettings:
+    """What a configuration says of rotary positions, in one of the forms that transformers writes.
+
+    Attributes:
+        theta: base of the wavelengths; None for the family's own.
+        kind: "default", or how wavelengths are stretched: "linear" or "ntk".
+        factor: by how much.
+    """
+
+    theta: float | None = None
+    kind: str = "default"
+    factor: float = 1.0
+
+
+class Rotary(nn.Module):
+    """Rotary position embeddings: each pair of features turned by an angle that grows with the place (Su et al. 2021).
+
+    The angles of a call are computed once for all layers that share a base, in float32; cosines and sines are rounded
+    to the states' dtype, as the reference has them.
+
+    Args:
+        width: H, of a head; even.
+        theta: base of the wavelengths.
+        settings: how wavelengths are stretched, and their base where a file states it there; None for neither.
+        widened: whether states of half precision are turned in float32.
+
+    Attributes:
+        halves: whether a pair is a feature of a head's first half and one of its second, rather than neighbours.
+        values: whether values are turned too.
+        shares: whether layers of the call take the angles made here, in whatever dtype they compute.
+    """
+
+    halves = True
+    values = False
+    shares = False
+
+    def __init__(
+        self, width: int, theta: float = 10_000.0, settings: RotarySettings | None = None, *, widened: bool = False
+    ) -> None:
+        super().__init__()
+        self.widened = widened
+        settings = settings or RotarySettings()
+        self.width, self.theta = width, settings.theta or theta
+        self.kind, self.factor = settings.kind, settings.factor
+
+    def angles(self, hidden: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines for the places of ``hidden``, in its dtype.
+
+        They are ``(..., 1, H)``, whose second half repeats the first; of neighbours ``(..., 1, H / 2)``.
+        """
+        # Mixed precision computes angles beside states of float32.
+        mixed = torch.is_autocast_enabled(hidden.device.type)
+        dtype = torch.float32 if mixed and hidden.dtype != torch.float64 else hidden.dtype
+        name = self.name()
+        if (*name, dtype) not in layout.memo:
+            given = layout.memo.get("places")  # position_ids of the call
+            found = layout.memo.get(name) or self.found(layout.positions(hidden) if given is None else given)
+            if self.shares:
+                layout.memo[name] = found
+            layout.memo[*name, dtype] = tuple(x.to(dtype) for x in found)
+        return layout.memo[*name, dtype]
+
+    def name(self) -> tuple[Any, ...]:
+        """Return what tells these angles from others of the call."""
+        return "rotary", self.width, self.theta, self.kind, self.factor
+
+    def found(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines for places, ``(...)``, in float32; shapes as of `angles`."""
+        angles = places.float()[..., None] * self.frequencies(places.device)
+        angles = torch.cat([angles, angles], -1)[..., None, :]
+        return angles.cos(), angles.sin()
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Return the angle of one place for each pair of features, ``(H / 2,)``, in float32."""
+        steps = torch.arange(0, self.width, 2, dtype=torch.int64, device=device).float()
+        # "ntk" stretches the base, so that the highest frequency stays (bloc97 2023), by the fixed form of GTE.
+        base = self.theta * self.factor if self.kind == "ntk" else self.theta
+        found = 1.0 / base ** (steps / self.width)
+        if self.kind == "ntk":
+            return found / self.factor ** (2 / self.width)
+        return found / self.factor if self.kind == "linear" else found
+
+    def forward(self, states: Tensor, layout: Layout, num_heads: int) -> Tensor:
+        """Return queries or keys ``(..., N*H)`` turned, in their dtype."""
+        cos, sin = self.angles(states, layout)
+        x = states.view(*states.shape[:-1], num_heads, self.width)
+        if self.widened:
+            x = x.float()
+        one, two = x.chunk(2, -1)
+        turned = x * cos + torch.cat([-two, one], -1) * sin
+        return turned.to(states.dtype).view(states.shape)
+
+
+class StatedRotary(Rotary):
+    """Rotations whose frequencies a file may state; layers of the same width and base take the angles made here.
+
+    No change of a model's dtype rounds them.
+    """
+
+    shares = True
+    table: Tensor | None
+
+    def __init__(self, width: int, theta: float = 10_000.0, *, widened: bool = False) -> None:
+        super().__init__(width, theta, widened=widened)
+        self.register_buffer("table", None, persistent=False)
+
+    def take(self, numbers: Tensor) -> None:
+        """Hold numbers as a file states them: frequencies, ``(H / 2,)``.
+
+        Raises:
+            ValueError: they are not as many as a head has pairs.
+        """
+        if numbers.shape != (self.width // 2,):
+            raise ValueError(f"found shape {list(numbers.shape)}; expected [{self.width // 2}]")
+        self.table = numbers.detach().float().clone()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        held = self.table
+        super()._apply(fn, recurse)
+        if held is not None and self.table is not None:
+            self.table = held.to(self.table.device)
+        return self
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Return the angle of one place for each pair of features, ``(H / 2,)``, in float32."""
+        return super().frequencies(device) if self.table is None else self.table.to(device)
+
+
+class PairedRotary(StatedRotary):
+    """Rotations of neighbours, as in RoFormer: features 0 and 1 are a pair, 2 and 3 the next (Su et al. 2021).
+
+    Sines and cosines come from a table of places, which a file may state; layers of the same sizes take the rows that
+    are found here. No change of a model's dtype rounds the table.
+
+    Args:
+        width: H, of a head; even.
+        places: rows of the table.
+        values: whether values are turned too.
+        held: whether this one holds the table, and layers find its rows.
+    """
+
+    halves = False
+
+    def __init__(self, width: int, places: int, *, values: bool = False, held: bool = False) -> None:
+        super().__init__(width)
+        self.places, self.values, self.shares = places, values, held
+        self.table = sinusoids(places, width) if held else None
+
+    def take(self, numbers: Tensor) -> None:
+        """Hold a table of numbers as a file states it, ``(places, H)``: sines of all pairs, then cosines.
+
+        Raises:
+            ValueError: it has another shape.
+        """
+        if numbers.shape != (self.places, self.width):
+            raise ValueError(f"found shape {list(numbers.shape)}; expected {[self.places, self.width]}")
+        self.table = numbers.detach().float().clone()
+
+    def name(self) -> tuple[Any, ...]:
+        """Return what tells these angles from others of the call."""
+        return "paired", self.width, self.places
+
+    def found(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines for places, ``(...)``, in float32: ``(..., 1, H / 2)``, one for each pair."""
+        table = sinusoids(self.places, self.width) if self.table is None else self.table
+        sin, cos = table.to(places.device)[places][..., None, :].chunk(2, -1)
+        return cos, sin
+
+    def forward(self, states: Tensor, layout: Layout, num_heads: int) -> Tensor:
+        """Return queries, keys or values ``(..., N*H)`` turned, in their dtype."""
+        cos, sin = self.angles(states, layout)
+        key = (*self.name(), cos.dtype, "of each feature")
+        if key not in layout.memo:
+            layout.memo[key] = tuple(each.repeat_interleave(2, -1) for each in (cos, sin))
+        cos, sin = layout.memo[key]
+        x = states.view(*states.shape[:-1], num_heads, self.width)
+        # As the reference has it, whose gradients are sums of these parts.
+        across = torch.stack([-x[..., 1::2], x[..., ::2]], -1).view(x.shape)
+        return (x * cos + across * sin).to(states.dtype).view(states.shape)
+
+
+def sinusoids(places: int, width: int) -> Tensor:
+    """Return sines of the angles of all pairs, then cosines, ``(places, H)``, computed in float64 as transformers does.
+
+    Args:
+        places: rows.
+        width: H; even.
+    """
+    angles = np.arange(places)[:, None] / np.power(10_000, 2 * (np.arange(width) // 2) / width)
+    table = np.concatenate([np.sin(angles[:, 0::2]), np.cos(angles[:, 1::2])], 1)
+    return torch.from_numpy(table.astype(np.float32))

@@ -1,0 +1,272 @@
+"""Which table runs each layer of a graph: chosen for a graph that predicts, and for a model while it trains.
+
+Layers that a table lacks stay with torch's operations, and the reason is given to whoever asks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flodl.graph import Graph
+from flodl_hf.nn.attention.disentangled.attention import DisentangledAttention
+from flodl_hf.nn.attention.distances import RelativeBias, SlopedBias
+from flodl_hf.nn.attention.dot_product import Kernel, SelfAttention
+from flodl_hf.nn.attention.rotary import Rotary
+from flodl_hf.nn.backends.cpu import MakeProduct, ProcessorTable
+from flodl_hf.nn.backends.cuda import CudaTable, norm_kind
+from flodl_hf.nn.backends.cuda_float32 import WIDEST_SPLIT, SplitTable
+from flodl_hf.nn.backends.cuda_training import TrainingTable
+from flodl_hf.nn.backends.trials import SPLIT_BOUND, LayerSizes, Turns, prediction, split_prediction, training
+from flodl_hf.nn.encoder.graphs import FirstToken
+from flodl_hf.nn.kernels.trust import trusted
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.nn.layers.table import TORCH, Table
+from flodl_hf.nn.layout.layouts import Layout
+
+__all__ = [
+    "alone_last",
+    "arrange_cuda",
+    "arrange_processor",
+    "arrange_training",
+    "finish_first_tokens",
+    "layers_of",
+    "prediction_sizes",
+    "sizes_of",
+    "splits",
+]
+
+
+def layers_of(graph: nn.Module) -> Iterator[tuple[str, EncoderLayer]]:
+    """Yield every encoder layer with its path; one that repeats comes once."""
+    yield from ((name, module) for name, module in graph.named_modules() if isinstance(module, EncoderLayer))
+
+
+def arrange_processor(
+    graph: nn.Module, make: MakeProduct, *, joined: bool, kernel: Kernel | None = None
+) -> dict[str, str]:
+    """Have a graph's layers run by a processor's table, in place; return why where not, by path.
+
+    Args:
+        graph: for prediction alone; its parameters are read at the first use.
+        make: makes the product of a weight and a bias.
+        joined: one product for query, key and value.
+        kernel: takes the place of torch's fused attention; None for none.
+    """
+    return _arrange(graph, ProcessorTable(make, joined=joined, kernel=kernel))
+
+
+def arrange_cuda(graph: nn.Module, *, split: bool = False) -> dict[str, str]:
+    """Have a graph's layers run by the table of a CUDA device, in place; return why where not, by path.
+
+    Args:
+        graph: for prediction alone, on its device, in the dtype that it is to compute in.
+        split: in float32, compute products in parts, for which copies of the weights are kept.
+    """
+    table = _cuda_table(graph, split=split)
+    lacking = _arrange(graph, table)
+    for _, layer in layers_of(graph):
+        if layer.table is table:
+            table.join(layer)
+    table.follow(layer for _, layer in layers_of(graph))
+    return lacking
+
+
+def _cuda_table(graph: nn.Module, *, split: bool) -> CudaTable:
+    first = next(graph.parameters())
+    sizes = prediction_sizes(graph)
+    if first.dtype == torch.float32:
+        held = split and splits(first.device, sizes) and _has_room(graph, first.device)
+        return SplitTable() if held else CudaTable(kernels=False)
+    half = first.dtype in (torch.float16, torch.bfloat16)
+    held = half and all(trusted("prediction", first.device, first.dtype, each, prediction) for each in sizes)
+    return CudaTable(kernels=held, distances=any(each.distances for each in sizes))
+
+
+def splits(device: torch.device, sizes: Iterable[LayerSizes], *, rehearse: bool = False) -> bool:
+    """Return whether a device computes float32 products in parts as exactly as they have to be.
+
+    Args:
+        device: a CUDA device.
+        sizes: of the layers.
+        rehearse: see `flodl_hf.nn.kernels.trust.trusted`.
+    """
+    asked = list(sizes) or [LayerSizes()]
+    if any(each.width > WIDEST_SPLIT or each.inner > WIDEST_SPLIT for each in asked):
+        return False
+    kind = "float32 products in parts"
+    return all(
+        trusted(kind, device, torch.float32, each, split_prediction, rehearse=rehearse, bound=SPLIT_BOUND)
+        for each in asked
+    )
+
+
+def _has_room(graph: nn.Module, device: torch.device) -> bool:
+    """Return whether half of the device's free memory holds the parts of all weights."""
+    if device.type != "cuda":
+        return True
+    layers = {id(p): p for _, layer in layers_of(graph) for p in layer.parameters() if p.ndim == 2}
+    parts = sum(3 * 2 * p.numel() for p in layers.values())
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if 2 * parts <= free:
+        return True
+    warnings.warn(
+        f"prediction on {device} in float32: products are computed whole, which is slower: their parts would need "
+        f"{parts / 2**30:.1f} GiB beside the weights, and {free / 2**30:.1f} GiB are free. precision='bf16' needs "
+        "none.",
+        stacklevel=2,
+    )
+    return False
+
+
+def prediction_sizes(graph: nn.Module) -> set[LayerSizes]:
+    """Return what the kernels of a graph that predicts are compiled for."""
+    distances = any(isinstance(module, RelativeBias | SlopedBias) for module in graph.modules())
+    found = {sizes_of(layer) for _, layer in layers_of(graph)}
+    return {replace(sizes, distances=distances) for sizes in found if sizes is not None}
+
+
+def sizes_of(layer: EncoderLayer) -> LayerSizes | None:
+    """Return what a layer's kernels are compiled for; None for parts that no kernel of a layer computes."""
+    attention: Any = layer.attention
+    feed_forward: Any = layer.feed_forward
+    if type(attention) is not SelfAttention or type(feed_forward) is not FeedForward:
+        return None
+    width = attention.query.in_features
+    if norm_kind(layer.feed_forward_norm) is None:
+        return None
+    dropped = [m.p for m in layer.modules() if isinstance(m, nn.Dropout)]
+    return LayerSizes(
+        width=width,
+        heads=attention.num_heads,
+        inner=feed_forward.up.out_features,
+        activation=feed_forward.activation.name,
+        gated=feed_forward.gate is not None,
+        order=layer.order,
+        bias=feed_forward.up.bias is not None,
+        window=attention.window,
+        kv_heads=None if attention.kv_heads == attention.num_heads else attention.kv_heads,
+        turns=_turns(attention.rotary),
+        dropout=any(dropped) or attention.attention_dropout > 0,
+    )
+
+
+def _turns(rotary: Rotary | None) -> Turns | None:
+    if rotary is None:
+        return None
+    if not rotary.halves:
+        return "neighbours, values too" if rotary.values else "neighbours"
+    return "wide" if rotary.widened else "stepwise"
+
+
+def _arrange(graph: nn.Module, table: Table) -> dict[str, str]:
+    lacking: dict[str, str] = {}
+    for path, layer in layers_of(graph):
+        reason = table.lacks(layer)
+        layer.table = TORCH if reason else table
+        if reason:
+            lacking[path] = reason
+            continue
+        if isinstance(layer.attention, DisentangledAttention):
+            # What has no bits to repeat takes the quicker way, and weights that stay project positions once.
+            layer.attention.keeps_positions = True
+            if layer.attention.implementation == "sdpa":
+                layer.attention.implementation = "fast"
+    _finish_first_tokens(graph)
+    return lacking
+
+
+class _Taken(nn.Module):
+    """Stands where first tokens were picked, after a layer that gives nothing else."""
+
+    def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
+        """Return ``hidden`` as it is."""
+        return hidden
+
+
+def _finish_first_tokens(graph: nn.Module) -> None:
+    """Let the last layer finish first tokens alone, where a classifier reads no others and a table runs it."""
+    layers = dict(graph.get_submodule("encoder").named_children()).get("layers") if _has_head(graph) else None
+    last = alone_last(graph, layers)
+    if last is not None:
+        finish_first_tokens(graph, last)
+
+
+def _has_head(graph: nn.Module) -> bool:
+    return "head" in dict(graph.named_children())
+
+
+def alone_last(graph: nn.Module, layers: nn.Module | None) -> EncoderLayer | None:
+    """Return the last of a graph's layers where it could finish first tokens alone; None where others are read.
+
+    Args:
+        graph: with all its parts but perhaps the layers.
+        layers: the stack of its layers.
+    """
+    parts = dict(graph.named_children())
+    if "head" not in parts or "relation" in parts:  # beside which a head reads every token
+        return None
+    reader = parts.get("pooler", parts["head"])
+    if not isinstance(layers, Graph) or not isinstance(dict(reader.named_children()).get("first"), FirstToken):
+        return None
+    last = next(reversed(list(layers.children())), None)
+    alone = list(layers.children()).count(last) == 1  # type: ignore[arg-type]
+    # A layer that computes more than `EncoderLayer` does needs its other tokens.
+    return last if type(last) is EncoderLayer and alone else None
+
+
+def finish_first_tokens(graph: nn.Module, last: EncoderLayer) -> None:
+    """Let a last layer finish first tokens alone, if a table runs it that can.
+
+    Args:
+        graph: whose pooler or head then takes what is left.
+        last: what `alone_last` found, or a shadow of it.
+    """
+    if last.table is TORCH:
+        return
+    parts = dict(graph.named_children())
+    last.first_only = True
+    parts.get("pooler", parts["head"]).first = _Taken()
+
+
+# ---- training --------------------------------------------------------------------------------------------
+
+
+def arrange_training(
+    graph: nn.Module, dtype: torch.dtype, *, anywhere: bool = False
+) -> tuple[Callable[[], None], dict[str, str]]:
+    """Have the layers of a model run by the table of training steps; return what undoes it, and why where not, by path.
+
+    A layer keeps its modules, parameters and names. Nothing changes where there is no CUDA device.
+
+    Args:
+        graph: of a model, on its device.
+        dtype: of autocast: bfloat16 or float16.
+        anywhere: on other devices too, for Triton's interpreter.
+    """
+    device = next(graph.parameters()).device
+    if device.type != "cuda" and not anywhere:
+        return _nothing, {path: f"the device is a {device.type}" for path, _ in layers_of(graph)}
+    table = TrainingTable(dtype)
+    lacking = {path: table.lacks(layer) for path, layer in layers_of(graph)}
+    chosen = [layer for path, layer in layers_of(graph) if lacking[path] is None and layer.table is TORCH]
+    sizes = dict.fromkeys(found for layer in chosen if (found := sizes_of(layer)) is not None)
+    if not all(trusted("training", device, dtype, each, training) for each in sizes):
+        return _nothing, dict.fromkeys(lacking, "the kernels are not trusted on this device")
+    for layer in chosen:
+        layer.table = table
+
+    def undo() -> None:
+        for layer in chosen:
+            layer.table = TORCH
+
+    return undo, {path: reason for path, reason in lacking.items() if reason}
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,343 @@
+"""Matrix products on a processor: which kernel multiplies a weight, and what it adds in the same pass.
+
+Three kernels with one interface. `TorchLinear` is torch's own product, into memory that is kept; `OneDnnLinear` has its
+weight laid out once for oneDNN, with bias, activation and sum in the epilogue; `Int8Linear` multiplies int8. Which of
+them a processor gets is decided in `flodl_hf.inference.cpu`; that private operators of torch exist is tried out here.
+
+Shapes: T tokens, I features in, O features out. Inference only: nothing here has a gradient.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flodl_hf.nn.layers.activations import ACTIVATIONS
+
+__all__ = [
+    "CpuLinear",
+    "Int8Linear",
+    "OneDnnLinear",
+    "Product",
+    "Scratch",
+    "TorchLinear",
+    "activate_",
+    "first_is_later",
+    "has_int8",
+    "has_onednn",
+    "sums_in_32_bits",
+]
+
+# Numbers in the largest buffer that is kept between calls: 1,024 tokens of 4,096 features, twice over.
+_KEPT_NUMBERS = 1 << 23
+# Names of our activations whose arithmetic oneDNN has in its epilogue, with its name and variant.
+_EPILOGUES = {
+    "gelu": ("gelu", "none"),
+    "gelu_python": ("gelu", "none"),
+    "gelu_new": ("gelu", "tanh"),
+    "gelu_fast": ("gelu", "tanh"),
+    "gelu_accurate": ("gelu", "tanh"),
+    "gelu_python_tanh": ("gelu", "tanh"),
+    "gelu_pytorch_tanh": ("gelu", "tanh"),
+    "relu": ("relu", ""),
+    "tanh": ("tanh", ""),
+    "sigmoid": ("sigmoid", ""),
+    "hardswish": ("hardswish", ""),
+    "silu": ("swish", ""),
+    "swish": ("swish", ""),
+}
+_TANH_GELUS = frozenset(name for name, (_, variant) in _EPILOGUES.items() if variant == "tanh")
+
+
+class Scratch(threading.local):
+    """Buffers that calls of one thread use again, because fresh memory costs a page fault every 4 KB.
+
+    A buffer's contents last until the same thread asks for the same name.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """Return an unfilled ``(rows, columns)`` tensor."""
+        numbers = rows * columns
+        if numbers > _KEPT_NUMBERS:
+            return torch.empty(rows, columns, dtype=dtype)
+        found = self._kept.get((name, dtype))
+        if found is None or found.numel() < numbers:
+            found = self._kept[name, dtype] = torch.empty(numbers, dtype=dtype)
+        return found[:numbers].view(rows, columns)
+
+
+class Product(Protocol):
+    """``x W^T + b`` for one weight, ``(T, I)`` to ``(T, O)``."""
+
+    def __call__(self, x: Tensor, buffer: str = "") -> Tensor:
+        """Return the product, in the scratch buffer of this name where the kernel can write there."""
+        ...
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """Return the product plus ``other``, ``(T, O)``, in new memory."""
+        ...
+
+    def activated(self, x: Tensor, activation: str, buffer: str) -> Tensor:
+        """Return the activation of the product."""
+        ...
+
+
+def activate_(x: Tensor, activation: str) -> Tensor:
+    """Return the activation of ``x``, in the memory of ``x`` where that is cheaper."""
+    if activation in ("gelu", "gelu_python"):
+        return torch.ops.aten.gelu_(x)
+    if activation == "relu":
+        return torch.relu_(x)
+    if activation in ("silu", "swish"):
+        return F.silu(x, inplace=True)
+    if activation in _TANH_GELUS and x.dtype == torch.float32:
+        # 0.5 (1 + tanh u) = sigmoid(2u); torch's tanh takes three times as long as its sigmoid.
+        twice = x * x
+        twice.mul_(0.044715 * 1.5957691216057308).add_(1.5957691216057308).mul_(x).sigmoid_()
+        return x.mul_(twice)
+    return ACTIVATIONS[activation](x)
+
+
+class TorchLinear:
+    """torch's product, which is MKL's or the platform's own.
+
+    Args:
+        weight: ``(O, I)``, not copied.
+        bias: ``(O,)``, or None.
+        scratch: where results go that are asked for in a buffer.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, scratch: Scratch) -> None:
+        self._scratch = scratch
+        self.weight = weight.detach()
+        self.bias = None if bias is None else bias.detach()
+        self._turned = self.weight.t()
+
+    def __call__(self, x: Tensor, buffer: str = "") -> Tensor:
+        """Return the product."""
+        if not buffer or self.bias is None:
+            return F.linear(x, self.weight, self.bias)
+        out = self._scratch.take(buffer, x.shape[0], self.weight.shape[0], x.dtype)
+        return torch.addmm(self.bias, x, self._turned, out=out)
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """Return the product plus ``other``."""
+        # The product accumulates into what the bias would have been copied to, so the sum costs nothing.
+        total = other.clone() if self.bias is None else other + self.bias
+        return total.addmm_(x, self._turned)
+
+    def activated(self, x: Tensor, activation: str, buffer: str) -> Tensor:
+        """Return the activation of the product."""
+        return activate_(self(x, buffer), activation)
+
+
+class OneDnnLinear:
+    """oneDNN's product with a weight that lies as its kernels want it, from the second use on.
+
+    Reordering into memory of its own takes as long as many products, so an answer that nothing follows does not
+    wait for it: the first use lets oneDNN reorder into its scratch memory and keeps nothing. Both run the same
+    kernel and give the same bits, but for a lone row, which oneDNN multiplies in another way where the weight is
+    not reordered; such a first use, and a build where the bits differ, reorders at once.
+
+    Args:
+        weight: ``(O, I)``, float32 or bfloat16; a copy of its size is made.
+        bias: ``(O,)``, or None.
+        at_once: make the copy at the first use.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, at_once: bool = False) -> None:
+        self.weight = weight.detach()
+        self.bias = None if bias is None else bias.detach()
+        self._packed: Tensor | None = None
+        self._lock = threading.Lock()
+        self._used = at_once
+
+    def _ready(self, x: Tensor) -> Tensor:
+        """Return the weight to multiply ``x`` by: reordered, or as it is."""
+        packed = self._packed
+        if packed is not None:
+            return packed
+        with self._lock:
+            packed = self._packed
+            if packed is None:
+                if not self._used and x.shape[0] > 1:
+                    self._used = True
+                    return self.weight
+                packed = self._packed = cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(self.weight, None))
+            return packed
+
+    def __call__(self, x: Tensor, buffer: str = "") -> Tensor:
+        """Return the product."""
+        return torch.ops.mkldnn._linear_pointwise(x, self._ready(x), self.bias, "none", [], "")
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """Return the product plus ``other``."""
+        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self._ready(x), self.bias, "add")
+
+    def activated(self, x: Tensor, activation: str, buffer: str) -> Tensor:
+        """Return the activation of the product."""
+        epilogue = _EPILOGUES.get(activation)
+        if epilogue is None:
+            return activate_(self(x), activation)
+        return torch.ops.mkldnn._linear_pointwise(x, self._ready(x), self.bias, epilogue[0], [], epilogue[1])
+
+
+class Int8Linear:
+    """The product of int8 numbers: a scale for each row of the weight, and a range for each token.
+
+    A token is ``low + step * u`` with ``u`` from 0 to 255, between its own lowest and highest number, so an answer does
+    not depend on what else is in the batch. Then ``x W^T = step * (u W^T) + low * (sums of W's rows)``.
+
+    Args:
+        weight: ``(O, I)``, float32; kept as int8, a quarter of its size.
+        bias: ``(O,)``, or None.
+        bits: 8, or 7 for processors whose sums of two products saturate at 16 bits.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, bits: int = 8) -> None:
+        largest = 2 ** (bits - 1) - 1
+        weight = weight.detach()
+        scale = weight.abs().amax(dim=1, keepdim=True).clamp_(min=1e-30) / largest
+        whole = (weight / scale).round_().to(torch.int8)
+        self._scale = scale.view(-1).contiguous()
+        self._zeros = torch.zeros(weight.shape[0], dtype=torch.int32)
+        self._sums = whole.sum(dim=1, dtype=torch.float32).mul_(self._scale)
+        self._packed = torch.ops.onednn.qlinear_prepack(whole, None)
+        self._bias = torch.zeros(weight.shape[0], dtype=torch.float32) if bias is None else bias.detach()
+
+    def __call__(self, x: Tensor, buffer: str = "") -> Tensor:
+        """Return the product."""
+        return self._scaled(x, self._bias)
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """Return the product plus ``other``."""
+        return self._scaled(x, other + self._bias)
+
+    def activated(self, x: Tensor, activation: str, buffer: str) -> Tensor:
+        """Return the activation of the product."""
+        return activate_(self._scaled(x, self._bias), activation)
+
+    def _scaled(self, x: Tensor, added: Tensor) -> Tensor:
+        whole, step, low = self.quantised(x)
+        out = self.multiplied(whole)
+        return torch.addcmul(added, out, step, out=out).addcmul_(low, self._sums)
+
+    def quantised(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``(T, I)`` as unsigned bytes, and each token's step and lowest number, ``(T, 1)``."""
+        # Made to shrink embedding tables: rows of bytes, each with its step and lowest number behind it, in one pass
+        # in which a row stays in cache; by torch's other operations it takes nine, and four times as long.
+        rows = torch.ops.quantized.embedding_bag_byte_prepack(x)
+        width = x.shape[1]
+        ranges = rows[:, width:].contiguous().view(torch.float32)
+        return rows[:, :width], ranges[:, :1], ranges[:, 1:]
+
+    def multiplied(self, whole: Tensor) -> Tensor:
+        """Return the product of quantised tokens, the weight's scale in it and theirs not."""
+        return torch.ops.onednn.qlinear_pointwise(
+            whole, 1.0, 0, self._packed, self._scale, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+
+
+@cache
+def has_onednn(dtype: torch.dtype) -> bool:
+    """Return whether torch has the operators `OneDnnLinear` calls and they multiply correctly."""
+    return _tried(
+        lambda weight, bias: OneDnnLinear(weight, bias, at_once=True), dtype, 1e-5 if dtype == torch.float32 else 2e-2
+    )
+
+
+@cache
+def first_is_later(dtype: torch.dtype) -> bool:
+    """Return whether `OneDnnLinear` gives the same bits before and after its weight is reordered."""
+    numbers = torch.arange(96 * 64, dtype=torch.float32).mul_(0.37).sin_().to(dtype)
+    weight, bias = numbers.view(96, 64), numbers[:96]
+    with torch.inference_mode():
+        for rows in (2, 7, 32):
+            x = numbers[: rows * 64].view(rows, 64).contiguous()
+            other = numbers[-rows * 96 :].view(rows, 96).contiguous()
+            ways = (
+                lambda product, x=x: product(x),
+                lambda product, x=x, other=other: product.plus(x, other),
+                lambda product, x=x: product.activated(x, "gelu", ""),
+            )
+            for way in ways:
+                if not torch.equal(way(OneDnnLinear(weight, bias)), way(OneDnnLinear(weight, bias, at_once=True))):
+                    return False
+    return True
+
+
+@cache
+def has_int8() -> bool:
+    """Return whether torch has the operators `Int8Linear` calls and they multiply correctly."""
+    return _tried(lambda weight, bias: Int8Linear(weight, bias, 7), torch.float32, 3e-2)
+
+
+@cache
+def sums_in_32_bits() -> bool:
+    """Return whether sums of int8 products are kept in 32 bits, rather than saturating at 16.
+
+    Tried rather than asked of the processor: what it has is not what oneDNN was told to use
+    (``ONEDNN_MAX_CPU_ISA``).
+    """
+    if not has_int8():
+        return False
+    with torch.inference_mode():
+        # Ones beside a zero quantise to 255, those of a weight to 127, and 255 * 127 twice is more than 16 bits hold.
+        product = Int8Linear(torch.ones(32, 64, dtype=torch.float32), None, bits=8)
+        x = torch.ones(64, 64, dtype=torch.float32)
+        x[:, -1] = 0.0
+        return all(float((product(x[:rows]) - 63.0).abs().max()) < 0.5 for rows in (1, 5, 64))
+
+
+def _tried(make: Callable[[Tensor, Tensor], Product], dtype: torch.dtype, bound: float) -> bool:
+    # Numbers of its own, so that asking leaves the random state alone.
+    numbers = torch.arange(24 * 16, dtype=torch.float32).mul_(0.37).sin_()
+    x, weight, bias = numbers[:80].view(5, 16), numbers[: 24 * 16].view(24, 16), numbers[:24]
+    wanted = F.linear(x, weight, bias)
+    other = wanted.flip(0).contiguous()
+    try:
+        with warnings.catch_warnings(), torch.inference_mode():
+            warnings.simplefilter("ignore")
+            product = make(weight.to(dtype), bias.to(dtype))
+            given = x.to(dtype)
+            found = [
+                (product(given), wanted),
+                (product.plus(given, other.to(dtype)), wanted + other),
+                (product.activated(given, "gelu", "tried"), F.gelu(wanted)),
+            ]
+            return all(float((a.float() - b).abs().max()) <= bound * float(b.abs().max()) for a, b in found)
+    except (AttributeError, RuntimeError, NotImplementedError, TypeError):
+        return False
+
+
+class CpuLinear(nn.Module):
+    """A linear map with a product chosen for the processor.
+
+    Args:
+        source: whose weight and bias, shared.
+        make: makes the product, at the first use.
+    """
+
+    def __init__(self, source: nn.Linear, make: Callable[[Tensor, Tensor | None], Product]) -> None:
+        super().__init__()
+        self.in_features, self.out_features = source.in_features, source.out_features
+        self.weight = source.weight
+        self.bias = source.bias
+        self._make = make
+        self._product: Product | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``(..., out_features)``."""
+        if self._product is None:
+            self._product = self._make(self.weight, self.bias)
+        return self._product(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)

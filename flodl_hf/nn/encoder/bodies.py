@@ -1,0 +1,171 @@
+"""The few shapes that a task's classifier comes in; each family says which one it uses.
+
+Every body is a graph from states to logits with the input ``layout``. States are the token states
+``(..., hidden)``, or the pooler's output ``(texts, hidden)`` where the family says ``pooled``.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from flodl.graph import FlowBuilder, Graph
+from flodl_hf.nn.encoder.graphs import FirstToken, MeanToken
+from flodl_hf.nn.layers.activations import Activation
+
+__all__ = [
+    "Relation",
+    "Squeezed",
+    "first_token_mlp",
+    "linear",
+    "lm",
+    "normed",
+    "pooled",
+    "summary",
+    "token_score",
+]
+
+
+class Relation(nn.Module):
+    """Scores of how two texts belong together, from the pooler's output, beside a head that scores tokens.
+
+    Args:
+        hidden_size: width of the states.
+        num_labels: scores out.
+        dropout: before the projection; None for none at all.
+    """
+
+    def __init__(self, hidden_size: int, num_labels: int, dropout: float | None = None) -> None:
+        super().__init__()
+        self.dropout = None if dropout is None else nn.Dropout(dropout)
+        self.classifier = nn.Linear(hidden_size, num_labels)
+
+    def forward(self, hidden: Tensor, pooled: Tensor) -> Tensor:
+        """Return ``(texts, labels)`` of ``pooled``; token states are not read."""
+        return self.classifier(pooled if self.dropout is None else self.dropout(pooled))
+
+
+class Squeezed(nn.Module):
+    """The one score of each state, without a dimension of its own."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return ``(...)`` of ``(..., 1)``."""
+        return hidden.squeeze(-1)
+
+
+def linear(hidden_size: int, num_labels: int, dropout: float | None, name: str = "classifier") -> Graph:
+    """Return dropout (None: none at all) and one projection: a label score for each state."""
+    classifier = nn.Linear(hidden_size, num_labels)
+    if dropout is None:
+        return FlowBuilder(classifier, name=name).input("layout").build()
+    return FlowBuilder(nn.Dropout(dropout), name="dropout").input("layout").through(classifier, name=name).build()
+
+
+def pooled(pooling: str) -> FlowBuilder:
+    """Return the beginning of a body for whole texts: their first token's state ("cls") or the mean of all ("mean")."""
+    pool = FlowBuilder(FirstToken(), name="first") if pooling == "cls" else FlowBuilder(MeanToken(), name="mean")
+    return pool.input("layout").using("layout")
+
+
+def first_token_mlp(
+    hidden_size: int, num_labels: int, *, dropout_in: float | None, activation: str, dropout_out: float
+) -> Graph:
+    """Return the first token's state through a projection, an activation, dropout and the label projection.
+
+    Args:
+        hidden_size: width of the states.
+        num_labels: scores out.
+        dropout_in: dropout before the first projection; None for none.
+        activation: between the projections.
+        dropout_out: dropout before the label projection.
+    """
+    flow = FlowBuilder(FirstToken(), name="first").input("layout").using("layout")
+    if dropout_in is not None:
+        flow = flow.through(nn.Dropout(dropout_in), name="dropout_in")
+    return (
+        flow.through(nn.Linear(hidden_size, hidden_size), name="dense")
+        .through(Activation(activation), name="activation")
+        .through(nn.Dropout(dropout_out), name="dropout")
+        .through(nn.Linear(hidden_size, num_labels), name="classifier")
+        .build()
+    )
+
+
+def summary(hidden_size: int, *, projection: bool, activation: str | None, dropout: float) -> Graph:
+    """Return one score of a text from its first token's state, as transformers' summaries are configured.
+
+    Args:
+        hidden_size: width of the states.
+        projection: whether one stands before the activation.
+        activation: before the score; None for none.
+        dropout: before the score.
+    """
+    flow = pooled("cls")
+    if projection:
+        flow = flow.through(nn.Linear(hidden_size, hidden_size), name="dense")
+    if activation is not None:
+        flow = flow.through(Activation(activation), name="activation")
+    flow = flow.through(nn.Dropout(dropout), name="dropout")
+    return flow.through(nn.Linear(hidden_size, 1), name="classifier").build()
+
+
+def token_score(hidden_size: int, activation: str) -> Graph:
+    """Return a projection, an activation and one score for each token."""
+    return (
+        FlowBuilder(nn.Linear(hidden_size, hidden_size), name="dense")
+        .input("layout")
+        .through(Activation(activation), name="activation")
+        .through(nn.Linear(hidden_size, 1), name="classifier")
+        .through(Squeezed(), name="squeezed")
+        .build()
+    )
+
+
+def lm(hidden_size: int, embedding_size: int, vocab_size: int, activation: str, norm_eps: float) -> Graph:
+    """Return the masked-word head: projection, activation, norm, then a score for every word.
+
+    The decoder's table is the word embedding itself where the configuration ties them.
+    """
+    return (
+        FlowBuilder(nn.Linear(hidden_size, embedding_size), name="dense")
+        .input("layout")
+        .through(Activation(activation), name="activation")
+        .through(nn.LayerNorm(embedding_size, eps=norm_eps), name="norm")
+        .through(nn.Linear(embedding_size, vocab_size), name="decoder")
+        .build()
+    )
+
+
+def normed(
+    hidden_size: int,
+    num_labels: int,
+    *,
+    activation: str,
+    norm: nn.Module,
+    bias: bool = True,
+    pooling: str | None = None,
+    dropout: float | None = None,
+    out_bias: bool = True,
+    name: str = "classifier",
+) -> Graph:
+    """Return states through a projection, an activation and a norm, then dropout and the last projection.
+
+    Args:
+        hidden_size: width of the states.
+        num_labels: scores out.
+        activation: after the first projection.
+        norm: after the activation.
+        bias: whether the first projection adds one.
+        pooling: "cls" or "mean" to score texts by their first token or the mean of all; None to score tokens.
+        dropout: before the last projection; None for none at all.
+        out_bias: whether the last projection adds a bias.
+        name: of the last projection.
+    """
+    dense = nn.Linear(hidden_size, hidden_size, bias=bias)
+    if pooling is None:
+        flow = FlowBuilder(dense, name="dense").input("layout")
+    else:
+        flow = pooled(pooling).through(dense, name="dense")
+    flow = flow.through(Activation(activation), name="activation").through(norm, name="norm")
+    if dropout is not None:
+        flow = flow.through(nn.Dropout(dropout), name="dropout")
+    return flow.through(nn.Linear(hidden_size, num_labels, bias=out_bias), name=name).build()

@@ -1,0 +1,155 @@
+"""What else DeBERTa's encoder has of its own: its embeddings, its convolution, a bias that stands alone.
+
+All three work on both layouts. Shapes: ``(batch, seq, hidden)`` or ``(tokens, hidden)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flodl_hf.nn.layers.activations import Activation
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer
+from flodl_hf.nn.layout.layouts import Layout
+
+__all__ = ["Convolution", "ConvolvedLayer", "MaskedEmbeddings", "Shift"]
+
+
+class MaskedEmbeddings(nn.Module):
+    """Words, positions and token types summed, widened, normalised, zeroed where padding is, and dropped.
+
+    Args:
+        vocab_size: rows of the word table.
+        size: width of each table.
+        hidden_size: width of the states; another than ``size`` adds a projection.
+        norm_eps: epsilon of the layer norm.
+        dropout: probability of dropping a value, in [0, 1).
+        max_positions: rows of the position table; 0 for none.
+        type_vocab_size: rows of the token type table; 0 for none.
+        pad_token_id: the word row that gets no gradient; None for none.
+        norm: which layer norm.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        size: int,
+        hidden_size: int,
+        norm_eps: float,
+        dropout: float,
+        *,
+        max_positions: int = 0,
+        type_vocab_size: int = 0,
+        pad_token_id: int | None = None,
+        norm: type[nn.LayerNorm] = nn.LayerNorm,
+    ) -> None:
+        super().__init__()
+        self.word = nn.Embedding(vocab_size, size, padding_idx=pad_token_id)
+        self.position = nn.Embedding(max_positions, size) if max_positions else None
+        self.token_type = nn.Embedding(type_vocab_size, size) if type_vocab_size else None
+        self.projection = nn.Linear(size, hidden_size, bias=False) if size != hidden_size else None
+        self.norm = norm(hidden_size, eps=norm_eps)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        layout: Layout | None = None,
+    ) -> Tensor:
+        """Return the embedded tokens, ``(..., hidden)``. Absent ``token_type_ids`` are zeros."""
+        assert layout is not None
+        states = self.word(input_ids)
+        if self.position is not None:
+            states = states + self.position(layout.positions(input_ids) if position_ids is None else position_ids)
+        if self.token_type is not None:
+            zeros = input_ids.new_zeros(()).expand_as(input_ids)
+            states = states + self.token_type(zeros if token_type_ids is None else token_type_ids)
+        if self.projection is not None:
+            states = self.projection(states)
+        states = self.norm(states)
+        keep = layout.keep(states)
+        if keep is not None:
+            states = states * keep.to(states.dtype)
+        return self.dropout(states)
+
+
+class Convolution(nn.Module):
+    """Neighbouring embeddings mixed, added to a layer's output and normalised.
+
+    Args:
+        hidden_size: width of a state.
+        kernel_size: tokens seen, odd, so that texts keep their length.
+        groups: groups of channels; divides ``hidden_size``.
+        activation: a name of `flodl_hf.nn.layers.activations.ACTIVATIONS`.
+        norm_eps: epsilon of the layer norm.
+        dropout: probability of dropping a mixed value, in [0, 1).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        kernel_size: int,
+        groups: int,
+        activation: str,
+        norm_eps: float,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        padding = (kernel_size - 1) // 2
+        self.filter = nn.Conv1d(hidden_size, hidden_size, kernel_size, padding=padding, groups=groups)
+        self.dropout = nn.Dropout(dropout)
+        self.activation = Activation(activation)
+        self.norm = nn.LayerNorm(hidden_size, eps=norm_eps)
+
+    def forward(self, hidden: Tensor, below: Tensor, layout: Layout) -> Tensor:
+        """Return a layer's output ``hidden`` joined with the mixed ``below``, same shape; padding is zero."""
+        states = self.norm(hidden + self.activation(self.dropout(self._mixed(below, layout))))
+        keep = layout.keep(states)
+        return states if keep is None else states * keep.to(states.dtype)
+
+    def _mixed(self, below: Tensor, layout: Layout) -> Tensor:
+        def rows(keep: Tensor | None, below: Tensor) -> Tensor:
+            # Rows laid out of packed texts hold other texts' tokens where nothing is kept.
+            return self._rows(below if keep is None else below * keep[:, :, None].to(below.dtype))
+
+        return layout.by_rows(rows, below)
+
+    def _rows(self, states: Tensor) -> Tensor:
+        return self.filter(states.transpose(1, 2).contiguous()).transpose(1, 2).contiguous()
+
+
+class ConvolvedLayer(EncoderLayer):
+    """A layer whose output is joined with what a convolution makes of its input.
+
+    Args:
+        *parts: as of `EncoderLayer`.
+        conv: the convolution.
+    """
+
+    def __init__(self, *parts: Any, conv: Convolution) -> None:
+        super().__init__(*parts)
+        self.conv = conv
+
+    def forward(self, hidden: Tensor, layout: Layout, **given: Any) -> Tensor:
+        """Return the layer's states, shaped like ``hidden``."""
+        return self.conv(super().forward(hidden, layout, **given), below=hidden, layout=layout)
+
+
+class Shift(nn.Module):
+    """A learned number added to each value of a state.
+
+    Args:
+        size: width of the states.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return ``hidden`` plus the bias, same shape."""
+        return hidden + self.bias

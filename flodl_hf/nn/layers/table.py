@@ -1,0 +1,101 @@
+"""The reference table: each operation of a layer as torch computes it, in the order of the reference implementation.
+
+Other tables are subclasses that override operations. What attention and feed-forward hand to the sum that follows
+them, a branch, is the table's own affair: here it is the finished tensor; a table that adds the residual inside the
+last product leaves that product undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, Protocol
+
+from torch import Tensor, nn
+
+from flodl_hf.nn.layout.layouts import Layout
+
+__all__ = ["TORCH", "Layer", "Table", "watched"]
+
+
+class Layer(Protocol):
+    """What a table reads of a layer: `flodl_hf.nn.layers.encoder_layer.EncoderLayer`."""
+
+    @property
+    def attention(self) -> nn.Module: ...  # noqa: D102
+    @property
+    def attention_norm(self) -> nn.Module: ...  # noqa: D102
+    @property
+    def feed_forward(self) -> nn.Module: ...  # noqa: D102
+    @property
+    def feed_forward_norm(self) -> nn.Module: ...  # noqa: D102
+    @property
+    def order(self) -> Literal["post", "pre"]: ...  # noqa: D102
+    def children(self) -> Iterator[nn.Module]: ...  # noqa: D102
+
+
+class Table:
+    """Runs layers by torch's operations, to the bit as the reference implementation does.
+
+    Shapes: states are ``(batch, seq, hidden)`` or ``(tokens, hidden)``, as the layout has them.
+    """
+
+    name = "torch"
+
+    def lacks(self, layer: Layer) -> str | None:
+        """Return why this table cannot run a layer, as half a sentence; None where it can."""
+        return None
+
+    def begin(self, layer: Layer, hidden: Tensor, layout: Layout, given: Mapping[str, Any]) -> Table:
+        """Return the table that runs this call: this one, or `TORCH` where the call is none of its own."""
+        return self
+
+    def attend(self, layer: Layer, hidden: Tensor, layout: Layout, given: Mapping[str, Any], first: bool) -> Any:
+        """Return the branch of attention over ``hidden``; with ``first`` that of each text's first token alone."""
+        branch = layer.attention(hidden, layout=layout, **given)
+        return layout.first(branch) if first else branch
+
+    def transform(self, layer: Layer, hidden: Tensor, layout: Layout) -> Any:
+        """Return the branch of the feed-forward part."""
+        return layer.feed_forward(hidden)
+
+    def add(self, layer: Layer, branch: Any, residual: Tensor, layout: Layout) -> Tensor:
+        """Return ``residual`` plus what a branch comes to."""
+        return residual + branch
+
+    def norm(self, norm: nn.Module, hidden: Tensor, layout: Layout) -> Tensor:
+        """Return the normalised states."""
+        return norm(hidden)
+
+    def add_norm(self, layer: Layer, norm: nn.Module, branch: Any, residual: Tensor, layout: Layout) -> Tensor:
+        """Return the normalised sum (post-norm layers)."""
+        return self.norm(norm, self.add(layer, branch, residual, layout), layout)
+
+    def add_then_norm(
+        self, layer: Layer, norm: nn.Module, branch: Any, residual: Tensor, layout: Layout
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum, and it normalised (pre-norm layers)."""
+        total = self.add(layer, branch, residual, layout)
+        return total, self.norm(norm, total, layout)
+
+    def __deepcopy__(self, memo: Any) -> Table:
+        # A copy of a layer is run by torch until somebody chooses a table for it.
+        return TORCH
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reference, ()
+
+
+TORCH = Table()
+
+
+def _reference() -> Table:
+    return TORCH
+
+
+def watched(layer: Layer) -> bool:
+    """Return whether somebody hooked onto a part of a layer, which sees what only torch's operations compute."""
+    return any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+        for part in layer.children()
+        for m in part.modules()
+    )

@@ -1,0 +1,337 @@
+"""The tokenizer: text to token ids and windows, ids back to text.
+
+Decides: that ``tokenizer.json`` is used, except its padding and truncation sections, which are kept for saving and of
+which only the sides are read (padding and truncation happen here, so one tokenizer serves any number of threads).
+Leaves to others: vocabulary files without ``tokenizer.json`` (``tokenization/build.py``), where windows are
+cut (``rows.py``), names on the Hub (``checkpoints/hub/``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from flodl_hf.checkpoints.hub.folders import holds_adapter, resolve_folder
+from flodl_hf.checkpoints.weights.file_names import ADAPTER_CONFIG, BASE_OF_ADAPTER, CONFIG_NAME, is_vocabulary_in
+from flodl_hf.compat.loading import TOKENIZER
+from flodl_hf.compat.taking import taking
+from flodl_hf.errors import TokenizerError
+from flodl_hf.tokenization.backend import Backend
+from flodl_hf.tokenization.calls import Calls
+from flodl_hf.tokenization.definition import WARNED, read_backend, with_sections
+from flodl_hf.tokenization.doctor import contradictions
+from flodl_hf.tokenization.encoded import Encoded
+from flodl_hf.tokenization.guard import guarded
+from flodl_hf.tokenization.rows import Row
+from flodl_hf.tokenization.settings import ROLES, read_settings
+from flodl_hf.tokenization.source import (
+    TOKENIZER_FILES,
+    parse_json,
+    read_bytes,
+    read_source,
+    vocabulary_file,
+    with_settings,
+    write_files,
+)
+
+__all__ = ["TOKENIZER_FILES", "Encoded", "Row", "Tokenizer"]
+
+
+_SETTABLE = ("model_max_length", "padding_side", "truncation_side", *ROLES)
+
+
+class Tokenizer(Calls):
+    """Turns text into rows of token ids and back; safe to share between threads. Its vocabulary does not change after
+    loading; ``padding_side``, ``truncation_side``, ``model_max_length`` and the special tokens can be set.
+
+    Make one with [from_folder][] or [from_pretrained][]. ``AutoTokenizer`` is another name of this class.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        files: Mapping[str, bytes] | None = None,
+        folder: str | os.PathLike[str] = "tokenizer",
+        model_type: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        notes: Sequence[str] = (),
+        overridden: bool = False,
+    ) -> None:
+        """Take over ``backend``: no one else may change it afterwards.
+
+        Args:
+            backend: a tokenizer of the tokenizers library.
+            files: the files it came from, by name; they are written back byte for byte.
+            folder: where it came from, for messages.
+            model_type: family, if known.
+            config: the model's ``config.json``, if known.
+            notes: contradictions of its files, and which file is used; further ones are added to ``notes``.
+            overridden: whether settings replaced parts of ``tokenizer.json``.
+
+        Raises:
+            TokenizerError: if a settings file is damaged, or the normalizer would exhaust memory.
+        """
+        self._files = dict(files or {})
+        self._overridden = overridden
+        self._config = dict(config or {})
+        frozen = Backend(backend, f"{folder}/{vocabulary_file(self._files)}" if self._files else str(folder))
+        settings = read_settings(
+            self._files,
+            lambda token: backend.token_to_id(token) is not None,
+            folder=str(folder),
+            model_type=model_type,
+            config=self._config,
+            pad_token=frozen.pad_token,
+            sides=frozen.sides,
+        )
+        super().__init__(frozen, settings, str(folder))
+        found = []
+        if "tokenizer.json" in self._files and not frozen.by_code:
+            name = "special_tokens_map.json"
+            mapped = parse_json(self._files[name], f"{folder}/{name}") if name in self._files else {}
+            with guarded(f"{folder}/tokenizer.json", "the tokenizer definition is damaged; fetch it again"):
+                found = contradictions(backend, settings, mapped, self._config, frozen.pad_token)
+        self.notes = (*notes, *found)
+        if settings.split_special:
+            backend.encode_special_tokens = True
+        self._splitting: Backend | None = None
+        self._sealed = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_sealed" not in self.__dict__:
+            super().__setattr__(name, value)
+        elif name in _SETTABLE:
+            self._state({name: value})
+        else:
+            raise AttributeError(f"a loaded tokenizer does not change; load another one to set {name!r}")
+
+    def _state(self, changes: Mapping[str, Any]) -> None:
+        """Change settings, also in the files that are saved.
+
+        Raises:
+            TokenizerError: a value is invalid, or the vocabulary does not contain a token; nothing is changed.
+        """
+        for role, token in changes.items():
+            if role in ROLES and (not isinstance(token, str) or self.token_to_id(token) is None):
+                raise TokenizerError(
+                    f"{role}: found {token!r}, expected a token of the vocabulary. Add it to the files first.",
+                    field=role,
+                    found=token,
+                )
+        files = with_settings(self._files, changes, self._folder)
+        settings = read_settings(
+            files, lambda token: self._inner.token_to_id(token) is not None, folder=self._folder,
+            model_type=self._settings.model_type, config=self._config, pad_token=self._backend.pad_token,
+            sides=self._backend.sides,
+        )  # fmt: skip
+        self.__dict__.update(_files=files, _settings=settings)
+        self.__dict__.pop("all_special_ids", None)
+
+    # Loading and saving
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        model_type: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> Tokenizer:
+        """Return the tokenizer whose files are in ``folder``.
+
+        ``tokenizer.json`` is used where there is one; otherwise the tokenizer is built from ``vocab.txt``,
+        ``vocab.json`` with ``merges.txt``, or a sentencepiece model.
+
+        Args:
+            folder: folder with the tokenizer files.
+            model_type: family, such as ``"bert"``; read from ``config.json`` or ``tokenizer_config.json`` if
+                not given.
+            settings: values that replace those of ``tokenizer_config.json``.
+
+        Raises:
+            TokenizerError: if there is no tokenizer in the folder, or its files are damaged.
+        """
+        path = Path(folder)
+        files = with_settings(read_source(path), settings or {}, str(path))
+        config: Mapping[str, Any] = {}
+        # A damaged config.json is reported by those who need it; here it only helps to guess the family.
+        with contextlib.suppress(TokenizerError):
+            config = parse_json(read_bytes(path / "config.json"), str(path / "config.json"))
+        return cls.from_files(files, folder=path, model_type=model_type, config=config)
+
+    @classmethod
+    def from_files(
+        cls,
+        files: Mapping[str, bytes],
+        *,
+        folder: str | os.PathLike[str] = "tokenizer",
+        model_type: str | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> Tokenizer:
+        """Return the tokenizer that ``files`` (name to contents) define; arguments as in [from_folder][]."""
+        backend, notes, overridden = read_backend(files, str(folder), model_type, config or {})
+        for note in notes:
+            if note.startswith(WARNED) and "the former is used" not in note:
+                warnings.warn(f"{folder}: {note}", UserWarning, stacklevel=3)
+        return cls(
+            backend, files=files, folder=folder, model_type=model_type, config=config, notes=notes,
+            overridden=overridden,
+        )  # fmt: skip
+
+    @classmethod
+    @taking(TOKENIZER, TokenizerError)
+    def from_pretrained(
+        cls,
+        name_or_path: str | os.PathLike[str],
+        *,
+        revision: str | None = None,
+        subfolder: str = "",
+        token: str | bool | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        local_files_only: bool = False,
+        add_prefix_space: bool | None = None,
+        do_lower_case: bool | None = None,
+        model_max_length: int | None = None,
+        padding_side: str | None = None,
+        truncation_side: str | None = None,
+        pad_token: str | None = None,
+    ) -> Tokenizer:
+        """Return the tokenizer of a local folder or of a repository on the Hub.
+
+        Where the folder has no vocabulary of its own, it is that of the transformer which ``modules.json`` names, or of
+        the base model of an adapter.
+
+        Args:
+            name_or_path: folder, ``"owner/name"`` or ``"owner/name@revision"``.
+            revision: branch, tag or commit.
+            subfolder: folder inside the repository.
+            token: access token; ``None`` takes the one that is logged in.
+            cache_dir: where downloads are kept.
+            local_files_only: open no network connection.
+            add_prefix_space: replaces the setting of the folder, as all that follow.
+            do_lower_case: change texts to lower case.
+            model_max_length: most tokens of a truncated text.
+            padding_side: "left" or "right".
+            truncation_side: "left" or "right".
+            pad_token: a token of the vocabulary.
+
+        Raises:
+            HubError: if the name cannot be resolved.
+            TokenizerError: if there is no usable tokenizer.
+        """
+        given = {
+            "add_prefix_space": add_prefix_space, "do_lower_case": do_lower_case, "model_max_length": model_max_length,
+            "padding_side": padding_side, "truncation_side": truncation_side, "pad_token": pad_token,
+        }  # fmt: skip
+        settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        hub = {
+            "revision": revision, "subfolder": subfolder, "token": token, "cache_dir": cache_dir,
+            "local_files_only": local_files_only,
+        }  # fmt: skip
+        folder, _ = resolve_folder(name_or_path, hub, (*TOKENIZER_FILES, ADAPTER_CONFIG, CONFIG_NAME))
+        if is_vocabulary_in(folder):
+            return cls._stated(folder, settings)
+        if holds_adapter(folder):
+            base = parse_json(read_bytes(folder / ADAPTER_CONFIG), str(folder / ADAPTER_CONFIG)).get(BASE_OF_ADAPTER)
+            if isinstance(base, str) and base:
+                return cls.from_pretrained(
+                    base, token=token, cache_dir=cache_dir, local_files_only=local_files_only, **settings
+                )
+        from flodl_hf.checkpoints.sentence.routing import transformer_folder
+
+        return cls._stated(transformer_folder(folder), settings)
+
+    @classmethod
+    def _stated(cls, folder: Path, settings: Mapping[str, Any]) -> Tokenizer:
+        """Return the tokenizer of a folder with other settings."""
+        tokenizer = cls.from_folder(folder, settings={k: v for k, v in settings.items() if k not in ROLES})
+        tokens = {role: token for role, token in settings.items() if role in ROLES}
+        if tokens:
+            tokenizer._state(tokens)
+        return tokenizer
+
+    def files(self) -> dict[str, bytes]:
+        """Return the tokenizer files of the source, and a ``tokenizer.json`` unless Python code splits the words."""
+        out = dict(self._files)
+        if "tokenizer.json" not in out and not self._backend.by_code:
+            out["tokenizer.json"] = self.to_json().encode("utf-8")
+        return out
+
+    def to_json(self) -> str:
+        """Return the definition as the text of a ``tokenizer.json``.
+
+        Raises:
+            TokenizerError: Python code splits the words, as for Japanese BERT and PhoBERT: there is no definition.
+        """
+        if self._backend.by_code:
+            raise TokenizerError(
+                f"{self._folder}: the words are split by Python code, which tokenizer.json cannot contain; "
+                "save the tokenizer with save_pretrained, which writes its vocabulary files",
+                where=self._folder,
+            )
+        if "tokenizer.json" in self._files and not self._overridden:
+            return self._files["tokenizer.json"].decode("utf-8-sig")
+        return self._inner.to_str(pretty=True)
+
+    def fingerprint(self) -> str:
+        """Return a hash of the definition, or of the files where Python code splits the words."""
+        if not self._backend.by_code:
+            return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
+        digest = hashlib.sha256()
+        for name, data in sorted(self._files.items()):
+            digest.update(name.encode() + b"\0" + hashlib.sha256(data).digest())
+        return digest.hexdigest()[:32]
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> tuple[str, ...]:
+        """Write [files][] into ``folder``, each beside its target and then renamed; return the paths."""
+        return write_files(self.files(), Path(folder))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (
+            type(self),
+            None if self._backend.by_code else self._inner.to_str(),
+            self._files,
+            self._folder,
+            self._settings.model_type,
+            self._config,
+            self._backend.pad_token,
+            self._backend.sides,
+            self._overridden,
+        )
+
+    def __deepcopy__(self, memo: Any) -> Tokenizer:
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)  # a new setting replaces these objects; nothing changes them
+        return other
+
+    def __repr__(self) -> str:
+        return (
+            f"Tokenizer({self._folder!r}, vocab_size={self.vocab_size}, "
+            f"model_max_length={self.model_max_length}, "
+            f"padding_side={self.padding_side!r}, special_tokens={dict(self._settings.special)!r})"
+        )
+
+
+def _restore(
+    kind: type[Tokenizer],
+    text: str | None,
+    files: Any,
+    folder: str,
+    model_type: Any,
+    config: Any,
+    pad_token: str | None = None,
+    sides: Mapping[str, str] | None = None,
+    overridden: bool = False,
+) -> Tokenizer:
+    if text is None:
+        return kind.from_files(files, folder=folder, model_type=model_type, config=config)
+    backend = with_sections(text, pad_token, sides or {})
+    return kind(backend, files=files, folder=folder, model_type=model_type, config=config, overridden=overridden)

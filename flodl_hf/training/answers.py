@@ -1,0 +1,170 @@
+"""The span of a context that answers a question, from data in the shape of SQuAD.
+
+A long context is read in overlapping windows. A window that does not hold the whole answer learns to point at its
+first token, which stands for "nothing here" (Devlin et al. 2018).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from flodl.errors import DataError, capped, printable
+from flodl.metrics import Metric
+from flodl_hf.inference.decode.metrics import AnswerF1
+from flodl_hf.readers.columns import Columns
+from flodl_hf.tokenization.alignment import answer_positions
+from flodl_hf.training.rows import EncodedRows, RowBuilder
+from flodl_hf.training.step import Kind
+from flodl_hf.training.task import CHUNK, Examples, LengthLimits, Prepared, check_texts
+
+if TYPE_CHECKING:
+    from flodl_hf.tokenization.tokenizer import Tokenizer
+
+__all__ = ["AnswerTask"]
+
+WINDOW_TOKENS = 384
+STRIDE = 128
+
+
+@dataclass(frozen=True)
+class _Truth:
+    """For each question its windows, its context and the accepted answers."""
+
+    windows: list[list[Any]] = field(default_factory=list)
+    contexts: list[str] = field(default_factory=list)
+    answers: list[list[str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class AnswerTask:
+    """The answer to a question in its context.
+
+    Args:
+        columns: which columns hold questions, contexts and answers.
+    """
+
+    columns: Columns
+    head: str = "question_answering"
+    kind: Kind = "spans"
+    labels: tuple[str, ...] | None = None
+    problem_type: str | None = None
+    main_metric: str = "f1"
+    per_row: bool = False
+
+    def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
+        """Return the windows of each question with its context."""
+        question, context, column = self.columns.question, self.columns.context, self.columns.answers
+        assert question is not None
+        assert context is not None
+        if column is None:
+            raise DataError("finetune: found questions and no column with answers; say columns={'answers': ...}")
+        for name in (question, context):
+            check_texts(examples, name, "finetune")
+        builder, truth, faults = RowBuilder(limits.types), _Truth(), []
+        for start in range(0, len(examples), CHUNK):
+            part = examples[start : start + CHUNK]
+            groups = tokenizer.encode_rows(
+                [row[question].strip() for row in part],
+                [row[context] for row in part],
+                max_tokens=limits.max_tokens,
+                stride=limits.shared(STRIDE, 3),
+                cut="second",
+            )
+            for i, (row, windows) in enumerate(zip(part, groups, strict=True), start):
+                try:
+                    found = _answers(row.get(column), row[context])
+                except DataError as fault:
+                    faults.append(f"row {i}: {fault}")
+                    continue
+                span = None if not found else (found[0][1], found[0][1] + len(found[0][0]))
+                for window, (first, last) in zip(windows, answer_positions(windows, span), strict=True):
+                    builder.add(window, i, start_positions=np.int64(first), end_positions=np.int64(last))
+                if not training:
+                    truth.windows.append(list(windows))
+                    truth.contexts.append(row[context])
+                    truth.answers.append([text for text, _ in found])
+        if faults:
+            raise DataError(f"finetune: answers that are not understood:\n{capped(faults, 8)}", problems=faults)
+        return Prepared(builder.build(), None if training else truth)
+
+    def scorer(self, prepared: Prepared) -> _Scorer:
+        """Return a scorer that has seen nothing."""
+        return _Scorer(prepared.truth)
+
+    def label_counts(self, rows: EncodedRows) -> None:
+        """Return None: answers have no labels to weigh."""
+        return
+
+
+def _answers(value: Any, context: str) -> list[tuple[str, int]]:
+    """Return the accepted answers with their starts.
+
+    Raises:
+        DataError: an answer is not where it is said to be, or not in the context at all.
+    """
+    if isinstance(value, Mapping) and isinstance(value.get("text"), str):
+        value = [value]
+    if isinstance(value, str):
+        value = [value] if value else []
+    if isinstance(value, Mapping):
+        texts, starts = list(value.get("text") or []), list(value.get("answer_start") or [])
+    else:
+        items = list(value or [])
+        texts = [item.get("text") if isinstance(item, Mapping) else item for item in items]
+        starts = [item.get("answer_start") if isinstance(item, Mapping) else None for item in items]
+    found = []
+    for k, text in enumerate(texts):
+        start = starts[k] if k < len(starts) else None
+        if not isinstance(text, str) or not text:
+            raise DataError(f"the answer {text!r} is no text")
+        at = context.find(text) if start is None else _start(start)
+        if at < 0 or context[at : at + len(text)] != text:
+            raise DataError(
+                f"the answer {printable(text, 60)} is not in the context{'' if start is None else f' at {at}'}"
+            )
+        found.append((text, at))
+    return found
+
+
+def _start(value: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise DataError(f"the answer's start {printable(str(value), 60)} is no integer") from None
+
+
+class _Scorer:
+    def __init__(self, truth: _Truth) -> None:
+        self.truth, self.metric = truth, AnswerF1()
+        self.no_answer = any(not answers for answers in truth.answers)
+
+    def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
+        """Take in the scores of one question's windows, each ``(tokens, 2)``; return the answer and those accepted."""
+        from flodl_hf.inference.decode import decode_answers_batch
+
+        best = decode_answers_batch(
+            [row[:, 0] for row in scores],
+            [row[:, 1] for row in scores],
+            self.truth.windows[example],
+            [self.truth.contexts[example]],
+            owners=[0] * len(scores),
+            no_answer=self.no_answer,
+        )[0]
+        said = best[0].text if best else ""
+        self.metric.update([said], [self.truth.answers[example]])
+        return said, list(self.truth.answers[example])
+
+    def metrics(self) -> Sequence[Metric]:
+        """Return the one metric."""
+        return [self.metric]
+
+    def compute(self) -> dict[str, float]:
+        """Return exact match and F1, in percent."""
+        figures = self.metric.compute()
+        figures.pop("count", None)
+        return figures

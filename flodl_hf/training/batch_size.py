@@ -1,0 +1,124 @@
+"""How many rows a batch has where nobody says: 32, and fewer where that would leave a run too few steps to learn in.
+
+A new head learns nothing in some tens of steps at the usual rate, however many rows each of them has. What was compared
+is in `docs/training-measured.md`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from flodl.files import read_regular
+from flodl.train.saving.reading import list_checkpoints
+from flodl_hf.training.options import BATCH_SIZE, Options
+from flodl_hf.training.rows import EncodedRows
+from flodl_hf.training.task import Task, name_of
+
+__all__ = ["as_before", "few_steps", "settle_batch_size", "usual_batch_size"]
+
+SIZES = (BATCH_SIZE, 16, 8, 4)
+ENOUGH = {
+    "sequence_classification": 200,
+    "multiple_choice": 200,
+    "token_classification": 1200,
+    "question_answering": 1200,
+}
+"""Optimiser steps of a run for which no batch is made smaller. These are tasks whose rows are learned each for itself;
+others compare the rows of a batch with each other, or learn words, of which a row has many, and their batches stay as
+they are. Heads that mark tokens learn more slowly than those that label a text."""
+
+NEW_HEADS = (*ENOUGH, "rank", "next_sentence")
+FEW = 100
+"""Optimiser steps that hardly teach a new head anything."""
+
+
+def steps_of(rows: int, size: int, options: Options) -> int:
+    """Return the optimiser steps of a run with batches of ``size`` rows."""
+    batches = -(-rows // size)
+    steps = options.epochs * -(-batches // options.accumulate)
+    return steps if options.max_steps is None else min(steps, options.max_steps)
+
+
+def usual_batch_size(rows: int, enough: int, options: Options, ranks: int = 1) -> int:
+    """Return the greatest of 32, 16, 8 and 4 that makes the steps enough, else the least of them.
+
+    Where ``max_steps`` ends the run, no more steps are asked for than that.
+
+    Args:
+        rows: training rows, windows of long texts counted one by one.
+        enough: how many steps are.
+        options: the choices of the run.
+        ranks: among how many a batch is shared out; each gets a row at least.
+    """
+    wanted = min(enough, options.max_steps or enough)
+    sizes = [size for size in SIZES if size >= ranks] or [BATCH_SIZE]
+    return next((size for size in sizes if steps_of(rows, size, options) >= wanted), sizes[-1])
+
+
+def settle_batch_size(options: Options, task: Task, rows: EncodedRows) -> tuple[Options, str | None]:
+    """Return the options with a batch size, and a line that says which and why; None where it was said or is 32.
+
+    Args:
+        options: the choices of the run.
+        task: what is learned.
+        rows: training data as tokens.
+    """
+    if options.batch_size is not None:
+        return options, None
+    size = BATCH_SIZE
+    if (enough := ENOUGH.get(name_of(task))) is not None and options.tokens_per_batch is None:
+        size = usual_batch_size(len(rows), enough, options, options.ranks)
+    if size == BATCH_SIZE:
+        return replace(options, batch_size=size), None
+    few, many = (steps_of(len(rows), one, options) for one in (BATCH_SIZE, size))
+    why = f"{len(rows):,} rows: {many:,} steps in place of {few:,}; batch_size={BATCH_SIZE} to overrule"
+    return _of_size(options, size), f"batch_size: {size} ({why})"
+
+
+def few_steps(steps: int, options: Options) -> str | None:
+    """Return what is said of a run that has hardly the steps to learn a new head; None of others.
+
+    Args:
+        steps: of the whole run.
+        options: the choices of the run, with task and batch size settled.
+    """
+    if options.task not in NEW_HEADS or options.max_steps is not None or steps >= FEW:
+        return None
+    ways = ["more epochs"]
+    if options.tokens_per_batch is not None:
+        ways.append(f"a smaller tokens_per_batch (now {options.tokens_per_batch})")
+    elif options.rows_in_batch > SIZES[-1]:
+        ways.append(f"a smaller batch_size (now {options.rows_in_batch})")
+    else:
+        ways.append("more rows")
+    counted = f"{steps:,} optimiser step{'s are' if steps != 1 else ' is'}"
+    return f"{counted} few for a head that is new: {' or '.join(ways)} would make more of them"
+
+
+def as_before(options: Options, folder: Path | None) -> Options:
+    """Return the options with the batch size of the run that is gone on with, where none was said.
+
+    Args:
+        options: the choices of the run.
+        folder: where the checkpoints of the run are.
+    """
+    if folder is None or not options.resume or options.batch_size is not None:
+        return options
+    for path in reversed(list_checkpoints(folder)):
+        try:
+            found = json.loads(read_regular(path / "run.json"))["recipe"]["data.order.batch_size"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue  # what is wrong with it is told when it is taken up
+        if isinstance(found, int) and found > 0:
+            return _of_size(options, found)
+    return options
+
+
+def _of_size(options: Options, size: int) -> Options:
+    """Return the options with a batch size that nobody said; held-out rows are judged 32 at once as ever."""
+    at_once = options.eval_batch_size
+    if at_once is None and size < BATCH_SIZE and not isinstance(options.micro_batch_size, int):
+        at_once = BATCH_SIZE
+    return replace(options, batch_size=size, eval_batch_size=at_once)

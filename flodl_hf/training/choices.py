@@ -1,0 +1,267 @@
+"""The right one of several choices, from data in the shapes of SWAG, RACE, ARC and their relatives.
+
+An example is a prompt with its choices, each of which is a row of the model: the prompt, and the choice as its second
+text. Examples may have different numbers of choices. The loss is transformers': the cross-entropy of their scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flodl.errors import ConfigError, DataError, capped, nearest
+from flodl.metrics import Accuracy, Metric
+from flodl.train import Loss
+from flodl_hf.training.lists import Candidates, CollateLists, ListObjective, collate_lists, prepare_lists
+from flodl_hf.training.options import Options
+from flodl_hf.training.rows import CollateRows, EncodedRows
+from flodl_hf.training.step import Kind
+from flodl_hf.training.task import Examples, LengthLimits, Prepared
+
+if TYPE_CHECKING:
+    from flodl_hf.tokenization.tokenizer import Tokenizer
+
+__all__ = ["ChoiceColumns", "ChoiceTask", "choice_columns", "plan_choices"]
+
+PROMPTS = (
+    *("prompt", "context", "ctx", "sent1", "premise", "article", "passage", "paragraph", "text", "sentence"),
+    *("question", "query", "goal"),
+)
+STEMS = ("stem", "sent2", "question", "query")
+LISTS = ("choices", "endings", "options", "candidates", "answers")
+NUMBERED = ("ending", "choice", "option", "sol", "answer", "candidate")
+LABELS = ("label", "labels", "answer", "answer_key", "answerkey", "correct", "target", "gold")
+ROLES = ("prompt", "stem", "choices", "label")
+
+
+@dataclass(frozen=True)
+class ChoiceColumns:
+    """Which columns hold a prompt and its choices.
+
+    Attributes:
+        prompt: the first text of every choice.
+        stem: what every choice goes on from, put before it; None where there is none.
+        choices: one column of lists, or a column for each choice.
+        label: the right choice: its number from 0, its letter or key, or its text.
+    """
+
+    prompt: str
+    stem: str | None
+    choices: tuple[str, ...]
+    label: str
+
+
+def choice_columns(row: Mapping[str, Any], said: Mapping[str, str] | None = None) -> ChoiceColumns | None:
+    """Return the columns of a table of choices; None where it is no such table.
+
+    Args:
+        row: the first row.
+        said: columns by role: prompt, stem, choices (several as ``a+b``), label.
+
+    Raises:
+        ConfigError: a role that there is none of.
+        DataError: a named column is absent.
+    """
+    asked = dict(said or {})
+    strange = [role for role in asked if role not in ROLES]
+    if strange:
+        raise ConfigError(
+            f"columns: no role {strange[0]!r}{nearest(strange[0], ROLES)}; expected {', '.join(ROLES)}",
+            problems=strange,
+        )
+    absent = [name for text in asked.values() for name in text.split("+") if name not in row]
+    if absent:
+        raise DataError(f"columns: no column {', '.join(map(repr, absent))}; found {list(row)}", names=absent)
+    lowered = {name.lower(): name for name in row}
+
+    def first(role: str, names: Sequence[str], taken: Sequence[str | None], *, text: bool) -> str | None:
+        if role in asked:
+            return asked[role]
+        known = (lowered[name] for name in names if name in lowered)
+        return next((name for name in known if name not in taken and (not text or isinstance(row[name], str))), None)
+
+    choices = tuple(asked["choices"].split("+")) if "choices" in asked else _choices(row, lowered)
+    label = first("label", LABELS, choices, text=False)
+    prompt = first("prompt", PROMPTS, [label, *choices], text=True)
+    stem = first("stem", STEMS, [label, prompt, *choices], text=True)
+    if not choices or label is None or prompt is None:
+        return None
+    return ChoiceColumns(prompt, stem, choices, label)
+
+
+def _choices(row: Mapping[str, Any], lowered: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the column of lists of texts, or the columns that are numbered: ``ending0``, ``ending1``, ..."""
+    for name in LISTS:
+        value = row.get(lowered.get(name, ""))
+        texts = value.get("text") if isinstance(value, Mapping) else value
+        if isinstance(texts, (list, tuple)) and len(texts) > 1 and all(isinstance(text, str) for text in texts):
+            return (lowered[name],)
+    for name in NUMBERED:
+        found = {low[len(name) :].lstrip("_"): own for low, own in lowered.items() if low.startswith(name)}
+        numbered = sorted((int(k), own) for k, own in found.items() if k.isdecimal() and isinstance(row[own], str))
+        if len(numbered) > 1:
+            return tuple(own for _, own in numbered)
+    return ()
+
+
+@dataclass(frozen=True)
+class ChoiceTask:
+    """The right one of several choices.
+
+    Args:
+        columns: which columns hold prompts, choices and labels.
+    """
+
+    columns: ChoiceColumns
+    head: str = "multiple_choice"
+    kind: Kind = "choices"
+    labels: tuple[str, ...] | None = None
+    problem_type: str | None = None
+    main_metric: str = "accuracy"
+    per_row: bool = True
+
+    def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
+        """Return a row for each prompt with all of its choices."""
+        found, right, wrong = [], [], []
+        for i, row in enumerate(examples):
+            try:
+                one, label = self._read(row)
+            except DataError as fault:
+                wrong.append(f"row {i}: {fault}")
+                continue
+            found.append(one)
+            right.append(label)
+        if wrong:
+            raise DataError(
+                f"{'train' if training else 'eval'}: rows that are no prompt with choices:\n{capped(wrong, 5)}\n"
+                f"expected in each a text ({self.columns.prompt!r}), two choices or more "
+                f"({', '.join(self.columns.choices)}), and the right one ({self.columns.label!r}): its number from 0, "
+                "its letter or its text",
+                problems=wrong,
+            )
+        rows, cut = prepare_lists(found, tokenizer, limits, np.asarray(right, np.int64))
+        truth = None if training else ([len(one.texts) for one in found], right)
+        return Prepared(rows, truth, cut)  # type: ignore[arg-type]
+
+    def _read(self, row: Mapping[str, Any]) -> tuple[Candidates, int]:
+        """Return a prompt with its choices, and the number of the right one.
+
+        Raises:
+            DataError: the row is no such thing.
+        """
+        columns = self.columns
+        keys: list[str] = []
+        texts: list[Any]
+        if len(columns.choices) == 1:
+            given = row.get(columns.choices[0])
+            if isinstance(given, Mapping):
+                keys = [str(key) for key in given.get("label") or ()]
+                given = given.get("text")
+            texts = list(given) if isinstance(given, (list, tuple)) else []
+        else:
+            texts = [row.get(name) for name in columns.choices]
+        prompt, stem = row.get(columns.prompt), "" if columns.stem is None else row.get(columns.stem)
+        if not isinstance(prompt, str) or not isinstance(stem, str):
+            raise DataError(f"found a {type(prompt if isinstance(stem, str) else stem).__name__}, no text")
+        if len(texts) < 2 or not all(isinstance(text, str) for text in texts):
+            raise DataError(f"found {len(texts)} choices: {[type(text).__name__ for text in texts[:5]]}")
+        label = _right(row.get(columns.label), texts, keys)
+        lead = f"{stem} " if stem else ""
+        return Candidates(prompt, tuple(lead + text for text in texts), ()), label
+
+    def scorer(self, prepared: Prepared) -> _Scorer:
+        """Return a scorer that has seen nothing."""
+        return _Scorer(*prepared.truth)
+
+    def objective(self) -> ChoiceObjective:
+        """Return the loss."""
+        return ChoiceObjective(None)
+
+    def of_held_out(self, prepared: Prepared) -> ChoiceObjective:
+        """Return the loss of held-out rows."""
+        return self.objective()
+
+    def collate(self, usual: CollateRows, rows: Any) -> CollateLists:
+        """Return what makes batches of choices, laid out like the usual ones."""
+        return collate_lists(usual)
+
+    def label_counts(self, rows: EncodedRows) -> None:
+        """Return None: places of choices are not weighed."""
+        return
+
+
+def _right(label: Any, texts: Sequence[str], keys: Sequence[str]) -> int:
+    """Return the number of the right choice.
+
+    Raises:
+        DataError: the label names none of them.
+    """
+    if isinstance(label, str):
+        word = label.strip()
+        if word in keys:
+            return keys.index(word)
+        if list(texts).count(label) == 1:
+            return list(texts).index(label)
+        letter = ord(word) - ord("A") if len(word) == 1 and word.isupper() else -1
+        label = letter if letter >= 0 else int(word) if word.isdecimal() else label
+    if isinstance(label, float) and label.is_integer():
+        label = int(label)
+    if isinstance(label, (int, np.integer)) and not isinstance(label, bool) and 0 <= label < len(texts):
+        return int(label)
+    raise DataError(f"found the label {label!r} for {len(texts)} choices")
+
+
+@dataclass(frozen=True)
+class ChoiceObjective(ListObjective):
+    """The cross-entropy of the scores of a prompt's choices."""
+
+    def of(self, scores: Tensor, batch: Any) -> Loss:
+        """Return the loss of scores that are known already."""
+        lowest = torch.finfo(scores.dtype).min
+        there = scores.masked_fill(batch["slots"] < 0, lowest)  # examples may have fewer choices than others
+        return Loss.mean(F.cross_entropy(there, batch["labels"]), scores.shape[0])
+
+
+class _Scorer:
+    def __init__(self, counts: Sequence[int], right: Sequence[int]) -> None:
+        self.counts, self.right, self.metric = counts, right, Accuracy()
+
+    def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
+        """Take in the scores of one prompt's choices; return them, and the number of the right one."""
+        found = scores[0].clone()
+        found[self.counts[example] :] = float("-inf")
+        self.metric.update(found[None], torch.tensor([self.right[example]]))
+        return found.tolist(), self.right[example]
+
+    def metrics(self) -> Sequence[Metric]:
+        """Return the one metric."""
+        return [self.metric]
+
+    def compute(self) -> dict[str, float]:
+        """Return the accuracy."""
+        figures = self.metric.compute()
+        figures.pop("count", None)
+        return figures
+
+
+def plan_choices(rows: Sequence[Mapping[str, Any]], options: Options) -> ChoiceTask:
+    """Return the task of choosing from a table.
+
+    Raises:
+        DataError: columns that hold no choices.
+    """
+    columns = choice_columns(rows[0], options.columns)
+    if columns is None:
+        raise DataError(
+            f"train: found the columns {list(rows[0])}, and no choices among them; expected a prompt (prompt, context, "
+            "question), choices in a list (choices, endings, options) or in numbered columns (ending0, ending1), and a "
+            "label; or say which is which: columns={'prompt': ..., 'choices': ..., 'label': ...}",
+            names=list(rows[0]),
+        )
+    return ChoiceTask(columns)

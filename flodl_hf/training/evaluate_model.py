@@ -1,0 +1,388 @@
+"""``evaluate``: the metrics of a model on labelled data, computed by the evaluation code of fine-tuning."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+import torch
+
+from flodl.devices import best_device, find_device, training_devices
+from flodl.distributed import Ranks, join_ranks, launch
+from flodl.distributed.group import under_torchrun
+from flodl.errors import ConfigError, DataError, capped, nearest
+from flodl.train.evaluate import split_figures
+from flodl_hf.inference.results.evaluation import EvaluationResult
+from flodl_hf.training.data import Tables, choose_task, read_tables
+from flodl_hf.training.declared import classes_used, numbered_as
+from flodl_hf.training.evaluation import Evaluation, Evaluations
+from flodl_hf.training.flag_columns import with_listed_flags
+from flodl_hf.training.job import make_evaluation, prepare_held_out, row_limits
+from flodl_hf.training.judged import Judged
+from flodl_hf.training.keywords import EvaluateOptions
+from flodl_hf.training.lists import has_lists
+from flodl_hf.training.losses.auxiliary import needs_layer
+from flodl_hf.training.losses.denoising import denoises
+from flodl_hf.training.options import Options, make_options
+from flodl_hf.training.report.figures import LabelTable, label_table
+from flodl_hf.training.sequence import SequenceTask
+from flodl_hf.training.start import known_of
+from flodl_hf.training.task import Task, name_of
+from flodl_hf.training.task_names import task_named
+from flodl_hf.training.task_options import Problems
+from flodl_hf.training.tokens import TokenTask
+from flodl_hf.training.training_arguments import translated
+from flodl_hf.training.user_code import Own
+from flodl_hf.training.vectors.auxiliary import BesideTask
+from flodl_hf.training.vectors.tables import are_pairs
+from flodl_hf.training.vectors.task import EmbeddingTask
+
+if TYPE_CHECKING:
+    from flodl_hf.models.encoder_model import EncoderModel
+
+__all__ = ["evaluate"]
+
+Devices = int | str | list[str]
+HEADS = {"embedding": "base", "multivector": "base", "sparse": "masked_lm", "rank": "sequence_classification"}
+"""Heads of the tasks that are not named after their head."""
+
+
+def evaluate(
+    model: str | Path | EncoderModel,
+    data: Any,
+    *,
+    device: str | torch.device | None = None,
+    devices: Devices | None = None,
+    metrics: Any = None,
+    untrained: bool = False,
+    **options: Unpack[EvaluateOptions],
+) -> EvaluationResult:
+    """Return the metrics of a model on labelled data, without training and without writing files.
+
+    ::
+
+        result = evaluate("my-classifier", "test.csv")
+        result.metrics["accuracy"]
+        print(result)
+
+    The metrics are those that `flodl_hf.finetune` reports for ``eval=data``. A folder that `flodl_hf.finetune` wrote is
+    evaluated with the task and the options of its ``recipe.yaml`` (such as ``max_length``), unless they are given here.
+
+    Args:
+        model: a folder or Hub name, or a model.
+        data: labelled data, as ``eval`` of `flodl_hf.finetune`: a file, rows in memory, a Hugging Face data set, a data
+            frame, or several of these by name.
+        device: where to compute. By default the device of a model in memory, else the best device.
+        devices: several devices, by number or by name: each evaluates a share of the data, with the same result.
+        metrics: ``metrics(predictions, truth)`` returns further metrics by name, as in `flodl_hf.finetune`.
+        untrained: evaluate although parts of the model contain random values.
+        **options: options of `flodl_hf.finetune` that concern data and evaluation: ``task``, ``columns``,
+            ``problem_type``, ``max_length``, ``stride``, ``long_texts``, ``batch_size``, ``layout``, ``precision``,
+            ``attention``, ``seed``, ``concatenate``, ``whole_words``, ``mask_probability``, ``loss``, ``loss_options``,
+            ``pooling``, ``normalize``, ``revision``, ``local_files_only``.
+
+    Raises:
+        ConfigError: an option does not exist or does not fit; all are listed.
+        DataError: the data cannot be read, or has labels that the model does not have.
+        PredictError: the head of the model is not trained.
+        HubError, CheckpointError, TokenizerError: the model cannot be opened.
+    """
+    if data is None or isinstance(data, (int, float)):
+        raise ConfigError(f"evaluate: found {data!r}, expected a file or rows with labels", problems=["data"])
+    if device is not None and devices is not None:
+        raise ConfigError("evaluate: found device and devices, expected one of them", problems=["device", "devices"])
+    places = training_devices(devices)
+    if isinstance(places, str):
+        device, places = places, None
+    recipe = _recipe_of(model)
+    chosen = _options(options, recipe)
+    opened = _open(model, chosen)
+    opened.ready("evaluate", untrained=untrained)
+    with _as_before(opened):
+        evaluation, task, notes = _plan(
+            opened, data, chosen, Own(metrics=metrics), is_loss_inherited="loss" not in options
+        )
+        sets = evaluation.sets if isinstance(evaluation, Evaluations) else {"": evaluation}
+        started = time.perf_counter()
+        if places is None:
+            figures, found = _alone(opened, evaluation, _one_device(model, opened, device))
+        else:
+            figures, found = _on_devices(opened, evaluation, places)
+        figures, details = split_figures(figures)
+        seconds = time.perf_counter() - started
+    results = {
+        name: replace(
+            _result(task, one, found[name], figures if name == "" else _part(figures, name), seconds, notes),
+            details=details if name == "" else _part(details, name),
+        )
+        for name, one in sets.items()
+    }
+    if "" in results:
+        return results[""]
+    return EvaluationResult(
+        name_of(task), figures, sum(one.examples for one in results.values()), seconds, sets=results, notes=notes
+    )
+
+
+def _part(figures: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key.removeprefix(f"{name}/"): value for key, value in figures.items() if key.startswith(f"{name}/")}
+
+
+def _result(
+    task: Task, evaluation: Evaluation, found: Judged, figures: dict[str, float], seconds: float, notes: list[str]
+) -> EvaluationResult:
+    examples = len(set(evaluation.prepared.rows.owners.tolist()))
+    table = LabelTable([], [], {})
+    if found.predictions is not None and len(found.predictions):
+        names = getattr(task, "names", None) or task.labels or ()
+        table = label_table(task.kind, found.predictions, found.truth, tuple(names)) or table
+    return EvaluationResult(
+        name_of(task), figures, examples, seconds, table.labels or None, table.confusion or None, table.rows or None,
+        found.predictions, found.truth, notes=notes,
+    )  # fmt: skip
+
+
+# ---- options ---------------------------------------------------------------------------------------------
+
+FROM_RECIPE = (
+    *("task", "columns", "max_length", "stride", "long_texts", "layout", "precision", "attention", "seed"),
+    *("concatenate", "whole_words", "mask_probability", "vector_loss", "loss_options", "matryoshka", "prompts"),
+    *("batch_size", "micro_batch_size", "eval_batch_size"),
+)
+"""Options of a fine-tune that change its evaluation."""
+
+
+def _options(given: Mapping[str, Any], recipe: Mapping[str, Any]) -> Options:
+    """Return the options of an evaluation: those given, else those of the fine-tune that made the model.
+
+    Raises:
+        ConfigError: names that do not concern evaluation, or values that are not possible; ``problems`` lists them.
+    """
+    known = EvaluateOptions.__annotations__
+    values, problems = translated(given, known)
+    renamed = {"per_device_eval_batch_size": "batch_size", "eval_batch_size": "batch_size"}
+    values = {renamed.get(name, name): value for name, value in values.items()}
+    problems += [f"{name}: evaluate has no such option{nearest(name, known)}" for name in values if name not in known]
+    if problems:
+        raise ConfigError(
+            f"evaluate: found options that do not exist:\n{capped(problems)}\nexpected {', '.join(known)}",
+            problems=problems,
+            where="evaluate",
+        )
+    trained = {name: recipe[name] for name in FROM_RECIPE if recipe.get(name) is not None}
+    task = values.get("task")
+    if task is not None and trained.get("task") is not None and task_named(task) != task_named(trained["task"]):
+        trained = {}
+    if _needs_training(recipe):
+        trained = {name: value for name, value in trained.items() if name not in ("vector_loss", "loss_options")}
+    if "batch_size" in values:
+        values["eval_batch_size"] = values.pop("batch_size")
+    if "loss" in values:
+        values["vector_loss"] = values.pop("loss")
+    return make_options({**trained, **values}, "evaluate")
+
+
+def _needs_training(recipe: Mapping[str, Any]) -> bool:
+    """Return whether the loss of embeddings needs what only training has: several tables, a layer, a second model."""
+    loss = recipe.get("vector_loss")
+    if loss is None or not isinstance(loss, str):
+        return loss is not None
+    return denoises(loss) or needs_layer(loss, recipe.get("loss_options")) or recipe.get("guide") is not None
+
+
+# ---- the model -------------------------------------------------------------------------------------------
+
+
+def _recipe_of(model: str | Path | EncoderModel) -> Mapping[str, Any]:
+    """Return the options that a model was fine-tuned with; none where that is not known."""
+    from flodl_hf.training.recipe import load_recipe
+
+    if isinstance(model, (str, os.PathLike)):
+        file = Path(model) / "recipe.yaml"
+        return load_recipe(file).values if file.is_file() else {}
+    recipe = model.training_recipe
+    if recipe is None and model.source is not None and model.active_adapter is None:
+        recipe = _recipe_of(model.source.folder)
+    task = (recipe or {}).get("task")
+    # A folder may have been loaded for another task than that of its recipe.
+    return recipe if recipe and task is not None and HEADS.get(task_named(task), task_named(task)) == model.head else {}
+
+
+def _open(model: str | Path | EncoderModel, options: Options) -> EncoderModel:
+    """Return the model with the head of the requested task, else with its own."""
+    named = None if options.task is None else task_named(options.task)
+    head = None if named is None else HEADS.get(named, named)
+    if not isinstance(model, (str, os.PathLike)):
+        if head is not None and model.head != head:
+            raise ConfigError(
+                f"evaluate: task {named} needs a model with the head {head}, found the head {model.head}. Load the "
+                "folder for this task, or leave task= out.",
+                problems=["task"],
+            )
+        return model
+    from flodl_hf.auto import load
+
+    given: Any = {"revision": options.revision, "local_files_only": options.local_files_only}
+    return load(
+        os.fspath(model), head=head or "auto", dtype=torch.float32, attention=options.attention, **given
+    )  # fmt: skip
+
+
+@contextmanager
+def _as_before(model: EncoderModel) -> Iterator[None]:
+    """Restore the model's recipe of embeddings, its training modes and its device at the end."""
+    recipe, device = model.sentence_recipe, model.device
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        model.beside, model.sentence_recipe = None, recipe
+        for module, mode in modes:
+            module.training = mode
+        model.to(device)
+
+
+def _task_of(model: EncoderModel, rows: list[dict[str, Any]], options: Options) -> str:
+    """Return the task that a model was made for."""
+    if options.task is not None:
+        return task_named(options.task)
+    recipe = model.sentence_recipe
+    if model.head == "base":
+        return "multivector" if recipe is not None and recipe.late is not None else "embedding"
+    if model.head == "masked_lm" and recipe is not None and recipe.splade is not None:
+        return "sparse"
+    if model.head == "sequence_classification" and len(model.config.labels) == 1:
+        lists = are_pairs(list(rows[0])) or has_lists(rows, options.columns)
+        return "rank" if lists or "sentence_transformers" in model.config.source else model.head
+    return model.head
+
+
+# ---- the data --------------------------------------------------------------------------------------------
+
+
+def _plan(
+    model: EncoderModel, data: Any, options: Options, own: Own, *, is_loss_inherited: bool
+) -> tuple[Evaluation | Evaluations, Task, list[str]]:
+    """Return what evaluates the model, the task, and remarks."""
+    tables = read_tables(None, data, options)
+    name = _task_of(model, tables.train, options)
+    if name in ("sequence_classification", "token_classification"):
+        options = _with_labels(model, name, options)
+        if _has_names(model):
+            # Declared classes are compared by name: the model may number them in another order.
+            sets = {name: numbered_as(rows, model.config.labels) for name, rows in tables.evals.items()}
+            tables = replace(tables, train=next(iter(sets.values())), evals=sets)
+    tables, options = with_listed_flags(tables, replace(options, task=name))
+    try:
+        task, options = choose_task(tables, options, known_of(model, options))
+    except ConfigError as fault:
+        if fault.message.startswith("labels: the data has"):
+            raise _other_labels(model, fault.details.get("problems", [])) from None
+        if not is_loss_inherited:
+            raise
+        # Data of another form than that of training: the usual loss of that form.
+        options = replace(options, vector_loss=None, loss_options=None)
+        task, options = choose_task(tables, options, known_of(model, options))
+    _check_labels(model, task, tables)
+    if isinstance(task, BesideTask):
+        raise DataError(
+            "evaluate: found pairs with classes, which are predicted by a layer that only training has. Give pairs "
+            "with numbers that measure their similarity, or pairs or triplets without labels."
+        )
+    Problems("evaluate", own.faults(task, options)).check()
+    notes = task.settle_held_out(model) if isinstance(task, EmbeddingTask) else []
+    limits = row_limits(task, model, model.tokenizer, options)
+    prepared = prepare_held_out(task, tables.evals, model.tokenizer, limits)
+    evaluation = make_evaluation(task, model.tokenizer, options, own, prepared)
+    if cut := sum(part.cut for part in prepared.values()):
+        notes.append(f"{cut:,} texts are longer than {limits.max_tokens} tokens and are truncated")
+    return evaluation, task, notes
+
+
+def _with_labels(model: EncoderModel, name: str, options: Options) -> Options:
+    """Return the options with the labels of the model, and with what transformers takes them for."""
+    if name != "sequence_classification":
+        return replace(options, labels=tuple(model.config.labels))
+    single = "regression" if len(model.config.labels) == 1 else None
+    kind = options.problem_type or model.config.problem_type or single
+    labels = None if kind == "regression" else tuple(model.config.labels)
+    return replace(options, labels=labels, problem_type=kind)
+
+
+def _other_labels(model: EncoderModel, strange: list[str]) -> DataError:
+    known = list(model.config.labels)
+    return DataError(
+        f"evaluate: found labels in the data that the model does not have:\n{capped(strange, 8)}\nexpected some of "
+        f"{', '.join(known[:20])}. Rename the labels in the data, or evaluate a model that was trained with them.",
+        labels=strange,
+        expected=known,
+    )
+
+
+def _has_names(model: EncoderModel) -> bool:
+    return any(label != f"LABEL_{i}" for i, label in enumerate(model.config.labels))
+
+
+def _check_labels(model: EncoderModel, task: Task, tables: Tables) -> None:
+    """Refuse data whose labels are not those of the model, or of another kind."""
+    known = tuple(model.config.labels)
+    column = task.columns.label or task.columns.tags if isinstance(task, (SequenceTask, TokenTask)) else None
+    if column is not None and task.kind != "regression" and _has_names(model):
+        used = {name for rows in tables.evals.values() for name in classes_used(rows, column)}
+        if strange := sorted(used - set(known)):
+            raise _other_labels(model, strange)
+    if task.labels is None or name_of(task) == "rank" or task.labels == known:
+        return
+    if task.kind == "regression" and len(known) == len(task.labels):
+        return
+    raise DataError(
+        f"evaluate: found {task.kind.replace('_', ' ')} labels in the data, expected labels of the model: "
+        f"{', '.join(known[:20])}. problem_type= defines how labels are read.",
+        labels=list(task.labels),
+        expected=list(known),
+    )
+
+
+# ---- devices ---------------------------------------------------------------------------------------------
+
+
+def _one_device(model: Any, opened: EncoderModel, device: str | torch.device | None) -> torch.device:
+    if device is not None:
+        return find_device(device)
+    return opened.device if model is opened else best_device()
+
+
+Found = tuple[dict[str, float], dict[str, Judged]]
+
+
+def _alone(model: EncoderModel, evaluation: Evaluation | Evaluations, device: torch.device) -> Found:
+    if under_torchrun():
+        ranks = join_ranks(device=None)
+        try:
+            return _on_rank(ranks, model, evaluation)
+        finally:
+            ranks.leave()
+    model.to(device)
+    return evaluation(model), _seen(evaluation)
+
+
+def _on_devices(model: EncoderModel, evaluation: Evaluation | Evaluations, places: int | list[str]) -> Found:
+    names, count = (None, places) if isinstance(places, int) else (places, len(places))
+    return launch(_on_rank, (model.cpu(), evaluation), ranks=count, device=names).wait()[0]
+
+
+def _on_rank(ranks: Ranks, model: EncoderModel, evaluation: Evaluation | Evaluations) -> Found:
+    """Return the metrics of all ranks, with predictions on the first."""
+    figures = evaluation.on_ranks(model.to(ranks.device).eval(), ranks, (1.0,) * ranks.world)
+    return figures, _seen(evaluation) if ranks.rank == 0 or under_torchrun() else {}
+
+
+def _seen(evaluation: Evaluation | Evaluations) -> dict[str, Judged]:
+    sets = evaluation.sets if isinstance(evaluation, Evaluations) else {"": evaluation}
+    return {name: one.seen or Judged(name) for name, one in sets.items()}

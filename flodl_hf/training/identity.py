@@ -1,0 +1,124 @@
+"""What makes a run the run that it is: choices by value, data and the start by hash.
+
+A run that is taken up again compares these with what its checkpoint says (`flodl.train.saving.resume`), beside what the
+trainer knows itself: order and size of batches, optimiser, schedule, precision, seed, ranks. An option is compared
+unless a table here says who else does, or why it changes no number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from flodl.train.settings import MAY_CHANGE
+from flodl_hf.training.evaluation import Evaluations
+from flodl_hf.training.rows import EncodedRows
+
+if TYPE_CHECKING:
+    from flodl_hf.training.job import Job
+
+__all__ = ["identity_of"]
+
+_BYTES = torch.uint8
+
+BY_THE_TRAINER = (
+    *("batch_size", "accumulate", "micro_batch_size", "tokens_per_batch", "group_by_length", "devices", "policy"),
+    *("lr", "schedule", "schedule_options", "warmup", "optimizer", "weight_decay", "beta1", "beta2", "eps"),
+    *(
+        "max_grad_norm",
+        "layerwise_decay",
+        "precision",
+        "seed",
+        "on_nan",
+        "compat",
+        "ema",
+        "ema_warmup",
+        "rules",
+        "trend_every",
+    ),
+)
+BY_HASH = ("columns", "revision")
+CHANGES_NO_NUMBER: Mapping[str, str] = {
+    **dict.fromkeys(("epochs", "max_steps"), MAY_CHANGE["num_epochs"]),
+    **dict.fromkeys(("gradient_checkpointing", "deterministic", "fused", "compile", "backend"), MAY_CHANGE["compile"]),
+    **dict.fromkeys(("save_every", "checkpoints", "keep_checkpoints", "keep_last"), MAY_CHANGE["folder"]),
+    **dict.fromkeys(("log_every", "trackers", "log_dir", "profile", "report"), MAY_CHANGE["trackers"]),
+    **{name: MAY_CHANGE[name] for name in ("capture", "resume", "allow_change", "watch", "eval_start")},
+    "eval_batch_size": "how many rows are judged at once",
+    "local_files_only": "where the start is read from, which is compared itself",
+}
+
+
+def identity_of(job: Job) -> dict[str, Any]:
+    """Return what decides the numbers of a planned run besides what the trainer compares, as JSON values by name."""
+    passed = {*BY_THE_TRAINER, *BY_HASH, *CHANGES_NO_NUMBER, "class_weights", "metric"}
+    asked = {name: _plain(value) for name, value in job.options.to_dict().items() if name not in passed}
+    with ThreadPoolExecutor(1) as beside:
+        start = beside.submit(_start, job)
+        if job.options.ranks == 1:
+            # The first optimiser of torch imports this, which keeps the interpreter busy; hashing does without it.
+            import_module("torch._dynamo")
+    whole = job.evaluation
+    sets = {} if whole is None else whole.sets if isinstance(whole, Evaluations) else {"": whole}
+    judged = {
+        f"eval rows{name and f' of {name}'}": _digest(one.prepared.rows, _answers(job.task, job.tables.evals[name]))
+        for name, one in sets.items()
+    }
+    return {
+        **asked,
+        "loss": _plain(job.own.loss),
+        "class_weights": job.objective.weights,
+        "metric": job.metric,
+        "model": start.result(),
+        "train rows": _digest(job.rows, None),
+        **judged,
+    }
+
+
+def _start(job: Job) -> str:
+    """Return a hash of where a run begins: the weights, where the start was given by name."""
+    start = hashlib.sha256(repr(job.model.config.encoder).encode())
+    if job.named:
+        beside = job.model.beside
+        for name, tensor in [*job.model.graph.state_dict().items(), *(beside.state_dict().items() if beside else ())]:
+            start.update(name.encode())
+            tensor = tensor.to(job.model.dtype_in_shards or tensor.dtype)  # a run's start is one, in shards or not
+            start.update(memoryview(tensor.detach().contiguous().view(-1).view(_BYTES).numpy()))
+    return start.hexdigest()[:16]
+
+
+def _digest(rows: EncodedRows, further: Any) -> str:
+    """Return a hash of tokens, labels and windows, and of what is judged besides."""
+    digest = hashlib.sha256()
+    for part in ({**rows.columns, "lengths": rows.lengths}, {**rows.values, "owners": rows.owners}):
+        for name in sorted(part):
+            array = np.ascontiguousarray(part[name])
+            digest.update(f"{name} {array.dtype} {array.shape}".encode())
+            digest.update(array.tobytes())
+    if further is not None:
+        digest.update(json.dumps(further, default=str, ensure_ascii=True).encode())
+    return digest.hexdigest()[:16]
+
+
+def _answers(task: Any, rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    columns = task.columns
+    found = [getattr(columns, role) for role in columns.__dataclass_fields__ if role != "task"]
+    names = [name for part in found for name in (part if isinstance(part, tuple) else (part,))]
+    return [[row.get(name) for name in names if name is not None] for row in rows]
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    return getattr(value, "__qualname__", type(value).__qualname__)

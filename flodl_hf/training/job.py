@@ -1,0 +1,424 @@
+"""Everything that a run needs to know before its first step, checked and tokenized.
+
+Decides how options, data and model become a task, rows, batches, a loss and a judge. Nothing is trained here, so
+a mistake shows before it has cost anything.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+
+from flodl.data import FixedBatches, SequentialSampler
+from flodl.errors import ConfigError, DataError
+from flodl_hf.checkpoints.hub.folders import lacks_tokenizer
+from flodl_hf.inference.graph_model.model import GraphModel
+from flodl_hf.models.freezing import frozen_parameters
+from flodl_hf.readers.columns import NAMES, column_names
+from flodl_hf.training.batch_size import few_steps, settle_batch_size
+from flodl_hf.training.batching import Batching, batch_rows, count_steps, evaluation_layout, micro_batch_rows
+from flodl_hf.training.choices import ChoiceTask
+from flodl_hf.training.data import HEADED, Known, Tables, choose_task, read_tables
+from flodl_hf.training.evaluation import Evaluation, Evaluations
+from flodl_hf.training.factory import FixedModel, ModelFactory
+from flodl_hf.training.flag_columns import with_listed_flags
+from flodl_hf.training.generator.task import GeneratorTask
+from flodl_hf.training.inferred import (
+    alike_labels,
+    float_classes,
+    guessed_columns,
+    task_line,
+    unlearned_labels,
+    unused_texts,
+)
+from flodl_hf.training.judged import Judged
+from flodl_hf.training.options import Options
+from flodl_hf.training.pairs import PairTask, PretrainingObjective
+from flodl_hf.training.ranking import RankTask
+from flodl_hf.training.rates import make_schedule
+from flodl_hf.training.replaced import ReplacedTask
+from flodl_hf.training.rows import CollateRows, EncodedRows, Masking
+from flodl_hf.training.start import BESIDE, known_of, open_start, settle_head
+from flodl_hf.training.step import Objective
+from flodl_hf.training.task import LengthLimits, Prepared, Task, name_of
+from flodl_hf.training.task_names import task_named
+from flodl_hf.training.task_options import ONE_ROW, Problems, task_faults, weight_faults
+from flodl_hf.training.thresholds import threshold_faults
+from flodl_hf.training.user_code import Own
+from flodl_hf.training.vectors.step import VectorObjective
+from flodl_hf.training.vectors.tables import table_columns
+from flodl_hf.training.vectors.task import EmbeddingTask
+
+if TYPE_CHECKING:
+    from flodl_hf.models.encoder_model import EncoderModel
+
+__all__ = ["BESIDE", "Job", "make_evaluation", "plan_job", "prepare_held_out", "row_limits"]
+
+
+@dataclass
+class Job:
+    """All that is known before the first step; made by `plan_job`.
+
+    Attributes:
+        options: the choices, with what was inferred filled in.
+        task: what is learned.
+        tables: the rows as read.
+        model: the model, on the CPU, with its new head.
+        factory: opens the same model again, for ranks in other processes.
+        rows: training data as tokens.
+        batches: which rows come together.
+        collate: makes a batch.
+        objective: the loss.
+        evaluation: judges a model; None without held-out data.
+        steps: optimiser steps of the whole run.
+        name: what the start is called.
+        own: what the user brought.
+        named: whether the start was given by name, and not as a model.
+        notes: what the user should know of how all this was understood.
+        unrecorded: why steps on CUDA are not recorded; None where they are.
+    """
+
+    options: Options
+    task: Task
+    tables: Tables
+    model: EncoderModel
+    factory: ModelFactory | FixedModel
+    rows: EncodedRows
+    batches: Any
+    collate: CollateRows
+    objective: Objective | VectorObjective
+    evaluation: Evaluation | Evaluations | None
+    steps: int
+    name: str
+    own: Own
+    named: bool = True
+    notes: list[str] = field(default_factory=list)
+    unrecorded: str | None = None
+
+    @property
+    def metric(self) -> str | None:
+        """The figure that says which model is better, ``-`` before it where less is; None without evaluation."""
+        if self.evaluation is None:
+            return None
+        return self.evaluation.check_metric(self.options.metric or self.task.main_metric)
+
+    def conclude(self, model: EncoderModel) -> Any:
+        """Put what was learned beside the graph where the model has it; return a generator, which is one of its own."""
+        return self.task.conclude(model) if isinstance(self.task, BESIDE) else None
+
+    @property
+    def schedule(self) -> Any:
+        """The learning rates."""
+        options = self.options
+        # Without held-out data a plateau is one of the training loss.
+        lower = self.metric is None or self.metric.startswith("-")
+        return make_schedule(
+            options.schedule, options.lr, options.warmup, self.steps,
+            lower_is_better=lower, options=options.schedule_options,
+        )  # fmt: skip
+
+
+def _no_tokenizer(where: str) -> ConfigError:
+    return ConfigError(
+        f"{where}: the model has no tokenizer; put its tokenizer files beside the weights, or set model.tokenizer",
+        problems=["tokenizer"],
+    )
+
+
+def plan_job(
+    model: str | Path | EncoderModel,
+    train: Any,
+    held_out: Any,
+    options: Options,
+    *,
+    where: str = "finetune",
+    own: Own | None = None,
+    tell: Callable[[str], Any] | None = None,
+    problems: Problems | None = None,
+) -> Job:
+    """Return a job with everything checked and tokenized, and nothing trained.
+
+    Args:
+        model: where training begins.
+        train: training data.
+        held_out: held-out data.
+        options: the choices of the run.
+        where: what was called, for messages.
+        own: what the user brought.
+        tell: called with a line that says what will be learned, before the model is opened, and with one where that
+            are few steps.
+        problems: problems of the arguments, which are raised with those of the plan.
+
+    Raises:
+        DataError, ConfigError, CheckpointError, HubError, TokenizerError: as in `finetune`.
+    """
+    own, problems = own or Own(), problems or Problems(where)
+    notes: list[str] = []
+    tables = task = opened = factory = None
+    known, before = Known(), options
+    if train is None or not isinstance(model, (str, os.PathLike, GraphModel)):
+        problems.check()
+    with problems:
+        if lacks_tokenizer(model):
+            raise _no_tokenizer(where)
+        known = known_of(model, options)
+    with problems:
+        tables, options = with_listed_flags(read_tables(train, held_out, options), options)
+        task, options = choose_task(tables, options, known, own.loss)
+    problems.add(_plan_faults(task, tables, before, own))
+    if task is None or tables is None:
+        problems.check()
+    assert task is not None
+    assert tables is not None
+    if tell is not None and not problems.found:
+        tell(task_line(task, tables.train, before.task))
+    is_named = isinstance(model, (str, os.PathLike))
+    # A model that would have to be fetched is not opened for further problems of a call that fails anyway.
+    opens = not problems.found or not is_named or os.path.isdir(model)
+    if opens and not any(problem.startswith("adapter:") for problem in problems.found):
+        with problems:
+            if is_named:
+                options, notes = settle_head(known, task, options)
+            torch.manual_seed(options.seed)  # a new head is drawn at random
+            opened, factory = open_start(model, task, options)
+            with problems:
+                frozen_parameters(opened, options.freeze)
+            if opened.tokenizer is None:
+                raise _no_tokenizer(where)
+            _masking(task, opened.tokenizer, options, where)
+            if isinstance(task, BESIDE):
+                notes += task.settle(opened)
+    if problems.found and opened is model and options.adapter is not None and opened is not None:
+        opened.remove_adapter()
+    problems.check()
+    assert opened is not None
+    assert factory is not None
+    tokenizer: Any = opened.tokenizer
+    limits = row_limits(task, opened, tokenizer, options)
+    prepared = {"train": task.prepare(tables.train, tokenizer, limits, training=True)}
+    rows = prepared["train"].rows
+    options, chosen = settle_batch_size(options, task, rows)
+    if tell is not None and chosen is not None:
+        tell(chosen)
+    masking, pad_id = _masking(task, tokenizer, options, where), tokenizer.pad_token_id or 0
+    laid_out = batch_rows(
+        task, options, rows, own=own, pad_id=pad_id, masking=masking, max_tokens=opened.max_tokens
+    )  # fmt: skip
+    notes += laid_out.notes
+    weights = _weights(options, task, rows)
+    objective, collate = _objective(task, options, own, weights, laid_out, rows)
+    parts = prepare_held_out(task, tables.evals, tokenizer, limits)
+    prepared |= {f"eval {name}".strip(): part for name, part in parts.items()}
+    evaluation = _evaluation(task, options, own, parts, objective, collate, laid_out.layout)
+    if options.metric and evaluation is not None:
+        evaluation.check_metric(options.metric)
+    if isinstance(task, HEADED):
+        notes += [*guessed_columns(task.columns, options.columns), *alike_labels(task.labels or ())]
+        notes += unlearned_labels(task, rows) if tables.is_shared else []
+        notes += float_classes(task, tables.train, before.problem_type)
+    if not options.columns and not tables.parts and task.kind != "spans":
+        notes += unused_texts(_used_columns(task, tables.train), tables.train)
+    if options.max_length and (limits.max_tokens or options.max_length) < options.max_length:
+        notes.append(
+            f"max_length: found {options.max_length}, and the model takes {limits.max_tokens} tokens; it is reduced to "
+            f"{limits.max_tokens}"
+        )
+    notes += _cut_texts(prepared, limits, task)
+    filled = replace(options, task=name_of(task), labels=task.labels, problem_type=task.problem_type)
+    job = Job(
+        filled, task, tables, opened, factory, rows, laid_out.batches, collate, objective, evaluation,
+        count_steps(options, laid_out.batches), str(getattr(opened.source, "name", None) or "a model in memory"), own,
+        isinstance(model, (str, os.PathLike)), notes, laid_out.unrecorded,
+    )  # fmt: skip
+    _ = job.schedule  # values that it cannot have are refused now
+    if tell is not None and (few := few_steps(job.steps, job.options)) is not None:
+        tell(few)
+    return job
+
+
+def _used_columns(task: Task, rows: Sequence[Mapping[str, Any]]) -> Sequence[str | None]:
+    """Return the columns that a task reads; all columns for tasks that read groups of them."""
+    if isinstance(task, EmbeddingTask):
+        texts, label = table_columns(rows)
+        return [*texts, label]
+    columns = task.columns if isinstance(task, HEADED) else None
+    return column_names(rows) if columns is None else [getattr(columns, role) for role in NAMES]
+
+
+def prepare_held_out(
+    task: Task, sets: Mapping[str, list[dict[str, Any]]], tokenizer: Any, limits: LengthLimits
+) -> dict[str, Prepared]:
+    """Return each set of held-out examples as rows of tokens.
+
+    Raises:
+        DataError: examples do not fit the task; the message names the set.
+    """
+    prepared: dict[str, Prepared] = {}
+    for name, examples in sets.items():
+        try:
+            prepared[name] = task.prepare(examples, tokenizer, limits, training=False)
+        except DataError as fault:
+            # Tasks do not know which set they read.
+            message = f"{f'eval {name}'.strip()}: {fault.message.removeprefix('finetune: ')}"
+            raise DataError(message, **fault.details) from None
+    return prepared
+
+
+def make_evaluation(
+    task: Task, tokenizer: Any, options: Options, own: Own, parts: Mapping[str, Prepared]
+) -> Evaluation | Evaluations:
+    """Return the evaluation of a model that is not trained; each set keeps its predictions and gold labels.
+
+    Args:
+        task: the task, settled for the model.
+        tokenizer: tokenizer of the model.
+        options: the options of the evaluation.
+        own: metrics of the user.
+        parts: examples of each set as rows of tokens.
+    """
+    masking, several = _masking(task, tokenizer, options, "evaluate"), _several(task)
+    usual = CollateRows(tokenizer.pad_token_id or 0, evaluation_layout(options), masking)
+    found: dict[str, Evaluation] = {}
+    for name, part in parts.items():
+        make = None if several is None else getattr(several, "collate_held_out", several.collate)
+        collate = usual if make is None else make(usual, part.rows)
+        found[name] = _evaluation_of(task, part, collate, None, options, own, Judged(name))
+    return found.get("") or Evaluations(found)
+
+
+def _several(task: Task) -> Any:
+    """Return a task whose examples are several rows each: vectors, and lists of a question's candidates; else None."""
+    listed = isinstance(task, ChoiceTask) or (isinstance(task, RankTask) and task.loss is not None)
+    return task if isinstance(task, EmbeddingTask) or listed else None
+
+
+def _has_shares(task: Task) -> TypeGuard[GeneratorTask | PairTask]:
+    """Return whether the loss is the sum of two means; see `flodl_hf.training.step_counts`."""
+    return isinstance(task, GeneratorTask) or (isinstance(task, PairTask) and task.kind == "pairs")
+
+
+def _plain_objective(task: Task) -> type[Objective]:
+    return PretrainingObjective if task.kind == "pairs" else Objective
+
+
+def _objective(
+    task: Task, options: Options, own: Own, weights: tuple[float, ...] | None, laid_out: Batching, rows: Any
+) -> tuple[Any, Any]:
+    """Return the loss, and what makes batches for it."""
+    several, collate = _several(task), laid_out.collate
+    if several is not None:
+        return several.objective(), several.collate(collate, rows)
+    if _has_shares(task):
+        collate = task.shares(collate, rows, laid_out.batches, options.accumulate)
+    if isinstance(task, GeneratorTask):
+        return task.objective(), collate
+    make = _plain_objective(task)
+    return make(
+        task.kind, weights, options.label_smoothing, options.masks_padding, own.loss, options.neftune or None
+    ), collate
+
+
+def _evaluation(
+    task: Task, options: Options, own: Own, parts: Mapping[str, Prepared], objective: Any, collate: Any, layout: str
+) -> Evaluation | Evaluations | None:
+    """Return what judges a model by each held-out set; None where there is none."""
+    judging = replace(collate, layout="packed" if layout == "bucketed" else layout, noise=False, widths=())
+    found: dict[str, Evaluation] = {}
+    for name, part in parts.items():
+        # What the report says of the first set, kept where one process sees all of it.
+        kept = not found and options.ranks == 1 and task.kind != "words" and (options.report or options.tune_thresholds)
+        found[name] = _evaluation_of(task, part, judging, objective, options, own, Judged(name) if kept else None)
+    return found.get("") or (Evaluations(found) if found else None)
+
+
+def _evaluation_of(
+    task: Task, part: Prepared, collate: Any, objective: Any, options: Options, own: Own, seen: Judged | None
+) -> Evaluation:
+    """Return the evaluation of one set of held-out examples; ``objective`` is the loss of training."""
+    several = _several(task)
+    if several is not None:
+        judge = several.of_held_out(part)
+        if isinstance(several, EmbeddingTask) and part.truth.prompted:
+            judge = replace(judge, prompted=part.truth.prompted)
+    elif isinstance(task, GeneratorTask):
+        judge = objective
+    else:
+        judge = _plain_objective(task)(task.kind, mask_padding=options.compat is None, own=own.loss)
+    if _has_shares(task):
+        count = len(part.rows)  # both means are over all held-out rows
+        collate = task.shares(collate, part.rows, FixedBatches(SequentialSampler(count), count), sys.maxsize)
+    size = options.eval_batch_size or micro_batch_rows(options) or options.rows_in_batch
+    return Evaluation(task, part, collate, judge, size, options.precision, options.seed, own.metrics, seen)
+
+
+def row_limits(task: Task, opened: EncoderModel, tokenizer: Any, options: Options) -> LengthLimits:
+    """Return how long rows of tokens may be."""
+    usual = 384 if task.kind == "spans" else None
+    bounds = [n for n in (opened.max_tokens, options.max_length or usual) if n]
+    if isinstance(task, BESIDE):
+        bounds += task.bounds(opened)
+    types = opened.config.uses_token_types and tokenizer.settings.type_ids
+    return LengthLimits(min(bounds, default=None), options.stride, types, options.long_texts == "windows")
+
+
+def _masking(task: Task, tokenizer: Any, options: Options, where: str) -> Any:
+    """Return what replaces tokens of a batch before it is learned from; None where nothing does."""
+    if isinstance(task, ReplacedTask):
+        return task.drawing(tokenizer)
+    if task.kind not in ("words", "pairs") and not isinstance(task, GeneratorTask):
+        return None
+    if tokenizer.mask_token_id is None:
+        raise ConfigError(f"{where}: the tokenizer has no mask token, so nothing can be masked", problems=["mask"])
+    if isinstance(task, GeneratorTask):
+        return task.masking(tokenizer)
+    return Masking(tokenizer.mask_token_id, tokenizer.vocab_size, options.mask_probability, options.whole_words)
+
+
+def _cut_texts(prepared: Mapping[str, Prepared], limits: LengthLimits, task: Task) -> list[str]:
+    """Return what is to be said of texts that are longer than a row."""
+    counts = [f"{part.cut:,} of {len(part.rows):,} texts of {name}" for name, part in prepared.items() if part.cut]
+    if not counts:
+        return []
+    advice = "a greater max_length keeps more" if name_of(task) in ONE_ROW else "long_texts='windows' reads them whole"
+    return [f"{' and '.join(counts)} are longer than {limits.max_tokens} tokens and are cut at their end; {advice}"]
+
+
+def _weights(options: Options, task: Task, rows: EncodedRows) -> tuple[float, ...] | None:
+    """Return a weight for each label; ``"balanced"`` is ``rows / (labels x count)``, as in King and Zeng 2001."""
+    given, names = options.class_weights, task.labels or ()
+    if given is None:
+        return None
+    if isinstance(given, str):
+        counts = task.label_counts(rows) or []
+        return tuple(sum(counts) / (len(counts) * n) if n else 0.0 for n in counts)
+    if isinstance(given, Mapping):
+        given = [given.get(name, 1.0) for name in names]
+    return tuple(float(w) for w in given)
+
+
+def _plan_faults(task: Task | None, tables: Tables | None, options: Options, own: Own) -> list[str]:
+    """Return the problems of options that depend on the task and on the data."""
+    name = name_of(task) if task is not None else _named(options)
+    problems = [] if name is None else task_faults(name, options, getattr(task, "refused", ()))
+    if task is not None:
+        problems += [*weight_faults(task, options), *own.faults(task, options)]
+        if options.tune_thresholds:
+            problems += threshold_faults(task)
+    if tables is not None and not tables.evals:
+        needed = ("early_stopping", "eval_every", "eval_start", "eval_delay", "metric", "tune_thresholds")
+        problems += [f"{name}: there is no held-out data; give eval=" for name in needed if getattr(options, name)]
+    return problems
+
+
+def _named(options: Options) -> str | None:
+    """Return the task that the options name; None for none, or where there is no such task."""
+    try:
+        return task_named(options.task) if options.task else None
+    except ConfigError:
+        return None

@@ -1,0 +1,138 @@
+"""Losses that vectors are trained by, under the names that sentence-transformers has for them, with its numbers.
+
+`LOSSES` is the table of them; `make_loss` makes one of its name and settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from flodl.errors import ConfigError, nearest
+from flodl_hf.training.losses.classes import (
+    BatchAllTripletLoss,
+    BatchHardSoftMarginTripletLoss,
+    BatchHardTripletLoss,
+    BatchSemiHardTripletLoss,
+)
+from flodl_hf.training.losses.loss import Form, VectorLoss
+from flodl_hf.training.losses.pairs import (
+    AnglELoss,
+    ContrastiveLoss,
+    CoSENTLoss,
+    CosineSimilarityLoss,
+    OnlineContrastiveLoss,
+    TripletLoss,
+)
+from flodl_hf.training.losses.ranking import (
+    GISTEmbedLoss,
+    MegaBatchMarginLoss,
+    MultipleNegativesRankingLoss,
+    MultipleNegativesSymmetricRankingLoss,
+)
+from flodl_hf.training.losses.spread import GlobalOrthogonalRegularizationLoss
+from flodl_hf.training.losses.teachers import DistillKLDivLoss, EmbedDistillLoss, MarginMSELoss, MSELoss
+from flodl_hf.training.losses.wrapped import AdaptiveLayerLoss, MatryoshkaLoss
+
+__all__ = ["CACHED", "LOSSES", "USUAL", "AdaptiveLayerLoss", "MatryoshkaLoss", "VectorLoss", "loss_named", "make_loss"]
+
+LOSSES: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (
+        MultipleNegativesRankingLoss, MultipleNegativesSymmetricRankingLoss, GISTEmbedLoss, CoSENTLoss, AnglELoss,
+        CosineSimilarityLoss, ContrastiveLoss, OnlineContrastiveLoss, TripletLoss, BatchAllTripletLoss,
+        BatchHardTripletLoss, BatchHardSoftMarginTripletLoss, BatchSemiHardTripletLoss, MSELoss, MarginMSELoss,
+        DistillKLDivLoss, EmbedDistillLoss, MegaBatchMarginLoss, GlobalOrthogonalRegularizationLoss,
+    )
+}  # fmt: skip
+"""By name."""
+
+CACHED = {
+    "CachedMultipleNegativesRankingLoss": "MultipleNegativesRankingLoss",
+    "CachedMultipleNegativesSymmetricRankingLoss": "MultipleNegativesSymmetricRankingLoss",
+    "CachedGISTEmbedLoss": "GISTEmbedLoss",
+    "CachedMultiVectorMultipleNegativesRankingLoss": "MultiVectorMultipleNegativesRankingLoss",
+}
+"""Names of losses whose batch goes through the model in parts, which any loss can have here."""
+
+USUAL: dict[Form, str] = {
+    "pairs": "MultipleNegativesRankingLoss",
+    "triplets": "MultipleNegativesRankingLoss",
+    "texts": "MultipleNegativesRankingLoss",
+    "scored": "CoSENTLoss",
+    "binary": "ContrastiveLoss",
+    "classes": "BatchAllTripletLoss",
+    "teacher_scores": "MarginMSELoss",
+    "teacher_vectors": "MSELoss",
+}
+"""The loss of each form of data where none is named."""
+
+
+def loss_named(word: str, table: Mapping[str, Any] = LOSSES) -> str:
+    """Return the name of a loss, of a table or `CACHED`, in whatever case and with "Loss" or without.
+
+    Names of other tables than `LOSSES` begin alike (Sparse, MultiVector), which may be left out.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    plain = word.lower().replace("_", "").replace("-", "").removesuffix("loss")
+    known = (*table, *(name for name, whole in CACHED.items() if whole in table))
+    for name in known:
+        own = name.lower().removesuffix("loss")
+        if plain in (own, own.removeprefix("sparse").replace("multivector", "")):
+            return name
+    raise ConfigError(
+        f"vector_loss: found {word!r}{nearest(word, known)}; expected one of {', '.join(known)}",
+        problems=[word],
+    )
+
+
+def make_loss(word: str, settings: Mapping[str, Any] | None = None, table: Mapping[str, Any] = LOSSES) -> Any:
+    """Return the loss of a name, with these settings.
+
+    Args:
+        word: a name of the table, or of `CACHED`.
+        settings: its fields; numbers may be texts, as on a command line, and ``temperature`` may stand for
+            ``scale``, its inverse.
+        table: losses by name.
+
+    Raises:
+        ConfigError: there is no such loss or setting, or a value cannot be; ``problems`` lists all.
+    """
+    name = loss_named(word, table)
+    kind = table[CACHED.get(name, name)]
+    known = {f.name: f.default for f in fields(kind)}
+    values, problems = {}, []
+    for key, value in dict(settings or {}).items():
+        try:
+            if key == "temperature" and "scale" in known and "temperature" not in known:
+                values["scale"] = 1.0 / float(value)
+            elif key not in known:
+                raise ValueError(f"it has none{nearest(key, known)}; expected {', '.join(known) or 'no setting'}")
+            else:
+                values[key] = _as(known[key], value)
+        except (ValueError, TypeError, ZeroDivisionError) as fault:
+            problems.append(f"{key}: {fault}")
+    if not problems:
+        made = kind(**values)
+        problems = made.faults() if hasattr(made, "faults") else []
+        if not problems:
+            return made
+    raise ConfigError(f"loss_options of {name}: {'; '.join(problems)}", problems=problems)
+
+
+def _as(usual: Any, value: Any) -> Any:
+    """Return a setting in the type of its default."""
+    if isinstance(usual, bool):
+        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+        if str(value).lower() not in words:
+            raise ValueError(f"found {value!r}; expected yes or no")
+        return words[str(value).lower()]
+    if isinstance(usual, tuple):
+        return tuple(value.split("+")) if isinstance(value, str) else tuple(value)
+    if isinstance(usual, float):
+        return float(value)
+    # what is nothing by default is a word or an integer
+    return None if value is None else int(value) if str(value).isdecimal() else str(value)

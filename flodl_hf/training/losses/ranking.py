@@ -1,0 +1,261 @@
+"""Losses that rank a text's partner above all other texts of the batch.
+
+Multiple negatives ranking (Henderson et al. 2017, arXiv:1705.00652), with its symmetric and combined forms (Li et al.
+2023, arXiv:2308.03281) and weights of hard negatives (Lan et al. 2025); margins from the nearest other partner of a
+large batch (Wieting and Gimpel 2018, arXiv:1711.05732); GIST, which leaves out those that a guide finds
+nearer than the partner (Solatorio 2024, arXiv:2402.16829).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from flodl_hf.inference.similarity import MEASURES
+from flodl_hf.training.losses.loss import Form
+
+__all__ = [
+    "GISTEmbedLoss",
+    "MegaBatchMarginLoss",
+    "MultipleNegativesRankingLoss",
+    "MultipleNegativesSymmetricRankingLoss",
+]
+
+AT_ONCE = 1 << 26
+"""Similarities that are kept at once; of larger batches they are computed in parts, and again for the gradient."""
+DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+
+
+@dataclass(frozen=True)
+class MultipleNegativesRankingLoss:
+    """The partner of a text against all other partners, and all negatives, of the batch.
+
+    Attributes:
+        scale: what similarities are multiplied by, 1 / temperature.
+        similarity: a name of `flodl_hf.inference.similarity.MEASURES`.
+        directions: what is ranked: "query_to_doc" always; "doc_to_query", "query_to_query", "doc_to_doc".
+        partition_mode: "joint" ranks all directions together, "per_direction" each alone.
+        hardness_mode: negatives that weigh more the nearer they are: "in_batch_negatives", "hard_negatives" or
+            "all_negatives".
+        hardness_strength: how much more.
+    """
+
+    scale: float = 20.0
+    similarity: str = "cosine"
+    directions: tuple[str, ...] = ("query_to_doc",)
+    partition_mode: str = "joint"
+    hardness_mode: str | None = None
+    hardness_strength: float = 0.0
+
+    forms: ClassVar[tuple[Form, ...]] = ("pairs", "triplets", "texts")
+    in_batch: ClassVar[bool] = True
+    by_guide: ClassVar[bool] = False
+    ragged: ClassVar[bool] = True
+
+    def faults(self) -> list[str]:
+        """Return what cannot be among the settings."""
+        found = []
+        if not self.scale > 0:
+            found.append(f"scale is {self.scale}; expected a number above 0")
+        if self.similarity not in MEASURES:
+            found.append(f"similarity is {self.similarity!r}; expected one of {', '.join(MEASURES)}")
+        strange = [name for name in self.directions if name not in DIRECTIONS]
+        if strange or "query_to_doc" not in self.directions:
+            found.append(f"directions are {list(self.directions)}; expected query_to_doc and any of {DIRECTIONS[1:]}")
+        if self.partition_mode not in ("joint", "per_direction"):
+            found.append(f"partition_mode is {self.partition_mode!r}; expected joint or per_direction")
+        elif self.partition_mode == "per_direction" and {"query_to_query", "doc_to_doc"} & {*self.directions}:
+            found.append("partition_mode is per_direction; query_to_query and doc_to_doc hold no partner to rank alone")
+        modes = (None, "in_batch_negatives", "hard_negatives", "all_negatives")
+        if self.hardness_mode not in modes:
+            found.append(f"hardness_mode is {self.hardness_mode!r}; expected one of {', '.join(map(str, modes))}")
+        if self.hardness_strength < 0:
+            found.append(f"hardness_strength is {self.hardness_strength}; expected 0 or more")
+        return found
+
+    def __call__(
+        self,
+        vectors: Sequence[Tensor],
+        labels: Tensor | None,
+        own: slice | None = None,
+        *,
+        there: Tensor | None = None,
+    ) -> Tensor:
+        """Return the mean over the anchors; with ``own`` over those alone, against the texts of all."""
+        queries, partners, docs = vectors[0], vectors[1], torch.cat(list(vectors[1:]))
+        absent = None if there is None else ~torch.cat(list(there[:, 1:].unbind(1)))
+        first, last = (0, len(queries)) if own is None else (own.start, own.stop)
+        rows = max(1, AT_ONCE // (len(docs) * len(self.directions)))
+        if rows >= last - first:
+            return self._losses(queries, partners, docs, first, last, absent).mean()
+        parts = [
+            checkpoint(self._losses, queries, partners, docs, i, min(i + rows, last), absent, use_reentrant=False)
+            for i in range(first, last, rows)
+        ]
+        return torch.cat([part for part in parts if part is not None]).mean()
+
+    def _losses(
+        self, queries: Tensor, partners: Tensor, docs: Tensor, first: int, last: int, absent: Tensor | None
+    ) -> Tensor:
+        """Return the loss of each anchor from ``first`` to ``last``; ``absent`` is true for documents to leave out."""
+        measure = MEASURES[self.similarity]
+        here = torch.arange(first, last, device=queries.device)
+        row = torch.arange(last - first, device=queries.device)
+        mine, their = queries[first:last], partners[first:last]
+        of_mine = torch.arange(len(docs), device=docs.device)[None] % len(queries) == here[:, None]
+        table = measure(mine, docs)
+        extra = self._extra(table.detach(), of_mine, len(queries))
+        table = table * self.scale if extra is None else table * self.scale + extra
+        left_out = of_mine
+        if absent is not None:
+            table, left_out = table.masked_fill(absent, -torch.inf), of_mine | absent
+        positive, tables = table[row, here], [table]
+        for direction in DIRECTIONS[1:]:
+            if direction not in self.directions:
+                continue
+            if direction == "query_to_query":
+                table = measure(mine, queries).index_put((row, here), queries.new_full((), -torch.inf)) * self.scale
+            elif direction == "doc_to_query":
+                table = measure(queries, their).T * self.scale
+            else:
+                table = measure(docs, their).T.masked_fill(left_out, -torch.inf) * self.scale
+            tables.append(table)
+        if self.partition_mode == "joint":
+            among = torch.logsumexp(torch.cat(tables, 1) if len(tables) > 1 else tables[0], 1)
+        else:
+            among = torch.stack([torch.logsumexp(table, 1) for table in tables]).sum(0) / len(tables)
+        return -(positive - among)
+
+    def _extra(self, near: Tensor, of_mine: Tensor, queries: int) -> Tensor | None:
+        """Return what is added for negatives that are near, or None."""
+        if self.hardness_mode is None or not self.hardness_strength:
+            return None
+        partner = torch.arange(near.shape[1], device=near.device)[None] < queries
+        counted = {
+            "hard_negatives": of_mine & ~partner,
+            "in_batch_negatives": ~of_mine,
+            "all_negatives": ~(of_mine & partner),
+        }[self.hardness_mode]
+        return torch.where(counted, self.hardness_strength * near, 0.0)
+
+
+@dataclass(frozen=True)
+class MultipleNegativesSymmetricRankingLoss(MultipleNegativesRankingLoss):
+    """The same both ways: a text's partner among all partners, and the text among all texts."""
+
+    directions: tuple[str, ...] = ("query_to_doc", "doc_to_query")
+    partition_mode: str = "per_direction"
+
+
+@dataclass(frozen=True)
+class MegaBatchMarginLoss:
+    """A text shall be near its partner, and the nearest other partner of the batch shall not be.
+
+    Attributes:
+        positive_margin: the cosine that a partner shall have.
+        negative_margin: the cosine that the nearest other shall not have.
+    """
+
+    positive_margin: float = 0.8
+    negative_margin: float = 0.3
+
+    forms: ClassVar[tuple[Form, ...]] = ("pairs", "texts")
+    in_batch: ClassVar[bool] = True
+    by_guide: ClassVar[bool] = False
+
+    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+        """Return the mean over the anchors; with ``own`` over those alone, against the partners of all."""
+        queries, partners = vectors[0], vectors[1]
+        first, last = (0, len(queries)) if own is None else (own.start, own.stop)
+        rows = max(1, AT_ONCE // len(partners))
+        if rows >= last - first:
+            return self._losses(queries, partners, first, last).mean()
+        parts = [
+            checkpoint(self._losses, queries, partners, i, min(i + rows, last), use_reentrant=False)
+            for i in range(first, last, rows)
+        ]
+        return torch.cat([part for part in parts if part is not None]).mean()
+
+    def _losses(self, queries: Tensor, partners: Tensor, first: int, last: int) -> Tensor:
+        """Return the loss of each anchor from ``first`` to ``last``."""
+        table = MEASURES["cosine"](queries[first:last], partners)
+        row, here = torch.arange(last - first, device=table.device), torch.arange(first, last, device=table.device)
+        nearest = table.index_put((row, here), table.new_full((), -torch.inf)).amax(1)
+        return F.relu(self.positive_margin - table[row, here]) + F.relu(nearest - self.negative_margin)
+
+
+@dataclass(frozen=True)
+class GISTEmbedLoss:
+    """Multiple negatives, without those that a guide finds nearer to the text than its partner.
+
+    Labels are the guide's vectors of all texts.
+
+    Attributes:
+        temperature: what similarities are divided by.
+        margin_strategy: "absolute" or "relative".
+        margin: how far below the partner's similarity a text is left out already.
+        contrast_anchors: count other anchors as negatives too.
+        contrast_positives: count partners against partners too.
+    """
+
+    temperature: float = 0.01
+    margin_strategy: str = "absolute"
+    margin: float = 0.0
+    contrast_anchors: bool = True
+    contrast_positives: bool = True
+
+    forms: ClassVar[tuple[Form, ...]] = ("pairs", "triplets", "texts")
+    in_batch: ClassVar[bool] = True
+    by_guide: ClassVar[bool] = True
+    ragged: ClassVar[bool] = True
+
+    def faults(self) -> list[str]:
+        """Return what cannot be among the settings."""
+        found = []
+        if not self.temperature > 0:
+            found.append(f"temperature is {self.temperature}; expected a number above 0")
+        if self.margin_strategy not in ("absolute", "relative"):
+            found.append(f"margin_strategy is {self.margin_strategy!r}; expected absolute or relative")
+        return found
+
+    def __call__(
+        self,
+        vectors: Sequence[Tensor],
+        labels: Tensor | None,
+        own: slice | None = None,
+        *,
+        there: Tensor | None = None,
+    ) -> Tensor:
+        """Return the mean over the anchors; with ``own`` over those alone, against the texts of all."""
+        assert labels is not None
+        own = own or slice(0, len(vectors[0]))
+        guide = labels.unbind(1)
+        here = torch.arange(own.start, own.stop, device=vectors[0].device)
+        bound = _cosines(guide[0][own], guide[1]).gather(1, here[:, None])
+        lowered = self.margin if self.margin_strategy == "absolute" else bound.abs() * self.margin
+        # sentence-transformers leaves anchors of other ranks out; of one batch all count, wherever they lie
+        pairs = [(vectors[0], vectors[1], guide[0], guide[1])]
+        if self.contrast_anchors:
+            pairs.append((vectors[0], vectors[0], guide[0], guide[0]))
+        if self.contrast_positives:
+            pairs.append((vectors[1], vectors[1], guide[1], guide[1]))
+        pairs += [(vectors[0], negative, guide[0], of) for negative, of in zip(vectors[2:], guide[2:], strict=True)]
+        tables, first = [], len(pairs) - len(vectors[2:])
+        for at, (a, b, guide_a, guide_b) in enumerate(pairs):
+            left_out = _cosines(guide_a[own], guide_b) > bound - lowered
+            if there is not None and at >= first:
+                left_out = left_out | ~there[:, 2 + at - first]
+            if at == 0:
+                left_out = left_out.scatter(1, here[:, None], False)
+            tables.append(_cosines(a[own], b).masked_fill(left_out, -torch.inf))
+        return F.cross_entropy(torch.cat(tables, 1) / self.temperature, here)
+
+
+def _cosines(a: Tensor, b: Tensor) -> Tensor:
+    return F.cosine_similarity(a[:, None], b[None], dim=-1)

@@ -1,0 +1,185 @@
+"""A fine-tuning run on the monitor's page: its recipe, its data, its model, and what a step asks of the device."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import nn
+
+from flodl.devices import described, pick_device
+from flodl.errors import ConfigError
+from flodl_hf.training.job import Job
+
+if TYPE_CHECKING:
+    from flodl.monitor import Monitor
+
+__all__ = ["RECORDS", "StepTokens", "monitor_of_job"]
+
+RECORDS = ".logs"
+"""After the name of the folder that a run writes: where its record is kept."""
+
+
+def monitor_of_job(
+    wanted: Any, job: Job, recipe: Mapping[str, Any], target: Path | None, *, is_first: bool = True
+) -> Monitor | bool | None:
+    """Return the monitor of a planned job, told of it and with its page shown; None where none is wanted.
+
+    On other ranks than the first it is True: they tell of their work, and show nothing.
+
+    Args:
+        wanted: True, a port, or a `flodl.monitor.Monitor`.
+        recipe: what the run is made of.
+        target: the folder that it writes; its record and page are kept beside it.
+        is_first: whether this process is the one that reports.
+
+    Raises:
+        ConfigError: ``wanted`` is none of these.
+        TrainError: the port is taken.
+    """
+    if wanted is None or wanted is False:
+        return None
+    if not is_first:
+        return True
+    from flodl.monitor import Monitor
+
+    folder = _folder(job, target)
+    if isinstance(wanted, Monitor):
+        monitor = wanted
+        monitor.folder = monitor.folder or folder
+    elif wanted is True or (isinstance(wanted, int) and 0 <= wanted < 65536):
+        monitor = Monitor(folder=folder, quiet=True)
+    else:
+        raise ConfigError(
+            f"monitor: found {wanted!r}; expected True, a port of this machine, or a flodl.monitor.Monitor",
+            problems=["monitor"],
+        )
+    if monitor.name == "Training":
+        monitor.name = target.name if target is not None else _short(job.name)
+    tokens = StepTokens(job)
+    monitor.reckon(tokens=tokens, flops=_flops(job), peak=_peak(job), total_steps=job.steps)
+    monitor.describe(recipe=recipe, data=_data(job), model=_model(job))
+    if folder is not None and not monitor.has_pages:
+        monitor.save_html(Path(folder) / "run.html")
+    if not isinstance(wanted, Monitor):
+        url = monitor.serve(None if wanted is True else wanted)
+        print(f"watch this run at {url}", file=sys.stderr, flush=True)
+    return monitor
+
+
+def _folder(job: Job, target: Path | None) -> str | None:
+    if job.options.log_dir is not None:
+        return job.options.log_dir
+    return None if target is None else str(target.with_name(target.name + RECORDS))
+
+
+def _short(name: str) -> str:
+    return Path(name).name or name
+
+
+class StepTokens:
+    """Tokens of each optimiser step, padding left out: ``tokens(step)``, the first being 1.
+
+    Where ranks step on their own, they take batches in another order; the sums are the same.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._lengths, self._batches = job.rows.lengths, job.batches
+        self._accumulate, self._epochs = job.options.accumulate, job.options.epochs
+        self._steps = [0]  # at the end of each epoch
+        self._epoch: tuple[int, Any] = (-1, None)
+
+    def __call__(self, step: int) -> float | None:
+        """Return the tokens of a step; None of one that the run does not have."""
+        while step > self._steps[-1] and len(self._steps) <= self._epochs:
+            batches = len(self._batches.plan(len(self._steps) - 1))
+            self._steps.append(self._steps[-1] + -(-batches // self._accumulate))
+        if not 1 <= step <= self._steps[-1]:
+            return None
+        epoch = next(i for i, end in enumerate(self._steps[1:]) if step <= end)
+        if self._epoch[0] != epoch:
+            self._epoch = (epoch, self._of_epoch(epoch))
+        return float(self._epoch[1][step - self._steps[epoch] - 1])
+
+    def _of_epoch(self, epoch: int) -> Any:
+        plan = self._batches.plan(epoch)
+        if not len(plan):
+            return np.zeros(0)
+        sums = np.concatenate([[0], np.cumsum(self._lengths[plan.order])])[plan.ends]
+        ends = sums[[min(i + self._accumulate, len(sums)) - 1 for i in range(0, len(sums), self._accumulate)]]
+        return np.diff(ends, prepend=0)
+
+
+def _flops(job: Job) -> Callable[[float], float]:
+    from flodl.monitor.peaks import flops_of_encoder
+
+    learned, frozen = _parameters(job.model)
+    config = job.model.config
+    layers, hidden = int(config.num_layers), int(config.hidden_size)
+    lengths = job.rows.lengths.astype(float)
+    # rows of a batch attend within themselves: a token of a long row costs more
+    mean = float((lengths**2).sum() / max(1.0, lengths.sum()))
+    return lambda tokens: flops_of_encoder(
+        tokens, mean, learned=learned, frozen=frozen, layers=layers, hidden_size=hidden
+    )
+
+
+def _parameters(model: Any) -> tuple[int, int]:
+    """Return how many parameters are multiplied with: those that learn, and the others; shared ones count each time."""
+    looked_up = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    counts = [0, 0]
+    for module in _calls(model):
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in looked_up:
+                counts[0 if parameter.requires_grad else 1] += parameter.numel()
+    return counts[0], counts[1]
+
+
+def _calls(module: nn.Module) -> Any:
+    """Yield modules as often as they stand in the tree."""
+    yield module
+    for child in module._modules.values():
+        if child is not None:
+            yield from _calls(child)
+
+
+def _peak(job: Job) -> float | None:
+    from flodl.monitor.peaks import peak_of
+
+    places, ranks = job.options.places, job.options.ranks or 1
+    named = places if isinstance(places, str) else places[0] if isinstance(places, (list, tuple)) else None
+    try:
+        import torch
+
+        device = torch.device(named) if named is not None else pick_device(None, 0)
+        found = peak_of(described(device), job.options.precision)
+    except Exception:  # a device that is not there is refused elsewhere, with its reason
+        return None
+    return None if found is None else found * ranks
+
+
+def _data(job: Job) -> dict[str, Any]:
+    lengths = job.rows.lengths
+    facts: dict[str, Any] = {"task": job.task.head, "rows": len(job.tables.train)}
+    if len(job.rows) != len(job.tables.train):
+        facts["rows of tokens"] = len(job.rows)
+    for name, rows in job.tables.evals.items():
+        facts[f"held out {name}".strip()] = len(rows)
+    facts |= {
+        "tokens": int(lengths.sum()),
+        "mean tokens of a row": round(float(lengths.mean()), 1),
+        "most tokens of a row": int(lengths.max()),
+    }
+    if job.task.labels is not None:
+        counts = job.task.label_counts(job.rows)
+        names = [str(name) for name in job.task.labels][:40]
+        facts["labels"] = dict(zip(names, counts, strict=False)) if counts is not None else names
+    return facts
+
+
+def _model(job: Job) -> dict[str, Any]:
+    config = job.model.config
+    return {"start": job.name, "layers": int(config.num_layers), "hidden_size": int(config.hidden_size)}

@@ -1,0 +1,372 @@
+"""Every choice of a fine-tuning run, with its default and one line that says what it is.
+
+This table is what ``finetune`` takes, what the command line offers, what a recipe file may hold and what the
+model card prints. It checks single values; what only the data or the model can tell is checked where it is used.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, get_type_hints
+
+from flodl.errors import ConfigError, capped, nearest
+from flodl_hf.models.adapters.settings import Settings, adapter_of
+from flodl_hf.training.option_checks import checked, combination_faults, schedule_values
+from flodl_hf.training.training_arguments import TAKEN, translated
+
+__all__ = ["BATCH_SIZE", "Options", "make_options", "read_options"]
+
+BATCH_SIZE = 32
+"""Rows in a batch where nobody says how many and nothing asks for fewer."""
+TRACKERS = ("csv", "jsonl", "mlflow", "tensorboard", "wandb")
+"""Those of `flodl.train.trackers`, which is imported when a run begins."""
+
+
+def _opt(default: Any, says: str, **checks: Any) -> Any:
+    return field(default=default, metadata={"help": says, **checks})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The choices of one run; each field's ``help`` says what it is."""
+
+    task: str | None = _opt(
+        None,
+        "seqcls, tokcls (ner), qa, mlm, choice, nsp, pretrain, replaced, embedding, sparse, multivector or rank; by "
+        "default the data's columns tell.",
+    )
+    columns: Mapping[str, str] | None = _opt(None, "Which column holds what, by role: text=headline.")
+    labels: Sequence[str] | None = _opt(
+        None, "Label names in the order of their numbers; by default those in the data."
+    )
+    new_head: bool | None = _opt(
+        None,
+        "Draw a new head though the start has one; by default where its labels have other names or another order; no "
+        "goes on with the old one under the new names.",
+    )
+    problem_type: str | None = _opt(
+        None,
+        "regression, single_label_classification or multi_label_classification; by default the labels tell.",
+        among=("regression", "single_label_classification", "multi_label_classification"),
+    )
+
+    epochs: int = _opt(3, "Passes over the training data.", least=1)
+    max_steps: int | None = _opt(None, "Stop after so many optimiser steps.", least=1)
+    batch_size: int | None = _opt(
+        None,
+        "Rows in a batch, over all devices together; by default 32, or 16, 8 or 4 where a run that learns labels or "
+        "answers would have too few steps.",
+        least=1,
+    )
+    accumulate: int = _opt(1, "Batches in one optimiser step.", least=1)
+    micro_batch_size: int | str | None = _opt(
+        None, "Most rows in the model at once, or auto for as many as fit; changes nothing but memory.",
+        least=1, words=("auto",),
+    )  # fmt: skip
+    tokens_per_batch: int | None = _opt(None, "Fill batches up to so many tokens instead of counting rows.", least=1)
+    group_by_length: bool | None = _opt(
+        None,
+        "Put rows of similar length together, which saves padding; by default where rows are padded and an epoch has "
+        "256 batches or more.",
+    )
+    layout: str = _opt(
+        "auto",
+        "padded, or packed (rows end to end, no padding); auto packs on CUDA in bf16 and fp16.",
+        among=("auto", "padded", "packed"),
+    )
+    max_length: int | None = _opt(None, "Most tokens in a row; by default as many as the model takes.", least=4)
+    stride: int | None = _opt(
+        None, "Tokens shared by neighbouring windows of a long text (seqcls 0, tokcls 64, qa 128).", least=0
+    )
+    long_texts: str = _opt(
+        "cut",
+        "seqcls: cut texts that are longer than a row at their end, or read them in windows, each of which learns the "
+        "label; judged is their mean, as predict answers.",
+        among=("cut", "windows"),
+    )
+
+    lr: float = _opt(5e-5, "Highest learning rate.", least=0.0)
+    schedule: Any = _opt(  # noqa: RUF009
+        "linear",
+        "linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt, warmup_stable_decay, constant, one_cycle or "
+        "plateau.",
+    )
+    schedule_options: Mapping[str, Any] | None = _opt(
+        None, "What the schedule takes besides, such as power=2 (polynomial) or decay=0.2 (warmup_stable_decay)."
+    )
+    warmup: float = _opt(0.0, "Steps of rising rate; below 1 a share of all steps.", least=0.0)
+    optimizer: str = _opt("adamw", "adamw or sgd.", among=("adamw", "sgd"))
+    weight_decay: float = _opt(0.0, "Weight decay, not applied to biases and norms.", least=0.0)
+    beta1: float = _opt(0.9, "AdamW's decay of the mean; SGD's momentum.", least=0.0, most=1.0)
+    beta2: float = _opt(0.999, "AdamW's decay of the variance.", least=0.0, most=1.0)
+    eps: float = _opt(1e-8, "AdamW's epsilon.", least=0.0)
+    max_grad_norm: float | None = _opt(1.0, "Clip the gradient to this 2-norm; 0 does not clip.", least=0.0)
+    layerwise_decay: float | None = _opt(
+        None, "Each layer learns at this times the rate of the layer above.", least=0.0, most=1.0
+    )
+    freeze: Sequence[str] = _opt((), "Parts of the base model that do not learn: embeddings, layers.0-5, encoder.")
+    class_weights: Any = _opt(None, "Weights of the labels in the loss, by name or in order, or 'balanced'.")  # noqa: RUF009
+    label_smoothing: float = _opt(0.0, "Share of the target spread over all labels.", least=0.0, most=1.0)
+    dropout: float | None = _opt(None, "Dropout everywhere, instead of the model's own.", least=0.0, most=0.99)
+
+    lora: int | None = _opt(
+        None, "Train a LoRA adapter of this rank and the head, and leave all other weights as they are.", least=1
+    )
+    lora_alpha: float | None = _opt(None, "lora: its scale is alpha / rank; by default 1.")
+    lora_dropout: float = _opt(0.0, "lora: dropout before it.", least=0.0, most=1.0)
+    lora_targets: Sequence[str] = _opt(
+        (), "lora: projections by name or pattern, or all-linear; by default query and value."
+    )
+    lora_kinds: Sequence[str] = _opt(
+        (), "lora: rslora (scale by the root of the rank), dora (learned lengths of rows).", each=("rslora", "dora")
+    )
+
+    ia3: Sequence[str] = _opt(
+        (), "Train scales (IA3) of these projections and the head; 'usual' for key, value and the feed-forward part."
+    )
+
+    prompt_tokens: int | None = _opt(
+        None, "Train so many vectors before each text (prompt tuning) and the head.", least=1
+    )
+    prompt_text: str | None = _opt(None, "prompt_tokens: the text whose words they begin as; else drawn words.")
+    prompt_encoder: int | None = _opt(None, "prompt_tokens: width of a network that makes them (P-tuning).", least=1)
+    prompt_encoder_kind: str = _opt("mlp", "prompt_encoder: what kind of network.", among=("mlp", "lstm"))
+    prefix_tokens: int | None = _opt(
+        None, "Train so many keys and values before each text in every layer (prefix tuning) and the head.", least=1
+    )
+    prefix_encoder: int | None = _opt(None, "prefix_tokens: width of a network that makes them.", least=1)
+
+    neftune: float | None = _opt(
+        None, "Noise on word embeddings in training, alpha of arXiv:2310.05914 (5 is usual).", least=0.0
+    )
+    ema: float | None = _opt(
+        None,
+        "Keep a moving average of the weights with this decay (0.999); it is judged and kept.",
+        least=0.0,
+        most=1.0,
+    )
+    ema_warmup: bool = _opt(True, "Let the average follow faster at first.")
+
+    precision: str = _opt("fp32", "fp32, tf32, bf16 or fp16.", among=("fp32", "tf32", "bf16", "fp16"))
+    gradient_checkpointing: bool = _opt(False, "Compute layers twice instead of keeping their states.")
+    attention: str = _opt("sdpa", "sdpa or eager.", among=("sdpa", "eager"))
+    seed: int = _opt(42, "Decides new weights, order, dropout and masking.")
+    deterministic: bool = _opt(False, "Use deterministic kernels only.")
+    capture: bool = _opt(True, "Record steps as CUDA graphs, one for each shape of batch, where that is possible.")
+    fused: bool = _opt(True, "Compute encoder layers by fused kernels on CUDA in half precision.")
+    compile: bool = _opt(False, "Translate the model with torch.compile before training.")
+    log_every: int = _opt(20, "Steps whose figures are read from a CUDA device together.", least=1)
+    on_nan: str = _opt("stop", "stop or skip when loss or gradient is not finite.", among=("stop", "skip"))
+    compat: str | None = _opt(
+        None,
+        "transformers: compute the losses of its Trainer: gradients of accumulated batches are added without division, "
+        "and the loss of answers includes padding.",
+        among=("transformers",),
+    )
+
+    eval_every: int | None = _opt(
+        None, "Steps between evaluations; default: after each epoch. The last model is always evaluated.", least=1
+    )
+    eval_batch_size: int | None = _opt(
+        None, "Rows at once in evaluation; by default batch_size if given, else 32.", least=1
+    )
+    eval_start: bool = _opt(False, "Evaluate before the first step too; decides nothing.")
+    eval_delay: int = _opt(0, "No evaluation before so many steps, but for the one at the end.", least=0)
+    metric: str | None = _opt(None, "Figure that says which model is best; '-name' where less is better.")
+    keep_best: bool = _opt(True, "End with the best model instead of the last.")
+    tune_thresholds: bool = _opt(
+        False,
+        "Choose on the held-out data the score from which each of several labels holds, or the second of two; it is "
+        "kept with the model, for predict(threshold='tuned').",
+    )
+    early_stopping: int | None = _opt(None, "Stop after so many evaluations without a better figure.", least=1)
+
+    concatenate: bool = _opt(False, "mlm: put lines end to end, with a separator between, and cut them into full rows.")
+    whole_words: bool = _opt(False, "mlm, pretrain, a generator: mask whole words.")
+    mask_probability: float = _opt(
+        0.15, "mlm, pretrain: share of the tokens that are masked; replaced: that are replaced.", least=0.0, most=1.0
+    )
+    generator: str | None = _opt(
+        None,
+        "replaced: folder or name of a model of masked words that learns besides and draws what tokens are replaced by "
+        "(ELECTRA's own training); by default they are drawn from the vocabulary.",
+    )
+    discriminator_weight: float | None = _opt(
+        None, "generator: weight of the loss of replaced tokens beside that of masked words; by default 50.", least=0.0
+    )
+    mask_padding: bool | None = _opt(
+        None,
+        "qa: exclude padding from the loss; by default yes, and no with compat=transformers.",
+    )
+
+    vector_loss: Any = _opt(  # noqa: RUF009
+        None,
+        "embedding, sparse, multivector, rank: the loss, by sentence-transformers' name (MultipleNegativesRankingLoss, "
+        "CoSENTLoss, LambdaLoss, ...), or one for each table by its name; by default as the columns suit.",
+    )
+    loss_options: Mapping[str, Any] | None = _opt(
+        None,
+        "embedding, sparse, multivector, rank: settings of the loss: scale=50, margin=0.2, directions=query_to_doc.",
+    )
+    matryoshka: Sequence[str] = _opt(
+        (), "embedding: sizes that vectors may be cut to; the loss is learned at each of them."
+    )
+    adaptive_layers: bool = _opt(
+        False, "embedding: learn the loss after each layer too, so that layers may be left out."
+    )
+    guide: str | None = _opt(
+        None, "embedding: folder or name of a second model: the guide of GISTEmbedLoss, the teacher of MSELoss."
+    )
+    pooling: str | None = _opt(
+        None, "embedding: mean, cls, max, ... or several (mean+max); by default as the folder says, else mean."
+    )
+    normalize: bool | None = _opt(
+        None, "embedding: scale vectors to length 1; by default as the folder says, else yes."
+    )
+    prompts: Any = _opt(  # noqa: RUF009
+        None,
+        "embedding, sparse: a text that is put before each text of the loss, or one for each column by its name. "
+        "Metrics use the prompts of the folder, as sentence-transformers does.",
+    )
+    projection: Mapping[str, Any] | None = _opt(
+        None,
+        "multivector: of a start without one: size=128, query_length=32, document_length=180, query_marker, "
+        "document_marker, expanded=yes, attended=no, punctuation=no (of which documents keep no vector).",
+    )
+    no_duplicates: bool = _opt(True, "embedding: no text comes twice in a batch where others of it are negatives.")
+    mixing: str = _opt(
+        "proportional",
+        "embedding: batches of several tables come in proportion to their rows, or in turn until one is used up.",
+        among=("proportional", "round_robin"),
+    )
+    cache_tokens: int | None = _opt(
+        None,
+        "embedding: most tokens in the model at once; a batch goes through it twice, in parts, with the same step, so "
+        "that memory bounds vectors alone (gradient caching).",
+        least=16,
+    )
+
+    watch: Sequence[str] = _opt(
+        (), "What to tell of inside of the model in each step, with a reduction if not the mean: layers.0-3:norm."
+    )
+    rules: Sequence[str] = _opt(
+        (),
+        "What the run does by itself: 'freeze layers.0-3 when stalled(loss, 3)', stop, thaw, 'rate encoder 0.1 when'.",
+    )
+    trend_every: int | None = _opt(
+        None, "Steps between the values of trends that rules ask about; by default one an epoch.", least=1
+    )
+
+    trackers: Sequence[str] = _opt(
+        (), "Where figures are kept besides: csv, jsonl, tensorboard, wandb, mlflow.", each=TRACKERS
+    )
+    log_dir: str | None = _opt(None, "Folder for what trackers write; by default beside the result.")
+    profile: str | None = _opt(None, "Folder for traces of torch.profiler over some steps.")
+    report: bool = _opt(True, "Write report.html beside the model: curves, and what it says of held-out data.")
+
+    save_every: int | None = _opt(None, "Steps between checkpoints, besides the one after each epoch.", least=1)
+    checkpoints: str | None = _opt(None, "Folder for checkpoints; by default beside the result.")
+    keep_last: int = _opt(1, "Newest checkpoints that stay, besides the best one.", least=1)
+    keep_checkpoints: bool = _opt(False, "Leave the checkpoints when the run is done.")
+    resume: bool = _opt(False, "Go on from the checkpoints of an interrupted run.")
+    allow_change: Sequence[str] = _opt((), "With resume: settings that may differ from the run's, as it names them.")
+
+    devices: Any = _opt(None, "Number of devices, their names (cpu,cpu), or auto for all; under torchrun not needed.")  # noqa: RUF009
+    policy: str | None = _opt(
+        None,
+        "sync, cadence or async; default: sync, or cadence where device names differ.",
+        among=("sync", "cadence", "async"),
+    )
+    shard: str | None = _opt(
+        None, "fsdp: weights, gradients and optimiser state in a part for each device.", among=("fsdp",)
+    )
+    backend: str | None = _opt(None, "nccl or cpu: how parameters are averaged.", among=("nccl", "cpu"))
+
+    revision: str | None = _opt(None, "Branch, tag or commit of the model on the Hub.")
+    local_files_only: bool = _opt(False, "Open no connection.")
+
+    @property
+    def adapter(self) -> Settings | None:
+        """The adapter that is trained; None where all weights are."""
+        return adapter_of(self)
+
+    @property
+    def places(self) -> int | str | list[str] | None:
+        """What ``devices`` comes to on this machine; None leaves it to the launcher.
+
+        Raises:
+            DeviceError: a device is not there.
+        """
+        # With torch, which naming options does without.
+        from flodl.devices import training_devices
+
+        return training_devices(self.devices, shared=self.backend == "cpu")
+
+    @property
+    def masks_padding(self) -> bool:
+        """Whether the loss of answers excludes padding."""
+        return self.compat is None if self.mask_padding is None else self.mask_padding
+
+    @property
+    def rows_in_batch(self) -> int:
+        """The batch size; 32 where none is decided yet."""
+        return self.batch_size or BATCH_SIZE
+
+    @property
+    def ranks(self) -> int:
+        """Among how many processes the rows of a batch are shared out."""
+        places = self.places
+        if places is None or isinstance(places, str):  # one device of each process that a launcher started
+            return max(1, int(os.environ.get("WORLD_SIZE", "1")))
+        return places if isinstance(places, int) else len(places)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the choices by name, as JSON values where they are."""
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value
+
+
+def make_options(given: Mapping[str, Any], where: str = "finetune") -> Options:
+    """Return the options that ``given`` contains, with defaults for the rest.
+
+    Words of transformers stand for ours where they mean the same (`flodl_hf.training.training_arguments`).
+
+    Raises:
+        ConfigError: names that are no options, or invalid values; ``problems`` lists all of them.
+    """
+    options, problems = read_options(given)
+    if problems:
+        raise ConfigError(f"{where}: options that cannot be:\n{capped(problems)}", problems=problems, where=where)
+    return options
+
+
+def read_options(given: Mapping[str, Any]) -> tuple[Options, list[str]]:
+    """Return the valid options of ``given``, with defaults for the rest, and all problems, each with its option."""
+    table = {f.name: f for f in fields(Options)}
+    hints = get_type_hints(Options)
+    values: dict[str, Any] = {}
+    given, problems = translated(given, table)
+    problems += [f"{name}: no such option{nearest(name, [*table, *TAKEN])}" for name in given if name not in table]
+    for name, value in given.items():
+        if name not in table:
+            continue
+        try:
+            values[name] = checked(value, hints[name], table[name].metadata)
+        except ValueError as fault:
+            problems.append(f"{name}: {fault}")
+    options, invalid = Options(**values), [name for name in given if name not in values]
+    # What depends on an invalid value is not known.
+    problems += [p for p in combination_faults(options) if not any(re.search(rf"\b{name}\b", p) for name in invalid)]
+    if options.schedule_options and not problems:
+        options = replace(options, schedule_options=schedule_values(options.schedule, options.schedule_options)[0])
+    return options, problems

@@ -1,0 +1,228 @@
+"""Pairs of texts as encoders are first trained with them: does the second follow, or are both in their order?
+
+One head learns that alone (``BertForNextSentencePrediction``), another beside masked words (``BertForPreTraining``,
+``AlbertForPreTraining``). Pairs come with labels; or without, and half of them, drawn by the seed, are spoilt: by a
+second text from another row, or for ALBERT by exchanging both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flodl.data import Rng
+from flodl.errors import DataError, capped
+from flodl.metrics import Classification, Metric
+from flodl.train import Loss
+from flodl_hf.inference.decode.metrics import Perplexity
+from flodl_hf.nn.encoder.losses import IGNORED_LABEL, token_loss
+from flodl_hf.readers import as_numbers
+from flodl_hf.readers.columns import Columns, pair_columns
+from flodl_hf.training.masked import words_of
+from flodl_hf.training.options import Options
+from flodl_hf.training.rows import RELATED, CollateRows, EncodedRows, RowBuilder
+from flodl_hf.training.step import Kind, Objective, run_model
+from flodl_hf.training.step_counts import CollateShares
+from flodl_hf.training.task import CHUNK, Examples, LengthLimits, Prepared, check_texts
+
+if TYPE_CHECKING:
+    from flodl_hf.tokenization.tokenizer import Tokenizer
+
+__all__ = ["FOLLOWS", "PairTask", "PretrainingObjective", "plan_pairs"]
+
+FOLLOWS = ("follows", "other")
+"""What the labels 0 and 1 stand for, as `flodl_hf.heads.next_sentence` answers them."""
+
+
+@dataclass(frozen=True)
+class PairTask:
+    """Whether two texts belong together, and with ``head="pretraining"`` the words behind masks besides.
+
+    Args:
+        columns: which columns hold the texts, and the label where there is one.
+        head: ``"next_sentence"`` or ``"pretraining"``.
+        ordered: pairs without a label are spoilt by exchanging both texts.
+        seed: decides which of them are.
+    """
+
+    columns: Columns
+    head: str = "next_sentence"
+    ordered: bool = False
+    seed: int = 42
+    names: tuple[str, ...] = FOLLOWS
+    labels: tuple[str, ...] | None = None
+    problem_type: str | None = None
+    per_row: bool = True
+
+    @property
+    def kind(self) -> Kind:
+        """What the loss is of."""
+        return "pairs" if self.head == "pretraining" else "single_label"
+
+    @property
+    def main_metric(self) -> str:
+        """Accuracy, or the sum of both losses."""
+        return "-eval_loss" if self.head == "pretraining" else "accuracy"
+
+    def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
+        """Return a row for each pair; of those too long for one the longer text gives way."""
+        pairs, labels = self._pairs(examples, "train" if training else "eval")
+        masked = self.head == "pretraining"
+        builder, cut, named = RowBuilder(limits.types), 0, RELATED if masked else "labels"
+        for start in range(0, len(pairs), CHUNK):
+            part = pairs[start : start + CHUNK]
+            rows = tokenizer.encode_rows(
+                [first for first, _ in part], [second for _, second in part], max_tokens=limits.max_tokens,
+                offsets=masked, cut="longest", overflow="truncate",
+            )  # fmt: skip
+            for i, group in enumerate(rows, start):
+                words = {"words": words_of(group[0])} if masked else None
+                builder.add(group[0], i, words, **{named: np.int64(labels[i])})
+                cut += group[0].truncated
+        return Prepared(builder.build(), None if training else labels, cut)
+
+    def _pairs(self, examples: Examples, where: str) -> tuple[list[tuple[str, str]], list[int]]:
+        """Return pairs, and 0 for those that belong together, 1 for others.
+
+        Raises:
+            DataError: values that are no texts, or labels that are neither.
+        """
+        text, pair, label = self.columns.text, self.columns.text_pair, self.columns.label
+        assert text is not None
+        assert pair is not None
+        for column in (text, pair):
+            check_texts(examples, column, where)
+        pairs = [(row[text], row[pair]) for row in examples]
+        if label is not None:
+            return pairs, _read_labels([row.get(label) for row in examples], label, where)
+        if len(pairs) < 2 and not self.ordered:
+            raise DataError(
+                f"{where}: found one pair and no label, and no other text to put beside it; expected more rows", rows=1
+            )
+        found, labels = [], []
+        for i, (first, second) in enumerate(pairs):
+            draw = Rng(self.seed, "pair", i)
+            spoilt = bool(draw.uniforms(1)[0] < 0.5)
+            if spoilt and self.ordered:
+                first, second = second, first
+            elif spoilt:
+                second = pairs[(i + 1 + draw.integer(len(pairs) - 1)) % len(pairs)][1]
+            found.append((first, second))
+            labels.append(int(spoilt))
+        return found, labels
+
+    def scorer(self, prepared: Prepared) -> _Scorer:
+        """Return a scorer that has seen nothing."""
+        return _Scorer(prepared.truth, words=self.head == "pretraining")
+
+    def shares(self, usual: CollateRows, rows: EncodedRows, batches: Any, accumulate: int) -> CollateShares:
+        """Return the collate function of some batches, where a step has ``accumulate`` of them."""
+        return CollateShares.of_step(usual, rows, batches, accumulate, by_rows=True)
+
+    def label_counts(self, rows: EncodedRows) -> None:
+        """Return None: the two labels are not weighed."""
+        return
+
+
+def _read_labels(values: Sequence[Any], column: str, where: str) -> list[int]:
+    """Return labels as numbers.
+
+    Raises:
+        DataError: a label is neither 0 nor 1, nor one of their names.
+    """
+    known = {0: 0, 1: 1, **{name: k for k, name in enumerate(FOLLOWS)}}
+    values = as_numbers(values)
+    wrong = [
+        f"row {i}: {value!r}"
+        for i, value in enumerate(values)
+        if isinstance(value, (bool, list, dict)) or value not in known
+    ]
+    if wrong:
+        raise DataError(
+            f"{where}: labels in column {column!r} that cannot be:\n{capped(wrong, 5)}\nexpected 0 or 'follows' where "
+            "the texts belong together, 1 or 'other' where they do not",
+            problems=wrong,
+        )
+    return [known[value] for value in values]
+
+
+@dataclass(frozen=True)
+class PretrainingObjective(Objective):
+    """The sum of two means, as in transformers: over the masked words of a step, and over its pairs.
+
+    ``words_share`` of a batch makes the sum independent of how the step is split (`CollateShares`).
+    """
+
+    kind: Kind = field(default="pairs")
+
+    def score(self, model: Any, batch: Any) -> Any:
+        """Return scores of words and of pairs."""
+        words, named = run_model(model, batch, ["relation"])
+        return words, named["relation"]
+
+    def of(self, scores: Any, batch: Any) -> Loss:
+        """Return the loss of scores that are known already."""
+        words, related = scores
+        pairs = F.cross_entropy(related.view(-1, 2), batch[RELATED], ignore_index=IGNORED_LABEL)
+        count = batch["real"].sum() if "real" in batch else related.shape[0]
+        labels = batch["labels"]
+        # The mean over no masked words is NaN.
+        lost = torch.where((labels != IGNORED_LABEL).any(), token_loss(words, labels), 0.0)
+        return Loss.mean(lost * batch["words_share"][0].to(lost.dtype) + pairs, count)
+
+    def by_row(self, scores: Any, batch: Any) -> Tensor:
+        """Return for each row the sum of its words' losses, how many there are, and the scores of its pair."""
+        words, related = scores
+        labels = batch["labels"]
+        flat = F.cross_entropy(words.float().view(-1, words.shape[-1]), labels.view(-1), reduction="none")
+        lost, counted = flat.view(labels.shape), (labels != IGNORED_LABEL).float()
+        if "cu_seqlens" in batch:
+            parts = [[row.sum() for row in part.split(batch["row_lengths"])] for part in (lost, counted)]
+        else:
+            parts = [list(lost.sum(1)), list(counted.sum(1))]
+        return torch.cat([torch.stack([torch.stack(part) for part in parts], 1), related.float()], 1)
+
+
+class _Scorer:
+    def __init__(self, labels: Sequence[int], *, words: bool) -> None:
+        self.labels, self.pairs = labels, Classification(2, "binary")
+        self.words = Perplexity() if words else None
+
+    def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
+        """Take in the scores of one pair; return them and its label."""
+        found = scores[0][-2:]
+        self.pairs.update(found[None], torch.tensor([self.labels[example]]))
+        if self.words is not None:
+            self.words.add(scores[0][0], scores[0][1])
+        return found.tolist(), self.labels[example]
+
+    def metrics(self) -> Sequence[Metric]:
+        """Return what was counted."""
+        return [self.pairs] if self.words is None else [self.pairs, self.words]
+
+    def compute(self) -> dict[str, float]:
+        """Return how well pairs are told apart, and the perplexity of masked words."""
+        figures = self.pairs.compute()
+        figures.pop("count", None)
+        return figures if self.words is None else {**figures, "perplexity": self.words.compute()["perplexity"]}
+
+
+def plan_pairs(head: str, rows: Sequence[Mapping[str, Any]], options: Options, *, ordered: bool) -> PairTask:
+    """Return the task of telling pairs apart.
+
+    Args:
+        head: ``"next_sentence"`` or ``"pretraining"``.
+        rows: the table.
+        options: the run's.
+        ordered: whether the family's head learns the order of both texts.
+
+    Raises:
+        DataError: columns that hold no pairs.
+    """
+    return PairTask(pair_columns(rows, options.columns, head), head, ordered, options.seed)

@@ -1,0 +1,85 @@
+"""Learning rates over the steps of a run: the curves that recipes for Hugging Face models name.
+
+The curves are those of `flodl.train.warmed_up`, equal to transformers' to the bit; other shapes come from
+`flodl.train.schedule`. Which options a curve takes stands in `flodl_hf.training.options`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from flodl.errors import ConfigError
+from flodl.train.schedule import OneCycle, Plateau
+from flodl.train.warmed_up import (
+    CosineFloor,
+    CosineRestarts,
+    InverseSqrt,
+    Polynomial,
+    WarmedUp,
+    WarmupStableDecay,
+)
+
+__all__ = ["WarmedUp", "make_schedule", "warmup_steps"]
+
+
+def warmup_steps(warmup: float, total: int) -> int:
+    """Return the steps of the rise: a share of all steps below 1, else a number of steps."""
+    return math.ceil(total * warmup) if warmup < 1 else int(warmup)
+
+
+def make_schedule(
+    kind: Any,
+    base: float,
+    warmup: float,
+    total: int,
+    *,
+    lower_is_better: bool,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Return the schedule of a run of ``total`` steps; an object with ``lr(step)`` is returned as it is.
+
+    Args:
+        kind: a name of `flodl_hf.training.option_checks.SCHEDULES`.
+        base: the highest rate.
+        warmup: see `warmup_steps`.
+        lower_is_better: of the figure that a plateau is one of.
+        options: what the curve takes besides.
+
+    Raises:
+        ConfigError: values that the curve cannot have.
+    """
+    if not isinstance(kind, str):
+        return kind
+    given, rise = dict(options or {}), warmup_steps(warmup, total)
+    if kind == "one_cycle":
+        return OneCycle(base, total, warmup_fraction=rise / total if warmup else 0.3, **given)
+    if kind == "plateau":
+        return Plateau(base, **{"patience": 1, **given}, mode="min" if lower_is_better else "max")
+    if kind == "cosine" and given:
+        if "end" in given:
+            given["floor"] = given.pop("end") / base
+        return CosineFloor(base, total, rise, **given)
+    if kind == "cosine_with_restarts":
+        return CosineRestarts(base, total, rise, **given)
+    if kind == "polynomial":
+        return Polynomial(base, total, rise, **given)
+    if kind == "inverse_sqrt":
+        return InverseSqrt(base, rise, **given)
+    if kind == "warmup_stable_decay":
+        return _three_stages(base, rise, total, given)
+    # A constant rate does not depend on the length of a run, which may then change when it is gone on with.
+    return WarmedUp(kind, base, rise, rise if kind == "constant" else total)
+
+
+def _three_stages(base: float, rise: int, total: int, given: dict[str, Any]) -> WarmupStableDecay:
+    decay = warmup_steps(given.pop("decay", 0.1), total)
+    stable = given.pop("stable", None)
+    if stable is None and rise + decay > total:
+        raise ConfigError(
+            f"schedule: {rise} steps of warmup and {decay} of decay are more than the {total} steps of the run; "
+            "expected fewer. Lower warmup, or decay in schedule_options",
+            problems=["schedule_options"],
+        )
+    return WarmupStableDecay(base, rise, total - rise - decay if stable is None else stable, decay, **given)

@@ -1,0 +1,194 @@
+"""Which tokens of a text were replaced: ELECTRA's discriminator, as transformers computes its loss.
+
+From plain text, tokens are replaced by others drawn from the vocabulary, anew in each epoch and always alike for
+evaluation; or words come with tags that say which of them were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flodl.data import Rng, Where
+from flodl.errors import DataError, capped
+from flodl.metrics import Classification, Metric
+from flodl_hf.readers.columns import Columns, infer_columns
+from flodl_hf.tokenization.alignment import mask_tokens
+from flodl_hf.training.masked import words_of
+from flodl_hf.training.options import Options
+from flodl_hf.training.rows import SPECIAL, EncodedRows, RowBuilder
+from flodl_hf.training.step import Kind
+from flodl_hf.training.task import CHUNK, Examples, LengthLimits, Prepared, check_texts
+
+if TYPE_CHECKING:
+    from flodl_hf.tokenization.tokenizer import Tokenizer
+
+__all__ = ["ReplacedTask", "Replacing", "plan_replaced"]
+
+KNOWN = {0: 0, 1: 1, "0": 0, "1": 1, "original": 0, "replaced": 1}
+
+
+@dataclass(frozen=True)
+class Replacing:
+    """Replaces tokens of a row, drawn anew for each row and epoch; rows with labels stay as they are.
+
+    Args:
+        others: ids that may stand in for a token's own.
+        probability: share of tokens.
+    """
+
+    others: tuple[int, ...]
+    probability: float
+
+    def __call__(self, row: Mapping[str, Any], where: Where, index: int) -> dict[str, Any]:
+        """Return the row with some tokens replaced, and ``labels``: 1 for these, 0 for the text's own."""
+        return dict(row) if "labels" in row else self.drawn(row, where.rng("replace", index))
+
+    def drawn(self, row: Mapping[str, Any], rng: Rng) -> dict[str, Any]:
+        """Return the row as these random numbers have it."""
+        own = np.asarray(row["input_ids"], np.int64)
+        special = [word == SPECIAL for word in np.asarray(row["words"]).tolist()]
+        ids, _ = mask_tokens(
+            own.tolist(), special, mask_id=0, random_ids=self.others, rng=rng, probability=self.probability,
+            mask_share=0.0, random_share=1.0,
+        )  # fmt: skip
+        rest = {name: value for name, value in row.items() if name != "words"}
+        return {**rest, "input_ids": ids, "labels": (ids != own).astype(np.int64)}
+
+
+@dataclass(frozen=True)
+class ReplacedTask:
+    """Whether each token is the text's own.
+
+    Args:
+        columns: which column holds texts, or which hold words and their tags.
+        probability: share of tokens that are replaced.
+        seed: decides which ones are in evaluation.
+    """
+
+    columns: Columns
+    probability: float = 0.15
+    seed: int = 42
+    head: str = "replaced_tokens"
+    kind: Kind = "replaced"
+    labels: tuple[str, ...] | None = None
+    problem_type: str | None = None
+    main_metric: str = "f1"
+    per_row: bool = False
+
+    def drawing(self, tokenizer: Tokenizer) -> Replacing:
+        """Return what replaces tokens: by any but special ones."""
+        special = set(tokenizer.all_special_ids)
+        return Replacing(tuple(k for k in range(tokenizer.vocab_size) if k not in special), self.probability)
+
+    def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
+        """Return the windows of each text; lines without a token are left out."""
+        words, tags = self.columns.words, self.columns.tags
+        source = self.columns.text if words is None else words
+        assert source is not None
+        if words is None:
+            check_texts(examples, source, "train" if training else "eval")
+        known = [] if words is None else _read_tags(examples, words, tags, "train" if training else "eval")
+        draw = None if training or known else self.drawing(tokenizer)
+        builder, owner, truth = RowBuilder(limits.types), 0, []
+        for start in range(0, len(examples), CHUNK):
+            groups = tokenizer.encode_rows(
+                [row[source] for row in examples[start : start + CHUNK]], max_tokens=limits.max_tokens,
+                stride=limits.stride or 0, words=words is not None,
+            )  # fmt: skip
+            for i, group in enumerate(groups, start):
+                for row in group:
+                    if all(row.special):
+                        continue
+                    labels: list[int] = []
+                    if known:
+                        labels = [0 if word is None else known[i][word] for word in row.word_ids]
+                        builder.add(row, owner, {"labels": labels})
+                    elif draw is None:
+                        builder.add(row, owner, {"words": words_of(row)})
+                    else:
+                        given = {"input_ids": row.ids, "words": words_of(row)}
+                        made = draw.drawn(given, Rng(self.seed, "replaced", owner))
+                        labels = made["labels"].tolist()
+                        builder.add(row, owner, {"labels": labels}, ids=made["input_ids"])
+                    if not training:
+                        truth.append(labels)
+                    owner += 1
+        return Prepared(builder.build(), None if training else truth)
+
+    def scorer(self, prepared: Prepared) -> _Scorer:
+        """Return a scorer that has seen nothing."""
+        return _Scorer(prepared.truth)
+
+    def label_counts(self, rows: EncodedRows) -> None:
+        """Return None: the two labels are not weighed."""
+        return
+
+
+def _read_tags(examples: Examples, words: str, tags: str | None, where: str) -> list[list[int]]:
+    """Return 1 for each replaced word and 0 for others, by example.
+
+    Raises:
+        DataError: tags that are neither, or as many as there are no words.
+    """
+    found, wrong = [], []
+    for i, row in enumerate(examples):
+        given, line = row.get(tags or ""), row.get(words)
+        counts = [len(part) if isinstance(part, (list, tuple)) else 0 for part in (given, line)]
+        if not isinstance(given, (list, tuple)) or counts[0] != counts[1]:
+            wrong.append(f"row {i}: {counts[0]} tags for {counts[1]} words")
+        elif any(isinstance(tag, (bool, float)) or tag not in KNOWN for tag in given):
+            wrong.append(
+                f"row {i}: {next(tag for tag in given if isinstance(tag, (bool, float)) or tag not in KNOWN)!r}"
+            )
+        else:
+            found.append([KNOWN[tag] for tag in given])
+    if wrong:
+        raise DataError(
+            f"{where}: tags that cannot be:\n{capped(wrong, 5)}\nexpected for each word 1 or 'replaced', else 0 or "
+            f"'original', in column {tags!r}",
+            problems=wrong,
+        )
+    return found
+
+
+class _Scorer:
+    def __init__(self, labels: Sequence[Sequence[int]]) -> None:
+        self.labels, self.metric = labels, Classification(2, "binary")
+
+    def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
+        """Take in the scores of one window's tokens; return what they are taken for, and what they are."""
+        found, true = (scores[0] > 0).long(), list(self.labels[example])
+        self.metric.update(found, torch.tensor(true))
+        return found.tolist(), true
+
+    def metrics(self) -> Sequence[Metric]:
+        """Return the one metric."""
+        return [self.metric]
+
+    def compute(self) -> dict[str, float]:
+        """Return how well replaced tokens are found."""
+        figures = self.metric.compute()
+        figures.pop("count", None)
+        return figures
+
+
+def plan_replaced(rows: Sequence[Mapping[str, Any]], options: Options) -> ReplacedTask:
+    """Return the task of finding replaced tokens.
+
+    Raises:
+        DataError: columns that hold neither texts nor words with tags.
+    """
+    columns = infer_columns(rows, **dict(options.columns or {}))
+    if columns.words is None and columns.text is None:
+        raise DataError(
+            f"train: found the columns {list(rows[0])}; expected texts, or words and tags", names=list(rows[0])
+        )
+    if columns.words is not None and columns.tags is None:
+        raise DataError(f"train: found words and no tags among {list(rows[0])}; expected a tag for each word")
+    return ReplacedTask(columns, options.mask_probability, options.seed)

@@ -1,0 +1,301 @@
+"""What is counted of predictions and truth: pure functions of arrays and tags, checked against other libraries' in
+tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flodl_hf.inference.decode.metrics import SpanF1
+from flodl_hf.tokenization.alignment.spans import spans_of
+
+__all__ = [
+    "Calibration",
+    "Curve",
+    "LabelTable",
+    "SpanErrors",
+    "best_thresholds",
+    "calibration",
+    "confusion",
+    "conll_tags",
+    "label_table",
+    "precision_recall",
+    "span_errors",
+]
+
+Numbers = NDArray[Any]
+
+
+def confusion(predicted: Numbers, truth: Numbers, classes: int) -> Numbers:
+    """Return how often each class is read as each, ``(classes, classes)``: rows are the truth.
+
+    Args:
+        predicted: ids, ``(examples,)``.
+        truth: ids, ``(examples,)``.
+        classes: how many there are.
+    """
+    flat = np.bincount(truth.astype(np.int64) * classes + predicted.astype(np.int64), minlength=classes * classes)
+    return flat.reshape(classes, classes)
+
+
+@dataclass(frozen=True)
+class LabelTable:
+    """How often each label is predicted right.
+
+    Attributes:
+        labels: label of each row and column of ``confusion``.
+        confusion: rows are true labels, columns predicted labels; with several labels per text for each label
+            ``[[true negatives, false positives], [false negatives, true positives]]``.
+        rows: ``precision``, ``recall``, ``f1`` and ``support`` of each label; 0.0 where nothing was predicted or true.
+    """
+
+    labels: list[str]
+    confusion: list[Any]
+    rows: dict[str, dict[str, float]]
+
+
+def label_table(kind: str, predictions: Any, truth: Any, names: Sequence[str]) -> LabelTable | None:
+    """Return precision, recall and F1 of each label with the confusion matrix; None for tasks without labels.
+
+    Args:
+        kind: what the loss is of, as `flodl_hf.training.step.Kind`.
+        predictions: scores ``(examples, labels)``, or tags or label numbers of each token.
+        truth: label numbers ``(examples,)``, flags ``(examples, labels)``, or tags or label numbers of each token.
+        names: label names by number.
+    """
+    if kind in ("single_label", "pairs"):
+        return _of_classes(np.asarray(predictions).argmax(1), np.asarray(truth), names)
+    if kind == "replaced":
+        flat = [np.concatenate([*map(np.asarray, lines)]) for lines in (predictions, truth)]
+        return _of_classes(flat[0], flat[1], ("original", "replaced"))
+    if kind == "tokens":
+        return _of_tags(predictions, truth, names)
+    if kind != "multi_label":
+        return None
+    said, there = np.asarray(predictions) > 0, np.asarray(truth) > 0.5  # logits
+    tables = [confusion(said[:, i], there[:, i], 2) for i in range(len(names))]
+    rows = {
+        name: _row(table[1, 1], table[:, 1].sum(), table[1].sum()) for name, table in zip(names, tables, strict=True)
+    }
+    return LabelTable(list(names), [table.tolist() for table in tables], rows)
+
+
+def _row(right: int, said: int, there: int) -> dict[str, float]:
+    return {
+        "precision": right / said if said else 0.0,
+        "recall": right / there if there else 0.0,
+        "f1": 2 * right / (said + there) if said + there else 0.0,
+        "support": int(there),
+    }
+
+
+def _of_classes(said: Numbers, there: Numbers, names: Sequence[str]) -> LabelTable:
+    counted = confusion(said, there, len(names))
+    columns = zip(names, counted.diagonal(), counted.sum(0), counted.sum(1), strict=True)
+    rows = {name: _row(right, found, true) for name, right, found, true in columns}
+    return LabelTable(list(names), counted.tolist(), rows)
+
+
+def _of_tags(predictions: Any, truth: Any, names: Sequence[str]) -> LabelTable:
+    """Return the words by label, without B- and I-; precision and recall are of whole spans where tags mark spans."""
+    kinds = {_kind(tag) for tag in (*names, *(tag for tags in truth for tag in tags))}
+    labels = sorted(kinds, key=lambda name: (name == "O", name))
+    ids = {name: i for i, name in enumerate(labels)}
+    said, there = (
+        np.asarray([ids[_kind(tag)] for tags in lines for tag in tags], np.int64) for lines in (predictions, truth)
+    )
+    words = _of_classes(said, there, labels)
+    if "O" not in names or any(tag != "O" and tag[1:2] != "-" for tag in names):
+        return words
+    spans = SpanF1()
+    spans.update(*([conll_tags(tags, names) for tags in lines] for lines in (predictions, truth)))
+    return LabelTable(labels, words.confusion, {kind: {**row} for kind, row in spans.per_type().items()})
+
+
+def _kind(tag: str) -> str:
+    return tag.split("-", 1)[-1]
+
+
+_BILOU = {"L-": "E-", "U-": "S-"}
+
+
+def conll_tags(tags: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return tags with the letters of the CoNLL evaluation: E and S for the L and U of a BILOU scheme.
+
+    Args:
+        tags: of one text.
+        names: all label names, which define the scheme.
+    """
+    prefixes = {name[:2] for name in names}
+    if not prefixes & set(_BILOU) or not prefixes <= {*_BILOU, "B-", "I-", "O"}:
+        return list(tags)
+    return [_BILOU.get(tag[:2], tag[:2]) + tag[2:] for tag in tags]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How often a model is right beside how sure it is.
+
+    Attributes:
+        sure: mean confidence of each bin; NaN where it is empty.
+        right: share of each bin that is right; NaN where it is empty.
+        counts: how many are in each bin.
+        error: the expected calibration error: mean distance of the two, weighted by counts (Guo et al. 2017, eq. 3).
+    """
+
+    sure: Numbers
+    right: Numbers
+    counts: Numbers
+    error: float
+
+
+def calibration(confidence: Numbers, hits: Numbers, bins: int = 15) -> Calibration:
+    """Return how confidence and correctness agree, over bins of equal width; a bin has its upper end and not its lower.
+
+    Args:
+        confidence: from 0 to 1, ``(n,)``.
+        hits: whether each was right, ``(n,)``.
+        bins: how many.
+    """
+    at = np.clip(np.ceil(confidence * bins).astype(np.int64) - 1, 0, bins - 1)
+    counts = np.bincount(at, minlength=bins)
+    with np.errstate(invalid="ignore"):
+        sure = np.bincount(at, weights=confidence, minlength=bins) / counts
+        right = np.bincount(at, weights=hits.astype(np.float64), minlength=bins) / counts
+    filled = counts > 0
+    error = float((np.abs(sure - right)[filled] * counts[filled]).sum() / max(1, counts.sum()))
+    return Calibration(sure, right, counts, error)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Precision and recall as the threshold falls from the highest score to the lowest.
+
+    Attributes:
+        thresholds: scores at or above which an example counts as found.
+        precision: share of those found that are right.
+        recall: share of what there is that is found.
+        average: average precision: precision weighted by the steps of recall; NaN where there is nothing to find.
+    """
+
+    thresholds: Numbers
+    precision: Numbers
+    recall: Numbers
+    average: float
+
+
+def precision_recall(scores: Numbers, truth: Numbers) -> Curve:
+    """Return the curve of one class.
+
+    Args:
+        scores: ``(n,)``, more is surer.
+        truth: whether each is of the class, ``(n,)``.
+    """
+    order = np.argsort(-scores, kind="stable")
+    ranked, hits = scores[order], truth[order].astype(np.float64)
+    last = np.flatnonzero(np.diff(ranked, append=-np.inf))  # of equal scores all are found or none
+    found = last + 1.0
+    right = np.cumsum(hits)[last]
+    total = hits.sum()
+    precision = right / found
+    recall = right / total if total else np.full_like(right, np.nan)
+    average = float((np.diff(recall, prepend=0.0) * precision).sum()) if total else float("nan")
+    return Curve(ranked[last], precision, recall, average)
+
+
+def best_thresholds(scores: Numbers, truth: Numbers) -> Numbers:
+    """Return for each label the threshold whose F1 is best, halfway to the next lower score; 0.5 for labels without
+    examples.
+
+    Of several that are as good the one nearest to 0.5 is taken.
+
+    Args:
+        scores: probabilities, ``(examples, labels)``.
+        truth: 0 or 1, ``(examples, labels)``.
+    """
+    chosen = np.full(scores.shape[1], 0.5)
+    for label in range(scores.shape[1]):
+        total = truth[:, label].sum()
+        if not total or total == len(truth):
+            continue
+        curve = precision_recall(scores[:, label], truth[:, label])
+        with np.errstate(invalid="ignore"):
+            f1 = np.nan_to_num(2 * curve.precision * curve.recall / (curve.precision + curve.recall))
+        below = np.append(curve.thresholds[1:], 0.0)
+        middle = (curve.thresholds + below) / 2
+        good = np.flatnonzero(f1 >= f1.max() - 1e-12)
+        chosen[label] = middle[good[np.abs(middle[good] - 0.5).argmin()]]
+    return chosen
+
+
+@dataclass
+class SpanErrors:
+    """What became of spans, by label.
+
+    Attributes:
+        right: found as they are.
+        wrong_label: with the right borders under another label.
+        wrong_border: overlapping one that is there, of the same label.
+        missed: there and not found at all.
+        spurious: found and not there at all, or over one of another label and other borders.
+    """
+
+    right: dict[str, int] = field(default_factory=dict)
+    wrong_label: dict[str, int] = field(default_factory=dict)
+    wrong_border: dict[str, int] = field(default_factory=dict)
+    missed: dict[str, int] = field(default_factory=dict)
+    spurious: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def labels(self) -> list[str]:
+        """All labels, the most frequent first."""
+        parts = (self.right, self.wrong_label, self.wrong_border, self.missed, self.spurious)
+        total: dict[str, int] = {}
+        for part in parts:
+            for label, count in part.items():
+                total[label] = total.get(label, 0) + count
+        return sorted(total, key=lambda label: (-total[label], label))
+
+
+def span_errors(predicted: Sequence[Sequence[str]], truth: Sequence[Sequence[str]]) -> SpanErrors:
+    """Return what became of the spans of tagged sentences.
+
+    Every true span is counted once, under its own label, by the best that was said of it; a predicted span that touches
+    none
+    of those it could have meant is spurious, under the label that it was given.
+
+    Args:
+        predicted: tags of each sentence.
+        truth: tags of each sentence.
+    """
+    found = SpanErrors()
+
+    def add(part: dict[str, int], label: str) -> None:
+        part[label] = part.get(label, 0) + 1
+
+    for said, tags in zip(predicted, truth, strict=True):
+        there, guessed = spans_of(tags), spans_of(said)
+        used: set[tuple[str, int, int]] = set()
+        for label, start, end in there:
+            if (label, start, end) in guessed:
+                add(found.right, label)
+                used.add((label, start, end))
+                continue
+            same = [g for g in guessed if g[1:] == (start, end)]
+            touching = [g for g in guessed if g[0] == label and g[1] < end and start < g[2] and g not in there]
+            if same:
+                add(found.wrong_label, label)
+            elif touching:
+                add(found.wrong_border, label)
+            else:
+                add(found.missed, label)
+            used.update(same or touching)
+        for span in guessed:
+            if span not in used:
+                add(found.spurious, span[0])
+    return found

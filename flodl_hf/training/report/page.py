@@ -1,0 +1,350 @@
+"""The report of a run: one page that opens anywhere, with the run's curves, what held-out data say, and the data's
+lengths.
+
+No script, nothing from outside (the page's policy forbids both), no text of the data: what a report shows may be
+published with
+the model.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from flodl_hf.inference.decode.metrics import answer_scores
+from flodl_hf.training.report.charts import bars, heat_map, line_chart, scatter, stacked_bars
+from flodl_hf.training.report.figures import best_thresholds, calibration, label_table, precision_recall, span_errors
+
+__all__ = ["Run", "report_page"]
+
+MOST_CLASSES = 20
+"""Most classes that a table of confusions shows: the most frequent."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a report is made of.
+
+    Attributes:
+        title: what was trained.
+        task: the head's name.
+        kind: what the loss is of: "single_label", "multi_label", "regression", "tokens", "spans" or "words".
+        labels: names of classes, by id.
+        metrics: figures of the model that was kept.
+        best_step: its step.
+        losses: mean training loss of every step.
+        history: evaluations: ``step`` and figures.
+        lengths: tokens of each training row.
+        most: most tokens of a row; None for no bound.
+        data: name, rows and hash of each part.
+        notes: what the user was told.
+        predictions: of held-out examples, as scorers give them; None where nothing was judged.
+        truth: of the same.
+        held_out: name of the set they are of.
+        thresholds: by label, where some were chosen on these examples and are kept with the model.
+    """
+
+    title: str
+    task: str
+    kind: str
+    labels: Sequence[str]
+    metrics: Mapping[str, float]
+    best_step: int
+    losses: Sequence[float]
+    history: Sequence[Mapping[str, Any]]
+    lengths: Any
+    most: int | None
+    data: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    predictions: Any = None
+    truth: Any = None
+    held_out: str = ""
+    thresholds: Mapping[str, float] | None = None
+
+
+def report_page(run: Run) -> str:
+    """Return the report as HTML."""
+    style = _style()
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    parts = [
+        f"<h1>{escape(run.title)}</h1>",
+        f'<p class="quiet">{escape(run.task.replace("_", " "))}; {len(run.losses):,} steps, kept is step '
+        f"{run.best_step:,}</p>",
+        _figures(run.metrics),
+        _section("Training", [_losses(run), *_evaluations(run)]),
+    ]
+    if run.predictions is not None and len(run.predictions):
+        where = f" of {run.held_out}" if run.held_out else ""
+        title = f"Held-out data: {len(run.predictions):,} example{'s' * (len(run.predictions) != 1)}{where}"
+        parts.append(_section(title, _KINDS.get(run.kind, lambda run: [])(run)))
+    parts.append(_section("Data", [_lengths(run), _data(run)]))
+    if run.notes:
+        parts.append("<h2>Notes</h2><ul>" + "".join(f"<li>{escape(note)}</li>" for note in run.notes) + "</ul>")
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f"<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'sha256-{digest}'\">"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(run.title)}: report</title><style>{style}</style></head>"
+        f"<body><main>{''.join(parts)}</main></body></html>\n"
+    )
+
+
+@cache
+def _style() -> str:
+    return files("flodl_hf.training.report").joinpath("style.css").read_text("utf-8")
+
+
+def _section(title: str, charts: Sequence[str]) -> str:
+    shown = [chart for chart in charts if chart]
+    return f'<h2>{escape(title)}</h2><div class="charts">{"".join(shown)}</div>' if shown else ""
+
+
+def _figure(title: str, picture: str, caption: str = "", table: str = "") -> str:
+    if not picture:
+        return ""
+    said = f"<figcaption>{caption}</figcaption>" if caption else ""
+    more = f"<details><summary>as a table</summary><div class=scroll>{table}</div></details>" if table else ""
+    return f"<figure><h3>{escape(title)}</h3>{picture}{said}{more}</figure>"
+
+
+def _figures(metrics: Mapping[str, float]) -> str:
+    cards = "".join(f"<li><b>{value:.4g}</b><span>{escape(name)}</span></li>" for name, value in metrics.items())
+    return f'<ul class="figures">{cards}</ul>' if cards else "<p>Nothing was held out, so nothing is claimed.</p>"
+
+
+def _share(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.4f}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    top = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+
+
+# ---- the run ---------------------------------------------------------------------------------------------
+
+
+def _losses(run: Run) -> str:
+    losses = [(float(step), value) for step, value in enumerate(run.losses, 1) if math.isfinite(value)]
+    if not losses:
+        return ""
+    window = max(1, len(losses) // 40)
+    smooth = [
+        (losses[at][0], math.fsum(v for _, v in losses[max(0, at - window + 1) : at + 1]) / min(window, at + 1))
+        for at in range(len(losses))
+    ]
+    lines = {"training": losses} if window == 1 else {"training": losses, f"mean of {window} steps": smooth}
+    held = [(float(row["step"]), float(row["eval_loss"])) for row in run.history if "eval_loss" in row]
+    if held:
+        lines["held out"] = held
+    return _figure("Loss", line_chart(lines, title="Loss of each step", across="step", up="loss"))
+
+
+def _evaluations(run: Run) -> list[str]:
+    names = [name for name in run.metrics if not name.endswith(("eval_loss", "perplexity")) and "/" not in name]
+    lines = {name: [(float(row["step"]), float(row[name])) for row in run.history if name in row] for name in names[:8]}
+    lines = {name: points for name, points in lines.items() if len(points) > 1}
+    if not lines:
+        return []
+    chart = line_chart(lines, title="Figures on held-out data", across="step", up="figure", dots=True)
+    rows = [[str(row["step"]), *(_share(row.get(n, math.nan)) for n in lines)] for row in run.history]
+    return [_figure("Figures on held-out data", chart, table=_table(["step", *lines], rows))]
+
+
+def _lengths(run: Run) -> str:
+    lengths = np.asarray(run.lengths)
+    if not len(lengths):
+        return ""
+    top = int(lengths.max())
+    width = max(1, -(-top // 24))
+    counts = np.bincount((lengths - 1) // width)
+    values = {f"{n * width + 1}-{(n + 1) * width}" if width > 1 else str(n + 1): float(c) for n, c in enumerate(counts)}
+    full = int((lengths >= run.most).sum()) if run.most else 0
+    caption = (
+        f"{len(lengths):,} rows, {int(lengths.sum()):,} tokens; half are of {int(np.median(lengths))} tokens or fewer."
+    )
+    if run.most:
+        caption += f" A row holds {run.most:,} tokens; {full:,} are full ({full / len(lengths):.1%})."
+    return _figure("Tokens of training rows", bars(values, title="Lengths", across="tokens", up="rows"), caption)
+
+
+def _data(run: Run) -> str:
+    rows = [
+        [part, str(facts.get("name", "")), f"{facts.get('rows', 0):,}", str(facts.get("sha256", ""))[:16]]
+        for part, facts in run.data.items()
+    ]
+    table = _table(["part", "data", "rows", "SHA-256"], rows)
+    return (
+        f'<figure><h3>What it was trained and judged on</h3><div class="scroll">{table}</div></figure>' if rows else ""
+    )
+
+
+# ---- held-out data, by kind ------------------------------------------------------------------------------
+
+
+def _softmax(scores: Any) -> Any:
+    shifted = np.exp(scores - scores.max(-1, keepdims=True))
+    return shifted / shifted.sum(-1, keepdims=True)
+
+
+def _single(run: Run) -> list[str]:
+    scores, truth = _softmax(np.asarray(run.predictions, np.float64)), np.asarray(run.truth, np.int64)
+    guess, names = scores.argmax(1), list(run.labels)
+    found = label_table("single_label", scores, truth, names)
+    assert found is not None
+    counted = np.asarray(found.confusion)
+    kept = np.sort(np.argsort(-counted.sum(1), kind="stable")[:MOST_CLASSES])
+    caption = "" if len(kept) == len(names) else f"The {len(kept)} most frequent of {len(names)} labels."
+    shown = [names[i] for i in kept]
+    table = counted[np.ix_(kept, kept)].tolist()
+    matrix = heat_map(table, shown, title="How often each label is read as each")
+    rows = []
+    for i in kept:
+        row, said = found.rows[names[i]], counted[:, i].sum()
+        counts = {"precision": said, "recall": row["support"], "f1": said + row["support"]}
+        shares = [row[name] if count else math.nan for name, count in counts.items()]
+        rows.append([names[i], *map(_share, shares), f"{int(row['support']):,}"])
+    by_label = _table(["label", "precision", "recall", "F1", "examples"], rows)
+    cells = [[name, *map(str, row)] for name, row in zip(shown, table, strict=True)]
+    shown_curves = [1] if len(names) == 2 else list(np.argsort(-counted.sum(1), kind="stable")[:6])
+    return [
+        _figure("Which label is read as which", matrix, caption, _table(["", *shown], cells)),
+        f'<figure><h3>By label</h3><div class="scroll">{by_label}</div>{_chosen(run)}</figure>',
+        _reliability(scores.max(1), guess == truth),
+        _curves({names[i]: precision_recall(scores[:, i], truth == i) for i in shown_curves}),
+    ]  # fmt: skip
+
+
+def _multi(run: Run) -> list[str]:
+    scores = 1 / (1 + np.exp(-np.asarray(run.predictions, np.float64)))
+    truth = np.asarray(run.truth) > 0.5
+    names, best = list(run.labels), best_thresholds(scores, truth)
+    rows = []
+    for i, name in enumerate(names):
+        cells = [name, f"{int(truth[:, i].sum()):,}"]
+        for threshold in (0.5, best[i]):
+            said = scores[:, i] >= threshold
+            both = 2 * int((said & truth[:, i]).sum())
+            total = int(said.sum() + truth[:, i].sum())
+            cells.append(f"{both / total:.4f}" if total else "")
+        rows.append([*cells[:3], f"{best[i]:.3f}", cells[3]])
+    by_label = _table(["label", "examples", "F1 at 0.5", "best threshold", "F1 there"], rows)
+    frequent = np.argsort(-truth.sum(0), kind="stable")[:6]
+    kept = " They are kept with the model." if run.thresholds else ""
+    return [
+        f'<figure><h3>By label</h3><div class="scroll">{by_label}</div><figcaption>Thresholds are chosen on these '
+        f"examples, so their F1 is what could be had at best.{kept}</figcaption></figure>",
+        _reliability(np.where(scores >= 0.5, scores, 1 - scores).ravel(), ((scores >= 0.5) == truth).ravel()),
+        _curves({names[i]: precision_recall(scores[:, i], truth[:, i]) for i in frequent}),
+    ]
+
+
+def _chosen(run: Run) -> str:
+    """Return what is to be said of the threshold between two labels."""
+    if not run.thresholds:
+        return ""
+    name, value = list(run.thresholds.items())[-1]
+    return (
+        f"<figcaption>The model keeps a threshold: {escape(name)} from {value:.3f}, chosen for the best F1 on these "
+        "examples.</figcaption>"
+    )
+
+
+def _regression(run: Run) -> list[str]:
+    said, truth = (np.asarray(values, np.float64).reshape(-1) for values in (run.predictions, run.truth))
+    points = list(zip(truth.tolist(), said.tolist(), strict=True))
+    counts, ends = np.histogram(said - truth, bins=24)
+    values = {f"{(a + b) / 2:.3g}": float(n) for n, a, b in zip(counts, ends, ends[1:], strict=False)}
+    return [
+        _figure(
+            "Predicted and true", scatter(points, title="Predicted and true values", across="true", up="predicted")
+        ),
+        _figure("Errors", bars(values, title="How errors lie", across="predicted - true", up="examples")),
+    ]
+
+
+def _tokens(run: Run) -> list[str]:
+    found = span_errors(run.predictions, run.truth)
+    kinds = ("right", "wrong_border", "wrong_label", "missed", "spurious")
+    rows = {
+        label: {kind.replace("_", " "): getattr(found, kind).get(label, 0) for kind in kinds} for label in found.labels
+    }
+    head = ["label", *(kind.replace("_", " ") for kind in kinds)]
+    table = _table(head, [[label, *map(str, parts.values())] for label, parts in rows.items()])
+    caption = "Each true span once, by the best that was said of it; spurious ones are those that touch none."
+    by_word = label_table("tokens", run.predictions, run.truth, run.labels)
+    assert by_word is not None
+    names, words = by_word.labels, np.asarray(by_word.confusion)
+    kept = np.sort(np.argsort(-words.sum(1), kind="stable")[:MOST_CLASSES])
+    shown = [names[i] for i in kept]
+    return [
+        _figure("What became of spans", stacked_bars(rows, title="What became of spans, by label"), caption, table),
+        _figure("Words, by label", heat_map(words[np.ix_(kept, kept)].tolist(), shown, title="Words by label")),
+    ]  # fmt: skip
+
+
+def _answers(run: Run) -> list[str]:
+    scores = [answer_scores(said, accepted) for said, accepted in zip(run.predictions, run.truth, strict=True)]
+    exact, f1 = (np.asarray([float(pair[i]) for pair in scores]) for i in (0, 1))
+    counts = np.bincount(np.clip((f1 * 10).astype(int), 0, 10), minlength=11)
+    values = {f"{n / 10:.1f}": float(count) for n, count in enumerate(counts)}
+    caption = f"{exact.mean():.1%} are exact, {(f1 == 0).mean():.1%} share no word with an accepted answer."
+    words = [len(accepted[0].split()) if accepted else 0 for accepted in run.truth]
+    groups: dict[str, list[float]] = {}
+    for length, value in zip(words, f1.tolist(), strict=True):
+        name = "none" if not length else str(length) if length < 4 else "4-7" if length < 8 else "8 and more"
+        groups.setdefault(name, []).append(value)
+    order = ("none", "1", "2", "3", "4-7", "8 and more")
+    means = {name: float(np.mean(groups[name])) for name in order if name in groups}
+    return [
+        _figure("F1 of each answer", bars(values, title="F1 of answers", across="F1", up="answers"), caption),
+        _figure("F1 by words of the answer", bars(means, title="F1 by length", across="words", up="mean F1")),
+    ]
+
+
+def _reliability(confidence: Any, hits: Any) -> str:
+    found = calibration(confidence, hits)
+    points = [(float(a), float(b)) for a, b in zip(found.sure, found.right, strict=True) if not math.isnan(a)]
+    chart = line_chart(
+        {"this model": points}, title="How often it is right, by how sure it is", across="how sure", up="share right",
+        x=(0, 1), y=(0, 1), diagonal=True, dots=True,
+    )  # fmt: skip
+    caption = (
+        f"Expected calibration error {found.error:.4f} over {len(found.counts)} bins; on the dashed line a model is as "
+        "often right as it is sure."
+    )
+    rows = [
+        [f"{a:.3f}", f"{b:.3f}", f"{n:,}"] for a, b, n in zip(found.sure, found.right, found.counts, strict=True) if n
+    ]
+    return _figure("Reliability", chart, caption, _table(["how sure", "share right", "examples"], rows))
+
+
+def _curves(curves: Mapping[str, Any]) -> str:
+    lines = {
+        f"{name} ({curve.average:.3f})": list(zip(curve.recall.tolist(), curve.precision.tolist(), strict=True))
+        for name, curve in curves.items()
+        if not math.isnan(curve.average)
+    }
+    if not lines:
+        return ""
+    chart = line_chart(lines, title="Precision over recall", across="recall", up="precision", x=(0, 1), y=(0, 1))
+    return _figure("Precision and recall", chart, "In brackets: average precision.")
+
+
+_KINDS: dict[str, Callable[[Run], list[str]]] = {
+    "single_label": _single,
+    "multi_label": _multi,
+    "regression": _regression,
+    "tokens": _tokens,
+    "spans": _answers,
+}

@@ -1,0 +1,476 @@
+"""``finetune``: data and a model in, a trained model and its folder out.
+
+Puts together what others decide: the task (`data` and the task's file), the training (`flodl.train`), the folder
+(`flodl_hf.checkpoints.saving`) and the papers that go with it (`card`). The order of things here is what a user waits
+for: everything that can be wrong is looked at before anything is computed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+from flodl.errors import TrainError, TrainInterrupted, printable, visible
+from flodl.files import path_fault
+from flodl.progress import in_words, is_wanted
+from flodl.train import Callback, EpochMetrics, EvalDone, RunDone, RunStarted, StepDone, Warned
+from flodl.train.events import Past, figures_in
+from flodl.train.saving.reading import list_checkpoints
+from flodl.train.trackers import Tracker, make_tracker
+from flodl_hf.checkpoints.saving.publish import GENERATOR, check_space, is_model_file
+from flodl_hf.errors import ExportError
+from flodl_hf.models.adapters.settings import Settings
+from flodl_hf.models.adapters.write import contents_of
+from flodl_hf.models.saving import write_contents
+from flodl_hf.training.arguments import read_arguments
+from flodl_hf.training.batch_size import as_before
+from flodl_hf.training.best import Best, take_best
+from flodl_hf.training.card import papers
+from flodl_hf.training.data import is_several
+from flodl_hf.training.factory import cast_stored
+from flodl_hf.training.held_out import judge
+from flodl_hf.training.job import Job, plan_job
+from flodl_hf.training.judged import Judged
+from flodl_hf.training.keywords import FinetuneWords
+from flodl_hf.training.monitoring import monitor_of_job
+from flodl_hf.training.options import Options
+from flodl_hf.training.result import FinetuneResult, OnFirstRank
+from flodl_hf.training.task import name_of
+from flodl_hf.training.thresholds import tune_thresholds
+from flodl_hf.training.training import CHECKPOINTS, make_builder, settings_of_torch, train_job
+from flodl_hf.training.user_code import Own
+
+if TYPE_CHECKING:
+    from flodl_hf.models.encoder_model import EncoderModel
+
+__all__ = ["check_free", "finetune", "make_builder", "train_job"]
+
+_LOG = logging.getLogger("flodl_hf.training")
+_LOG.addHandler(logging.NullHandler())  # the lines are also printed, so logging prints them only where configured
+
+
+def finetune(
+    model: str | Path | EncoderModel,
+    *,
+    train: Any = None,
+    eval: Any = None,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    on_event: Callable[[Any], Any] | None = None,
+    progress: bool | None = None,
+    monitor: Any = None,
+    loss: Callable[..., Any] | str | None = None,
+    metrics: Any = None,
+    callbacks: Sequence[Callback] = (),
+    adapter: Settings | None = None,
+    **options: Unpack[FinetuneWords],
+) -> FinetuneResult:
+    """Return ``model`` trained on ``train``, written to ``out`` as a Hugging Face folder if that is given.
+
+    ::
+
+        result = finetune("bert-base-uncased", train="train.csv", eval="dev.csv", out="my-classifier")
+        result.metrics["accuracy"]
+        result.model.predict(["I love this"])
+
+    The columns of the data say what is learned: a text and a label, words and tags, a text and spans, a question,
+    a context and answers, or a text alone (masked words). Labels, and what kind they are, are read off the data.
+
+    Args:
+        model: a folder or Hub name, which gets a new head where its own does not fit, or a model.
+        train: a file (CSV, TSV, JSON lines, JSON, Parquet, Arrow, CoNLL, SQuAD, text), a list of dicts, a dict of
+            columns, a Hugging Face data set, or a data frame; for vectors also several of these by name.
+        eval: held-out data of the same kind, judged after each epoch; the best model is kept. Several sets by name, of
+            which the first decides; or a share of ``train`` to hold out (0.2), or a number of its rows.
+        out: folder to write; holds the model, its tokenizer, ``README.md`` (the model card), ``recipe.yaml``
+            (which reproduces the run) and ``training.json`` (every figure).
+        overwrite: replace a folder that holds a model.
+        on_event: called with the events of training (`flodl.train.events`) as they come.
+        progress: print the task with its columns and labels, a line for each epoch and evaluation, all warnings and the
+            progress of the run to standard error. None does so except where the verbosity level is quiet
+            (`flodl.verbosity`); False prints nothing.
+        monitor: True or a port shows the run on a page of this machine; or a `flodl.monitor.Monitor`. Its record is
+            kept in ``<out>.logs`` (or ``log_dir``), with the page as one file when the run is over.
+        loss: ``loss(scores, labels)`` in place of the task's loss; see `flodl_hf.training.user_loss.own_loss`. Of
+            vectors its name, one of `flodl_hf.training.losses`, or ``loss(vectors, labels)`` of the whole batch.
+        metrics: ``metrics(predictions, truth)`` gives figures by name, beside the task's; or such functions by name.
+            Predictions and truth are arrays ``(examples, ...)`` of scores and labels, lists of tags, or answers and
+            lists of those accepted.
+        callbacks: take part in training; see `flodl.train.Callback`.
+        adapter: the adapter to train in place of all weights; ``lora=8`` is the same as ``Lora(rank=8)``. Then ``out``
+            holds the adapter with its head, as peft reads it. A model with an adapter in it goes on training that.
+        **options: fields of `flodl_hf.training.Options`; their defaults are those of transformers, whose words for
+            them are taken too (``learning_rate``, ``num_train_epochs``; all in
+            `flodl_hf.training.training_arguments.TAKEN`).
+
+    Raises:
+        ConfigError: an option does not exist or does not fit; all are listed.
+        DataError: the data cannot be read or understood.
+        TrainError: the training failed, or checkpoints of another run are in the way.
+        ExportError: ``out`` is in use, or cannot be written.
+        HubError, CheckpointError, TokenizerError: the model cannot be opened.
+        TrainInterrupted: Ctrl-C ended the run after its state was saved. Its ``result`` contains the model as trained
+            so far, and the losses and figures; with ``out`` the same call with ``resume=True`` continues the run.
+
+    Torch's and Python's global random generators are seeded by this call. Under torchrun every rank calls it; the
+    first one writes, and its result has the best model. With ``shard`` the others' results have none (``holds_model``).
+    """
+    chosen, loss, problems = read_arguments("finetune", model, train, options, loss=loss, adapter=adapter)
+    if progress is None and (options.get("disable_tqdm") or is_wanted()):
+        progress = not options.get("disable_tqdm")
+    target = None if out is None else Path(out)
+    trackers: list[Tracker] = []
+    if not problems.found:
+        chosen = as_before(chosen, _kept_in(chosen, target))
+        trackers = _trackers(chosen, target)
+        if target is not None:
+            check_free(target, overwrite)
+    tell = partial(_say, shown=bool(progress)) if _is_first_rank() else None
+    job = plan_job(model, train, eval, chosen, own=Own(loss, metrics, tuple(callbacks)), tell=tell, problems=problems)
+    if target is not None and _is_first_rank():
+        check_space(target, _bytes_to_write(job.model))
+    for tracker in trackers:
+        tracker.config.update(_settings(job.options))  # with what the data decided
+    recipe = {"model": _named(model), "train": _named(train), "eval": _named(eval), **_recipe(job)}
+    notes = _Notes(on_event, job.unrecorded)
+    try:
+        ended = _train(job, notes, target, recipe, progress=progress, trackers=trackers, monitor=monitor)
+    except (TrainInterrupted, SystemExit) as stop:
+        _stopped(stop, job, notes, target, recipe)
+        raise
+    tuned = _tuned(ended, chosen)
+    ended.model.training_recipe = recipe
+    found: Any = ended.model if ended.is_whole else OnFirstRank()
+    written = Path(os.path.abspath(target)) if target is not None and _is_first_rank() else None
+    result = FinetuneResult(
+        found, written, name_of(job.task), ended.metrics, notes.history, notes.losses, notes.steps, ended.best_step,
+        ended.seconds, recipe, list(notes.past.changes), tuned, notes.recorded, notes.summed, ended.is_whole,
+        ended.beside if ended.is_whole else None, notes.policy,
+    )  # fmt: skip
+    if written is not None:
+        _write(job, ended.model, result, written, overwrite, ended.judged)
+        if ended.folder is not None and not chosen.keep_checkpoints and chosen.checkpoints is None:
+            shutil.rmtree(ended.folder, ignore_errors=True)
+    return result
+
+
+def _stopped(stop: BaseException, job: Job, notes: _Notes, target: Path | None, recipe: dict[str, Any]) -> None:
+    """Report how to resume a run that a signal ended, and attach its partial result to the exception."""
+    if isinstance(stop, SystemExit) and stop.code != 128 + signal.SIGTERM:
+        return
+    folder = _kept_in(job.options, target)
+    if _is_first_rank():
+        how = "run the same command with resume=True to go on" if folder else "there is no out= to resume from"
+        print(in_words(f"stopped after step {notes.steps}; {how}"), file=sys.stderr, flush=True)
+    if isinstance(stop, TrainInterrupted):
+        stop.folder = None if folder is None else str(folder)
+        if stop.trained is None:  # the ranks had not begun
+            return
+        whole = stop.trained.whole
+        found: Any = job.model.eval() if whole else OnFirstRank()
+        stop.result = FinetuneResult(
+            found, None, name_of(job.task), {}, notes.history, notes.losses, notes.steps, notes.steps,
+            notes.seconds, recipe, list(notes.past.changes), holds_model=whole, policy=notes.policy,
+        )  # fmt: skip
+
+
+def _bytes_to_write(model: EncoderModel) -> int:
+    size = sum(plan.nbytes for plan in contents_of(model).plans.values())
+    return size if model.dtype_in_shards is None else size * model.dtype_in_shards.itemsize // model.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """What training came to.
+
+    Attributes:
+        model: with the best weights, where it is whole.
+        is_whole: whether it was trained here, rather than in parts that the first rank has put together.
+        best_step: the step of its weights.
+        metrics: the figures of that step.
+        seconds: all the time that was spent on it.
+        judged: what it says of held-out data, where somebody wants to know.
+        folder: where its checkpoints are.
+        beside: a second model that learned with it.
+    """
+
+    model: EncoderModel
+    is_whole: bool
+    best_step: int
+    metrics: dict[str, float]
+    seconds: float
+    judged: Judged | None
+    folder: Path | None
+    beside: Any
+
+
+def _train(
+    job: Job,
+    notes: _Notes,
+    target: Path | None,
+    recipe: dict[str, Any],
+    *,
+    progress: bool | None,
+    trackers: Sequence[Tracker],
+    monitor: Any,
+) -> _Ended:
+    """Train a planned job, take its best weights and judge them; what is set for that alone is undone."""
+    with ExitStack() as stack:
+        stack.enter_context(settings_of_torch())
+        stack.callback(job.conclude, job.model)
+        for tracker in trackers:
+            stack.callback(tracker.end)
+        folder = _checkpoint_folder(job, target, stack)
+        if folder is None and job.metric is not None and job.options.keep_best:
+            # Under torchrun: every rank holds the best itself, since there is no folder that all of them see.
+            if job.options.shard is None:
+                notes.keep_best(Best(job.metric), job.model)
+            else:
+                job.notes.append("without out= or checkpoints= the model of the last step is kept, not the best one")
+        watched = monitor_of_job(monitor, job, recipe, target, is_first=_is_first_rank())
+        began = time.perf_counter()
+        trained = train_job(job, notes, stack, folder, progress=progress, trackers=trackers, monitor=watched)
+        seconds = notes.past.seconds + time.perf_counter() - began
+        # Weights that were in shards are put together on the first rank; others have the model that they began with.
+        model = job.model if trained is None else trained
+        best_step, metrics = _take_best(job, model, folder, notes)
+        model.eval()
+        judged = _judged(job, model, target, metrics)
+        beside = job.conclude(model)
+    return _Ended(model, trained is not None, best_step, metrics, seconds, judged, folder, beside)
+
+
+def _tuned(ended: _Ended, options: Options) -> Any:
+    """Return the thresholds that were chosen for the labels, and leave them with the model; None where none are."""
+    model, tuned = ended.model, None
+    if options.tune_thresholds and ended.judged is not None:
+        tuned = tune_thresholds(ended.judged, tuple(model.config.labels))
+    if tuned is not None or model.config.label_thresholds is not None:
+        # Those of the start were chosen for other weights.
+        model.config = model.config.changed(label_thresholds={} if tuned is None else tuned.thresholds)
+    return tuned
+
+
+class _Notes:
+    """Keeps what the result reports, and hands events on."""
+
+    def __init__(self, on_event: Callable[[Any], Any] | None, unrecorded: str | None = None) -> None:
+        self.on_event, self.unrecorded = on_event, unrecorded
+        self.losses: list[float] = []
+        self.history: list[dict[str, Any]] = []
+        self.steps = 0
+        self.past = Past()
+        self.policy: dict[str, str] = {}
+        self.recorded: Any = None
+        self.summed: Any = None
+        self.best: Best | None = None
+        self._model: Any = None
+        self._began = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Time of the training so far, that before a resume included."""
+        return self.past.seconds + time.perf_counter() - self._began
+
+    def keep_best(self, best: Best, model: Any) -> None:
+        """Have the best weights of ``model`` kept in memory."""
+        self.best, self._model = best, model
+
+    def __call__(self, event: Any) -> None:
+        if isinstance(event, RunStarted):  # comes again where ranks were started again
+            self.policy = {"name": event.policy, "reason": event.policy_reason}
+            self.past, self.losses = event.past, list(event.past.losses)
+            self.history = [dict(row) for row in event.past.evaluations]
+            self.steps = event.step
+        elif isinstance(event, StepDone):
+            self.losses.append(event.loss)
+            self.steps = event.step
+        elif isinstance(event, Warned):
+            _LOG.warning(event.message)
+        elif isinstance(event, EpochMetrics):
+            _LOG.info("epoch %d: loss %.4f", event.epoch + 1, event.loss)
+        elif isinstance(event, EvalDone):
+            _LOG.info("step %d: %s", event.step, dict(event.metrics))
+            details = {"details": event.details} if event.details else {}
+            self.history.append({"step": event.step, "epoch": event.epoch, **event.metrics, **details})
+            if self.best is not None:
+                self.best(self._model, event.step, event.metrics)
+        elif isinstance(event, RunDone):
+            self.steps, self.recorded, self.summed = event.step, event.recorded, event.summed
+            if self.recorded is not None and self.unrecorded is not None:
+                self.recorded = replace(self.recorded, reason=self.unrecorded)
+        if self.on_event is not None:
+            self.on_event(event)
+
+
+# ---- checkpoints and the folder -------------------------------------------------------------------------
+
+
+def _checkpoint_folder(job: Job, target: Path | None, stack: ExitStack) -> Path | None:
+    """Return where checkpoints go; a temporary folder where they only serve to find the best model again.
+
+    Raises:
+        TrainError: checkpoints are there already, and the run was not asked to go on from them.
+    """
+    options = job.options
+    folder = _kept_in(options, target)
+    if folder is None and job.evaluation is not None and options.keep_best and not _under_torchrun():
+        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flodl-hf-")))
+    if folder is None:
+        return None
+    if not options.resume and folder.is_dir() and list_checkpoints(folder):
+        raise TrainError(
+            f"finetune: {folder} holds the checkpoints of a run that did not end. Go on from them with resume=True, or "
+            "remove the folder.",
+            folder=str(folder),
+        )
+    return folder
+
+
+def _kept_in(options: Options, target: Path | None) -> Path | None:
+    """Return where checkpoints of a run are that may be gone on with; None where it leaves none."""
+    if options.checkpoints is not None:
+        return Path(options.checkpoints)
+    return None if target is None else target.with_name(target.name + CHECKPOINTS)
+
+
+def _take_best(job: Job, model: EncoderModel, folder: Path | None, notes: _Notes) -> tuple[int, dict[str, float]]:
+    """Load the weights of the best evaluation into ``model``; return its step and figures."""
+    last = figures_in(notes.history[-1]) if notes.history else {}
+    taken = None
+    if notes.best is not None:
+        taken = notes.best.take(model)
+    # Other ranks leave the folder alone: the first may remove it at any moment.
+    elif folder is not None and job.metric is not None and job.options.keep_best and _is_first_rank():
+        taken = take_best(job.metric, folder, model, notes.history, notes.steps)
+    return (notes.steps, last) if taken is None else taken
+
+
+def _say(text: str, *, shown: bool) -> None:
+    """Log a line about the run, and print it where progress is shown."""
+    _LOG.info(text)
+    if shown:
+        print(visible(in_words(text)), file=sys.stderr, flush=True)
+
+
+def _under_torchrun() -> bool:
+    from flodl.distributed.group import under_torchrun
+
+    return under_torchrun()
+
+
+def _is_first_rank() -> bool:
+    from flodl.distributed.group import is_first_rank
+
+    return is_first_rank()
+
+
+def check_free(target: Path, overwrite: bool) -> None:
+    """Check that a model can be written to a folder.
+
+    Raises:
+        ExportError: the folder is not empty and may not be replaced, or is a file.
+    """
+    fault = path_fault(target)
+    if fault is not None:
+        raise ExportError(
+            f"out={printable(str(target), 400)}: no folder can have this path, because {fault}; choose another",
+            path=str(target),
+            problems=[fault],
+        )
+    if target.is_dir() and any(target.iterdir()) and not overwrite:
+        raise ExportError(
+            f"{target} is not empty; expected a new folder. Give another, or overwrite=True to replace "
+            "the model there.",
+            path=str(target),
+        )
+    strange = (
+        []
+        if not target.is_dir()
+        else [
+            path.relative_to(target).as_posix()
+            for path in sorted(target.rglob("*"))
+            if not path.is_dir() and not is_model_file(path.relative_to(target).as_posix())
+        ]
+    )
+    if strange:
+        raise ExportError(
+            f"{target} holds files that are no part of a model: "
+            f"{', '.join(strange[:5])}. Expected a folder that may be "
+            "replaced as a whole. Move them, or give another folder.",
+            path=str(target),
+            problems=strange,
+        )
+    if target.exists() and not target.is_dir():
+        raise ExportError(f"{target} is a file; expected a folder to write", path=str(target))
+
+
+def _judged(job: Job, model: EncoderModel, target: Path | None, metrics: dict[str, float]) -> Judged | None:
+    """Return what the model says of held-out data, on the first rank, where somebody wants to know."""
+    wanted = job.options.tune_thresholds or (job.options.report and target is not None)
+    if not wanted or job.evaluation is None or not _is_first_rank():
+        return None
+    cast_stored(model)
+    return judge(model, job.evaluation, metrics)
+
+
+def _write(
+    job: Job, model: EncoderModel, result: FinetuneResult, target: Path, overwrite: bool, judged: Judged | None
+) -> Path:
+    """Write a model, as it was trained, with the papers of its run."""
+    files = papers(job, result, judged)
+    if result.generator is None:
+        return model.save_pretrained(target, overwrite=overwrite, extra_files=files)
+    both = {"": contents_of(model), GENERATOR: contents_of(result.generator)}
+    return write_contents(target, both, overwrite=overwrite, extra_files=files)
+
+
+def _trackers(options: Options, target: Path | None) -> list[Tracker]:
+    """Return the trackers that were asked for, on the first rank; their packages are found.
+
+    Raises:
+        TrainError: a package is not installed.
+    """
+    if not _is_first_rank():
+        return []
+    beside = Path("runs") if target is None else target.with_name(target.name + ".logs")
+    return [make_tracker(name, options.log_dir or beside, _settings(options)) for name in options.trackers]
+
+
+def _settings(options: Options) -> dict[str, Any]:
+    """Return the options that say something."""
+    return {name: value for name, value in options.to_dict().items() if value not in (None, (), [], {})}
+
+
+def _named(source: Any) -> Any:
+    """Return how a recipe names data or a model: paths and shares; None for what is in memory."""
+    if is_several(source):
+        named = {name: _named(part) for name, part in source.items()}
+        return named if None not in named.values() else None
+    if isinstance(source, (int, float)):
+        return source
+    return os.fspath(source) if isinstance(source, (str, os.PathLike)) else None
+
+
+def _recipe(job: Job) -> dict[str, Any]:
+    """Return the choices that make the run again: all that are set, without where files go on this machine."""
+    left_out = ("checkpoints", "keep_checkpoints", "resume", "allow_change", "local_files_only")
+    left_out += ("trackers", "log_dir", "profile", "report")
+    values = {k: v for k, v in job.options.to_dict().items() if k not in left_out and v is not None}
+    if not isinstance(values["schedule"], str):
+        values["schedule"] = repr(job.options.schedule)
+    commit = getattr(job.model.source, "commit", None)
+    if commit:
+        values["revision"] = commit
+    return values

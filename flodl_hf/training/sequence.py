@@ -1,0 +1,202 @@
+"""Labels for whole texts and pairs: one of several, any number of several, or numbers.
+
+A text that is longer than a row is cut at its end, as transformers' scripts do; of a pair the longer one gives way.
+Or it is read in windows, of which each learns the label; judged is their mean, as `predict` answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flodl.errors import DataError, capped
+from flodl.metrics import Classification, Metric, MultiLabel, Pearson, Spearman, SquaredError
+from flodl_hf.inference.decode.classes import activation_for, class_scores, mean_over_windows
+from flodl_hf.readers import Targets
+from flodl_hf.readers.columns import Columns
+from flodl_hf.training.rows import EncodedRows, RowBuilder
+from flodl_hf.training.step import Kind
+from flodl_hf.training.task import CHUNK, Examples, LengthLimits, Prepared, check_texts
+
+if TYPE_CHECKING:
+    from flodl_hf.tokenization.tokenizer import Tokenizer
+
+__all__ = ["SequenceTask"]
+
+_PROBLEM = {
+    "single_label": "single_label_classification",
+    "multi_label": "multi_label_classification",
+    "regression": "regression",
+}
+BUFFER = 1024
+
+
+@dataclass(frozen=True)
+class SequenceTask:
+    """A label for each text.
+
+    Args:
+        columns: which columns hold texts and labels.
+        targets: what labels are, and their names.
+        names: names of the labels in the result, by number.
+    """
+
+    columns: Columns
+    targets: Targets
+    names: tuple[str, ...]
+    head: str = "sequence_classification"
+    per_row: bool = True
+
+    @property
+    def kind(self) -> Kind:
+        """What the loss is of."""
+        return self.targets.kind
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Label names by number."""
+        return self.names
+
+    @property
+    def problem_type(self) -> str:
+        """What ``config.json`` says of the labels."""
+        return _PROBLEM[self.kind]
+
+    @property
+    def main_metric(self) -> str:
+        """Accuracy, F1 of several labels, or the mean squared error."""
+        return {"single_label": "accuracy", "multi_label": "f1", "regression": "-mse"}[self.kind]
+
+    def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
+        """Return one row for each text, or one for each window of it."""
+        text, pair, label = self.columns.text, self.columns.text_pair, self.columns.label
+        assert text is not None
+        assert label is not None
+        for column in (text, pair):
+            if column is not None:
+                check_texts(examples, column, "finetune")
+        values = self._values([row.get(label) for row in examples])
+        builder, weights, cut = RowBuilder(limits.types), [], 0
+        how: Any = {"cut": None if pair is None else "longest", "overflow": "truncate"}
+        if limits.windows:
+            how = {"stride": limits.shared(0, 3), "overflow": "windows"}
+        for start in range(0, len(examples), CHUNK):
+            part = examples[start : start + CHUNK]
+            windows = tokenizer.encode_rows(
+                [row[text] for row in part],
+                None if pair is None else [row[pair] for row in part],
+                max_tokens=limits.max_tokens,
+                offsets=False,
+                **how,
+            )
+            for i, group in enumerate(windows, start):
+                for window in group:
+                    builder.add(window, i, labels=values[i])
+                cut += group[0].truncated
+                weights.append([sum(not special for special in window.special) for window in group])
+        rows = builder.build()
+        if training:
+            return Prepared(rows, cut=cut)
+        labels = rows.values["labels"][np.flatnonzero(np.diff(rows.owners, prepend=-1))]
+        return Prepared(rows, _Truth(torch.as_tensor(labels), weights), cut)
+
+    def _values(self, labels: Sequence[Any]) -> list[Any]:
+        """Return labels as the loss takes them."""
+        found, problems = [], []
+        for i, label in enumerate(labels):
+            try:
+                value = self.targets.encode(label)
+            except (DataError, TypeError, ValueError) as fault:
+                problems.append(f"row {i}: {fault}")
+                continue
+            narrow = np.int64 if self.kind == "single_label" else np.float32
+            found.append(np.asarray(value, dtype=narrow)[()])
+        if problems:
+            raise DataError(
+                f"finetune: labels in column {self.columns.label!r} that cannot be:\n{capped(problems, 5)}",
+                problems=problems,
+            )
+        return found
+
+    def scorer(self, prepared: Prepared) -> _Scorer:
+        """Return a scorer that has seen nothing."""
+        return _Scorer(self.kind, len(self.names), prepared.truth)
+
+    def label_counts(self, rows: EncodedRows) -> list[int] | None:
+        """Return how many rows have each label."""
+        labels = rows.values["labels"]
+        if self.kind == "regression":
+            return None
+        if self.kind == "multi_label":
+            return [int(n) for n in labels.sum(0)]
+        return np.bincount(labels, minlength=len(self.names)).tolist()
+
+
+@dataclass(frozen=True)
+class _Truth:
+    """The labels of all texts, and for each text the content tokens of its windows."""
+
+    labels: Tensor
+    weights: list[list[int]]
+
+
+class _Scorer:
+    def __init__(self, kind: str, size: int, truth: _Truth) -> None:
+        self.kind, self.truth, self.weights = kind, truth.labels, truth.weights
+        self._metrics: list[Any] = {
+            "single_label": lambda: [Classification(size, "binary" if size == 2 else "macro")],
+            "multi_label": lambda: [MultiLabel(size, "micro")],
+            # Correlations are of one number; several numbers of a text may have different scales.
+            "regression": lambda: [SquaredError(), *([Pearson(), Spearman()] if size == 1 else [])],
+        }[kind]()
+        self._examples: list[int] = []
+        self._scores: list[Tensor] = []
+
+    def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
+        """Take in the scores of one text; return them and its label, a number or numbers."""
+        score = scores[0] if len(scores) == 1 else self._of_windows(torch.stack(list(scores)), self.weights[example])
+        self._examples.append(example)
+        self._scores.append(score)
+        if len(self._examples) >= BUFFER:
+            self._flush()
+        return score.tolist(), self.truth[example].tolist()
+
+    def _of_windows(self, scores: Tensor, weights: Sequence[int]) -> Tensor:
+        """Return scores whose probabilities are the mean of those of the windows, as `predict` gives them."""
+        activation = activation_for(_PROBLEM[self.kind], scores.shape[-1])
+        owners = np.zeros(len(scores), np.int64)
+        mean = mean_over_windows(class_scores(scores, activation), owners, 1, weights)[0].double()
+        if activation == "sigmoid":
+            mean = torch.logit(mean)
+        elif activation == "softmax":
+            mean = mean.log()
+        return mean.to(scores.dtype)
+
+    def _flush(self) -> None:
+        if not self._examples:
+            return
+        scores, truth = torch.stack(self._scores), self.truth[self._examples]
+        if self.kind == "regression":
+            scores = scores.view(truth.shape)
+        for metric in self._metrics:
+            metric.update(scores, truth)
+        self._examples, self._scores = [], []
+
+    def metrics(self) -> Sequence[Metric]:
+        """Return the metrics with all that was taken in."""
+        self._flush()
+        return self._metrics
+
+    def compute(self) -> dict[str, float]:
+        """Return the figures."""
+        self._flush()
+        figures: dict[str, float] = {}
+        for metric in self._metrics:
+            figures |= metric.compute()
+        figures.pop("count", None)
+        return figures

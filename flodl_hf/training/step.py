@@ -1,0 +1,206 @@
+"""One batch through the model, and its loss as a sum and a count.
+
+The loss without weights and smoothing is the model's own, operation by operation, so that a run equals a plain
+loop to the bit. How sums and counts become a step is decided in `flodl.train.step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flodl.train import Loss
+from flodl_hf.nn.adapter_layers.prompts import lead_of
+from flodl_hf.nn.encoder.losses import IGNORED_LABEL, classification_loss, span_loss, token_loss
+from flodl_hf.nn.layout.layouts import Layout, Packed, Padded
+from flodl_hf.training.noise import noisy
+from flodl_hf.training.user_loss import LossFunction, own_loss
+
+__all__ = ["Objective", "layout_of", "rows_of_scores", "run_model", "score"]
+
+Kind = Literal[
+    "single_label", "multi_label", "regression", "tokens", "words", "spans", "vectors", "choices", "pairs", "replaced"
+]
+_PROBLEM = {
+    "single_label": "single_label_classification",
+    "multi_label": "multi_label_classification",
+    "regression": "regression",
+}
+
+
+def score(model: Any, batch: Any) -> Tensor:
+    """Return the head's scores of a batch, in the layout that the batch has."""
+    return run_model(model, batch)[0]
+
+
+def run_model(model: Any, batch: Any, outputs: Sequence[str] = ()) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the head's scores of a batch, in the layout that the batch has, and the graph's outputs of these names."""
+    ids, types = batch["input_ids"], batch.get("token_type_ids")
+    if "cu_seqlens" not in batch and not batch["attention_mask"].is_cuda:
+        return model.run_graph(ids, batch["attention_mask"], types, None, outputs)[:2]
+    layout = layout_of(batch)
+    lead, led = lead_of(model.graph), layout
+    if lead is not None:
+        ids, types, led = lead.rows(ids, types, layout)
+    if outputs:
+        scores, named = model.graph(ids, token_type_ids=types, layout=led, outputs=list(outputs))
+    else:
+        scores, named = model.graph(ids, token_type_ids=types, layout=led), {}
+    return scores if lead is None or model.per_text else layout.behind(lead.count, scores), named
+
+
+def layout_of(batch: Any) -> Layout:
+    """Return how the tokens of a batch lie, anew for each pass."""
+    if "places" in batch:
+        return Packed(batch["cu_seqlens"], (), batch["longest"], batch["places"], batch["opens"])
+    if "cu_seqlens" in batch:
+        return Packed(batch["cu_seqlens"], tuple(batch["row_lengths"]))
+    mask = batch["attention_mask"]
+    # Asking whether all is real would make the host wait for a device; the mask is kept instead.
+    return Padded(mask != 0) if mask.is_cuda else Padded.of(mask)
+
+
+def rows_of_scores(scores: Tensor, batch: Any, *, per_row: bool) -> list[Tensor]:
+    """Return the scores of each row of a batch without padding: ``(classes,)`` or ``(tokens, classes)``."""
+    if per_row:
+        return list(scores.unbind(0))
+    if "cu_seqlens" in batch:
+        return list(scores.split(batch["row_lengths"]))
+    lengths = batch["attention_mask"].sum(1).tolist()
+    return [row[:length] for row, length in zip(scores, lengths, strict=True)]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss of one task; called with a model and a batch it is a training step.
+
+    Args:
+        kind: what is learned.
+        weights: weight of each label.
+        smoothing: share of the target that is spread over all labels.
+        mask_padding: spans only: exclude padding from the softmax. transformers includes padding, so that its loss
+            depends on the padded length of a batch.
+        own: the user's function in place of the task's loss; see `user_loss`. Batches are not filled up.
+        noise: how much there is on word embeddings; see `flodl_hf.training.noise`.
+    """
+
+    kind: Kind
+    weights: tuple[float, ...] | None = None
+    smoothing: float = 0.0
+    mask_padding: bool = True
+    own: LossFunction | None = None
+    noise: float | None = None
+
+    def __call__(self, model: Any, batch: Any) -> Loss:
+        """Return the loss of a batch."""
+        if self.noise is None:
+            return self.of(self.score(model, batch), batch)
+        with noisy(model, self.noise, batch):
+            scores = self.score(model, batch)
+        return self.of(scores, batch)
+
+    def score(self, model: Any, batch: Any) -> Tensor:
+        """Return the head's scores of a batch."""
+        return score(model, batch)
+
+    def of(self, scores: Tensor, batch: Any) -> Loss:
+        """Return the loss of scores that are known already."""
+        if self.kind == "spans":
+            return self._spans(scores, batch)
+        labels = batch["labels"]
+        if self.kind == "replaced":
+            return self._replaced(scores.reshape(-1), labels.reshape(-1), settled="places" in batch or scores.is_cuda)
+        if self.own is not None:
+            flat = scores.reshape(-1, scores.shape[-1])
+            whole = labels if self.kind in ("regression", "multi_label") else labels.reshape(-1)
+            return own_loss(self.own, flat, whole, len(flat))
+        if self.kind in ("regression", "multi_label"):
+            if "real" in batch:
+                return self._texts_of(scores, labels, batch["real"])
+            return Loss.mean(self._texts(scores, labels), scores.shape[0])
+        if self.weights is not None or self.smoothing:
+            return self._weighted(scores, labels)
+        if self.kind == "single_label":
+            count = batch["real"].sum() if "real" in batch else scores.shape[0]
+            return Loss.mean(self._texts(scores, labels), count)
+        counted = (labels != IGNORED_LABEL).sum()
+        return Loss.mean(token_loss(scores, labels, upcast=self.kind == "words"), counted)
+
+    def _replaced(self, scores: Tensor, labels: Tensor, *, settled: bool) -> Loss:
+        """Return the loss of tokens that are no padding.
+
+        Args:
+            settled: shapes must not depend on values, as on a device.
+        """
+        if self.own is not None:
+            return own_loss(self.own, scores, labels, len(scores))
+        counted = labels != IGNORED_LABEL
+        if settled:
+            each = F.binary_cross_entropy_with_logits(scores, labels.clamp(min=0).to(scores.dtype), reduction="none")
+            return Loss((each * counted).sum(), counted.sum())
+        wanted = labels[counted].to(scores.dtype)
+        return Loss.mean(F.binary_cross_entropy_with_logits(scores[counted], wanted), len(wanted))
+
+    def _texts(self, scores: Tensor, labels: Tensor) -> Tensor:
+        if self.kind == "multi_label" and self.weights is not None:
+            weight = _on(self.weights, scores.dtype, scores.device)
+            return F.binary_cross_entropy_with_logits(scores, labels, weight=weight)
+        return classification_loss(scores, labels, _PROBLEM[self.kind])
+
+    def _texts_of(self, scores: Tensor, labels: Tensor, real: Tensor) -> Loss:
+        """Return the loss of the texts that are no padding."""
+        scores, labels = scores.view(len(real), -1), labels.view(len(real), -1)
+        if self.kind == "regression":
+            each = (scores - labels).square()
+        else:
+            weight = None if self.weights is None else _on(self.weights, scores.dtype, scores.device)
+            each = F.binary_cross_entropy_with_logits(scores, labels, weight=weight, reduction="none")
+        count = real.sum()
+        return Loss.mean((each * real[:, None]).sum() / (count * each.shape[1]), count)
+
+    def _weighted(self, scores: Tensor, labels: Tensor) -> Loss:
+        flat, wanted = scores.view(-1, scores.shape[-1]), labels.view(-1)
+        kept = wanted != IGNORED_LABEL
+        weight, count = None, kept.sum()
+        if self.weights is not None:
+            weight = _on(self.weights, flat.dtype, flat.device)
+            count = torch.where(kept, weight[wanted.clamp(min=0)], 0.0).sum()
+        # A sum, since the mean of labels that all weigh 0 has a gradient that is no number.
+        total = F.cross_entropy(
+            flat, wanted, weight=weight, ignore_index=IGNORED_LABEL, label_smoothing=self.smoothing, reduction="sum"
+        )
+        return Loss(total, count)
+
+    def _spans(self, scores: Tensor, batch: Any) -> Loss:
+        count: Any = scores.shape[0]
+        if "places" in batch:
+            layout = Packed(batch["cu_seqlens"], (), batch["longest"], batch["places"], batch["opens"])
+            at, inside = layout.grid()
+            scores = scores[at].masked_fill(~inside[:, :, None], torch.finfo(scores.dtype).min)
+            count = batch["real"].sum()
+        elif "cu_seqlens" in batch:
+            rows = rows_of_scores(scores, batch, per_row=False)
+            lowest = torch.finfo(scores.dtype).min
+            scores = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=lowest)
+            count = len(rows)
+        elif self.mask_padding:
+            padding = (batch["attention_mask"] == 0)[:, :, None]
+            scores = scores.masked_fill(padding, torch.finfo(scores.dtype).min)
+        start, end = (part.squeeze(-1).contiguous() for part in scores.split(1, dim=-1))
+        starts, ends = batch["start_positions"], batch["end_positions"]
+        if self.own is not None:
+            both = torch.stack([starts, ends], 1)
+            return own_loss(self.own, torch.stack([start, end], 2), both, count)
+        return Loss.mean(span_loss(start, end, starts, ends), count)
+
+
+@lru_cache(maxsize=8)
+def _on(weights: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the weights on a device; kept, because copying them at each step would make the host wait."""
+    return torch.tensor(weights, dtype=dtype, device=device)

@@ -1,0 +1,243 @@
+"""Labels for words: named entities, parts of speech; from words with tags, or from spans of characters.
+
+The first token of a word carries its label. A long text is read in overlapping windows, and each word is learned
+and judged once, in the window that shows most around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import numpy as np
+from torch import Tensor
+
+from flodl.errors import DataError, capped, nearest
+from flodl.metrics import Metric
+from flodl_hf.inference.decode.metrics import SpanF1
+from flodl_hf.readers.columns import NAMES, Columns, column_names
+from flodl_hf.tokenization.alignment import IGNORE, Units, align_tags, read_tags, tags_of_spans, word_units
+from flodl_hf.training.report.figures import conll_tags
+from flodl_hf.training.rows import EncodedRows, RowBuilder
+from flodl_hf.training.step import Kind
+from flodl_hf.training.task import CHUNK, Examples, LengthLimits, Prepared, check_texts
+
+if TYPE_CHECKING:
+    from flodl_hf.tokenization.tokenizer import Tokenizer
+
+__all__ = ["TokenTask", "read_character_spans", "tag_names"]
+
+STRIDE = 64
+
+
+def tag_names(examples: Examples, columns: Columns) -> tuple[str, ...]:
+    """Return the tags that occur, ``O`` first, then ``B-x`` and ``I-x`` of each type together.
+
+    Raises:
+        DataError: there is no column of tags or spans.
+    """
+    if columns.spans is not None:
+        kinds = {label for i, row in enumerate(examples) for _, _, label in read_character_spans(row[columns.spans], i)}
+        return ("O", *(f"{letter}-{kind}" for kind in sorted(kinds) for letter in "BI"))
+    tags = _tags(columns, examples)
+    wrong = [
+        f"row {i}: {type(row.get(tags)).__name__}" for i, row in enumerate(examples) if not _is_list(row.get(tags))
+    ]
+    if wrong:
+        raise DataError(
+            f"finetune: column {tags!r} has values that are no lists of tags:\n{capped(wrong, 5)}\nexpected a tag for "
+            "each word",
+            problems=wrong,
+            column=tags,
+        )
+    found = {str(tag) for row in examples for tag in row[tags]}
+    if all(tag.removeprefix("-").isdecimal() for tag in found):
+        below = [i for i, row in enumerate(examples) if any(str(tag).startswith("-") for tag in row[tags])]
+        if below:
+            raise DataError(
+                f"finetune: column {tags!r} has numbers below 0 in {len(below)} rows, first row {below[0]}; expected "
+                "the number of a tag for each word, from 0. Leave rows without tags out",
+                rows=below,
+            )
+        return tuple(str(k) for k in range(max(map(int, found), default=0) + 1))
+    return tuple(sorted(found, key=lambda tag: (tag != "O", tag.partition("-")[2], tag)))
+
+
+def _tags(columns: Columns, examples: Examples = ()) -> str:
+    if columns.tags is None:
+        names = [name for name in column_names(examples[:100]) if name != columns.words]
+        near = "".join(
+            f"; {name!r} holds lists of several kinds of values"
+            if name.lower() in NAMES["tags"]
+            else f"; {name!r}{close}"
+            for name in names
+            if (close := nearest(name.lower(), NAMES["tags"]))
+        )
+        raise DataError(
+            f"finetune: found words in {columns.words!r} and no column with their tags among {names}{near}; expected "
+            "one, a list of as many tags as words: say columns={'tags': ...}",
+            names=names,
+        )
+    return columns.tags
+
+
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, (list, tuple))
+
+
+def read_character_spans(value: Any, row: int) -> list[tuple[int, int, str]]:
+    """Return ``(start, end, label)`` of each span of one row.
+
+    Raises:
+        DataError: the spans are not a list of records with ``start``, ``end`` and ``label``.
+    """
+    spans = []
+    for item in value or []:
+        label = (
+            next((item[k] for k in ("label", "type", "tag") if k in item), None) if isinstance(item, Mapping) else None
+        )
+        if label is None or not all(isinstance(item.get(k), int) for k in ("start", "end")):
+            raise DataError(
+                f"finetune: row {row}: the span {item!r} is not understood; expected start and end as integers, "
+                "and a label",
+                row=row,
+            )
+        spans.append((item["start"], item["end"], str(label)))
+    return spans
+
+
+@dataclass(frozen=True)
+class _Truth:
+    """For each example where its words lie, their tags, and its first row."""
+
+    units: list[Units] = field(default_factory=list)
+    tags: list[list[str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class TokenTask:
+    """A label for each word.
+
+    Args:
+        columns: which columns hold words and tags, or texts and spans.
+        names: names of the labels, by number.
+        stored: what the data calls them, by number, if that differs.
+    """
+
+    columns: Columns
+    names: tuple[str, ...]
+    stored: tuple[str, ...] | None = None
+    head: str = "token_classification"
+    kind: Kind = "tokens"
+    problem_type: str | None = None
+    per_row: bool = False
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Label names by number."""
+        return self.names
+
+    @property
+    def has_spans(self) -> bool:
+        """Whether labels are tags of spans rather than of words for themselves."""
+        return "O" in self.names and all(name == "O" or name[1:2] == "-" for name in self.names)
+
+    @property
+    def main_metric(self) -> str:
+        """F1 of spans, or accuracy."""
+        return "f1" if self.has_spans else "accuracy"
+
+    def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
+        """Return the windows of each sentence or text."""
+        ids = {name: k for k, name in enumerate(self.names)}
+        rename = dict(zip(self.stored, self.names, strict=True)) if self.stored else {}
+        builder, truth, faults = RowBuilder(limits.types), _Truth(), []
+        words = self.columns.words
+        if words is None:
+            assert self.columns.text is not None
+            check_texts(examples, self.columns.text, "finetune")
+        source = words or self.columns.text
+        assert source is not None
+        for start in range(0, len(examples), CHUNK):
+            part = examples[start : start + CHUNK]
+            groups = tokenizer.encode_rows(
+                [row[source] for row in part],
+                max_tokens=limits.max_tokens,
+                stride=limits.shared(STRIDE, 3),
+                words=words is not None,
+            )
+            for i, (row, windows) in enumerate(zip(part, groups, strict=True), start):
+                try:
+                    units, tags = self._tagged(row, windows, i, rename)
+                    labels = align_tags(units, tags, ids, once=True)
+                except DataError as fault:
+                    faults.append(f"row {i}: {fault}")
+                    continue
+                for window, line in zip(windows, labels, strict=True):
+                    builder.add(window, i, {"labels": line})
+                if not training:
+                    truth.units.append(units)
+                    truth.tags.append(tags)
+        if faults:
+            which = "sentences" if training else "held-out sentences"
+            raise DataError(f"finetune: {which} that cannot be labelled:\n{capped(faults, 8)}", problems=faults)
+        return Prepared(builder.build(), None if training else truth)
+
+    def _tagged(
+        self, row: Mapping[str, Any], windows: Sequence[Any], index: int, rename: Mapping[str, str]
+    ) -> tuple[Units, list[str]]:
+        if self.columns.words is not None:
+            units = word_units(windows, num_words=len(row[self.columns.words]))
+            given = row.get(_tags(self.columns))
+            if not _is_list(given):
+                raise DataError(f"found {type(given).__name__}; expected a list of tags")
+            tags = [str(tag) for tag in given]
+            return units, [rename.get(tag, tag) for tag in tags]
+        assert self.columns.text is not None
+        assert self.columns.spans is not None
+        text = row[self.columns.text]
+        units = word_units(windows, text=text)
+        spans = read_character_spans(row[self.columns.spans], index)
+        beyond = [span for span in spans if span[1] > len(text)]
+        if beyond:
+            raise DataError(
+                f"alignment: spans {beyond[:8]} end behind the text, which has {len(text)} characters; expected "
+                "start and end counted in characters, not in bytes",
+                problems=[str(span) for span in beyond],
+            )
+        return units, tags_of_spans(units.extents, spans).tags
+
+    def scorer(self, prepared: Prepared) -> _Scorer:
+        """Return a scorer that has seen nothing."""
+        return _Scorer(self.names, prepared.truth, self.has_spans)
+
+    def label_counts(self, rows: EncodedRows) -> list[int]:
+        """Return how many words have each label."""
+        labels = rows.columns["labels"]
+        return np.bincount(labels[labels != IGNORE], minlength=len(self.names)).tolist()
+
+
+class _Scorer:
+    def __init__(self, names: tuple[str, ...], truth: _Truth, has_spans: bool) -> None:
+        self.names, self.truth, self.has_spans = names, truth, has_spans
+        self.metric = SpanF1()
+
+    def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
+        """Take in the scores of one text's windows; return the tags of its words, as predicted and as they are."""
+        said = [row.argmax(-1).tolist() for row in scores]
+        fill = "O" if "O" in self.names else self.names[0]
+        tags = read_tags(self.truth.units[example], said, self.names, fill=fill)
+        found, true = (conll_tags(line, self.names) for line in (tags, self.truth.tags[example]))
+        self.metric.update([found], [true])
+        return list(tags), list(self.truth.tags[example])
+
+    def metrics(self) -> Sequence[Metric]:
+        """Return the one metric."""
+        return [self.metric]
+
+    def compute(self) -> dict[str, float]:
+        """Return the figures."""
+        figures = self.metric.compute()
+        figures.pop("count", None)
+        return figures if self.has_spans else {"accuracy": figures["accuracy"]}

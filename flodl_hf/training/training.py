@@ -1,0 +1,262 @@
+"""A planned job as a run of `flodl.train`: its optimiser, groups and settings, and what is done to the model for it.
+
+What is undone after the training is put on the stack that callers give.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flodl.errors import ConfigError, TrainInterrupted
+from flodl.train import Profiler, Trainer, adamw, parameter_groups, sgd
+from flodl.train.optim.optimizers import layerwise_decay
+from flodl_hf.inference.graph_model.model import GraphModel
+from flodl_hf.training.factory import FixedModel, ModelFactory, checkpoint_layers, restore_layers, set_dropout, take
+from flodl_hf.training.identity import identity_of
+from flodl_hf.training.job import Job
+from flodl_hf.training.observation import observed_of
+from flodl_hf.training.options import Options
+from flodl_hf.training.start import BESIDE
+
+if TYPE_CHECKING:
+    from flodl.train.builder import TrainerBuilder
+    from flodl_hf.models.encoder_model import EncoderModel
+
+__all__ = ["CHECKPOINTS", "make_builder", "settings_of_torch", "train_job"]
+
+CHECKPOINTS = ".checkpoints"  # after the name of the folder that a run writes
+NO_DECAY = ("*bias", "*norm.weight", "*norm*.weight")
+
+
+UNSAVED_S = 30.0
+"""Seconds of work that a run may lose whose model cannot be written at its end; more is saved before it is tried."""
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """The optimiser's groups: no decay on biases and norms, and falling rates towards the input if asked for."""
+
+    lr: float
+    layerwise: float | None
+
+    def __call__(self, model: Any) -> list[dict[str, Any]]:
+        if self.layerwise is None:
+            return parameter_groups(model, no_decay=NO_DECAY)
+        return layerwise_decay(
+            model, self.lr, self.layerwise, layers="network.encoder.layers", lowest=("network.encoder.embeddings",),
+            no_decay=NO_DECAY,
+        )  # fmt: skip
+
+
+def train_job(
+    job: Job,
+    on_event: Callable[[Any], Any],
+    stack: ExitStack,
+    folder: Path | None = None,
+    *,
+    progress: bool | None = False,
+    trackers: Sequence[Callable[[Any], Any]] = (),
+    monitor: Any = None,
+) -> EncoderModel | None:
+    """Return the model of a planned job after its last step; None on ranks that held a part of it alone.
+
+    Args:
+        job: from `plan_job`.
+        on_event: called with the events of training.
+        stack: undoes what is set for training alone, when it is closed.
+        folder: where checkpoints go.
+        progress: as for `finetune`.
+        trackers: called with events too; what they raise is told and training continues.
+        monitor: looks on.
+    """
+    builder = make_builder(job, on_event, stack, folder).progress(progress, total=job.steps).set(monitor=monitor)
+    for tracker in trackers:
+        builder.subscribe(tracker)
+    try:
+        handle = builder.run()
+        state = handle.join()
+    except TrainInterrupted as stop:
+        if stop.trained is not None and stop.trained.whole:
+            take(job.model, stop.trained.state_dict())
+        raise
+    if handle.model is not None:
+        trained: Any = handle.model
+        return trained
+    if not state.whole:
+        return None
+    take(job.model, state.state_dict())
+    return job.model
+
+
+def make_builder(
+    job: Job, on_event: Callable[[Any], Any], stack: ExitStack, folder: Path | None = None
+) -> TrainerBuilder:
+    """Return the run of a planned job, not begun yet; arguments as for `train_job`."""
+    options = job.options
+    factory = _factory(job, stack)
+    if options.optimizer == "adamw":
+        optimizer = adamw(
+            options.lr, weight_decay=options.weight_decay, betas=(options.beta1, options.beta2), eps=options.eps
+        )
+    else:
+        optimizer = sgd(options.lr, momentum=options.beta1, weight_decay=options.weight_decay)
+    builder = (
+        Trainer.builder(factory, optimizer, job.objective)
+        .dataset(job.rows, collate=job.collate, batches=job.batches)
+        .set(
+            num_epochs=options.epochs,
+            max_steps=options.max_steps,
+            accumulate=options.accumulate,
+            micro_batch_size=options.micro_batch_size,
+            seed=options.seed,
+            precision=options.precision,
+            max_grad_norm=options.max_grad_norm or None,
+            on_nan=options.on_nan,
+            sum_of_means=options.compat is not None,
+            deterministic=options.deterministic,
+            capture="auto" if options.capture and job.unrecorded is None else False,
+            # Counts are taken from the labels.
+            capture_num_rows=False,
+            compile=options.compile,
+            log_every=options.log_every,
+            schedule=job.schedule,
+            schedule_metric=job.metric.lstrip("-") if job.metric else "loss",
+            parameter_groups=_Groups(options.lr, options.layerwise_decay),
+            checkpoint_activations=checkpoint_layers if options.gradient_checkpointing else None,
+            arrange=_arrangement(options),
+            remarks=tuple(job.notes),
+            callbacks=(*job.own.callbacks, *([Profiler(options.profile)] if options.profile else [])),
+            ema=options.ema,
+            ema_warmup=options.ema_warmup,
+            **observed_of(job),
+        )
+        .subscribe(on_event)
+    )
+    if job.evaluation is not None:
+        builder.eval_fn(job.evaluation).set(
+            eval_every=options.eval_every, eval_start=options.eval_start, eval_delay=options.eval_delay
+        )
+    if options.early_stopping is not None:
+        builder.set(early_stopping=(job.metric, options.early_stopping))
+    if folder is not None:
+        builder.checkpoints(
+            str(folder),
+            # every evaluation needs its weights, or the best could not be gone back to
+            every=options.save_every or options.eval_every,
+            keep_last=options.keep_last,
+            keep_best=job.metric if options.keep_best else None,
+            resume=options.resume,
+            allow_change=options.allow_change,
+        ).set(
+            save_epochs="idle",
+            save_end=_saved_at_end(job, folder),
+            identity=identity_of(job) if _is_kept(job, folder) else {},
+        )
+    if options.places is not None:
+        builder.devices(options.places)
+    if options.policy is not None:
+        builder.policy(options.policy)
+    if options.shard is not None and job.task.kind == "vectors":
+        raise ConfigError(
+            "shard='fsdp': vectors are compared over whole batches, which ranks with shards do not pass together; "
+            "expected another task, or no shard",
+            problems=["shard"],
+        )
+    if options.shard is not None:
+        builder.set(shard=options.shard)
+    if options.backend is not None:
+        builder.backend(options.backend)
+    return builder
+
+
+def _saved_at_end(job: Job, folder: Path) -> bool | float:
+    """Return when the trainer saves the end of a run, where the model is written at once and checkpoints removed."""
+    if job.options.keep_checkpoints or job.options.checkpoints is not None:
+        return True
+    return UNSAVED_S if _is_kept(job, folder) else False
+
+
+def _is_kept(job: Job, folder: Path) -> bool:
+    """Return whether a run may be taken up again from ``folder``."""
+    return job.options.checkpoints is not None or folder.name.endswith(CHECKPOINTS)
+
+
+def _arrangement(options: Options) -> Callable[[Any], Callable[[], Any]] | None:
+    """Return what has layers computed by fused kernels in half precision; None where others arrange them."""
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options.precision)
+    if half is None or not options.fused or options.compile or options.gradient_checkpointing:
+        return None
+    return partial(_fuse, half)
+
+
+def _fuse(dtype: torch.dtype, model: Any) -> Callable[[], None]:
+    from flodl_hf.nn.backends.choose import arrange_training
+
+    # What stands beside a model may be one, such as a generator.
+    graphs = [part.graph for part in (model, model.beside) if isinstance(part, GraphModel)]
+    each = [arrange_training(graph, dtype)[0] for graph in graphs]
+
+    def undo() -> None:
+        for one in each:
+            one()
+
+    return undo
+
+
+def _factory(job: Job, stack: ExitStack) -> Any:
+    """Return what gives each rank its model: the one at hand where ranks are this process."""
+    # What is sharded is taken apart, so it is opened again and the model at hand stays whole.
+    several = job.options.ranks > 1
+    others = several and not isinstance(job.options.places, str | None)  # started here, rather than by a launcher
+    if not others and not (job.options.shard and several):
+        job_model = job.model
+        _ready(job, job_model, stack)
+        return FixedModel(job_model)
+    if isinstance(job.factory, ModelFactory):
+        return job.factory
+    shown = {"mapped": True} if job.options.shard and several else {}  # pages that ranks share
+    # A model cannot be sent to other processes, its folder can.
+    room = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flodl-hf-")))
+    opening: dict[str, Any] = {**shown, "attention": job.options.attention}
+    if job.model.active_adapter is not None:
+        opening["adapter"] = job.model.save_adapter(room / "adapter")
+    with job.model.without_adapter() as base:
+        base.save_pretrained(room / "model")
+    start = job.task.start if isinstance(job.task, BESIDE) else None
+    return ModelFactory(
+        room / "model", job.task.head, None, None, job.options.freeze, job.options.dropout, opening, start=start
+    )
+
+
+def _ready(job: Job, model: EncoderModel, stack: ExitStack) -> None:
+    """Freeze and set dropout, and have both put back when the training is over."""
+    factory = ModelFactory("", "", None, None, job.options.freeze, None, {})
+    learned = [p for p in model.parameters() if p.requires_grad]
+    factory.ready(model)
+    stack.callback(lambda: [p.requires_grad_(True) for p in learned])
+    if job.options.gradient_checkpointing:
+        stack.callback(restore_layers, model)
+    if job.options.dropout is not None:
+        before = set_dropout(model, job.options.dropout)
+        stack.callback(lambda: [setattr(module, name, value) for module, name, value in before])
+
+
+@contextmanager
+def settings_of_torch() -> Iterator[None]:
+    """Put torch's global switches back to what they were."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    products = torch.get_float32_matmul_precision()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.set_float32_matmul_precision(products)

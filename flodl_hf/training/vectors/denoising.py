@@ -1,0 +1,218 @@
+"""Vectors learned without labels: words of a text are deleted, and it is written again from the vector of the rest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flodl.data import Rng, Where
+from flodl.train import Loss
+from flodl_hf.nn.layout.buckets import round_up
+from flodl_hf.tokenization.alignment import IGNORE
+from flodl_hf.training.losses import USUAL, make_loss
+from flodl_hf.training.losses.denoising import DENOISING
+from flodl_hf.training.masked import words_of
+from flodl_hf.training.rows import SPECIAL, CollateRows, EncodedRows, RowBuilder, TakenRows
+from flodl_hf.training.task import CHUNK, Examples, LengthLimits, Prepared
+from flodl_hf.training.vectors.decoder import DecoderStart
+from flodl_hf.training.vectors.rows import PARTS, CollateTexts, Laid, TextRows
+from flodl_hf.training.vectors.step import VectorObjective
+from flodl_hf.training.vectors.tables import read_table
+from flodl_hf.training.vectors.task import EmbeddingTask
+
+if TYPE_CHECKING:
+    from flodl_hf.models.encoder_model import EncoderModel
+    from flodl_hf.tokenization.tokenizer import Tokenizer
+
+__all__ = ["DenoisingTask"]
+
+WORDS = "words"
+SLACK = 1.08
+"""Room for tokens to be found beyond their mean share: another drawing deletes some more or fewer."""
+TARGET_STEPS, LEAST_TARGETS = 2, 16
+"""Lengths that whole texts are filled up to: steps from one power of two to the next, and the least."""
+
+
+@dataclass(frozen=True)
+class DenoisingTask(EmbeddingTask):
+    """Vectors from which texts are written again; arguments as of `EmbeddingTask`."""
+
+    usual: ClassVar[Mapping[Any, str]] = dict.fromkeys(("texts", "pairs"), "DenoisingAutoEncoderLoss")
+    table: ClassVar[Mapping[str, Any]] = DENOISING
+    refused: ClassVar[tuple[str, ...]] = ("matryoshka", "adaptive_layers", "guide", "prompts", "cache_tokens")
+    takes_ragged: ClassVar[bool] = False
+
+    @property
+    def start(self) -> DecoderStart:
+        """What puts the decoder beside a model, on every rank."""
+        return DecoderStart(self.options.seed)
+
+    def settle(self, model: EncoderModel) -> list[str]:
+        """Have the model make vectors as the options say, and give it a decoder; return what is to be said of it."""
+        self.start(model)
+        return super().settle(model)
+
+    def conclude(self, model: EncoderModel) -> None:
+        """Take the decoder away."""
+        model.beside = None
+
+    def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
+        """Return the examples as rows; those that are written again have the words of their tokens."""
+        self._guides["written"] = training or read_table(examples, self.options.columns, "eval").form == "texts"
+        return super().prepare(examples, tokenizer, limits, training=training)
+
+    def encode(
+        self, rows: Sequence[Sequence[str]], tokenizer: Tokenizer, limits: LengthLimits
+    ) -> tuple[EncodedRows, int]:
+        """Return rows of tokens with the lengths of their texts, and how many texts were cut."""
+        if not self._guides["written"]:
+            return super().encode(rows, tokenizer, limits)
+        builder, lengths, cut = RowBuilder(limits.types), [], 0
+        flat = [text.lower() if self._lower else text for row in rows for text in row]
+        for first in range(0, len(flat), CHUNK):
+            groups = tokenizer.encode_rows(
+                flat[first : first + CHUNK], None, max_tokens=limits.max_tokens, overflow="truncate"
+            )
+            for group in groups:
+                builder.add(group[0], len(lengths), {WORDS: words_of(group[0])})
+                lengths.append(len(group[0].ids))
+                cut += group[0].truncated
+        parts = np.asarray(lengths, np.int64).reshape(-1, 2)
+        return EncodedRows(builder.build().columns, parts.sum(1).tolist(), {PARTS: parts}), cut
+
+    def laid(self, rows: TextRows) -> Laid:
+        """Return what lies in a batch: texts without the words that one drawing deletes."""
+        table, share = rows.tables[0], self._share
+        parts = table.values[PARTS]
+        lengths = parts[:, 0].copy()
+        if share is not None:
+            # A word's tokens stand side by side; what is drawn here says how long texts are, not which words are left.
+            words = table.columns[WORDS]
+            begins = np.diff(words, prepend=SPECIAL) != 0
+            left = np.random.default_rng(self.options.seed).random(int(begins.sum())) >= share
+            kept = (words == SPECIAL) | left[np.cumsum(begins) - 1]
+            starts = np.cumsum(parts.reshape(-1)) - parts.reshape(-1)
+            lengths = np.maximum(np.add.reduceat(kept, starts)[::2], 1)
+        return Laid(lengths, parts[:, 0])
+
+    @property
+    def _share(self) -> float | None:
+        """The share of words that are deleted; None where texts are damaged already."""
+        return self.losses[0].del_ratio if next(iter(self.tables.values())).form == "texts" else None
+
+    def collate(self, usual: CollateRows, rows: TextRows) -> CollateDamaged:
+        """Return what makes batches of damaged texts, with the texts that they are of."""
+        made, whole = super().collate(usual, rows), rows.tables[0].values[PARTS][:, 1]
+        room = SLACK * float((whole - 1).sum() / self.laid(rows).lengths.sum())
+        return CollateDamaged(
+            made.pad_id, made.layout, shapes=made.shapes, widths=made.widths, lengths=made.lengths,
+            del_ratio=self._share, longest=int(whole.max()) - 1, targets=room,
+        )  # fmt: skip
+
+    def objective(self) -> DenoisingObjective:
+        """Return the loss of training."""
+        recipe = self._guides["recipe"]
+        return DenoisingObjective(self.losses, recipe.pooling, recipe.normalize)
+
+    def of_held_out(self, prepared: Prepared) -> VectorObjective:
+        """Return the loss of held-out data: that of training of texts alone, else what is usual."""
+        form, whole = prepared.truth.form, self.objective()
+        if form == "texts":
+            return whole
+        return VectorObjective((make_loss(USUAL[form]),), whole.pooling, whole.normalize)
+
+
+@dataclass(frozen=True)
+class CollateDamaged(CollateTexts):
+    """Makes a batch of damaged texts, and of what is to be found of the whole ones.
+
+    Examples are the text to be damaged and the whole one; rows without the words of their tokens stay what they are.
+    Besides what `CollateTexts` gives there are ``target_ids`` and ``target_mask``, ``(examples, tokens)``, and for each
+    token after the first its place in them, less one, its id and its example. Where batches are filled up to shapes,
+    these are too: with the id -100.
+
+    Args:
+        del_ratio: the share of words that are deleted; None where texts are damaged already.
+        longest: most tokens of a whole text, less one.
+        targets: room for tokens that are to be found, for each token of the damaged texts.
+    """
+
+    del_ratio: float | None = None
+    longest: int = 0
+    targets: float = 0.0
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
+        """Return the parts of one batch."""
+        taken = rows if isinstance(rows, TakenRows) else TakenRows.of(rows)
+        if WORDS not in taken.columns:
+            return super().__call__(taken, where)
+        columns = dict(taken.columns)
+        words, lengths = columns.pop(WORDS), np.asarray(taken.values[PARTS])
+        kept = np.ones(len(words), bool)
+        starts = np.cumsum(lengths) - lengths.reshape(-1)
+        for row, index in enumerate(where.indices if self.del_ratio is not None else ()):
+            part = slice(starts[2 * row], starts[2 * row] + lengths[row, 0])
+            kept[part] = _kept(words[part], where.rng("deletion", int(index)), self.del_ratio or 0.0)
+        owner = np.repeat(np.arange(lengths.size), lengths.reshape(-1))
+        damaged = kept & (owner % 2 == 0)
+        left = np.bincount(owner[damaged] // 2, minlength=len(lengths))
+        rest = TakenRows(
+            {name: column[damaged] for name, column in columns.items()}, left, {**taken.values, PARTS: left[:, None]}
+        )
+        count, room = int((lengths[:, 1] - 1).sum()), None
+        batch = replace(self, least=math.ceil(count / max(self.targets, 1e-9)))(rest, where)
+        if self.layout == "bucketed":
+            room = math.ceil(len(batch["input_ids"]) * self.targets)
+        elif self.settled:
+            room = round_up(count, TARGET_STEPS, LEAST_TARGETS)
+        return {**batch, **self._targets(columns["input_ids"][owner % 2 == 1], lengths[:, 1], room)}
+
+    def _targets(self, ids: NDArray[np.int64], lengths: NDArray[np.int64], room: int | None) -> dict[str, Tensor]:
+        """Return the whole texts, less their last token, and what follows each token, filled up to some room."""
+        most = int(lengths.max()) - 1
+        if room is not None:
+            most = max(most, min(round_up(most, TARGET_STEPS, LEAST_TARGETS), self.longest))
+        place = np.arange(most + 1)
+        real, known = place < lengths[:, None], place[:-1] < lengths[:, None]
+        whole = np.full(real.shape, self.pad_id, np.int64)
+        whole[real] = ids
+        texts, at = np.nonzero(place[:-1] < lengths[:, None] - 1)
+        per_token = {"target_places": texts * most + at, "target_labels": whole[texts, at + 1], "target_texts": texts}
+        if room is not None:
+            for name, value in per_token.items():
+                filler = IGNORE if name == "target_labels" else 0
+                per_token[name] = np.pad(value, (0, room - len(value)), constant_values=filler)
+        found = {"target_ids": whole[:, :-1], "target_mask": known, **per_token}
+        return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in found.items()}
+
+
+def _kept(words: NDArray[np.int64], rng: Rng, ratio: float) -> NDArray[np.bool_]:
+    """Return which tokens of a text stay: special ones, and those of words that are not deleted, one at least."""
+    numbers = np.unique(words[words != SPECIAL])
+    if not len(numbers):
+        return np.ones(len(words), bool)
+    drawn = rng.uniforms(len(numbers))
+    drawn[drawn.argmax()] = 1.0
+    return (words == SPECIAL) | np.isin(words, numbers[drawn >= ratio])
+
+
+@dataclass(frozen=True)
+class DenoisingObjective(VectorObjective):
+    """The loss of texts written again; arguments as of `VectorObjective`. A step is the same however it is cut."""
+
+    def score(self, model: Any, batch: Any) -> Tensor:
+        """Return the sum of each text's losses and the number of its tokens, ``(examples, 1, 2)``."""
+        vectors = super().score(model, batch)[:, 0]
+        return model.beside(model, vectors, batch)[:, None]
+
+    def of(self, vectors: Tensor, batch: Any) -> Loss:
+        """Return the loss of sums that are known already, over all tokens that are to be found."""
+        total, count = vectors.sum((0, 1)).unbind()
+        return Loss(total, count)

@@ -1,0 +1,182 @@
+"""Vectors of held-out examples, kept until all are there, and what they are worth by the form of the data."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flodl.metrics import Metric
+from flodl_hf.training.evaluators import (
+    binary_figures,
+    clustering_figures,
+    retrieval_figures,
+    similarity_figures,
+    triplet_figures,
+)
+from flodl_hf.training.losses.loss import Form
+
+__all__ = ["MAIN", "HeldOut", "VectorScorer"]
+
+MAIN: dict[Form, str] = {
+    "pairs": "ndcg@10",
+    "triplets": "ndcg@10",
+    "scored": "spearman",
+    "binary": "ap",
+    "pair_classes": "-eval_loss",
+    "classes": "neighbour_accuracy",
+    "texts": "-eval_loss",
+    "teacher_scores": "triplet_accuracy",
+    "teacher_vectors": "-eval_loss",
+}
+"""The figure that says which model is better."""
+
+RETRIEVAL = {"accuracy": (), "precision": (), "recall": (1, 10), "mrr": (10,), "ndcg": (10,), "map": (100,)}
+FOUND = ("recall@1", "recall@10", "mrr@10", "ndcg@10", "map@100")
+NAMES: dict[Form, tuple[str, ...]] = {
+    "pairs": FOUND,
+    "triplets": (*FOUND, "triplet_accuracy"),
+    "scored": ("pearson", "spearman"),
+    "binary": ("accuracy", "accuracy_threshold", "f1", "f1_threshold", "precision", "recall", "ap", "mcc"),
+    "pair_classes": (),
+    "classes": ("neighbour_accuracy", "v_measure"),
+    "texts": (),
+    "teacher_scores": ("triplet_accuracy",),
+    "teacher_vectors": (),
+}
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What is known of held-out examples.
+
+    Attributes:
+        form: what they are.
+        texts: which text each one is, ``(examples, texts)``: equal numbers are equal texts, -1 is none.
+        labels: what is said of them.
+        prompted: whether each text occurs twice in a row: with the prompt of the loss, then with that of the metrics.
+    """
+
+    form: Form
+    texts: NDArray[np.int64]
+    labels: NDArray[Any] | None
+    prompted: bool = False
+
+
+class _Kept:
+    """Vectors by example, a `flodl.metrics.Metric` that ranks hand each other."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.vectors: dict[int, NDArray[np.float32]] = {}
+
+    def update(self, example: int, vectors: Tensor) -> None:
+        """Take in the vectors of one example, ``(texts, size)``."""
+        self.vectors[example] = vectors.numpy()
+
+    def merge(self, other: _Kept) -> None:
+        """Add what ``other`` has."""
+        self.vectors |= other.vectors
+
+    def compute(self) -> dict[str, float]:
+        """Return how many examples there are."""
+        return {"count": float(len(self.vectors))}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that is kept, as JSON values."""
+        if not self.vectors:
+            return {"examples": [], "shape": [], "data": ""}
+        whole = np.stack(list(self.vectors.values()))
+        data = base64.b64encode(whole.tobytes()).decode()
+        return {"examples": list(self.vectors), "shape": list(whole.shape), "data": data}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what was kept elsewhere."""
+        self.reset()
+        if state["examples"]:
+            whole = np.frombuffer(base64.b64decode(state["data"]), np.float32).reshape(state["shape"])
+            self.vectors = dict(zip(state["examples"], whole, strict=True))
+
+
+class VectorScorer:
+    """Judges vectors by the form of the data.
+
+    Args:
+        truth: what is known of the examples.
+        measure: how alike two vectors are, a name of `flodl_hf.inference.similarity.MEASURES`.
+    """
+
+    def __init__(self, truth: HeldOut, measure: str = "cosine") -> None:
+        self.truth, self.measure, self.kept = truth, measure, _Kept()
+
+    def update(self, example: int, scores: Sequence[Tensor]) -> None:
+        """Take in the vectors of one example, ``[(texts, size)]``."""
+        self.kept.update(example, scores[0])
+
+    def metrics(self) -> Sequence[Metric]:
+        """Return what is kept."""
+        return [self.kept]
+
+    def compute(self) -> dict[str, float]:
+        """Return the figures; NaN each where nothing was taken in."""
+        if not self.kept.vectors:
+            return dict.fromkeys(NAMES[self.truth.form], math.nan)
+        examples = sorted(self.kept.vectors)
+        columns = torch.from_numpy(np.stack([self.kept.vectors[i] for i in examples])).unbind(1)
+        texts = self.truth.texts[examples]
+        labels = None if self.truth.labels is None else self.truth.labels[examples]
+        figures: dict[str, float] = {}
+        for judge in _JUDGES[self.truth.form]:
+            figures |= judge(columns, texts, labels, self.measure)
+        return figures
+
+
+def _retrieval(columns: Sequence[Tensor], texts: NDArray[np.int64], _: Any, measure: str) -> dict[str, float]:
+    """Return how well anchors find their positives among all positives and negatives, each distinct text once."""
+    there = texts[:, 1:] >= 0
+    corpus, found = np.unique(texts[:, 1:][there], return_inverse=True)
+    vectors = torch.zeros(len(corpus), columns[0].shape[1])
+    places = np.zeros(there.shape, np.int64)
+    places[there] = found
+    for k, column in enumerate(columns[1:]):
+        vectors[torch.from_numpy(places[there[:, k], k])] = column[torch.from_numpy(there[:, k])]
+    anchors, first, group = np.unique(texts[:, 0], return_index=True, return_inverse=True)
+    relevant: list[set[int]] = [set() for _ in anchors]
+    for anchor, place in zip(group.tolist(), places[:, 0].tolist(), strict=True):
+        relevant[anchor].add(place)
+    return retrieval_figures(columns[0][torch.from_numpy(first)], vectors, relevant, at=RETRIEVAL, measure=measure)
+
+
+def _triplets(columns: Sequence[Tensor], texts: Any, labels: Any, measure: str) -> dict[str, float]:
+    a, b, *others = columns
+    parts, counts = [], []
+    for k, other in enumerate(others, 2):
+        there = torch.from_numpy(texts[:, k] >= 0)
+        if there.any():
+            parts.append(triplet_figures(a[there], b[there], other[there], measure=measure)["triplet_accuracy"])
+            counts.append(int(there.sum()))
+    return {"triplet_accuracy": float(np.average(parts, weights=counts)) if parts else math.nan}
+
+
+_Judge = Callable[[Sequence[Tensor], NDArray[np.int64], Any, str], dict[str, float]]
+_JUDGES: dict[Form, tuple[_Judge, ...]] = {
+    "pairs": (_retrieval,),
+    "triplets": (_retrieval, _triplets),
+    "scored": (lambda columns, _, labels, by: similarity_figures(columns[0], columns[1], labels, measure=by),),
+    "binary": (lambda columns, _, labels, by: binary_figures(columns[0], columns[1], labels, measure=by),),
+    "pair_classes": (),
+    "classes": (lambda columns, _, labels, by: clustering_figures(columns[0], labels),),
+    "texts": (),
+    "teacher_scores": (_triplets,),
+    "teacher_vectors": (),
+}

@@ -1,0 +1,302 @@
+"""What the columns of a table mean for vectors: which texts belong together, and what is said of them.
+
+Decides the form of a table's examples, and with it the loss that is usual for them. Columns are known by name, or come
+in the order of the table: anchor, positive, negatives, with a label by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flodl.errors import ConfigError, DataError, capped
+from flodl_hf.readers import as_numbers, is_missing
+from flodl_hf.readers.columns import NAMES, Columns, column_names
+from flodl_hf.training.losses.loss import Form
+
+__all__ = ["TextTable", "are_pairs", "expect_equal_widths", "read_table", "table_columns"]
+
+ANCHORS = ("anchor", "query", "question", "sentence1", "sentence_a", "text1", "text_a", "premise")
+POSITIVES = (
+    *("positive", "pos", "context", "passage", "document", "answer", "sentence2", "sentence_b", "text2", "text_b"),
+    "hypothesis",
+)
+NEGATIVES = ("negative", "negatives", "neg", "hard_negative", "hard_negatives")
+LABELS = ("label", "labels", "score", "scores")
+ROLES = ("anchor", "positive", "negative", "label")
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A table whose examples are texts that a loss puts beside each other.
+
+    Attributes:
+        texts: for each example its texts, anchor first; examples may have different numbers of negatives.
+        labels: what is said of each example, ``(examples, ...)``; None where nothing is.
+        form: what an example is.
+        columns: where texts and labels stand.
+        names: of classes by number, where labels are names.
+        declared: whether the source of the table declares the classes.
+        sources: for each example the columns of its texts.
+    """
+
+    texts: list[tuple[str, ...]]
+    labels: NDArray[Any] | None
+    form: Form
+    columns: Columns
+    names: tuple[str, ...] = ()
+    declared: bool = False
+    sources: Sequence[tuple[str, ...]] = ()
+
+    @property
+    def width(self) -> int:
+        """Most texts of an example."""
+        return max(map(len, self.texts))
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether some examples have fewer texts than others."""
+        return any(len(row) < self.width for row in self.texts)
+
+    def prompted(self, prompts: str | Mapping[str, str] | None) -> list[tuple[str, ...]]:
+        """Return the texts of each example after their prompts: one for all texts, or one for each column."""
+        if not prompts:
+            return self.texts
+        by_column = dict.fromkeys({name for names in self.sources for name in names}, prompts)
+        if not isinstance(prompts, str):
+            by_column = {name: prompts.get(name, "") for name in by_column}
+        return [
+            tuple(f"{by_column[name]}{text}" for name, text in zip(names, texts, strict=True))
+            for names, texts in zip(self.sources, self.texts, strict=True)
+        ]
+
+    @property
+    def as_scores(self) -> TextTable:
+        """The table with declared classes of pairs as numbers: two classes as 0 and 1, or names that are numbers."""
+        if self.form != "pair_classes" or not self.declared or self.labels is None:
+            return self
+        numbers = as_numbers(self.names)
+        if not any(isinstance(number, str) for number in numbers):
+            labels = _labels([numbers[k] for k in self.labels.tolist()], self.columns.label or "", "train")
+            return replace(self, labels=labels, form=_form(2, labels, "train"), names=())
+        return replace(self, form="binary", names=()) if len(self.names) == 2 else self
+
+
+def are_pairs(names: Sequence[str]) -> bool:
+    """Return whether columns say by their names that they hold texts that belong together."""
+    lowered = {name.lower() for name in names}
+    return {"anchor", "positive"} <= lowered or {"query", "positive"} <= lowered
+
+
+def read_table(
+    rows: Sequence[Mapping[str, Any]], said: Mapping[str, str] | None = None, where: str = "train"
+) -> TextTable:
+    """Return the texts and labels of a table.
+
+    Args:
+        rows: the table.
+        said: columns by role: anchor, positive, negative (several as ``a+b``), label.
+        where: what the table is called in messages.
+
+    Raises:
+        ConfigError: a role that there is none of.
+        DataError: columns whose meaning cannot be told, or values that cannot be.
+    """
+    columns, label = table_columns(rows, said, where)
+    cells = [] if label is None else [row.get(label) for row in rows]
+    names, declared = getattr(rows, "classes", {}).get(label, ()), True
+    if label is None:
+        found = None
+    elif names:
+        found = _numbers_of(cells, names, label, where)
+    else:
+        found = _labels(cells, label, where)
+        if found.dtype.kind == "i" and (names := _names_of(as_numbers(cells))):
+            declared = False
+    texts, wrong = [], []
+    sources: list[tuple[str, ...]] = []
+    shared: dict[tuple[str, ...], tuple[str, ...]] = {}  # equal tuples are one object
+    for i, row in enumerate(rows):
+        parts, origins = _texts(row, columns)
+        if label is not None and any(is_missing(part) for part in parts[2:]):
+            wrong.append(f"row {i}: a negative is missing, and a label there for it")
+        kept = [at for at, part in enumerate(parts) if at < 2 or not is_missing(part)]
+        texts.append(tuple(parts[at] for at in kept))
+        origin = tuple(origins[at] for at in kept)
+        sources.append(shared.setdefault(origin, origin))
+        if not texts[-1] or not all(isinstance(part, str) for part in texts[-1]):
+            wrong.append(f"row {i}: {[type(part).__name__ for part in parts]}")
+    if wrong or not texts[0]:
+        raise DataError(
+            f"{where}: columns {columns} have values that are no texts:\n{capped(wrong or ['no text'], 5)}\nexpected a "
+            "text in each, or a list of texts",
+            problems=wrong,
+        )
+    width = max(map(len, texts))
+    form = _form_of_classes(width, names, where) if names else _form(width, found, where)
+    return TextTable(texts, found, form, _as_columns(columns, label), tuple(names), bool(names) and declared, sources)
+
+
+def expect_equal_widths(table: TextTable, where: str) -> TextTable:
+    """Return a table whose examples have equal numbers of texts.
+
+    Raises:
+        DataError: some have fewer negatives than others.
+    """
+    fewer = [i for i, texts in enumerate(table.texts) if len(texts) < table.width]
+    if fewer:
+        counts = [f"row {i}: {len(table.texts[i]) - 2} negatives" for i in fewer]
+        raise DataError(
+            f"{where}: {len(fewer)} of {len(table.texts)} rows have fewer negatives than the others:\n"
+            f"{capped(counts, 5)}\nexpected {table.width - 2} in each. Give each row as many, or train on a table for "
+            "each number of negatives: train={'one': ..., 'two': ...}",
+            rows=fewer,
+        )
+    return table
+
+
+def table_columns(
+    rows: Sequence[Mapping[str, Any]], said: Mapping[str, str] | None = None, where: str = "train"
+) -> tuple[list[str], str | None]:
+    """Return the columns of texts in their order, and that of labels; arguments and errors as of `read_table`."""
+    return _columns(column_names(rows[:1]), rows, dict(said or {}), where)
+
+
+def _texts(row: Mapping[str, Any], columns: Sequence[str]) -> tuple[list[Any], list[str]]:
+    """Return the texts of a row, and the column of each."""
+    parts: list[Any] = []
+    origins: list[str] = []
+    for name in columns:
+        cell = row.get(name)
+        parts += cell if isinstance(cell, (list, tuple)) else [cell]
+        origins += [name] * (len(parts) - len(origins))
+    return parts, origins
+
+
+def _columns(
+    names: list[str], rows: Sequence[Mapping[str, Any]], said: dict[str, str], where: str
+) -> tuple[list[str], str | None]:
+    strange = [role for role in said if role not in ROLES]
+    if strange:
+        raise ConfigError(f"columns: no role {strange[0]!r}; expected {', '.join(ROLES)}", problems=strange)
+    asked = {role: said[role].split("+") for role in ROLES if said.get(role)}
+    absent = [name for part in asked.values() for name in part if name not in rows[0]]
+    if absent:
+        raise DataError(f"{where}: no column {', '.join(map(repr, absent))}; it has {names}", names=absent)
+    label = asked.get("label", [None])[0]
+    lowered = {name.lower(): name for name in names}
+    if label is None:
+        label = next((lowered[name] for name in LABELS if name in lowered), None)
+    if "anchor" in asked:
+        return [*asked["anchor"], *asked.get("positive", []), *asked.get("negative", [])], label
+    anchor = next((lowered[name] for name in ANCHORS if name in lowered), None)
+    positive = next((lowered[name] for name in POSITIVES if name in lowered), None)
+    if anchor is not None and positive is not None:
+        negatives = [name for name in names if name.lower().rstrip("_0123456789") in NEGATIVES]
+        return [anchor, positive, *negatives], label
+    texts = [name for name in names if name != label]
+    strange = [name for name in texts if not _is_text(rows, name)]
+    if strange or not texts:
+        raise DataError(
+            f"{where}: which of the columns {names} are texts that belong together is not clear. Expected anchor and "
+            "positive (and negative, label), or nothing but texts and a label; or say which is which: "
+            "columns={'anchor': ..., 'positive': ...}",
+            names=names,
+        )
+    return texts, label
+
+
+def _is_text(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
+    """Return whether a column contains texts, and not numbers as CSV files contain them."""
+    cells = [row.get(name) for row in rows[:100]]
+    known = name.lower() in NAMES["text"]
+    return isinstance(cells[0], str) and (known or any(isinstance(cell, str) for cell in as_numbers(cells)))
+
+
+def _labels(cells: Sequence[Any], column: str, where: str) -> NDArray[Any]:
+    """Return labels as numbers: lists of them as rows, names as the numbers of classes.
+
+    Whole numbers are integers, also where a source has them as 1.0.
+    """
+    missing = [i for i, cell in enumerate(cells) if is_missing(cell)]
+    if missing:
+        raise DataError(
+            f"{where}: column {column!r} has no label in {len(missing)} of {len(cells)} rows, first row {missing[0]}; "
+            "expected one in each",
+            column=column,
+            rows=missing,
+        )
+    values = as_numbers(cells)
+    if all(isinstance(value, str) for value in values):
+        return np.unique(np.asarray(values), return_inverse=True)[1].astype(np.int64)
+    try:
+        found = np.asarray([[*map(float, v)] if isinstance(v, (list, tuple, np.ndarray)) else float(v) for v in values])
+    except (TypeError, ValueError):
+        raise DataError(
+            f"{where}: column {column!r} has labels that are no numbers, or lists of different lengths; expected a "
+            "number, as many numbers, or a name in each row",
+            column=column,
+        ) from None
+    if not np.isfinite(found).all():
+        raise DataError(f"{where}: column {column!r} has labels that are not finite; expected numbers", column=column)
+    whole = found.ndim == 1 and bool((found == np.floor(found)).all() and np.abs(found).max() < 2**53)
+    return found.astype(np.int64 if whole else np.float32)
+
+
+def _names_of(values: Sequence[Any]) -> tuple[str, ...]:
+    """Return the names of classes in the order of their numbers; nothing for labels that are numbers."""
+    return tuple(sorted(set(values))) if all(isinstance(value, str) for value in values) else ()
+
+
+def _numbers_of(cells: Sequence[Any], names: Sequence[str], column: str, where: str) -> NDArray[np.int64]:
+    """Return the numbers of declared classes, which cells contain as numbers or as names.
+
+    Raises:
+        DataError: a cell contains neither.
+    """
+    numbers = {**{k: k for k in range(len(names))}, **{name: k for k, name in enumerate(names)}}
+    wrong = [f"row {i}: {cell!r}" for i, cell in enumerate(cells) if isinstance(cell, list) or cell not in numbers]
+    if wrong:
+        raise DataError(
+            f"{where}: column {column!r} has labels that are none of its classes:\n{capped(wrong, 5)}\nexpected one of "
+            f"{', '.join(names[:20])}, or its number",
+            column=column,
+            problems=wrong,
+        )
+    return np.asarray([numbers[cell] for cell in cells], np.int64)
+
+
+def _form_of_classes(texts: int, names: Sequence[str], where: str) -> Form:
+    if texts > 2:
+        raise DataError(
+            f"{where}: {texts} texts with a class ({', '.join(names[:5])}) are no examples that a loss takes; expected "
+            "a text and its class, two texts and their class, or a teacher's scores",
+        )
+    return "classes" if texts == 1 else "pair_classes"
+
+
+def _form(texts: int, labels: NDArray[Any] | None, where: str) -> Form:
+    if labels is None:
+        return "texts" if texts == 1 else "pairs" if texts == 2 else "triplets"
+    if texts == 1:
+        if labels.ndim == 2:
+            return "teacher_vectors"
+        if labels.dtype.kind == "i":
+            return "classes"
+    if texts == 2 and labels.ndim == 1:
+        return "binary" if labels.dtype.kind == "i" and set(np.unique(labels)) <= {0, 1} else "scored"
+    if texts > 2:
+        return "teacher_scores"
+    raise DataError(
+        f"{where}: {texts} texts with labels of shape {labels.shape[1:] or 'one number'} are no examples that a loss "
+        "takes; expected a text and its class, two texts and a number, or a question with candidates and scores"
+    )
+
+
+def _as_columns(texts: list[str], label: str | None) -> Columns:
+    pair = texts[1] if len(texts) > 1 else None
+    return Columns(task="embedding", text=texts[0], text_pair=pair, label=label)

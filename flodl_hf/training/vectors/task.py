@@ -1,0 +1,470 @@
+"""Vectors of texts as a task of fine-tuning: tables to rows, options to losses, and how the model makes its vectors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from flodl.errors import ConfigError, DataError
+from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
+from flodl_hf.inference.decode.pooling import check_pooling
+from flodl_hf.readers.columns import Columns
+from flodl_hf.training.losses import CACHED, LOSSES, USUAL, AdaptiveLayerLoss, MatryoshkaLoss, loss_named, make_loss
+from flodl_hf.training.losses.teachers import MSELoss
+from flodl_hf.training.options import Options
+from flodl_hf.training.rows import CollateRows, EncodedRows, RowBuilder
+from flodl_hf.training.task import CHUNK, Examples, LengthLimits, Prepared, Scorer
+from flodl_hf.training.vectors.batches import TextBatches
+from flodl_hf.training.vectors.rows import PARTS, CollateTexts, Laid, TextRows
+from flodl_hf.training.vectors.scorer import MAIN, NAMES, HeldOut, VectorScorer
+from flodl_hf.training.vectors.step import VectorObjective
+from flodl_hf.training.vectors.tables import TextTable, expect_equal_widths, read_table
+
+if TYPE_CHECKING:
+    from flodl_hf.models.encoder_model import EncoderModel
+    from flodl_hf.tokenization.tokenizer import Tokenizer
+
+__all__ = ["EmbeddingTask", "plan_embedding"]
+
+CACHE = 32_768
+"""Tokens at once where a loss is asked for by its cached name alone."""
+
+
+@dataclass(frozen=True)
+class EmbeddingTask:
+    """Vectors of texts.
+
+    Args:
+        tables: training tables by name.
+        losses: for each of them its loss.
+        options: the choices of the run.
+        recipe: how vectors are made; filled in when the model is there.
+    """
+
+    tables: Mapping[str, TextTable]
+    losses: tuple[Any, ...]
+    options: Options
+    name: str = "embedding"
+    head: str = "base"
+    kind: Any = "vectors"
+    labels: None = None
+    problem_type: None = None
+    per_row: bool = True
+    _guides: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    usual: ClassVar[Mapping[Any, str]] = USUAL
+    table: ClassVar[Mapping[str, Any]] = LOSSES
+    refused: ClassVar[tuple[str, ...]] = ()
+    takes_ragged: ClassVar[bool] = True
+    """Whether examples may have different numbers of texts, if the loss takes them."""
+
+    @classmethod
+    def loss_named(cls, word: str, options: Options) -> Any:
+        """Return the loss of a name, with the settings of the run."""
+        return make_loss(word, options.loss_options, cls.table)
+
+    @property
+    def columns(self) -> Columns:
+        """Where the first table has its texts and labels."""
+        return self._first.columns
+
+    @property
+    def main_metric(self) -> str:
+        """The figure of the first table's form."""
+        return MAIN[self._first.form]
+
+    @property
+    def _first(self) -> TextTable:
+        return next(iter(self.tables.values()))
+
+    # --- data ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def read(cls, examples: Examples, options: Options, where: str) -> TextTable:
+        """Return a table of such examples."""
+        return read_table(examples, options.columns, where)
+
+    def held_out(self, examples: Examples) -> TextTable:
+        """Return held-out examples.
+
+        Raises:
+            DataError: they are judged by a layer that only a loss of theirs would give.
+        """
+        table = self.read(examples, self.options, "eval")
+        forms = {one.form for one in self.tables.values()}
+        if "pair_classes" not in forms:
+            table = table.as_scores
+        if table.form == "binary" and "scored" in forms and "binary" not in forms:
+            table = replace(table, form="scored")
+        if table.form == "pair_classes" and "pair_classes" not in forms:
+            raise DataError(
+                f"eval: pairs have names of classes ({', '.join(table.names[:5])}), which {self.name} was not trained "
+                "for; expected numbers of how alike texts are, or training rows with such classes",
+                names=list(table.names),
+            )
+        fitting = self._fitting(table.form)
+        takes_ragged = self.takes_ragged and (not fitting or getattr(fitting[0], "ragged", False))
+        return table if takes_ragged else expect_equal_widths(table, "eval")
+
+    def _fitting(self, form: Any) -> list[Any]:
+        """Return the losses of training that take held-out data of a form, of the last layer alone."""
+        plain = [loss.loss if isinstance(loss, AdaptiveLayerLoss) else loss for loss in self.losses]
+        return [loss for loss in plain if form in loss.forms or (self._teaches and form in ("texts", "pairs"))]
+
+    def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
+        """Return the examples as rows; those of training are the task's own tables."""
+        tables = [*self.tables.values()] if training else [self.held_out(examples)]
+        numbers: dict[str, int] = {}
+        parts, texts, cut, prompted = [], [], 0, False
+        for table in tables:
+            double = table.form == "texts"  # a text and itself, with another dropout (Gao et al. 2021)
+            learned = table.prompted(self.options.prompts)
+            rows = [row * 2 for row in learned] if double else learned
+            evaluated = learned if training else self._evaluated_texts(table)
+            prompted = evaluated != learned
+            if prompted:
+                both = [zip(*pair, strict=True) for pair in zip(learned, evaluated, strict=True)]
+                rows = [tuple(text for pair in texts for text in pair) for texts in both]
+            part, short = self.encode(rows, tokenizer, limits)
+            values = {} if table.labels is None else {"labels": table.labels}
+            if self.options.guide is not None:
+                name = "labels" if table.form in ("texts", "pairs") and self._teaches else "guide"
+                guided = table.texts if name == "labels" else learned
+                values[name] = self._guided([row * 2 for row in guided] if double else guided)
+            parts.append(EncodedRows(part.columns, part.lengths.tolist(), {**part.values, **values}))
+            ids = np.full((len(table.texts), table.width), -1, np.int64)
+            for own, row in zip(ids, table.texts, strict=True):
+                own[: len(row)] = [numbers.setdefault(text, len(numbers)) for text in row]
+            texts.append(ids)
+            cut += short
+        truth = None if training else HeldOut(tables[0].form, texts[0], tables[0].labels, prompted)
+        return Prepared(TextRows(parts, texts), truth, cut)  # type: ignore[arg-type]
+
+    def _evaluated_texts(self, table: TextTable) -> list[tuple[str, ...]]:
+        """Return held-out texts with the prompts that sentence-transformers' evaluators use.
+
+        Anchors and candidates of retrieval are encoded as by `encode_query` and `encode_document`, other texts as by
+        `encode`. Forms without metrics have the prompts of the loss.
+        """
+        recipe = self._guides["recipe"]
+        if not NAMES[table.form] or recipe.late is not None or not recipe.include_prompt:
+            return table.prompted(self.options.prompts)
+        if table.form not in ("pairs", "triplets", "teacher_scores"):
+            return table.prompted(recipe.resolve_prompt("finetune"))
+        query, document = recipe.prompts.get("query", ""), recipe.prompts.get("document", "")
+        return [(query + first, *(document + text for text in others)) for first, *others in table.texts]
+
+    def encode(
+        self, rows: Sequence[Sequence[str]], tokenizer: Tokenizer, limits: LengthLimits
+    ) -> tuple[EncodedRows, int]:
+        """Return rows of tokens with the lengths of their texts, and how many texts were cut."""
+        return _encode(rows, tokenizer, limits, lower=self._lower)
+
+    @property
+    def _lower(self) -> bool:
+        recipe = self._guides.get("recipe")
+        return bool(recipe is not None and recipe.lower_case)
+
+    @property
+    def _teaches(self) -> bool:
+        return any(isinstance(_innermost(loss), MSELoss) for loss in self.losses)
+
+    def _guided(self, rows: Sequence[Sequence[str]]) -> Any:
+        """Return the guide's vectors of all texts, ``(rows, texts, size)``, each text once through it."""
+        from flodl_hf.heads.base import BaseModel
+
+        if "model" not in self._guides:
+            given: dict[str, Any] = {"local_files_only": self.options.local_files_only}
+            self._guides["model"] = BaseModel.from_pretrained(str(self.options.guide), **given)
+        known: dict[str, int] = {}
+        places = np.zeros((len(rows), max(map(len, rows))), np.int64)
+        for own, row in zip(places, rows, strict=True):
+            own[: len(row)] = [known.setdefault(text, len(known)) for text in row]
+        vectors: Any = self._guides["model"].embed(list(known))
+        return vectors.float().numpy()[places]
+
+    def scorer(self, prepared: Prepared) -> Scorer:
+        """Return a scorer that has seen nothing."""
+        return VectorScorer(prepared.truth)
+
+    def label_counts(self, rows: EncodedRows) -> None:
+        """Return None: labels of vectors are not weighed."""
+        return
+
+    # --- the run ------------------------------------------------------------------------------------------------
+
+    @property
+    def unrecorded(self) -> str | None:
+        """Why steps on CUDA are not recorded; None where they are."""
+        if self.options.cache_tokens is not None:
+            return "texts go through the model in parts (cache_tokens), cut by their lengths"
+        if any(table.is_ragged for table in self.tables.values()):
+            return "examples have different numbers of texts"
+        return "ranks ask each other for vectors in the midst of a step" if self.options.ranks > 1 else None
+
+    @property
+    def start(self) -> Callable[[EncoderModel], Any] | None:
+        """What gives a model further parts that learn, on every rank; None where there are none."""
+        return
+
+    def settle(self, model: EncoderModel) -> list[str]:
+        """Have the model make vectors as the options say, and keep it with it; return what is to be said of it.
+
+        Raises:
+            ConfigError: a pooling, or a size of vectors, that cannot be.
+        """
+        options, before = self.options, model.sentence_recipe
+        names: Any = tuple(options.pooling.split("+")) if options.pooling else before.pooling if before else ("mean",)
+        problems = []
+        try:
+            check_pooling(names)
+        except Exception as fault:
+            problems.append(f"pooling: {fault}")
+        further = before is not None and (
+            before.splade is not None or before.late is not None or before.changes_states
+        )  # fmt: skip
+        if before is not None and not before.routes and (further or (before.dense and not self._evaluated)):
+            problems.append("the folder's vectors go through further modules than pooling, which are not trained here")
+        if before is not None and before.routes:
+            ways = ", ".join(before.routes)
+            problems.append(f"the folder has routes ({ways}) with modules of their own, which are not trained here")
+        if options.prompts and before is not None and not before.include_prompt:
+            problems.append("prompts: the folder's pooling excludes the tokens of prompts, which is not trained here")
+        if "pooler" in names:
+            problems.append("pooling: the pooler's output is not trained here; expected mean, cls or another")
+        scaled = options.normalize if options.normalize is not None else before.normalize if before else True
+        size = model.config.encoder.hidden_size * len(names)
+        problems += [f"matryoshka: {dim} of vectors of {size} features" for dim in self._dims if dim > size]
+        if problems:
+            raise ConfigError(f"finetune: {'; '.join(problems)}", problems=problems)
+        if before is None:
+            made = SentenceRecipe(names, scaled, options.max_length)
+        elif (before.pooling, before.normalize) != (names, scaled):
+            kept = "config_sentence_transformers.json"
+            made = replace(before, pooling=names, normalize=scaled, files={})
+            if kept in before.files:
+                from flodl_hf.checkpoints.saving.sentence_files import recipe_files
+
+                files = recipe_files(made, model.config.encoder.hidden_size)
+                made = replace(made, files={**files, kept: before.files[kept]})
+        else:
+            made = before
+        model.sentence_recipe = made
+        self._guides["recipe"] = made
+        return self._prompt_notes()
+
+    def _prompt_notes(self) -> list[str]:
+        """Return, as a note, prompts of columns that the training tables do not have."""
+        prompts = self.options.prompts
+        names = {name for table in self.tables.values() for source in set(table.sources) for name in source}
+        absent = [] if isinstance(prompts, str) else [repr(name) for name in prompts or () if name not in names]
+        if not absent:
+            return []
+        return [f"prompts: found {', '.join(absent)}, expected columns of texts: {', '.join(sorted(names))}"]
+
+    def settle_held_out(self, model: EncoderModel) -> list[str]:
+        """Have the model make vectors as the options say, to evaluate it as it is; arguments as of `settle`."""
+        self._guides["evaluated"] = True
+        return self.settle(model)
+
+    @property
+    def _evaluated(self) -> bool:
+        return bool(self._guides.get("evaluated"))
+
+    def bounds(self, model: EncoderModel) -> list[int]:
+        """Return the most tokens of a text, as far as the folder says."""
+        recipe = model.sentence_recipe
+        return [recipe.max_tokens] if recipe is not None and recipe.max_tokens is not None else []
+
+    def conclude(self, model: EncoderModel) -> None:
+        """Put what was learned where the model has it."""
+
+    @property
+    def _dims(self) -> list[int]:
+        return [int(dim) for dim in self.options.matryoshka]
+
+    def objective(self) -> VectorObjective:
+        """Return the loss of training."""
+        options, recipe = self.options, self._guides["recipe"]
+        layers, shared = options.adaptive_layers, options.ranks > 1
+        return VectorObjective(
+            self.losses, recipe.pooling, recipe.normalize, layers, shared, options.cache_tokens
+        )  # fmt: skip
+
+    def of_held_out(self, prepared: Prepared) -> VectorObjective:
+        """Return the loss of held-out data: that of training where it takes such data, of the last layer alone."""
+        form, recipe = prepared.truth.form, self._guides["recipe"]
+        fitting = self._fitting(form)
+        loss = fitting[0] if fitting else make_loss(USUAL[form])
+        return VectorObjective((loss,), recipe.pooling, recipe.normalize, dense=recipe.dense)
+
+    def laid(self, rows: TextRows) -> Laid:
+        """Return what lies in a batch."""
+        return rows.laid
+
+    def collate_held_out(self, usual: CollateRows, rows: TextRows) -> CollateTexts:
+        """Return what makes batches of a model that is evaluated and not trained."""
+        return self.collate(usual, rows)
+
+    def collate(self, usual: CollateRows, rows: TextRows) -> CollateTexts:
+        """Return what makes batches, laid out like the usual ones."""
+        lengths = (usual.layout == "padded" and not usual.settled) or self.options.cache_tokens is not None
+        return CollateTexts(
+            usual.pad_id,
+            usual.layout,
+            shapes=usual.shapes,
+            widths=usual.widths,
+            lengths=lengths,
+            is_ragged=rows.is_ragged,
+        )
+
+    def batches(self, rows: TextRows) -> TextBatches:
+        """Return which examples come together.
+
+        Raises:
+            DataError: a table of which no batch can be made.
+        """
+        options = self.options
+        in_batch = [loss.in_batch for loss in self.losses]
+        apart = [
+            alone and options.no_duplicates and table.form in ("pairs", "triplets", "texts")
+            for alone, table in zip(in_batch, self.tables.values(), strict=True)
+        ]
+        least = _least(self.losses, options)
+        made = TextBatches(rows.texts, options.rows_in_batch, options.seed, apart, options.mixing, least)
+        for name, texts, parts in zip(self.tables, rows.texts, made.by_table(0), strict=True):
+            if not parts:
+                raise DataError(
+                    f"{name or 'train'}: of {len(texts)} rows no batch can be made that has {least} examples, "
+                    f"{len(np.unique(texts))} different texts among them; expected {least} at least, for the ranks and "
+                    "for losses that compare examples. Add rows, or set no_duplicates=False if the same text may "
+                    "come twice in a batch",
+                    rows=len(texts),
+                    expected=least,
+                )
+        return made
+
+
+def _least(losses: Sequence[Any], options: Options) -> int:
+    """Return the fewest examples of a batch: one for each rank, and one to compare with where a loss does."""
+    return max(2 if any(loss.in_batch for loss in losses) else 1, options.ranks)
+
+
+def _innermost(loss: Any) -> Any:
+    while hasattr(loss, "loss"):
+        loss = loss.loss
+    return loss
+
+
+def _encode(
+    rows: Sequence[Sequence[str]], tokenizer: Tokenizer, limits: LengthLimits, *, lower: bool
+) -> tuple[EncodedRows, int]:
+    """Return rows of tokens with the lengths of their texts, and how many texts were cut."""
+    builder, cut = RowBuilder(limits.types), 0
+    flat = [text.lower() if lower else text for row in rows for text in row]
+    lengths: list[int] = []
+    for start in range(0, len(flat), CHUNK):
+        groups = tokenizer.encode_rows(
+            flat[start : start + CHUNK],
+            None,
+            max_tokens=limits.max_tokens,
+            offsets=False,
+            cut=None,
+            overflow="truncate",
+        )
+        for group in groups:
+            builder.add(group[0], len(lengths))
+            lengths.append(len(group[0].ids))
+            cut += group[0].truncated
+    texts = builder.build()
+    counts = np.asarray([len(row) for row in rows])
+    parts = np.zeros((len(rows), counts.max()), np.int64)
+    parts[np.arange(counts.max()) < counts[:, None]] = lengths
+    return EncodedRows(texts.columns, parts.sum(1).tolist(), {PARTS: parts}), cut
+
+
+def plan_embedding(
+    train: Mapping[str, Examples], options: Options, own: Any = None, kind: type[EmbeddingTask] = EmbeddingTask
+) -> tuple[EmbeddingTask, Options]:
+    """Return the task of learning vectors from these tables, and the options with what follows from them.
+
+    Args:
+        train: tables by name; one table has an empty name.
+        options: the choices of the run.
+        own: a loss of the user's own.
+        kind: which vectors.
+
+    Raises:
+        ConfigError, DataError: options or columns that do not fit; all options are listed.
+    """
+    tables = {name: kind.read(rows, options, name or "train") for name, rows in train.items()}
+    problems = []
+    if options.policy not in (None, "sync") and options.ranks > 1:
+        problems.append("policy: ranks share the texts of a batch, so they step together; expected sync")
+    asked = options.vector_loss
+    named = dict(asked) if isinstance(asked, Mapping) else dict.fromkeys(tables, asked)
+    problems += [f"vector_loss: there is no table {name!r}" for name in named if name not in tables]
+    losses, cached = [], False
+    for name, table in list(tables.items()):
+        if table.form not in kind.usual and own is None and named.get(name) is None:
+            table = tables[name] = table.as_scores
+        word = named.get(name) or kind.usual.get(table.form)
+        if word is None:
+            problems.append(
+                f"{name or 'train'}: {kind.name} has no loss of {table.form}; expected {', '.join(kind.usual)}"
+            )
+            continue
+        loss: Any = _Own(own) if own is not None and not hasattr(own, "forms") else own
+        if loss is None and isinstance(word, str):
+            cached = cached or (word not in kind.usual.values() and loss_named(word, kind.table) in CACHED)
+            loss = kind.loss_named(word, options)
+        elif loss is None:
+            loss = word
+        if table.form not in loss.forms and table.as_scores.form in loss.forms:
+            table = tables[name] = table.as_scores
+        if not (kind.takes_ragged and getattr(loss, "ragged", False)) or options.adaptive_layers:
+            expect_equal_widths(table, name or "train")
+        fits = table.form in loss.forms or (isinstance(loss, MSELoss) and options.guide is not None)
+        if not fits:
+            said = f"{table.form} ({table.width} texts{'' if table.labels is None else ' with labels'})"
+            problems.append(
+                f"vector_loss: {type(_innermost(loss)).__name__} takes {', '.join(loss.forms)}; the table "
+                f"{name or 'train'} has {said}"
+            )
+        if loss.by_guide and options.guide is None:
+            problems.append(f"guide: {type(loss).__name__} asks a second model; expected its folder or name")
+        if options.matryoshka and "matryoshka" not in kind.refused:
+            loss = MatryoshkaLoss(loss, tuple(int(dim) for dim in options.matryoshka))
+        layered = options.adaptive_layers and "adaptive_layers" not in kind.refused
+        losses.append(AdaptiveLayerLoss(loss) if layered else loss)
+    if options.rows_in_batch < _least(losses, options):
+        shared = f"shared by {options.ranks} ranks" if options.ranks > 1 else "of a loss that compares examples"
+        problems.append(f"batch_size: {options.rows_in_batch}, {shared}; expected at least {_least(losses, options)}")
+    if problems:
+        raise ConfigError(f"finetune: {'; '.join(problems)}", problems=problems)
+    if cached and options.cache_tokens is None:
+        options = replace(options, cache_tokens=CACHE)
+    if options.ranks > 1:
+        options = replace(options, policy="sync")
+    if options.adaptive_layers:
+        options = replace(options, fused=False)
+    guide = None if options.guide is None else os.fspath(options.guide)
+    options = replace(options, guide=guide)
+    return kind(tables, tuple(losses), options), options
+
+
+@dataclass(frozen=True)
+class _Own:
+    """A loss of the user's own: ``loss(vectors, labels)`` with one ``(examples, size)`` for each text."""
+
+    call: Any
+    forms: tuple[str, ...] = (*USUAL, "pair_classes")
+    in_batch: bool = True
+    by_guide: bool = False
+
+    def __call__(self, vectors: Any, labels: Any, own: slice | None = None) -> Any:
+        return self.call(vectors, labels)

@@ -1,1 +1,0 @@
-"""Vectors of texts: what they are trained by, judged by, searched with and written as."""
