@@ -471,13 +471,11 @@ class BaseModel(EncoderModel):
         """Return the rows of texts as the folder's recipe wants them read."""
         from flodl_hf.heads.vectors import most_sentence_tokens
         from flodl_hf.inference.inputs import encode
+        from flodl_hf.inference.items import prompted
 
         tokenizer, recipe = self.tokenizer, self.sentence_recipe
         assert tokenizer is not None
-        if prompt:
-            texts = [prompt + text for text in texts]
-        if recipe is not None and recipe.lower_case:
-            texts = [text.lower() for text in texts]
+        texts = prompted(prompt, texts, lower=recipe is not None and recipe.lower_case)
         limit = most_sentence_tokens(self)
         return encode(tokenizer, texts, max_tokens=limit, strict=strict, truncate=not windows)
 

@@ -323,15 +323,15 @@ class SequenceClassifier(ScoringModel):
         max_length: int | None = None,
     ) -> Encoded:
         from flodl_hf.inference.inputs import encode, split_pairs
+        from flodl_hf.inference.items import prompted
 
         tokenizer = self.tokenizer
         assert tokenizer is not None
         firsts, seconds = split_pairs(items, "predict")
         recipe = self.cross_encoder
-        if prompt:
-            firsts = [prompt + text for text in firsts]
-        if recipe is not None and recipe.lower_case:
-            firsts, seconds = [text.lower() for text in firsts], seconds and [text.lower() for text in seconds]
+        lower = recipe is not None and recipe.lower_case
+        if prompt or lower:
+            firsts, seconds = prompted(prompt, firsts, lower=lower), seconds and prompted("", seconds, lower=lower)
         limit = self.most_tokens(recipe.max_tokens if recipe is not None else None)
         limit = min((n for n in (limit, max_length) if n is not None), default=None)
         return encode(tokenizer, firsts, seconds, max_tokens=limit, strict=strict, truncate=truncate)

@@ -411,6 +411,7 @@ def splade_vectors(
 ) -> SparseVectors:
     """Return weights of words by a masked-word head; see `MaskedLM.embed_sparse`."""
     from flodl_hf.inference.inputs import encode
+    from flodl_hf.inference.items import prompted
     from flodl_hf.inference.passes import Splade
 
     tokenizer = model.ready("embed_sparse", untrained=untrained)
@@ -422,8 +423,7 @@ def splade_vectors(
     before = recipe.resolve_prompt("embed_sparse", prompt, prompt_name)
 
     def encoded(chunk: list[str]) -> Encoded:
-        read = [before + text for text in chunk] if before else chunk
-        read = [text.lower() for text in read] if recipe.lower_case else read
+        read = prompted(before, chunk, lower=recipe.lower_case)
         return encode(tokenizer, read, max_tokens=most_sentence_tokens(model), strict=strict, truncate=not windows)
 
     def finish(chunk: list[str], found: Encoded, weights: Pending) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -10,7 +10,7 @@ from flodl_hf.errors import InputTypeError, PredictError
 from flodl_hf.inference.results.lists import Found
 from flodl_hf.inference.stream import Job
 
-__all__ = ["found_by", "plain_pairs", "refuse_two_texts", "several"]
+__all__ = ["found_by", "plain_pairs", "prompted", "refuse_two_texts", "several"]
 
 R = TypeVar("R")
 
@@ -58,6 +58,12 @@ def several(items: Any, method: str, *, mapping: bool = False) -> Any:
     if isinstance(items, (bytes, bytearray)) or not isinstance(items, Iterable):
         raise InputTypeError(f"{method}: found {found}; expected a string, or a list or iterator of them; pass texts")
     return list(items) if hasattr(items, "__len__") and not isinstance(items, Sequence) else items
+
+
+def prompted(prompt: str, texts: Any, *, lower: bool = False) -> Any:
+    """Return texts with a prompt before each, also in lower case; the tokenizer refuses what is no string."""
+    found = [prompt + text if isinstance(text, str) else text for text in texts] if prompt else texts
+    return [text.lower() if isinstance(text, str) else text for text in found] if lower else found
 
 
 def refuse_two_texts(items: Any, method: str) -> None:

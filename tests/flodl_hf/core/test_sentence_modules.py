@@ -128,6 +128,8 @@ def test_prompts_go_by_their_names(dense: Path) -> None:
     assert not torch.equal(model.embed(TEXTS), plain)
     with pytest.raises(PredictError, match="'quary', did you mean 'query'"):
         model.encode(TEXTS, prompt_name="quary")
+    with pytest.raises(ValueError):
+        model.encode(["a", None], prompt_name="query")
     said = {"prompts": {"query": "a cat: "}, "default_prompt_name": "query"}
     again: Any = load(write(dense, {"config_sentence_transformers.json": said}))
     assert torch.equal(again.embed(TEXTS), plain)
