@@ -11,26 +11,21 @@ import contextlib
 import errno
 import os
 import stat
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from flodl.errors import CheckpointError, DataError, nearest, printable
+from flodl.errors import CheckpointError, printable
 from flodl.system import lock, sync_folder
 
 __all__ = [
     "POINTER_ADVICE",
-    "expect_file",
-    "expect_writable",
     "is_pointer",
     "make_folders",
     "open_regular",
-    "path_fault",
     "read_regular",
     "write_atomically",
 ]
 
-NAME_BYTES = 255  # of one part of a path, on every usual file system
 _POINTER = b"version https://git-lfs.github.com/spec/"
 POINTER_ADVICE = "found a git-lfs pointer, expected the file it stands for; run `git lfs pull` in its folder"
 
@@ -66,25 +61,6 @@ def open_regular(path: str | os.PathLike[str]) -> int:
             path=os.fspath(path),
         )
     return descriptor
-
-
-def path_fault(path: str | os.PathLike[str]) -> str | None:
-    """Return why no file can have this path, as half a sentence; None where one can."""
-    text = os.fspath(path)
-    if not isinstance(text, str):
-        return "it is bytes and no text"
-    if "\0" in text:
-        return "it holds a NUL character"
-    try:
-        sizes = [len(os.fsencode(part)) for part in Path(text).parts]
-    except UnicodeEncodeError:
-        return "it holds half of a surrogate pair"
-    if max(sizes, default=0) > NAME_BYTES:
-        return f"a name in it has {max(sizes):,} bytes, more than {NAME_BYTES}"
-    for parent in Path(text).absolute().parents:
-        if os.path.lexists(parent):
-            return None if os.path.isdir(parent) else f"{parent} is no folder"
-    return None
 
 
 def read_regular(path: str | os.PathLike[str], limit: int = 1 << 28) -> bytes:
@@ -179,57 +155,6 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except OSError:
         return False
-
-
-def expect_file(path: str | os.PathLike[str]) -> None:
-    """Refuse a path that is no file's, saying which files are near.
-
-    Raises:
-        DataError: nothing is there, or a folder, a pipe or a device is.
-    """
-    if os.path.isfile(path):  # no for a path that none can have, where Path.is_file raises
-        return
-    if os.path.exists(path) and not os.path.isdir(path):
-        found = "is a pipe or a device; expected a file, which can be read again: write it to one first"
-        raise DataError(f"{os.fspath(path)}: {found}", path=os.fspath(path))
-    folder, name = (path, "") if os.path.isdir(path) else os.path.split(path)
-    folder = folder or os.curdir
-    names: list[str] = []
-    with contextlib.suppress(OSError, ValueError), os.scandir(folder) as entries:
-        names = sorted(entry.name for entry in entries if entry.is_file())
-    near = nearest(name, names).removeprefix(", did you mean ").removesuffix("?") if name else ""
-    has = near or (f"{names[:5]}" if names else "no files")
-    if not name:
-        found = f"is a folder, which has {has}; expected {'one of its files' if names else 'a file'}"
-    elif os.path.isdir(folder):
-        found = f"no such file; the folder has {has}"
-    else:
-        found = "no such file; its folder does not exist either"
-    raise DataError(f"{os.fspath(path)}: {found}", path=os.fspath(path))
-
-
-def expect_writable(path: str | os.PathLike[str]) -> None:
-    """Refuse a path of an output that could not be written, by a file without a name made and gone again.
-
-    Args:
-        path: of the file or folder that is to be written; folders above it may be missing.
-
-    Raises:
-        DataError: the folder that it would be made in, the nearest that is there, cannot be written.
-    """
-    folder = os.path.abspath(path)
-    while not os.path.isdir(folder) and os.path.dirname(folder) != folder:
-        if os.path.lexists(folder) and folder != os.path.abspath(path):
-            raise DataError(f"{os.fspath(path)}: {folder} is a file; expected a folder to write into", path=folder)
-        folder = os.path.dirname(folder)
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as fault:
-        raise DataError(
-            f"{os.fspath(path)}: nothing can be written in {folder} ({fault.strerror or fault}); expected a folder "
-            "that may be written: check its permissions, or name another output",
-            path=folder,
-        ) from None
 
 
 def make_folders(path: str | os.PathLike[str]) -> list[Path]:

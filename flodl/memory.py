@@ -16,10 +16,8 @@ __all__ = [
     "MemoryUse",
     "available_memory",
     "device_memory",
-    "free_memory",
     "live_tensors",
     "process_memory",
-    "reset_peak",
 ]
 
 
@@ -68,26 +66,6 @@ def device_memory(device: str | torch.device = "auto") -> MemoryUse | None:
         torch.cuda.memory_reserved(found),
         torch.cuda.max_memory_allocated(found),
     )
-
-
-def reset_peak(device: str | torch.device = "auto") -> None:
-    """Count the peak of a device's memory from now on; nothing happens where none is counted.
-
-    Raises:
-        DeviceError: it is not there.
-    """
-    found = find_device(device)
-    if found.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(found)
-
-
-def free_memory() -> None:
-    """Collect garbage and give memory that torch keeps and nothing uses back to the devices."""
-    gc.collect()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-    if torch.backends.mps.is_available():
-        torch.mps.empty_cache()
 
 
 def process_memory() -> tuple[int, int] | None:

@@ -14,15 +14,12 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 __all__ = [
     "die_with_parent",
     "exchange",
-    "file_mappings",
     "hard_stop",
     "is_stopped",
-    "let_go_of_pages",
     "lock",
     "loopback",
     "make_cuda_context",
@@ -34,7 +31,6 @@ __all__ = [
 ]
 
 _PR_SET_PDEATHSIG = 1
-_MADV_DONTNEED = 4  # asm-generic/mman-common.h
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100  # linux/fcntl.h
 _CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM, errno.EXDEV)
@@ -58,37 +54,6 @@ def read_vectors_at(descriptor: int, targets: Sequence[memoryview], position: in
     data = read_at(descriptor, len(targets[0]), position)
     targets[0][: len(data)] = data
     return len(data)
-
-
-def file_mappings() -> list[tuple[int, int]]:
-    """Return where memory of this process shows files for itself alone, as ``(begin, end)``; only Linux tells."""
-    found = []
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            places, rights, _, _, inode = line.split(maxsplit=5)[:5]
-            if inode != "0" and rights[3] == "p":
-                begin, end = places.split("-")
-                found.append((int(begin, 16), int(end, 16)))
-    return found
-
-
-def let_go_of_pages(place: int, length: int) -> None:
-    """Have the whole pages of memory that shows a file free again; they are read anew when they are used.
-
-    What was written to them is lost, so they must be as the file has them. Elsewhere than on Linux nothing happens: the
-    system takes them back by itself when memory is short.
-
-    Args:
-        place: address of the first byte, inside of one of `file_mappings`.
-        length: how many bytes.
-    """
-    if sys.platform != "linux":
-        return
-    page = os.sysconf("SC_PAGE_SIZE")
-    begin, end = -(-place // page) * page, (place + length) // page * page
-    if end > begin:
-        with contextlib.suppress(OSError, AttributeError, TypeError):
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_DONTNEED)
 
 
 def sync_folder(folder: str | os.PathLike[str]) -> None:

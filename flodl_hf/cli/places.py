@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flodl.errors import DataError, printable
-from flodl.files import expect_file, expect_writable
 from flodl_hf.checkpoints.hub.download import expect_place
+from flodl_hf.readers.path_checks import expect_file, expect_writable
 
 __all__ = ["PLACES", "check_places"]
 

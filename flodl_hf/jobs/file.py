@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flodl.errors import DataError, nearest, printable
-from flodl.files import path_fault
 from flodl.garbage_collection import gc_frozen
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.quantize import PRECISIONS
@@ -27,6 +26,7 @@ from flodl_hf.jobs.results import FileResult, Progress
 from flodl_hf.jobs.run import Run
 from flodl_hf.jobs.tasks import VECTOR
 from flodl_hf.jobs.write import output_format
+from flodl_hf.readers.path_checks import path_fault
 from flodl_hf.readers.rows import STDIN, open_rows
 
 __all__ = ["encode_file", "predict_file"]

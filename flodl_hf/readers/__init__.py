@@ -6,6 +6,7 @@ columns  which columns contain the text, the labels, the question
 conll    sentences of CoNLL files
 faults   faults of a file, raised as one error
 files    rows of any source
+path_checks  checks of paths before anything is read or written
 rows     rows of a file in order, read some at a time or skipped
 squad    questions of SQuAD JSON
 targets  the kind of the labels of a column, and their numbers

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 from flodl.errors import DataError, nearest
-from flodl.files import expect_file
 from flodl_hf.readers.arrow import (
     Classes,
     is_saved_dataset,
@@ -21,6 +20,7 @@ from flodl_hf.readers.arrow import (
 )
 from flodl_hf.readers.conll import read_conll
 from flodl_hf.readers.faults import Faults
+from flodl_hf.readers.path_checks import expect_file
 from flodl_hf.readers.rows import Format, format_of, open_binary, open_rows
 from flodl_hf.readers.squad import read_squad
 

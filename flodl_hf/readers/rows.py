@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
 from flodl.errors import DataError, nearest, printable
-from flodl.files import expect_file
 from flodl_hf.readers.arrow import BatchRows
 from flodl_hf.readers.cells import Cells
+from flodl_hf.readers.path_checks import expect_file
 
 __all__ = ["FORMATS", "STDIN", "Format", "Row", "RowFault", "Rows", "format_of", "numbered_texts", "open_rows"]
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from flodl.errors import TrainError, TrainInterrupted, printable, visible
-from flodl.files import path_fault
 from flodl.progress import in_words, is_wanted
 from flodl.train import Callback, EpochMetrics, EvalDone, RunDone, RunStarted, StepDone, Warned
 from flodl.train.events import Past, figures_in
@@ -33,6 +32,7 @@ from flodl_hf.errors import ExportError
 from flodl_hf.models.adapters.settings import Settings
 from flodl_hf.models.adapters.write import contents_of
 from flodl_hf.models.saving import write_contents
+from flodl_hf.readers.path_checks import path_fault
 from flodl_hf.training.arguments import read_arguments
 from flodl_hf.training.batch_size import as_before
 from flodl_hf.training.best import Best, take_best

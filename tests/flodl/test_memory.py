@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flodl import devices
 from flodl.devices import hardware_summary, probe_device, usable_devices
 from flodl.errors import DeviceError
-from flodl.memory import MemoryUse, device_memory, free_memory, live_tensors, process_memory, reset_peak
+from flodl.memory import MemoryUse, device_memory, live_tensors, process_memory
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -15,8 +15,6 @@ CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"
 def test_the_processor_computes_and_has_no_memory_of_its_own():
     assert probe_device("cpu") is None
     assert device_memory("cpu") is None
-    reset_peak("cpu")
-    free_memory()
     assert usable_devices()
 
 
@@ -84,7 +82,7 @@ def test_what_spills_is_what_torch_keeps_beyond_the_device():
 
 @CUDA
 def test_memory_of_a_gpu():
-    reset_peak()
+    torch.cuda.reset_peak_memory_stats()
     before = device_memory("cuda")
     kept = torch.empty(1 << 24, device="cuda")
     now = device_memory("cuda")
@@ -92,7 +90,7 @@ def test_memory_of_a_gpu():
     assert now.peak >= now.allocated
     assert 0 < now.free < now.total
     del kept
-    free_memory()
+    torch.cuda.empty_cache()
     assert device_memory("cuda").allocated == before.allocated
     assert usable_devices()[0].type == "cuda"
     assert probe_device("cuda") is None

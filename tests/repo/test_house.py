@@ -41,7 +41,7 @@ ONLY_IN = {
     # Not every system has them.
     "fcntl": ("flodl/system.py",),
     "msvcrt": ("flodl/system.py",),
-    "ctypes": ("flodl/system.py", "flodl/distributed/board.py"),
+    "ctypes": ("flodl/system.py", "flodl/distributed/board.py", "flodl_hf/checkpoints/weights/on_disk.py"),
     "triton": (
         "flodl/train/step/adam_kernels.py",
         "flodl/train/step/norm_kernels.py",

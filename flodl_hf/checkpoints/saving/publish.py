@@ -25,8 +25,9 @@ from pathlib import Path
 
 from flodl import system
 from flodl.errors import capped, printable
-from flodl.files import make_folders, path_fault
+from flodl.files import make_folders
 from flodl_hf.errors import ExportError
+from flodl_hf.readers.path_checks import path_fault
 
 __all__ = ["GENERATOR", "check_space", "is_model_file", "publish_folder"]
 

@@ -7,5 +7,6 @@ on_disk      weights that stay in their files
 early        what is begun while torch is imported
 file_names   what the files of a folder are called
 source       what a model was read from, kept with it
+process_exit the end of a process without a last garbage collection
 checksums    what a folder says its files are
 """

@@ -17,10 +17,10 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from flodl.garbage_collection import gc_spared_at_exit
 from flodl.system import make_cuda_context
 from flodl_hf.checkpoints.weights.checkpoint.ahead import reading_ahead
 from flodl_hf.checkpoints.weights.checkpoint.scatter import usable_cpus
+from flodl_hf.checkpoints.weights.process_exit import skip_gc_at_exit
 
 __all__ = ["beginning"]
 
@@ -37,7 +37,7 @@ def beginning(name_or_path: Any, options: Mapping[str, Any]) -> Iterator[None]:
         yield
         return
     # A program that torch comes to with us ends quickly, too.
-    gc_spared_at_exit()
+    skip_gc_at_exit()
     if usable_cpus() < 2:
         yield
         return

@@ -7,6 +7,10 @@ predictions are computed of them is `flodl_hf.inference.layers_from_disk`'s.
 from __future__ import annotations
 
 import bisect
+import contextlib
+import ctypes
+import os
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,12 +22,12 @@ from torch import Tensor, nn
 
 from flodl.errors import ConfigError, nearest
 from flodl.memory import available_memory
-from flodl.system import file_mappings, let_go_of_pages
 from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPES, SourceManifest
 
 __all__ = ["OnDisk", "Weights", "stays_on_disk"]
 
 Weights = Literal["memory", "disk"]
+_MADV_DONTNEED = 4  # asm-generic/mman-common.h
 
 
 class OnDisk:
@@ -36,7 +40,7 @@ class OnDisk:
 
     def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
         self.device = device
-        ranges = sorted(file_mappings())
+        ranges = sorted(_file_mappings())
         starts = [start for start, _ in ranges]
         self._read: set[int] = set()
         self._shown: dict[int, tuple[int, int]] = {}
@@ -69,7 +73,7 @@ class OnDisk:
         """Have the memory that shows a tensor free again; what was written to it stays."""
         place = tensor.data_ptr()
         if self._shown.get(place) == (tensor.nbytes, tensor._version):
-            let_go_of_pages(place, tensor.nbytes)
+            _release_pages(place, tensor.nbytes)
 
 
 def stays_on_disk(
@@ -151,3 +155,30 @@ def _faults(
             "they are stored, and predict with precision= to compute in another"
         )
     return faults
+
+
+def _file_mappings() -> list[tuple[int, int]]:
+    """Return the address ranges of private file mappings of this process; empty on systems other than Linux."""
+    found = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            addresses, rights, _, _, inode = line.split(maxsplit=5)[:5]
+            if inode != "0" and rights[3] == "p":
+                begin, end = addresses.split("-")
+                found.append((int(begin, 16), int(end, 16)))
+    return found
+
+
+def _release_pages(address: int, length: int) -> None:
+    """Release the whole pages of a mapped range; the next access reads them from the file again.
+
+    The range must be unchanged since it was mapped. Without effect on systems other than Linux, which release such
+    pages when memory is short.
+    """
+    if sys.platform != "linux":
+        return
+    page = os.sysconf("SC_PAGE_SIZE")
+    begin, end = -(-address // page) * page, (address + length) // page * page
+    if end > begin:
+        with contextlib.suppress(OSError, AttributeError, TypeError):
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_DONTNEED)

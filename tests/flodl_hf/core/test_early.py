@@ -44,7 +44,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(system.ctypes, "CDLL", lambda name: found)
     monkeypatch.setattr(early, "_uses_cuda", lambda: True)
     monkeypatch.setattr(early, "usable_cpus", lambda: 2)
-    monkeypatch.setattr(early, "gc_spared_at_exit", lambda: None)
+    monkeypatch.setattr(early, "skip_gc_at_exit", lambda: None)
     monkeypatch.delitem(sys.modules, "torch")
 
     class Now(early.Thread):
