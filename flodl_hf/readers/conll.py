@@ -8,7 +8,7 @@ from typing import Any
 
 from flodl.errors import printable
 from flodl_hf.readers.faults import Faults
-from flodl_hf.readers.rows import RowFault, numbered_texts
+from flodl_hf.readers.rows import Lines, RowFault
 
 __all__ = ["read_conll"]
 
@@ -32,7 +32,7 @@ def read_conll(path: Path, columns: Sequence[str] | None = None) -> Iterator[dic
     width = len(columns) if columns else 0
     sentence: list[list[str]] = []
     undecided: list[list[str]] = []
-    for number, line in numbered_texts(path):
+    for number, line in Lines(path).texts():
         if isinstance(line, RowFault):
             faults.add(str(line), line=number)
             continue

@@ -24,7 +24,7 @@ from flodl_hf.readers.arrow import BatchRows
 from flodl_hf.readers.cells import Cells
 from flodl_hf.readers.path_checks import expect_file
 
-__all__ = ["FORMATS", "STDIN", "Format", "Row", "RowFault", "Rows", "format_of", "numbered_texts", "open_rows"]
+__all__ = ["FORMATS", "STDIN", "Format", "Lines", "Row", "RowFault", "Rows", "format_of", "open_rows"]
 
 Format = Literal["csv", "tsv", "jsonl", "json", "text", "conll", "squad", "parquet", "arrow"]
 FORMATS = ("csv", "tsv", "jsonl", "text", "parquet", "arrow")
@@ -83,23 +83,29 @@ class Row:
 class Rows:
     """The rows of one file, from start to end.
 
+    Args:
+        source: an item for each row; the following items are read when needed.
+        make: makes a row of an item and the number of the row.
+
     Attributes:
         names: the columns; None if each row has its own columns.
         types: Arrow types of the columns; None if values are texts or JSON.
-        digest: hash of all bytes read so far; None if the file can be read again.
+        total: number of rows; None if it is not known.
         has_header: whether the first line is a header.
         guessed_header: whether the header was recognised by its cells and not requested.
+        digest: hash of all bytes read so far; None if the file can be read again.
     """
 
-    names: list[str] | None = None
-    has_header: bool = False
-    guessed_header: bool = False
+    has_header = guessed_header = False
     types: dict[str, Any] | None = None
     total: int | None = None
-    digest: str | None = None
 
-    def __init__(self) -> None:
+    def __init__(
+        self, source: Iterator[Any], make: Callable[[int, Any], Row], names: list[str] | None, lines: Lines | None
+    ) -> None:
+        self.names = names
         self.number = 0
+        self._source, self._make, self._lines = source, make, lines
         self._peeked: list[Row] = []
 
     def peek(self, count: int) -> list[Row]:
@@ -114,24 +120,36 @@ class Rows:
 
     def skip(self, count: int) -> int:
         """Skip ``count`` rows. Return the number of skipped rows, which is smaller at the end."""
-        found, self._peeked = min(count, len(self._peeked)), self._peeked[count:]
-        return found + self._skip(count - found) if found < count else found
+        peeked, self._peeked = min(count, len(self._peeked)), self._peeked[count:]
+        skipped = self._skip(count - peeked) if peeked < count else 0
+        self.number += skipped
+        return peeked + skipped
+
+    @property
+    def digest(self) -> str | None:
+        """Hash of all lines read so far, for input that cannot be read twice."""
+        return None if self._lines is None else self._lines.digest()
 
     def want(self, columns: list[str]) -> None:
         """Set the columns to read, if the format can leave out the others."""
 
     def position(self) -> tuple[int, int | None]:
         """Return the amount read and the total amount, both in bytes or both in rows."""
-        return self.number, self.total
+        return (self.number, self.total) if self._lines is None else self._lines.position(self.number)
 
     def close(self) -> None:
         """Close the file."""
+        if self._lines is not None:
+            self._lines.close()
 
     def _take(self, count: int) -> list[Row]:
-        raise NotImplementedError
+        first = self.number + 1
+        rows = [self._make(number, item) for number, item in enumerate(islice(self._source, count), first)]
+        self.number += len(rows)
+        return rows
 
     def _skip(self, count: int) -> int:
-        raise NotImplementedError
+        return sum(1 for _ in islice(self._source, count))
 
 
 def format_of(source: str | os.PathLike[str], format: str | None = None) -> str:
@@ -191,12 +209,13 @@ def open_rows(
         )
     if kind in ("parquet", "arrow"):
         return _TableRows(path, kind)
-    lines = _Lines(sys.stdin.buffer, STDIN, None) if is_stdin else _lines_of(path)
-    if kind not in ("csv", "tsv"):
-        return _LineRows(lines, kind == "jsonl")
+    lines = Lines(None if is_stdin else path)
+    if kind == "text":
+        return Rows(lines.numbered, _text_row, ["text"], lines)
+    if kind == "jsonl":
+        return Rows((item for item in lines.numbered if not item[1].isspace()), _json_row, None, lines)
     try:
-        delimiter = delimiter or ("" if kind == "csv" else "\t")
-        return _CellRows(lines, kind == "csv", delimiter, columns, header)
+        return _cell_rows(lines, kind == "csv", delimiter or ("" if kind == "csv" else "\t"), columns, header)
     except BaseException:
         lines.close()
         raise
@@ -211,56 +230,69 @@ def open_binary(path: Path) -> IO[bytes]:
     return gzip.open(path, "rb") if path.suffix.lower() == ".gz" else open(path, "rb")  # type: ignore[return-value]
 
 
-class _Lines:
+class Lines:
     r"""Numbered lines of a file, from 1. Lines end at ``\n``, ``\r\n`` or ``\r``.
 
     Args:
-        file: the file, open for reading.
-        name: name of the file in errors.
-        size: bytes of the file; None for standard input, of which a hash is computed instead.
+        path: the file; None for standard input, of which a hash is computed.
     """
 
-    def __init__(self, file: IO[bytes], name: str, size: int | None) -> None:
-        self.file, self.name, self.size = file, name, size
-        self.hash = hashlib.blake2b(digest_size=16) if size is None else None
+    def __init__(self, path: Path | None) -> None:
+        self.name = STDIN if path is None else str(path)
+        self._file = sys.stdin.buffer if path is None else open_binary(path)
+        self._size = None if path is None else path.stat().st_size
+        self._hash = hashlib.blake2b(digest_size=16) if path is None else None
         self.numbered = self._read()
 
     def _read(self) -> Iterator[tuple[int, bytes]]:
         number = 0
         try:
-            for number, raw in _split(iter(partial(self.file.readline, MAX_LINE_BYTES + 1), b"")):
+            for number, raw in _split(iter(partial(self._file.readline, MAX_LINE_BYTES + 1), b"")):
                 if len(raw) > MAX_LINE_BYTES:
-                    raise self._fault(
-                        number, f"a line with more than {MAX_LINE_BYTES:,} bytes", "one row on each line. Split the "
-                        "line, or check the format of the file.",
+                    raise self.error(
+                        number, f"found a line with more than {MAX_LINE_BYTES:,} bytes, expected one row on each line. "
+                        "Split the line, or check the format of the file.",
                     )  # fmt: skip
-                if self.hash is not None:
-                    self.hash.update(raw)
+                if self._hash is not None:
+                    self._hash.update(raw)
                 yield number, raw
         except (EOFError, OSError, zlib.error) as error:
-            raise self._fault(number + 1, f"unreadable data ({error})", "a complete file. Copy it again.") from None
+            fault = f"found unreadable data ({error}), expected a complete file. Copy it again."
+            raise self.error(number + 1, fault) from None
 
-    def _fault(self, line: int, found: str, expected: str) -> DataError:
-        problem = f"line {line}: found {found}, expected {expected}"
+    def texts(self) -> Iterator[tuple[int, str | RowFault]]:
+        """Yield the numbered lines as texts and close the file. A line that is not UTF-8 is a `RowFault`."""
+        try:
+            for number, raw in self.numbered:
+                try:
+                    yield number, _decoded(raw, number)
+                except RowFault as fault:
+                    yield number, fault
+        finally:
+            self.close()
+
+    def error(self, line: int, fault: str) -> DataError:
+        """Return the error for a fault that ends the reading."""
+        problem = f"line {line}: {fault}"
         return DataError(f"{self.name}: {problem}", path=self.name, line=line, problems=[problem])
+
+    def digest(self) -> str | None:
+        """Return the hash of all lines read so far; None for a file."""
+        return None if self._hash is None else self._hash.hexdigest()
 
     def position(self, number: int) -> tuple[int, int | None]:
         """Return the bytes read and the size of the file, compressed bytes for a compressed file."""
-        if self.size is None:
+        if self._size is None:
             return number, None
-        raw = getattr(self.file, "fileobj", None)  # the compressed file
-        if raw is None and self.file.closed:
-            return self.size, self.size
-        return (raw or self.file).tell(), self.size
+        raw = getattr(self._file, "fileobj", None)  # the compressed file
+        if raw is None and self._file.closed:
+            return self._size, self._size
+        return (raw or self._file).tell(), self._size
 
     def close(self) -> None:
         """Close the file."""
-        if self.size is not None:
-            self.file.close()
-
-
-def _lines_of(path: Path) -> _Lines:
-    return _Lines(open_binary(path), str(path), path.stat().st_size)
+        if self._size is not None:
+            self._file.close()
 
 
 def _split(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
@@ -294,88 +326,31 @@ def _decoded(raw: bytes, line: int) -> str:
         raise RowFault(f"found {found}, expected UTF-8 text") from None
 
 
-def numbered_texts(path: Path) -> Iterator[tuple[int, str | RowFault]]:
-    """Yield the numbered lines of a text file. A line that is not UTF-8 is a `RowFault`."""
-    lines = _lines_of(path)
+# ---- rows ----------------------------------------------------------------------------------------------
+
+
+def _text_row(number: int, item: tuple[int, bytes]) -> Row:
+    line, raw = item
     try:
-        for number, raw in lines.numbered:
-            try:
-                yield number, _decoded(raw, number)
-            except RowFault as fault:
-                yield number, fault
-    finally:
-        lines.close()
+        return Row(number, line, {"text": _decoded(raw, line).rstrip("\r\n")})
+    except RowFault as fault:
+        return Row(number, line, None, str(fault))
 
 
-class _TextRows(Rows):
-    """Rows of a file with lines."""
-
-    def __init__(self, lines: _Lines) -> None:
-        super().__init__()
-        self._lines = lines
-
-    @property
-    def digest(self) -> str | None:  # type: ignore[override]
-        """Hash of all lines read so far, for input that cannot be read twice."""
-        return None if self._lines.hash is None else self._lines.hash.hexdigest()
-
-    def position(self) -> tuple[int, int | None]:
-        """Return the bytes read and the total bytes, compressed bytes for a compressed file."""
-        return self._lines.position(self.number)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._lines.close()
-
-
-class _LineRows(_TextRows):
-    """A JSON object, or a text, on each line.
-
-    Each line of plain text is a row, so that answers have the numbers of lines. Empty lines of JSON are skipped.
-    """
-
-    def __init__(self, lines: _Lines, is_json: bool) -> None:
-        super().__init__(lines)
-        self._json = is_json
-        if not is_json:
-            self.names = ["text"]
-
-    def _next(self) -> tuple[int, bytes] | None:
-        for line, raw in self._lines.numbered:
-            if not (self._json and raw.isspace()):
-                return line, raw
-        return None
-
-    def _skip(self, count: int) -> int:
-        skipped = 0
-        while skipped < count and self._next() is not None:
-            skipped += 1
-        self.number += skipped
-        return skipped
-
-    def _take(self, count: int) -> list[Row]:
-        rows: list[Row] = []
-        while len(rows) < count and (found := self._next()) is not None:
-            self.number += 1
-            rows.append(self._row(*found))
-        return rows
-
-    def _row(self, line: int, raw: bytes) -> Row:
-        try:
-            text = _decoded(raw, line)
-            if not self._json:
-                return Row(self.number, line, {"text": text.rstrip("\r\n")})
-            text = text.strip()
-            values = _parsed(text)
-        except RowFault as fault:
-            return Row(self.number, line, None, str(fault))
-        except (ValueError, RecursionError) as error:
-            shown = printable(raw[:400].decode("utf-8", "replace").strip(), 60)
-            return Row(self.number, line, None, f"found invalid JSON ({error}): {shown}, expected a JSON object")
-        if not isinstance(values, dict):
-            found = f"{type(values).__name__}: {printable(text, 60)}"
-            return Row(self.number, line, None, f"found {found}, expected a JSON object")
-        return Row(self.number, line, values, None, text)
+def _json_row(number: int, item: tuple[int, bytes]) -> Row:
+    line, raw = item
+    try:
+        text = _decoded(raw, line).strip()
+        values = _parsed(text)
+    except RowFault as fault:
+        return Row(number, line, None, str(fault))
+    except (ValueError, RecursionError) as error:
+        shown = printable(raw[:400].decode("utf-8", "replace").strip(), 60)
+        return Row(number, line, None, f"found invalid JSON ({error}): {shown}, expected a JSON object")
+    if not isinstance(values, dict):
+        shown = f"{type(values).__name__}: {printable(text, 60)}"
+        return Row(number, line, None, f"found {shown}, expected a JSON object")
+    return Row(number, line, values, None, text)
 
 
 def _parsed(text: str) -> Any:
@@ -389,54 +364,40 @@ def _parsed(text: str) -> Any:
     return _DECODE(text)  # raises the error
 
 
-class _CellRows(_TextRows):
-    """Rows of cells of a CSV or TSV file."""
+def _cell_rows(lines: Lines, quoted: bool, delimiter: str, columns: Sequence[str] | None, header: bool | None) -> Rows:
+    """Return the rows of cells of a CSV or TSV file."""
+    damaged: dict[int, str] = {}
 
-    def __init__(
-        self, lines: _Lines, quoted: bool, delimiter: str, columns: Sequence[str] | None, header: bool | None
-    ) -> None:
-        super().__init__(lines)
-        self._damaged: dict[int, str] = {}
-        cells = Cells(self._texts(), self._damaged, quoted=quoted, delimiter=delimiter, columns=columns, header=header)
-        if cells.fault is not None:
-            line, fault = cells.fault
-            problem = f"line {line}: {fault}"
-            raise DataError(f"{lines.name}: {problem}", path=lines.name, line=line, problems=[problem])
-        self.names, self.has_header, self.guessed_header = cells.names, cells.has_header, cells.guessed_header
-        self._cells = iter(cells)
-
-    def _texts(self) -> Iterator[str]:
-        for number, raw in self._lines.numbered:
+    def texts() -> Iterator[str]:
+        for number, raw in lines.numbered:
             try:
                 yield _decoded(raw, number)
             except RowFault as fault:
-                self._damaged[number] = str(fault)
+                damaged[number] = str(fault)
                 yield raw.decode("utf-8", "replace")
 
-    def _skip(self, count: int) -> int:
-        skipped = sum(1 for _ in islice(self._cells, count))
-        self.number += skipped
-        return skipped
+    cells = Cells(texts(), damaged, quoted=quoted, delimiter=delimiter, columns=columns, header=header)
+    if cells.fault is not None:
+        raise lines.error(*cells.fault)
 
-    def _take(self, count: int) -> list[Row]:
-        rows: list[Row] = []
-        assert self.names is not None
-        for line, cells in islice(self._cells, count):
-            self.number += 1
-            if isinstance(cells, str):
-                rows.append(Row(self.number, line, None, cells))
-            else:
-                rows.append(Row(self.number, line, dict(zip(self.names, cells, strict=True))))
-        return rows
+    def make(number: int, item: tuple[int, list[str] | str]) -> Row:
+        line, found = item
+        if isinstance(found, str):
+            return Row(number, line, None, found)
+        return Row(number, line, dict(zip(cells.names, found, strict=True)))
+
+    rows = Rows(iter(cells), make, cells.names, lines)
+    rows.has_header, rows.guessed_header = cells.has_header, cells.guessed_header
+    return rows
 
 
 class _TableRows(Rows):
     """The rows of a Parquet or Arrow file."""
 
     def __init__(self, path: Path, kind: str) -> None:
-        super().__init__()
         self._batches = BatchRows(path, kind)
-        self.names, self.types, self.total = self._batches.names, self._batches.types(), self._batches.total
+        super().__init__(iter(()), lambda number, values: Row(number, None, values), self._batches.names, None)
+        self.types, self.total = self._batches.types(), self._batches.total
 
     def want(self, columns: list[str]) -> None:
         """Set the columns to read."""
@@ -446,14 +407,12 @@ class _TableRows(Rows):
         """Close the file."""
         self._batches.close()
 
-    def _skip(self, count: int) -> int:
-        skipped = self._batches.skip(count)
-        self.number += skipped
-        return skipped
-
     def _take(self, count: int) -> list[Row]:
         rows: list[Row] = []
         while len(rows) < count and (batch := self._batches.take_batch(count - len(rows))) is not None:
-            rows += [Row(self.number + k, None, values) for k, values in enumerate(batch.to_pylist(), 1)]
-            self.number += batch.num_rows
+            self._source = iter(batch.to_pylist())
+            rows += super()._take(batch.num_rows)
         return rows
+
+    def _skip(self, count: int) -> int:
+        return self._batches.skip(count)

@@ -147,7 +147,7 @@ def read_tables(train: Any, held_out: Any, options: Options | None = None) -> Ta
             rows[name].classes |= names_of_classes(getattr(source, "features", None))
             rows[name] = with_named_records(rows[name])
         except DataError as fault:
-            faults.append(DataError(fault.message.replace(", or say format=", ""), **fault.details))
+            faults.append(DataError(fault.message.replace(", or set format=", ""), **fault.details))
             continue
         facts[name] = {"rows": len(rows[name]), **_facts(source)}
     if len(faults) == 1:

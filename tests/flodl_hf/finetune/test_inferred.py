@@ -84,7 +84,7 @@ def test_numbers_have_the_names_of_a_start_that_was_trained_for_as_many() -> Non
 
 def test_a_label_that_the_first_row_lacks_is_a_label() -> None:
     rows = labelled(8)
-    with pytest.raises(DataError, match="labels: 1 of 8 rows have none, first row 0"):
+    with pytest.raises(DataError, match="labels: found none in 1 of 8 rows, first in row 0"):
         chosen([{"text": rows[0]["text"]}, *rows[1:]])
 
 
@@ -166,7 +166,7 @@ ASKED = {"question": "which?", "context": "a b", "answers": {"text": ["a"], "ans
         ([{"sentence1": text, "sentence2": text} for text in TEXTS], {}, "train vectors: task='embedding'"),
         ([{"anchor": text, "postive": text} for text in TEXTS], {}, "'postive', did you mean 'positive'"),
         (with_column("label", ("a", 1)), {}, "label: number and text"),
-        (with_column("label", ("a", " ")), {}, "labels: 6 of 12 rows have none, first row 1"),
+        (with_column("label", ("a", " ")), {}, "labels: found none in 6 of 12 rows, first in row 1"),
         (with_column("label"), {"labels": ["a", "a", "b"]}, r"\['a'\] are there twice"),
         (with_column("label", ("a,b", "a")), {"problem_type": "multi_label_classification"}, "several labels in one text"),
         (

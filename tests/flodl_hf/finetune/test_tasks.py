@@ -229,7 +229,7 @@ def test_pairs_are_read_as_pairs(base: Path) -> None:
     ("train", "held_out", "options", "error", "says"),
     [
         (two("a", "a"), None, {}, DataError, "at least two labels"),
-        (two("a", "b"), two("a", "c"), {}, DataError, "'c' is not one of"),
+        (two("a", "b"), two("a", "c"), {}, DataError, "found 'c', expected one of"),
         (two("a", "b"), [{"sentence": "x", "label": "a"}], {}, DataError, "no column 'text'"),
         (two("a", "b"), None, {"labels": ["a", "z"]}, ConfigError, r"the data has \['b'\]"),
         (two("a", "b"), None, {"early_stopping": 2}, ConfigError, "no held-out data"),

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from finetune_tables import labelled
 
-import flodl
 import flodl_hf
+from flodl_hf.readers import files, rows
 
 typer_testing = pytest.importorskip("typer.testing")
 
@@ -65,7 +65,7 @@ def test_every_keyword_in_a_message_is_an_option() -> None:
 
 
 def test_files_that_are_faulty_name_no_keyword() -> None:
-    texts = literals(Path(flodl.__file__).parent / "data" / "files.py")
+    texts = [text for module in (files, rows) for text in literals(Path(module.__file__))]
     assert {word for text in texts for word in re.findall(r"\b([a-z_]+)=", text)} <= {"format"}
 
 
@@ -106,13 +106,16 @@ def test_a_file_that_is_no_table_is_told_without_keywords(base: Path, table: Pat
     assert "found 3 cells: 'a,b,c', expected 2" in said
     assert "=" not in said.partition("DataError")[2]
     other = table.rename(tmp_path / "rows.dat")
-    assert "rename it\n" in run(base, other, code=1).stderr
+    assert "Rename the file.\n" in run(base, other, code=1).stderr
 
 
 def test_a_held_out_row_that_cannot_be_is_told_with_its_set(base: Path, table: Path, tmp_path: Path) -> None:
     (tmp_path / "dev.csv").write_text("text,label\nhello,other\n")
     said = run(base, table, "--eval", tmp_path / "dev.csv", code=1).stderr
-    assert "DataError: eval: labels in column 'label' that cannot be:\n  row 0: labels: 'other' is not one of" in said
+    assert (
+        "DataError: eval: labels in column 'label' that cannot be:\n  row 0: labels: found 'other', expected one of"
+        in said
+    )
     said = run(base, table, "--eval", f"easy={table},hard={tmp_path / 'dev.csv'}", code=1).stderr
     assert "DataError: eval hard: labels in column" in said
 
