@@ -19,13 +19,13 @@ from flodl_hf.errors import TokenizerError
 from flodl_hf.families import families
 from flodl_hf.families.schema import FamilyTokenizer
 
-from .added import add_missing, add_roles, add_stated
+from .added import add_tokens, role_tokens
 from .classes import class_name, class_rules, rules_of
 from .guard import guarded
 from .pieces import llama, pieces, sentencepiece_pieces
 from .plain_files import read_fairseq, read_merges, read_vocab_json, read_vocab_txt
 from .settings import ROLES, content, said_of
-from .source import TOKENIZER_FILES, Source, parse_json, vocabulary_file
+from .source import TOKENIZER_FILES, Source, vocabulary_file
 from .templates import frame
 
 __all__ = ["build_backend"]
@@ -258,8 +258,10 @@ def build_backend(
     folder: str,
     model_type: str | None,
     settings: Mapping[str, Any],
-    config: Mapping[str, Any] | None = None,
-    rows: int | None = None,
+    mapped: Mapping[str, Any],
+    added: Mapping[str, Any],
+    config: Mapping[str, Any],
+    rows: int | None,
 ) -> Tokenizer:
     """Return the tokenizer that vocabulary files define.
 
@@ -268,16 +270,15 @@ def build_backend(
         folder: the folder of the files, for messages.
         model_type: family of the model, if known.
         settings: ``tokenizer_config.json``.
-        config: ``config.json`` of the model, if known.
+        mapped: ``special_tokens_map.json``.
+        added: ``added_tokens.json``.
+        config: ``config.json`` of the model, or an empty mapping.
         rows: rows of the model's word table, if known: further special tokens beyond them are not added.
 
     Raises:
         TokenizerError: if there are no vocabulary files, they are damaged, or the tokenizer class is not supported.
     """
-    own = _choose(files, folder, model_type, settings, config or {})
-    mapped: Mapping[str, Any] = {}
-    if "special_tokens_map.json" in files:
-        mapped = parse_json(files["special_tokens_map.json"], f"{folder}/special_tokens_map.json")
+    own = _choose(files, folder, model_type, settings, config)
     decoder = settings.get("added_tokens_decoder")
     by_text = {content(v): v for v in decoder.values()} if isinstance(decoder, Mapping) else {}
     roles = tuple(dict.fromkeys((*ROLES, *own.special)))
@@ -288,10 +289,8 @@ def build_backend(
     source = Source(files, folder, settings, own, tokens, rows)
     with guarded(f"{folder}/{vocabulary_file(files)}", "the vocabulary files are damaged; fetch them again"):
         tokenizer = _builder(own)(source)
-        # First those whose ids are stated: a role's token that the vocabulary lacks takes the next free id.
-        add_stated(tokenizer, files, settings, mapped, folder)
-        add_roles(tokenizer, tokens, stated, mask_takes_space=own.mask_takes_space)
-        add_missing(tokenizer, settings, mapped, {}, rows, decoder=False)
+        special = role_tokens(tokens, stated, mask_takes_space=own.mask_takes_space)
+        add_tokens(tokenizer, settings, mapped, added, folder=folder, rows=rows, roles=special)
         template = own.template
         if template == "splinter" and settings.get("padding_side", "right") == "left":
             template = "splinter left"

@@ -18,7 +18,7 @@ from flodl_hf.errors import TokenizerError
 from flodl_hf.families import named
 from flodl_hf.families.schema import FamilyTokenizer
 
-from .added import add_missing
+from .added import add_tokens
 from .backend import load_json
 from .classes import PYTHON_BUILDERS, WITHOUT_CLASS, class_name, class_rules, guess_model_type, rules_of
 from .guard import guarded
@@ -71,7 +71,8 @@ def read_backend(
 
         family = model_type or guess_model_type(config, stated)
         backend = build_backend(
-            files, folder=folder, model_type=family, settings=stated, config=config, rows=rows
+            files, folder=folder, model_type=family, settings=stated, mapped=mapped, added=added, config=config,
+            rows=rows,
         )  # fmt: skip
         return backend, ignored, False
     backend = load_json(files["tokenizer.json"], f"{folder}/tokenizer.json")
@@ -84,7 +85,7 @@ def read_backend(
     if overridden is not None:
         backend = overridden[0]
     with guarded(f"{folder}/tokenizer_config.json", "the settings are damaged; fetch them again"):
-        notes = add_missing(backend, stated, mapped, added, rows, decoder=True)
+        notes = add_tokens(backend, stated, mapped, added, folder=folder, rows=rows)
         changes = [] if overridden is None else overridden[1]
         if effective is not None and effective.files:
             framed = _framed if backend.post_processor is None else _reframed

@@ -5,7 +5,6 @@ Settings that replace parts of ``tokenizer.json`` are applied before (``definiti
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ import tokenizers
 
 from flodl.errors import printable
 
-from .settings import ROLES, Settings, content, said_of
+from .settings import ROLES, Settings, content
 
 __all__ = ["contradictions"]
 
@@ -36,47 +35,11 @@ def contradictions(
     """
     stated = settings.raw
     return [
-        *_switches(inner, stated),
         *_files(stated, mapped),
-        *_template(inner, stated, mapped),
-        *_unknown(inner, stated, mapped),
         *_padding(settings, pad_token),
         *_lengths(settings, config),
         *_segments(inner, settings, config),
     ]
-
-
-def _parts(component: Any) -> Iterator[dict[str, Any]]:
-    """Yield a normalizer's or splitter's description and those inside it."""
-    pending = [json.loads(component.__getstate__())] if component is not None else []
-    while pending:
-        part = pending.pop()
-        yield part
-        for inside in ("normalizers", "pretokenizers", "processors"):
-            pending += [p for p in part.get(inside) or () if isinstance(p, dict)]
-
-
-def _switches(inner: tokenizers.Tokenizer, stated: Mapping[str, Any]) -> Iterator[str]:
-    found: dict[str, Any] = {}
-    normalizers = list(_parts(inner.normalizer))
-    for part in normalizers:
-        if part.get("type") == "BertNormalizer":
-            found["do_lower_case"] = part.get("lowercase")
-            found["strip_accents"] = part.get("strip_accents")
-            found["tokenize_chinese_chars"] = part.get("handle_chinese_chars")
-    if "do_lower_case" not in found:
-        found["do_lower_case"] = any(part.get("type") == "Lowercase" for part in normalizers)
-    for part in _parts(inner.pre_tokenizer):
-        if part.get("type") == "ByteLevel":
-            found["add_prefix_space"] = part.get("add_prefix_space")
-    for key, value in found.items():
-        said = stated.get(key)
-        if isinstance(said, bool) and said != value:
-            yield f"{key}: {said} in tokenizer_config.json and {value} in tokenizer.json; the latter is used"
-
-
-def _role(role: str, stated: Mapping[str, Any], mapped: Mapping[str, Any]) -> str | None:
-    return next(filter(None, map(content, said_of(role, stated, mapped))), None)
 
 
 def _files(stated: Mapping[str, Any], mapped: Mapping[str, Any]) -> Iterator[str]:
@@ -88,29 +51,6 @@ def _files(stated: Mapping[str, Any], mapped: Mapping[str, Any]) -> Iterator[str
                 f"{role}: {printable(one, 40)} in tokenizer_config.json and {printable(other, 40)} in "
                 f"special_tokens_map.json; the {which} holds, as in transformers"
             )
-
-
-def _template(inner: tokenizers.Tokenizer, stated: Mapping[str, Any], mapped: Mapping[str, Any]) -> Iterator[str]:
-    around = inner.encode("").tokens
-    if len(around) < 2:
-        return
-    for role, token in (("cls_token", around[0]), ("sep_token", around[-1])):
-        said = _role(role, stated, mapped)
-        # One that the vocabulary lacks is told where tokens are added.
-        if said and said != token and inner.token_to_id(said) is not None:
-            yield (
-                f"{role}: {printable(said, 40)} by the settings files and {printable(token, 40)} in the template of "
-                f"tokenizer.json; the latter is used"
-            )
-
-
-def _unknown(inner: tokenizers.Tokenizer, stated: Mapping[str, Any], mapped: Mapping[str, Any]) -> Iterator[str]:
-    said, used = _role("unk_token", stated, mapped), getattr(inner.model, "unk_token", None)
-    if said and isinstance(used, str) and said != used:
-        yield (
-            f"unk_token: {printable(said, 40)} by the settings files and {printable(used, 40)} in tokenizer.json; "
-            "the latter is used"
-        )
 
 
 def _padding(settings: Settings, pad_token: str | None) -> Iterator[str]:

@@ -59,11 +59,6 @@ def _refused(key: str, value: Any, rules: FamilyTokenizer) -> str | None:
     return None
 
 
-def _is(value: Any, types: tuple[type, ...]) -> bool:
-    # bool is an int in Python, and no number in JSON.
-    return isinstance(value, types) and (bool in types or not isinstance(value, bool))
-
-
 def check_keys(
     stated: Mapping[str, Any], mapped: Mapping[str, Any], rules: FamilyTokenizer | None, folder: str
 ) -> list[str]:

@@ -71,12 +71,13 @@ def splitter(words: Words) -> pre_tokenizers.PreTokenizer:
 
 
 def located(words: Iterable[str], text: str) -> Iterator[Part]:
-    """Yield each word with its place in ``text``; the words follow each other in it."""
+    """Yield each word with its place in ``text``; a word that was changed is placed after the one before it."""
     at = 0
     for word in words:
-        start = text.find(word, at)
-        if word and start >= 0:
-            at = start + len(word)
+        bare = word.lstrip("\u2581")  # the mark of sentencepiece is no character of the text
+        start = max(at, text.find(bare, at, at + len(bare) + 80))
+        at = min(start + len(bare), len(text))
+        if word:
             yield word, start, at
 
 
@@ -141,17 +142,7 @@ def sentencepieces(data: bytes) -> Words:
         processor = importlib.import_module("sentencepiece").SentencePieceProcessor(model_proto=data)
     except ImportError as error:
         raise _needed("sentencepiece", "a tokenizer of a sentencepiece model", error) from error
-
-    def words(text: str) -> Iterator[Part]:
-        at = 0
-        for piece in processor.encode(text, out_type=str):
-            word = piece.lstrip("\u2581")
-            # The model normalizes texts, so a piece may differ from its characters.
-            start = max(at, text.find(word, at, at + len(word) + 8))
-            at = min(start + len(word), len(text))
-            yield piece, start, at
-
-    return words
+    return lambda text: located(processor.encode(text, out_type=str), text)
 
 
 # Japanese analysers

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flodl.errors import printable, shown
+from flodl.errors import printable
 from flodl.files import POINTER_ADVICE, is_pointer, make_folders, write_atomically
 from flodl_hf.checkpoints.hub.choosing import TOKENIZER_FILES
 from flodl_hf.checkpoints.weights.checkpoint.members import read_member
@@ -158,14 +158,4 @@ class Source:
     def flag(self, name: str, default: bool) -> bool:
         """Return a boolean setting, the default if it is absent or null."""
         value = self.settings.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise TokenizerError(
-                f"{self.folder}/tokenizer_config.json: {name} is {shown(value, 60)}, expected true or false; "
-                "correct the file",
-                where=self.folder,
-                field=name,
-                found=value,
-            )
-        return value
+        return default if value is None else bool(value)

@@ -16,7 +16,7 @@ from html.entities import name2codepoint
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 
-from .python_words import Part, Words
+from .python_words import Part, Words, located
 
 __all__ = ["normalize_tweet", "normalized_words"]
 
@@ -119,33 +119,9 @@ def normalized_words(words: Words, normalize: Callable[[str], str]) -> Words:
     """Return a function that splits a normalized text into parts, with their places in the original text."""
 
     def split(text: str) -> Iterator[Part]:
-        for word, start, stop in _located(normalize(text).split(), text):
+        for word, start, stop in located(normalize(text).split(), text):
             for part, first, last in words(word):
                 same = text[start:stop] == word
                 yield (part, start + first, start + last) if same else (part, start, stop)
 
     return split
-
-
-def _located(words: list[str], text: str) -> list[Part]:
-    """Return each normalized word with its place; a word that the text lacks is placed before the next one."""
-    found: list[tuple[str, int | None]] = []
-    at = 0
-    for word in words:
-        start = text.find(word, at, at + len(word) + 80)
-        found.append((word, start if start >= 0 else None))
-        if start >= 0:
-            at = start + len(word)
-    out: list[Part] = []
-    after = len(text)
-    for word, start in reversed(found):
-        if start is not None:
-            out.append((word, start, start + len(word)))
-            after = start
-            continue
-        stop = len(text[:after].rstrip()) or after
-        first = max(text.rfind(" ", 0, stop) + 1, 0)
-        first = min(first, stop - 1) if stop else 0
-        out.append((word, first, max(stop, first + 1)))
-        after = first
-    return out[::-1]

@@ -148,7 +148,7 @@ def run(case: Case, folder: Path) -> Verdict:
 
 
 def _right(model: Any, what: Mapping[str, Any], ids: Sequence[list[int]], scores: list[Tensor], found: Any) -> Verdict:
-    from flodl_hf.tokenization.library import library_ids
+    from tests.torture.own_ids import library_ids
 
     definition = files(what["sort"])["tokenizer.json"].decode()
     if list(map(list, ids)) != [list(row) for row in library_ids(definition, what["texts"])]:

@@ -335,7 +335,7 @@ def _right(case: Case, made: Mapping[str, bytes], ids: list[list[int]], scores: 
 
 
 def _library(definition: bytes) -> list[list[int]] | None:
-    from flodl_hf.tokenization.library import library_ids
+    from tests.torture.own_ids import library_ids
 
     try:
         return library_ids(definition.decode("utf-8-sig"), ALL_TEXTS)

@@ -355,7 +355,7 @@ def test_a_token_beyond_the_models_rows_stays_text_and_is_told(tmp_path: Path) -
 @pytest.mark.filterwarnings("default")
 def test_where_the_template_contradicts_the_settings_there_is_a_warning() -> None:
     files = {"tokenizer.json": wordpiece().to_str().encode(), "special_tokens_map.json": b'{"cls_token": "[BOS]"}'}
-    with pytest.warns(UserWarning, match=r"cls_token is '\[BOS\]'.*template of tokenizer.json holds"):
+    with pytest.warns(UserWarning, match=r"cls_token is '\[BOS\]'.*template of tokenizer.json is used"):
         tokenizer = Tokenizer.from_files(files, folder="there", model_type="bert")
     assert tokenizer("Ada").tokens()[0] == "[CLS]"
 

@@ -40,7 +40,6 @@ CASES: list[tuple[Callable[[], Any], str, dict[str, Any], dict[str, Any], str | 
     (WORDPIECE, "bert", {"strip_accents": False}, {}, "strip_accents: False .* and None in"),
     (WORDPIECE, "bert", {"tokenize_chinese_chars": False}, {}, "tokenize_chinese_chars: False .* and True in"),
     (byte_level, "roberta", {"add_prefix_space": True}, {}, "add_prefix_space: True .* and False in"),
-    (byte_level, "roberta", {"do_lower_case": True}, {}, "do_lower_case: True .* and False in"),
     (WORDPIECE, "bert", {"cls_token": "[SEP]"}, {}, r"cls_token: '\[SEP\]' .* '\[CLS\]' in tokenizer.json; the former"),
     (WORDPIECE, "bert", {"sep_token": {"content": "[PAD]"}}, {}, r"sep_token: '\[PAD\]' .* '\[SEP\]' in tokenizer.json; the former"),
     (WORDPIECE, "bert", {"unk_token": "[PAD]"}, {}, r"unk_token: '\[PAD\]' .* '\[UNK\]' in"),
@@ -49,7 +48,7 @@ CASES: list[tuple[Callable[[], Any], str, dict[str, Any], dict[str, Any], str | 
     (WORDPIECE, "bert", {"model_max_length": 512}, {"max_position_embeddings": 128}, "model_max_length: 512 .* 128 positions"),
     (WORDPIECE, "bert", {"tokenizer_class": "TokenizersBackend"}, {"type_vocab_size": 2}, "token types: .*as tokenizer_class says"),
     (WORDPIECE, "bert", {"model_input_names": ["input_ids"]}, {"type_vocab_size": 2}, "token types: .*as model_input_names says"),
-    (WORDPIECE, "bert", {"extra_special_tokens": ["[E1]"]}, {}, r"'\[E1\]' is named by the settings files alone.*added as id 300"),
+    (WORDPIECE, "bert", {"extra_special_tokens": ["[E1]"]}, {}, r"'\[E1\]' is in the settings files alone.*added as id 300"),
 ]  # fmt: skip
 
 

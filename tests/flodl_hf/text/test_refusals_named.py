@@ -15,9 +15,9 @@ from flodl.errors import FlodlError
 from flodl_hf import load
 from flodl_hf.errors import PredictError, TokenizerError
 from flodl_hf.tokenization.charsmap import check_definition
-from flodl_hf.tokenization.library import library_ids
 from flodl_hf.tokenization.tokenizer import Tokenizer
 from tests.torture.checkpoints import checkpoint, write_files
+from tests.torture.own_ids import library_ids
 from tests.torture.vocabularies import SORTS, plainly
 
 HEAD = "sequence_classification"

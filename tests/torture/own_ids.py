@@ -1,7 +1,4 @@
-"""What the tokenizers library alone makes of a definition: the other side of a comparison.
-
-Decides nothing. A ``tokenizer.json`` is the truth about its ids; whoever doubts this package's reading asks here.
-"""
+"""Token ids of the tokenizers library for a definition, to compare with those of this library."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ def library_ids(definition: str, texts: Sequence[str]) -> list[list[int]]:
         texts: texts.
 
     Raises:
-        Exception: as the library does for a definition that it cannot read.
+        Exception: the library cannot read the definition.
     """
     from tokenizers import Tokenizer
 
