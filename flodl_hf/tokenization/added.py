@@ -103,8 +103,8 @@ def add_tokens(
         added: ``added_tokens.json``.
         folder: the folder of the files, for messages.
         rows: rows of the model's word table, if known; a token beyond them is not added.
-        roles: special tokens of a tokenizer that is built from vocabulary files, whose tokens must have the stated ids;
-            None for one of ``tokenizer.json``.
+        roles: special tokens of a tokenizer built from vocabulary files, in which each token must have its stated id;
+            None for a tokenizer of ``tokenizer.json``.
 
     Raises:
         TokenizerError: an entry is invalid, or a token does not have its stated id.

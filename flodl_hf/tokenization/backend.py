@@ -1,8 +1,7 @@
-"""A tokenizer of the tokenizers library, made safe to keep: loaded, bounded, frozen, its failures explained.
+"""A tokenizer of the tokenizers library that is checked at load and never changed afterwards.
 
-Decides: what is refused at load, that padding and truncation sections act by their sides alone, and how an encoding
-becomes a row.
-Leaves to others: settings files, windows, padding.
+Padding and truncation sections of the definition are removed; only their sides are used. Settings files, windows and
+padding are in other modules.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from .words import join, joins_words, rows_from_joined
 
 __all__ = ["Backend", "load_json", "row_of"]
 
-# Texts below which an encoding each is as quick as blocks.
+# With fewer texts, one encoding for each is as fast as blocks.
 FEW = 32
 MAX_FRAME = 64  # special tokens around two texts; published templates have at most five
 
@@ -54,7 +53,7 @@ def load_json(data: bytes, where: str) -> tokenizers.Tokenizer:
         raise
     except BaseException as error:
         reason = str(error) or type(error).__name__
-    # Sections that never act must not make a good vocabulary unusable.
+    # Unused sections must not make a good vocabulary unusable.
     value = parse_json(data, where)
     if value.get("padding") or value.get("truncation"):
         value.update(padding=None, truncation=None)
@@ -62,7 +61,7 @@ def load_json(data: bytes, where: str) -> tokenizers.Tokenizer:
             return tokenizers.Tokenizer.from_str(json.dumps(value))
     raise TokenizerError(
         f"{where}: not a usable tokenizer definition: {printable(reason, 300)}; expected one as the tokenizers "
-        "library writes it; fetch the file again, or delete it if vocabulary files are beside it",
+        "library writes it; fetch the file again, or delete it if the folder contains vocabulary files",
         where=where,
         reason=reason,
     )
@@ -107,11 +106,11 @@ class Backend:
     """A frozen tokenizer of the tokenizers library; every method may be called from any thread."""
 
     def __init__(self, inner: tokenizers.Tokenizer, where: str) -> None:
-        """Take over ``inner``, which no one else may change afterwards.
+        """Check and store a tokenizer, which must not be changed afterwards.
 
         Args:
             inner: the tokenizer.
-            where: where it came from, for messages.
+            where: its source, for messages.
 
         Raises:
             TokenizerError: if its normalizer could exhaust memory on a short text.
@@ -138,7 +137,7 @@ class Backend:
         if added > MAX_FRAME:
             raise TokenizerError(
                 f"{where}: the template puts {added:,} special tokens around two texts; at most {MAX_FRAME} are "
-                "allowed, because they would crowd out the texts; do not use this file",
+                "allowed, because they would leave no space for the texts; do not use this file",
                 where=where,
                 found=added,
                 expected=MAX_FRAME,
@@ -146,10 +145,10 @@ class Backend:
         self.inner = inner
         self.by_code = pre_tokenizer is None
         pre_tokenizer = pre_tokenizer or b"{}"
-        self._mark: Mark | Literal[False] | None = False  # not looked for yet
+        self._mark: Mark | Literal[False] | None = False  # not determined yet
         self.patterns = foreign_patterns(normalizer, pre_tokenizer)
         self.pair_fault: str | None = None  # why pairs cannot be framed for the model
-        # Believed only where both statements agree.
+        # Used only if the token and its id agree.
         pad_token, pad_id = padding.get("pad_token"), padding.get("pad_id")
         agree = isinstance(pad_token, str) and inner.token_to_id(pad_token) == pad_id
         self.pad_token: str | None = pad_token if agree else None
@@ -190,7 +189,7 @@ class Backend:
         batch = list(texts) if pairs is None else list(zip(texts, pairs, strict=True))
         with guarded(f"{self.where}: encoding", "the tokenizer cannot treat one of the texts", texts, pairs):
             if len(batch) == 1 and not fast and not self.patterns:
-                # A batch is handed to threads that have to wake up first, which takes as long as one text does.
+                # Starting threads for a batch takes as long as encoding one text.
                 pair = (batch[0], None) if pairs is None else batch[0]
                 return [self.inner.encode(*pair, is_pretokenized=words, add_special_tokens=special)]
             run = self.inner.encode_batch_fast if fast else self.inner.encode_batch

@@ -1,7 +1,6 @@
-"""What a caller may pass to a tokenizer, brought into one form; and lists turned into arrays.
+"""Arguments of a tokenizer in one form, and conversion of lists into arrays.
 
-Decides: which arguments are one text and which a batch, and what is told to a caller who mixes them up.
-Leaves to others: tokenization and padding.
+Determines which arguments are one text and which are a batch, and raises errors for mixed ones.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from .rows import Cut
 
 __all__ = ["PADDINGS", "TRUNCATIONS", "as_batch", "as_lists", "as_tensors", "check_batch", "check_multiple", "option"]
 
-# What transformers calls them: which text is cut, and to what width rows are filled.
+# Names of transformers: which text is truncated, and the length to which rows are padded.
 TRUNCATIONS: dict[Any, Cut | None] = {
     False: None,
     "do_not_truncate": None,
@@ -36,7 +35,7 @@ PADDINGS: dict[Any, str | None] = {
 
 
 def option(table: Mapping[Any, Any], value: Any, name: str) -> Any:
-    """Return what ``table`` says about an option's value, or raise with the values there are."""
+    """Return the entry of an option's value, or raise an error with the valid values."""
     if isinstance(value, (bool, str)) and value in table:
         return table[value]
     known = [key for key in table if isinstance(key, str)]
@@ -72,7 +71,7 @@ def check_batch(texts: Any, name: str, words: bool) -> None:
         return
     for index, text in enumerate(texts):
         if not words:
-            # The library would take two strings for a pair, and anything else for a fault of the batch.
+            # The library reads two strings as a pair, and reports other types without their position.
             if not isinstance(text, str):
                 check_text(text, f"{name} {index}")
         elif isinstance(text, (str, bytes)) or not isinstance(text, Sequence):
@@ -90,7 +89,7 @@ def as_batch(text: Any, pair: Any, words: bool) -> tuple[Sequence[Any], Sequence
 
     Args:
         text: a string, a list of strings or of pairs; with ``words`` a list of words or a list of such lists.
-        pair: the like, or ``None``.
+        pair: second text or texts in the same form, or ``None``.
         words: the texts are split into words.
     """
     if words:
@@ -115,7 +114,7 @@ def as_lists(given: Any) -> tuple[dict[str, Any], str | None]:
     """Return the entries of encoded texts as lists, and "pt" or "np" if they were tensors or arrays.
 
     Args:
-        given: entries by name, or a list of such mappings, one for each text.
+        given: dictionary of entries, or a list of such mappings, one for each text.
     """
     if isinstance(given, (list, tuple)):
         given = {key: [row[key] for row in given] for key in given[0]} if given else {"input_ids": []}

@@ -1,12 +1,11 @@
 """The ids of many texts as one array, without an object for each text.
 
-An encoding a text costs more than its ids: objects for the interpreter, and memory that a thread of the library takes
-and the interpreter's gives back. The library tokenises the parts of a text that was split before each by itself,
-exactly as it does texts; so some texts are given as the parts of one, with a special token after each, which shows
-where it ends.
+Creating an encoding for each text takes longer than computing its ids. The library tokenises the parts of a pre-split
+text separately, exactly as it does texts. Therefore several texts are passed as parts of one, with a special token
+after each that marks its end.
 
-Decides: which token that is, and how many texts go together. Leaves to others: threads, frames of special tokens, and
-what is done where a text holds that token itself.
+This module selects the token and the number of texts. Threads, special tokens around texts, and texts that contain the
+token are processed elsewhere.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ __all__ = ["Mark", "in_blocks", "mark_of"]
 Mark = tuple[str, int]
 """A special token that ends each text of a block, and its id."""
 
-# Few enough for every core to have some blocks, enough that blocks are few.
+# Most and fewest texts in a block.
 MOST = 64
 LEAST = 4
 _PROBES = ("a", "", "a, b", " b a ")
 
 
 def mark_of(inner: tokenizers.Tokenizer) -> Mark | None:
-    """Return a special token that texts hardly ever hold; None where none parts texts without changing their ids.
+    """Return a special token that rarely occurs in texts; None if no token separates texts without changing their ids.
 
     Args:
         inner: the tokenizer.
@@ -41,7 +40,7 @@ def mark_of(inner: tokenizers.Tokenizer) -> Mark | None:
     unknown = getattr(inner.model, "unk_token", None)
     added = sorted(inner.get_added_tokens_decoder().items())
     special = [(token.content, i) for i, token in added if token.special and token.content != unknown]
-    # Nobody writes the token that fills rows up.
+    # Texts do not contain the padding token.
     special.sort(key=lambda found: "pad" not in found[0].lower())
     run = _plain(inner)
     for mark in special[:4]:
@@ -67,13 +66,13 @@ def in_blocks(
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the ids of all texts end to end, ``(tokens,)``, and how many each has, ``(texts,)``.
 
-    None where a text holds the mark.
+    None if a text contains the mark.
 
     Args:
         texts: the texts.
         mark: of `mark_of`.
-        run: tokenises blocks, each of so many texts.
-        cores: how many cores tokenise.
+        run: tokenises blocks, given the number of texts in each.
+        cores: number of cores.
     """
     size = max(LEAST, min(MOST, len(texts) // (8 * cores)))
     return _ids_of(texts, mark, lambda blocks: run(blocks, size), size)
@@ -87,7 +86,7 @@ def _ids_of(
     encodings = run([parts[i : i + 2 * size] for i in range(0, len(parts), 2 * size)])
     ids = np.frombuffer(b"".join(map(_packed, encodings)), np.int32)
     ends = np.flatnonzero(ids == mark[1])
-    # One mark follows each text, so as many marks as texts are ours.
+    # One mark follows each text; further marks are in the texts.
     if len(ends) != len(texts):
         return None
     return np.delete(ids, ends), np.diff(ends, prepend=-1) - 1

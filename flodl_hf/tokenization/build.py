@@ -98,7 +98,7 @@ def _qwen2(source: Source) -> Tokenizer:
 
 
 def _suffixed(source: Source) -> Tokenizer:
-    """Return BPE whose words end in ``</w>``, split as BERT splits words."""
+    """Return BPE in which words end in ``</w>``, split as by BERT."""
     tokenizer = _merged(source, source.tokens["unk_token"], "</w>")
     lower = source.rules.lowercase is True
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower, strip_accents=None if lower else False)
@@ -193,7 +193,7 @@ def _choose(
     settings: Mapping[str, Any],
     config: Mapping[str, Any],
 ) -> FamilyTokenizer:
-    """Return the rules to build by: those of the tokenizer class, else of the model's family, else by the files."""
+    """Return the rules of the tokenizer class, else of the model's family, else of a family with these files."""
     name = class_name(settings, config)
     if name is not None:
         rules = class_rules(name)
@@ -238,14 +238,14 @@ def _choose(
             found=sorted(files),
             expected=TOKENIZER_FILES,
         )
-    # Two readings of one sentencepiece model are plausible, and their ids differ.
+    # Two classes can read this sentencepiece model, and their ids differ.
     chosen = rules_of(present[0])
     others = [f for f in present if rules_of(f).files == chosen.files and rules_of(f).first != chosen.first]
     if others and model_type is None:
         names = [family.class_prefix for family in (present[0], others[0])]
         raise TokenizerError(
             f"{folder}: {chosen.files[0]} may be of {names[0]} or of {names[1]}, which number it differently; "
-            "pass model_type, or put config.json beside it",
+            "pass model_type, or add config.json to the folder",
             where=folder,
             found=[present[0].model_type, *(family.model_type for family in others)],
         )
@@ -266,7 +266,7 @@ def build_backend(
     """Return the tokenizer that vocabulary files define.
 
     Args:
-        files: tokenizer files by name.
+        files: contents of the tokenizer files.
         folder: the folder of the files, for messages.
         model_type: family of the model, if known.
         settings: ``tokenizer_config.json``.
@@ -283,7 +283,7 @@ def build_backend(
     by_text = {content(v): v for v in decoder.values()} if isinstance(decoder, Mapping) else {}
     roles = tuple(dict.fromkeys((*ROLES, *own.special)))
     stated = {role: next(filter(None, said_of(role, settings, mapped)), None) for role in roles}
-    # A bare name does not specify the spaces around a token; the entry with its id may.
+    # A string does not specify the spaces around a token; the entry with its id may.
     stated = {role: by_text.get(v, v) if isinstance(v, str) else v for role, v in stated.items()}
     tokens = {**own.special, **{role: text for role, v in stated.items() if (text := content(v))}}
     source = Source(files, folder, settings, own, tokens, rows)

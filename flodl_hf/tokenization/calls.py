@@ -1,7 +1,6 @@
-"""Calls of a tokenizer: texts to rows of token ids, and padding of rows that are made already.
+"""Calls of a tokenizer: texts to rows of token ids, and padding of encoded texts.
 
-Decides: arguments, defaults and entries of the result, which are those of transformers.
-Leaves to others: loading and saving (``tokenizer.py``), where windows are cut (``rows.py``), ids to text.
+Arguments, defaults and entries of the result are the same as in transformers.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class Calls(Vocabulary):
                 truncates.
             words: the texts are split into words already. ``offsets`` then count characters within the word.
             add_special_tokens: put the template's special tokens around the texts.
-            overflow: what happens to a text that does not fit: windows, dropping its end, or an error.
+            overflow: for a text that does not fit: windows, removing its end, or an error.
             snap: start and end windows between words where a border is near (see ``plan_windows``).
             offsets: fill ``Row.offsets`` and ``Row.word_ids``; without them encoding is faster.
 
@@ -90,7 +89,7 @@ class Calls(Vocabulary):
             texts, pairs = self._shorten(texts, pairs, max_tokens, cut)
         rows = self._backend.rows(texts, pairs, words=words, special=add_special_tokens, fast=not offsets)
         if snap and overflow == "windows" and not offsets and max_tokens is not None:
-            # Word borders are needed to cut these.
+            # Cutting these rows needs word borders.
             long = [index for index, row in enumerate(rows) if len(row) > max_tokens]
             if long:
                 seconds = None if pairs is None else [pairs[index] for index in long]
@@ -108,7 +107,7 @@ class Calls(Vocabulary):
     def _shorten(
         self, texts: Sequence[Any], pairs: Sequence[Any] | None, max_tokens: int, cut: Cut
     ) -> tuple[Sequence[Any], Sequence[Any] | None]:
-        """Return the texts, very long ones without most of what truncation drops."""
+        """Return the texts, long ones without most of the characters that truncation removes."""
         if self._settings.truncation_side == "left":
             return texts, pairs
 
@@ -143,17 +142,17 @@ class Calls(Vocabulary):
         verbose: bool = True,
         split_special_tokens: bool | None = None,
     ) -> Encoded:
-        """Return model inputs for one text or a batch; arguments and ids are those of transformers.
+        """Return model inputs for one text or a batch, with the arguments and ids of transformers.
 
         Args:
             text: a string, a list of strings, a list of pairs, or (lists of) words with
                 ``is_split_into_words``.
             text_pair: second text or texts.
-            text_target: text or texts whose ids are returned as ``labels``; without ``text``, as the inputs.
+            text_target: text or texts, encoded into ``labels``; without ``text``, into the inputs.
             text_pair_target: second text or texts of these.
             add_special_tokens: put the template's special tokens around the texts.
             padding: ``True`` or ``"longest"``, ``"max_length"``, or ``False``.
-            truncation: ``True`` (the longer text gives way), ``"only_first"``, ``"only_second"`` or
+            truncation: ``True`` (tokens of the longer text are removed), ``"only_first"``, ``"only_second"`` or
                 ``False``.
             max_length: limit in tokens; by default ``model_max_length``.
             stride: tokens shared by neighbours when overflowing tokens are returned.
@@ -163,13 +162,14 @@ class Calls(Vocabulary):
             return_tensors: ``"pt"``, ``"np"``, or lists.
             return_token_type_ids: include ``token_type_ids``; by default as in `model_input_names`.
             return_attention_mask: include ``attention_mask``; by default as in `model_input_names`.
-            return_overflowing_tokens: return what truncation cut off as further rows, with
+            return_overflowing_tokens: return the removed tokens as further rows, with
                 ``overflow_to_sample_mapping``.
             return_special_tokens_mask: include ``special_tokens_mask``.
             return_offsets_mapping: include ``offset_mapping``.
             return_length: include ``length``, the number of tokens of each row with its padding.
             verbose: ignored.
-            split_special_tokens: read special tokens in the text as plain text; by default as the folder says.
+            split_special_tokens: read special tokens in the text as plain text; by default as in
+                ``tokenizer_config.json``.
 
         Raises:
             TokenizerError: for invalid texts.
@@ -240,7 +240,7 @@ class Calls(Vocabulary):
     def _cut(
         self, rows: Sequence[Row], cut: Cut | None, limit: int | None, stride: int, *, windows: bool
     ) -> list[list[Row]]:
-        """Return what is left of each row within ``limit`` tokens, or its windows, as transformers cuts them."""
+        """Return each row truncated to ``limit`` tokens, or its windows, as transformers cuts them."""
         if cut is None or limit is None:
             return [[row] for row in rows]
         overflow: Overflow = "windows" if windows else "truncate"
@@ -251,7 +251,7 @@ class Calls(Vocabulary):
         return groups
 
     def _pad_id(self, rows: Sequence[Row], width: int | None) -> int:
-        """Return the id that fills rows up to ``width``; any where there is none and no row needs it."""
+        """Return the id of padding; 0 if there is none and no row is shorter than ``width``."""
         if self.pad_token_id is not None:
             return self.pad_token_id
         if width is not None and any(len(row) < width for row in rows):
@@ -262,7 +262,7 @@ class Calls(Vocabulary):
         return 0
 
     def _reading(self, split: bool) -> Backend:
-        """Return the tokenizer that takes special tokens in a text apart, or does not."""
+        """Return the tokenizer that does or does not split special tokens in a text."""
         if split == self._settings.split_special:
             return self._backend
         other = self.__dict__["_splitting"]
@@ -320,7 +320,7 @@ class Calls(Vocabulary):
         rows = batch.get("input_ids")
         if rows is None:
             raise OptionError(
-                f"pad: found the entries {list(batch)}, expected input_ids. Pass what the tokenizer returned.",
+                f"pad: found the entries {list(batch)}, expected input_ids. Pass the result of the tokenizer.",
                 found=list(batch),
             )
         if not len(rows):

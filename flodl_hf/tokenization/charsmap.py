@@ -1,10 +1,7 @@
-"""The compiled character replacements inside a sentencepiece model, checked and looked up.
+"""The compiled character replacements inside a sentencepiece model, and checks of their layout.
 
-The layout is four bytes with the size of a double-array trie, the trie (32-bit units as the Darts-clone
-library packs them), and the replacements, each ended by a zero byte.
-
-Decides: which tables are damaged, and what one table replaces.
-Leaves to others: applying a table to text.
+The layout is four bytes with the size of a double-array trie, the trie (32-bit units as the Darts-clone library packs
+them), and the replacements, each ended by a zero byte.
 """
 
 from __future__ import annotations
@@ -36,21 +33,20 @@ def longest_replacement(data: bytes) -> int:
 
 
 def check_definition(data: bytes, where: str) -> None:
-    """Refuse the text of a ``tokenizer.json`` with a table whose trie is announced larger than the table is.
+    """Refuse the text of a ``tokenizer.json`` in which a trie is announced larger than its table.
 
-    The tokenizers library takes the memory that is announced before it looks, and ends the process where there is
-    not so much.
+    The tokenizers library allocates the announced memory without a check, and ends the process if there is not enough.
 
     Raises:
         TokenizerError: there is such a table.
     """
     tables = [match[1] for match in _TABLE.finditer(data)] if b"charsmap" in data else []
     if any(b"\\" in table for table in tables) or (b"\\u00" in data and _HIDDEN_KEY.search(data)):
-        # Written so that a search of bytes does not see it; then all is read.
+        # With escapes, the search of bytes misses a table; then the whole text is parsed.
         try:
             tables = list(_tables(json.loads(data)))
         except (ValueError, RecursionError):
-            return  # which whoever reads it says
+            return  # reported when the definition is loaded
     for table in tables:
         try:
             head = base64.b64decode(bytes(table[:8]).ljust(8, b"A"))

@@ -30,7 +30,7 @@ __all__ = [
     "rules_of",
 ]
 
-# Builders whose tokenizers split words by Python code.
+# Builders of tokenizers with Python code that splits words.
 PYTHON_BUILDERS = ("fairseq", "bertweet", "japanese", "sentencepiece")
 
 # Families for which transformers has no tokenizer class, so that their tokenizer.json is used as it is.
@@ -217,13 +217,13 @@ def class_family(stated: Mapping[str, Any]) -> str | None:
 
 
 def guess_model_type(config: Mapping[str, Any], stated: Mapping[str, Any]) -> str | None:
-    """Return the family in ``config.json``, else that of the tokenizer class, else None."""
+    """Return the family in ``config.json``, else the family of the tokenizer class, else None."""
     name = config.get("model_type")
     return name if isinstance(name, str) and name else class_family(stated)
 
 
 def rules_for(stated: Mapping[str, Any], config: Mapping[str, Any], model_type: str | None) -> FamilyTokenizer:
-    """Return the rules of a folder's tokenizer: those of its class, else of the family of its model."""
+    """Return the rules of a folder's tokenizer by its class, else by the family of its model."""
     return class_rules(class_name(stated, config)) or rules_of(named(model_type))
 
 

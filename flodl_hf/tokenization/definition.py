@@ -43,7 +43,7 @@ def read_backend(
     """Return the tokenizer of a folder, notes about contradictions, and whether it differs from ``tokenizer.json``.
 
     Args:
-        files: tokenizer files by name.
+        files: contents of the tokenizer files.
         folder: the folder of the files, for messages.
         model_type: family, if the caller specifies it.
         config: ``config.json`` of the model, or an empty mapping.
@@ -175,7 +175,7 @@ def _reframed(
     tokens: Mapping[str, str],
     folder: str,
 ) -> list[str]:
-    """Replace tokens of the template by those that the settings name; return notes."""
+    """Replace tokens of the template by the tokens of the settings; return notes."""
     around = _around(backend)
     roles = template_ends(rules.template)
     if len(around) < 2 or roles is None:

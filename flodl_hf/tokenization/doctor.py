@@ -24,11 +24,11 @@ def contradictions(
     config: Mapping[str, Any],
     pad_token: str | None,
 ) -> list[str]:
-    """Return a sentence for each place where settings say something else than ``tokenizer.json``, with which one holds.
+    """Return a sentence for each contradiction of settings and ``tokenizer.json``, with the value that is used.
 
     Args:
         inner: the tokenizer of ``tokenizer.json``.
-        settings: what ``tokenizer_config.json`` says, as read.
+        settings: values of ``tokenizer_config.json``, as read.
         mapped: ``special_tokens_map.json``.
         config: the model's ``config.json``, or an empty mapping.
         pad_token: the token that the padding section names.
@@ -49,7 +49,7 @@ def _files(stated: Mapping[str, Any], mapped: Mapping[str, Any]) -> Iterator[str
         if one and other and one != other:
             yield (
                 f"{role}: {printable(one, 40)} in tokenizer_config.json and {printable(other, 40)} in "
-                f"special_tokens_map.json; the {which} holds, as in transformers"
+                f"special_tokens_map.json; the {which} is used, as in transformers"
             )
 
 
@@ -58,7 +58,7 @@ def _padding(settings: Settings, pad_token: str | None) -> Iterator[str]:
     if pad_token and chosen and chosen != pad_token:
         yield (
             f"pad_token: {printable(chosen, 40)} by the settings files and {printable(pad_token, 40)} in the padding "
-            "section of tokenizer.json; the settings hold, as in transformers"
+            "section of tokenizer.json; the settings are used, as in transformers"
         )
 
 
@@ -66,12 +66,12 @@ def _lengths(settings: Settings, config: Mapping[str, Any]) -> Iterator[str]:
     stated = settings.raw
     old, new = stated.get("max_len"), stated.get("model_max_length")
     if old is not None and new is not None and old != new:
-        yield f"max_len: {old} beside model_max_length {new}; the latter holds, as in transformers"
+        yield f"max_len: {old} and model_max_length: {new}; the latter is used, as in transformers"
     positions = config.get("max_position_embeddings")
     if isinstance(positions, int) and settings.model_max_length and settings.model_max_length > positions:
         yield (
             f"model_max_length: {settings.model_max_length} in tokenizer_config.json and {positions} positions in "
-            "config.json; predictions obey the model, calls of the tokenizer the setting, as in transformers"
+            "config.json; predictions use the limit of the model, tokenizer calls the setting, as in transformers"
         )
 
 
@@ -81,6 +81,6 @@ def _segments(inner: tokenizers.Tokenizer, settings: Settings, config: Mapping[s
         return
     why = "model_input_names" if isinstance(settings.raw.get("model_input_names"), list) else "tokenizer_class"
     yield (
-        f"token types: the model has {rows} and the template marks a second text; none are given, as {why} says "
+        f"token types: the model has {rows} and the template marks a second text; none are returned because of {why} "
         '(to have them, "model_input_names": ["input_ids", "token_type_ids", "attention_mask"] in the same file)'
     )

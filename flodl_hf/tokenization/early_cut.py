@@ -1,10 +1,9 @@
-"""The beginning of a very long text, when only its beginning is wanted: cut before it is tokenized.
+"""The beginning of a very long text, cut before it is tokenized, where truncation removes the rest.
 
-Tokens do not depend on what follows far behind them. So a prefix is tokenized, then one twice as long, and
-where both begin alike the shorter one is enough; a text of ten megabytes then costs what a page costs. White space is
-the exception: a special token may take all that stands before it, however much, so a prefix never ends in it.
-
-Decides: how long a prefix suffices. Leaves to others: tokenization and truncation.
+Tokens do not depend on characters far behind them. A prefix is tokenized, then a prefix of twice the length; if both
+begin with the same tokens, the shorter one is enough. The cost is then independent of the length of the text. White
+space is an exception: a special token may include any number of spaces before it, so a prefix never ends in white
+space.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from typing import Any
 
 __all__ = ["beginning", "beginnings"]
 
-# Characters a token may stand for on average before a longer prefix is tried; English has four.
+# Assumed characters of a token on average; English has four.
 _CHARS = 16
-# Texts up to this many characters per wanted token are simply tokenized.
+# Texts of at most this many characters for each requested token are tokenized whole.
 _LONG = 4 * _CHARS
-# Equal tokens wanted beyond those that are used.
+# Further tokens that both prefixes must have in common.
 _MARGIN = 32
-# A text that is one endless word gives no such beginning, and trying on costs more than the whole.
+# For a text of one very long word, further attempts cost more than the whole text.
 _DOUBLINGS = 4
 
 
@@ -33,16 +32,16 @@ def beginnings(texts: Sequence[Any], max_tokens: int, encode: Callable[[str], Se
         encode: ids of a text, without special tokens.
     """
     limit = _LONG * (max_tokens + 1)
-    # One token more than fits, so that the row still records that something was dropped.
+    # One token more than fits, so that the row still records a truncation.
     return [beginning(t, max_tokens + 1, encode) if isinstance(t, str) and len(t) > limit else t for t in texts]
 
 
 def beginning(text: str, tokens: int, encode: Callable[[str], Sequence[int]]) -> str:
-    """Return a prefix of ``text`` whose first ``tokens`` tokens are those of the whole text.
+    """Return a prefix of ``text`` with the same first ``tokens`` tokens as the whole text.
 
     Args:
         text: the whole text.
-        tokens: number of tokens wanted.
+        tokens: number of requested tokens.
         encode: ids of a text, without special tokens.
     """
     size = _CHARS * (tokens + _MARGIN)

@@ -1,7 +1,6 @@
-"""The result of calling a tokenizer: named arrays, and the way from a token back to its text.
+"""The result of calling a tokenizer: named arrays, with the position of each token in its text.
 
-Decides: how rows are padded into a rectangle and what the entries are called (the names transformers uses).
-Leaves to others: tokenization and windows.
+Entries have the names of transformers.
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ class Encoded(MutableMapping[str, Any]):
         return (0, first) if second is None else (first, second)
 
     def _at(self, first: int, second: int | None) -> tuple[Row, int | None]:
-        """Return the row and the place in it of a token's position; ``None`` for what is no token of a text."""
+        """Return the row of a token and its index there; ``None`` for special tokens and padding."""
         number, index = self._place(first, second)
         width = self._width(number)
         if not -width <= index < width:
@@ -275,10 +274,10 @@ def pad_rows(
     """Return the entries of ``rows`` as padded lists, and how much padding precedes each row.
 
     Args:
-        rows: what to lay out.
+        rows: rows without padding.
         width: tokens per row, or ``None`` to leave rows as long as they are. Longer rows stay longer.
         multiple: round the width up to a multiple of this.
-        side: where the padding goes.
+        side: side of the padding.
         pad_id: token id of padding.
         type_ids: include ``token_type_ids``.
         attention: include ``attention_mask``.

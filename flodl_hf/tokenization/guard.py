@@ -1,7 +1,6 @@
-"""Calls into the tokenizers library whose every failure comes back as a ``TokenizerError``.
+"""Calls into the tokenizers library that raise ``TokenizerError`` for every failure.
 
-Decides: how a failure is explained (which text, which position, why) and which tokenizer definitions are
-refused because they would exhaust memory. Leaves to others: what to do with the tokens.
+Also refuses definitions that would exhaust memory.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ MAX_GROWTH = 64
 
 @contextmanager
 def guarded(where: str, remedy: str, texts: Sequence[Any] = (), pairs: Sequence[Any] | None = None) -> Iterator[None]:
-    """Turn whatever the block raises into a ``TokenizerError`` that says where and what to do.
+    """Convert every error of the block into a ``TokenizerError`` with its place and a remedy.
 
     A panic in the Rust code does not derive from ``Exception``, so ``except Exception`` would let it through.
 
     Args:
-        where: what was being done, for the message.
-        remedy: what the reader can do.
-        texts: inputs, examined only after a failure, to name the one at fault.
-        pairs: second texts, likewise.
+        where: the operation, for messages.
+        remedy: advice in the message.
+        texts: inputs, checked only after a failure, to report the invalid one.
+        pairs: second texts, checked in the same way.
     """
     try:
         yield
@@ -46,7 +45,7 @@ def guarded(where: str, remedy: str, texts: Sequence[Any] = (), pairs: Sequence[
             check_texts(pairs, "second text")
         reason = str(cause) or type(cause).__name__
         raise TokenizerError(
-            f"{where}: the tokenizers library failed: {printable(reason, 300)}; expected what it can use; {remedy}",
+            f"{where}: the tokenizers library failed: {printable(reason, 300)}; expected valid input; {remedy}",
             where=where,
             reason=reason,
         ) from (cause if isinstance(cause, Exception) else None)
@@ -63,7 +62,7 @@ def check_texts(texts: Sequence[Any], kind: str) -> None:
 
 
 def check_text(text: Any, where: str) -> None:
-    """Raise ``TokenizerError`` if ``text`` is not a string, or holds half of a surrogate pair."""
+    """Raise ``TokenizerError`` if ``text`` is not a string, or contains half of a surrogate pair."""
     if not isinstance(text, str):
         raise TokenizerError(
             f"{where}: found {type(text).__name__}, expected str; decode bytes, and drop or fill missing values first",
@@ -76,7 +75,7 @@ def check_text(text: Any, where: str) -> None:
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
         raise TokenizerError(
-            f"{where}: character {error.start} is the lone surrogate U+{code:04X}, which stands for no "
+            f"{where}: character {error.start} is the lone surrogate U+{code:04X}, which is no "
             "character; expected text that can be encoded; "
             "repair the decoding that made it, or replace it: "
             "text.encode('utf-8', 'replace').decode('utf-8')",
@@ -109,7 +108,7 @@ def growth(normalizer: Any) -> int:
         if literal:
             return max(1, -(-content // len(literal)))
         # A regular expression or an empty pattern may match between any two characters. One character put
-        # there at most doubles a text, which is no danger and is what honest definitions do.
+        # there at most doubles a text, as in valid definitions.
         return 1 if content <= 1 else content + 1
     if kind == "Precompiled":
         try:

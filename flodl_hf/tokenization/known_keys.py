@@ -1,4 +1,4 @@
-"""The known keys of ``tokenizer_config.json`` and ``special_tokens_map.json``, and what is done with each.
+"""The known keys of ``tokenizer_config.json`` and ``special_tokens_map.json``.
 
 A setting that changes token ids is applied, or loading fails and the error names file, key and value. A setting without
 effect is ignored, an unknown one with a warning.
@@ -32,7 +32,7 @@ APPLIED: Mapping[str, tuple[type, ...]] = {
     "sudachi_kwargs": (dict,), "jumanpp_kwargs": (dict,),
 }  # fmt: skip
 
-# Settings that change nothing here, because transformers 5 reads them for other classes, for calls or not at all.
+# Settings that change nothing here, because transformers 5 reads them for other classes, for calls or never.
 INERT = frozenset((
     "add_blank", "auto_map", "backend", "chat_template", "commit_hash", "config", "device_map", "do_basic_tokenize",
     "do_normalize", "errors", "fast", "fix_mistral_regex", "from_slow", "full_tokenizer_file", "image_token_id",
@@ -49,7 +49,7 @@ INERT = frozenset((
 
 
 def _refused(key: str, value: Any, rules: FamilyTokenizer) -> str | None:
-    """Return what is expected of a setting that this class reads and that cannot be applied; None if it is fine."""
+    """Return the expected value of a setting that cannot be applied; None for a valid setting."""
     if key == "sp_model_kwargs" and rules.build == "sentencepiece":
         return None if not (isinstance(value, Mapping) and value) else "no options of sentencepiece"
     if key == "offset" and any(entry.startswith("mask_token_sent") for entry in rules.first):

@@ -152,7 +152,7 @@ def llama(source: Source) -> Tokenizer:
 
 
 def sentencepiece_pieces(source: Source) -> Tokenizer:
-    """Return a tokenizer whose pieces the package sentencepiece finds, as those of BERT for generation."""
+    """Return a tokenizer with the pieces that the package sentencepiece finds."""
     from .python_words import sentencepieces, splitter
 
     name = source.rules.files[0]

@@ -1,7 +1,4 @@
-"""Vocabularies in text files: ``vocab.txt``, ``vocab.json`` and ``merges.txt``, checked line by line.
-
-Decides: which of them are damaged. Leaves to others: what a vocabulary is used for.
-"""
+"""Readers of ``vocab.txt``, ``vocab.json`` and ``merges.txt`` that check each line."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ def _text(data: bytes, where: str) -> str:
 
 
 def _lines(data: bytes, where: str) -> list[str]:
-    # Only line feeds end a line: vocabularies hold other characters that str.splitlines would split at.
+    # Only line feeds end a line: vocabularies contain characters at which str.splitlines would split.
     lines = _text(data, where).replace("\r\n", "\n").split("\n")
     while lines and not lines[-1]:
         lines.pop()
@@ -122,7 +119,7 @@ def read_merges(data: bytes, where: str, vocab: Mapping[str, int]) -> list[tuple
         vocab: token to id; both parts and their union must be in it.
 
     Raises:
-        TokenizerError: if a line is not two tokens of the vocabulary whose union is one as well.
+        TokenizerError: if a line is not two tokens of the vocabulary with a union in the vocabulary.
     """
     merges: list[tuple[str, str]] = []
     faults = []

@@ -1,9 +1,7 @@
-"""Words that Python code splits: fairseq's BPE (PhoBERT, BERTweet) and Japanese morphological analysers.
+"""Words that Python code splits: fairseq's BPE (PhoBERT, BERTweet), sentencepiece and Japanese analysers.
 
-Each is a pre-tokenizer of the tokenizers library, so that added tokens, offsets and templates are those of any other
-tokenizer. Such a tokenizer has no ``tokenizer.json``.
-
-Leaves to others: the vocabulary, the template.
+Each is a pre-tokenizer of the tokenizers library, so added tokens, offsets and templates work as in other tokenizers.
+Such a tokenizer has no ``tokenizer.json``.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ class _Splitter:
             parts = list(self._words(str(text)))
         out = []
         for part, start, stop in parts:
-            # A part without characters of its own is placed at the next one, or at the last.
+            # A part without characters is placed at the next character, or at the last.
             piece = text[start:stop] if start < stop else text[start : start + 1] or text[start - 1 : start]
             if piece is not None:
                 _rewrite(piece, part)

@@ -1,8 +1,7 @@
-"""Regular expressions of a tokenizer definition that come from strangers, and a time limit for what runs them.
+"""Regular expressions of a tokenizer definition, and a time limit for unknown ones.
 
-A pattern can take time that grows with the square of a text, or worse, and the library has no limit for a whole text.
-Where a definition has patterns other than those of published tokenizers, texts are split in a thread that is waited for
-no longer than honest patterns need many times over.
+A pattern can take time that grows with the square of a text, or worse, and the library has no time limit. If a
+definition contains patterns that are not in published tokenizers, texts are split in a thread with a time limit.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ def _patterns(value: Any) -> Iterator[str]:
 
 
 def within_time(run: Callable[[], R], characters: int, patterns: tuple[str, ...], where: str) -> R:
-    """Return ``run()``, which lets go of the interpreter meanwhile.
+    """Return ``run()``, which must release the interpreter lock.
 
     Args:
-        run: what may never end; its thread is left behind then, and ends with the process.
-        characters: how much text it reads.
-        patterns: what it runs, for the message.
+        run: function without arguments. If it exceeds the limit, its thread continues until the process ends.
+        characters: number of characters of the texts.
+        patterns: the regular expressions, for messages.
         where: the tokenizer.
 
     Raises:
@@ -74,7 +73,7 @@ def within_time(run: Callable[[], R], characters: int, patterns: tuple[str, ...]
     listed = ", ".join(printable(pattern, 80) for pattern in patterns[:3])
     raise TokenizerError(
         f"{where}: splitting {characters:,} characters took more than {limit:.0f} s by the patterns of its "
-        f"tokenizer.json ({listed}), which may take for ever on some texts. Do not use this tokenizer unless you know "
+        f"tokenizer.json ({listed}), which may not end on some texts. Do not use this tokenizer unless you know "
         "who made it, or give it shorter texts.",
         where=where,
         patterns=list(patterns),

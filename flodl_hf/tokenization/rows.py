@@ -17,7 +17,7 @@ __all__ = ["Cut", "Overflow", "Row", "cut_each", "cut_rows", "plan_windows", "wi
 Cut = Literal["first", "second", "longer", "longest"]
 Overflow = Literal["windows", "truncate", "error"]
 
-_LEAST_ROOM = 4  # windows of a pair contain at least this fraction of the room, 1/4, of the text that is cut
+_LEAST_SPACE = 4  # windows of a pair contain at least this fraction of the space, 1/4, of the text that is cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +27,17 @@ class Row:
     Attributes:
         ids: token ids.
         type_ids: segment of each token (0 or 1).
-        offsets: for each token ``(start, end)`` in characters of the text it came from, ``(0, 0)`` for
-            special tokens. For pre-split words, characters of the word. Empty if offsets were not asked for.
+        offsets: for each token ``(start, end)`` in characters of its text, ``(0, 0)`` for
+            special tokens. For pre-split words, characters of the word. Empty if offsets were not requested.
         word_ids: for each token the number of its word within its sequence, ``None`` for special tokens.
-            Empty if offsets were not asked for.
+            Empty if offsets were not requested.
         sequence_ids: 0 for the first text, 1 for the second, ``None`` for special tokens.
         special: whether the token was added by the template around the texts.
         tokens: the text of each token, which for an unknown piece is its own. Empty if offsets were not requested.
         window: position of this row among the windows of its text.
-        first_token: first token of the cut sequence that this row holds, counted without special tokens.
+        first_token: first token of the cut sequence in this row, counted without special tokens.
         last_token: one past the last such token.
-        truncated: whether tokens of the text are in no window at all.
+        truncated: whether no window contains some tokens of the text.
     """
 
     ids: Sequence[int]
@@ -62,7 +62,7 @@ def plan_windows(
     """Return half-open token ranges of at most ``capacity`` that cover ``range(length)`` and overlap.
 
     With ``word_ids`` neighbours overlap by at least ``stride`` tokens, and a range starts and ends between
-    words if a word border lies near enough; a stride above three quarters of the capacity is lowered to that.
+    words if a word border is near; a stride above three quarters of the capacity is lowered to that.
     Without, ranges are ``capacity`` long and ``capacity - stride`` apart, as the tokenizers library cuts
     them.
 
@@ -83,7 +83,7 @@ def plan_windows(
         return windows
 
     stride = min(stride, capacity * 3 // 4)
-    # Both searches stay within half of what a window advances, so the number of windows is bounded.
+    # Both searches are shorter than half the advance of a window, so the number of windows is bounded.
     advance = capacity - stride
     search = min(max(stride, capacity // 8), advance // 2)
 
@@ -172,15 +172,15 @@ def cut_rows(
         max_tokens: most tokens in a window, special tokens counted; ``None`` leaves the row whole.
         stride: tokens of the cut text that neighbouring windows share.
         cut: which text is cut; the other one is repeated in every window. ``"longer"`` cuts the longer of the two into
-            windows; if the shorter one leaves less than a quarter of the room, both are truncated as by
-            ``"longest"``, which only truncates: the longer text gives way until both are equal.
+            windows; if the shorter one leaves less than a quarter of the tokens, both are truncated as by
+            ``"longest"``, which only truncates: the longer text loses tokens until both are equal.
         overflow: make windows, drop what does not fit, or raise.
         snap: start and end windows between words where possible.
         side: which end is dropped when truncating, and comes last among windows that do not snap.
-        where: what to call the text in an error.
+        where: name of the text in errors.
 
     Raises:
-        TokenizerError: if the part that is not cut leaves no room, or if ``overflow`` is ``"error"`` and it
+        TokenizerError: if the part that is not cut leaves no tokens, or if ``overflow`` is ``"error"`` and it
             does not fit.
     """
     total = len(row.ids)
@@ -215,7 +215,7 @@ def cut_rows(
     else:
         if not snap and stride >= capacity:
             raise TokenizerError(
-                f"{where}: windows hold {capacity} tokens of this text and are to share {stride}; "
+                f"{where}: found a stride of {stride} and windows of {capacity} tokens of this text; "
                 "the stride must be smaller: lower it, or raise max_tokens",
                 where=where,
                 found=stride,
@@ -239,10 +239,10 @@ def cut_rows(
 
 
 def _longer(row: Row, max_tokens: int | None) -> Cut:
-    """Return the text of a pair that windows cut, or ``"longest"`` if the other one leaves too little room."""
+    """Return the text of a pair that windows cut, or ``"longest"`` if the other one leaves too few tokens."""
     first, second = (row.sequence_ids.count(text) for text in (0, 1))
-    room = (max_tokens or len(row.ids)) - (len(row.ids) - first - second)
-    if (room - min(first, second)) * _LEAST_ROOM < room:
+    space = (max_tokens or len(row.ids)) - (len(row.ids) - first - second)
+    if (space - min(first, second)) * _LEAST_SPACE < space:
         return "longest"
     return "first" if first > second else "second"
 
@@ -268,7 +268,8 @@ def _whole(row: Row, sequence: int) -> Row:
 
 
 def with_space(part: Row, whole: Row) -> Row:
-    """Return a part of a row whose first token has the space before it in its offsets, as the tokenizers library does.
+    """Return a part of a row in which the offsets of the first token include the space before it, as in the tokenizers
+    library.
 
     Args:
         part: of `cut_rows`.
@@ -288,14 +289,14 @@ def with_space(part: Row, whole: Row) -> Row:
 def _truncate_longest(row: Row, max_tokens: int, side: str, where: str) -> Row:
     spans = [_span(row, 0, where), _span(row, 1, where)]
     lengths = [stop - start for start, stop in spans]
-    room = max_tokens - (len(row.ids) - sum(lengths))
-    if room < 0:
+    space = max_tokens - (len(row.ids) - sum(lengths))
+    if space < 0:
         raise _too_long(where, len(row.ids), max_tokens, "and the special tokens alone are more", "raise max_tokens")
     short, long = sorted(lengths)
-    # The rule of the tokenizers library: the longer text gives way until both are equal, then both do.
-    long = short if short > room else max(short, room - short)
-    if short + long > room:
-        short, long = room // 2, room // 2 + room % 2
+    # As in the tokenizers library: the longer text loses tokens until both are equal, then both lose tokens.
+    long = short if short > space else max(short, space - short)
+    if short + long > space:
+        short, long = space // 2, space // 2 + space % 2
     kept = [long, short] if lengths[0] > lengths[1] else [short, long]
     kept = [min(keep, length) for keep, length in zip(kept, lengths, strict=True)]
     dropped: set[int] = set()

@@ -1,10 +1,7 @@
 """A sentencepiece model file as a record, read without the sentencepiece library.
 
-The file is one protocol buffer message; this reads the wire format with strict bounds and keeps only what
-decides token ids. Field numbers are those of ``sentencepiece_model.proto``.
-
-Decides: which files are damaged and which models are not supported.
-Leaves to others: building a tokenizer from the record, and what families do with the pieces.
+The file is one protocol buffer message. The reader checks every length and returns only the fields that determine token
+ids. Field numbers are the same as in ``sentencepiece_model.proto``.
 """
 
 from __future__ import annotations
@@ -55,7 +52,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SentencePieceModel:
-    """What a sentencepiece model file says about segmentation.
+    """The segmentation settings of a sentencepiece model file.
 
     Attributes:
         pieces: the vocabulary in the order of ids.
@@ -157,14 +154,14 @@ def _numbers(data: bytes, where: str) -> dict[int, int | float | bytes]:
 
 
 def read_model(data: bytes, where: str) -> SentencePieceModel:
-    """Return what the bytes of a sentencepiece model file say.
+    """Return the model in the bytes of a sentencepiece file.
 
     Args:
         data: contents of the file.
         where: its name, for messages.
 
     Raises:
-        TokenizerError: if the file is damaged, or uses what is not supported.
+        TokenizerError: if the file is damaged or not supported.
     """
     reader = _Reader(data, where)
     pieces: list[Piece] = []
@@ -210,8 +207,8 @@ def read_model(data: bytes, where: str) -> SentencePieceModel:
         unsupported.append("plain spaces in pieces (escape_whitespaces false)")
     if unsupported:
         raise TokenizerError(
-            f"{where}: uses {' and '.join(unsupported)}, expected what a supported family has; "
-            "save it as tokenizer.json with the tool that made it, and load that",
+            f"{where}: uses {' and '.join(unsupported)}, expected unigram or BPE with spaces as U+2581; "
+            "save it as tokenizer.json with the tool that created it, and load that file",
             where=where,
             found=unsupported,
         )

@@ -1,9 +1,7 @@
-"""What a tokenizer's JSON files say besides the vocabulary: special tokens, length limit, padding side.
+"""The settings files of a tokenizer: special tokens, maximum length, sides of padding and truncation.
 
-Decides: which file wins (``special_tokens_map.json``, then ``tokenizer_config.json``, the other way round
-where the latter lists tokens by id; then the family's custom, then the vocabulary), and that a special token
-which the vocabulary lacks is no special token.
-Leaves to others: the vocabulary itself and the padding.
+``special_tokens_map.json`` takes precedence over ``tokenizer_config.json``, unless the latter lists tokens by id; then
+the defaults of the tokenizer class follow. A special token that the vocabulary lacks is ignored.
 """
 
 from __future__ import annotations
@@ -31,21 +29,21 @@ __all__ = [
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
-# Whose words they are, where neither files nor a family say.
+# Families with the default tokens of a folder without class and family.
 _USUAL = ("bert", "roberta")
 
-# Writers without a limit store int(1e30) here; no supported model comes near a million positions.
+# transformers writes int(1e30) for no limit; no supported model has a million positions.
 _NO_LIMIT = 10**6
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the tokenizer's settings files say, after defaults.
+    """The settings of a tokenizer, with defaults.
 
     Attributes:
-        special: role (``"mask_token"``) to token, only for tokens that the vocabulary holds.
-        extra_special: further special tokens that the files name.
-        named_special: those of them that have a role of their own, by role.
+        special: role (``"mask_token"``) to token, only for tokens in the vocabulary.
+        extra_special: further special tokens in the files.
+        named_special: special tokens with further roles, by role.
         model_max_length: longest input in tokens, or ``None`` if no limit is stated.
         padding_side: ``"left"`` or ``"right"``.
         truncation_side: ``"left"`` or ``"right"``.
@@ -94,9 +92,9 @@ def content(value: Any) -> str | None:
 
 
 def said_of(role: str, stated: Mapping[str, Any], mapped: Mapping[str, Any]) -> list[Any]:
-    """Return what ``tokenizer_config.json`` and ``special_tokens_map.json`` say of a role, the one that holds first.
+    """Return the entries of a role in ``tokenizer_config.json`` and ``special_tokens_map.json``, by precedence.
 
-    As transformers reads them: the map is laid over the settings, unless these list tokens by id, as newer ones do.
+    As in transformers, the map replaces the settings, unless these list tokens by id.
     """
     both = [stated.get(role), mapped.get(role)]
     return both if "added_tokens_decoder" in stated else both[::-1]
@@ -110,7 +108,7 @@ def named_tokens(stated: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def extra_tokens(*sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the further special tokens that settings files name, in their order, as they are stated."""
+    """Return the further special tokens of settings files, in their order, with their entries."""
     found = {text: value for value in named_tokens(sources[0]).values() if (text := content(value))}
     for source in sources:
         for key in ("extra_special_tokens", "additional_special_tokens"):
@@ -166,15 +164,15 @@ def read_settings(
 
     Args:
         files: the tokenizer files of a folder.
-        known: whether the vocabulary holds a token.
-        folder: where the files came from, for messages.
+        known: whether the vocabulary contains a token.
+        folder: the folder of the files, for messages.
         model_type: family, if the caller knows it.
         config: the model's ``config.json``, or an empty mapping.
         pad_token: pad token named by the padding section of ``tokenizer.json``.
-        sides: what its sections say of ``padding_side`` and ``truncation_side``, where settings files do not.
+        sides: ``padding_side`` and ``truncation_side`` of its sections, the defaults of the settings files.
 
     Raises:
-        TokenizerError: if a settings file is damaged or holds an impossible value.
+        TokenizerError: if a settings file is damaged or contains an invalid value.
     """
     where, sides = f"{folder}/tokenizer_config.json", sides or {}
     stated = parse_json(files["tokenizer_config.json"], where) if "tokenizer_config.json" in files else {}
@@ -184,7 +182,7 @@ def read_settings(
     known_as = model_type or guess_model_type(config, stated)
     family = named(known_as)
     rules = rules_for(stated, config, known_as)
-    # A class that only wraps tokenizer.json has no special tokens of its own.
+    # A class that only wraps tokenizer.json has no default special tokens.
     named_class = any(isinstance(source.get("tokenizer_class"), str) for source in (stated, config))
     generic = named_class and class_name(stated, config) is None
     custom = {} if generic else rules.special

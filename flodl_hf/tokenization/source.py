@@ -1,8 +1,4 @@
-"""The tokenizer files of a folder, read once into memory, and JSON read within bounds.
-
-Decides: size limits, what a damaged JSON file is told.
-Leaves to others: what the files mean.
-"""
+"""The tokenizer files of a folder as bytes, and JSON objects in them, with limits of size."""
 
 from __future__ import annotations
 
@@ -44,7 +40,7 @@ def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
 
     Raises:
         UnsafeFileError: if it is a link that leads out of its folder.
-        TokenizerError: if it is missing, not a regular file (a pipe would block for ever), too large, or a git-lfs
+        TokenizerError: if it is missing, not a regular file (reading a pipe would block), too large, or a git-lfs
             pointer.
     """
     data = read_member(path.parent, path.name, limit, TokenizerError)
@@ -54,10 +50,10 @@ def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
 
 
 def read_source(folder: Path) -> dict[str, bytes]:
-    """Return the tokenizer files that ``folder`` holds, by name, byte for byte."""
+    """Return the contents of the tokenizer files in ``folder``, with file names as keys."""
     if not folder.is_dir():
         raise TokenizerError(
-            f"{folder}: is not a folder; pass the folder that holds the tokenizer files", path=str(folder)
+            f"{folder}: is not a folder; pass the folder that contains the tokenizer files", path=str(folder)
         )
     return {name: read_bytes(folder / name) for name in TOKENIZER_FILES if os.path.lexists(folder / name)}
 
@@ -71,9 +67,9 @@ def with_settings(files: Mapping[str, bytes], changes: Mapping[str, Any], folder
     """Return tokenizer files with other settings; special tokens are replaced in ``special_tokens_map.json`` as well.
 
     Args:
-        files: contents by name.
+        files: contents of the files.
         changes: settings of ``tokenizer_config.json``.
-        folder: where the files came from, for messages.
+        folder: the folder of the files, for messages.
     """
     found = dict(files)
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
@@ -106,14 +102,14 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
         ) from error
     if not isinstance(value, dict):
         raise TokenizerError(
-            f"{where}: holds a JSON {type(value).__name__}, expected an object; fetch the file again",
+            f"{where}: found a JSON {type(value).__name__}, expected an object; fetch the file again",
             where=where,
         )
     return value
 
 
 def write_files(files: Mapping[str, bytes], folder: Path) -> tuple[str, ...]:
-    """Write ``files`` into ``folder``, each beside its target and then renamed; return their paths.
+    """Write ``files`` into ``folder``, each under a temporary name that is then renamed; return their paths.
 
     Raises:
         ExportError: the folder cannot be made, or a file not be written; the others are as they were, or whole.
@@ -140,7 +136,7 @@ class Source:
     """Input of a builder: files, settings and rules.
 
     Attributes:
-        files: file contents by name.
+        files: contents of the files.
         folder: the folder of the files, for messages.
         settings: ``tokenizer_config.json``.
         rules: of the tokenizer class, where the settings do not specify it.

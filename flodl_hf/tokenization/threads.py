@@ -1,10 +1,9 @@
-"""A batch of texts tokenised by several threads, also where the library's own threads are switched off.
+"""A batch of texts tokenised by several threads, also if the library's own threads are switched off.
 
-``TOKENIZERS_PARALLELISM=false`` stops the tokenizers library from using more than one core. It is set for the library's
-threads, which a fork may find half alive, mostly by other libraries, for the whole process and all that it starts (a
-pipeline of transformers does, at its first batch); texts would then be tokenised slower than an accelerator reads them.
-So batches are then cut into parts, which threads of our own take; those live for one call, so that a fork never finds
-them. Who wants fewer cores used says so by ``RAYON_NUM_THREADS``, which counts for both kinds of threads.
+``TOKENIZERS_PARALLELISM=false`` limits the tokenizers library to one core, because its threads do not survive a fork.
+Other libraries set it for the whole process (a pipeline of transformers does at its first batch), and tokenization is
+then slower than an accelerator. In this case batches are cut into parts and encoded by threads of this module, which
+exist for one call only. ``RAYON_NUM_THREADS`` limits both kinds of threads.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from typing import Any
 __all__ = ["over_threads"]
 
 _VARIABLE = "TOKENIZERS_PARALLELISM"
-# What the library reads as "no".
+# Values that the library reads as "no".
 _OFF = ("", "off", "false", "f", "no", "n", "0")
-# Texts below which starting threads costs more than it gives.
+# With fewer texts, starting threads takes longer than it saves.
 _LEAST = 256
 
 
@@ -40,10 +39,10 @@ def _most_threads() -> int:
 
 
 def over_threads(run: Callable[[list[Any]], list[Any]], batch: list[Any], each: int = 1) -> list[Any]:
-    """Return ``run(batch)``, in parts side by side where the library would not do so itself.
+    """Return ``run(batch)``, in parallel parts if the library itself uses one core.
 
     Args:
-        run: tokenises a list and lets go of the interpreter meanwhile.
+        run: tokenises a list and releases the interpreter lock.
         batch: texts, pairs, or blocks of texts.
         each: texts in each of them.
     """

@@ -1,9 +1,7 @@
 """The tokenizer: text to token ids and windows, ids back to text.
 
-Decides: that ``tokenizer.json`` is used, except its padding and truncation sections, which are kept for saving and of
-which only the sides are read (padding and truncation happen here, so one tokenizer serves any number of threads).
-Leaves to others: vocabulary files without ``tokenizer.json`` (``tokenization/build.py``), where windows are
-cut (``rows.py``), names on the Hub (``checkpoints/hub/``).
+``tokenizer.json`` is used, except its padding and truncation sections, which are kept for saving and of which only the
+sides are read. Padding and truncation happen in Python, so one tokenizer serves any number of threads.
 """
 
 from __future__ import annotations
@@ -65,15 +63,15 @@ class Tokenizer(Calls):
         notes: Sequence[str] = (),
         overridden: bool = False,
     ) -> None:
-        """Take over ``backend``: no one else may change it afterwards.
+        """Wrap a tokenizer of the tokenizers library, which must not be changed afterwards.
 
         Args:
             backend: a tokenizer of the tokenizers library.
-            files: the files it came from, by name; they are written back byte for byte.
-            folder: where it came from, for messages.
+            files: contents of its files, which are written back byte for byte.
+            folder: the folder of the files, for messages.
             model_type: family, if known.
             config: the model's ``config.json``, if known.
-            notes: contradictions of its files, and which file is used; further ones are added to ``notes``.
+            notes: contradictions of its files, with the file that is used; further ones are added.
             overridden: whether settings replaced parts of ``tokenizer.json``.
 
         Raises:
@@ -145,7 +143,7 @@ class Tokenizer(Calls):
         model_type: str | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> Tokenizer:
-        """Return the tokenizer whose files are in ``folder``.
+        """Return the tokenizer of the files in ``folder``.
 
         ``tokenizer.json`` is used where there is one; otherwise the tokenizer is built from ``vocab.txt``,
         ``vocab.json`` with ``merges.txt``, or a sentencepiece model.
@@ -154,7 +152,7 @@ class Tokenizer(Calls):
             folder: folder with the tokenizer files.
             model_type: family, such as ``"bert"``; read from ``config.json`` or ``tokenizer_config.json`` if
                 not given.
-            settings: values that replace those of ``tokenizer_config.json``.
+            settings: values that replace values of ``tokenizer_config.json``.
 
         Raises:
             TokenizerError: if there is no tokenizer in the folder, or its files are damaged.
@@ -162,7 +160,7 @@ class Tokenizer(Calls):
         path = Path(folder)
         files = with_settings(read_source(path), settings or {}, str(path))
         config: Mapping[str, Any] = {}
-        # A damaged config.json is reported by those who need it; here it only helps to guess the family.
+        # A damaged config.json is reported when the model is loaded; here it only provides the family.
         with contextlib.suppress(TokenizerError):
             config = parse_json(read_bytes(path / "config.json"), str(path / "config.json"))
         return cls.from_files(files, folder=path, model_type=model_type, config=config)
@@ -206,15 +204,15 @@ class Tokenizer(Calls):
     ) -> Tokenizer:
         """Return the tokenizer of a local folder or of a repository on the Hub.
 
-        Where the folder has no vocabulary of its own, it is that of the transformer which ``modules.json`` names, or of
-        the base model of an adapter.
+        If the folder has no vocabulary, the tokenizer of the transformer in ``modules.json`` or of the base model of an
+        adapter is returned.
 
         Args:
             name_or_path: folder, ``"owner/name"`` or ``"owner/name@revision"``.
             revision: branch, tag or commit.
             subfolder: folder inside the repository.
-            token: access token; ``None`` takes the one that is logged in.
-            cache_dir: where downloads are kept.
+            token: access token; by default the stored one.
+            cache_dir: folder of downloads.
             local_files_only: open no network connection.
             add_prefix_space: replaces the setting of the folder, as all that follow.
             do_lower_case: change texts to lower case.
@@ -291,7 +289,7 @@ class Tokenizer(Calls):
         return digest.hexdigest()[:32]
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> tuple[str, ...]:
-        """Write [files][] into ``folder``, each beside its target and then renamed; return the paths."""
+        """Write [files][] into ``folder``, each under a temporary name that is then renamed; return the paths."""
         return write_files(self.files(), Path(folder))
 
     def __reduce__(self) -> tuple[Any, ...]:

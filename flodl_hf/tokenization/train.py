@@ -1,8 +1,4 @@
-"""A WordPiece tokenizer trained on texts, for models that are trained from nothing.
-
-Decides: the training settings and the special tokens (those of BERT).
-Leaves to others: where the texts come from.
-"""
+"""A WordPiece tokenizer trained on texts, with the special tokens of BERT, for models without pre-trained weights."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ def wordpiece_files(texts: Iterable[str], vocab_size: int, *, lowercase: bool, m
         texts: training texts.
         vocab_size: most tokens, special ones included.
         lowercase: fold case and strip accents.
-        max_length: what ``tokenizer_config.json`` states as ``model_max_length``.
+        max_length: ``model_max_length`` of ``tokenizer_config.json``.
     """
     normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     splitter = pre_tokenizers.BertPreTokenizer()

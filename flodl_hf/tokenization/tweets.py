@@ -1,7 +1,7 @@
 """Normalization of tweets as BERTweet was trained with: user names, addresses and emojis become words.
 
-The patterns are those of NLTK's tweet tokenizer, which transformers uses. Emojis become words where the package emoji
-is installed, as in transformers.
+The patterns of NLTK's tweet tokenizer are used, as in transformers. Emojis become words if the package emoji is
+installed, as in transformers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _WORDS = (
     r"(?:\.(?:\s*\.){1,})",
     r"(?:\S)",
 )
-# Oniguruma, whose word characters include marks, as those of the package regex do; that one adds joiners.
+# Word characters of Oniguruma include marks, as in the package regex, which also includes joiners.
 _JOINERS = r"\x{200c}\x{200d}"
 _PATTERN = "|".join(_WORDS).replace(r"[\w", rf"[\w{_JOINERS}").replace(r"[^\W\d_]", rf"[[^\W\d_]{_JOINERS}]")
 _WORD = Split(Regex(f"(?ix){_PATTERN}"), "removed", invert=True)

@@ -1,7 +1,6 @@
-"""What a tokenizer knows apart from encoding: its tokens, their ids, the special ones, and ids back to text.
+"""The vocabulary of a tokenizer: its tokens, their ids, the special tokens, and conversion of ids to text.
 
-Decides: how ids become text, and what a tokenizer that does not belong to a model is told.
-Leaves to others: loading, encoding, windows.
+Also checks whether a tokenizer belongs to a model.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from .source import vocabulary_file
 
 __all__ = ["Vocabulary"]
 
-_IN_NO_VOCABULARY = "\U00010380"  # a letter of Ugaritic, which no normalizer takes away
+_IN_NO_VOCABULARY = "\U00010380"  # a letter of Ugaritic, which no normalizer removes
 _CLEAN_UP = (
     (" .", "."),
     (" ?", "?"),
@@ -46,15 +45,13 @@ class Vocabulary:
 
         Args:
             backend: the loaded tokenizer.
-            settings: what its settings files say.
-            folder: where both came from, for messages.
+            settings: its settings.
+            folder: the folder of the files, for messages.
         """
         self._backend = backend
         self._inner = backend.inner
         self._settings = settings
         self._folder = folder
-
-    # What it is
 
     is_fast = True
 
@@ -71,12 +68,12 @@ class Vocabulary:
 
     @property
     def source_folder(self) -> str:
-        """Where the tokenizer came from."""
+        """The folder of the tokenizer."""
         return self._folder
 
     @property
     def settings(self) -> Settings:
-        """What the settings files say, after defaults."""
+        """The settings, with defaults."""
         return self._settings
 
     @property
@@ -86,7 +83,7 @@ class Vocabulary:
 
     @property
     def padding_side(self) -> str:
-        """Where padding goes, ``"left"`` or ``"right"``."""
+        """Side of padding, ``"left"`` or ``"right"``."""
         return self._settings.padding_side
 
     @property
@@ -96,7 +93,7 @@ class Vocabulary:
 
     @property
     def name_or_path(self) -> str:
-        """Where the tokenizer came from."""
+        """The folder of the tokenizer."""
         return self._folder
 
     @property
@@ -113,7 +110,7 @@ class Vocabulary:
 
     @property
     def special_tokens_map(self) -> dict[str, str]:
-        """Role (``"mask_token"``) to token, for the roles that have one."""
+        """Role (``"mask_token"``) to token; roles without token are left out."""
         return {**self.special_tokens, **self._settings.named_special}
 
     @property
@@ -144,7 +141,7 @@ class Vocabulary:
             already_has_special_tokens: must be true, as in transformers.
 
         Raises:
-            NotImplementedError: the ids are those of texts alone.
+            NotImplementedError: the ids are without special tokens.
         """
         if token_ids_1 is not None or not already_has_special_tokens:
             raise NotImplementedError(
@@ -156,19 +153,19 @@ class Vocabulary:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """Role (``"mask_token"``) to token, for the roles that have one."""
+        """Role (``"mask_token"``) to token; roles without token are left out."""
         return dict(self._settings.special)
 
     @cached_property
     def all_special_ids(self) -> list[int]:
-        """Ids of every special token, those with a role first, as in transformers."""
+        """Ids of every special token, first the tokens with a role, as in transformers."""
         named = [self._settings.special[role] for role in ROLES if role in self._settings.special]
         tokens = [*named, *self._settings.extra_special, *self._class_tokens()]
         ids = map(self._inner.token_to_id, tokens)
         return list(dict.fromkeys(i for i in ids if i is not None))
 
     def _class_tokens(self) -> list[str]:
-        """Return the special tokens that a class adds to the vocabulary; tokenizer.json has those of the settings."""
+        """Return the special tokens that a class adds to the vocabulary; none for ``tokenizer.json``."""
         if "tokenizer.json" in self._files and not self._backend.by_code:
             return []
         stated = self._settings.raw.get("added_tokens_decoder") or {}
@@ -229,7 +226,8 @@ class Vocabulary:
 
     def few_tokens(self, vocab_rows: int) -> str | None:
         """Return a note where much of an embedding has no token, as after a vocabulary file was cut; else None."""
-        # The whole table as Python's objects takes a quarter of a second for 250,000 tokens: asked for in doubt only.
+        # Converting 250,000 tokens to Python objects takes a quarter of a second, so the table is read only if
+        # necessary.
         if self._inner.get_vocab_size(with_added_tokens=False) >= 0.9 * vocab_rows:
             return None
         count = len(self.get_vocab())
@@ -261,9 +259,9 @@ class Vocabulary:
                 type that is too high.
         """
         self._backend.pair_fault = None
-        # A template may hold ids that the vocabulary does not.
+        # A template may contain ids that are not in the vocabulary.
         framed = (*self._backend.encodings([""]), *self._backend.encodings([""], [""]))
-        # A model without its unknown token fails at the first text that needs it: here, and not in front of users.
+        # A model without its unknown token fails at the first unknown word, so one is encoded here.
         self._backend.encodings([_IN_NO_VOCABULARY])
         if type_rows is not None:
             self._check_types(type_rows)
@@ -333,9 +331,8 @@ class Vocabulary:
         Args:
             token_ids: an id, a list, an array or a tensor; of two dimensions for several sequences.
             skip_special_tokens: leave special tokens out.
-            clean_up_tokenization_spaces: drop the space before punctuation and contractions; by default as
-                ``tokenizer_config.json`` says, and never for byte-level BPE, whose spaces are those of the
-                text.
+            clean_up_tokenization_spaces: remove the space before punctuation and contractions; by default as in
+                ``tokenizer_config.json``. Ignored for byte-level BPE, which preserves the spaces of the text.
         """
         ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
         if not isinstance(ids, int):
@@ -361,7 +358,7 @@ class Vocabulary:
 
     @property
     def continuing_prefix(self) -> str | None:
-        """What marks a piece inside a word, such as ``"##"``, or ``None`` where word starts are marked instead."""
+        """The mark of a piece inside a word, such as ``"##"``; ``None`` if beginnings of words are marked."""
         return getattr(self._inner.model, "continuing_subword_prefix", None) or None
 
     def batch_decode(self, sequences: Any, skip_special_tokens: bool = False, **options: Any) -> list[str]:

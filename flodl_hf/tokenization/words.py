@@ -44,7 +44,7 @@ def joins_words(pre_tokenizer: bytes | str) -> bool:
 
 
 def join(words: Sequence[str]) -> str:
-    """Return the text of which [rows_from_joined][] knows how it came from ``words``."""
+    """Return the text of words for [rows_from_joined][]."""
     # An empty word has no tokens, and a space for it would have some.
     return " ".join(word for word in words if word)
 
