@@ -318,7 +318,9 @@ def test_of_two_files_the_older_holds_unless_the_newer_lists_tokens(
     assert ours(texts, padding=True).input_ids == theirs(texts, padding=True)["input_ids"]
     if "," not in kind:
         which = "former" if listed else "latter"
-        expected = f"{role}: '{ONE}' in tokenizer_config.json and '{OTHER}' in special_tokens_map.json; the {which} is used"
+        expected = (
+            f"{role}: '{ONE}' in tokenizer_config.json and '{OTHER}' in special_tokens_map.json; the {which} is used"
+        )
         assert any(note.startswith(expected) for note in ours.notes), ours.notes
 
 
