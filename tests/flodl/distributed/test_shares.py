@@ -124,3 +124,28 @@ def test_what_is_left_over_goes_to_the_largest_remainders():
     assert split(10, [5.9, 4.1]) == [6, 4]
     assert split(11, [2.2, 2.7, 6.1]) == [2, 3, 6]
     assert split(7, [1.0, 1.0, 1.0]) == [3, 2, 2]  # the earlier ranks on ties
+
+
+class Landed:
+    """An average that has arrived, with the rows of two ranks."""
+
+    def __init__(self, *rows):
+        self.rows = [list(row) for row in rows]
+
+    def wait(self):
+        pass
+
+
+@pytest.mark.parametrize(("slowest_first", "anchor"), [(False, 10), (True, 10)])
+def test_waiting_for_the_slowest_rank_is_no_cost_of_averaging(slowest_first, anchor):
+    """The last rank to come measures the averaging alone; the other one measures its waiting as well."""
+    policy = LocalSteps(
+        OneOfTwo(0, 2, store=torch.distributed.HashStore()), torch.nn.Linear(1, 1), Knobs(), overlap=False
+    )
+    policy.mean.finish = lambda flight, keep_progress: (flight.rows, 0.0)
+    # steps, samples, compute time, drift, time in the averaging, out of turns, turns taken
+    rows = [(10, 80, 1000.0, 0.0, 900.0, 0.0, 20), (10, 80, 1000.0, 0.0, 60.0, 0.0, 20)]
+    policy._flight = Landed(*(reversed(rows) if slowest_first else rows))
+    policy._sent = (0, 0, 0.0)
+    found = policy._land([])
+    assert found.cadence.anchor == anchor  # 60 ms of 1,000 are below the target of 10 %, 900 ms are not

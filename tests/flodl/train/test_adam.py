@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from flodl.train.step import adam
-from flodl.train.step.adam import AdamUpdate, Agreement
+from flodl.train.step.adam import AdamUpdate
 
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(
@@ -83,65 +83,28 @@ def test_places_are_told_from_a_parameter_that_is_even_and_say_which_are(begins)
 KINDS = [torch.optim.Adam, torch.optim.AdamW]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("by", [None, 7.3])
-@pytest.mark.parametrize("left_out", [False, True])
-def test_what_torch_moves_for_us_is_what_its_optimiser_moves(kind, by, left_out):
-    found, divisor = torch.tensor(float(left_out)), None if by is None else torch.tensor(by)
-    both = []
-    for whole in (True, False):
-        torch.manual_seed(0)
-        model, optimizer = made(kind, weight_decay=0.1)
-        optimizer.step()
-        for p in model.parameters():
-            p.grad = torch.ones_like(p) * 3
-        if whole:
-            with adam._told(optimizer, found, divisor):
-                optimizer.step()
-        else:
-            group = optimizer.param_groups[0]
-            adam.move_by_torch(group, adam._tensors_of(optimizer, group) or [], found, divisor)
-        both.append([*model.parameters(), *(t for state in optimizer.state.values() for t in state.values())])
-    assert all(map(torch.equal, *both))
-
-
-@pytest.mark.parametrize(("agreed", "ours"), [((True, True), 2), ((True, False), 1), (None, 0)], ids=str)
-def test_each_tensor_is_moved_by_whom_bits_are_met(monkeypatch, agreed, ours):
-    monkeypatch.setattr(adam, "agreement", lambda *args: None if agreed is None else Agreement(*agreed))
-    model = nn.ParameterList([torch.ones(8), torch.ones(2)])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3), fused=True)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    group = optimizer.param_groups[0]
-    parts = list(adam._divided(CPU, group, adam._tensors_of(optimizer, group) or [], False))
-    by_us = [len(part.tensors[0]) for part in parts if part.agreed is not None]
-    assert sum(by_us) == ours
-    assert sum(len(part.tensors[0]) for part in parts) == 2
-
-
 def test_parts_of_one_size_have_rooms_of_their_own_when_captured(monkeypatch):
     update = AdamUpdate(CPU)
     _, optimizer = made()
     optimizer.step()
     group = optimizer.param_groups[0]
-    part = adam._Part(group, adam._tensors_of(optimizer, group) or [], Agreement(True, True))
-    rooms = [update._ready(part, number) for number in (0, 1)]
+    tensors = adam._tensors_of(optimizer, group) or []
+    rooms = [update._ready(group, tensors, number) for number in (0, 1)]
     assert all(room is not None and room[0].spare for room in rooms)
     monkeypatch.setattr(adam, "capturing", lambda device: True)
-    again = [update._ready(part, number) for number in (0, 1)]
+    again = [update._ready(group, tensors, number) for number in (0, 1)]
     assert [room[0] for room in again if room] == [room[0] for room in rooms if room]
     assert rooms[0] is not None
     rooms[0][0].spare.clear()
-    assert update._ready(part, 0) is None
-    assert update._ready(part, 1) is not None
-    assert update._ready(part, 2) is None
+    assert update._ready(group, tensors, 0) is None
+    assert update._ready(group, tensors, 1) is not None
+    assert update._ready(group, tensors, 2) is None
 
 
 @pytest.mark.parametrize("kind", [True, False])
 def test_a_trial_is_the_same_each_time_and_draws_nothing_of_the_run(kind):
     before = torch.get_rng_state()
-    first, second = (adam._moved(CPU, adam.SHAPES[1], None, kind, True, True) for _ in range(2))
+    first, second = (adam._moved(CPU, adam.SHAPES[1], False, kind, True, True) for _ in range(2))
     assert all(map(torch.equal, first, second))
     counts = [float(count) for count in first if count.ndim == 0]
     assert counts == [count + 2.0 for count in adam.COUNTS]  # one of three is left out
@@ -149,33 +112,18 @@ def test_a_trial_is_the_same_each_time_and_draws_nothing_of_the_run(kind):
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize(
-    ("right", "decoupled", "wanted", "tries"),
-    [
-        ({False: (True, True)}, False, (True, True, False), 1),
-        ({True: (True, True)}, False, (True, True, True), 2),
-        ({False: (False, True), True: (True, False)}, False, (True, False, True), 2),
-        ({False: (True, False), True: (False, True)}, False, (True, False, False), 2),
-        ({True: (True, True)}, True, None, 1),  # beside the gradient there is but one way
-    ],
-)
-def test_of_ways_to_round_the_one_that_meets_most_is_taken(monkeypatch, right, decoupled, wanted, tries):
-    asked = []
-
-    def equal(device, apart, *kind):
-        asked.append(apart)
-        return right.get(apart, (False, False))
-
+def test_a_device_whose_bits_differ_is_left_to_torch(monkeypatch):
     monkeypatch.setitem(sys.modules, "flodl.train.step.adam_kernels", ModuleType("adam_kernels"))
     monkeypatch.setattr(adam, "_waiting_allowed", nullcontext)
-    monkeypatch.setattr(adam, "_equal", equal)
-    assert adam._found(CPU, decoupled, True, False) == wanted
-    assert len(asked) == tries
+    for differs in (False, True):
+        numbers = iter([0.0, 0.0, 0.0, float(differs)])
+        monkeypatch.setattr(adam, "_moved", lambda *args, numbers=numbers: [torch.tensor(next(numbers))])
+        assert adam._try(CPU, True, True, False) is not differs
 
 
 def test_what_captures_asks_for_nothing_new(monkeypatch):
     monkeypatch.setattr(adam, "capturing", lambda device: True)
-    assert adam.agreement(torch.device("cuda", 7), True, True, False) is None
+    assert not adam.has_torch_bits(torch.device("cuda", 7), True, True, False)
     assert not [key for key in adam._KNOWN if key[0].index == 7]
 
 
@@ -183,13 +131,11 @@ AWKWARD = ((1,), (3,), (7, 5), (4,), (2, 1026), (2049,), (4096,))
 
 
 @interpreted
-@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("decays", [False, True])
 @pytest.mark.parametrize("decoupled", [False, True])
-def test_kernels_move_every_element_as_torch_does(decoupled, decays, divided, apart):
-    kinds = (None, Agreement(True, True, apart))
-    theirs, ours = (adam._moved(CPU, AWKWARD, who, decoupled, decays, divided) for who in kinds)
+def test_kernels_move_every_element_as_torch_does(decoupled, decays, divided):
+    theirs, ours = (adam._moved(CPU, AWKWARD, ours, decoupled, decays, divided) for ours in (False, True))
     for right, found in zip(theirs, ours, strict=True):
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)  # 1 - beta in float32 or float64
     counts = [float(found) for found in ours if found.ndim == 0]
@@ -210,8 +156,7 @@ def test_what_moves_is_seen_to_have_been_written_to_and_what_is_left_out_stays()
             optimizer.step()
             continue
         before, versions = [p.detach().clone() for p in model], [p._version for p in model]
-        part = adam._Part(group, tensors, Agreement(True, True))
-        update._launch(part, update._ready(part), torch.tensor(float(turn == 2)), None)
+        update._launch(group, tensors, update._ready(group, tensors), torch.tensor(float(turn == 2)), None)
         assert all(p._version > version for p, version in zip(model, versions, strict=True))
         assert [torch.equal(a, b) for a, b in zip(model, before, strict=True)] == [turn == 2] * 2
     assert bool((held[0] == 1).all())
@@ -225,12 +170,7 @@ def test_what_moves_is_seen_to_have_been_written_to_and_what_is_left_out_stays()
 @pytest.mark.parametrize("decays", [False, True])
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_tensors_of_every_kind_get_the_bits_of_torchs_kernels(decoupled, decays, divided):
-    agreed = adam.agreement(torch.device("cuda", 0), decoupled, decays, divided)
-    assert agreed is not None
-    assert agreed.even
-    assert agreed.others
-    if decays:
-        assert agreed.apart == (not decoupled and not divided)
+    assert adam.has_torch_bits(torch.device("cuda", 0), decoupled, decays, divided)
 
 
 def parameters_of(device):
@@ -268,8 +208,8 @@ def test_groups_of_many_kinds_are_moved_as_torch_moves_them(kind, by):
             if ours and update(optimizer, found, divisor):
                 taken += 1
                 continue
-            with adam._told(optimizer, found, divisor):
-                optimizer.step()
+            optimizer.found_inf, optimizer.grad_scale = found, divisor
+            optimizer.step()
         assert taken == 5 * ours  # the first makes the state
         both.append([*params, held, *(t for p in params for t in optimizer.state[p].values())])
     assert all(map(torch.equal, *both))

@@ -277,6 +277,25 @@ def test_a_step_in_which_nothing_counts_changes_nothing():
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def test_a_sum_of_many_items_does_not_overflow_float16():
+    torch.manual_seed(0)
+    data = {"x": torch.randn(4096, 6), "y": torch.randn(4096, 1)}
+    moved = []
+    for name in ("fp32", "fp16"):
+        torch.manual_seed(1)
+        model = nn.Linear(6, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = Step(model, optimizer, squares, precision=Precision(name, torch.device("cpu")))
+        result = step(*({key: part[first : first + 2048] for key, part in data.items()} for first in (0, 2048)))
+        assert result.applied
+        moved.append(model.weight.detach().clone())
+    torch.testing.assert_close(moved[1], moved[0], rtol=1e-2, atol=1e-3)
+
+
+def squares(model, batch):
+    return Loss((model(batch["x"]).float() - batch["y"]).square().sum(), len(batch["y"]))
+
+
 @pytest.mark.parametrize("weight", [0.25, 1.0, 3.0])
 @pytest.mark.parametrize("kind", [float, torch.tensor])
 def test_a_sum_over_weights_below_one_is_divided_by_them(weight, kind):

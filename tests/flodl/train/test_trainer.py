@@ -465,3 +465,19 @@ def test_a_loop_of_ones_own_refuses_a_second_update(tmp_path):
         break
     trainer.optimizer.step()  # outside of a batch it is the user's own
     assert not all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_no_micro_batch_has_a_single_row_for_statistics(listed):
+    """BatchNorm cannot train on one row, so 11 rows in micro-batches of 5 are 5 and 6."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    sizes = []
+
+    def loss(model, batch):
+        sizes.append(len(batch["x"]))
+        return model(batch["x"]).square().mean()
+
+    rows = {"x": torch.randn(11, 3)}
+    built = Trainer.builder(lambda device: model, adamw(1e-2), loss).num_epochs(1).set(micro_batch_size=5)
+    (built.dataset([rows]) if listed else built.dataset(TensorRows(rows)).batch_size(11)).run().join()
+    assert sizes == [5, 6]
