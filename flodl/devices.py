@@ -1,7 +1,7 @@
-"""Which devices there are, which is the best, and what to say of one that is not there.
+"""Available devices, the best one, and errors for absent ones.
 
-A device is named as torch names it (``cpu``, ``cuda``, ``cuda:1``, ``mps``), or ``auto`` for the best there is: CUDA
-before Apple's MPS before the processor.
+A device has torch's name (``cpu``, ``cuda``, ``cuda:1``, ``mps``), or ``auto`` for the best one: CUDA before Apple's
+MPS before the CPU.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
+from torch.nn import functional as F
 
 from flodl.errors import DeviceError, nearest
 
@@ -28,72 +29,55 @@ __all__ = [
     "probe_device",
     "training_devices",
     "usable_devices",
+    "why_no_cuda",
 ]
 
 Devices = int | str | Sequence[str | torch.device]
-KINDS = ("cpu", "cuda", "mps")
 
 
 def cuda_count() -> int:
-    """Return how many CUDA devices this process can use."""
+    """Return the number of CUDA devices of this process."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def has_mps() -> bool:
-    """Return whether there is a device of Apple's that this process can use."""
-    return torch.backends.mps.is_available()
-
-
 def default_device() -> torch.device | None:
-    """Return the device on which the program makes its tensors where none is named; None for the CPU, as is usual."""
+    """Return torch's default device, or None if that is the CPU."""
     device = torch.get_default_device()
     return None if device.type == "cpu" else device
 
 
 def best_device() -> torch.device:
-    """Return the best device there is: the first CUDA device, else MPS, else the processor.
+    """Return the best device: the first CUDA device, else MPS, else the CPU.
 
-    MPS is tried before it is taken without having been named; where it lacks an operation there is a warning instead.
+    MPS is used only if it passes `probe_device`, otherwise a warning is given.
     """
     if cuda_count():
         return torch.device("cuda")
-    if has_mps():
+    if torch.backends.mps.is_available():
         fault = mps_fault()
         if fault is None:
             return torch.device("mps")
-        warnings.warn(f"MPS is here and was not taken, because {fault}", stacklevel=2)
+        warnings.warn(f"MPS is not used: {fault}", stacklevel=2)
     return torch.device("cpu")
 
 
 @cache
 def mps_fault() -> str | None:
-    """Return why MPS cannot compute what an encoder needs, as half a sentence; None where it can."""
-    device = torch.device("mps")
-    try:
-        count = torch.arange(6, device=device)
-        states = torch.nn.functional.layer_norm(
-            torch.nn.functional.embedding(count, torch.ones(6, 8, device=device)), (8,)
-        )
-        heads = states.view(1, 2, 6, 4)
-        mixed = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
-        total = torch.zeros(3, 8, device=device).index_add_(0, count // 2, torch.nn.functional.gelu(mixed.view(6, 8)))
-        sums = (total.sum() + count.cumsum(0).float().sum() + torch.repeat_interleave(count, count).sum()).cpu()
-    except (RuntimeError, TypeError, NotImplementedError) as fault:
-        return (str(fault).splitlines() or [type(fault).__name__])[0][:200]
-    return None if bool(sums.isfinite()) else "it computes numbers that are not finite"
+    """Return why MPS cannot compute, or None if it can."""
+    return probe_device("mps")
 
 
 def all_devices() -> list[torch.device]:
-    """Return every device of the best kind there is."""
+    """Return every device of the best kind."""
     count = cuda_count()
     return [torch.device("cuda", index) for index in range(count)] if count else [best_device()]
 
 
 def parse_device(name: str | torch.device) -> torch.device:
-    """Return the device that a name means, whether it is there or not.
+    """Return the device of a name, present or not.
 
     Raises:
-        DeviceError: torch knows no device of that name.
+        DeviceError: torch does not know the name.
     """
     if str(name) == "auto":
         return best_device()
@@ -101,22 +85,18 @@ def parse_device(name: str | torch.device) -> torch.device:
         return torch.device(name)
     except (RuntimeError, TypeError):
         word = str(name).partition(":")[0]
-        # "gpu" is one letter from cpu, and the last thing meant by it.
-        hint = ", did you mean 'cuda'?" if word.lower() == "gpu" else nearest(word, [*KINDS, "auto"])
+        # The closest spelling of "gpu" is cpu, which is not meant.
+        hint = ", did you mean 'cuda'?" if word.lower() == "gpu" else nearest(word, ["cpu", "cuda", "mps", "auto"])
         raise DeviceError(
-            f"device: found {str(name)[:60]!r}{hint}; expected cpu, cuda, cuda:1, mps or auto",
-            device=str(name),
+            f"device: found {str(name)[:60]!r}{hint}, expected cpu, cuda, cuda:1, mps or auto", device=str(name)
         ) from None
 
 
 def find_device(name: str | torch.device) -> torch.device:
-    """Return the device that a name means.
-
-    Args:
-        name: as torch has it, or "auto" for the best there is.
+    """Return the device of a name, or the best device for "auto".
 
     Raises:
-        DeviceError: it is not there; the text says what is.
+        DeviceError: the device is absent; the error lists the available ones.
     """
     found = parse_device(name)
     if found.type == "cuda":
@@ -124,18 +104,17 @@ def find_device(name: str | torch.device) -> torch.device:
         if not count:
             raise _absent(found, why_no_cuda())
         if (found.index or 0) >= count:
-            there = "the one CUDA device here is cuda:0" if count == 1 else f"here are cuda:0 to cuda:{count - 1}"
-            raise _absent(found, there)
-    elif found.type == "mps" and not has_mps():
-        raise _absent(found, "MPS is for Macs with Apple's processors, and macOS 12.3 or later")
+            raise _absent(found, "available is cuda:0" if count == 1 else f"available are cuda:0 to cuda:{count - 1}")
+    elif found.type == "mps" and not torch.backends.mps.is_available():
+        raise _absent(found, "MPS needs a Mac with an Apple processor, and macOS 12.3 or later")
     return found
 
 
 def pick_device(device: str | torch.device | None, local_rank: int) -> torch.device:
-    """Return the device of a local rank: as asked, else its CUDA device, else the processor.
+    """Return the device of a local rank: the requested one, else its CUDA device, else the CPU.
 
     Raises:
-        DeviceError: a device was asked for and is not there.
+        DeviceError: a requested device is absent.
     """
     count = cuda_count()
     if device is None or str(device) == "auto":
@@ -147,15 +126,15 @@ def pick_device(device: str | torch.device | None, local_rank: int) -> torch.dev
 
 
 def training_devices(devices: Devices | None, *, shared: bool = True) -> int | str | list[str] | None:
-    """Return what to train on: a number of ranks, one device, or one for each rank.
+    """Return the devices for training: a number of ranks, one device, or one for each rank.
 
     Args:
-        devices: the same as users write it; "auto" is all CUDA devices, else the processor, and None where a
-            launcher has given this process its rank already.
-        shared: whether several ranks may be on one device.
+        devices: as given by the user; "auto" is all CUDA devices, else the CPU, and None under a launcher that
+            assigned a rank to this process.
+        shared: whether several ranks may use one device.
 
     Raises:
-        DeviceError: a device is not there, or there are fewer than were asked for.
+        DeviceError: a device is absent, or too few are available.
     """
     if devices is None or (isinstance(devices, str) and devices == "auto" and "RANK" in os.environ):
         return None
@@ -165,10 +144,9 @@ def training_devices(devices: Devices | None, *, shared: bool = True) -> int | s
     if isinstance(devices, int):
         count = cuda_count()
         if devices < 1 or (count and devices > count and not shared):
-            there = f"{count} CUDA devices are" if count != 1 else "one CUDA device is"
             raise DeviceError(
-                f"devices: {devices} were asked for and {there} here; expected 1 to {max(count, 1)}, or auto for all. "
-                "Name a device for each rank to have several share one.",
+                f"devices: found {devices} with {count} CUDA devices, expected 1 to {max(count, 1)}, or auto for all. "
+                "Name a device for each rank to share devices.",
                 devices=devices,
                 count=count,
             )
@@ -177,22 +155,22 @@ def training_devices(devices: Devices | None, *, shared: bool = True) -> int | s
         return str(_for_training(find_device(devices)))
     names = [str(_for_training(find_device(name))) for name in devices]
     if not names:
-        raise DeviceError("devices: found an empty list; expected names such as cuda:0, or auto for all", devices=[])
+        raise DeviceError("devices: found an empty list, expected names such as cuda:0, or auto for all", devices=[])
     return names
 
 
 def _for_training(device: torch.device) -> torch.device:
     if device.type == "mps":
         raise DeviceError(
-            "device: training on mps was asked for, and sums of a step are kept in float64, which MPS does not "
-            "support. Use cpu; models that were trained predict on mps.",
+            "device: training on mps is not supported, because sums of a step need float64, which MPS lacks. "
+            "Use cpu; trained models can predict on mps.",
             device=str(device),
         )
     return device
 
 
 def described(device: torch.device) -> str:
-    """Return a device's name and what it is: ``cuda:0 (NVIDIA H200)``."""
+    """Return a device with its product name: ``cuda:0 (NVIDIA H200)``."""
     if device.type == "cuda" and cuda_count():
         index = torch.cuda.current_device() if device.index is None else device.index
         return f"cuda:{index} ({torch.cuda.get_device_name(index)})"
@@ -203,38 +181,44 @@ def described(device: torch.device) -> str:
 
 
 def probe_device(device: str | torch.device) -> str | None:
-    """Return why a device cannot compute, as half a sentence; None where it can.
+    """Return why a device cannot compute, as half a sentence; None if it can.
 
-    It runs a small product and a softmax and compares them with the processor's, so that a GPU too old for this torch,
-    one that is full, and one that is broken are found before a model is on it.
+    The operations of a small encoder layer are run and compared with those of the CPU. This detects a GPU that is too
+    old for this torch, full or broken, and operations that MPS lacks.
     """
-    x = torch.arange(256, dtype=torch.float32).reshape(16, 16).sin()
     try:
-        found = find_device(device)
-        there = x.to(found)
-        got = (there @ there).softmax(-1).cpu()
-    except (RuntimeError, NotImplementedError) as fault:
+        got = _small_layer(find_device(device)).cpu()
+    except (RuntimeError, TypeError, NotImplementedError) as fault:
         return (str(fault).splitlines() or [type(fault).__name__])[0][:200]
-    expected = (x @ x).softmax(-1)
+    expected = _small_layer(torch.device("cpu"))
     if not torch.allclose(got, expected, atol=1e-2):
-        apart = float((got - expected).abs().max())
-        return f"a product of 16 x 16 numbers differs by {apart:.1e} from the processor's"
+        return f"its results differ by {float((got - expected).abs().max()):.1e} from those of the CPU"
     return None
 
 
+def _small_layer(device: torch.device) -> torch.Tensor:
+    count = torch.arange(6, device=device)
+    table = torch.arange(48.0, device=device).reshape(6, 8).sin()
+    states = F.layer_norm(F.embedding(count, table), (8,)) @ table.T @ table
+    heads = states.view(1, 2, 6, 4)
+    mixed = F.gelu(F.scaled_dot_product_attention(heads, heads, heads).view(6, 8)).softmax(-1)
+    sums = torch.zeros(3, 8, device=device).index_add_(0, count // 2, mixed)
+    return sums + count.cumsum(0).float().mean() + torch.repeat_interleave(count, count).float().mean()
+
+
 def usable_devices() -> list[torch.device]:
-    """Return the devices of the best kind there is that compute; the processor where none of them does."""
+    """Return the devices of the best kind that pass `probe_device`; the CPU if none does."""
     return [device for device in all_devices() if probe_device(device) is None] or [torch.device("cpu")]
 
 
 def hardware_summary() -> str:
-    """Return one line on what this process computes with: ``2 x NVIDIA H200 (139.8 GiB), torch 2.11.0``."""
+    """Return a line with devices, cores and versions: ``2 x NVIDIA H200 (139.8 GiB), ..., torch 2.11.0``."""
     parts = []
     if cuda_count():
         cards = [torch.cuda.get_device_properties(index) for index in range(cuda_count())]
         names = [f"{card.name} ({card.total_memory / (1 << 30):.1f} GiB)" for card in cards]
         parts = [f"{names.count(name)} x {name}" if names.count(name) > 1 else name for name in dict.fromkeys(names)]
-    elif has_mps():
+    elif torch.backends.mps.is_available():
         parts = ["MPS"]
     cores = os.cpu_count() or 1
     threads = torch.get_num_threads()
@@ -244,23 +228,23 @@ def hardware_summary() -> str:
 
 
 def why_no_cuda() -> str:
-    """Return half a sentence on why there is no CUDA device."""
+    """Return the reason why no CUDA device is available, as half a sentence."""
     if torch.version.cuda is None and torch.version.hip is None:
-        return "this torch was built without CUDA; pytorch.org says how to install one with it"
+        return "this torch was built without CUDA; see pytorch.org for builds with CUDA"
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None:
-        return f"CUDA_VISIBLE_DEVICES={hidden!r} leaves none to this process"
+        return f"CUDA_VISIBLE_DEVICES={hidden!r} hides all devices"
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as fault:
-        return "CUDA does not start: " + (str(fault).splitlines() or ["no reason was given"])[0]
-    return "no driver or no device was found"
+        return "CUDA failed to start: " + (str(fault).splitlines() or ["unknown reason"])[0]
+    return "found no driver or no device"
 
 
 def _absent(device: torch.device, why: str) -> DeviceError:
     there = [str(found) for found in dict.fromkeys([*all_devices(), torch.device("cpu")])]
     return DeviceError(
-        f"device: {device} was asked for and is not there: {why}. Use {' or '.join(there[:4])}.",
+        f"device: {device} is not available: {why}. Use {' or '.join(there[:4])}.",
         device=str(device),
         count=cuda_count(),
         known=there,

@@ -1,49 +1,53 @@
-"""Opening files that may be hostile, and writing files that are never half there.
-
-Decides how a path becomes a descriptor (regular files only, opened without waiting) and how
-bytes become a file (a temporary sibling, synced, then renamed over the target). What the bytes
-mean is left to the callers; a whole folder published at once is the export room's matter.
-"""
+"""Opening untrusted files, writing files atomically, and JSON files with a checksum."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import json
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from flodl.errors import CheckpointError, printable
-from flodl.system import lock, sync_folder
+from flodl.system import lock, read_at, read_vectors_at, sync_folder
 
 __all__ = [
     "POINTER_ADVICE",
+    "SEAL",
     "is_pointer",
+    "lock",
     "make_folders",
     "open_regular",
+    "read_at",
     "read_regular",
+    "read_vectors_at",
+    "seal",
+    "sync_folder",
+    "unseal",
     "write_atomically",
 ]
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
-POINTER_ADVICE = "found a git-lfs pointer, expected the file it stands for; run `git lfs pull` in its folder"
+POINTER_ADVICE = "found a git-lfs pointer, expected the file itself. Run `git lfs pull` in its folder."
 
 
 def is_pointer(beginning: bytes) -> bool:
-    """Return whether a file that begins so is a git-lfs pointer: a few lines of text that stand for a large file."""
+    """Return whether a file with this beginning is a git-lfs pointer instead of the file itself."""
     return beginning.startswith(_POINTER)
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """Return a read-only descriptor of the regular file at ``path``; the caller closes it.
+    """Return a read-only descriptor of a regular file; the caller closes it.
 
-    Symbolic links are followed, because download caches are made of them; a caller that must stay
-    inside a folder resolves the path first. The descriptor is opened without waiting, so a named
-    pipe is refused instead of hanging.
+    Symbolic links are followed, because download caches consist of them. The file is opened without blocking, so
+    that a named pipe is refused instead of waited for.
 
     Raises:
-        CheckpointError: nothing there, not readable, or not a regular file.
+        CheckpointError: absent, not readable, or not a regular file.
     """
     shown = printable(os.fspath(path), 400)
     try:
@@ -51,49 +55,47 @@ def open_regular(path: str | os.PathLike[str]) -> int:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise CheckpointError(
-            f"{shown}: cannot be opened ({reason}); expected a readable file; check the path.",
+            f"{shown}: cannot be opened ({reason}), expected a readable file. Check the path.",
             path=os.fspath(path),
         ) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CheckpointError(
-            f"{shown}: is a folder, pipe, socket or device; expected a regular file; pass the file itself.",
+            f"{shown}: found a folder, pipe, socket or device, expected a regular file. Pass the file itself.",
             path=os.fspath(path),
         )
     return descriptor
 
 
 def read_regular(path: str | os.PathLike[str], limit: int = 1 << 28) -> bytes:
-    """Return what a regular file of at most ``limit`` bytes holds; a pipe is refused instead of waited for.
+    """Return the bytes of a regular file of at most ``limit`` bytes.
 
     Raises:
-        OSError: nothing there, not readable, not a regular file, or larger.
+        OSError: absent, not readable, not a regular file, or larger.
     """
     try:
         descriptor = open_regular(path)
     except CheckpointError as fault:
         if isinstance(fault.__cause__, OSError):
             raise fault.__cause__ from None
-        raise OSError(errno.EINVAL, "is no regular file", os.fspath(path)) from None
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path)) from None
     with os.fdopen(descriptor, "rb") as file:
         data = file.read(limit + 1)
     if len(data) > limit:
-        raise OSError(errno.EFBIG, f"is larger than {limit:,} bytes", os.fspath(path))
+        raise OSError(errno.EFBIG, f"larger than {limit:,} bytes", os.fspath(path))
     return data
 
 
 def write_atomically(path: str | os.PathLike[str], chunks: Iterable[bytes | memoryview]) -> None:
-    """Write ``chunks`` to ``path`` so that a reader sees the old file or the whole new one.
+    """Write a file atomically: a reader sees the old file or the complete new one.
 
-    The bytes go to a temporary sibling, are synced to disk, and the sibling is renamed over the
-    target; then the folder is synced. A file that was there keeps its permission bits, a new one
-    gets those of the process's umask. When anything fails the sibling is removed and the target is
-    as it was; where the very last step fails, the syncing of its name, it is the new one, which a power
-    loss may take back.
+    The bytes are written to a temporary file in the same folder and synced, then it is renamed to ``path`` and the
+    folder is synced. An existing file keeps its permission bits, a new one gets those of the umask. After an error
+    the temporary file is removed and the target is unchanged, unless only the last sync failed.
 
     Raises:
-        OSError: the folder is missing or not writable, or the disk is full or at fault.
-        Exception: whatever producing ``chunks`` raised.
+        OSError: the folder is missing or not writable, or the disk is full or faulty.
+        Exception: raised while ``chunks`` were produced.
     """
     target = Path(path)
     descriptor, sibling = _new_sibling(target)
@@ -105,23 +107,23 @@ def write_atomically(path: str | os.PathLike[str], chunks: Iterable[bytes | memo
             if target.is_file() and hasattr(os, "fchmod"):
                 os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
             os.fsync(file.fileno())
-            if os.name != "nt":  # while it is locked; Windows renames no open file
+            if os.name != "nt":  # while it is locked; Windows cannot rename an open file
                 os.replace(sibling, target)
         if os.name == "nt":
             os.replace(sibling, target)
     except BaseException:
-        with contextlib.suppress(OSError):  # what went wrong first is what is told
+        with contextlib.suppress(OSError):  # the first error is reported
             sibling.unlink(missing_ok=True)
         raise
-    # The rename itself lasts only once the folder is on disk; the file is whole either way.
+    # The rename is durable only after the folder is synced.
     sync_folder(target.parent)
 
 
 def _new_sibling(target: Path) -> tuple[int, Path]:
-    """Return a new file beside ``target``, locked while it is open.
+    """Return a new temporary file in the folder of ``target``, locked while it is open.
 
-    Its name is the same each time, so that one which a kill left is found and used no more than once; a writer that
-    meets a living one takes another name.
+    The name is fixed, so that a file left by a killed process is found and replaced; a writer that finds one in use
+    takes another name.
     """
     name = f".{target.name[:200]}.tmp"
     for turn in range(100):
@@ -131,15 +133,15 @@ def _new_sibling(target: Path) -> tuple[int, Path]:
         except FileExistsError:
             _remove_left(sibling)
             continue
-        # Until it was locked, another writer may have taken it for one that was left.
+        # Before it was locked, another writer may have removed it as left over.
         if lock(descriptor) and _is_at(descriptor, sibling):
             return descriptor, sibling
         os.close(descriptor)
-    raise FileExistsError(errno.EEXIST, "no name is free for a file beside it", os.fspath(target))
+    raise FileExistsError(errno.EEXIST, "no free name for a temporary file", os.fspath(target))
 
 
 def _remove_left(sibling: Path) -> None:
-    """Remove a file beside a target that nobody writes to any more."""
+    """Remove a temporary file of a process that has ended."""
     with contextlib.suppress(OSError):
         descriptor = os.open(sibling, os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
         try:
@@ -150,7 +152,7 @@ def _remove_left(sibling: Path) -> None:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Return whether an open file still has a name."""
+    """Return whether an open file still has this path."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except OSError:
@@ -158,10 +160,10 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def make_folders(path: str | os.PathLike[str]) -> list[Path]:
-    """Make a folder and those above it that are missing, so that they last; return them, the deepest first.
+    """Create a folder and its missing parents, synced to disk; return the created ones, the deepest first.
 
     Raises:
-        OSError: one cannot be made, or its name not be synced; none that was made is left then.
+        OSError: a folder cannot be created or synced; created ones are removed again.
     """
     folder = Path(path)
     made: list[Path] = []
@@ -183,3 +185,46 @@ def make_folders(path: str | os.PathLike[str]) -> list[Path]:
                 place.rmdir()
         raise
     return made
+
+
+SEAL = "seal"
+
+
+def seal(value: Mapping[str, Any]) -> bytes:
+    """Return a mapping as JSON with a hash of its values as the last key, so that damage is detected.
+
+    Raises:
+        TypeError: a value that JSON cannot represent.
+    """
+    text = json.dumps({**value})
+    return json.dumps({**json.loads(text), SEAL: _digest(json.loads(text))}, indent=1).encode()
+
+
+def unseal(data: bytes, before: Collection[str] | None = None) -> dict[str, Any]:
+    """Return the values of a sealed file, without its seal.
+
+    Args:
+        data: the file.
+        before: the exact keys of files written before seals existed, which are accepted; None if there are none.
+
+    Raises:
+        ValueError: not a JSON object, or the seal does not match the values.
+    """
+    try:
+        value = json.loads(data)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"found {type(value).__name__}, expected a JSON object")
+    if before is not None and value.keys() == set(before):
+        return value
+    found = value.pop(SEAL, None)
+    if found is None:
+        raise ValueError("found no seal")
+    if found != _digest(value):
+        raise ValueError("checksum mismatch: the file was modified or truncated")
+    return value
+
+
+def _digest(value: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Losses that torch does not have."""
+"""Losses that torch lacks."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ def focal_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> Tensor:
-    """Return the focal loss ``-(1 - p) ** gamma * log(p)`` of single labels, ``p`` being the label's probability.
+    """Return the focal loss ``-(1 - p) ** gamma * log(p)``, ``p`` being the probability of the label.
 
-    Examples that are easy already weigh little, which helps where most are (Lin et al. 2017, equation 4). With
-    ``gamma=0`` it is the cross entropy, to the bit.
+    Easy examples get a small weight, which helps if most are easy (Lin et al. 2017, equation 4). ``gamma=0`` is
+    bit-identical to the cross entropy.
 
     Args:
         logits: ``(batch, labels)``, or ``(batch, labels, ...)`` as ``cross_entropy`` takes them.
         labels: ``(batch,)`` or ``(batch, ...)``, integers.
-        gamma: how little; from 0.
-        weight: of each label, ``(labels,)``; the alpha of the paper.
-        ignore_index: labels that count nothing.
-        reduction: ``"mean"`` divides by the weight of what is counted, as ``cross_entropy`` does; ``"sum"``;
-            ``"none"`` gives ``(batch, ...)``.
+        gamma: exponent of the weight, 0 or more.
+        weight: weight of each label, ``(labels,)``; alpha in the paper.
+        ignore_index: labels to ignore.
+        reduction: ``"mean"``, weighted as by ``cross_entropy``; ``"sum"``; ``"none"`` returns ``(batch, ...)``.
 
     Raises:
-        TrainError: another reduction, or gamma below 0.
+        TrainError: an unknown reduction, or gamma below 0.
     """
     _check(gamma, reduction)
     if gamma == 0:
@@ -45,7 +44,7 @@ def focal_loss(
     share = counted.to(plain.dtype)
     if weight is not None:
         share = share * weight.to(plain.dtype)[labels.clamp(min=0) * counted]
-    # 1 - p from the logarithm: exact where p is near 1, which is where it matters.
+    # expm1 of the logarithm is exact near p = 1, where 1 - p is small.
     losses = (-torch.expm1(-plain)).clamp(min=0) ** gamma * plain * share
     return _reduced(losses, share, reduction)
 
@@ -53,25 +52,25 @@ def focal_loss(
 def binary_focal_loss(
     logits: Tensor, targets: Tensor, *, gamma: float = 2.0, alpha: float | None = None, reduction: str = "mean"
 ) -> Tensor:
-    """Return the focal loss of labels that are each right or wrong by themselves.
+    """Return the focal loss of independent binary labels.
 
     Args:
-        logits: of any shape.
-        targets: of the same shape, from 0 to 1.
-        gamma: how little easy ones weigh; from 0. With 0 and no alpha it is ``binary_cross_entropy_with_logits``.
-        alpha: weight of what is right; ``1 - alpha`` that of what is wrong.
+        logits: any shape.
+        targets: the same shape, from 0 to 1.
+        gamma: exponent of the weight, 0 or more; 0 without alpha is ``binary_cross_entropy_with_logits``.
+        alpha: weight of positive labels; negative ones get ``1 - alpha``.
         reduction: ``"mean"`` over all elements, ``"sum"`` or ``"none"``.
 
     Raises:
-        TrainError: another reduction, or gamma below 0, or alpha outside of 0 to 1.
+        TrainError: an unknown reduction, gamma below 0, or alpha outside of 0 to 1.
     """
     _check(gamma, reduction)
     if alpha is not None and not 0 <= alpha <= 1:
-        raise TrainError(f"binary_focal_loss: found alpha={alpha!r}; expected 0 to 1, or None.", alpha=alpha)
+        raise TrainError(f"binary_focal_loss: found alpha={alpha!r}, expected 0 to 1, or None", alpha=alpha)
     targets = targets.to(logits.dtype)
     if gamma == 0 and alpha is None:
         return binary_cross_entropy_with_logits(logits, targets, reduction=reduction)
-    # Each side by itself, so that targets between 0 and 1 mix the two.
+    # Both terms are computed, because targets between 0 and 1 mix them.
     right, wrong = -logsigmoid(logits), -logsigmoid(-logits)
     hard_right, hard_wrong = torch.sigmoid(-logits) ** gamma, torch.sigmoid(logits) ** gamma
     up, down = (1.0, 1.0) if alpha is None else (alpha, 1.0 - alpha)
@@ -82,10 +81,10 @@ def binary_focal_loss(
 def _check(gamma: float, reduction: str) -> None:
     if reduction not in ("mean", "sum", "none"):
         raise TrainError(
-            f"focal loss: found reduction={reduction!r}; expected 'mean', 'sum' or 'none'.", found=reduction
+            f"focal loss: found reduction={reduction!r}, expected 'mean', 'sum' or 'none'", found=reduction
         )
     if not gamma >= 0:
-        raise TrainError(f"focal loss: found gamma={gamma!r}; expected a number from 0.", gamma=gamma)
+        raise TrainError(f"focal loss: found gamma={gamma!r}, expected 0 or more", gamma=gamma)
 
 
 def _reduced(losses: Tensor, share: Tensor, reduction: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""What memory is taken: of devices, by torch and by whomever, and of this process."""
+"""Memory in use, of devices and of this process."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class MemoryUse:
     """Memory of one device, in bytes.
 
     Attributes:
-        total: what the device has.
-        free: what nobody has taken.
-        allocated: what tensors of this process hold.
-        reserved: what torch keeps for them, and for those to come.
-        peak: the most that tensors held since `reset_peak`.
+        total: memory of the device.
+        free: memory that no process uses.
+        allocated: memory of this process's tensors.
+        reserved: memory that torch has reserved for tensors.
+        peak: largest ``allocated`` since ``torch.cuda.reset_peak_memory_stats``.
     """
 
     total: int
@@ -41,15 +41,15 @@ class MemoryUse:
 
     @property
     def spill(self) -> int:
-        """What torch keeps beyond what the device has, which unified memory allows and slows down."""
+        """Reserved memory beyond that of the device, which unified memory allows and slows down."""
         return max(0, self.reserved - self.total)
 
 
 def device_memory(device: str | torch.device = "auto") -> MemoryUse | None:
-    """Return the memory of a device; None of one without memory of its own, such as the processor.
+    """Return the memory of a device; None for the CPU.
 
     Raises:
-        DeviceError: it is not there.
+        DeviceError: the device is absent.
     """
     found = find_device(device)
     if found.type == "mps":
@@ -69,7 +69,7 @@ def device_memory(device: str | torch.device = "auto") -> MemoryUse | None:
 
 
 def process_memory() -> tuple[int, int] | None:
-    """Return the bytes of memory that this process holds, and the most it ever held; None where nobody says."""
+    """Return the current and the largest resident memory of this process in bytes; None if unknown."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         found = {}
         for line in Path("/proc/self/status").read_text().splitlines():
@@ -86,19 +86,19 @@ def process_memory() -> tuple[int, int] | None:
 
 
 def live_tensors(device: str | torch.device | None = None) -> tuple[int, int]:
-    """Return how many tensors Python knows, and the bytes of their storages, each counted once.
+    """Return the number of Python tensors, and the bytes of their storages, each counted once.
 
-    Tensors that only torch holds, such as those saved for a backward pass, are not among them.
+    Tensors that only torch refers to, such as those saved for a backward pass, are not included.
 
     Args:
-        device: count those there only; "cuda" stands for all CUDA devices.
+        device: count tensors of this device only; "cuda" stands for all CUDA devices.
     """
     wanted = None if device is None else torch.device(device)
     tracing = sys.modules.get("torch._subclasses.fake_tensor")
-    shapes_alone = tracing.FakeTensor if tracing is not None else ()  # what a tracer left behind has no memory
+    shapes_alone = tracing.FakeTensor if tracing is not None else ()  # fake tensors have no memory
     count, storages = 0, {}
     for one in gc.get_objects():
-        # Asking other objects for their class may run code of theirs.
+        # isinstance may run code of other objects.
         if not issubclass(type(one), torch.Tensor) or issubclass(type(one), shapes_alone):
             continue
         if wanted is not None and (
@@ -113,12 +113,12 @@ def live_tensors(device: str | torch.device | None = None) -> tuple[int, int]:
 
 
 def available_memory(device: str | torch.device = "cpu") -> int | None:
-    """Return the bytes that may still be taken on a device, or of the machine's memory; None where nobody says.
+    """Return the available memory of a device or of the machine in bytes; None if unknown.
 
-    What a container allows counts, and files that the system keeps in memory and can drop do not.
+    The limit of a container applies; cached files count as available.
 
     Raises:
-        DeviceError: the device is not there.
+        DeviceError: the device is absent.
     """
     found = find_device(device)
     if found.type == "cpu":
@@ -137,7 +137,7 @@ def _machine() -> int | None:
 
 
 def _container() -> int | None:
-    """Return what is left of a control group's limit; None without one."""
+    """Return the available memory within the limit of a control group; None without one."""
     group = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError, IndexError):
         limit = int((group / "memory.max").read_text())

@@ -1,6 +1,6 @@
-"""Nested batches: tensors in mappings, sequences, named tuples and dataclasses, walked in one way.
+"""Nested batches: tensors in mappings, sequences, named tuples and dataclasses.
 
-`torch.utils._pytree` knows exact types only; batches of users are mappings and dataclasses of any type.
+`torch.utils._pytree` supports exact types only; batches of users are mappings and dataclasses of any type.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ __all__ = ["leaves", "map_leaves"]
 
 
 def map_leaves(value: Any, leaf: Callable[[Any], Any], is_leaf: Callable[[Any], bool] = lambda value: False) -> Any:
-    """Return a copy of ``value`` with ``leaf(part)`` in place of each part that holds no others.
+    """Return a copy of a nested value with ``leaf`` applied to each leaf.
 
     Mappings become dictionaries; sequences, named tuples and dataclasses keep their type.
 
     Args:
-        is_leaf: whether a part is not looked into, though it may hold others.
+        is_leaf: whether a container counts as a leaf.
     """
     if is_leaf(value):
         return leaf(value)
@@ -35,15 +35,15 @@ def map_leaves(value: Any, leaf: Callable[[Any], Any], is_leaf: Callable[[Any], 
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Yield the parts of ``value`` that hold no others."""
+    """Yield the leaves of a nested value."""
     if isinstance(value, Mapping):
-        for part in value.values():
-            yield from leaves(part)
+        parts: Any = value.values()
     elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from leaves(part)
+        parts = value
     elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from leaves(getattr(value, field.name))
+        parts = [getattr(value, field.name) for field in fields(value)]
     else:
         yield value
+        return
+    for part in parts:
+        yield from leaves(part)

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as a wish that the loop reads between steps, so that it can save and leave."""
+"""SIGTERM and SIGINT as a flag that a loop reads between steps, so that it can save and stop."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from flodl.errors import TrainInterrupted
 
 __all__ = ["StopSignals", "stop_by"]
 
-SETTLE_S = 1.0
-"""A launcher passes a terminal's Ctrl-C on to ranks that got it themselves: twice within this time is once."""
+REPEAT_S = 1.0
+"""Two signals within this time count as one: a launcher forwards Ctrl-C to ranks that the terminal signals too."""
 
 
 def stop_by(number: int, **about: Any) -> NoReturn:
-    """Leave because of a signal: Ctrl-C as Python reports it, another signal with the status of a shell.
+    """Raise the exception for a signal.
 
     Args:
-        number: of the signal.
-        **about: attributes of the `TrainInterrupted`.
+        number: the signal.
+        **about: arguments of `TrainInterrupted`.
 
     Raises:
-        TrainInterrupted: the signal is SIGINT and a run has ended; a plain KeyboardInterrupt without ``about``.
-        SystemExit: another signal; the code is 128 and its number.
+        TrainInterrupted: SIGINT; a plain KeyboardInterrupt without ``about``.
+        SystemExit: another signal; the code is 128 plus its number.
     """
     if number == signal.SIGINT:
         raise TrainInterrupted(**about) if about else KeyboardInterrupt
@@ -33,10 +33,10 @@ def stop_by(number: int, **about: Any) -> NoReturn:
 
 
 class StopSignals:
-    """Notes the first SIGTERM or SIGINT while entered; a second one ends the process at once.
+    """Context that records the first SIGTERM or SIGINT; a second one ends the process immediately.
 
     Attributes:
-        number: the signal that came, 0 for none.
+        number: the received signal, 0 for none.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class StopSignals:
         self._old = {}
 
     def _note(self, number: int, _frame: Any) -> None:
-        if self.number and time.monotonic() - self._since > SETTLE_S:
+        if self.number and time.monotonic() - self._since > REPEAT_S:
             os._exit(128 + number)
         if not self.number:
             self.number, self._since = number, time.monotonic()

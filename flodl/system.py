@@ -1,7 +1,6 @@
-"""What operating systems offer in different ways: reading at a place, locks that die with their process, syncing.
+"""Functions that differ between operating systems: positioned reads, file locks, syncing, processes.
 
-Everything else in these packages is the same everywhere. Where a system has no such thing, the way it is done without
-is slower or promises less, and its docstring says what.
+On systems without a function there is a slower or weaker replacement, described in its docstring.
 """
 
 from __future__ import annotations
@@ -13,17 +12,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 __all__ = [
     "die_with_parent",
-    "exchange",
     "hard_stop",
     "is_stopped",
     "lock",
     "loopback",
-    "make_cuda_context",
-    "process_lock",
     "process_state",
     "read_at",
     "read_vectors_at",
@@ -31,24 +27,21 @@ __all__ = [
 ]
 
 _PR_SET_PDEATHSIG = 1
-_RENAME_EXCHANGE = 2  # linux/fs.h
-_AT_FDCWD = -100  # linux/fcntl.h
-_CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM, errno.EXDEV)
-_MOVING = threading.Lock()
+_SEEK_LOCK = threading.Lock()
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM, errno.EISDIR)
 
 
 def read_at(descriptor: int, length: int, position: int) -> bytes:
-    """Return up to ``length`` bytes of a file from a place; from several threads at once."""
+    """Return up to ``length`` bytes of a file from a position; safe in several threads."""
     if hasattr(os, "pread"):
         return os.pread(descriptor, length, position)
-    with _MOVING:
+    with _SEEK_LOCK:
         os.lseek(descriptor, position, os.SEEK_SET)
         return os.read(descriptor, length)
 
 
 def read_vectors_at(descriptor: int, targets: Sequence[memoryview], position: int) -> int:
-    """Fill memory from a file, one target after the other; return how many bytes were there, perhaps fewer than fit."""
+    """Read from a position into several buffers in order; return the number of bytes, possibly fewer than fit."""
     if hasattr(os, "preadv"):
         return os.preadv(descriptor, targets, position)
     data = read_at(descriptor, len(targets[0]), position)
@@ -57,10 +50,10 @@ def read_vectors_at(descriptor: int, targets: Sequence[memoryview], position: in
 
 
 def sync_folder(folder: str | os.PathLike[str]) -> None:
-    """Have the names in a folder written to disk; nothing happens where folders cannot be opened or synced.
+    """Sync the names in a folder to disk; without effect if folders cannot be opened or synced.
 
     Raises:
-        OSError: the disk reports a fault.
+        OSError: the disk reports an error.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY)
@@ -69,35 +62,17 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems cannot sync a folder; an I/O error of the disk must be heard.
+        # Some network file systems cannot sync a folder; an I/O error of the disk must be reported.
         if error.errno not in _CANNOT_SYNC:
             raise
     finally:
         os.close(descriptor)
 
 
-def exchange(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> bool:
-    """Exchange two names in one step; False where the system or the file system cannot, and nothing happened.
-
-    Raises:
-        OSError: the file system can and refuses.
-    """
-    try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError, TypeError):
-        return False
-    if renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in _CANNOT_EXCHANGE:
-        return False
-    raise OSError(code, os.strerror(code), str(target))
-
-
 def lock(descriptor: int, *, wait: bool = False) -> bool:
-    """Return whether an open file could be locked for this process alone; the system frees it with the process.
+    """Lock an open file for this process and return whether that succeeded; the lock ends with the process.
 
-    Where there are no locks nothing is locked, and the answer is yes.
+    Always True on systems without locks.
     """
     try:
         import fcntl
@@ -123,34 +98,15 @@ def _lock_without_fcntl(descriptor: int, wait: bool) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def process_lock(descriptor: int) -> Iterator[None]:
-    """Keep other processes waiting that take this lock of the same file; it goes with a process that ends.
-
-    Unlike `lock` it holds between processes that inherited one descriptor, and not between threads. Systems without
-    such locks keep nobody waiting.
-    """
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    fcntl.lockf(descriptor, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        fcntl.lockf(descriptor, fcntl.LOCK_UN)
-
-
 def hard_stop() -> int:
-    """Return the signal that ends a process which does not listen."""
+    """Return the signal that ends a process which ignores others."""
     return getattr(signal, "SIGKILL", signal.SIGTERM)
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when the thread that started it ends; only Linux can.
+    """Let the kernel kill this process when its parent thread ends, on Linux.
 
-    Elsewhere a rank's pulse notices within a second that its parent is gone.
+    On other systems a rank detects the end of its parent within a second.
     """
     if sys.platform != "linux":
         return
@@ -161,9 +117,9 @@ def die_with_parent(parent: int) -> None:
 
 
 def process_state(pid: int) -> str | None:
-    """Return the kernel's letter for what a process does ("R", "S", "T", "Z", ...); None if there is none.
+    """Return the kernel's letter for the state of a process ("R", "S", "T", "Z", ...); None if it does not exist.
 
-    Only Linux tells; elsewhere every process runs ("R").
+    Always "R" on systems other than Linux.
     """
     if not os.path.isdir("/proc/self"):
         return "R"
@@ -175,25 +131,10 @@ def process_state(pid: int) -> str | None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process was stopped, as by SIGSTOP; only Linux tells, elsewhere the answer is no."""
+    """Return whether a process is stopped, as by SIGSTOP; always False on systems other than Linux."""
     return process_state(pid) in ("T", "t")
 
 
 def loopback() -> str | None:
-    """Return what this system calls the network interface that leads to itself; None where it has no such name."""
+    """Return the name of the loopback network interface, or None if unknown."""
     return {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-
-
-def make_cuda_context(place: int) -> None:
-    """Have NVIDIA's driver make a device's primary context, which all libraries of a process share; if it can.
-
-    Args:
-        place: which of the devices that this process sees.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        # As torch sets it before its first call of the driver: kernels are loaded when they are used.
-        os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
-        driver = ctypes.CDLL("libcuda.so.1")
-        device, context = ctypes.c_int(), ctypes.c_void_p()
-        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), place) == 0:
-            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)

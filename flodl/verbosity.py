@@ -1,15 +1,15 @@
-"""How much is said beside results: one level for the process and those that it starts.
+"""The level of messages, one for the process and those that it starts.
 
 ``FLODL_VERBOSITY`` in the environment sets it (a number or a word), `set_verbosity` changes it, ``flodl-hf -q`` and
-``-v`` to ``-vvv`` set it for one command. Errors and warnings are said at every level.
+``-v`` to ``-vvv`` set it for one command. Errors and warnings are shown at every level.
 
-=======  =========================================================================
-quiet    nothing but results, warnings and errors; no progress
-normal   how far long calls are, and what a user has to know
-verbose  what a run does besides: checkpoints, meetings of ranks
-debug    figures of epochs that were watched, and of each rank
+=======  =================================================================
+quiet    results, warnings and errors; no progress
+normal   progress of long calls, and messages that users need
+verbose  also events of a run: checkpoints, synchronisation of ranks
+debug    also metrics of epochs and of each rank
 trace    every event of a run, as a line of JSON
-=======  =========================================================================
+=======  =================================================================
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VARIABLE = "FLODL_VERBOSITY"
 
 
 class Verbosity(IntEnum):
-    """The levels, each of which says what those before it say."""
+    """The levels; each includes those before it."""
 
     QUIET = 0
     NORMAL = 1
@@ -35,18 +35,18 @@ class Verbosity(IntEnum):
 
 
 def verbosity() -> Verbosity:
-    """Return the level of now; `Verbosity.NORMAL` where the environment names none, or none that there is."""
+    """Return the current level; `Verbosity.NORMAL` if the environment names none or an invalid one."""
     try:
         return parsed(os.environ.get(VARIABLE, "normal"))
     except ConfigError:
-        return Verbosity.NORMAL  # a variable that cannot be read is no reason to fail; `doctor` tells of it
+        return Verbosity.NORMAL  # `flodl-hf doctor` reports invalid values
 
 
 def set_verbosity(level: Verbosity | int | str) -> Verbosity:
-    """Set the level, also for processes that are started from now on; return what it was.
+    """Set the level, also for processes started from now on, and return the previous one.
 
     Raises:
-        ConfigError: there is no such level.
+        ConfigError: an unknown level.
     """
     found, before = parsed(level), verbosity()
     os.environ[VARIABLE] = found.name.lower()
@@ -54,10 +54,10 @@ def set_verbosity(level: Verbosity | int | str) -> Verbosity:
 
 
 def parsed(level: Verbosity | int | str) -> Verbosity:
-    """Return the level that a number or a word means.
+    """Return the level of a number or a word.
 
     Raises:
-        ConfigError: there is no such level.
+        ConfigError: an unknown level.
     """
     words = [one.name.lower() for one in Verbosity]
     text = str(int(level)) if isinstance(level, int) else level.strip().lower()
@@ -66,6 +66,6 @@ def parsed(level: Verbosity | int | str) -> Verbosity:
     if text.isdecimal() and int(text) < len(words):
         return Verbosity(int(text))
     raise ConfigError(
-        f"verbosity: found {str(level)[:40]!r}{nearest(text, words)}; expected {', '.join(words)}, or 0 to 4",
+        f"verbosity: found {str(level)[:40]!r}{nearest(text, words)}, expected {', '.join(words)}, or 0 to 4",
         problems=[VARIABLE],
     )

@@ -1,4 +1,4 @@
-"""Tensors as bytes, bytes as tensors, and the checks that both file formats share."""
+"""Conversion between tensors and bytes, and checks shared by both file formats."""
 
 from __future__ import annotations
 

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from flodl.checkpoint import Checkpoint, load_tensors
 from flodl.errors import CheckpointError, capped, printable
-from flodl.graph.fingerprint import structural_hash
 from flodl_hf.checkpoints.config.file import MAX_CONFIG_BYTES
 from flodl_hf.checkpoints.config.model_config import ModelConfig, read_config_file
 from flodl_hf.checkpoints.hub.folders import resolve_folder
@@ -247,7 +246,7 @@ def _check(found: Checkpoint, model: EncoderModel, style: str) -> bool:
         )
     if style != "ours" or not found.structural_hash:
         return False
-    own = structural_hash(model.graph)
+    own = model.graph.structural_hash()
     if found.structural_hash != own:
         raise CheckpointError(
             f"{found.path}: made for the structure {found.structural_hash[:8]}, and a {model.config.model_type} for "

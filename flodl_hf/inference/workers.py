@@ -49,7 +49,7 @@ _SERVE = """
 import sys
 sys.path[:] = {path!r}
 from threading import Thread
-from flodl.system import make_cuda_context
+from flodl_hf.checkpoints.system import make_cuda_context
 if {place!r} is not None:
     Thread(target=make_cuda_context, args=({place!r},), daemon=True).start()
 from flodl_hf.inference.worker import serve

@@ -19,9 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from flodl.errors import CheckpointError, capped
-from flodl.files import make_folders, open_regular, read_regular, write_atomically
-from flodl.hashed_json import seal, unseal
-from flodl.system import sync_folder
+from flodl.files import make_folders, open_regular, read_regular, seal, sync_folder, unseal, write_atomically
 from flodl_hf.errors import PredictError
 from flodl_hf.jobs.identity import differences
 from flodl_hf.jobs.write import Pieces, Writer

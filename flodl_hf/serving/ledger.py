@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
 
-from flodl.system import process_lock
+from flodl_hf.checkpoints.system import process_lock
 
 __all__ = ["Ledger", "shared_memory"]
 

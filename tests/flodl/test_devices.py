@@ -45,7 +45,7 @@ def test_the_best_device(machine: Any) -> None:
 def test_mps_is_tried_before_it_is_taken(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(mps=True)
     monkeypatch.setattr(devices, "mps_fault", lambda: "cumsum is not implemented there")
-    with pytest.warns(UserWarning, match="was not taken, because cumsum is not"):
+    with pytest.warns(UserWarning, match="cumsum is not"):
         assert devices.best_device() == torch.device("cpu")
     assert devices.find_device("mps") == torch.device("mps"), "who names it has it"
     monkeypatch.undo()
@@ -65,15 +65,15 @@ def test_what_is_absent_is_said_in_one_line(machine: Any, monkeypatch: pytest.Mo
 
     assert "built without CUDA" in fault("cuda", built=None)
     assert "Use mps or cpu" in fault("cuda", mps=True, built=None)
-    assert "here are cuda:0 to cuda:1. Use cuda:0 or cuda:1 or cpu" in fault("cuda:2", cuda=2)
-    assert "the one CUDA device here is cuda:0" in fault("cuda:1", cuda=1)
+    assert "cuda:0 to cuda:1. Use cuda:0 or cuda:1 or cpu" in fault("cuda:2", cuda=2)
+    assert "available is cuda:0" in fault("cuda:1", cuda=1)
     assert "Apple" in fault("mps", cuda=1)
     assert "did you mean 'cuda'" in fault("cudda")
     assert "expected cpu, cuda" in fault("cuda:x")
     assert "did you mean 'cuda'" in fault("gpu")
     machine()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "CUDA_VISIBLE_DEVICES='' leaves none" in devices.why_no_cuda()
+    assert "CUDA_VISIBLE_DEVICES=''" in devices.why_no_cuda()
 
 
 def test_devices_to_train_on(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_devices_to_train_on(machine: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert devices.training_devices(["cuda:1", torch.device("cpu")]) == ["cuda:1", "cpu"]
     assert devices.training_devices("cuda:1") == "cuda:1"
     assert devices.training_devices(3) == 3
-    with pytest.raises(DeviceError, match="3 were asked for and 2 CUDA devices are here"):
+    with pytest.raises(DeviceError, match="found 3 with 2 CUDA devices"):
         devices.training_devices(3, shared=False)
     with pytest.raises(DeviceError, match="cuda:0 to cuda:1"):
         devices.training_devices(["cuda:0", "cuda:5"])
@@ -101,7 +101,7 @@ def test_devices_to_train_on(machine: Any, monkeypatch: pytest.MonkeyPatch) -> N
         lambda: devices.training_devices(["mps"]),
         lambda: devices.pick_device("mps", 0),
     ):
-        with pytest.raises(DeviceError, match="float64, which MPS does not support"):
+        with pytest.raises(DeviceError, match="float64"):
             call()
     machine()
     assert devices.training_devices(2, shared=False) == 2

@@ -39,9 +39,9 @@ ONLY_IN = {
     "onnx_ir": ("flodl_hf/export/engine.py",),
     "onnxruntime": ("flodl_hf/parity/onnx_session.py",),
     # Not every system has them.
-    "fcntl": ("flodl/system.py",),
+    "fcntl": ("flodl/system.py", "flodl_hf/checkpoints/system.py"),
     "msvcrt": ("flodl/system.py",),
-    "ctypes": ("flodl/system.py", "flodl/distributed/board.py", "flodl_hf/checkpoints/weights/on_disk.py"),
+    "ctypes": ("flodl/system.py", "flodl/distributed/board.py", "flodl_hf/checkpoints/"),
     "triton": (
         "flodl/train/step/adam_kernels.py",
         "flodl/train/step/norm_kernels.py",

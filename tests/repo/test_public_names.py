@@ -7,6 +7,8 @@ import importlib
 import inspect
 import pickle
 import pkgutil
+import re
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -15,6 +17,8 @@ import flodl
 import flodl_hf
 from flodl import errors
 from flodl_hf import errors as hf_errors
+
+ROOT = Path(__file__).parents[2]
 
 
 def packages() -> list[str]:
@@ -116,6 +120,68 @@ def test_all_of_a_package_is_complete(module: str) -> None:
     used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
     # What a file imports for its own use need not be offered.
     assert own - listed - used == set()
+
+
+# Imports of flodl_hf that are not public names of flodl. Remove an entry with its import; do not add any.
+NOT_PUBLIC: dict[str, set[str]] = {
+    "flodl.distributed.group": {"Ranks", "Summed", "is_first_rank", "under_torchrun"},
+    "flodl.distributed.sharded": {"is_sharded"},
+    "flodl.distributed.shares": {"deal", "ranges", "split"},
+    "flodl.monitor.curve": {"curve_svg"},
+    "flodl.monitor.folder": {"RunFolder"},
+    "flodl.monitor.peaks": {"flops_of_encoder", "peak_of"},
+    "flodl.train.builder": {"TrainerBuilder"},
+    "flodl.train.evaluate": {"split_figures"},
+    "flodl.train.events": {"Past", "figures_in"},
+    "flodl.train.optim.ema": {"averaged_state"},
+    "flodl.train.optim.optimizers": {"layerwise_decay"},
+    "flodl.train.precision": {"Precision"},
+    "flodl.train.recorded": {"Recorded"},
+    "flodl.train.rules": {"parse_rule"},
+    "flodl.train.saving.judged": {"judged", "signed"},
+    "flodl.train.saving.reading": {"list_checkpoints", "read_checkpoint", "read_manifest"},
+    "flodl.train.saving.state": {"check_fits", "fixed_names", "load_model", "model_state"},
+    "flodl.train.settings": {"MAY_CHANGE"},
+    "flodl.train.trackers": {"Tracker", "make_tracker"},
+}
+MAX_PUBLIC_NAMES = 230
+"""An upper bound that may only fall."""
+
+
+def public_names() -> dict[str, set[str]]:
+    """Return the public names of flodl by module: the modules in its reference, and the package itself."""
+    page = (ROOT / "docs" / "api" / "flodl.md").read_text("utf-8")
+    listed = ["flodl", *re.findall(r"^\.\. automodule:: (\S+)$", page, re.MULTILINE)]
+    return {module: set(loaded(module).__all__) for module in listed}
+
+
+def imports_from_flodl() -> dict[str, set[str]]:
+    """Return the names that flodl_hf imports from flodl, by module."""
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / "flodl_hf").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "flodl":
+                found.setdefault(node.module or "", set()).update(alias.name for alias in node.names)
+            elif isinstance(node, ast.Import):
+                for alias in node.names:
+                    if alias.name.split(".")[0] == "flodl":
+                        found.setdefault(alias.name, set()).add("*")
+    return found
+
+
+@pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="tested from a wheel: the repository is not here")
+def test_flodl_hf_imports_only_public_names_of_flodl() -> None:
+    public = public_names()
+    deep = {module: names - public.get(module, set()) for module, names in imports_from_flodl().items()}
+    assert {module: names for module, names in deep.items() if names} == NOT_PUBLIC
+
+
+@pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="tested from a wheel: the repository is not here")
+def test_the_reference_lists_the_public_packages_of_flodl() -> None:
+    public = public_names()
+    offered = {name for name in packages() if name.count(".") == 1 and name.startswith("flodl.")}
+    assert offered <= public.keys()
+    assert len(set().union(*public.values())) <= MAX_PUBLIC_NAMES
 
 
 def kinds() -> list[type[errors.FlodlError]]:

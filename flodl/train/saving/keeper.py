@@ -23,8 +23,7 @@ import torch
 
 from flodl.distributed.group import Ranks
 from flodl.errors import CheckpointError, TrainError
-from flodl.files import make_folders
-from flodl.hashed_json import seal
+from flodl.files import make_folders, seal
 from flodl.system import lock, sync_folder
 from flodl.train.events import Event, Saved, SaveFailed, Warned
 from flodl.train.saving.judged import judged, signed

@@ -21,8 +21,7 @@ from safetensors.torch import load as parse_tensors
 
 from flodl.checkpoint.stored_rows import stored_tensors
 from flodl.errors import CheckpointError
-from flodl.files import open_regular, read_regular
-from flodl.hashed_json import unseal
+from flodl.files import open_regular, read_regular, unseal
 from flodl.train.saving.state import MODEL, SHARDS
 
 __all__ = ["FORMAT", "Checkpoint", "list_checkpoints", "open_checkpoint", "read_checkpoint", "read_manifest"]

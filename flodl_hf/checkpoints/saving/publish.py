@@ -23,9 +23,9 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from flodl import system
 from flodl.errors import capped, printable
-from flodl.files import make_folders
+from flodl.files import lock, make_folders, sync_folder
+from flodl_hf.checkpoints import system
 from flodl_hf.errors import ExportError
 from flodl_hf.readers.path_checks import path_fault
 
@@ -303,7 +303,7 @@ class _Held:
 
     def take(self, *, wait: bool) -> bool:
         """Return whether it is ours now."""
-        return system.lock(self._descriptor[0], wait=wait)
+        return lock(self._descriptor[0], wait=wait)
 
     def holds(self, folder: Path) -> bool:
         """Return whether it is that folder which is locked."""
@@ -358,7 +358,7 @@ def _sync_tree(folder: Path) -> None:
             path = os.path.join(root, name)
             if not os.path.islink(path):
                 _sync(path)
-        system.sync_folder(root)
+        sync_folder(root)
 
 
 def _sync(path: str | os.PathLike[str]) -> None:
@@ -391,6 +391,6 @@ def _swap(stage: Path, place: Path, overwrite: bool) -> None:
         except BaseException:
             os.rename(old, place)
             raise
-        system.sync_folder(place.parent)  # before that, the new name may be lost and the old contents needed
+        sync_folder(place.parent)  # before that, the new name may be lost and the old contents needed
         shutil.rmtree(old, ignore_errors=True)
-    system.sync_folder(place.parent)
+    sync_folder(place.parent)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flodl.errors import CheckpointError, capped, printable
-from flodl.hashed_json import SEAL, seal, unseal
+from flodl.files import SEAL, seal, unseal
 from flodl_hf.checkpoints.weights.checkpoint.members import Folder, is_entry, plain_name_fault, read_member
 
 __all__ = [

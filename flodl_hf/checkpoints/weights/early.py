@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from flodl.system import make_cuda_context
+from flodl_hf.checkpoints.system import make_cuda_context
 from flodl_hf.checkpoints.weights.checkpoint.ahead import reading_ahead
 from flodl_hf.checkpoints.weights.checkpoint.scatter import usable_cpus
 from flodl_hf.checkpoints.weights.process_exit import skip_gc_at_exit

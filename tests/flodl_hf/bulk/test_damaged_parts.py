@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import flodl_hf.jobs.run as run
-from flodl.hashed_json import seal, unseal
+from flodl.files import seal, unseal
 from flodl_hf import predict_file
 from flodl_hf.errors import PredictError
 from flodl_hf.jobs.parts import Parts

@@ -120,7 +120,7 @@ def test_no_way_around_the_door(name: str, way: Callable[[Path], None], saved: S
      b'{"format": "flodl-checksums/1", "files": {"../x": {"bytes": 1, "sha256": "00"}}}'],
 )  # fmt: skip
 def test_a_damaged_receipt_is_no_receipt(damage: bytes, saved: Saved) -> None:
-    from flodl.hashed_json import seal
+    from flodl.files import seal
 
     folder = saved("bert", HEAD)
     sealed = damage if not damage.startswith(b'{"format') else seal(json.loads(damage))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flodl import system
+from flodl_hf.checkpoints import system
 from flodl_hf.checkpoints.weights import early
 
 

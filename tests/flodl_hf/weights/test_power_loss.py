@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from flodl import system
 from flodl.files import make_folders, write_atomically
 from flodl.train import Trainer
 from flodl_hf import load, predict_file
+from flodl_hf.checkpoints import system
 from flodl_hf.checkpoints.saving import publish as publish_module
 from tests.torture.checkpoints import checkpoint, write_files
 
