@@ -198,12 +198,13 @@ def _checked(word: str, **args: Any) -> Condition:
     problems = []
     for name, value in args.items():
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+        size: float = value if number and abs(value) < math.inf else 0
         is_valid, expected = {
             "name": (isinstance(value, str) and value != "", "the name of a value, such as loss"),
             "mode": (value in ("min", "max"), "min or max"),
             "value": (number, "a number"),
-            "tolerance": (number and value > 0, "a number above 0"),
-        }.get(name, (number and value == int(value) >= least, f"an integer from {least}"))
+            "tolerance": (size > 0, "a number above 0"),
+        }.get(name, (size == int(size) >= least, f"an integer from {least}"))
         if not is_valid:
             problems.append(f"{word}: {name} is {value!r}, expected {expected}")
     if problems:

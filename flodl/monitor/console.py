@@ -1,17 +1,15 @@
-"""What the monitor keeps of an epoch, and how it reads on one line."""
+"""The console line of an epoch, and its texts for durations and metrics."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flodl.monitor.formatting import metric_text
+__all__ = ["EpochRecord", "console_line", "duration_text", "eta_s", "metric_text"]
 
-__all__ = ["EpochRecord", "console_line", "eta_s", "eta_text"]
-
-# An epoch counts this much of the one after it, so the estimate follows a change of pace in a few epochs.
-_FADE = 0.7
+# Each epoch has this weight relative to the next one, so the estimate follows a change of speed in a few epochs.
+_DECAY = 0.7
 
 
 @dataclass(frozen=True)
@@ -20,9 +18,9 @@ class EpochRecord:
 
     Attributes:
         epoch: counted from 0.
-        duration_s: seconds it took, as the caller measured them.
-        metrics: values by name, in the order given.
-        pace_s: seconds from the epoch before to this one, work between them included.
+        duration_s: seconds it took.
+        metrics: values by name, in the given order.
+        pace_s: seconds since the previous epoch ended, work between epochs included.
     """
 
     epoch: int
@@ -32,42 +30,54 @@ class EpochRecord:
 
 
 def eta_s(records: Sequence[EpochRecord], total_epochs: int) -> float | None:
-    """Return the seconds left at the recent pace, or None before the first epoch and after the last."""
-    if not records:
-        return None
-    left = total_epochs - records[-1].epoch - 1
+    """Return the seconds left at the recent speed; None before the first epoch and after the last."""
+    left = total_epochs - records[-1].epoch - 1 if records else 0
     if left <= 0:
         return None
-    weights = [_FADE**age for age in range(len(records))]
+    weights = [_DECAY**age for age in range(len(records))]
     pace = math.fsum(w * r.pace_s for w, r in zip(weights, reversed(records), strict=True))
     return pace / math.fsum(weights) * left
 
 
-def eta_text(seconds: float) -> str:
-    """Return ``420ms``, ``1s``, ``12.5s``, ``4m 32s`` or ``3h 12m``, rounded down; a dash when negative."""
-    if seconds < 0 or math.isnan(seconds):
+def duration_text(seconds: float) -> str:
+    """Return ``420ms``, ``1s``, ``12.5s``, ``4m 32s`` or ``3h 12m``, rounded down; a dash if negative."""
+    if not 0 <= seconds < math.inf:
         return "—"
     if seconds < 1:
         return f"{int(seconds * 1000)}ms"
     if seconds < 60:
-        tenths = int(seconds * 10)
-        return f"{tenths // 10}s" if tenths % 10 == 0 else f"{tenths // 10}.{tenths % 10}s"
-    if seconds < 3600:
-        return f"{int(seconds) // 60}m {int(seconds) % 60:02d}s"
-    if math.isinf(seconds):
-        return "—"
-    return f"{int(seconds) // 3600}h {int(seconds) % 3600 // 60:02d}m"
+        return f"{int(seconds * 10) / 10:g}s"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes}m {rest:02d}s" if minutes < 60 else f"{minutes // 60}h {minutes % 60:02d}m"
 
 
-def console_line(record: EpochRecord, total_epochs: int, eta: float | None) -> str:
-    """Return the line of an epoch: its number from 1, its metrics, ``[duration  ETA x]``."""
-    width = len(str(total_epochs))
-    parts = [f"  epoch {record.epoch + 1:>{width}}/{total_epochs}"]
-    parts += [f"{_plain(name)}={metric_text(value)}" for name, value in record.metrics.items()]
-    rest = "" if eta is None else f"  ETA {eta_text(eta)}"
-    return "  ".join([*parts, f"[{eta_text(record.duration_s)}{rest}]"])
+def metric_text(value: float) -> str:
+    """Return ``0``, ``1.00e-4`` below a thousandth, four decimals below a hundred, otherwise two."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    if abs(value) < 0.001:
+        mantissa, _, exponent = f"{value:.2e}".partition("e")
+        return f"{mantissa}e{int(exponent)}"
+    return f"{value:.4f}" if abs(value) < 100 else f"{value:.2f}"
 
 
-def _plain(name: str) -> str:
-    """Keep a name from breaking its line or steering the terminal."""
+def console_line(
+    epoch: int,
+    total: int,
+    metrics: Mapping[str, float],
+    duration_s: float | None,
+    left_s: float | None,
+    usage: str = "",
+) -> str:
+    """Return the line of an epoch (from 0): number, metrics, ``[duration  ETA left]``, memory and load."""
+    parts = [f"  epoch {epoch + 1:>{len(str(total))}}/{total}"]
+    parts += [f"{_printable(name)}={metric_text(value)}" for name, value in metrics.items()]
+    if duration_s is not None:
+        rest = "" if left_s is None else f"  ETA {duration_text(left_s)}"
+        parts.append(f"[{duration_text(duration_s)}{rest}]")
+    return "  ".join([*parts, *([usage] if usage else [])])
+
+
+def _printable(name: str) -> str:
+    """Replace characters that could break the line or control the terminal."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in name)

@@ -1,4 +1,4 @@
-"""Histories as files: CSV, a page with curves, a log."""
+"""Records and histories as CSV, as a page, and as a log."""
 
 from __future__ import annotations
 
@@ -10,83 +10,92 @@ from os import PathLike
 
 from flodl.errors import GraphError
 from flodl.files import write_atomically
-from flodl.monitor.curves_page import curves_page
-from flodl.monitor.formatting import duration_text, metric_text
+from flodl.monitor.archive import archive_page
+from flodl.monitor.console import EpochRecord, console_line
+from flodl.monitor.record import RunRecord
+from flodl.monitor.store import RunStore
 from flodl.monitor.trend import Trend
 
-__all__ = ["csv_text", "number_text", "write_csv", "write_html", "write_log"]
+__all__ = ["csv_of_epochs", "csv_of_record", "csv_text", "write_trends"]
 
 
-def write_csv(path: str | PathLike[str], trends: Iterable[Trend]) -> None:
-    """Write ``epoch`` from 1 and a column for each trend; blank where it has no finite value.
-
-    Raises:
-        GraphError: there are no values.
-    """
-    columns = _filled(trends, path)
-    cells = [trend.by_epoch() for trend in columns]
-    rows = [
-        [str(epoch + 1), *(number_text(cell.get(epoch, math.nan)) for cell in cells)]
-        for epoch in range(_num_epochs(columns))
-    ]
-    write_atomically(path, [csv_text([["epoch", *(trend.name for trend in columns)], *rows])])
-
-
-def write_html(path: str | PathLike[str], title: str, trends: Iterable[Trend]) -> None:
-    """Write a page with one curve for each trend.
-
-    Raises:
-        GraphError: there are no values.
-    """
-    columns = _filled(trends, path)
-    epochs = range(_num_epochs(columns))
-    page = curves_page(title, {t.name: [t.by_epoch().get(epoch) for epoch in epochs] for t in columns})
-    write_atomically(path, [page.encode()])
-
-
-def write_log(path: str | PathLike[str], trends: Iterable[Trend], flush_times_s: Sequence[float], total: int) -> None:
-    """Write one line for each epoch.
-
-    Raises:
-        GraphError: there are no values.
-    """
-    columns = _filled(trends, path)
-    lines: list[str] = []
-    cells = [(trend.name, trend.by_epoch()) for trend in columns]
-    for epoch in range(_num_epochs(columns)):
-        parts = [f"epoch {epoch + 1:>{len(str(total))}}"]
-        parts += [f"{name}={metric_text(cell[epoch])}" for name, cell in cells if epoch in cell]
-        if epoch < len(flush_times_s):
-            end = flush_times_s[epoch]
-            begin = flush_times_s[epoch - 1] if epoch else 0.0
-            left = total - epoch - 1
-            rest = f"  ETA {duration_text(end / (epoch + 1) * left)}" if left > 0 else ""
-            parts.append(f"[{duration_text(end - begin)}{rest}]")
-        lines.append("  ".join(parts) + "\n")
-    write_atomically(path, ["".join(lines).encode()])
-
-
-def number_text(value: float) -> str:
-    """Return eight decimals, or an empty text for what is not finite: many readers of CSV trip over it."""
-    return f"{value:.8f}" if math.isfinite(value) else ""
-
-
-def csv_text(rows: Iterable[Sequence[str]]) -> bytes:
-    """Return the rows as UTF-8 CSV with plain newlines."""
+def csv_text(rows: Iterable[Sequence[object]]) -> bytes:
+    """Return rows as UTF-8 CSV."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue().encode()
 
 
-def _num_epochs(columns: list[Trend]) -> int:
-    return max(max(trend.by_epoch(), default=-1) for trend in columns) + 1
+def csv_of_epochs(epochs: Sequence[EpochRecord]) -> bytes:
+    """Return one row for each epoch, with a column for each metric of any epoch."""
+    names = list(dict.fromkeys(name for record in epochs for name in record.metrics))
+    rows: list[list[str]] = [["epoch", "duration_s", *names]]
+    for record in epochs:
+        values = [_number(record.metrics.get(name, math.nan)) for name in names]
+        rows.append([str(record.epoch + 1), f"{record.duration_s:.3f}", *values])
+    return csv_text(rows)
 
 
-def _filled(trends: Iterable[Trend], path: str | PathLike[str]) -> list[Trend]:
-    columns = list(trends)
-    if not any(map(len, columns)):
+def csv_of_record(record: RunRecord) -> bytes:
+    """Return one row for each point of each curve: step, mean and range of its values."""
+    rows: list[list[object]] = [["curve", "step", "epoch", "seconds", "value", "low", "high", "values"]]
+    for name, series in record.series.items():
+        for step, epoch, t, mean, low, high, count in series.points:
+            numbers = ["" if value is None else f"{value:.8g}" for value in (mean, low, high)]
+            rows.append([name, step, f"{epoch:.4f}", f"{t:.3f}", *numbers, count])
+    return csv_text(rows)
+
+
+def write_trends(
+    path: str | PathLike[str],
+    kind: str,
+    trends: Iterable[Trend],
+    *,
+    title: str = "",
+    times_s: Sequence[float] = (),
+    total: int = 0,
+) -> None:
+    """Write histories to a file.
+
+    Args:
+        path: the file.
+        kind: ``"csv"``: ``epoch`` from 1 and a column for each history, blank where it has no finite value;
+            ``"html"``: a page with their curves; ``"log"``: a line for each epoch.
+        trends: the histories.
+        title: title of the page.
+        times_s: seconds at which epochs ended, for the log.
+        total: number of planned epochs, for the log.
+
+    Raises:
+        GraphError: no history has a value.
+    """
+    columns = [(trend.name, trend.by_epoch()) for trend in trends]
+    num_epochs = max((max(values, default=-1) for _, values in columns), default=-1) + 1
+    if not num_epochs:
         raise GraphError(
-            f"{path}: nothing to write; the metrics {[t.name for t in columns]} have no epoch yet. "
+            f"{path}: nothing to write, the metrics {[name for name, _ in columns]} have no epoch. "
             "Record or collect values, then flush."
         )
-    return columns
+    if kind == "html":
+        store, record = RunStore(), RunRecord("trends", title)
+        store.add(record)
+        for name, values in columns:
+            points = [[e + 1, e + 1, 0.0, v if math.isfinite(v) else None] for e, v in values.items()]
+            record.fold({"p": {f"train/{name}": points}, "state": {"status": "finished"}})
+        data = archive_page(store.to_json(), title).encode()
+    elif kind == "csv":
+        rows = [[str(e + 1), *(_number(v.get(e, math.nan)) for _, v in columns)] for e in range(num_epochs)]
+        data = csv_text([["epoch", *(name for name, _ in columns)], *rows])
+    else:
+        lines, ends = [], [0.0, *times_s]
+        for epoch in range(num_epochs):
+            metrics = {name: values[epoch] for name, values in columns if epoch in values}
+            took = ends[epoch + 1] - ends[epoch] if epoch < len(times_s) else None
+            left = ends[epoch + 1] / (epoch + 1) * (total - epoch - 1) if took is not None else 0.0
+            lines.append(console_line(epoch, max(total, num_epochs), metrics, took, left or None) + "\n")
+        data = "".join(lines).encode()
+    write_atomically(path, [data])
+
+
+def _number(value: float) -> str:
+    return f"{value:.8f}" if math.isfinite(value) else ""

@@ -1,6 +1,6 @@
 """A folder of runs, shown side by side: records on disk, read as they grow.
 
-Which files are read is found out here, at the beginning and again every few seconds; no request names a file.
+Which files are read is decided here, at the start and every few seconds; no request names a file.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from flodl.errors import CheckpointError, TrainError, printable
-from flodl.monitor.access import Doors
 from flodl.monitor.archive import archive_page
 from flodl.monitor.journal import JournalReader
-from flodl.monitor.live import Runs
 from flodl.monitor.record import RunRecord
+from flodl.monitor.server import PageServer
+from flodl.monitor.store import RunStore
 
 __all__ = ["RunFolder"]
 
-DEEPEST = 4
-MOST_RUNS = 200
-LOOK_S = 5.0
+MAX_DEPTH = 4
+MAX_RUNS = 200
+SEARCH_S = 5.0
+"""Seconds between two searches for new files."""
 SILENT_S = 60.0
-"""Seconds without a word, after which a run that did not say how it ended is called silent."""
+"""Seconds without a new line, after which an unfinished run has the status ``silent``."""
 
 
 class RunFolder:
@@ -33,98 +34,90 @@ class RunFolder:
 
     Args:
         folder: searched for ``run*.jsonl``, four folders deep; links are not followed.
-        every_s: seconds between two looks at the files.
+        every_s: seconds between two readings of the files.
 
     Attributes:
-        runs: their records.
-        problems: files that are no records, with what is wrong.
+        store: the records.
+        problems: files that are not records, with the reason.
 
     Raises:
-        TrainError: there is no such folder.
+        TrainError: the folder does not exist.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, every_s: float = 0.5) -> None:
         self.folder, self.every_s = Path(folder), every_s
         if not self.folder.is_dir():
             raise TrainError(
-                f"runs: {printable(str(folder), 400)} is no folder; expected one with runs, each with its run.jsonl.",
+                f"runs: {printable(str(folder), 400)} is not a folder, expected one of runs with run.jsonl files.",
                 path=str(folder),
             )
-        self.runs = Runs("folder")
+        self.store = RunStore("folder")
         self.problems: dict[str, str] = {}
         self._readers: dict[Path, tuple[JournalReader, RunRecord]] = {}
-        self._heard: dict[str, float] = {}
-        self._looked = 0.0
-        self._doors: Doors | None = None
-        self._ended = threading.Event()
+        self._searched = 0.0
+        self._server: PageServer | None = None
+        self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        self.look()
+        self.refresh()
 
-    def look(self) -> None:
-        """Read what is new: in the files that are known, and every few seconds in new ones."""
+    def refresh(self) -> None:
+        """Read new lines of known files, and every few seconds search for new files."""
         now = time.monotonic()
-        if not self._looked or now - self._looked > LOOK_S:
-            self._looked = now
-            for path in _records(self.folder):
-                if path not in self._readers and str(path) not in self.problems and len(self._readers) < MOST_RUNS:
+        if not self._searched or now - self._searched > SEARCH_S:
+            self._searched = now
+            for path in _record_files(self.folder):
+                if path not in self._readers and str(path) not in self.problems and len(self._readers) < MAX_RUNS:
                     self._readers[path] = (JournalReader(path), RunRecord())
         for path, (reader, record) in list(self._readers.items()):
-            self._read(path, reader, record)
-
-    def _read(self, path: Path, reader: JournalReader, record: RunRecord) -> None:
-        try:
-            for delta in reader.more():
-                if reader.is_record:
-                    self._fold(path, record, delta)
-            if reader.is_record is False:
-                raise TrainError("the first line does not say that this is the record of a run")
-        except (CheckpointError, TrainError, OSError) as fault:
-            del self._readers[path]
-            self.problems[str(path)] = str(fault)
-            return
-        if record.id in self.runs.records and record.state.get("status") in ("running", "restarting", None):
-            silent = time.time() - max(self._heard[record.id], 0.0) > SILENT_S
-            if silent:
-                self.runs.fold(record, {"state": {"status": "silent"}})
+            try:
+                for delta in reader.new_deltas():
+                    if reader.is_record:
+                        self._fold(path, record, delta)
+                if reader.is_record is False:
+                    raise TrainError("the first line does not mark a record of a run")
+            except (CheckpointError, TrainError, OSError) as fault:
+                del self._readers[path]
+                self.problems[str(path)] = str(fault)
+                continue
+            is_going = record.id and record.state.get("status") in ("running", "restarting", None)
+            if is_going and time.time() - record.began - record.t > SILENT_S:
+                self.store.fold(record, {"state": {"status": "silent"}})
 
     def _fold(self, path: Path, record: RunRecord, delta: dict[str, Any]) -> None:
-        if record.id not in self.runs.records:
-            # Two copies of a folder hold the same run twice: a path tells them apart.
-            record.id = f"{len(self.runs.records)}-{path.parent.name}"[:80]
-            self.runs.add(record)
-            delta = {**delta, "began": delta.get("began", 0.0)}
+        if not record.id:
+            # Copies of a folder contain the same id.
+            record.id = f"{len(self.store.records)}-{path.parent.name}"[:80]
+            self.store.add(record)
         named = {key: value for key, value in delta.items() if key != "id"}
         if record.state.get("status") == "silent" and "state" not in named:
             named["state"] = {"status": "running"}
-        self.runs.fold(record, named)
-        self._heard[record.id] = max(record.began + record.t, self._heard.get(record.id, 0.0))
+        self.store.fold(record, named)
 
     def page(self) -> str:
         """Return all runs as one file that opens offline."""
-        with self.runs.ring.lock:
-            return archive_page("".join(self.runs.everything()), str(self.folder))
+        return archive_page(self.store.to_json(), str(self.folder))
 
     def serve(
         self, port: int | None = None, *, host: str = "127.0.0.1", token: str | None = None, names: Iterable[str] = ()
     ) -> str:
-        """Show the runs at an address, going on with those that grow; see `flodl.monitor.Monitor.serve`."""
-        self._doors = Doors(self.runs, host=host, port=port, token=token, names=names)
-        self._thread = threading.Thread(target=self._go_on, name="flodl-runs", daemon=True)
+        """Serve the page and update it as runs grow; see `flodl.monitor.Monitor.serve`."""
+        self._server = PageServer(self.store, host=host, port=port, token=token, names=names)
+        self._thread = threading.Thread(target=self._follow, name="flodl-runs", daemon=True)
         self._thread.start()
-        return self._doors.url
+        return self._server.url
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Wait until ``until()`` or an interruption."""
-        while not until() and not self._ended.wait(0.5):
+        """Wait until ``until()``, `close` or an interruption."""
+        while not until() and not self._closed.wait(0.5):
             pass
 
     def close(self) -> None:
-        """Read no more, and let go of the address."""
-        self._ended.set()
+        """Stop reading and serving."""
+        self._closed.set()
         if self._thread is not None:
             self._thread.join(timeout=5)
-        if self._doors is not None:
-            self._doors.close()
+        if self._server is not None:
+            self._server.close()
 
     def __enter__(self) -> RunFolder:
         return self
@@ -132,17 +125,16 @@ class RunFolder:
     def __exit__(self, *fault: object) -> None:
         self.close()
 
-    def _go_on(self) -> None:
-        while not self._ended.wait(self.every_s):
-            self.look()
+    def _follow(self) -> None:
+        while not self._closed.wait(self.every_s):
+            self.refresh()
 
 
-def _records(folder: Path) -> Iterator[Path]:
-    """Yield the records below a folder, in order of their names."""
-    top = len(folder.parts)
+def _record_files(folder: Path) -> Iterator[Path]:
+    """Yield the record files below a folder, sorted by name."""
     for here, below, files in os.walk(folder):
-        deeper = len(Path(here).parts) - top < DEEPEST
-        below[:] = sorted(name for name in below if not name.startswith(".")) if deeper else []
+        is_deep = len(Path(here).parts) - len(folder.parts) >= MAX_DEPTH
+        below[:] = [] if is_deep else sorted(name for name in below if not name.startswith("."))
         for name in sorted(files):
             path = Path(here) / name
             if name.startswith("run") and name.endswith(".jsonl") and not path.is_symlink():

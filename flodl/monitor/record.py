@@ -1,64 +1,61 @@
-"""What is known of one run, built from small JSON objects ("deltas") and handed on as one of them.
+"""The record of one run, which the page, CSV files, the archive and the record file read.
 
-One form serves everything: a line of the file on disk, a message to a page, and the whole of a run so far are
-deltas. `RunRecord.fold` takes one in, `RunRecord.snapshot` gives one that makes the same record from nothing. All of
-it is bounded, however long the run is.
+A record is built from JSON objects ("deltas"): a line of the file on disk, a message to a page, and a whole record are
+deltas. `RunRecord.fold` adds one; `RunRecord.snapshot` returns one that reproduces the record. The size of a record is
+bounded. A delta has any of these keys:
 
-A delta has any of these keys:
-
-* ``id``, ``name``, ``began`` (Unix time): which run this is.
+* ``id``, ``name``, ``began`` (Unix time): identity of the run.
 * ``t``: seconds since ``began``.
-* ``session``: the run begins, or goes on from this step; what lies behind it is forgotten.
-* ``facts``: by section (``run``, ``recipe``, ``data``, ``model``, ``hardware``), what does not change.
+* ``session``: the run starts or resumes after this step; later values are removed.
+* ``facts``: constants by section (``run``, ``recipe``, ``data``, ``model``, ``hardware``).
 * ``p``: points by curve, see `flodl.monitor.series`; ``stride``: values in a point by curve.
 * ``state``: step, epoch, total steps, status, seconds left.
-* ``log``: ``[t, step, level, text]``.
+* ``log``: ``[t, step, level, text]``; ``left_out``: number of removed lines.
 * ``epochs``: rows of the table of epochs.
 * ``lanes``: by rank, see `flodl.monitor.lanes`.
-* ``model``: the architecture as a tree; ``heat``: figures by path of the tree.
+* ``model``: the architecture as a tree; ``heat``: values by path of the tree; ``picture``: the architecture as SVG.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from flodl.monitor.lanes import Lanes
-from flodl.monitor.series import MOST_POINTS, Series
+from flodl.monitor.series import MAX_POINTS, Series
 
-__all__ = ["MOST_EPOCHS", "MOST_LINES", "MOST_SERIES", "RunRecord"]
+__all__ = ["MAX_EPOCHS", "MAX_LINES", "MAX_SERIES", "RunRecord", "as_text"]
 
-MOST_LINES = 400
-"""Lines of the log that are kept; the first fifty always, then the newest."""
-FIRST_LINES = 50
-MOST_EPOCHS = 1000
-MOST_SERIES = 300
-"""Curves of a run; further names are counted and told once."""
-MOST_TEXT = 4000
+MAX_LINES, FIRST_LINES = 400, 50
+"""Lines of the log: the first ones and the newest ones are kept."""
+MAX_EPOCHS = 1000
+MAX_SERIES = 300
+MAX_TEXT = 4000
 
 
 class RunRecord:
     """One run.
 
     Attributes:
-        id: its name among others, of letters and digits.
-        name: what people call it.
+        id: unique name of letters and digits.
+        name: name for people.
         began: Unix time of its first delta.
-        facts: by section.
+        t: seconds from there to the newest delta.
+        facts: constants by section.
         series: curves by name.
-        state: where it is now.
+        state: current step, epoch, status and so on.
         log: ``[t, step, level, text]``.
-        epochs: rows of the table.
-        lanes: what each rank did when.
-        model: the architecture; None where nobody described it.
-        heat: figures by kind (``time``, ``gradient``) and path.
+        epochs: rows of the table of epochs.
+        lanes: activity of each rank over time.
+        model: the architecture as a tree, or None.
+        heat: values by kind (``time``, ``gradient``, ``memory``) and path.
+        picture: the architecture as SVG text.
     """
 
-    def __init__(self, id: str = "", name: str = "") -> None:
-        self.id, self.name = id, name
-        self.began = 0.0
-        self.t = 0.0
+    def __init__(self, id: str = "", name: str = "", began: float = 0.0) -> None:
+        self.id, self.name, self.began, self.t = id, name, began, 0.0
         self.facts: dict[str, dict[str, Any]] = {}
         self.series: dict[str, Series] = {}
         self.state: dict[str, Any] = {}
@@ -68,101 +65,85 @@ class RunRecord:
         self.lanes = Lanes()
         self.model: Any = None
         self.heat: dict[str, Any] = {}
-        self.refused: set[str] = set()
-
-    # ---- taking in -----------------------------------------------------------------------------------
+        self.picture = ""
 
     def fold(self, delta: Mapping[str, Any]) -> None:
-        """Take in a delta; keys and shapes that are not known are passed over."""
-        self.id = _text(delta.get("id"), 80) or self.id
-        self.name = _text(delta.get("name"), 200) or self.name
-        self.began = _number(delta.get("began"), self.began)
-        self.t = max(self.t, _number(delta.get("t"), 0.0))
-        session = _mapping(delta.get("session"))
-        if session:
-            self._begin(int(_number(session.get("step"), 0)))
-        for section, values in _mapping(delta.get("facts")).items():
-            self.facts.setdefault(str(section), {}).update(_mapping(values))
-        strides = _mapping(delta.get("stride"))
-        for name, points in _mapping(delta.get("p")).items():
-            series = self._curve(str(name), int(_number(strides.get(name), 1)))
-            for point in points if series is not None and isinstance(points, list) else ():
-                if _is_point(point):
-                    series.add(point)  # pyright: ignore[reportOptionalMemberAccess]
-        self.state.update(_mapping(delta.get("state")))
-        for line in _list(delta.get("log")):
-            if isinstance(line, list) and len(line) == 4:
-                self._note([line[0], line[1], _text(line[2], 20), _text(line[3], MOST_TEXT)])
-        self.lines_left_out += int(_number(delta.get("left_out"), 0))
-        self.epochs += [row for row in _list(delta.get("epochs")) if isinstance(row, dict)]
-        del self.epochs[:-MOST_EPOCHS]
-        self.lanes.fold(_mapping(delta.get("lanes")))
-        if delta.get("model") is not None:
-            self.model = delta["model"]
-        for kind, figures in _mapping(delta.get("heat")).items():
-            self.heat[str(kind)] = figures
+        """Add a delta; parts with an unknown key or an unexpected shape are ignored."""
+        for key in sorted(delta, key=lambda key: key != "session"):
+            value = delta[key]
+            # A record file may come from anywhere.
+            with contextlib.suppress(TypeError, ValueError, KeyError, AttributeError, IndexError):
+                if key in ("id", "name", "picture"):
+                    setattr(self, key, "" + value[: None if key == "picture" else 200] or getattr(self, key))
+                elif key == "began":
+                    self.began = value + 0.0
+                elif key == "t":
+                    self.t = max(self.t, value + 0.0)
+                elif key == "p":
+                    self._add_points(value, delta.get("stride") or {})
+                elif key == "model":
+                    self.model = value if value is not None else self.model
+                elif key == "left_out":
+                    self.lines_left_out += int(value)
+                elif key in ("state", "heat"):
+                    getattr(self, key).update(value.items())
+                elif key == "lanes":
+                    self.lanes.fold(value)
+                elif hasattr(self, f"_fold_{key}"):
+                    getattr(self, f"_fold_{key}")(value)
 
-    def _begin(self, step: int) -> None:
+    def _fold_session(self, session: Mapping[str, Any]) -> None:
+        step = session.get("step", 0)
         for series in self.series.values():
             series.cut(step)
-        self.epochs = [row for row in self.epochs if _number(row.get("step"), 0) <= step]
+        self.epochs = [row for row in self.epochs if row.get("step", 0) <= step]
 
-    def _curve(self, name: str, stride: int) -> Series | None:
-        if name not in self.series:
-            if len(self.series) >= MOST_SERIES or len(name) > 300:
-                self.refused.add(name[:300]) if len(self.refused) < 20 else None
-                return None
-            self.series[name] = Series(stride=max(1, stride))
-        return self.series[name]
+    def _fold_facts(self, facts: Mapping[str, Any]) -> None:
+        for section, values in facts.items():
+            self.facts.setdefault(section, {}).update(values.items())
 
-    def _note(self, line: list[Any]) -> None:
-        self.log.append(line)
-        if len(self.log) > MOST_LINES:
-            del self.log[FIRST_LINES]
-            self.lines_left_out += 1
+    def _fold_epochs(self, rows: Any) -> None:
+        self.epochs += [row for row in rows if isinstance(row, dict)]
+        del self.epochs[:-MAX_EPOCHS]
 
-    # ---- handing on ----------------------------------------------------------------------------------
+    def _fold_log(self, lines: Any) -> None:
+        for t, step, level, text in lines:
+            self.log.append([t, step, level[:20], text[:MAX_TEXT]])
+            if len(self.log) > MAX_LINES:
+                del self.log[FIRST_LINES]
+                self.lines_left_out += 1
+
+    def _add_points(self, curves: Mapping[str, Any], strides: Mapping[str, Any]) -> None:
+        for name, points in curves.items():
+            if name not in self.series and (len(self.series) >= MAX_SERIES or len(name) > 300):
+                continue
+            if all(len(p) in (4, 7) and all(map(_is_value, p)) and None not in p[:3] for p in points):
+                series = self.series.setdefault(name, Series(stride=max(1, int(strides.get(name, 1)))))
+                for point in points:
+                    series.add(point)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return a delta that makes this record from nothing."""
+        """Return a delta that reproduces this record."""
         return json.loads(self.snapshot_text())
 
-    def snapshot_text(self) -> str:
-        """Return `snapshot` as JSON."""
-        return "".join(self.snapshot_parts())
-
-    def snapshot_parts(self, most: int = MOST_POINTS) -> Iterator[str]:
-        """Yield `snapshot_text` in pieces, none of which takes long, so that other threads get their turn.
-
-        Args:
-            most: points of a curve; longer ones are thinned.
-        """
-        curves = {name: _thinned(series, most) for name, series in list(self.series.items())}
-        head = {
-            "id": self.id, "name": self.name, "began": self.began, "t": round(self.t, 2), "facts": self.facts,
-            "state": self.state, "log": self.log, "left_out": self.lines_left_out, "model": self.model,
-            "heat": self.heat, "stride": {name: s.stride for name, s in curves.items() if s.stride > 1},
-        }  # fmt: skip
-        yield as_text(head)[:-1]
-        yield ',"epochs":' + as_text(self.epochs)
-        yield ',"lanes":' + as_text(self.lanes.to_dict())
-        yield ',"p":{'
-        for place, (name, series) in enumerate(curves.items()):
-            yield ("," if place else "") + as_text(name) + ":" + as_text(series.packed())
-        yield "}}"
-
-
-def _thinned(series: Series, most: int) -> Series:
-    if len(series) <= most:
-        return series
-    thin = Series(most, series.stride)
-    for point in series.points:
-        thin.add(point)
-    return thin
+    def snapshot_text(self, max_points: int = MAX_POINTS) -> str:
+        """Return `snapshot` as JSON, with at most so many points of a curve."""
+        curves = {name: series.thinned(max_points) for name, series in self.series.items()}
+        # Curves are encoded one by one: a long call of the encoder would delay other threads.
+        points = ",".join(as_text(name) + ":" + as_text(series.packed()) for name, series in curves.items())
+        head = as_text(
+            {
+                "id": self.id, "name": self.name, "began": self.began, "t": round(self.t, 2), "facts": self.facts,
+                "state": self.state, "log": self.log, "left_out": self.lines_left_out, "model": self.model,
+                "heat": self.heat, "picture": self.picture, "epochs": self.epochs, "lanes": self.lanes.to_dict(),
+                "stride": {name: series.stride for name, series in curves.items() if series.stride > 1},
+            }
+        )  # fmt: skip
+        return f'{head[:-1]},"p":{{{points}}}}}'
 
 
 def as_text(value: Any) -> str:
-    """Return JSON on one line, in ASCII; what is not finite becomes null."""
+    """Return JSON on one line, in ASCII, with null for numbers that are not finite."""
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":"), default=str)
     except ValueError:
@@ -177,29 +158,5 @@ def _finite(value: Any) -> Any:
     return [_finite(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _text(value: Any, most: int) -> str:
-    return value[:most] if isinstance(value, str) else ""
-
-
-def _number(value: Any, default: float) -> float:
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value else default
-
-
-def _is_point(point: Any) -> bool:
-    if not isinstance(point, list) or len(point) not in (4, 7):
-        return False
-    sure = [*point[:3], *point[6:]]
-    maybe = point[3:6]
-    return all(_is_number(v) for v in sure) and all(v is None or _is_number(v) for v in maybe)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and value - value == 0
+def _is_value(value: Any) -> bool:
+    return value is None or (isinstance(value, (int, float)) and value - value == 0)

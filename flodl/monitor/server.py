@@ -1,364 +1,350 @@
-"""The server of the page: one thread, a few connections, and nothing that waits for a reader.
+"""The web server of the page, on `http.server`: one thread for each connection, none of which delays a run.
 
-What is sent to readers lies in one ring of messages that all of them share; each reader has a place in it. A reader
-that falls behind the ring is sent everything anew, one that takes nothing for a while is let go. So readers cost the
-run nothing but the making of each message, once.
+Requests are accepted only under the server's own host names and not from pages of other sites. A path is compared with
+a fixed table and never opens a file. Every response closes its connection.
 """
 
 from __future__ import annotations
 
 import contextlib
-import selectors
+import hmac
+import json
+import queue
+import secrets
 import socket
+import socketserver
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from http.cookies import CookieError, SimpleCookie
+from http.server import BaseHTTPRequestHandler
+from typing import Any, cast
+from urllib.parse import parse_qs, urlsplit
 
 from flodl.errors import TrainError
-from flodl.monitor.http import MOST_BODY, MOST_HEAD, Refused, Request, Rules, answer, body_length, parse_head
+from flodl.monitor.archive import archive_page, asset, served_page
+from flodl.monitor.store import RunStore
 
-__all__ = ["MOST_CONNECTIONS", "MOST_STREAMS", "Ring", "Server"]
+__all__ = ["PageServer"]
 
-MOST_CONNECTIONS = 32
-MOST_STREAMS = 24
-HEAD_S = 5.0
-"""Seconds that a request may take to come."""
-STUCK_S = 15.0
-"""Seconds after which a reader that took nothing is let go."""
-BEAT_S = 10.0
-LINGER_S = 1.0
-SEND_BUFFER = 1 << 18
+FIRST_PORT, NUM_PORTS = 6060, 20
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+MAX_CONNECTIONS, MAX_STREAMS = 64, 24
+MAX_BODY = 1024
+REQUEST_TIMEOUT_S = 5.0
+STREAM_TIMEOUT_S = 15.0
+"""Seconds after which a page that reads nothing is disconnected."""
+HEARTBEAT_S = 10.0
+CLOSE_TIMEOUT_S = 1.0
 
-
-class Ring:
-    """The newest messages to readers, with their numbers.
-
-    Args:
-        everything: gives, in pieces, the message that a reader begins with; called with the lock held.
-        most_bytes: bytes kept; older messages are forgotten.
-    """
-
-    def __init__(self, everything: Callable[[], Iterable[str]], most_bytes: int = 4 << 20) -> None:
-        self.everything, self.most_bytes = everything, most_bytes
-        self.lock = threading.RLock()
-        self.mark = f"{time.time_ns():x}"
-        self.number = 0
-        self._kept: deque[tuple[int, bytes]] = deque()
-        self._bytes = 0
-        self._whole: tuple[int, bytes] | None = None
-
-    def add(self, text: str) -> None:
-        """Add a message."""
-        with self.lock:
-            self.number += 1
-            data = f"id: {self.mark}-{self.number}\nevent: delta\ndata: {text}\n\n".encode()
-            self._kept.append((self.number, data))
-            self._bytes += len(data)
-            while self._bytes > self.most_bytes and len(self._kept) > 1:
-                self._bytes -= len(self._kept.popleft()[1])
-
-    def place(self, last_seen: str) -> int | None:
-        """Return the place of a reader that says what it has seen; None where it has to begin anew."""
-        mark, _, number = last_seen.partition("-")
-        if mark != self.mark or not number.isdecimal() or len(number) > 15:
-            return None
-        return int(number) if int(number) <= self.number else None
-
-    def after(self, place: int | None) -> tuple[int, bytes]:
-        """Return what comes after ``place`` and the place after that; everything where that is forgotten."""
-        with self.lock:
-            if place == self.number:
-                return self.number, b""
-            first = self._kept[0][0] if self._kept else self.number + 1
-            if place is None or place + 1 < first:
-                return self.number, self._all()
-            return self.number, b"".join(data for number, data in self._kept if number > place)
-
-    def _all(self) -> bytes:
-        if self._whole is None or self._whole[0] != self.number:
-            text = "".join(self.everything())
-            data = f"id: {self.mark}-{self.number}\nevent: all\ndata: {text}\n\n".encode()
-            self._whole = (self.number, data)
-        return self._whole[1]
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+)
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Content-Security-Policy": _POLICY,
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+    "Connection": "close",
+}
+Response = tuple[int, str]
+Route = tuple[str, Callable[[], str]]
 
 
-class _Connection:
-    """One connection: first a request comes in, then an answer goes out, or a stream until somebody leaves."""
-
-    def __init__(self, sock: socket.socket, now: float) -> None:
-        self.sock, self.since, self.moved = sock, now, now
-        self.read = b""
-        self.request: Request | None = None
-        self.needed = 0
-        self.out = memoryview(b"")
-        self.streams = False
-        self.place: int | None = None
-        self.closing = False  # all is sent; the other side may still be sending
-
-
-class Server:
-    """Answers on one address until `close`.
-
-    Args:
-        ring: what streams are fed from.
-        files: path to ``(media type, body)``, all that can be had besides the stream.
-        rules: who may ask; made with the address, since it is part of them.
-        host: address to listen on.
-        port: 0 for any that is free.
-        on_order: called with the JSON text of an order; gives ``(status, answer)``.
+@dataclass(frozen=True)
+class _Access:
+    """Which requests are accepted.
 
     Attributes:
-        address: where it listens.
+        hosts: accepted values of ``Host`` in lower case.
+        token: secret for commands, and for reading if ``reading_needs_token``.
+        control: whether commands are accepted.
+    """
+
+    hosts: frozenset[str]
+    token: str
+    control: bool
+    reading_needs_token: bool
+    cookie: str
+
+    def refuse(self, handler: BaseHTTPRequestHandler, path: str) -> Response | None:
+        """Return the status and reason of a refused request; None for an accepted one."""
+        headers = handler.headers
+        hosts = headers.get_all("host", [])
+        if len(hosts) != 1 or hosts[0].lower() not in self.hosts:
+            return 421, "unknown host"
+        origin = headers.get("origin")
+        if origin is not None and origin.lower() not in {f"http://{name}" for name in self.hosts}:
+            return 403, "other origin"
+        if headers.get("sec-fetch-site", "none").lower() not in ("none", "same-origin"):
+            return 403, "other site"
+        if handler.command == "POST" and self.control and path == "/control":
+            return self._refuse_command(handler)
+        if handler.command not in ("GET", "HEAD"):
+            return 405, "method not allowed"
+        if "content-length" in headers or "transfer-encoding" in headers:
+            return 400, "unexpected body"
+        return None
+
+    def _refuse_command(self, handler: BaseHTTPRequestHandler) -> Response | None:
+        headers = handler.headers
+        if headers.get("origin") is None or not self.is_token(headers.get("x-monitor-token")):
+            return 403, "origin and token needed"
+        if headers.get_content_type() != "application/json":
+            return 415, "JSON needed"
+        length = headers.get("content-length", "")
+        if not length.isdecimal() or "transfer-encoding" in headers:
+            return 400, "length needed"
+        return (413, "body too long") if int(length) > MAX_BODY else None
+
+    def may_read(self, handler: BaseHTTPRequestHandler) -> bool:
+        """Return whether the request may read runs."""
+        try:
+            cookie = SimpleCookie(handler.headers.get("cookie", "")).get(self.cookie)
+        except CookieError:
+            cookie = None
+        return not self.reading_needs_token or self.is_token(cookie.value if cookie else None)
+
+    def is_token(self, given: str | None) -> bool:
+        """Compare a token in constant time."""
+        return bool(self.token) and hmac.compare_digest(self.token.encode(), (given or "").encode("utf-8", "replace"))
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One request of one connection."""
+
+    protocol_version, default_request_version, timeout = "HTTP/1.1", "HTTP/1.0", REQUEST_TIMEOUT_S
+
+    @property
+    def page(self) -> PageServer:
+        """The server with its routes and rules."""
+        return cast("PageServer", self.server)
+
+    def setup(self) -> None:
+        """Name the thread."""
+        threading.current_thread().name = "flodl-monitor-request"
+        super().setup()
+
+    def parse_request(self) -> bool:
+        """Parse the head of a request; send an error for one that is not accepted."""
+        if not super().parse_request():
+            return False
+        self.close_connection = True
+        self.url = urlsplit(self.path)
+        refused = self.page.access.refuse(self, self.url.path)
+        if refused is not None:
+            self.send_error(*refused)
+        return refused is None
+
+    def do_GET(self) -> None:
+        """Answer with a page, a stream or a redirect."""
+        page, path = self.page, self.url.path
+        token = parse_qs(self.url.query).get("token", [""])[0] if path == "/" else ""
+        if page.access.reading_needs_token and page.access.is_token(token):
+            cookie = f"{page.access.cookie}={page.access.token}; HttpOnly; SameSite=Strict; Path=/"
+            self.respond(303, extra={"Location": "/", "Set-Cookie": cookie})
+        elif not page.access.may_read(self):
+            self.send_error(403, "open the printed address, which contains the token")
+        elif path == "/events":
+            self._stream()
+        elif path in page.routes:
+            kind, make = page.routes[path]
+            self.respond(200, make(), kind)
+        else:
+            self.send_error(404, "not found")
+
+    do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        """Run a command."""
+        body = self.rfile.read(int(self.headers["content-length"]))
+        status, text = self.page.command(body)
+        self.respond(status, json.dumps({"said": text}), "application/json")
+
+    def _stream(self) -> None:
+        store = self.page.store
+        if self.command == "HEAD":
+            self.respond(200, kind="text/event-stream")
+        elif store.num_readers >= MAX_STREAMS:
+            self.send_error(503, "too many readers")
+        else:
+            self.connection.settimeout(STREAM_TIMEOUT_S)
+            self._head(200, {"Content-Type": "text/event-stream"})
+            with store.reader() as messages:
+                self.wfile.write(b"retry: 2000\n\n")
+                while store.is_reading(messages):
+                    try:
+                        message = messages.get(timeout=HEARTBEAT_S)
+                    except queue.Empty:
+                        message = b": no change\n\n"
+                    if message is None:
+                        break
+                    self.wfile.write(message)
+
+    def respond(
+        self, status: int, body: str = "", kind: str = "text/plain; charset=utf-8", extra: dict[str, str] | None = None
+    ) -> None:
+        """Send a response."""
+        data = body.encode()
+        self._head(status, {"Content-Type": kind, "Content-Length": str(len(data)), **(extra or {})})
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def _head(self, status: int, headers: dict[str, str]) -> None:
+        self.send_response_only(status)
+        for name, value in {**_HEADERS, **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Send an error as plain text that repeats nothing of the request."""
+        self.close_connection = True
+        code = 405 if code == 501 else code
+        reason = message if self.command is not None and hasattr(self, "headers") else "invalid request"
+        extra = {"Allow": "GET, HEAD"} if code == 405 else {}
+        self.respond(code, f"{reason}\n", extra=extra)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing."""
+
+
+class PageServer(socketserver.ThreadingTCPServer):
+    """Serves the page of a store until `close`.
+
+    Args:
+        store: the runs.
+        host: address to listen on; other addresses than this machine's own need ``token``.
+        port: None for the first free port from 6060, 0 for any free port.
+        control: whether the page may send commands.
+        token: secret; created if ``control`` needs one.
+        names: further accepted values of ``Host``.
+        on_command: receives a command, returns an HTTP status and a sentence.
+        routes: further paths, each with its media type and a function that returns the text.
+
+    Attributes:
+        url: address for a browser, including the token.
 
     Raises:
-        TrainError: the port is taken, or the address is not this machine's.
+        TrainError: the port is taken, or a token is missing.
     """
+
+    daemon_threads, request_queue_size = True, 64
 
     def __init__(
         self,
-        ring: Ring,
-        files: dict[str, tuple[str, Callable[[], bytes]]],
-        rules: Callable[[str, int], Rules],
+        store: RunStore,
         *,
         host: str = "127.0.0.1",
-        port: int = 0,
-        on_order: Callable[[str], tuple[int, dict[str, Any]]] | None = None,
+        port: int | None = None,
+        control: bool = False,
+        token: str | None = None,
+        names: Iterable[str] = (),
+        on_command: Callable[[str], Response] | None = None,
+        routes: Mapping[str, Route] | None = None,
     ) -> None:
-        self.ring, self.files, self.on_order = ring, files, on_order
-        try:
-            self._listener = socket.create_server((host, port), backlog=64, reuse_port=False)
-        except (OSError, OverflowError) as fault:
-            raise TrainError(
-                f"monitor: cannot listen on {host}:{port} ({fault}); expected a free port of this machine. Give "
-                "another, or 0 for any that is free.",
-                host=host,
-                port=port,
-            ) from None
-        self._listener.setblocking(False)
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        self.rules = rules(host, self.address[1])
-        self._wake_here, self._wake_there = socket.socketpair()
-        for end in (self._wake_here, self._wake_there):
-            end.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._wake_here, selectors.EVENT_READ, self._woken)
-        self._connections: dict[socket.socket, _Connection] = {}
-        self._pause_until = 0.0
-        self._beat = time.monotonic()
-        self._ending: float | None = None
-        self._thread = threading.Thread(target=self._run, name="flodl-monitor-server", daemon=True)
-        self._thread.start()
-
-    @property
-    def readers(self) -> int:
-        """How many pages are looking on."""
-        return sum(connection.streams for connection in list(self._connections.values()))
-
-    def wake(self) -> None:
-        """Have new messages sent."""
-        with contextlib.suppress(OSError):
-            self._wake_there.send(b"x")
-
-    def close(self, patience_s: float = 1.0) -> None:
-        """Send what is left to those who take it, and end."""
-        if self._ending is None:
-            self._ending = time.monotonic() + patience_s
-            self.wake()
-            self._thread.join(timeout=patience_s + 2)
-
-    # ---- the loop ------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            while not self._is_over():
-                for key, mask in self._selector.select(timeout=0.05 if self._ending else 0.5):
-                    if key.data in (self._accept, self._woken):
-                        key.data()
-                    else:
-                        self._guarded(key.data, mask)
-                self._sweep(time.monotonic())
-        finally:
-            for connection in list(self._connections.values()):
-                self._drop(connection)
-            self._selector.close()
-            for sock in (self._listener, self._wake_here, self._wake_there):
-                sock.close()
-
-    def _is_over(self) -> bool:
-        if self._ending is None:
-            return False
-        return time.monotonic() >= self._ending or not any(
-            len(c.out) or (c.streams and c.place != self.ring.number) for c in self._connections.values()
-        )
-
-    def _woken(self) -> None:
-        with contextlib.suppress(OSError):
-            while self._wake_here.recv(4096):
-                pass
-        for connection in list(self._connections.values()):
-            if connection.streams and not len(connection.out):
-                self._guarded(connection, selectors.EVENT_WRITE)
-
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:
-            # no descriptors left, or the caller is gone: look again in a while
-            self._selector.unregister(self._listener)
-            self._pause_until = time.monotonic() + 0.5
-            return
-        sock.setblocking(False)
-        now = time.monotonic()
-        if len(self._connections) >= MOST_CONNECTIONS:
-            waiting = [c for c in self._connections.values() if not c.streams]
-            if not waiting:
-                sock.close()
-                return
-            self._drop(min(waiting, key=lambda c: c.since))  # whoever is slowest to ask makes room
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = self._connections[sock] = _Connection(sock, now)
-        self._selector.register(sock, selectors.EVENT_READ, connection)
-
-    def _guarded(self, connection: _Connection, mask: int) -> None:
-        """Serve a connection; whatever goes wrong there ends it and nothing else."""
-        if connection.sock not in self._connections:
-            return
-        try:
-            if mask & selectors.EVENT_READ:
-                self._take(connection)
-            if connection.sock in self._connections:
-                self._give(connection)
-        except OSError:
-            self._drop(connection)
-        except Exception:
-            connection.streams = False
-            with contextlib.suppress(Exception):
-                connection.sock.send(answer(500, "the monitor could not answer this\n"))
-            self._drop(connection)
-
-    def _sweep(self, now: float) -> None:
-        if self._pause_until and now >= self._pause_until:
-            self._pause_until = 0.0
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        beat = now - self._beat >= BEAT_S
-        if beat:
-            self._beat = now
-        for connection in list(self._connections.values()):
-            if connection.closing:
-                late = now - connection.moved > LINGER_S
-            elif not connection.streams and not len(connection.out):
-                late = now - connection.since > HEAD_S
-            else:
-                late = len(connection.out) > 0 and now - connection.moved > STUCK_S
-            if late:
-                self._drop(connection)
-            elif beat and connection.streams and not len(connection.out):
-                connection.out = memoryview(b": still here\n\n")
-                connection.moved = now
-                self._guarded(connection, selectors.EVENT_WRITE)
-
-    def _drop(self, connection: _Connection) -> None:
-        if self._connections.pop(connection.sock, None) is not None:
-            with contextlib.suppress(Exception):
-                self._selector.unregister(connection.sock)
-            connection.sock.close()
-
-    # ---- what comes in -------------------------------------------------------------------------------
-
-    def _take(self, connection: _Connection) -> None:
-        data = connection.sock.recv(65536)
-        if not data:
-            self._drop(connection)
-            return
-        if connection.streams or connection.closing or len(connection.out):
-            return  # nothing more is expected, and nothing is done with it
-        connection.read += data
-        try:
-            self._read_on(connection)
-        except Refused as refused:
-            self._say(connection, answer(refused.status, refused.reason + "\n", headers=refused.headers))
-
-    def _read_on(self, connection: _Connection) -> None:
-        if connection.request is None:
-            head, end, rest = connection.read.partition(b"\r\n\r\n")
-            if len(head) > MOST_HEAD:
-                raise Refused(431, "the head is too long")
-            if not end:
-                return
-            request = parse_head(head)
-            self.rules.check(request)
-            connection.request, connection.read = request, rest
-            connection.needed = body_length(request)
-        if len(connection.read) >= connection.needed:
-            body = connection.read[: min(connection.needed, MOST_BODY)]
-            self._answer(connection, connection.request, body)
-
-    def _answer(self, connection: _Connection, request: Request, body: bytes) -> None:
-        head_only = request.method == "HEAD"
-        if request.path == "/control" and request.method == "POST":
-            self.rules.check_order(request)
-            assert self.on_order is not None
-            status, said = self.on_order(body.decode("utf-8", "replace"))
-            self._say(connection, answer(status, said))
-            return
-        if request.path == "/" and self.rules.read_token and self.rules.holds(request.query.get("token")):
-            cookie = f"{self.rules.cookie}={self.rules.token}; HttpOnly; SameSite=Strict; Path=/"
-            self._say(connection, answer(303, headers=[("Location", "/"), ("Set-Cookie", cookie)]))
-            return
-        if not self.rules.may_read(request):
-            raise Refused(403, "open the address with its token, as it was printed")
-        if request.path == "/events":
-            self._stream(connection, request, head_only)
-            return
-        found = self.files.get(request.path)
-        if found is None:
-            raise Refused(404, "nothing is here")
-        self._say(connection, answer(200, found[1](), found[0], head_only=head_only))
-
-    def _stream(self, connection: _Connection, request: Request, head_only: bool) -> None:
-        if not head_only and self.readers >= MOST_STREAMS:
-            raise Refused(503, "too many readers", [("Retry-After", "10")])
-        head = answer(200, kind="text/event-stream", stream=True)
-        if head_only:
-            self._say(connection, head)
-            return
-        connection.place = self.ring.place(request.headers.get("last-event-id", ""))
-        connection.out = memoryview(head + b"retry: 2000\n\n")
-        connection.streams = True
-        connection.moved = time.monotonic()
-
-    def _say(self, connection: _Connection, data: bytes) -> None:
-        connection.out = memoryview(data)
-        connection.moved = time.monotonic()
-        if connection.request is None:
-            connection.request = Request("GET", "/")  # refused before it was one
-
-    # ---- what goes out -------------------------------------------------------------------------------
-
-    def _give(self, connection: _Connection) -> None:
-        if connection.streams and not len(connection.out):
-            connection.place, data = self.ring.after(connection.place)
-            connection.out = memoryview(data)
-            connection.moved = time.monotonic()
-        if len(connection.out):
+        outside = host not in LOOPBACK
+        token = _checked_token(token, host, outside) or (secrets.token_hex(16) if control else "")
+        self.store, self.on_command = store, on_command
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        ports = list(range(FIRST_PORT, FIRST_PORT + NUM_PORTS)) if port is None else [port]
+        while ports:
             try:
-                sent = connection.sock.send(connection.out[: SEND_BUFFER // 2])
-            except BlockingIOError:
-                sent = 0
-            if sent:
-                connection.out = connection.out[sent:]
-                connection.moved = time.monotonic()
-        answered = connection.request is not None and not connection.streams
-        if answered and not len(connection.out) and not connection.closing:
-            connection.closing = True
-            connection.sock.shutdown(socket.SHUT_WR)
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._has_more(connection) else 0)
-        self._selector.modify(connection.sock, wanted, connection)
+                super().__init__((host, ports.pop(0)), _Handler)
+                break
+            except (OSError, OverflowError) as fault:
+                if not ports:
+                    raise TrainError(
+                        f"monitor: cannot listen on {host}, port {port} ({fault}). Pass a free port, or 0 for any.",
+                        host=host,
+                        port=port,
+                    ) from None
+        port = self.server_address[1]  # pyright: ignore[reportGeneralTypeIssues]
+        hosts = _host_names(host, port) | {name.lower() for name in names}
+        self.access = _Access(frozenset(hosts), token, control, outside, f"flodl_monitor_{port}")
+        store.control = control
+        self.routes: dict[str, Route] = {
+            "/": ("text/html; charset=utf-8", served_page),
+            "/monitor.css": ("text/css; charset=utf-8", lambda: asset("monitor.css")),
+            "/monitor.js": ("text/javascript; charset=utf-8", lambda: asset("monitor.js")),
+            "/icon.svg": ("image/svg+xml", lambda: asset("icon.svg")),
+            "/archive.html": ("text/html; charset=utf-8", lambda: archive_page(store.to_json(), "flodl")),
+            "/api/runs": ("application/json", store.to_json),
+            **(routes or {}),
+        }
+        shown = "127.0.0.1" if host in ("0.0.0.0", "localhost", "") else f"[{host}]" if ":" in host else host
+        # A browser does not send what follows "#", so no log contains the token of commands.
+        self.url = f"http://{shown}:{port}/" + f"?token={token}" * outside + f"#token={token}" * control
+        threading.Thread(target=self.serve_forever, args=(0.1,), name="flodl-monitor-server", daemon=True).start()
 
-    def _has_more(self, connection: _Connection) -> bool:
-        return len(connection.out) > 0 or (connection.streams and connection.place != self.ring.number)
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start a thread for a connection, or close it if there are too many."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve one connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore errors of a connection: the page reconnects by itself."""
+
+    def command(self, body: bytes) -> Response:
+        """Return the response to a command such as ``{"do": "save"}``."""
+        try:
+            wanted = json.loads(body)["do"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            wanted = None
+        if self.on_command is None or not isinstance(wanted, str):
+            return 400, 'expected {"do": "save"}'
+        return self.on_command(wanted)
+
+    def close(self) -> None:
+        """Send the last messages, disconnect pages, and free the address."""
+        self.store.close()
+        self.shutdown()
+        self.server_close()
+        end = time.monotonic() + CLOSE_TIMEOUT_S
+        while self.store.num_readers and time.monotonic() < end:
+            time.sleep(0.01)
+
+
+def _checked_token(token: str | None, host: str, outside: bool) -> str | None:
+    if outside and not token:
+        raise TrainError(
+            f"monitor: {host} is reachable from other machines, expected token=. Or omit host and forward the port: "
+            "ssh -L 6060:127.0.0.1:6060",
+            host=host,
+        )
+    if token is not None and (len(token) < 16 or not token.isascii() or not token.isalnum()):
+        raise TrainError("monitor: token= needs at least 16 ASCII letters and digits, such as secrets.token_hex(16)")
+    if outside:
+        warnings.warn(
+            f"monitor: listening on {host}; anyone with the token can read the run, and traffic is not encrypted",
+            RuntimeWarning,
+        )
+    return token
+
+
+def _host_names(host: str, port: int) -> set[str]:
+    """Return the values of ``Host`` that a browser sends to this address."""
+    names = {host.lower()}
+    if host in LOOPBACK:
+        names = {"127.0.0.1", "localhost", "::1"} if host == "::1" else {"127.0.0.1", "localhost"}
+    elif host in ("", "0.0.0.0", "::"):
+        own = socket.gethostname().lower()
+        names = {"127.0.0.1", "localhost", own}
+        with contextlib.suppress(OSError):
+            names |= set(socket.gethostbyname_ex(own)[2])
+    return {f"[{name}]:{port}" if ":" in name else f"{name}:{port}" for name in names}

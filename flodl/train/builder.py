@@ -398,7 +398,7 @@ class TrainerBuilder:
             for call, kinds in subscribers:
                 trainer.events.subscribe(call, *kinds)
             if monitor is not None:
-                monitor.take_orders(orders_of(plan.settings, plan.is_judged), trainer.ask)
+                monitor.enable_control(orders_of(plan.settings, plan.is_judged), trainer.ask)
             trainer.fit()
             # A model in shards is no use outside of its ranks, and is put together while they are there.
             keep = ranks.rank == 0 or not trainer.sharded
@@ -426,7 +426,7 @@ class TrainerBuilder:
         if monitor is not None:
             # a monitor stays in this process
             plan = replace(plan, settings=replace(settings, monitor=True))
-            monitor.take_orders(orders_of(settings, plan.is_judged), handle.ask)
+            monitor.enable_control(orders_of(settings, plan.is_judged), handle.ask)
         handle.crew = launch(
             _run_rank,
             (replace(plan, listening="some" if alone else "all" if subscribers else ""),),

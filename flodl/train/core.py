@@ -22,8 +22,8 @@ from flodl.distributed.local_steps import LocalSteps
 from flodl.distributed.policy import Choice, choose_policy, make_policy
 from flodl.distributed.sharded import shard_model, spread
 from flodl.distributed.sync import Sync
-from flodl.distributed.timeline import Timeline
 from flodl.errors import TrainError
+from flodl.monitor.timeline import Timeline
 from flodl.signals import StopSignals
 from flodl.train.callback import Hooks
 from flodl.train.epoch_figures import Tally
@@ -120,9 +120,7 @@ class TrainerCore:
         slowdown = settings.slowdown.get(ranks.rank, 1.0)
         self.use_policy(choose_policy(ranks, settings.policy, slowdown=slowdown, together=together))
         self.train_step = train_step
-        self.timeline = _timeline(ranks) if settings.timeline else None
-        if self.timeline is not None:
-            self.events.subscribe(self.timeline.note)
+        self.timeline: Timeline | None = None
         self.watch = Stopwatch()
         # The statistics of a single row are no statistics: torch refuses them.
         norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
@@ -215,15 +213,6 @@ class TrainerCore:
     def warn(self, message: str) -> None:
         """Tell subscribers what they should know."""
         self.events.emit(Warned(rank=self.ranks.rank, step=self.policy.lr_step, message=message))
-
-
-def _timeline(ranks: Ranks) -> Timeline:
-    """Return a timeline; on the first rank of each host it has samples of the machine's state."""
-    if ranks.local_rank:
-        return Timeline(ranks.rank)
-    from flodl.monitor.resources import Resources
-
-    return Timeline(ranks.rank, read=Resources().read)
 
 
 class Stopwatch:

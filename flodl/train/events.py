@@ -297,10 +297,11 @@ class RankWork(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescribed(Event):
-    """The architecture as a tree of parts, and how many parameters it has. Told where a monitor looks on."""
+    """The architecture as a tree of parts and as SVG text, and its numbers of parameters, for a monitor."""
 
     tree: Mapping[str, Any]
     facts: Mapping[str, Any]
+    picture: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,6 @@ from torch import nn
 from flodl.distributed.group import Ranks
 from flodl.distributed.rounds import Round
 from flodl.distributed.sync import Sync
-from flodl.distributed.timeline import Timeline
 from flodl.errors import TrainError
 from flodl.signals import stop_by
 from flodl.train.core import TrainerCore
@@ -302,8 +301,6 @@ class Loop(TrainerCore):
                 arranged.callback(self.step_.drop_captures)
                 arranged.callback(self.hooks.call, "close")
                 arranged.callback(self.observing.close)
-                if self.timeline is not None:
-                    arranged.callback(self.timeline.stop)
                 for way in (compiled if self.settings.compile else None, self.settings.arrange):
                     if way is not None:
                         arranged.callback(way(self.model))
@@ -324,8 +321,6 @@ class Loop(TrainerCore):
         self.saves.begin()
         report_start(self, self.saves.past(), self.resumed_from)
         self.hooks.call("on_train_begin")
-        if self.timeline is not None:
-            self.timeline.start()
         if self.settings.eval_start and not self.policy.steps:
             evaluate_now(self, counts=False)
         self.watch.restart()
@@ -358,11 +353,6 @@ class Loop(TrainerCore):
     def _close(self) -> None:
         self.ranks.phase("shutdown")
         self.saves.close()
-        if self.timeline is not None:
-            self.timeline.stop()
-            parts = self.ranks.gather(self.timeline.to_dict())
-            if self.ranks.rank == 0:
-                Timeline.merge(parts).write(self.settings.timeline or "timeline")
 
     def save(self, *, wait: bool = False) -> None:
         """Write a checkpoint in the background; all ranks must call this at the same step."""

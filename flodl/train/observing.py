@@ -94,7 +94,7 @@ class Observing:
         self.epochs.append(values)
         # Less than nothing, so that the first value of the next epoch has the steps since the last one of this.
         self._before = _less(self._before, parts[self.ranks.rank])
-        self.watching.hand_back(values.items())
+        self.watching.hand_back(values)
         self.graphs.end_epoch()
         if self.every is None:
             self._note(metrics, values)

@@ -64,7 +64,7 @@ class OwnLoop(Loop):
             self._restored = True
             if (monitor := monitor_of(self.settings, self.ranks.rank == 0)) is not None:
                 self.events.subscribe(monitor)
-                monitor.take_orders(orders_of(self.settings, judged=False), self.ask)
+                monitor.enable_control(orders_of(self.settings, judged=False), self.ask)
             if self.ranks.rank == 0 and self.settings.progress is not False:
                 self.events.subscribe(self._shown)
             for tracker in self._trackers:

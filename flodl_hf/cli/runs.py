@@ -27,13 +27,13 @@ def serve(
     port: Annotated[int | None, typer.Option("--port", "-p", min=0, max=65535, help="Port of this machine.")] = None,
 ) -> None:
     """Show the runs below DIR on a page of this machine, side by side, until Ctrl-C; runs that grow are followed."""
-    from flodl.monitor.folder import RunFolder
+    from flodl.monitor import RunFolder
 
     with RunFolder(folder) as runs:
         url = runs.serve(port)
         for path, problem in runs.problems.items():
             say(f"passed over {path}: {problem}", fg="yellow")
-        count = len(runs.runs.records)
+        count = len(runs.store.records)
         say(f"{count} run{'s' * (count != 1)} below {folder}")
         tell(url)
         with suppress(KeyboardInterrupt):  # which is how this ends
@@ -44,10 +44,10 @@ def serve(
 @reporting
 def listed(folder: Folder, json_output: Json = False) -> None:
     """Print the runs below DIR: where they are, how they ended, and their last figures."""
-    from flodl.monitor.folder import RunFolder
+    from flodl.monitor import RunFolder
 
     with RunFolder(folder) as runs:
-        records = sorted(runs.runs.records.values(), key=lambda record: record.began)
+        records = sorted(runs.store.records.values(), key=lambda record: record.began)
         rows = [
             {
                 "name": record.name,
@@ -81,7 +81,7 @@ def save(
 ) -> None:
     """Write the page of all runs below DIR as one file that opens offline."""
     from flodl.files import write_atomically
-    from flodl.monitor.folder import RunFolder
+    from flodl.monitor import RunFolder
 
     with RunFolder(folder) as runs:
         write_atomically(out, [runs.page().encode()])

@@ -60,7 +60,7 @@ def monitor_of_job(
     if monitor.name == "Training":
         monitor.name = target.name if target is not None else _short(job.name)
     tokens = StepTokens(job)
-    monitor.reckon(tokens=tokens, flops=_flops(job), peak=_peak(job), total_steps=job.steps)
+    monitor.throughput = {"tokens": tokens, "flops": _flops(job), "peak": _peak(job), "total_steps": job.steps}
     monitor.describe(recipe=recipe, data=_data(job), model=_model(job))
     if folder is not None and not monitor.has_pages:
         monitor.save_html(Path(folder) / "run.html")
@@ -114,7 +114,7 @@ class StepTokens:
 
 
 def _flops(job: Job) -> Callable[[float], float]:
-    from flodl.monitor.peaks import flops_of_encoder
+    from flodl_hf.training.peaks import flops_of_encoder
 
     learned, frozen = _parameters(job.model)
     config = job.model.config
@@ -147,7 +147,7 @@ def _calls(module: nn.Module) -> Any:
 
 
 def _peak(job: Job) -> float | None:
-    from flodl.monitor.peaks import peak_of
+    from flodl_hf.training.peaks import peak_of
 
     places, ranks = job.options.places, job.options.ranks or 1
     named = places if isinstance(places, str) else places[0] if isinstance(places, (list, tuple)) else None

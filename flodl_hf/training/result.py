@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flodl.errors import TrainError
-from flodl.monitor.curve import curve_svg
 from flodl.progress import clock, count
 from flodl.train.events import figures_in
+from flodl_hf.training.curve import curve_svg
 from flodl_hf.training.factory import cast_stored
 
 if TYPE_CHECKING:

@@ -48,7 +48,7 @@ ONLY_IN = {
         "flodl_hf/nn/kernels/",
     ),
 }
-FLODL_NEEDS = {"torch", "numpy", "safetensors", "triton", "rich", "flodl"}
+FLODL_NEEDS = {"torch", "numpy", "safetensors", "triton", "psutil", "rich", "flodl"}
 
 
 Nodes = list[Any]

@@ -1,9 +1,9 @@
-"""The setting ``monitor`` made true: a page beside the run, told of its events and of what each rank does.
+"""The settings ``monitor`` and ``timeline``: a page for the run, and callbacks that record what it shows.
 
-The monitor itself is in `flodl.monitor` and knows no trainer; here the two meet.
+The monitor is in `flodl.monitor` and does not know the Trainer.
 
-layer_probe  where the time of a pass goes and how large gradients are, layer by layer
-rank_work    what each rank spends its time on
+layer_probe  time, memory and gradients by layer
+rank_work    activity of each rank
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["callbacks_of", "monitor_of", "orders_of"]
 
 
 def monitor_of(settings: Settings, is_first: bool = True) -> Monitor | None:
-    """Return the monitor of a run, its page shown; None where none is wanted, or another rank has it.
+    """Return the monitor of a run with its page served; None if none is wanted, or on other ranks.
 
     Raises:
-        TrainError: the setting is neither a choice, a port nor a monitor, or the port is taken.
+        TrainError: the setting is not a bool, a port or a monitor, or the port is taken.
     """
     wanted = settings.monitor
     if wanted is None or wanted is False or not is_first:
@@ -36,7 +36,7 @@ def monitor_of(settings: Settings, is_first: bool = True) -> Monitor | None:
         return wanted
     if wanted is not True and not (isinstance(wanted, int) and 0 <= wanted < 65536):
         raise TrainError(
-            f"monitor: found {wanted!r}; expected True, a port, or a flodl.monitor.Monitor.", found=repr(wanted)
+            f"monitor: found {wanted!r}, expected True, a port, or a flodl.monitor.Monitor.", found=repr(wanted)
         )
     monitor = Monitor(folder=settings.folder, quiet=True)
     url = monitor.serve(None if wanted is True else wanted)
@@ -45,15 +45,17 @@ def monitor_of(settings: Settings, is_first: bool = True) -> Monitor | None:
 
 
 def callbacks_of(settings: Settings) -> tuple[Callback, ...]:
-    """Return the callbacks of a run, with those that tell of each rank's work where a monitor looks on."""
-    if settings.monitor is None or settings.monitor is False:
+    """Return the callbacks of a run, with those that record for a timeline or a monitor if requested."""
+    is_monitored = settings.monitor is not None and settings.monitor is not False
+    if not is_monitored and not settings.timeline:
         return tuple(settings.callbacks)
     from flodl.train.monitored.layer_probe import LayerProbe
-    from flodl.train.monitored.rank_work import TellWork
+    from flodl.train.monitored.rank_work import RankActivity
 
-    return (*settings.callbacks, TellWork(), LayerProbe())
+    activity = RankActivity(settings.timeline or None, is_monitored)
+    return (*settings.callbacks, activity, *([LayerProbe()] if is_monitored else []))
 
 
 def orders_of(settings: Settings, judged: bool) -> tuple[str, ...]:
-    """Return what a run can be asked for; ``judged`` is whether there is anything to evaluate by."""
+    """Return the commands that a run accepts; ``judged`` is whether it has an evaluation."""
     return (*(("evaluate",) if judged else ()), *(("save",) if settings.folder else ()), "stop")

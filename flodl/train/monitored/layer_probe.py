@@ -1,8 +1,7 @@
-"""Where the time of a forward pass goes and how large gradients are, layer by layer, looked at now and then.
+"""Time, memory and gradients of the layers of a run, measured now and then for the monitor.
 
-A step that runs operation by operation is looked at while it runs. A recorded step cannot be: its first micro-batch is
-computed once more beside it, without touching gradients, memory of the model or random numbers. That costs a pass each
-time, so it is done seldom: it takes less than a two-hundredth of the run.
+A step that runs operation by operation is measured while it runs. A captured step cannot be: its first micro-batch is
+computed once more, without changing gradients, buffers or random numbers. This takes less than 0.5 % of the run.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from flodl.monitor.architecture import facts_of, tree_of
-from flodl.monitor.module_costs import Look
+from flodl.graph.modules import modules_of
+from flodl.monitor.architecture import facts_of, picture_of, tree_of
+from flodl.monitor.profiler import Profiler
 from flodl.train.callback import Callback
 from flodl.train.events import LayersTimed, ModelDescribed, Warned
 from flodl.train.loss import batch_len
@@ -24,30 +24,31 @@ from flodl.train.loss import batch_len
 __all__ = ["LayerProbe"]
 
 EVERY_S = 20.0
-"""Seconds between two looks at steps that run as they are."""
-REST = 200.0
-"""Times as long as a pass of our own took, until the next."""
-SETTLED = 2
-"""Steps after which a run computes as fast as it will."""
+"""Seconds between two measured steps."""
+IDLE_RATIO = 200.0
+"""Time between two additional passes, as a multiple of their duration."""
+FIRST_STEPS = 2
+"""Steps at the start that are slower than later ones."""
 
 
 class LayerProbe(Callback):
-    """Describes the model when a run begins, and tells of its layers now and then, on the first rank."""
+    """Describes the model when a run begins, and measures its layers now and then, on the first rank."""
 
     def on_train_begin(self, trainer: Any) -> None:
         """Describe the model."""
-        self._next, self._seen = 0.0, 0
-        self._counted, self._passes = False, 1
-        self._look: Look | None = None
-        self._gave_up = trainer.ranks.rank != 0 or bool(trainer.settings.compile)
+        self._next, self._num_steps = 0.0, 0
+        self._has_memory, self._num_passes = False, 1
+        self._profiler: Profiler | None = None
+        self._is_off = trainer.ranks.rank != 0 or bool(trainer.settings.compile)
         if trainer.ranks.rank == 0:
-            facts = {**facts_of(trainer.model), "precision": trainer.settings.precision}
-            trainer.events.emit(ModelDescribed(tree=tree_of(trainer.model), facts=facts))
+            model = trainer.model
+            facts = {**facts_of(model), "precision": trainer.settings.precision}
+            trainer.events.emit(ModelDescribed(tree=tree_of(model), facts=facts, picture=picture_of(model)))
 
     def on_step_begin(self, trainer: Any, batches: Any) -> None:
-        """Look at this step, if it is time to."""
-        self._seen += 1
-        if self._gave_up or self._seen <= SETTLED or not batches or self._look is not None:
+        """Measure this step, if it is time to."""
+        self._num_steps += 1
+        if self._is_off or self._num_steps <= FIRST_STEPS or not batches or self._profiler is not None:
             return
         if time.monotonic() < self._next:
             return
@@ -56,84 +57,74 @@ class LayerProbe(Callback):
             if device is not None and (device.captures or device.end) is not None:
                 self._compute_again(trainer, batches[0])
             else:
-                # Counting bytes takes time of the host: such a look is one of its own, and the next step is timed.
-                counts = not self._counted and trainer.ranks.device.type == "cuda"
-                self._look = Look(trainer.model, trainer.ranks.device)
-                self._look.begin(gradients=True, memory=counts)
-                self._passes = len(batches)
-                self._next = time.monotonic() + (0.0 if counts else EVERY_S)
-        except Exception as fault:  # whatever a model does there, its run goes on
-            self._give_up(trainer, fault)
+                # Counting bytes slows the step down, so it has a step of its own, and the next step is timed.
+                memory = not self._has_memory and trainer.ranks.device.type == "cuda"
+                self._profiler = Profiler(trainer.model, modules_of(trainer.model), gradients=True, memory=memory)
+                self._num_passes = len(batches)
+                self._next = time.monotonic() + (0.0 if memory else EVERY_S)
+        except Exception as fault:  # a measurement must not end a run
+            self._stop(trainer, fault)
 
     def on_step_end(self, trainer: Any, result: Any) -> None:
-        """Tell of what was looked at, as soon as it is known."""
-        look = self._look
-        if look is None:
+        """Emit what was measured when the device has finished it."""
+        profiler = self._profiler
+        if profiler is None:
             return
-        look.end()
-        if not look.is_known():
+        profiler.end()
+        if not profiler.is_ready():
             return
-        self._look = None
-        whole = result.grad_norm if look.is_scaled and result.outcome is None else None
+        self._profiler = None
+        of_step = profiler.measures_gradients
         try:
-            seconds, gradients = look.read(whole)
-            memory = look.bytes()
+            gradients = profiler.scaled_gradient(result.grad_norm if of_step and result.outcome is None else None)
+            memory = {path: count / self._num_passes for path, count in profiler.memory.values.items()}
+            seconds = {} if memory and of_step else profiler.time.values
         except Exception as fault:
-            self._give_up(trainer, fault)
+            self._stop(trainer, fault)
             return
-        if look.is_counting:
-            self._counted = True
-            memory = {path: count / self._passes for path, count in memory.items()}
-            seconds = {} if look.is_scaled else seconds
-        told = LayersTimed(step=trainer.policy.lr_step, seconds=seconds, gradients=gradients, memory=memory)
-        trainer.events.emit(told)
+        self._has_memory = self._has_memory or bool(memory)
+        step = trainer.policy.lr_step
+        trainer.events.emit(LayersTimed(step=step, seconds=seconds, gradients=gradients.values, memory=memory))
 
     def close(self, trainer: Any) -> None:
-        """Take hooks away."""
-        if getattr(self, "_look", None) is not None:
-            assert self._look is not None
-            self._look.end()
+        """Remove hooks."""
+        profiler = getattr(self, "_profiler", None)
+        if profiler is not None:
+            profiler.end()
 
-    def _give_up(self, trainer: Any, fault: Exception) -> None:
-        if self._look is not None:
-            self._look.end()
-        self._look, self._gave_up = None, True
-        text = f"layers cannot be looked at one by one: {type(fault).__name__}: {str(fault)[:300]}"
+    def _stop(self, trainer: Any, fault: Exception) -> None:
+        self.close(trainer)
+        self._profiler, self._is_off = None, True
+        text = f"layers cannot be measured: {type(fault).__name__}: {str(fault)[:300]}"
         trainer.events.emit(Warned(rank=0, step=trainer.policy.lr_step, message=text))
 
     def _compute_again(self, trainer: Any, batch: Any) -> None:
-        device = trainer.ranks.device
-        began = time.monotonic()
-        look = Look(trainer.model, device)
-        learned = [p for p in trainer.model.parameters() if p.requires_grad]
+        model, device, began = trainer.model, trainer.ranks.device, time.monotonic()
+        learned = [p for p in model.parameters() if p.requires_grad]
         devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices), _judging(trainer.model), trainer.graphs.apart():
-            counts = not self._counted
-            look.begin(gradients=False, memory=counts)
+        with torch.random.fork_rng(devices), _evaluating(model), trainer.graphs.apart():
+            profiler = Profiler(model, modules_of(model), memory=not self._has_memory)
             try:
                 with trainer.observing.watching:
                     loss = trainer.step_.loss_of(batch, batch_len(batch))
-                trainer.observing.watching.take()  # nobody asked for what was watched here
+                trainer.observing.watching.take()  # not part of the run
                 found = torch.autograd.grad(loss.as_mean(), learned, allow_unused=True)
             finally:
-                look.end()
-        norms = {
-            id(p): torch.linalg.vector_norm(g.detach().float())
-            for p, g in zip(learned, found, strict=True)
-            if g is not None
-        }
-        look.take(norms)
-        self._look, self._passes = look, 1
-        self._next = time.monotonic() + REST * (time.monotonic() - began)
+                profiler.end()
+        pairs = zip(learned, found, strict=True)
+        norms = {id(p): torch.linalg.vector_norm(g.detach().float()) for p, g in pairs if g is not None}
+        profiler.set_norms(norms)
+        self._profiler, self._num_passes = profiler, 1
+        self._next = time.monotonic() + IDLE_RATIO * (time.monotonic() - began)
 
 
 @contextlib.contextmanager
-def _judging(model: nn.Module) -> Iterator[None]:
-    """Have the model as it is when judged: no dropout, no statistics that move."""
-    learning = [module for module in model.modules() if module.training]
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch to evaluation mode: no dropout, no changes of BatchNorm statistics."""
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         yield
     finally:
-        for module in learning:
+        for module in training:
             module.training = True

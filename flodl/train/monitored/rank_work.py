@@ -1,8 +1,8 @@
-"""What each rank spends its time on, told to whoever looks on twice a second.
+"""Activity of each rank: spans for the timeline, and for a monitor twice a second.
 
-Steps that the host waits for are timed by its clock; of others the device's own times come with `StepDone`. Ranks that
-this process started send what they did to it; under another launcher they leave it in the store that all of them share,
-and the first rank takes it from there.
+Steps that the host waits for are timed by its clock; the durations of others come from the device with `StepDone`.
+Ranks started by this process send their activity to it; under another launcher they write it to the shared store, from
+which the first rank reads it.
 """
 
 from __future__ import annotations
@@ -15,127 +15,145 @@ from typing import Any
 
 import torch
 
+from flodl.monitor.resources import Resources
+from flodl.monitor.timeline import Timeline
 from flodl.train.callback import Callback
-from flodl.train.events import EvalDone, RankWork, StepDone, Synced
+from flodl.train.events import RankWork, StepDone
 
-__all__ = ["TellWork", "in_few"]
+__all__ = ["RankActivity"]
 
 EVERY_S = 0.5
-MOST_SPANS = 6
+MAX_SPANS = 6
+_LANES = {"step": "compute", "sync": "sync", "evaluation": "evaluation"}
 Span = tuple[str, float, float]
 
 
-class TellWork(Callback):
-    """Tells of the work of each rank."""
+class RankActivity(Callback):
+    """Records the activity of a rank as ``trainer.timeline``.
+
+    Args:
+        path: the first rank writes the timeline of all ranks here, without suffix; None for none.
+        is_monitored: whether spans are sent to a monitor.
+    """
+
+    def __init__(self, path: str | None, is_monitored: bool) -> None:
+        self.path, self.is_monitored = path, is_monitored
 
     def on_train_begin(self, trainer: Any) -> None:
-        """Begin to listen."""
+        """Start recording; the first rank of each host samples the machine."""
+        ranks = trainer.ranks
+        samples = self.path is not None and not ranks.local_rank
+        self.timeline = trainer.timeline = Timeline(ranks.rank, read=Resources().read if samples else None)
+        self._trainer, self._shares = trainer, trainer.policy.shares_gradients and not ranks.solo
         self._spans: list[Span] = []
-        self._end = -math.inf
-        self._told = time.monotonic()
-        self._begun: float | None = None
-        self._number = 0
-        self._read = [0] * trainer.ranks.world
-        self._shares = trainer.policy.shares_gradients and not trainer.ranks.solo
-        self._undo = trainer.events.subscribe(self._note, StepDone, Synced, EvalDone)
-        self._trainer = trainer
-        self._waited = False
+        self._end, self._sent = -math.inf, time.monotonic()
+        self._begun = 0.0
+        self._steps: list[StepDone] = []
+        self._num_written, self._num_read = 0, [0] * ranks.world
+        self._undo = trainer.events.subscribe(self._note)
+        if self.is_monitored:
+            self.timeline.subscribe(self._add_to_lane)
+        self.timeline.start()
 
     def on_step_begin(self, trainer: Any, batches: Any) -> None:
-        """Look at the clock."""
+        """Note the time."""
         self._begun = time.monotonic()
 
     def on_step_end(self, trainer: Any, result: Any) -> None:
-        """Note a step that is over."""
-        self._waited = result.outcome is None
-        if self._waited and self._begun is not None:
-            now = time.monotonic()
+        """Record a step."""
+        if result.outcome is None:  # the host has waited for the step
+            now, about = time.monotonic(), {"step": trainer.policy.lr_step, "epoch": trainer.epoch_number}
+            self._steps = [event for event in self._steps if event.step != about["step"]]
             computed = min(now, self._begun + result.compute_ms / 1e3)
+            self.timeline.add("step", self._begun, computed, **about)
             if self._shares:
-                self._add("compute", self._begun, computed)
-                self._add("sync", computed, now)
-            else:
-                # Local steps meet before they end, and tell of it themselves.
-                self._add("compute", self._begun, now if trainer.ranks.solo else computed)
-        self._tell()
+                self.timeline.add("sync", computed, now, wait_ms=0.0, **about)
+        self._send()
 
     def on_evaluate(self, trainer: Any, metrics: Any) -> None:
-        """Tell of it now: it may have taken long."""
-        self._tell()
+        """Send now: the evaluation may have taken long."""
+        self._send()
 
     def on_epoch_end(self, trainer: Any, epoch: int) -> None:
-        """Tell of what is left of the epoch."""
-        self._tell(at_once=True)
+        """Send the rest of the epoch."""
+        self._send(at_once=True)
+
+    def on_train_end(self, trainer: Any) -> None:
+        """Write the timeline of all ranks."""
+        if self.path is not None:
+            self._add_steps()
+            self.timeline.stop()
+            parts = trainer.ranks.gather(self.timeline.to_dict())
+            if trainer.ranks.rank == 0:
+                Timeline.merge(parts).write(self.path)
 
     def close(self, trainer: Any) -> None:
-        """Tell of what is left."""
+        """Stop recording."""
         if hasattr(self, "_undo"):
-            with contextlib.suppress(Exception):  # the store may be gone with another rank
-                self._tell(at_once=True)
+            with contextlib.suppress(Exception):  # the store may have ended with another rank
+                self._send(at_once=True)
             self._undo()
+            self.timeline.stop()
 
     def _note(self, event: Any) -> None:
-        if isinstance(event, EvalDone):
-            self._add("evaluation", event.at_s - event.wall_ms / 1e3, event.at_s)
-        elif isinstance(event, Synced):
-            begin = event.at_s - event.sync_ms / 1e3
-            self._add("wait", begin, begin + event.wait_ms / 1e3)
-            self._add("sync", begin + event.wait_ms / 1e3, event.at_s)
-        elif not self._waited:
-            self._add("compute", event.at_s - event.compute_ms / 1e3, event.at_s)
+        if isinstance(event, StepDone):
+            self._steps.append(event)
+        else:
+            self.timeline.note(event)
 
-    def _add(self, kind: str, begin: float, end: float) -> None:
-        """Add a span by the monotonic clock; what overlaps the one before is cut."""
-        begin = max(begin, self._end)
-        if end > begin:
-            self._spans.append((kind, begin, end))
+    def _add_steps(self) -> None:
+        """Add steps that the device has timed."""
+        for event in self._steps:
+            self.timeline.note(event)
+            if self._shares:  # the synchronisation is part of the step, without a duration of its own
+                self.timeline.add("sync", event.at_s, step=event.step, epoch=event.epoch, wait_ms=0.0)
+        self._steps = []
+
+    def _add_to_lane(self, span: dict[str, Any]) -> None:
+        """Add a span without what overlaps the one before."""
+        kind, waited_ms = _LANES.get(span["kind"]), span.get("wait_ms", 0.0)
+        begin, end = max(span["begin_ms"] / 1e3, self._end), span["end_ms"] / 1e3
+        if kind is not None and end > begin:
+            middle = min(end, begin + waited_ms / 1e3)
+            self._spans += [("wait", begin, middle)] * (middle > begin) + [(kind, middle, end)]
             self._end = end
 
-    def _tell(self, *, at_once: bool = False) -> None:
-        now = time.monotonic()
-        if now - self._told < EVERY_S and not at_once:
+    def _send(self, *, at_once: bool = False) -> None:
+        self._add_steps()
+        now, ranks = time.monotonic(), self._trainer.ranks
+        if not self.is_monitored or (now - self._sent < EVERY_S and not at_once):
             return
-        self._told = now
+        self._sent = now
         if self._spans:
-            shift = time.time() - now
-            spans = tuple((kind, begin + shift, end + shift) for kind, begin, end in in_few(self._spans))
+            shift, device = time.time() - now, ranks.device
+            spans = tuple((kind, begin + shift, end + shift) for kind, begin, end in _summed(self._spans))
+            name = f"{device}, {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
             self._spans = []
-            self._send(RankWork(rank=self._trainer.ranks.rank, of=self._trainer.ranks.rank, spans=spans,
-                                device=_device_name(self._trainer.ranks.device)))  # fmt: skip
-        self._take_from_others()
+            if ranks.rank == 0:
+                self._emit(0, spans, name)
+            elif ranks.pipe is not None:
+                ranks.pipe.send(("event", RankWork(rank=ranks.rank, of=ranks.rank, spans=spans, device=name)))
+            elif ranks.store is not None:
+                self._num_written += 1
+                ranks.store.set(self._key(ranks.rank, self._num_written), json.dumps([spans, name]))
+        if ranks.rank == 0 and ranks.pipe is None and ranks.store is not None:
+            for rank in range(1, ranks.world):
+                while ranks.store.check([key := self._key(rank, self._num_read[rank] + 1)]):
+                    spans, name = json.loads(ranks.store.get(key))
+                    self._num_read[rank] += 1
+                    ranks.store.delete_key(key)
+                    self._emit(rank, tuple(map(tuple, spans)), name)
 
-    def _send(self, work: RankWork) -> None:
-        ranks = self._trainer.ranks
-        if ranks.rank == 0:
-            self._trainer.events.emit(work)
-        elif ranks.pipe is not None:
-            ranks.pipe.send(("event", work))
-        elif ranks.store is not None:
-            self._number += 1
-            ranks.store.set(self._key(ranks.rank, self._number), json.dumps([work.device, work.spans]))
-
-    def _take_from_others(self) -> None:
-        ranks = self._trainer.ranks
-        if ranks.rank != 0 or ranks.pipe is not None or ranks.store is None:
-            return
-        for rank in range(1, ranks.world):
-            while ranks.store.check([key := self._key(rank, self._read[rank] + 1)]):
-                device, spans = json.loads(ranks.store.get(key))
-                self._read[rank] += 1
-                ranks.store.delete_key(key)
-                whole = tuple((kind, begin, end) for kind, begin, end in spans)
-                self._trainer.events.emit(RankWork(rank=0, of=rank, spans=whole, device=device))
+    def _emit(self, rank: int, spans: Any, device: str) -> None:
+        self._trainer.events.emit(RankWork(rank=0, of=rank, spans=spans, device=device))
 
     def _key(self, rank: int, number: int) -> str:
         return f"work/{self._trainer.ranks.attempt}/{rank}/{number}"
 
 
-def in_few(spans: list[Span]) -> list[Span]:
-    """Return spans that say as much of each kind, where there are many: neighbours of one kind become one.
-
-    What lies between them is left at the end of the stretch, so that the sums stay what they are.
-    """
-    if len(spans) <= MOST_SPANS:
+def _summed(spans: list[Span]) -> list[Span]:
+    """Return one span for each kind, one after the other, if there are many."""
+    if len(spans) <= MAX_SPANS:
         return spans
     sums: dict[str, float] = {}
     for kind, begin, end in spans:
@@ -145,9 +163,3 @@ def in_few(spans: list[Span]) -> list[Span]:
         found.append((kind, at, at + seconds))
         at += seconds
     return found
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type != "cuda":
-        return str(device)
-    return f"{device}, {torch.cuda.get_device_name(device)}"

@@ -14,7 +14,8 @@ from torch import nn
 from flodl.errors import TrainError
 from flodl.graph import FlowBuilder
 from flodl.monitor import EpochRecord, Monitor, look_at
-from flodl.monitor.console import console_line, eta_s, eta_text
+from flodl.monitor.console import console_line, duration_text, eta_s
+from flodl.train import EpochMetrics
 
 
 @pytest.mark.parametrize(
@@ -35,24 +36,45 @@ from flodl.monitor.console import console_line, eta_s, eta_text
         (math.inf, "—"),
     ],
 )
-def test_eta_texts(seconds, text):
-    assert eta_text(seconds) == text
-
-
-def record(epoch: int, seconds: float = 1.0, **metrics: float) -> EpochRecord:
-    return EpochRecord(epoch, seconds, metrics, seconds)
+def test_durations(seconds, text):
+    assert duration_text(seconds) == text
 
 
 def test_the_line_of_an_epoch():
-    line = console_line(record(4, 1.23, loss=0.12345, lr=0.0001, acc=0), 100, 272)
-    assert line == "  epoch   5/100  loss=0.1235  lr=1.00e-4  acc=0  [1.2s  ETA 4m 32s]"
-    assert console_line(record(9, 2), 10, None) == "  epoch 10/10  [2s]"
+    line = console_line(4, 100, {"loss": 0.12345, "lr": 0.0001, "acc": 0}, 1.23, 272, "RAM 0.3 GB, 40 %")
+    assert line == "  epoch   5/100  loss=0.1235  lr=1.00e-4  acc=0  [1.2s  ETA 4m 32s]  RAM 0.3 GB, 40 %"
+    assert console_line(9, 10, {}, 2, None) == "  epoch 10/10  [2s]"
 
 
 def test_a_hostile_name_stays_on_its_line():
-    line = console_line(EpochRecord(0, 1.0, {"a\n\x1b[2Jb": 1.0}, 1.0), 1, None)
+    line = console_line(0, 1, {"a\n\x1b[2Jb": 1.0}, 1.0, None)
     assert "\n" not in line
     assert "\x1b" not in line
+
+
+def test_the_line_shows_memory_and_load(capsys):
+    with Monitor(1) as monitor:
+        monitor.log(0, 1, {"x": 1})
+    line = capsys.readouterr().out
+    assert re.fullmatch(r"  epoch 1/1  x=1\.0000  \[1s\]  (RAM|GPU) \d+\.\d GB, \d+ %\n", line)
+
+
+def test_epoch_metrics_and_nested_mappings_are_logged():
+    event = EpochMetrics(
+        epoch=1, step=20, loss=0.5, metrics={"accuracy": 0.75}, samples=8, epoch_ms=2500.0, share=(1.0,),
+        throughput=(1.0,), eval={"f1": 0.25}, by_rank=(),
+    )  # fmt: skip
+    with Monitor(3, quiet=True, resources_s=0) as monitor:
+        monitor.log(event)
+        monitor.log(2, 1.0, {"loss": torch.tensor(0.25), "dev": {"f1": 0.5}})
+        first, second = monitor.history()
+    assert (first.epoch, first.duration_s) == (1, 2.5)
+    assert first.metrics == {"loss": 0.5, "accuracy": 0.75, "f1": 0.25}
+    assert second.metrics == {"loss": 0.25, "dev/f1": 0.5}
+
+
+def record(epoch: int, seconds: float = 1.0) -> EpochRecord:
+    return EpochRecord(epoch, seconds, {}, seconds)
 
 
 def test_recent_epochs_weigh_more():
@@ -67,7 +89,7 @@ def test_recent_epochs_weigh_more():
 
 def test_metrics_come_as_table_pairs_or_graph():
     out = io.StringIO()
-    monitor = Monitor(3, stream=out)
+    monitor = Monitor(3, stream=out, resources_s=0)
     graph = FlowBuilder(nn.Linear(1, 1)).build()
     graph.record_scalar("loss", 2.0)
     monitor.log(0, 0.5, graph)
@@ -83,7 +105,7 @@ def test_metrics_come_as_table_pairs_or_graph():
 
 
 def test_standard_output_is_the_default_and_quiet_is_quiet(capsys):
-    Monitor(1).log(0, 1, {"x": 1})
+    Monitor(1, resources_s=0).log(0, 1, {"x": 1})
     assert capsys.readouterr().out == "  epoch 1/1  x=1.0000  [1s]\n"
     monitor = Monitor(1, quiet=True)
     monitor.log(0, 1, {"x": 1})

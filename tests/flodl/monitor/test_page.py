@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -188,10 +187,8 @@ def test_a_reader_comes_back_by_itself(monitor: Monitor, page: Any) -> None:
     step(monitor, 1)
     page.goto(url)
     until(page, "document.querySelector('.vital .value').textContent === '1'")
-    assert monitor._doors is not None
-    server = monitor._doors._server
-    for connection in list(server._connections.values()):
-        connection.sock.shutdown(socket.SHUT_RDWR)  # the connection breaks
+    monitor.store._readers.clear()  # ends the stream at the next message
+    step(monitor, 1)
     step(monitor, 2)
     until(page, "document.querySelector('.vital .value').textContent === '2'")
     until(page, "document.getElementById('link').textContent === ''")
@@ -286,7 +283,7 @@ def any_text_stays_text(page: Any, tmp_path: Path, archived: bool) -> None:
         monitor(Warned(step=3, message=evil))
         monitor(RankWork(of=0, spans=(("compute", 1.0, 2.0),), device=evil))
         part = {"name": evil, "path": evil, "kind": evil, "parameters": 1, "learns": 1}
-        monitor._run().put(lambda recorder: recorder.say(model={**part, "parts": [part]}))
+        monitor._run().update(model={**part, "parts": [part]})
         monitor(RunFailed(step=4, epoch=0, reason=evil))
         if archived:
             monitor.save_html(tmp_path / "run.html")
@@ -410,7 +407,7 @@ def test_everything_has_a_name_for_those_who_hear_it(monitor: Monitor, page: Any
 def test_the_page_asks_the_run_where_control_is_on(monitor: Monitor, page: Any) -> None:
     got: list[str] = []
     url = monitor.serve(0, control=True)
-    monitor.take_orders(["save", "stop"], got.append)
+    monitor.enable_control(["save", "stop"], got.append)
     start(monitor)
     step(monitor, 1)
     page.goto(url.partition("#")[0])
@@ -419,14 +416,14 @@ def test_the_page_asks_the_run_where_control_is_on(monitor: Monitor, page: Any) 
     page.goto(url)
     page.reload()  # the token stays with the tab, and leaves the address
     page.get_by_role("button", name="Save").click()
-    until(page, "document.getElementById('link').textContent.includes('asked to save')")
+    until(page, "document.getElementById('link').textContent.includes('requested: save')")
     assert "token" not in page.url
     page.get_by_role("button", name="Stop").click()
     page.get_by_role("button", name="Go on training").click()
     assert got == ["save"]
     page.get_by_role("button", name="Stop").click()
     page.locator("#sure-yes").click()
-    until(page, "document.getElementById('link').textContent.includes('asked to stop')")
+    until(page, "document.getElementById('link').textContent.includes('requested: stop')")
     assert got == ["save", "stop"]
     monitor(RunDone(step=1, epoch=0, reason="stopped"))
     until(page, "document.querySelectorAll('#orders button').length === 0")

@@ -11,14 +11,14 @@ import pytest
 
 from flodl.errors import CheckpointError, TrainError
 from flodl.monitor.journal import Journal, JournalReader, read_record
-from flodl.monitor.lanes import MOST_BINS, MOST_GAPS, MOST_MEETINGS, Lanes
-from flodl.monitor.record import FIRST_LINES, MOST_EPOCHS, MOST_LINES, MOST_SERIES, RunRecord
-from flodl.monitor.recorder import FIRST_POINTS, MOST_A_DELTA, Recorder
+from flodl.monitor.lanes import MAX_BINS, MAX_GAPS, MAX_MEETINGS, Lanes
+from flodl.monitor.record import FIRST_LINES, MAX_EPOCHS, MAX_LINES, MAX_SERIES, RunRecord
+from flodl.monitor.recorder import FIRST_POINTS, MAX_POINTS_A_DELTA, Recorder
 from flodl.monitor.series import Series
 
 
 def test_a_curve_of_any_length_keeps_its_mean_and_range():
-    series, rng = Series(most=100), random.Random(0)
+    series, rng = Series(100), random.Random(0)
     values = [rng.random() for _ in range(5000)]
     for step, value in enumerate(values, 1):
         series.add([step, step / 100, step * 0.1, value])
@@ -33,7 +33,7 @@ def test_a_curve_of_any_length_keeps_its_mean_and_range():
 
 
 def test_values_that_are_not_finite_leave_gaps_and_spoil_no_neighbour():
-    series = Series(most=4)
+    series = Series(4)
     for step, value in enumerate([1.0, None, 3.0, None, None], 1):
         series.add([step, 0.0, 0.0, value])
     assert len(series) == 3
@@ -41,13 +41,13 @@ def test_values_that_are_not_finite_leave_gaps_and_spoil_no_neighbour():
 
 
 def test_a_curve_goes_on_from_what_was_sent_as_if_it_had_all():
-    whole, first = Series(most=50), Series(most=50)
+    whole, first = Series(50), Series(50)
     for step in range(1, 700):
         point = [step, 0.0, 0.0, math.sin(step)]
         whole.add(point)
         if step < 500:
             first.add(point)
-    again = Series(most=50, stride=first.stride)
+    again = Series(50, stride=first.stride)
     for point in json.loads(json.dumps(first.packed(12))):
         again.add(point)
     for step in range(500, 700):
@@ -89,16 +89,15 @@ def test_a_snapshot_makes_the_same_record_from_nothing():
 
 def test_records_are_bounded_whatever_comes():
     record = RunRecord()
-    for i in range(MOST_SERIES + 50):
+    for i in range(MAX_SERIES + 50):
         record.fold({"p": {f"train/{i}": [[1, 0.0, 0.0, 1.0]]}})
-    for i in range(MOST_LINES * 2):
+    for i in range(MAX_LINES * 2):
         record.fold({"log": [[0.0, i, "info", "x" * 10_000]]})
-    record.fold({"epochs": [{"epoch": i} for i in range(MOST_EPOCHS + 5)]})
-    assert (len(record.series), len(record.log), len(record.epochs)) == (MOST_SERIES, MOST_LINES, MOST_EPOCHS)
-    assert record.refused
+    record.fold({"epochs": [{"epoch": i} for i in range(MAX_EPOCHS + 5)]})
+    assert (len(record.series), len(record.log), len(record.epochs)) == (MAX_SERIES, MAX_LINES, MAX_EPOCHS)
     assert [line[1] for line in record.log][:FIRST_LINES] == list(range(FIRST_LINES))
-    assert record.log[-1][1] == MOST_LINES * 2 - 1
-    assert record.lines_left_out == MOST_LINES
+    assert record.log[-1][1] == MAX_LINES * 2 - 1
+    assert record.lines_left_out == MAX_LINES
     assert max(len(line[3]) for line in record.log) == 4000
 
 
@@ -137,11 +136,11 @@ def test_the_first_steps_are_all_told_however_quickly_they_came():
     recorder, told = Recorder(0.0), []
     for burst in (100, 100, 100, 100):
         for _ in range(burst):
-            recorder.point("a", 1, 0.5)
+            recorder.points("", {"a": 0.5}, 1)
         told.append(len(recorder.delta()["p"]["a"]))
     assert told[:2] == [100, 100]
     assert (FIRST_POINTS - 200) // 2 <= told[2] <= FIRST_POINTS - 200
-    assert told[3] <= MOST_A_DELTA
+    assert told[3] <= MAX_POINTS_A_DELTA
 
 
 def test_a_run_that_is_taken_up_again_forgets_what_it_does_anew():
@@ -156,11 +155,11 @@ def test_lanes_are_bounded_and_keep_their_sums():
     for i in range(3000):
         lanes.fold({"0": {"spans": [["compute", i * 2.0, i * 2.0 + 1.0]]}, "all": {"meetings": [i * 2.0]}})
     lane = lanes.ranks["0"]
-    assert len(lane["bins"]) <= MOST_BINS
+    assert len(lane["bins"]) <= MAX_BINS
     assert sum(bin_[0] for bin_ in lane["bins"]) == pytest.approx(3000, rel=1e-3)
-    assert len(lane["gaps"]) == MOST_GAPS
+    assert len(lane["gaps"]) == MAX_GAPS
     assert lane["gaps"][0][1] - lane["gaps"][0][0] == pytest.approx(1.0)
-    assert len(lanes.meetings) <= MOST_MEETINGS
+    assert len(lanes.meetings) <= MAX_MEETINGS
     again = Lanes()
     again.fold(json.loads(json.dumps(lanes.to_dict())))
     assert again.to_dict() == lanes.to_dict()
@@ -197,15 +196,15 @@ def test_a_record_that_is_dropped_is_closed(tmp_path):
 def test_a_record_is_read_as_it_grows(tmp_path):
     journal = Journal(tmp_path)
     reader = JournalReader(journal.path)
-    assert list(reader.more()) == []
+    assert list(reader.new_deltas()) == []
     journal.add({"flodl_run": 1, "id": "a"})
     journal.add({"t": 1})
-    assert [delta.get("t") for delta in reader.more()] == [None, 1]
+    assert [delta.get("t") for delta in reader.new_deltas()] == [None, 1]
     journal.add({"t": 2})
-    assert list(reader.more()) == [{"t": 2}]
+    assert list(reader.new_deltas()) == [{"t": 2}]
     journal.close()
     journal.path.write_bytes(b'{"flodl_run":1}\n')  # written anew
-    assert list(reader.more()) == [{"flodl_run": 1}]
+    assert list(reader.new_deltas()) == [{"flodl_run": 1}]
 
 
 @pytest.mark.parametrize("content", [b"", b"hello\n", b'{"a": 1}\n', b"[1]\n", b"[" * 100_000 + b"\n", b"\xff\xfe\n"])

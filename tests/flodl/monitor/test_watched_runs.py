@@ -117,7 +117,7 @@ def test_looking_on_changes_no_number(monkeypatch, recorded):
         monkeypatch.setattr("flodl.train.route.make_capturer", lambda device, settings: Repeats())
         assert capture.Capturer is not None
     monkeypatch.setattr("flodl.train.monitored.layer_probe.EVERY_S", 0.0)
-    monkeypatch.setattr("flodl.train.monitored.layer_probe.REST", 0.0)
+    monkeypatch.setattr("flodl.train.monitored.layer_probe.IDLE_RATIO", 0.0)
     plain = builder(None).run().join()
     looks: list[LayersTimed] = []
     with quiet() as monitor:
@@ -213,26 +213,12 @@ def test_a_run_that_goes_on_adds_to_its_record(tmp_path):
     assert record.id == left.id
     assert record.state["status"] == "finished"
     assert [point[0] for point in record.series["train/loss"].points] == list(range(1, 25))
-    assert any("goes on from step" in line[3] for line in record.log)
+    assert any("resumed from step" in line[3] for line in record.log)
     # a run that begins anew keeps the record of the one before under another name
     with quiet(folder=tmp_path) as monitor:
         builder(monitor).run().join()
     assert len(list(tmp_path.glob("run*.jsonl"))) == 2
     assert read_record(tmp_path).id != left.id
-
-
-def test_a_run_whose_record_is_lost_shows_what_its_checkpoint_knows(tmp_path):
-    class Leaves(Callback):
-        def on_epoch_end(self, trainer, epoch):
-            if epoch == 0:
-                trainer.stop()
-
-    builder(None, callbacks=(Leaves(),)).checkpoints(tmp_path).run().join()
-    with quiet() as monitor:
-        builder(monitor).checkpoints(tmp_path).run().join()
-        record = monitor.record
-    assert [point[0] for point in record.series["train/loss"].points] == list(range(1, 25))
-    assert [point[0] for point in record.series["eval/accuracy"].points] == [12, 24]
 
 
 def test_a_disk_that_fails_ends_no_run(tmp_path):
@@ -241,14 +227,14 @@ def test_a_disk_that_fails_ends_no_run(tmp_path):
         builder(monitor).run().join()
         record = monitor.record
     assert record.state["status"] == "finished"
-    assert any("no record is kept on disk" in line[3] for line in record.log)
+    assert any("no record is written" in line[3] for line in record.log)
 
 
 def test_two_runs_of_one_monitor_stand_side_by_side():
     with quiet() as monitor:
         for _ in range(2):
             builder(monitor).run().join()
-        runs = json.loads("".join(monitor.runs.everything()))["runs"]
+        runs = json.loads(monitor.store.to_json())["runs"]
     assert [run["state"]["status"] for run in runs] == ["finished", "finished"]
     assert runs[0]["id"] != runs[1]["id"]
 
@@ -406,11 +392,11 @@ def test_ranks_in_processes_are_asked_from_the_process_that_started_them(tmp_pat
 
         def ask(event):
             if type(event).__name__ == "StepDone" and event.step == 4:
-                assert monitor._ask("stop")[0] == 202
+                assert monitor._on_command("stop")[0] == 202
 
         # A hundred epochs: on a busy machine many steps may pass before the ranks hear of it.
         ranks_of(monitor, "sync", nap).num_epochs(100).subscribe(events.append).subscribe(ask).run().join()
-        assert monitor._ask("stop")[0] == 409
+        assert monitor._on_command("stop")[0] == 409
     [done] = [event for event in events if isinstance(event, RunDone)]
     assert done.reason == "stopped"
     assert 4 < done.step < 1200

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from flodl.monitor.collect import Reduce, Seen
+from flodl.monitor.collect import Collector, Reduce
 from flodl.train.step import tensor_sums
 from flodl.train.step.decide import load_kernels
 from flodl.train.step.tensor_sums import PROGRAMS, TensorSums
@@ -95,7 +95,7 @@ def test_values_of_a_forward_pass_are_told_as_torch_adds_them_up():
     x, y = torch.arange(6.0).reshape(2, 3), torch.tensor([3.0, 4.0])
     told = []
     for adder in (None, TensorSums(CPU, ByTorch)):
-        seen = Seen({}, adder)
+        seen = Collector({}, adder)
         for how in Reduce:
             seen.add_tensor(f"x:{how}", x, how)
         seen.add_tensor("twice", x)
@@ -113,8 +113,8 @@ def test_values_of_a_forward_pass_are_told_as_torch_adds_them_up():
 
 def test_a_forward_pass_that_failed_leaves_nothing():
     sums = TensorSums(CPU, ByTorch)
-    Seen({}, sums).add_tensor("x", torch.ones(3))
-    seen = Seen({}, sums)
+    Collector({}, sums).add_tensor("x", torch.ones(3))
+    seen = Collector({}, sums)
     seen.add_tensor("y", torch.ones(PROGRAMS))
     assert {name: float(pair[0]) for name, pair in seen.pack().items()} == {"y": PROGRAMS}
 

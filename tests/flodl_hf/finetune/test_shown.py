@@ -11,9 +11,9 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from flodl.monitor.curve import MOST, curve_svg
 from flodl.train.handle import Handle, Trained
 from flodl_hf.checkpoints.weights.loading import LoadReport
+from flodl_hf.training.curve import MOST, curve_svg
 from flodl_hf.training.result import FinetuneResult
 
 

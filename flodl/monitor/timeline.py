@@ -1,0 +1,258 @@
+"""Activity of each rank over time, idle gaps, and the state of the machine meanwhile, as files and for subscribers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from flodl.files import write_atomically
+from flodl.monitor.archive import archive_page
+from flodl.monitor.export import csv_text
+from flodl.monitor.lanes import MAX_BINS, Lanes
+from flodl.monitor.record import RunRecord, as_text
+from flodl.monitor.store import RunStore
+
+__all__ = ["Timeline"]
+
+# Kinds of spans by event, and the field with their duration in milliseconds.
+_EVENTS = {
+    "StepDone": ("step", "compute_ms"),
+    "Synced": ("sync", "sync_ms"),
+    "EvalDone": ("evaluation", "wall_ms"),
+    "Saved": ("save", "wall_ms"),
+    "EpochMetrics": ("epoch", ""),
+    "Decided": ("decision", ""),
+}
+_BUSY = ("step", "sync", "evaluation")
+_LANE_KINDS = {"step": "compute", "sync": "sync", "evaluation": "evaluation"}
+_FIELDS = ("rank", "kind", "begin_ms", "end_ms", "step", "epoch", "wait_ms", "divergence")
+_IDLE_PERCENT = 5.0
+
+Span = dict[str, Any]
+
+
+class Timeline:
+    """Spans of one rank, and samples of the machine; `merge` combines those of all ranks.
+
+    A span is ``{"rank", "kind", "begin_ms", "end_ms", "step", "epoch"}``, with ``wait_ms`` and ``divergence`` for a
+    ``sync``. A sample is ``{"rank", "at_ms"}`` and values by name, such as ``system/cpu`` (percent). Times are
+    milliseconds of the monotonic clock; after `merge` since the first span.
+
+    Args:
+        rank: the rank.
+        read: returns the values of a sample, such as `flodl.monitor.resources.Resources.read`; None for no samples.
+        every_s: seconds between samples.
+    """
+
+    def __init__(
+        self, rank: int = 0, read: Callable[[], Mapping[str, float]] | None = None, every_s: float = 0.5
+    ) -> None:
+        self.rank = rank
+        self.spans: list[Span] = []
+        self.samples: list[dict[str, Any]] = []
+        self._read, self._every_s = read, every_s
+        self._subscribers: list[Callable[[Span], Any]] = []
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start a thread that takes samples."""
+        if self._read is not None and self._thread is None:
+            self._thread = threading.Thread(target=self._sample, name="flodl-timeline", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Stop taking samples."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+            self._thread = None
+
+    def _sample(self) -> None:
+        while self._read is not None:
+            try:
+                values = {name: float(value) for name, value in self._read().items()}
+            except Exception:
+                return  # the run does not depend on samples
+            self.samples.append({"rank": self.rank, "at_ms": time.monotonic() * 1e3, **values})
+            if self._stopped.wait(self._every_s):
+                return
+
+    def subscribe(self, call: Callable[[Span], Any]) -> Callable[[], None]:
+        """Call ``call(span)`` for each new span; return a function that ends the subscription."""
+        self._subscribers.append(call)
+        return lambda: self._subscribers.remove(call)
+
+    def add(self, kind: str, begin_s: float, end_s: float | None = None, **fields: Any) -> None:
+        """Add a span of any kind, in seconds of the monotonic clock; without an end a moment.
+
+        Args:
+            kind: such as ``step``, ``sync``, ``evaluation``, or a name of your own.
+            begin_s: start.
+            end_s: end.
+            **fields: ``step``, ``epoch`` and further values of the span.
+        """
+        end_s = begin_s if end_s is None else end_s
+        known = {"rank": self.rank, "kind": kind, "begin_ms": begin_s * 1e3, "end_ms": end_s * 1e3}
+        span = {**known, "step": None, "epoch": None, **fields}
+        self.spans.append(span)
+        for call in tuple(self._subscribers):
+            call(span)
+
+    def note(self, event: Any) -> None:
+        """Add the span of a training event; events without a duration are moments."""
+        kind, duration = _EVENTS.get(type(event).__name__, ("", ""))
+        if kind:
+            length_s = getattr(event, duration) / 1e3 if duration else 0.0
+            more = {"wait_ms": event.wait_ms, "divergence": event.divergence} if kind == "sync" else {}
+            epoch = getattr(event, "epoch", None)
+            self.add(kind, event.at_s - length_s, event.at_s, step=event.step, epoch=epoch, **more)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return spans and samples as JSON values."""
+        return {"rank": self.rank, "spans": self.spans, "samples": self.samples}
+
+    @classmethod
+    def merge(cls, parts: Sequence[Mapping[str, Any]]) -> Timeline:
+        """Return one timeline of all ranks from the results of `to_dict`."""
+        merged = cls()
+        spans = [dict(span) for part in parts for span in part["spans"]]
+        samples = [dict(sample) for part in parts for sample in part.get("samples", ())]
+        starts = [span["begin_ms"] for span in spans] or [sample["at_ms"] for sample in samples]
+        start = min(starts, default=0.0)
+        for entry in (*spans, *samples):
+            entry.update({key: round(entry[key] - start, 3) for key in ("begin_ms", "end_ms", "at_ms") if key in entry})
+        merged.spans = sorted(spans, key=lambda span: (span["begin_ms"], span["rank"]))
+        merged.samples = sorted(samples, key=lambda sample: (sample["at_ms"], sample["rank"]))
+        return merged
+
+    # ---- evaluation of a merged timeline -------------------------------------------------------------
+
+    def gaps(self, min_ms: float = 500.0) -> list[dict[str, Any]]:
+        """Return the idle times of each rank of at least ``min_ms`` with a cause, and its waiting within a sync.
+
+        Causes are ``epoch boundary``, ``sync``, ``save`` and ``unexplained``, by the activity next to the gap.
+        """
+        found = []
+        for rank, own in self._by_rank().items():
+            busy = sorted((span for span in own if span["kind"] in _BUSY), key=lambda span: span["begin_ms"])
+            end = busy[0]["begin_ms"] if busy else 0.0
+            for before, span in zip([*busy[:1], *busy], busy, strict=False):
+                if span["begin_ms"] - end >= min_ms:
+                    cause = _cause(before, span, own)
+                    found.append(_gap(rank, end, span["begin_ms"] - end, cause))
+                if span["kind"] == "sync" and span.get("wait_ms", 0.0) >= min_ms:
+                    found.append(_gap(rank, span["begin_ms"], span["wait_ms"], "sync"))
+                end = max(end, span["end_ms"])
+        return sorted(found, key=lambda gap: gap["begin_ms"])
+
+    def idle_shares(self) -> dict[int, dict[str, float]]:
+        """Return the part of the whole time that each rank was idle, by cause."""
+        whole = self._length_ms()
+        found: dict[int, Counter[str]] = {rank: Counter() for rank in self._by_rank()}
+        for gap in self.gaps(min_ms=0.0) if whole else ():
+            found[gap["rank"]][gap["cause"]] += gap["length_ms"] / whole
+        return {rank: dict(shares) for rank, shares in found.items()}
+
+    def summary(self) -> dict[str, Any]:
+        """Return the length, number and mean duration of synchronisations, and means of samples.
+
+        ``idle`` is the part of the samples in which a device was used less than 5 %; ``idle_shares`` the idle time of
+        each rank by cause. ``mean_sync_ms`` covers synchronisations with a measured duration.
+        """
+        syncs = [span["end_ms"] - span["begin_ms"] for span in self.spans if span["kind"] == "sync"]
+        measured = [length for length in syncs if length > 0]
+        names = sorted({name for sample in self.samples for name in sample} - {"rank", "at_ms"})
+        values = {name: [sample[name] for sample in self.samples if name in sample] for name in names}
+        return {
+            "total_ms": max((span["end_ms"] for span in self.spans), default=0.0),
+            "spans": len(self.spans),
+            "samples": len(self.samples),
+            "syncs": max(Counter(span["rank"] for span in self.spans if span["kind"] == "sync").values(), default=0),
+            "mean_sync_ms": sum(measured) / len(measured) if measured else 0.0,
+            "means": {name: sum(found) / len(found) for name, found in values.items()},
+            "most": {name: max(found) for name, found in values.items()},
+            "idle": {name: sum(value < _IDLE_PERCENT for value in found) / len(found)
+                     for name, found in values.items() if name.endswith("/util")},
+            "idle_shares": self.idle_shares(),
+        }  # fmt: skip
+
+    def busy_share(self) -> dict[int, float]:
+        """Return the part of the whole time that each rank computed."""
+        whole = self._length_ms()
+        return {
+            rank: sum(s["end_ms"] - s["begin_ms"] for s in own if s["kind"] == "step") / whole if whole else 0.0
+            for rank, own in self._by_rank().items()
+        }
+
+    def _length_ms(self) -> float:
+        begins = [span["begin_ms"] for span in self.spans]
+        return max((span["end_ms"] for span in self.spans), default=0.0) - min(begins, default=0.0)
+
+    def _by_rank(self) -> dict[int, list[Span]]:
+        found: dict[int, list[Span]] = defaultdict(list)
+        for span in self.spans:
+            found[span["rank"]].append(span)
+        return dict(sorted(found.items()))
+
+    def write(self, path: str | PathLike[str]) -> tuple[Path, ...]:
+        """Write a merged timeline and return the paths of its files.
+
+        ``<path>.json`` contains spans, samples, gaps, the busy share and the summary, ``<path>.csv`` the spans,
+        ``<path>.samples.csv`` the samples; ``<path>.html`` is a page that opens offline.
+        """
+        base = Path(path)
+        base.parent.mkdir(parents=True, exist_ok=True)
+        summary = self.summary()
+        body = {"spans": self.spans, "samples": self.samples, "gaps": self.gaps(), "busy": self.busy_share()}
+        columns = ["at_ms", "rank", *summary["means"]]
+        contents = {
+            ".json": as_text({**body, "summary": summary}).encode(),
+            ".csv": csv_text([_FIELDS, *([span.get(key, "") for key in _FIELDS] for span in self.spans)]),
+            ".samples.csv": csv_text([columns, *([one.get(key, "") for key in columns] for one in self.samples)]),
+            ".html": self._page(summary).encode(),
+        }
+        paths = tuple(base.with_name(base.name + suffix) for suffix in contents)
+        for file, content in zip(paths, contents.values(), strict=True):
+            write_atomically(file, [content])
+        return paths
+
+    def _page(self, summary: Mapping[str, Any]) -> str:
+        record, store = RunRecord("timeline", "Timeline"), RunStore("folder")
+        store.add(record)
+        record.lanes = Lanes(max(summary["total_ms"] / 1e3 / MAX_BINS, 1e-4) * 1.01)
+        for span in self.spans:
+            begin, end = span["begin_ms"] / 1e3, span["end_ms"] / 1e3
+            spans: list[Any] = []
+            if span["kind"] in _LANE_KINDS:
+                waited = min(end, begin + span.get("wait_ms", 0.0) / 1e3)
+                spans = [["wait", begin, waited], [_LANE_KINDS[span["kind"]], waited, end]]
+            elif span["rank"] == 0:
+                record.fold({"log": [[begin, span["step"], "info", span["kind"]]]})
+            if span["kind"] == "sync" and span["rank"] == 0:
+                record.fold({"lanes": {"all": {"meetings": [end]}}})
+            record.fold({"t": end, "lanes": {str(span["rank"]): {"spans": spans}}})
+        for sample in self.samples:
+            t = max(0.0, sample["at_ms"] / 1e3)
+            values = {name: [[0, 0, t, value]] for name, value in sample.items() if name not in ("rank", "at_ms")}
+            record.fold({"p": values})
+        record.fold({"state": {"status": "finished"}, "facts": {"timeline": dict(summary)}})
+        return archive_page(store.to_json(), "Timeline")
+
+
+def _gap(rank: int, begin_ms: float, length_ms: float, cause: str) -> dict[str, Any]:
+    return {"rank": rank, "begin_ms": begin_ms, "length_ms": round(length_ms, 3), "cause": cause}
+
+
+def _cause(before: Span, after: Span, own: Sequence[Span]) -> str:
+    if before["epoch"] != after["epoch"]:
+        return "epoch boundary"
+    if "sync" in (before["kind"], after["kind"]):
+        return "sync"
+    near = [s for s in own if s["kind"] == "save" and before["end_ms"] - 500 <= s["end_ms"] <= after["begin_ms"] + 500]
+    return "save" if near else "unexplained"
