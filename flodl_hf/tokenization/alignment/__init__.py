@@ -1,6 +1,6 @@
-"""From what people annotate (words with tags, character spans, answers) to what a model learns, and back.
+"""Annotations (words with tags, character spans, answers) to labels of tokens, and predictions back to annotations.
 
-Works on rows that are already tokenized, by their offsets and word numbers alone: no tokenizer and no model.
+Uses offsets and word numbers of tokenized rows only, without tokenizer and model.
 """
 
 from flodl_hf.tokenization.alignment.answers import answer_positions, answer_span

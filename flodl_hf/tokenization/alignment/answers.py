@@ -1,7 +1,6 @@
-"""Where an answer lies in the windows of its context, and back.
+"""Positions of an answer in the windows of its context, and back to characters.
 
-Decides when a window holds an answer, and what a window without one is given to learn. How answers from
-several windows are weighed against each other is the decoder's affair.
+Windows without the whole answer have a position for no answer. The decoder compares answers of several windows.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ def answer_positions(
 ) -> list[tuple[int, int]]:
     """Return for each window the first and last token of an answer, both inclusive.
 
-    A window that holds only a part of the answer counts as holding none.
+    A window with only a part of the answer counts as a window without it.
 
     Args:
         windows: all windows of a question with its context.
         answer: characters of the context, None for a question without an answer.
         sequence: which text of the pair is the context.
-        outside: the position given where the window does not hold the answer: the class token's, or -100 to
+        outside: the position of windows without the answer: of the class token, or -100 to
             leave the window out of the loss.
 
     Raises:
@@ -39,7 +38,7 @@ def answer_positions(
         return [(outside, outside) for _ in windows]
     start, end = answer
     if not 0 <= start < end:
-        raise DataError(f"alignment: the answer {answer} holds no characters", answer=answer)
+        raise DataError(f"alignment: the answer {answer} contains no characters", answer=answer)
     touched = [
         [
             i

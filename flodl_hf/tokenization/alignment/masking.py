@@ -1,7 +1,6 @@
-"""Which tokens a masked language model has to guess.
+"""Masks of a masked language model: which tokens are chosen, and their replacements.
 
-Decides how many tokens are chosen, whether whole words are, and what stands in their place. The choice
-depends on the random numbers handed in alone, so a row is masked anew in each epoch and alike in each run.
+The choice depends on the given random numbers only, so a row has other masks in each epoch and the same in each run.
 """
 
 from __future__ import annotations

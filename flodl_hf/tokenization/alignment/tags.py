@@ -1,7 +1,7 @@
-"""From tags of words, or spans of characters, to labels of tokens, and back.
+"""Tags of words, or spans of characters, to labels of tokens, and back.
 
-Every word is spoken for by its first token; all other tokens, special ones included, get -100, which losses
-and metrics leave out. Where words lie is decided in ``units``; what a span is, in ``spans``.
+The label of a word is at its first token. All other tokens, special ones included, have -100, which losses and metrics
+ignore. Positions of words are computed in ``units``, spans in ``spans``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Where the words, or the tokens, of one text lie in its windows.
+"""Positions of the words, or the tokens, of one text in its windows.
 
-Decides which token speaks for a word, in which window a word has the most context, and what characters a word
-has. Works on rows that are already tokenized, by their offsets and word numbers alone; cutting into windows
-is decided in ``tokenization.rows``.
+Determines the first token of each word, the window with the most context around it, and its characters. Uses offsets
+and word numbers of tokenized rows only; ``tokenization.rows`` cuts windows.
 """
 
 from __future__ import annotations
