@@ -16,7 +16,7 @@ import torch
 from flodl.errors import ConfigError, nearest
 from flodl_hf.auto import head_named, load
 from flodl_hf.compat.loading import LOAD, device_of
-from flodl_hf.errors import MissingKeyError, PredictError, TextTooLongError, UnknownTaskError
+from flodl_hf.errors import InputTypeError, MissingKeyError, PredictError, TextTooLongError, UnknownTaskError
 from flodl_hf.heads.truncated import (
     cut_classes,
     cut_entities,
@@ -77,7 +77,7 @@ class Pipeline:
         known = [*_OPTIONS[self.task], *_RUNNING]
         wrong = [f"{name}{nearest(name, known)}" for name in given if name not in known]
         if wrong:
-            raise TypeError(f"{self.task} has no keyword {'; '.join(wrong)}; it has {', '.join(known)}")
+            raise InputTypeError(f"{self.task} has no keyword {'; '.join(wrong)}; it has {', '.join(known)}")
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Return what the pipeline of transformers returns for the same inputs and keywords.
@@ -89,7 +89,7 @@ class Pipeline:
 
         Raises:
             PredictError: as the method of the model raises it; a ValueError.
-            TypeError: the pipeline does not have a keyword.
+            InputTypeError: the pipeline does not have a keyword; a TypeError.
         """
         inputs += tuple(options.pop(name) for name in _INPUTS if name in options)
         if self.task == "zero-shot-classification" and len(inputs) == 2:
@@ -303,7 +303,12 @@ def _entities(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> A
     texts = _one("token-classification", inputs)
     if options.pop("grouped_entities", False):
         options.setdefault("aggregation_strategy", "simple")
-    options.setdefault("aggregation_strategy", "none")
+    _check_stride(model, options)
+    for name, usual in (("aggregation_strategy", "none"), ("ignore_labels", ["O"])):
+        options[name] = usual if options.get(name) is None else options[name]
+    options["aggregation_strategy"] = str(options["aggregation_strategy"]).lower()
+    if isinstance(texts, (list, tuple)) and not texts:
+        raise PredictError("token-classification: found no texts, expected at least one. Leave the call out.")
     texts = several(texts, "token-classification")
     words_given = options.get("is_split_into_words")
     offsets = _first_offsets(texts, options)
@@ -318,6 +323,23 @@ def _entities(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> A
     # Given words come back as a list of one text.
     alone = words_given and isinstance(texts, (list, tuple)) and isinstance(texts[0], str)
     return [found] if alone else found
+
+
+def _check_stride(model: Any, options: Mapping[str, Any]) -> None:
+    """Raise on a stride that transformers refuses.
+
+    Raises:
+        PredictError: windows would not advance, or tokens are not grouped into entities.
+    """
+    stride, longest = options.get("stride"), model.tokenizer.model_max_length
+    if stride is None:
+        return
+    if longest is not None and stride >= longest:
+        raise PredictError(f"token-classification: found stride={stride}, expected less than {longest}. Choose less.")
+    if options.get("aggregation_strategy") == "none":
+        raise PredictError(
+            'token-classification: found stride with aggregation_strategy="none". Choose a strategy that groups tokens.'
+        )
 
 
 def _first_offsets(texts: Any, options: dict[str, Any]) -> Any:
@@ -396,9 +418,11 @@ def _checked(item: Any) -> Any:
 def _filled(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
     texts = _one("fill-mask", inputs)
     cut = dict(options.pop("tokenizer_kwargs", None) or {})
+    if options.get("top_k", 5) is None:
+        del options["top_k"]
     wrong = [f"{key}={value!r}" for key, value in cut.items() if key not in ("truncation", "max_length", "padding")]
     if wrong:
-        raise TypeError(f"fill-mask: tokenizer_kwargs has {', '.join(wrong)}; it takes truncation, max_length")
+        raise InputTypeError(f"fill-mask: tokenizer_kwargs has {', '.join(wrong)}; it takes truncation, max_length")
     if options.get("targets") is not None and not options["targets"]:
         raise PredictError(
             "fill-mask: no targets; expected words to choose from, or none said for the whole vocabulary"

@@ -48,7 +48,9 @@ CALLS: dict[str, tuple[str, str | None, list[Call]]] = {
         *(((given,), {"aggregation_strategy": strategy}) for given in (TEXTS[0], TEXTS, TEXTS[:1]) for strategy in STRATEGIES),
         *(((TEXTS,), {"aggregation_strategy": strategy, "ignore_labels": ignored})
           for strategy in STRATEGIES for ignored in ([], ["PER"], ["O", "LOC"])),
-        ((TEXTS[0],), {}), (("",), {}), ((TEXTS[0],), {"aggregation_strategy": "other"}),
+        ((TEXTS[0],), {}), (("",), {}), ((TEXTS[0],), {"aggregation_strategy": "other"}), (([],), {}),
+        ((TEXTS[0],), {"aggregation_strategy": "SIMPLE", "ignore_labels": None}), ((TEXTS[0],), {"aggregation_strategy": None}),
+        *(((LONG,), {"stride": stride, "aggregation_strategy": strategy}) for stride in (5, 40) for strategy in ("none", "first")),
         ((TEXTS[0].split(),), {"is_split_into_words": True}),
         ((TEXTS[0].split(),), {"is_split_into_words": True, "aggregation_strategy": "simple"}),
         (([text.split() for text in TEXTS[:2]],), {"is_split_into_words": True, "aggregation_strategy": "max"}),
@@ -60,7 +62,7 @@ CALLS: dict[str, tuple[str, str | None, list[Call]]] = {
         *(((given,), options) for given in (*MASKED, MASKED, MASKED[:1])
           for options in ({}, {"top_k": 2}, {"top_k": 10000}, {"targets": ["food", "staff"]}, {"targets": "staff", "top_k": 1})),
         (("no mask here",), {}), ((MASKED[0],), {"targets": []}), ((MASKED[0],), {"targets": ["unheardof"]}),
-        ((MASKED[0],), {"targets": ["food", "food"]}), ((MASKED[0],), {"targets": ["##s", "food"]}),
+        ((MASKED[0],), {"top_k": None}), ((MASKED[0],), {"targets": ["food", "food"]}), ((MASKED[0],), {"targets": ["##s", "food"]}),
         ((MASKED[0] + LONG,), {"tokenizer_kwargs": {"truncation": True, "max_length": 12}}), ((MASKED,), {"batch_size": 2}),
     ]),
     "zero-shot-classification": ("sequence_classification", "entailed", [
