@@ -1,7 +1,6 @@
-"""The fluent verbs. They only record their arguments; `build()` checks the whole chain and raises.
+"""`FlowBuilder`: verbs that record their arguments, and `build()`, which checks the whole chain.
 
-What a recorded step turns into is decided in `wire`, what is wrong with it in `wire` and `check`, and how
-the result runs in `source`.
+`wire` turns verbs into nodes, `wire` and `check` find faults, and `source` generates the forward pass.
 """
 
 from __future__ import annotations
@@ -23,20 +22,19 @@ __all__ = ["FlowBuilder", "LoopVerb", "MapVerb"]
 _ABSENT = object()
 
 Step = nn.Module | Callable[..., Any]
-"""What a verb runs."""
+"""A module or function in a chain."""
 
 
 class FlowBuilder:
-    """Collects the steps of a graph and turns them into a `Graph`.
+    """Builds a `Graph` from a chain of verbs.
 
-    A chain has a current stream (what the next module reads) and a target (what `using` feeds).
-    Every verb returns the builder. Faults are found by `build()`, all at once. A verb that takes a module also takes a
-    function, which becomes a `flodl.graph.Function`.
+    A chain has a current stream, which the next module reads, and a target, which `using` feeds. Every verb returns
+    the builder. `build()` reports all faults together. A verb that takes a module also takes a function.
 
     Args:
-        first: the first module; without it the graph starts with its own input.
+        first: the first module; without it the graph starts with its input.
         entry: name of the graph's first argument.
-        name: name of the first module among the graph's children.
+        name: child name of the first module.
 
     Example:
         >>> graph = FlowBuilder(nn.Linear(4, 8)).through(nn.GELU()).also(nn.Linear(8, 8)).tag("mixed").build()
@@ -50,19 +48,19 @@ class FlowBuilder:
 
     @classmethod
     def from_(cls, first: Step, *, entry: str = "input", name: str | None = None) -> FlowBuilder:
-        """Return a builder whose chain starts with ``first``."""
+        """Return a builder that starts with ``first``."""
         return cls(first, entry=entry, name=name)
 
     def through(self, module: Step, *, name: str | None = None) -> FlowBuilder:
-        """Send the stream through ``module``; its output becomes the stream."""
+        """Apply ``module`` to the stream; its output becomes the stream."""
         return self._record("through", module=module, name=name)
 
     def fork(self, module: Step, *, name: str | None = None) -> FlowBuilder:
-        """Run ``module`` on the stream beside it; the stream stays, and a `tag` right after names it."""
+        """Apply ``module`` to the stream, which stays unchanged; a directly following `tag` names the output."""
         return self._record("fork", module=module, name=name)
 
     def also(self, module: Step, *, name: str | None = None) -> FlowBuilder:
-        """Add ``module(stream)`` to the stream: a residual. `using` feeds the module, `tag` names the sum."""
+        """Add ``module(stream)`` to the stream, a residual; `using` feeds the module, `tag` names the sum."""
         return self._record("also", module=module, name=name)
 
     def also_with(
@@ -72,7 +70,7 @@ class FlowBuilder:
         return self._record("also_with", skip=skip, main=main, name=name, skip_name=skip_name)
 
     def split(self, *modules: Step | Iterable[Step], names: Sequence[str] | None = None) -> FlowBuilder:
-        """Open one stream for each module, all reading the current one; `using` then feeds all of them."""
+        """Apply each module to the stream and open one stream for each output; `using` feeds all modules."""
         return self._record("split", modules=_flat(modules), names=names)
 
     def merge(
@@ -81,27 +79,27 @@ class FlowBuilder:
         """Close the open streams into one.
 
         Args:
-            how: ``"add"`` for their sum, ``"mean"`` for the sum times one over their number, ``"concat"`` to join them,
-                or a function or module that is called with all streams in order, such as ``torch.maximum``.
-            dim: the dimension of ``"concat"``; the last by default.
-            name: name of a function or module among the graph's children.
+            how: ``"add"``, ``"mean"`` (the sum times one over the number of streams), ``"concat"``, or a function or
+                module that is called with all streams in order, such as ``torch.maximum``.
+            dim: the dimension of ``"concat"``.
+            name: child name of a function or module.
         """
         return self._record("merge", how=how, dim=dim, name=name)
 
     def tag(self, name: str) -> FlowBuilder:
-        """Name the pending fork's output, or else the stream, so that `using` and paths can refer to it."""
+        """Name the output of a directly preceding fork, else the stream, for `using` and paths."""
         return self._record("tag", tag=name)
 
     def tag_group(self, name: str) -> FlowBuilder:
-        """Tag the open streams ``name_0``, ``name_1``, ... and remember them as the group ``name``."""
+        """Tag the open streams ``name_0``, ``name_1``, ..., members of the group ``name``."""
         return self._record("tag_group", tag=name)
 
     def input(self, *names: str | Iterable[str], default: Any = _ABSENT) -> FlowBuilder:
-        """Declare further arguments of the graph, each readable by `using`; the stream stays.
+        """Declare further arguments of the graph, which `using` can read; the stream stays unchanged.
 
         Args:
             names: one name or several.
-            default: None or a plain constant; with it the argument may be left out of a call.
+            default: None or a plain constant, which makes the argument optional.
         """
         return self._record(
             "input",
@@ -114,36 +112,36 @@ class FlowBuilder:
         """Pass tagged values to the last module as keyword arguments.
 
         ``using("ctx")`` passes the value tagged ``ctx`` as ``ctx=``; ``using(mask="attention_mask")`` passes
-        the value tagged ``attention_mask`` as ``mask=``. A tag that stands later in the chain gives its
-        value of the *previous* call: zeros shaped like the module's input at first.
+        the value tagged ``attention_mask`` as ``mask=``. A tag later in the chain provides its value of the
+        *previous* call; in the first call, zeros with the shape of the module's input.
         """
         pairs = [(t, t) for t in _flat(tags)] + list(renamed.items())
         return self._record("using", pairs=tuple(pairs))
 
     def loop_body(self, body: Step, *, name: str | None = None) -> LoopVerb:
-        """Begin a loop over ``body``; end it by ``for_n``, ``while_cond`` or ``until_cond``."""
+        """Start a loop over ``body``; close it with ``for_n``, ``while_cond`` or ``until_cond``."""
         self._record("loop_body", body=body, name=name)
         return LoopVerb(self)
 
     def gate(self, router: Step, *experts: Step | Iterable[Step], name: str | None = None) -> FlowBuilder:
-        """Run every expert and sum their outputs weighted by ``router(stream)``; `using` feeds the router."""
+        """Sum the outputs of all experts with the weights ``router(stream)``; `using` feeds the router."""
         return self._record("gate", router=router, modules=_flat(experts), name=name)
 
     def switch(self, router: Step, *branches: Step | Iterable[Step], name: str | None = None) -> FlowBuilder:
-        """Run the one branch whose index ``router(stream)`` gives; `using` feeds the router."""
+        """Run the branch with the index ``router(stream)``; `using` feeds the router."""
         return self._record("switch", router=router, modules=_flat(branches), name=name)
 
     def map(self, body: Step, *, name: str | None = None) -> MapVerb:
-        """Begin applying ``body`` to parts of a value; end it by ``each``, ``over`` or ``slices``."""
+        """Start applying ``body`` to parts of a value; close it with ``each``, ``over`` or ``slices``."""
         self._record("map", body=body, name=name)
         return MapVerb(self)
 
     def label(self, name: str) -> FlowBuilder:
-        """Name the graph for the tree, the monitor and diagrams; the label is not part of its hash."""
+        """Name the graph for paths, the monitor and pictures; the label is not part of its hash."""
         return self._record("label", label=name)
 
     def internal(self, *tags: str) -> FlowBuilder:
-        """Hide tags from parent graphs. Tags that start with an underscore are hidden anyway."""
+        """Hide tags from parent graphs, like tags that start with an underscore."""
         return self._record("internal", tags=tags)
 
     def verbose(self, on: bool = True) -> FlowBuilder:
@@ -152,10 +150,10 @@ class FlowBuilder:
         return self
 
     def build(self) -> Graph:
-        """Return the finished graph.
+        """Return the graph.
 
         Raises:
-            GraphBuildError: with every fault of the chain in ``.faults``.
+            GraphBuildError: the chain has faults, all listed in ``.faults``.
         """
         draft = Draft(self._steps, self._entry)
         order, found = check_graph(draft)
@@ -176,7 +174,7 @@ class FlowBuilder:
 
 
 class _OpenVerb:
-    """A loop or a map whose end is still to come. Other verbs are recorded, so that `build` reports the missing end."""
+    """An open loop or map. Other verbs are recorded, and `build` reports that it was not closed."""
 
     def __init__(self, flow: FlowBuilder) -> None:
         self._flow = flow
@@ -188,52 +186,48 @@ class _OpenVerb:
 
 
 class LoopVerb(_OpenVerb):
-    """A loop whose number of iterations is still to come."""
+    """An open loop."""
 
     def for_n(self, count: int) -> FlowBuilder:
         """Apply the body exactly ``count`` times."""
         return self._flow._record("for_n", count=count)
 
     def while_cond(self, condition: Step, max_iterations: int) -> FlowBuilder:
-        """Apply the body until ``condition(state)`` is positive beforehand: 0 to ``max_iterations`` times."""
+        """Apply the body until ``condition(state)`` is positive before it: 0 to ``max_iterations`` times."""
         return self._flow._record("while_cond", condition=condition, count=max_iterations)
 
     def until_cond(self, condition: Step, max_iterations: int) -> FlowBuilder:
-        """Apply the body until ``condition(state)`` is positive afterwards: 1 to ``max_iterations`` times."""
+        """Apply the body until ``condition(state)`` is positive after it: 1 to ``max_iterations`` times."""
         return self._flow._record("until_cond", condition=condition, count=max_iterations)
 
 
 class MapVerb(_OpenVerb):
-    """A map whose parts are still to come."""
+    """An open map."""
 
     _batched = False
 
     def batched(self) -> MapVerb:
-        """Apply the body once to the whole value, for bodies that treat rows independently."""
+        """Apply the body once to the whole value, if it treats rows independently."""
         self._batched = True
         return self
 
     def each(self) -> FlowBuilder:
-        """Apply the body to every row of the stream, each kept as a batch of one, and concatenate."""
+        """Apply the body to every row of the stream, as a batch of one row, and concatenate the outputs."""
         return self._flow._record("each", batched=self._batched)
 
     def over(self, tag: str) -> FlowBuilder:
-        """Apply the body to every row of the tagged value; the result becomes the stream."""
+        """Apply the body to every row of a tagged value; the result becomes the stream."""
         return self._flow._record("over", tag=tag, batched=self._batched)
 
     def slices(self, count: int) -> FlowBuilder:
-        """Cut the last dimension into ``count`` equal slices, apply the body to all at once, join again."""
+        """Split the last dimension into ``count`` equal slices, apply the body to all, concatenate the outputs."""
         return self._flow._record("slices", count=count)
 
 
 def _flat(items: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the items with lists opened, so that ``f(a, b)`` and ``f([a, b])`` mean the same."""
+    """Return the items of all arguments: ``f(a, b)`` and ``f([a, b])`` are equal."""
     found: list[Any] = []
     for item in items:
-        if isinstance(item, (list, tuple, nn.ModuleList)) or (
-            isinstance(item, Iterable) and not isinstance(item, (str, nn.Module))
-        ):
-            found.extend(item)
-        else:
-            found.append(item)
+        is_list = isinstance(item, nn.ModuleList) or not isinstance(item, (str, nn.Module))
+        found.extend(item if is_list and isinstance(item, Iterable) else [item])
     return tuple(found)

@@ -1,4 +1,4 @@
-"""A function as a module, so that a graph can name, draw, hash and copy it like any other part."""
+"""Functions as modules, which a graph can name, draw, hash and copy."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["Function"]
 
 
 class Function(nn.Module):
-    """Calls a function; the verbs of `FlowBuilder` create one for each callable that is not an ``nn.Module``.
+    """Calls a function; `FlowBuilder` creates one for each callable that is not an ``nn.Module``.
 
     Args:
-        function: called with the stream, after `merge` with all streams, and with the keyword arguments of `using`. A
-            graph can be pickled if its functions can: functions of a module can be, a lambda cannot.
+        function: called with the stream, for `merge` with all streams, and with the keyword arguments of `using`. A
+            graph can be pickled only if its functions can: an importable function can, a lambda cannot.
 
     Attributes:
-        flodl_name: the name of the function, which names the node.
+        flodl_name: the name of the function, prefix of the node id.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -36,7 +36,7 @@ class Function(nn.Module):
         return self.function(*values, **named)
 
     def structure(self) -> str:
-        """Return what identifies the function in the structural hash of a graph."""
+        """Return the identity of the function for structural hashes."""
         return _identity(self.function)
 
     def extra_repr(self) -> str:
@@ -53,7 +53,7 @@ def _identity(function: Any) -> str:
     code = getattr(function, "__code__", None)
     if code is None or "<" not in name:
         return name
-    # Lambdas and local functions share their names, so what they compute identifies them.
+    # Lambdas and local functions share their names, so their bytecode identifies them.
     constants = [value for value in code.co_consts if isinstance(value, (bool, int, float, str, tuple, type(None)))]
     parts = repr((code.co_code, constants, code.co_names)).encode()
     return f"{name} {hashlib.sha256(parts).hexdigest()}"
