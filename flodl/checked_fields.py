@@ -10,21 +10,6 @@ from typing import Any
 
 from flodl.errors import ConfigError, TrainError, capped, nearest, visible
 
-__all__ = [
-    "Values",
-    "check_fields",
-    "choice",
-    "listed",
-    "number",
-    "of_kind",
-    "pair",
-    "path",
-    "share",
-    "text",
-    "truth",
-    "whole",
-]
-
 MOST_SHOWN = 80
 """Characters that an error quotes of a value."""
 

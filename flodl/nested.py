@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-__all__ = ["leaves", "map_leaves"]
-
 
 def map_leaves(value: Any, leaf: Callable[[Any], Any], is_leaf: Callable[[Any], bool] = lambda value: False) -> Any:
     """Return a copy of a nested value with ``leaf`` applied to each leaf.

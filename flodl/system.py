@@ -14,18 +14,6 @@ import sys
 import threading
 from collections.abc import Sequence
 
-__all__ = [
-    "die_with_parent",
-    "hard_stop",
-    "is_stopped",
-    "lock",
-    "loopback",
-    "process_state",
-    "read_at",
-    "read_vectors_at",
-    "sync_folder",
-]
-
 _PR_SET_PDEATHSIG = 1
 _SEEK_LOCK = threading.Lock()
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM, errno.EISDIR)

@@ -26,8 +26,6 @@ from flodl.errors import printable
 from flodl.files import open_regular, write_atomically
 from flodl.safetensors_header import name_fault
 
-__all__ = ["FDL_DTYPES", "GZIP_FLOOR", "MAX_GZIP_RATIO", "read", "write"]
-
 MAGIC = b"FDLC"
 VERSION = 2
 MAX_GZIP_RATIO = 200

@@ -12,8 +12,6 @@ from flodl.checkpoint import fdl_file, safetensors_file
 from flodl.checkpoint.tensor_bytes import check_hash, refuse
 from flodl.safetensors_header import read_header
 
-__all__ = ["Checkpoint", "checkpoint_keys", "load_tensors", "save_tensors"]
-
 
 @dataclass(frozen=True)
 class Checkpoint:

@@ -14,8 +14,6 @@ from flodl.checkpoint.files import Checkpoint, load_tensors, save_tensors
 from flodl.checkpoint.tensor_bytes import check_hash, refuse
 from flodl.errors import printable
 
-__all__ = ["LoadReport", "MigrateReport", "load_into", "migrate_checkpoint"]
-
 
 @dataclass(frozen=True)
 class LoadReport:

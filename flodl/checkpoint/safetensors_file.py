@@ -20,8 +20,6 @@ from flodl.errors import printable
 from flodl.files import open_regular, write_atomically
 from flodl.safetensors_header import read_header
 
-__all__ = ["compose_head", "read", "write"]
-
 VERSION = 1
 _NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _PREFIX = "flodl."

@@ -17,8 +17,6 @@ from flodl.files import open_regular
 from flodl.safetensors_header import Header, read_header
 from flodl.system import read_vectors_at
 
-__all__ = ["StoredRows", "rows_of", "stored_tensors"]
-
 
 @dataclass(frozen=True)
 class _Piece:

@@ -12,8 +12,6 @@ from torch import Tensor
 from flodl.errors import CheckpointError, capped, printable
 from flodl.safetensors_header import name_fault
 
-__all__ = ["TORCH_DTYPES", "bytes_of", "check_hash", "check_saveable", "refuse", "tensor_from"]
-
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,

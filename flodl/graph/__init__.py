@@ -9,6 +9,7 @@ from flodl.graph.picture import dot, svg
 from flodl.graph.routers import (
     ArgmaxSelector,
     FixedSelector,
+    GaussianBlur,
     LearnedHalt,
     Reshape,
     SigmoidRouter,
@@ -23,6 +24,7 @@ __all__ = [
     "Fault",
     "FixedSelector",
     "FlowBuilder",
+    "GaussianBlur",
     "Graph",
     "Heat",
     "LearnedHalt",

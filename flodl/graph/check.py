@@ -16,8 +16,6 @@ from flodl.graph.core import labelled_children
 from flodl.graph.nodes import Fault, Node, check_forward
 from flodl.graph.wire import Draft
 
-__all__ = ["check_graph"]
-
 
 def check_graph(draft: Draft) -> tuple[list[int], list[Fault]]:
     """Return the order of execution of a wired chain and its faults; the nodes get their levels."""

@@ -14,8 +14,6 @@ from torch import nn
 
 from flodl.errors import GraphError
 
-__all__ = ["ChildTable"]
-
 
 class ChildTable(dict[str, Any]):
     """Children by name, and the list of those that the forward pass calls.

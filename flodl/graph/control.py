@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from flodl.errors import GraphError
 from flodl.graph.nodes import check_forward
 
-__all__ = ["Gate", "MapRows", "MapSlices", "MapWhole", "Switch"]
-
 
 class Gate(nn.Module):
     """A weighted sum of experts, differentiable in the router and in all experts.

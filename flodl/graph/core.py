@@ -17,8 +17,6 @@ from flodl.graph.nodes import Plan
 from flodl.graph.protocol import call_inside, offered
 from flodl.graph.source import compile_forward, forward_source
 
-__all__ = ["GraphCore", "graph_of", "labelled_children", "nearest_graphs"]
-
 
 class GraphCore(nn.Module):
     """An `nn.Module` whose forward pass was generated from its plan, with the values it keeps between calls.

@@ -12,8 +12,6 @@ from torch.nn.parameter import is_lazy
 from flodl.graph.core import GraphCore, nearest_graphs
 from flodl.graph.protocol import offered
 
-__all__ = ["structural_hash"]
-
 
 def structural_hash(graph: GraphCore) -> str:
     """Return the SHA-256, 64 hex digits, of a graph's structure.

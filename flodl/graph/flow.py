@@ -17,8 +17,6 @@ from flodl.graph.graph import Graph
 from flodl.graph.nodes import VerbCall
 from flodl.graph.wire import Draft
 
-__all__ = ["FlowBuilder", "LoopVerb", "MapVerb"]
-
 _ABSENT = object()
 
 Step = nn.Module | Callable[..., Any]

@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Function"]
-
 
 class Function(nn.Module):
     """Calls a function; `FlowBuilder` creates one for each callable that is not an ``nn.Module``.

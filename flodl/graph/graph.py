@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from flodl.checkpoint import LoadReport
     from flodl.monitor import Observer, Trend, TrendGroup
 
-__all__ = ["Graph"]
-
 
 class Graph(GraphCore):
     """A built graph, an ordinary ``nn.Module``. Use `FlowBuilder` to build one.

@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["Heat"]
-
 _TITLES = {"time": "Forward", "memory": "Memory kept until backward", "gradient": "Gradient norm"}
 
 

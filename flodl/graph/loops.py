@@ -15,8 +15,6 @@ from flodl.graph.core import GraphCore
 from flodl.graph.nodes import check_callable, check_forward
 from flodl.graph.protocol import call_inside, offered
 
-__all__ = ["ForLoop", "TraceEmit", "UntilLoop", "WhileLoop", "forward_via_step", "read_traces"]
-
 
 class TraceEmit:
     """Receives the traces of a loop body, each name at most once per iteration."""

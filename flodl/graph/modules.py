@@ -8,8 +8,6 @@ from torch import nn
 
 from flodl.graph.core import GraphCore
 
-__all__ = ["MAX_DEPTH", "children_of", "joined", "modules_of"]
-
 MAX_DEPTH = 6
 """Levels below the model that `modules_of` returns."""
 

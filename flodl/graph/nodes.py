@@ -15,8 +15,6 @@ from torch import nn
 from flodl.errors import GraphError, nearest
 from flodl.graph.function import Function
 
-__all__ = ["Fault", "Input", "Node", "Plan", "Reference", "VerbCall", "check_callable", "check_forward", "kind_of"]
-
 
 @dataclass(frozen=True)
 class VerbCall:

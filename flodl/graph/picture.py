@@ -19,8 +19,6 @@ from flodl.graph.heat import Heat
 from flodl.graph.modules import children_of, joined
 from flodl.graph.nodes import Node
 
-__all__ = ["dot", "svg"]
-
 # Graphviz shape and fill for each kind of box.
 _STYLES = {
     "input": ("invhouse", "#aed6f1"),

@@ -20,8 +20,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["call_inside", "offered"]
-
 
 def offered(module: nn.Module, name: str) -> Callable[..., Any] | None:
     """Return the bound method ``name`` if the class of the module defines it, else None."""

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from flodl.errors import GraphError
-
-__all__ = [
-    "ArgmaxSelector",
-    "FixedSelector",
-    "LearnedHalt",
-    "Reshape",
-    "SigmoidRouter",
-    "SoftmaxRouter",
-    "StateAdd",
-    "ThresholdHalt",
-]
 
 
 class _Linear(nn.Module):
@@ -120,6 +111,41 @@ class Reshape(nn.Module):
     def extra_repr(self) -> str:
         """Return the shape."""
         return str(self.shape)
+
+
+class GaussianBlur(nn.Module):
+    """Blurs images with a Gaussian kernel; the size is unchanged and edges are reflected.
+
+    Args:
+        sigma: standard deviation in pixels.
+        kernel_size: odd number of pixels; 3 sigma to both sides by default.
+
+    Raises:
+        GraphError: a sigma of 0 or less, or an even kernel size.
+    """
+
+    weights: Tensor
+
+    def __init__(self, sigma: float, kernel_size: int | None = None) -> None:
+        super().__init__()
+        size = 2 * math.ceil(3 * sigma) + 1 if kernel_size is None else kernel_size
+        if not sigma > 0 or size < 1 or size % 2 == 0:
+            raise GraphError(f"GaussianBlur: found sigma {sigma} and size {size}, expected sigma > 0 and an odd size")
+        self.sigma, self.kernel_size = sigma, size
+        weights = torch.exp(-0.5 * (torch.arange(size) - size // 2).square() / sigma**2)
+        self.register_buffer("weights", weights / weights.sum(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the blurred images, ``(batch, channels, height, width)``."""
+        channels, half = x.shape[1], self.kernel_size // 2
+        weights = self.weights.to(x.dtype).expand(channels, 1, -1)
+        padded = functional.pad(x, (half, half, half, half), mode="reflect")
+        rows = functional.conv2d(padded, weights[:, :, None, :], groups=channels)
+        return functional.conv2d(rows, weights[:, :, :, None], groups=channels)
+
+    def extra_repr(self) -> str:
+        """Return sigma and the kernel size."""
+        return f"sigma={self.sigma}, kernel_size={self.kernel_size}"
 
 
 class StateAdd(nn.Module):

@@ -14,8 +14,6 @@ from flodl.graph.fingerprint import structural_hash
 if TYPE_CHECKING:
     from flodl.checkpoint import LoadReport
 
-__all__ = ["load", "save"]
-
 
 def _stored_tensors(graph: GraphCore) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name; tied ones only under their first name."""

@@ -20,8 +20,6 @@ import torch
 from flodl.errors import GraphError
 from flodl.graph.nodes import Node, Plan
 
-__all__ = ["Missing", "compile_forward", "forward_source"]
-
 
 class Missing:
     """Default of required arguments."""

@@ -15,8 +15,6 @@ from flodl.graph.core import nearest_graphs
 from flodl.graph.graph import Graph
 from flodl.graph.protocol import offered
 
-__all__ = ["GraphSteps"]
-
 
 class GraphSteps:
     """The graphs of one model.

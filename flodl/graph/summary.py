@@ -9,8 +9,6 @@ from torch import nn
 from flodl.graph.core import GraphCore
 from flodl.graph.fingerprint import structural_hash
 
-__all__ = ["param_summary", "tree_summary"]
-
 
 def tree_summary(graph: GraphCore) -> str:
     """Return one line per graph, children indented: label, short hash, nodes, parameters, tags."""

@@ -15,8 +15,6 @@ from flodl.graph.core import GraphCore
 from flodl.graph.source import compile_forward, forward_source
 from flodl.graph.tree import Part, part_at
 
-__all__ = ["run_captured"]
-
 
 def run_captured(graph: GraphCore, outputs: Sequence[str] | None, inputs: tuple[Any, ...]) -> Any:
     """Run a graph whose values are watched or requested.

@@ -17,8 +17,6 @@ from torch import nn
 from flodl.errors import GraphPathError, nearest
 from flodl.graph.core import GraphCore, graph_of, nearest_graphs
 
-__all__ = ["Part", "PathKind", "module_at", "named_graphs", "parameters_at", "part_at", "parts_at", "subgraph"]
-
 
 class PathKind(StrEnum):
     """What a path names."""

@@ -18,8 +18,6 @@ from flodl.graph.function import Function
 from flodl.graph.loops import ForLoop, UntilLoop, WhileLoop
 from flodl.graph.nodes import Fault, Input, Node, Plan, Reference, VerbCall, kind_of
 
-__all__ = ["Draft"]
-
 _ENDINGS = {"loop_body": ("for_n", "while_cond", "until_cond"), "map": ("each", "over", "slices")}
 
 

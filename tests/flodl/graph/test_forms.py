@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from flodl import ArgmaxSelector, FixedSelector, FlowBuilder, Graph, Reshape, SigmoidRouter, SoftmaxRouter, StateAdd
-from flodl.graph import LearnedHalt, ThresholdHalt
+from flodl.errors import GraphError
+from flodl.graph import GaussianBlur, LearnedHalt, ThresholdHalt
 
 WIDTH = 8
 
@@ -223,3 +225,21 @@ def test_values_that_are_no_tensors_pass_through() -> None:
     assert graph("text", layout=record) == ("text", record)
     assert graph(input_ids="text", layout=record)[1] is record
     assert all(value is record for value in seen)
+
+
+def test_gaussian_blur_is_a_convolution_with_a_normalised_gaussian() -> None:
+    blur = GaussianBlur(1.5)
+    assert blur.kernel_size == 11
+    flat = torch.full((2, 3, 12, 13), 0.7)
+    assert torch.allclose(blur(flat), flat)
+    point = torch.zeros(1, 1, 25, 25)
+    point[..., 12, 12] = 1
+    spread = blur(point)[0, 0]
+    assert spread.sum().item() == pytest.approx(1)
+    ratio = (spread[12, 13] / spread[12, 12]).item()
+    assert ratio == pytest.approx(math.exp(-0.5 / 1.5**2))
+    assert torch.allclose(spread, spread.T)
+    assert not blur.state_dict(), "a checkpoint does not contain the kernel"
+    for wrong in ((0.0, None), (1.0, 4)):
+        with pytest.raises(GraphError):
+            GaussianBlur(*wrong)
