@@ -18,6 +18,7 @@ from torch import Tensor
 from flodl.errors import GraphError, nearest
 
 __all__ = [
+    "COLLECTOR",
     "Collector",
     "Pair",
     "Reduce",
@@ -112,18 +113,18 @@ class Collector:
             self.add(name, reduced(value, Reduce.SUM if how is Reduce.MEAN else how), weight)
 
 
-_collector: ContextVar[Collector | None] = ContextVar("flodl_collector", default=None)
+COLLECTOR: ContextVar[Collector | None] = ContextVar("flodl_collector", default=None)
 
 
 def current_collector() -> Collector | None:
     """Return the collector of this thread; None during a backward pass, which may recompute layers."""
-    return _collector.get() if torch._C._current_graph_task_id() == -1 else None
+    return COLLECTOR.get() if torch._C._current_graph_task_id() == -1 else None
 
 
 def set_collector(collector: Collector | None) -> Collector | None:
     """Set the collector of this thread and return the previous one."""
-    before = _collector.get()
-    _collector.set(collector)
+    before = COLLECTOR.get()
+    COLLECTOR.set(collector)
     return before
 
 

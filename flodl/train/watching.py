@@ -31,6 +31,9 @@ class Watching:
             (``"encoder.features:norm"``). A tag or tag group is watched by its value; a node, sub-graph or module by
             its output. A range such as ``layers.0-3`` stands for each of its members.
 
+    Attributes:
+        idle: collects what the model logs, if nothing is watched; None otherwise.
+
     Raises:
         GraphError: an unknown reduction.
         GraphPathError: an unknown path.
@@ -87,6 +90,8 @@ class Watching:
         if device is not None and device.type == "cuda" and (self._sums is None or self._sums.device != device):
             self._sums = TensorSums.of(device)
 
+        self.idle = None if self._tags or self._undo else Collector(self._owners)
+
     def signature(self) -> tuple[Any, ...]:
         """Return a value that differs if other values are watched; a captured step depends on it."""
         return tuple((id(graph), tuple(graph.watched)) for _, graph in named_graphs(self.model))
@@ -119,6 +124,12 @@ class Watching:
                 if name not in reported and isinstance(value, (Tensor, float, int)):
                     _add(collector, name, value, how)
             graph._captured = {tag: v.detach() if isinstance(v, Tensor) else v for tag, v in captured.items()}
+        return collector.pack()
+
+    def take_idle(self) -> dict[str, Pair]:
+        """Return what the model logged while nothing was watched, by name, as sums and weights."""
+        assert self.idle is not None
+        collector, self.idle = self.idle, Collector(self._owners)
         return collector.pack()
 
     def holding(self) -> Callable[[], object] | None:

@@ -19,7 +19,7 @@ from flodl.monitor.architecture import facts_of, picture_of, tree_of
 from flodl.monitor.profiler import Profiler
 from flodl.train.callback import Callback
 from flodl.train.events import LayersTimed, ModelDescribed, Warned
-from flodl.train.loss import batch_len
+from flodl.train.step.outcome import Part
 
 __all__ = ["LayerProbe"]
 
@@ -105,9 +105,7 @@ class LayerProbe(Callback):
         with torch.random.fork_rng(devices), _evaluating(model), trainer.graphs.apart():
             profiler = Profiler(model, modules_of(model), memory=not self._has_memory)
             try:
-                with trainer.observing.watching:
-                    loss = trainer.step_.loss_of(batch, batch_len(batch))
-                trainer.observing.watching.take()  # not part of the run
+                loss = trainer.step_.loss_of(batch, Part())
                 found = torch.autograd.grad(loss.as_mean(), learned, allow_unused=True)
             finally:
                 profiler.end()

@@ -22,8 +22,8 @@ from flodl.data.batch import Batch
 from flodl.errors import TrainError
 from flodl.nested import map_leaves
 from flodl.train.recorded import Recorded
-from flodl.train.step.accumulate import Accumulator
 from flodl.train.step.capturer import Capturer, HostRandom, Refused, Run, translations
+from flodl.train.step.host import HostStep
 from flodl.train.step.outcome import OBSERVED, Outcome
 from flodl.train.step.overlap import Overlap
 
@@ -86,7 +86,7 @@ class _Captures:
 
     def __init__(
         self,
-        step: Accumulator,
+        step: HostStep,
         compute: Callable[..., Outcome],
         finish: Callable[[], object],
         capturer: Capturer | None,
@@ -306,7 +306,7 @@ class EndCaptures(_Captures):
 
     what = "sums over ranks and updates"
 
-    def __init__(self, step: Accumulator, *args: Any, **options: Any) -> None:
+    def __init__(self, step: HostStep, *args: Any, **options: Any) -> None:
         self.most = MOST_ENDS
         self.overlap: Overlap | None = None
         self.pair = torch.zeros(2, dtype=torch.float64, device=step.ranks.device)

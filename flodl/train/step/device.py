@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from flodl.train.loss import batch_len
-from flodl.train.step.accumulate import Accumulator
 from flodl.train.step.capture import EndCaptures, StepCaptures
 from flodl.train.step.capturer import Capturer
 from flodl.train.step.decide import GradientCheck
 from flodl.train.step.fused import FusedUpdate, divide
+from flodl.train.step.host import HostStep
 from flodl.train.step.outcome import Outcome, Part, StepResult, not_finite, outcome_of, pack_metrics
 from flodl.train.step.overlap import Overlap
 
@@ -49,7 +49,7 @@ class DeviceStep:
 
     def __init__(
         self,
-        step: Accumulator,
+        step: HostStep,
         capturer: Capturer | None,
         warn: Callable[[str], Any],
         *,
@@ -60,7 +60,6 @@ class DeviceStep:
         self.step, self.ranks, self.place = step, step.ranks, step.ranks.device
         self.check = GradientCheck(self.place, max_grad_norm=step.max_grad_norm, sticky=step.on_nan == "stop")
         self.fused = FusedUpdate(step.optimizer, self.place)
-        step.sends_early = False
         can_run_ahead = step.timer.slowdown <= 1  # a slowed rank waits to measure its time
         self._deferred = deferred and can_run_ahead
         self._one_late = can_run_ahead and not deferred and not step.share_gradients and self.place.type == "cuda"

@@ -12,11 +12,14 @@ import torch
 from flodl.errors import TrainError
 
 __all__ = [
+    "GRADIENT_FAULT",
+    "NOTHING_COUNTED",
     "OBSERVED",
     "Figures",
     "Outcome",
     "Part",
     "StepResult",
+    "decide",
     "not_finite",
     "outcome_of",
     "pack_metrics",
@@ -25,6 +28,10 @@ __all__ = [
 
 OBSERVED = "\0"
 """Prefix of the names of values collected inside the model, which travel with the metrics of a step."""
+
+NOTHING_COUNTED = "nothing was counted in this step"
+LOSS_FAULT = "loss is not finite"
+GRADIENT_FAULT = "gradient is not finite"
 
 Packed = tuple[tuple[str, float | None, float | None], ...]
 """Names of metrics, each with its sum and its count; None for a number that is in the row."""
@@ -78,12 +85,12 @@ class Figures:
     grad_norm: float
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
 
-    @property
-    def fault(self) -> str | None:
-        """Return ``"loss"`` or ``"gradient"`` if it is not finite; None for a sound step and for an empty one."""
-        if not self.count:
-            return None
-        return "loss" if not math.isfinite(self.loss) else None if math.isfinite(self.grad_norm) else "gradient"
+
+def decide(loss: float, count: float, grad_norm: float) -> str:
+    """Return why a step with these figures is not applied; an empty text if it is."""
+    if not count:
+        return NOTHING_COUNTED
+    return LOSS_FAULT if not math.isfinite(loss) else "" if math.isfinite(grad_norm) else GRADIENT_FAULT
 
 
 @dataclass(frozen=True)
@@ -161,41 +168,36 @@ class StepResult:
         if self.outcome is None:
             return self.applied
         figures = self.outcome.read(self.outcome.row.tolist())
-        return bool(figures.count) and figures.fault is None
+        return not decide(figures.loss, figures.count, figures.grad_norm)
 
     def settle(
-        self,
-        figures: Figures,
-        compute_ms: float,
-        *,
-        raising: Callable[[str, float, str | None], TrainError] | None,
-        tensor: str | None = None,
+        self, figures: Figures, compute_ms: float, *, raising: Callable[[str, float, float], TrainError] | None
     ) -> None:
-        """Store the figures and decide whether the step was applied.
+        """Store the figures and the decision of the device.
 
         Args:
             compute_ms: time of forward and backward.
-            raising: creates the error for a loss or gradient that is not finite, from ``"loss"`` or ``"gradient"``, its
-                value and ``tensor``; None only marks the step as not applied.
-            tensor: name of the first parameter whose gradient is not finite, if known.
+            raising: creates the error for a loss or gradient that is not finite, from the reason, loss and norm; None
+                only marks the step as not applied.
 
         Raises:
             TrainError: the error that ``raising`` created.
         """
         self.loss, self.count, self.grad_norm = figures.loss, figures.count, figures.grad_norm
         self.compute_ms, self.outcome = compute_ms, None
-        for name, pair in figures.metrics.items():
+        self.add_metrics(figures.metrics)
+        self.reason = decide(self.loss, self.count, self.grad_norm)
+        self.applied = not self.reason
+        if raising is not None and self.reason not in ("", NOTHING_COUNTED):
+            raise raising(self.reason, self.loss, self.grad_norm)
+
+    def add_metrics(self, metrics: Mapping[str, tuple[float, float]]) -> None:
+        """Store metrics, and values collected inside the model."""
+        for name, pair in metrics.items():
             if name[:1] == OBSERVED:
                 self.observed[name[1:]] = pair
             else:
                 self.metrics[name] = pair
-        fault = figures.fault
-        if fault is not None:
-            self.applied, self.reason = False, f"{fault} is not finite{f' (first in {tensor})' if tensor else ''}"
-            if raising is not None:
-                raise raising(fault, self.loss if fault == "loss" else self.grad_norm, tensor)
-        elif not figures.count:
-            self.applied, self.reason = False, "nothing was counted in this step"
 
 
 def outcome_of(
@@ -252,8 +254,11 @@ def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(list(values)).to(torch.float64)
 
 
-def not_finite(rank: int, step: int, what: str, value: float, tensor: str | None = None) -> TrainError:
-    """Return the error for a loss or gradient that is not finite."""
+def not_finite(
+    rank: int, step: int, reason: str, loss: float, grad_norm: float, tensor: str | None = None
+) -> TrainError:
+    """Return the error for a loss or gradient that is not finite; ``reason`` is that of `decide`."""
+    what, value = ("loss", loss) if reason == LOSS_FAULT else ("gradient", grad_norm)
     where = f" (first in {tensor})" if tensor else ""
     return TrainError(
         f"rank {rank}, step {step}: the {what} is {value}{where}; expected a finite number. The step was not applied "

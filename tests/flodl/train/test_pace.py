@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flodl.train.step.accumulate import StepTimer
+from flodl.train.step.timer import StepTimer
 
 
 class Clock:

@@ -1,0 +1,370 @@
+"""One optimiser step: accumulate, reduce, decide, apply, with figures that the host reads.
+
+Gradients of *sums* of losses are added up, so that the same samples give the same step however they are cut into
+micro-batches and ranks; they are divided once, by the count of all. A step whose samples are one micro-batch of one
+rank divides before the backward pass instead, which gives the bits of a plain ``mean().backward()`` loop.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from flodl.distributed.average import BufferMean
+from flodl.distributed.gradients import GradientSum
+from flodl.distributed.group import Ranks
+from flodl.distributed.sharded import whole
+from flodl.errors import TrainError
+from flodl.monitor.collect import COLLECTOR
+from flodl.train.callback import Hooks
+from flodl.train.loss import Loss, as_loss, batch_len
+from flodl.train.precision import Precision
+from flodl.train.step.fused import divide
+from flodl.train.step.outcome import (
+    GRADIENT_FAULT,
+    NOTHING_COUNTED,
+    OBSERVED,
+    Part,
+    StepResult,
+    decide,
+    not_finite,
+    pack_metrics,
+    read_metrics,
+)
+from flodl.train.step.timer import StepTimer
+from flodl.train.watching import Watching
+
+__all__ = ["HostStep", "TrainStep"]
+
+TrainStep = Callable[[nn.Module, Any], Any]
+MAX_OVERFLOWS = 50
+
+
+class DeviceRunner(Protocol):
+    """Takes steps without the host."""
+
+    def run(self, batches: Sequence[Any], number: int, flags: Sequence[float]) -> StepResult:
+        """Return the result of one step."""
+        ...
+
+
+class HostStep:
+    """A step whose figures the host reads, for loss scales, all optimisers, shards and CPUs.
+
+    Args:
+        model: the model, on its device.
+        optimizer: an optimiser of its parameters.
+        train_step: ``train_step(model, batch)``, see `flodl.train.loss.as_loss` for what it may return.
+        ranks: the ranks of the run; None for this process alone.
+        precision: autocast and loss scale; None for float32.
+        share_gradients: sum gradients over ranks (Sync); otherwise each rank takes its own step.
+        max_grad_norm: clip the gradient to this 2-norm.
+        on_nan: ``"stop"`` raises if the loss or the gradient is not finite, ``"skip"`` leaves the step out. In both
+            cases no rank applies it.
+        sum_of_means: add the *means* of micro-batches and ranks without dividing: the gradient is larger by the factor
+            accumulation times processes. For recipes that were tuned to it.
+        slowdown: this rank sleeps so that its compute takes this many times as long; for experiments.
+        reduce_on_cpu: sum gradients through host memory on every device.
+        sharded: weights are sharded, so the backward pass sums gradients over ranks, and every rank takes as many
+            passes as the others.
+
+    Attributes:
+        hooks: callbacks that act around the backward pass; None if there are none.
+        watching: collects values inside the model; None if nothing is collected.
+        arrived: returns True if the oldest pending figures are on this host.
+        timer: measures the compute time of this rank.
+        runner: takes steps without the host; None if the host decides.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        train_step: TrainStep | None,
+        *,
+        ranks: Ranks | None = None,
+        precision: Precision | None = None,
+        share_gradients: bool = True,
+        max_grad_norm: float | None = None,
+        on_nan: str = "stop",
+        sum_of_means: bool = False,
+        slowdown: float = 1.0,
+        reduce_on_cpu: bool = False,
+        sharded: bool = False,
+    ) -> None:
+        if on_nan not in ("stop", "skip"):
+            raise TrainError(f"Step: found on_nan={on_nan!r}; expected 'stop' or 'skip'.", on_nan=on_nan)
+        self.model, self.optimizer, self.train_step = model, optimizer, train_step
+        self.ranks = ranks or Ranks(device=next(model.parameters()).device)
+        self.precision = precision or Precision("fp32", self.ranks.device)
+        self.share_gradients = share_gradients and not self.ranks.solo
+        self.max_grad_norm, self.on_nan = max_grad_norm, on_nan
+        self.sum_of_means, self.sharded = sum_of_means, sharded
+        self.hooks: Hooks | None = None
+        self.watching: Watching | None = None
+        self.sums = GradientSum(self.ranks, model, on_cpu=reduce_on_cpu)
+        self.buffers: BufferMean | None = None
+        if self.share_gradients and any(True for _ in model.buffers()):
+            self.buffers = BufferMean(self.ranks, model)
+        self.timer = StepTimer(self.ranks.device, slowdown=slowdown)
+        self.arrived: Callable[[], bool] = lambda: False
+        self.runner: DeviceRunner | None = None
+        self._part = Part()
+        self._unit = 1.0  # float16 sums are kept small by this power of two, which rounds nothing
+        self._unit_known = self.precision.scaler is None
+        self._overflows = 0
+        self._spare: Any = None
+
+    def __call__(self, *batches: Any) -> StepResult:
+        """Return the result of one optimiser step over these micro-batches; errors as for `run`."""
+        return self.run(batches)
+
+    def run(self, batches: Sequence[Any], *, step: int = 0, flags: Sequence[float] = ()) -> StepResult:
+        """Return the result of one optimiser step over ``batches``, this rank's micro-batches; may be empty.
+
+        Args:
+            step: number of the step, for messages.
+            flags: numbers that are summed over ranks.
+
+        Raises:
+            TrainError: loss or gradient is not finite and ``on_nan`` is ``"stop"``, or the loss depends on no
+                parameter.
+        """
+        self.ranks.phase("forward", step)
+        if self.runner is not None:
+            return self.runner.run(batches, step, flags)
+        timer = self.timer
+        if timer.is_plain:
+            began = time.perf_counter()
+            self.accumulate(batches)
+            timer.ms = (time.perf_counter() - began) * 1e3
+        else:
+            with timer:
+                self.accumulate(batches)
+        return self.update(step=step, flags=flags)
+
+    # ---- accumulate ----------------------------------------------------------------------------------
+
+    def accumulate(self, batches: Sequence[Any]) -> Part:
+        """Add up gradients, losses and counts of micro-batches, without waiting for the device."""
+        part = self._part = Part()
+        if not (batches or self._unit_known):
+            self._agree_on_unit(0.0)
+        more = self._extra_passes(batches) if self.sharded else 0
+        alone = len(batches) == 1 and not self.share_gradients
+        # Gradients that callbacks change after the pass are sent after it.
+        early = self.share_gradients and not self.sharded and not (self.hooks and self.hooks.acts("after_backward"))
+        for left, batch in zip(range(len(batches) - 1, -1, -1), batches, strict=True):
+            loss = self.loss_of(batch, part)
+            if not self._unit_known:
+                self._agree_on_unit(loss.count)
+            if early and not left:
+                with self.sums.during_backward(send=self.runner is None):
+                    self._add(part, loss, alone)
+            else:
+                self._add(part, loss, alone)
+        for _ in range(more):
+            # For the other ranks, whose passes wait for this rank's part of the weights; it counts for nothing.
+            (self.loss_of(self._spare, Part()).as_sum() * 0.0).backward()
+        return part
+
+    def loss_of(self, batch: Any, part: Part) -> Loss:
+        """Return the loss of a micro-batch; add its samples, and values collected inside the model, to ``part``."""
+        watching = self.watching
+        if watching is None:
+            value = self._forward(batch)
+        elif watching.idle is None:
+            with watching:
+                value = self._forward(batch)
+            part.add_metrics(watching.take(), OBSERVED)
+        else:  # nothing is watched, but the model may call `flodl.monitor.log`
+            before = COLLECTOR.set(watching.idle)
+            try:
+                value = self._forward(batch)
+            finally:
+                COLLECTOR.reset(before)
+            if watching.idle.pairs:
+                part.add_metrics(watching.take_idle(), OBSERVED)
+        samples = batch_len(batch)
+        part.samples += samples
+        return as_loss(value, samples)
+
+    def _forward(self, batch: Any) -> Any:
+        assert self.train_step is not None
+        if self.precision.products is None:
+            return self.train_step(self.model, batch)
+        with self.precision.context():
+            return self.train_step(self.model, batch)
+
+    def _add(self, part: Part, loss: Loss, alone: bool = False) -> None:
+        """Add the gradient and the figures of one micro-batch; divide at once if it is ``alone`` in its step."""
+        if not loss.sum.requires_grad:
+            loss.check_depends()
+        if self.hooks is not None:
+            loss = self.hooks.before_backward(loss)
+        if self.sum_of_means or alone:
+            value, part.divided = loss.as_mean(), True
+        else:
+            value = loss.as_sum() * self._unit if self._unit != 1 else loss.as_sum()
+        scaler = self.precision.scaler
+        (value if scaler is None else scaler.scale(value)).backward()
+        if self.hooks is not None:
+            self.hooks.call("after_backward")
+        if self.sum_of_means:
+            total, count = value.detach().to(torch.float64), 1.0
+        else:
+            total, count = loss.summed(), loss.count
+            count = count.detach() if isinstance(count, torch.Tensor) else float(count)
+        part.total, part.count = (total, count) if part.total is None else (part.total + total, part.count + count)
+        if loss.metrics:
+            part.add_metrics(loss.metrics)
+
+    def _agree_on_unit(self, count: Any) -> None:
+        """Choose, once, the power of two that keeps scaled float16 sums about as small as means."""
+        rows = self.ranks.table([float(count)]) if self.share_gradients else [[float(count)]]
+        self._unit = 2.0 ** -math.ceil(math.log2(max(1.0, *(row[0] for row in rows))))
+        self._unit_known = True
+
+    def _extra_passes(self, batches: Sequence[Any]) -> int:
+        """Return how many passes other ranks take more than this one.
+
+        Raises:
+            TrainError: a rank has no batch now and never had one; on all ranks alike.
+        """
+        self._spare = batches[-1] if batches else self._spare
+        rows = self.ranks.table([float(len(batches)), float(self._spare is None)])
+        if any(row[1] for row in rows) and any(row[0] for row in rows):
+            raise TrainError(
+                "shard: the first batch has fewer rows than there are ranks, and each rank needs one. "
+                f"Expected at least {self.ranks.world} rows; use larger batches.",
+                world=self.ranks.world,
+            )
+        return int(max(row[0] for row in rows)) - len(batches)
+
+    # ---- a loop that the user writes -----------------------------------------------------------------
+
+    def timed(self) -> StepTimer:
+        """Return a context that adds its time to the compute time of this step."""
+        return self.timer
+
+    def backward(self, loss: Loss, samples: int) -> None:
+        """Add the gradient of one micro-batch."""
+        self._part.samples += samples
+        self._add(self._part, loss)
+
+    def observe(self, values: Mapping[str, tuple[Any, Any]]) -> None:
+        """Add values collected inside the model in one forward pass."""
+        self._part.add_metrics(values, OBSERVED)
+
+    def own_gradients(self, weight: float) -> None:
+        """Use gradients that the user's own ``backward()`` left: means over ``weight`` items of an unknown loss."""
+        if self.share_gradients and not self.sum_of_means:
+            grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+            torch._foreach_mul_(grads, float(weight))  # pyright: ignore[reportPrivateImportUsage]
+        divided = self.sum_of_means or not self.share_gradients
+        self._part = Part(None, float(weight), round(weight), divided, loss_known=False)
+
+    # ---- reduce, decide and apply --------------------------------------------------------------------
+
+    def update(self, *, step: int = 0, flags: Sequence[float] = ()) -> StepResult:
+        """Finish the step: sum over ranks, divide by the count, clip, update the parameters, clear gradients."""
+        part, self._part = self._part, Part()
+        if self.share_gradients:
+            total, count, unknown, flags = self._reduce(part, flags)
+        else:
+            total = 0.0 if part.total is None else float(part.total)  # waits for the device
+            count, unknown = float(part.count), not part.loss_known
+        loss = total / count if count and not self.sum_of_means else total
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None and p.requires_grad]
+        count = count if grads else 0.0
+        norm = self._norm_of_mean(grads, count, part.divided) if count else torch.zeros(())
+        grad_norm = float(whole(norm) if self.sharded else norm)
+        reason = decide(loss, count, grad_norm)
+        if reason:
+            reason = self._leave_out(reason, loss, grad_norm, step)
+        else:
+            self._apply(norm)
+        timer = self.timer
+        compute_ms, timer.ms = timer.ms if timer.is_plain else timer.take(), 0.0
+        loss = math.nan if unknown else loss
+        result = StepResult(loss, count, part.samples, grad_norm, compute_ms, not reason, reason, flags)
+        if part.metrics:
+            packed, rest = pack_metrics(part.metrics, self.ranks.device)
+            result.add_metrics(read_metrics(packed, iter(() if rest is None else rest.tolist())))
+        self.model.zero_grad(set_to_none=True)
+        return result
+
+    def _reduce(self, part: Part, flags: Sequence[float]) -> tuple[float, float, bool, Sequence[float]]:
+        """Sum gradients, and return the sums of losses, counts and flags, and whether a loss is unknown."""
+        self.ranks.phase("reduce")
+        lacking = () if self.sharded else self.sums.send()
+        total = 0.0 if part.total is None else float(part.total)  # waits for the device
+        row = [total, float(part.count), float(not part.loss_known), *flags]
+        rows = self.ranks.table(row) if self.sharded else self.sums.finish(lacking, row)
+        if self.buffers is not None:
+            self.buffers(float(part.samples))
+        self.ranks.phase("optimiser")
+        total, count, unknown, *summed = [float(sum(column)) for column in zip(*rows, strict=True)]
+        return total, count, bool(unknown), summed
+
+    def _norm_of_mean(self, grads: list[torch.Tensor], count: float, divided: bool) -> torch.Tensor:
+        """Make gradients those of the mean loss, and return their norm."""
+        if self.precision.scaler is not None:
+            self.precision.scaler.unscale_(self.optimizer)
+        if not divided:
+            divide(grads, count * self._unit)
+        if self.hooks is not None:
+            self.hooks.call("before_optimizer_step")
+            grads = [p.grad for p in self.model.parameters() if p.grad is not None and p.requires_grad]
+        return get_total_norm(grads)
+
+    def _apply(self, norm: torch.Tensor) -> None:
+        """Clip, and update the parameters."""
+        if self.max_grad_norm is not None:
+            learned = [p for p in self.model.parameters() if p.requires_grad]
+            clip_grads_with_norm_(learned, self.max_grad_norm, norm)
+        scaler = self.precision.scaler
+        if scaler is None:
+            self.optimizer.step()
+            return
+        scaler.step(self.optimizer)
+        scaler.update()
+        self._overflows = 0
+
+    def _leave_out(self, reason: str, loss: float, grad_norm: float, step: int) -> str:
+        """Return why the step is left out, in detail.
+
+        Raises:
+            TrainError: loss or gradient is not finite and ``on_nan`` is ``"stop"``, or too many steps overflowed.
+        """
+        scaler = self.precision.scaler
+        if reason == NOTHING_COUNTED:
+            return reason
+        if reason == GRADIENT_FAULT and scaler is not None:
+            scaler.step(self.optimizer)  # finds the infinities and does nothing
+            scaler.update()
+            self._overflows += 1
+            if self._overflows >= MAX_OVERFLOWS:
+                raise TrainError(
+                    f"step {step}: the float16 gradient overflowed {self._overflows} times in a row, at a loss scale "
+                    f"of {scaler.get_scale():g}. Expected no overflow after a few halvings. Train in bf16 or fp32.",
+                    step=step,
+                )
+            return f"float16 overflow, loss scale now {scaler.get_scale():g}"
+        faulty = (
+            name
+            for name, p in self.model.named_parameters()
+            if p.grad is not None and not bool(whole(torch.isfinite(p.grad).all()))
+        )
+        tensor = next(faulty, None)
+        if self.on_nan == "stop":
+            raise not_finite(self.ranks.rank, step, reason, loss, grad_norm, tensor)
+        if scaler is not None:
+            scaler.update()
+        return f"{reason} (first in {tensor})" if tensor else reason
