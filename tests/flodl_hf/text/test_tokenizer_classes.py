@@ -473,3 +473,46 @@ def test_rare_settings_are_applied_as_in_transformers(
     folder = folder_of(tmp_path, name, "bert", make(), stated)
     theirs, ours = AutoTokenizer.from_pretrained(folder), Tokenizer.from_folder(folder)
     assert_equal(theirs, ours, name, ["Ada lives  in Paris", "a\x00b\tc\x07 d", "<s> a </s>b", "Ada ada"])
+
+
+@pytest.mark.transformers
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_windows_have_the_offsets_of_transformers(tmp_path: Path, side: str) -> None:
+    """The first token of a window includes the space before it where a prefix space is added."""
+    from transformers import AutoTokenizer
+
+    stated = {"add_prefix_space": True, "truncation_side": side}
+    folder = folder_of(tmp_path, "RobertaTokenizer", "roberta", byte_pieces(), stated)
+    theirs, ours = AutoTokenizer.from_pretrained(folder), Tokenizer.from_folder(folder)
+    options = {"truncation": True, "max_length": 6, "stride": 2, "return_offsets_mapping": True}
+    for text in TEXTS:
+        expected = theirs(text, return_overflowing_tokens=True, **options)
+        assert dict(ours(text, return_overflowing_tokens=True, **options)) == dict(expected), text
+
+
+@pytest.mark.transformers
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "make", "stated"), [
+    ("PhobertTokenizer", fairseq, {}), ("BertweetTokenizer", fairseq, {"normalization": True}),
+    ("BertGenerationTokenizer", spm("spiece.model", **GENERATION), {}),
+    ("XLMRobertaTokenizer", spm("sentencepiece.bpe.model", **ROBERTA), {
+        "mask_token": {"content": "<mask>", "lstrip": True, "__type": "AddedToken"},
+    }),
+    ("FNetTokenizer", spm("spiece.model", **ALBERT), {}), ("T5Tokenizer", spm("spiece.model", **T5), {"extra_ids": 3}),
+    ("BertTokenizer", word_pieces, {"extra_special_tokens": {"image_token": "<new>"}}),
+    ("PreTrainedTokenizerFast", lambda: {"tokenizer.json": wordpiece().to_str().encode()}, {"sep_token": "[SEP]"}),
+])  # fmt: skip
+def test_tokens_and_special_tokens_are_those_of_transformers(
+    tmp_path: Path, name: str, make: Callable[[], dict[str, bytes]], stated: dict[str, Any]
+) -> None:
+    from transformers import AutoTokenizer
+
+    folder = folder_of(tmp_path, name, "bert", make(), stated)
+    theirs, ours = AutoTokenizer.from_pretrained(folder), Tokenizer.from_folder(folder)
+    for text in TEXTS:
+        assert ours.tokenize(text) == theirs.tokenize(text), text
+        length = {"return_length": True}
+        assert dict(ours("a", text, **length)) == dict(theirs("a", text, **length)), text
+    for fact in ("all_special_tokens", "all_special_ids", "special_tokens_map", "model_input_names", "pad_token_id"):
+        assert getattr(ours, fact) == getattr(theirs, fact), fact
