@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -39,11 +38,11 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config import ModelConfig
+from flodl_hf.inference import pipeline
 from flodl_hf.inference.batch import Batch
 from flodl_hf.inference.cuda_graphs import SMALL
 from flodl_hf.inference.engine import Engine
 from flodl_hf.inference.inputs import encode
-from flodl_hf.inference.stream import Job, stream
 from flodl_hf.models import EncoderModel
 from flodl_hf.nn.layout.buckets import Buffer, bucket_of
 from flodl_hf.tokenization.threads import cores
@@ -136,7 +135,7 @@ class StandIn:
 def in_place_of_a_device(stand_in: StandIn) -> Iterator[None]:
     """Have predictions run on the stand-in, as an accelerator would be used."""
     with ExitStack() as held:
-        held.enter_context(patch("flodl_hf.inference.session.works_by_itself", lambda device: True))
+        held.enter_context(patch("flodl_hf.inference.pipeline.works_by_itself", lambda device: True))
         held.enter_context(patch("flodl_hf.inference.plan.CPU_BUDGET", BUDGET))
         held.enter_context(patch.object(Engine, "_run", lambda self, batch, alone: stand_in.run(self, batch, alone)))
         yield
@@ -148,10 +147,16 @@ class Steps:
     def __init__(self) -> None:
         self.seconds = {"encode": 0.0, "start": 0.0, "finish": 0.0}
 
-    def stream(self, items: Any, job: Job[Any, Any], *, most: int, **_: Any) -> Any:
-        """Stand in for `flodl_hf.inference.stream.stream`."""
-        steps = {step: partial(self._timed, step, getattr(job, step)) for step in self.seconds}
-        return stream(items, Job(**steps), first=most, most=most)
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Measure the steps of the calls inside, without overlap."""
+        with ExitStack() as held:
+            for step, method in (("encode", "encode"), ("start", "start"), ("finish", "decode")):
+                call = getattr(pipeline._Loop, method)
+                timed = lambda loop, window, step=step, call=call: self._timed(step, call, loop, window)  # noqa: E731
+                held.enter_context(patch.object(pipeline._Loop, method, timed))
+            held.enter_context(patch("flodl_hf.inference.pipeline.works_by_itself", lambda device: False))
+            yield
 
     def _timed(self, step: str, call: Callable[..., Any], *args: Any) -> Any:
         begin = time.thread_time()
@@ -195,7 +200,7 @@ def measured(stand_in: StandIn, items: list[Any], call: Callable[[list[Any]], An
         call(items[:200])
         for _ in range(rounds):
             steps = Steps()
-            with patch("flodl_hf.inference.session.stream", steps.stream):
+            with steps.measure():
                 found = call(items)
             del found
             gc.collect()

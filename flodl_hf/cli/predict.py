@@ -268,7 +268,7 @@ def answer(
     model: Any, texts: Iterator[str], *, question: str | None, options: dict[str, Any]
 ) -> Iterator[tuple[str, Any]]:
     """Yield each text with its answer, some at a time."""
-    from flodl_hf.inference.stream import WINDOW
+    from flodl_hf.inference.pipeline import WINDOW
 
     def results(chunk: list[str]) -> list[Any]:
         if model.head == "question_answering":

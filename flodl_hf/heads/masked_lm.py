@@ -79,10 +79,10 @@ class MaskedLM(ScoringModel):
                 head.
         """
         from flodl_hf.inference import Session
-        from flodl_hf.inference.items import found_by, several
+        from flodl_hf.inference.items import several
         from flodl_hf.inference.passes import ScoresAt
-        from flodl_hf.inference.results.lists import Fills, is_empty, results_of
-        from flodl_hf.inference.stream import Job
+        from flodl_hf.inference.pipeline import Steps
+        from flodl_hf.inference.results.lists import Fills, is_empty
         from flodl_hf.inference.token_table import table_of
 
         tokenizer = self.ready("fill_mask", untrained=untrained)
@@ -113,14 +113,11 @@ class MaskedLM(ScoringModel):
                 answers.append(self._fill(tokenizer, session, text, rows, places, own, top_k, targets, compat))
             return answers
 
-        job: Job[str, Any] = Job(encode, start, finish)
+        steps = Steps(encode, start, finish)
         if compat is None:
-            job = found_by(job, Fills, blank=is_empty)
-        if isinstance(texts, str):
-            return session.alone(texts, job)
-        # Scores over a whole vocabulary take much memory.
-        found = session.run(texts, job, rows=16, what="fill_mask")
-        return results_of(found) if compat is None else found
+            steps = Steps(encode, start, finish, kind=Fills, blank=is_empty)
+        # Scores over a whole vocabulary need much memory, so windows are small.
+        return session.run(texts, steps, single=isinstance(texts, str), rows=16, what="fill_mask")
 
     @taking(SPARSE)
     def embed_sparse(
@@ -224,10 +221,9 @@ class MaskedLM(ScoringModel):
         from flodl_hf.inference.decode.fast_records import made
         from flodl_hf.inference.decode.masks import mask_places
         from flodl_hf.inference.inputs import encode as rows_of
-        from flodl_hf.inference.items import found_by
         from flodl_hf.inference.passes import BestAt
-        from flodl_hf.inference.results.lists import Fills, is_empty, results_of
-        from flodl_hf.inference.stream import Job
+        from flodl_hf.inference.pipeline import Steps
+        from flodl_hf.inference.results.lists import Fills, is_empty
         from flodl_hf.inference.token_table import chosen_rows
 
         if top_k < 1:
@@ -274,10 +270,8 @@ class MaskedLM(ScoringModel):
                 answers[text].append(made(Fill, words, own, given, [before + word + after for word in words]))
             return answers
 
-        job: Job[str, Any] = found_by(Job(encode, start, finish), Fills, blank=is_empty)
-        if isinstance(texts, str):
-            return session.alone(texts, job)
-        return results_of(session.run(texts, job, rows=4, what="fill_mask"))
+        steps = Steps(encode, start, finish, kind=Fills, blank=is_empty)
+        return session.run(texts, steps, single=isinstance(texts, str), rows=4, what="fill_mask")
 
     def _fill(
         self,

@@ -272,8 +272,7 @@ def _tokens(tokenizer: Tokenizer, chunk: Sequence[Any], **options: Any) -> Encod
 
 
 def _questions(chunk: Sequence[Any]) -> tuple[list[str], list[str]]:
-    from flodl_hf.inference.items import plain_pairs
-    from flodl_hf.inference.stream import FIRST_PLACE
+    from flodl_hf.inference.items import FIRST_PLACE, plain_pairs
 
     places = enumerate(chunk, FIRST_PLACE.get())
     pairs = chunk if plain_pairs(chunk) else [_pair(item, place) for place, item in places]

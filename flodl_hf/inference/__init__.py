@@ -12,8 +12,7 @@ pending         results on their way home
 engine          rows through a prepared graph; memory that runs out
 cuda_graphs     batches recorded as CUDA graphs
 fleet           several devices with one queue
-stream          any iterable in, an iterator out, in constant memory
-session         one call: its options, engines and stream
+pipeline        the loop of a call: encode, forward pass, decode, window after window
 batch_variance  how far answers depend on what else is in the batch
 decode          scores and offsets to typed answers
 results         lists of answers, as JSON, tables and HTML
@@ -35,10 +34,10 @@ if TYPE_CHECKING:
     from flodl_hf.inference.batch_variance import Spread, spread
     from flodl_hf.inference.engine import Engine
     from flodl_hf.inference.options import RunKeywords, RunOptions
+    from flodl_hf.inference.pipeline import Session
     from flodl_hf.inference.plan import plan_batches
     from flodl_hf.inference.precision import Precision
     from flodl_hf.inference.prepared_graph import forget, prepared
-    from flodl_hf.inference.session import Session
 
 __all__ = [
     "Engine",
@@ -58,7 +57,7 @@ _MODULES = {
     "Precision": "precision",
     "RunKeywords": "options",
     "RunOptions": "options",
-    "Session": "session",
+    "Session": "pipeline",
     "Spread": "batch_variance",
     "forget": "prepared_graph",
     "plan_batches": "plan",

@@ -11,8 +11,7 @@ import numpy as np
 
 from flodl_hf.errors import PredictError, TokenizerError
 from flodl_hf.inference.decode.rows import TokenTable
-from flodl_hf.inference.items import plain_pairs
-from flodl_hf.inference.stream import FIRST_PLACE
+from flodl_hf.inference.items import FIRST_PLACE, plain_pairs
 from flodl_hf.inference.token_table import Flat, Frame, frame_of, framed, joined, of_encodings, of_one, table_of
 from flodl_hf.tokenization.backend import row_of
 from flodl_hf.tokenization.batch import check_batch

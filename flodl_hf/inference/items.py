@@ -1,18 +1,17 @@
-"""What callers give as texts: one or several, told apart without a guess; and the texts that have nothing to read."""
+"""Texts as callers pass them: one or several."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
 
-from flodl.errors import FlodlError
 from flodl_hf.errors import InputTypeError, PredictError
-from flodl_hf.inference.results.lists import Found
-from flodl_hf.inference.stream import Job
 
-__all__ = ["found_by", "plain_pairs", "prompted", "refuse_two_texts", "several"]
+__all__ = ["FIRST_PLACE", "plain_pairs", "prompted", "refuse_two_texts", "several"]
 
-R = TypeVar("R")
+FIRST_PLACE: ContextVar[int] = ContextVar("FIRST_PLACE", default=0)
+"""Place in the whole input of the first item that is encoded, for error messages."""
 
 
 def several(items: Any, method: str, *, mapping: bool = False) -> Any:
@@ -85,64 +84,3 @@ def plain_pairs(items: Sequence[Any]) -> bool:
     if set(map(type, items)) != {tuple} or set(map(len, items)) != {2}:
         return False
     return {kind for part in zip(*items, strict=True) for kind in set(map(type, part))} == {str}
-
-
-def found_by(
-    job: Job[Any, Any],
-    kind: type[Found[Any]],
-    *,
-    blank: Callable[[Any], bool] | None = None,
-    given: Callable[[Any], Any] = lambda item: item,
-) -> Job[Any, Any]:
-    """Return a job whose answers are of a kind that contains its text.
-
-    Args:
-        job: answers texts.
-        kind: type of the answers.
-        blank: whether an item has no answer; None answers all items, empty texts as transformers does.
-        given: returns what an answer contains of its item.
-    """
-
-    def finish(chunk: list[Any], encoded: Any, running: Any) -> list[Any]:
-        answers = job.finish(chunk, encoded, running)
-        # A string is kept as it is.
-        texts = chunk if set(map(type, chunk)) == {str} else list(map(given, chunk))
-        return list(map(kind, answers, texts))
-
-    found = Job(job.encode, job.start, finish)
-    return found if blank is None else _skipping(found, lambda item: kind((), given(item)), blank)
-
-
-def _skipping(job: Job[Any, R], nothing: Callable[[Any], R], blank: Callable[[Any], bool]) -> Job[Any, R]:
-    """Return a job that does not run blank items.
-
-    Args:
-        job: answers the others.
-        nothing: the answer to a blank item.
-        blank: whether an item is blank.
-    """
-
-    def encode(chunk: list[Any]) -> Any:
-        empty = list(map(blank, chunk))
-        if not any(empty):
-            return None, job.encode(chunk)
-        read = [item for item, without in zip(chunk, empty, strict=True) if not without]
-        try:
-            return empty, job.encode(read) if read else None
-        except FlodlError:
-            job.encode(chunk)  # a fault names places in what was given
-            raise
-
-    def start(found: tuple[list[bool] | None, Any]) -> Any:
-        empty, encoded = found
-        return None if empty is not None and encoded is None else job.start(encoded)
-
-    def finish(chunk: list[Any], found: tuple[list[bool] | None, Any], running: Any) -> list[R]:
-        empty, encoded = found
-        if empty is None:
-            return job.finish(chunk, encoded, running)
-        read = [item for item, without in zip(chunk, empty, strict=True) if not without]
-        answers = iter(job.finish(read, encoded, running) if read else ())
-        return [nothing(item) if without else next(answers) for item, without in zip(chunk, empty, strict=True)]
-
-    return Job(encode, start, finish)

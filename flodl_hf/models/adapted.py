@@ -139,7 +139,7 @@ class Adapted(GraphModel):
         import numpy as np
 
         from flodl_hf.errors import PredictError
-        from flodl_hf.inference.session import STARTS
+        from flodl_hf.inference.pipeline import STARTS
         from flodl_hf.models.adapters.mixed import Mixed
 
         texts, given = list(texts), list(adapters)

@@ -184,7 +184,7 @@ class Worker:
         """Return the answer to a request."""
         from flodl_hf.inference.inputs import TRUNCATION, Truncation
         from flodl_hf.inference.pending import TRUNCATED
-        from flodl_hf.inference.session import SENDING
+        from flodl_hf.inference.pipeline import SENDING
 
         mixed = self.together.get(message["model"])
 

@@ -18,7 +18,7 @@ def prepare() -> None:
     for module in (
         "flodl_hf",
         "flodl_hf.tokenization.tokenizer",
-        "flodl_hf.inference.session",
+        "flodl_hf.inference.pipeline",
         "flodl_hf.export",
         "flodl_hf.checkpoints.weights.pickle_free",
     ):

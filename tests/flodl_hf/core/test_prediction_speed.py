@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import gc
-import itertools
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -25,9 +23,8 @@ from flodl_hf.inference import passes as passes_module
 from flodl_hf.inference.cuda_graphs import Recorder
 from flodl_hf.inference.inputs import encode
 from flodl_hf.inference.passes import Pooled, Scores, States
+from flodl_hf.inference.pipeline import Session
 from flodl_hf.inference.prepared_graph import _trusts_buckets, holder, shadow
-from flodl_hf.inference.session import Session
-from flodl_hf.inference.stream import Job, stream
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.nn.attention.dot_product import attend
 from flodl_hf.nn.backends import trials
@@ -366,63 +363,14 @@ def ask_one(model: Any, text: str) -> Any:
 # --- streams ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_stream_keeps_order_and_reads_a_bounded_number_ahead(ahead: bool) -> None:
-    read = itertools.count()
-    taken = 0
-
-    def items() -> Iterator[int]:
-        nonlocal taken
-        while True:
-            taken = next(read)
-            yield taken
-
-    job: Job[int, int] = Job(lambda c: [i * 2 for i in c], lambda e: e, lambda c, e, p: [i + 1 for i in p])
-    found = stream(items(), job, first=2, most=8, ahead=ahead)
-    for n in range(200):
-        assert next(iter(found)) == 2 * n + 1  # type: ignore[arg-type]
-        assert taken - n <= 4 * 8
-
-
-def test_a_fault_in_the_background_comes_once_after_the_answers_before_it() -> None:
-    def encode_(chunk: list[int]) -> list[int]:
-        if 40 in chunk:
-            raise PredictError("the forty-first item is bad")
-        return chunk
-
-    job: Job[int, int] = Job(encode_, lambda e: e, lambda c, e, p: list(p))
-    found = stream(iter(range(100)), job, first=8, most=8, ahead=True)
-    assert not isinstance(found, list)
-    seen: list[int] = []
-    seen += itertools.islice(found, 40)
-    assert seen == list(range(40))
-    with pytest.raises(PredictError, match="forty-first"):
-        next(found)
-    assert list(found) == []
-
-
-def test_the_thread_ends_when_the_iterator_is_dropped() -> None:
-    job: Job[int, int] = Job(lambda c: c, lambda e: e, lambda c, e, p: list(p))
-    found = stream(itertools.count(), job, first=4, most=4, ahead=True)
-    assert next(found) == 0  # type: ignore[call-overload]
-    assert any(t.name.startswith("flodl-hf-encode") for t in threading.enumerate())
-    del found
-    gc.collect()
-    for thread in threading.enumerate():
-        if thread.name.startswith("flodl-hf-encode"):
-            thread.join(timeout=5)
-            assert not thread.is_alive()
-
-
 @pytest.mark.parametrize("head", ["sequence_classification", "token_classification", "masked_lm"])
 def test_windows_of_a_stream_give_the_answers_of_a_list(make: Make, monkeypatch: pytest.MonkeyPatch, head: str) -> None:
     model: Any = make("bert", head)
     texts = [f"{text} [MASK]" for text in TEXTS * 5]
     call = model.fill_mask if head == "masked_lm" else model.predict
     expected = scores_in(call(texts))
-    monkeypatch.setattr(
-        "flodl_hf.inference.session.stream", lambda items, job, **k: stream(items, job, first=3, most=7, ahead=True)
-    )
+    monkeypatch.setattr("flodl_hf.inference.pipeline.works_by_itself", lambda device: True)
+    model.runtime(window=3)
     assert scores_in(list(call(iter(texts)))) == pytest.approx(expected, abs=1e-6)
     assert call(iter([])) is not None
     assert call([]) == []
@@ -561,7 +509,7 @@ def test_a_change_is_seen_although_the_device_starts_before_anybody_looked(
         return found
 
     first = ask(1)
-    monkeypatch.setattr("flodl_hf.inference.session.works_by_itself", lambda device: True)
+    monkeypatch.setattr("flodl_hf.inference.pipeline.works_by_itself", lambda device: True)
     assert ask(1) == first
     bias = model.graph.get_parameter("head.classifier.bias")
     with torch.no_grad():
@@ -575,14 +523,14 @@ def test_a_change_is_seen_although_the_device_starts_before_anybody_looked(
     # Memory that the graph reads is gone: nothing may run before that is known.
     third = ask(1)
     assert third != second
-    monkeypatch.setattr("flodl_hf.inference.session.works_by_itself", lambda device: False)
+    monkeypatch.setattr("flodl_hf.inference.pipeline.works_by_itself", lambda device: False)
     forget(model)
     assert ask(1) == third
 
 
 def test_a_fault_of_a_stale_graph_is_not_told_and_any_other_is(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = make("bert", "sequence_classification")
-    monkeypatch.setattr("flodl_hf.inference.session.works_by_itself", lambda device: True)
+    monkeypatch.setattr("flodl_hf.inference.pipeline.works_by_itself", lambda device: True)
     first = model.predict("a good cat")
     stale = holder(model)._made[(None, None, False)]
     plain = Engine.start

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from flodl_hf.errors import TextTooLongError
-from flodl_hf.inference.stream import stream
 from flodl_hf.models.encoder_model import EncoderModel
 
 Make = Callable[..., EncoderModel]
@@ -29,9 +28,8 @@ def test_vectors_are_those_of_each_text_alone(
 ) -> None:
     model: Any = make("bert", "base")
     # Windows of three: some of them have a text of several rows, and the last is not full.
-    monkeypatch.setattr(
-        "flodl_hf.inference.session.stream", lambda items, job, **k: stream(items, job, first=3, most=3, ahead=ahead)
-    )
+    monkeypatch.setattr("flodl_hf.inference.pipeline.works_by_itself", lambda device: ahead)
+    model.runtime(window=3)
     expected = torch.stack([model.embed(text, **EXACT, **options) for text in TEXTS])
     found = model.embed(TEXTS, **EXACT, **options)
     assert torch.equal(found, expected)
@@ -49,9 +47,7 @@ def test_one_warning_counts_the_truncated_texts(
 ) -> None:
     model: Any = make("bert", "base")
     call = getattr(model, method)
-    monkeypatch.setattr(
-        "flodl_hf.inference.session.stream", lambda items, job, **k: stream(items, job, first=2, most=2)
-    )
+    model.runtime(window=2)
     for given in (TEXTS, iter(TEXTS)):
         with pytest.warns(UserWarning, match="truncated 2 of 7 texts to 40 tokens") as warned:
             list(call(given, devices=devices))
