@@ -1,4 +1,4 @@
-"""flodl: a fluent graph builder for PyTorch, a tree of named sub-graphs, observation, and training."""
+"""flodl: a graph builder for PyTorch, trees of named sub-graphs, training, and a monitor."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Graphs bring torch, which names and errors do without; training is imported by those who train.
+    # Graphs and training import torch, so they are imported on first use.
     if name in __all__:
         found = getattr(import_module("flodl.train" if name == "Trainer" else "flodl.graph"), name)
         globals()[name] = found

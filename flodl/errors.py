@@ -1,23 +1,22 @@
-"""The errors this project raises on purpose, and what each of them carries.
+"""The error classes of this project and their attributes.
 
     FlodlError
     ├── GraphError            a graph that cannot be built, addressed or run
-    │   ├── GraphBuildError   every fault found by ``build()``, at once (``.faults``)
-    │   └── GraphPathError    a dotted path that leads nowhere (``.path``, ``.segment``)
+    │   ├── GraphBuildError   all faults found by ``build()`` (``.faults``)
+    │   └── GraphPathError    a dotted path that names nothing (``.path``, ``.segment``)
     ├── ConfigError           a missing, wrong or unknown value of a configuration (``.problems``); a ValueError
     ├── CheckpointError       a weight file that is damaged or does not fit the model (``.problems``)
-    │   └── UnsafeFileError   a file whose contents would run code, or that points outside its folder
-    ├── DataError             a data file or a batch that is not what training needs
-    ├── TrainError            a training run that cannot start or go on
-    └── DeviceError           a device that is absent or not able to do what was asked
+    │   └── UnsafeFileError   a file that would run code, or that points outside its folder
+    ├── DataError             an invalid data file or batch
+    ├── TrainError            a training run that cannot start or continue
+    └── DeviceError           a device that is absent or lacks a function
 
     KeyboardInterrupt
     └── TrainInterrupted      Ctrl-C ended a training run (``.step``, ``.folder``, ``.trained``, ``.result``)
 
-Messages have four beats: where it happened, what was found, what was expected, what to do.
-Faults of one kind are collected and raised once; the parts are kept as attributes so that
-programs and tests read fields and not prose. Every error survives pickling, because training
-sends them between processes.
+Messages have four parts: the failed operation, the found and the expected value, and the remedy. Faults of one kind
+are collected and raised together. Their data are attributes, for programs and tests. Every error can be pickled,
+because training sends errors between processes.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ __all__ = [
 
 
 class FlodlError(RuntimeError):
-    """Any error that this project raises on purpose.
+    """Base class of the errors of this project.
 
     Args:
-        message: the four beats in plain words.
-        **details: what a program may want to read; each becomes an attribute.
+        message: the message.
+        **details: data about the error; each becomes an attribute.
     """
 
     def __init__(self, message: str, **details: Any) -> None:
@@ -64,11 +63,11 @@ class FlodlError(RuntimeError):
             setattr(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        # Reached only for names that were never set; the annotation lets callers read details by name.
-        raise AttributeError(f"{type(self).__name__} carries no {name!r}; it has {sorted(vars(self))}")
+        # Called only for missing names; the annotation lets type checkers accept details.
+        raise AttributeError(f"{type(self).__name__} has no {name!r}, only {sorted(vars(self))}")
 
     def __str__(self) -> str:
-        return self.message  # KeyError shows its message as Python writes it
+        return self.message  # KeyError would show the repr of its message
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.message, self.details)
@@ -83,11 +82,11 @@ class GraphError(FlodlError):
 
 
 class GraphBuildError(GraphError):
-    """Every fault that ``build()`` found, each naming its step; ``faults`` lists them."""
+    """All faults that ``build()`` found, in ``faults``."""
 
 
 class GraphPathError(GraphError):
-    """A dotted path that leads nowhere; ``path`` is the whole path, ``segment`` the failing part."""
+    """A dotted path that names nothing; ``path`` is the whole path, ``segment`` the failing part."""
 
 
 class ConfigError(FlodlError, ValueError):
@@ -95,7 +94,7 @@ class ConfigError(FlodlError, ValueError):
 
 
 class CheckpointError(FlodlError):
-    """A weight file that is damaged, or that does not fit the model it is loaded into."""
+    """A weight file that is damaged or does not fit the model."""
 
 
 class UnsafeFileError(CheckpointError):
@@ -103,23 +102,23 @@ class UnsafeFileError(CheckpointError):
 
 
 class DataError(FlodlError):
-    """A data file or a batch that is not what training needs."""
+    """An invalid data file or batch."""
 
 
 class TrainError(FlodlError):
-    """A training run that cannot start or cannot go on."""
+    """A training run that cannot start or continue."""
 
 
 class TrainInterrupted(KeyboardInterrupt):
-    """Ctrl-C (SIGINT) ended a training run. The step was finished and its state was saved before.
+    """Ctrl-C (SIGINT) ended a training run, after the current step was finished and saved.
 
-    The model that was given to the run, where it was trained in this process, has the trained weights.
+    A model that was trained in this process has the trained weights.
 
     Attributes:
-        step: optimiser steps taken.
-        folder: folder of the checkpoints; None where the run has none.
-        trained: the weights at that step, a `flodl.train.Trained`; None where ranks ended before they trained.
-        result: a partial result that the caller of the trainer attached; None where there is none.
+        step: number of optimiser steps.
+        folder: folder of the checkpoints, or None.
+        trained: the weights at that step, a `flodl.train.Trained`; None if no rank had started to train.
+        result: a partial result attached by the caller of the trainer, or None.
     """
 
     def __init__(self, *, step: int = 0, folder: str | None = None, trained: Any = None) -> None:
@@ -135,40 +134,40 @@ class TrainInterrupted(KeyboardInterrupt):
 
 
 class DeviceError(FlodlError):
-    """A device that is absent, or that cannot do what was asked of it."""
+    """A device that is absent or lacks a function."""
 
 
 def capped(items: Sequence[str], limit: int = 20, indent: str = "  ") -> str:
-    """Return ``items`` one to a line, at most ``limit`` of them, the rest as a count."""
+    """Return at most ``limit`` items, one per line, and the number of omitted ones."""
     lines = [f"{indent}{item}" for item in items[:limit]]
     if len(items) > limit:
         lines.append(f"{indent}... and {len(items) - limit} more")
     return "\n".join(lines)
 
 
-# Spellings of more characters are compared with none: that takes seconds for what a stranger may send.
-NEAREST = 500
+# Comparing longer names, which untrusted input may contain, would take seconds.
+MAX_COMPARED_CHARS = 500
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``", did you mean 'x'?"`` for the closest known spelling, or an empty string."""
-    if len(name) > NEAREST:
+    """Return ``", did you mean 'x'?"`` with the most similar known name, or an empty string."""
+    if len(name) > MAX_COMPARED_CHARS:
         return ""
     match = get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f", did you mean {match[0]!r}?" if match else ""
 
 
-# What moves a terminal's cursor or its direction of writing, and what no terminal can be sent: names and values in
-# files come from strangers. Line ends and tabs stay.
+# Control characters that move the cursor or change the direction of writing, and lone surrogates. Names and values in
+# files are untrusted. Line ends and tabs are kept.
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def visible(text: str, form: str | None = None) -> str:
-    """Return ``text`` with control characters written out: safe to print whatever it quotes.
+    """Return ``text`` with control characters escaped, so that it is safe to print.
 
     Args:
-        text: any.
-        form: how one is written, by its number; JSON wants ``"\\\\u{:04x}"``, None is as Python writes it.
+        text: any text.
+        form: format of a code point, ``"\\\\u{:04x}"`` for JSON; None for Python's.
     """
     if form is not None:
         return _HIDDEN.sub(lambda found: form.format(ord(found[0])), text)
@@ -176,14 +175,14 @@ def visible(text: str, form: str | None = None) -> str:
 
 
 def printable(text: str, limit: int = 120) -> str:
-    """Return ``text`` quoted, without control characters and cut to ``limit``: safe to print from any file."""
+    """Return untrusted ``text`` quoted, with control characters escaped, at most ``limit`` characters of it."""
     shown = text if len(text) <= limit else text[: limit - 3] + "..."
     return repr(shown)
 
 
 def shown(value: object, limit: int = 120) -> str:
-    """Return a value as Python writes it, cut to ``limit``: for messages about values rather than texts."""
+    """Return the repr of a value, cut to ``limit`` characters."""
     if isinstance(value, (str, bytes, list, tuple)) and len(value) > limit:
-        value = value[:limit]  # written out it is longer than the limit all the same
+        value = value[:limit]  # its repr is longer than the limit
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
