@@ -183,7 +183,7 @@ def described(device: torch.device) -> str:
 def probe_device(device: str | torch.device) -> str | None:
     """Return why a device cannot compute, as half a sentence; None if it can.
 
-    The operations of a small encoder layer are run and compared with those of the CPU. This detects a GPU that is too
+    The operations of a small encoder layer are run and compared with the CPU. This detects a GPU that is too
     old for this torch, full or broken, and operations that MPS lacks.
     """
     try:
@@ -192,7 +192,7 @@ def probe_device(device: str | torch.device) -> str | None:
         return (str(fault).splitlines() or [type(fault).__name__])[0][:200]
     expected = _small_layer(torch.device("cpu"))
     if not torch.allclose(got, expected, atol=1e-2):
-        return f"its results differ by {float((got - expected).abs().max()):.1e} from those of the CPU"
+        return f"its results differ by {float((got - expected).abs().max()):.1e} from the CPU's"
     return None
 
 

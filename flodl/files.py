@@ -90,7 +90,7 @@ def write_atomically(path: str | os.PathLike[str], chunks: Iterable[bytes | memo
     """Write a file atomically: a reader sees the old file or the complete new one.
 
     The bytes are written to a temporary file in the same folder and synced, then it is renamed to ``path`` and the
-    folder is synced. An existing file keeps its permission bits, a new one gets those of the umask. After an error
+    folder is synced. An existing file keeps its permission bits, a new one follows the umask. After an error
     the temporary file is removed and the target is unchanged, unless only the last sync failed.
 
     Raises:

@@ -41,7 +41,7 @@ class MemoryUse:
 
     @property
     def spill(self) -> int:
-        """Reserved memory beyond that of the device, which unified memory allows and slows down."""
+        """Reserved memory beyond the device's, which unified memory allows and slows down."""
         return max(0, self.reserved - self.total)
 
 

@@ -1,6 +1,6 @@
 """The header of a safetensors file, checked before any data is read.
 
-The checks are stricter than those of the safetensors library: a duplicate key, a control character in a name, an
+The checks are stricter than in the safetensors library: a duplicate key, a control character in a name, an
 unknown field, more than eight dimensions, or data that does not tile the file exactly are refused. Each fault names
 the file and the tensor.
 

@@ -1,4 +1,4 @@
-"""The level of messages, one for the process and those that it starts.
+"""The level of messages, one for the process and its child processes.
 
 ``FLODL_VERBOSITY`` in the environment sets it (a number or a word), `set_verbosity` changes it, ``flodl-hf -q`` and
 ``-v`` to ``-vvv`` set it for one command. Errors and warnings are shown at every level.

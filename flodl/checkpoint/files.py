@@ -18,7 +18,7 @@ class Checkpoint:
     """The contents of one checkpoint file, checked and copied.
 
     Attributes:
-        tensors: tensors by name, on the CPU, in the dtype and order of the file.
+        tensors: named tensors, on the CPU, in the dtype and order of the file.
         structural_hash: 64 hexadecimal digits, or empty if the file has none.
         version: version of the file's format; 0 for a safetensors file of another writer.
         metadata: texts stored with the tensors.
@@ -48,7 +48,7 @@ def save_tensors(
 
     Args:
         path: the file; its folder must exist.
-        tensors: tensors by name.
+        tensors: named tensors.
         structural_hash: 64 hexadecimal digits of the model's structure; empty for no check when loading.
         metadata: texts to store with the tensors.
 
@@ -89,6 +89,6 @@ def checkpoint_keys(path: str | os.PathLike[str]) -> list[str]:
 def _is_fdl(path: str) -> bool:
     lowered = path.lower()
     if not lowered.endswith((".safetensors", ".fdl", ".fdl.gz")):
-        problem = "the suffix is not that of a checkpoint, expected .safetensors, .fdl or .fdl.gz"
+        problem = "found another suffix, expected .safetensors, .fdl or .fdl.gz"
         refuse(path, [problem], "Rename the file.")
     return not lowered.endswith(".safetensors")

@@ -23,7 +23,7 @@ class LoadReport:
         loaded: names copied into the model.
         skipped: names that only the file has.
         missing: names that only the model has; their values are unchanged.
-        cast: ``(name, dtype in the file, dtype in the model)`` of loaded tensors whose dtype changed.
+        cast: ``(name, dtype in the file, dtype in the model)`` of loaded tensors with a changed dtype.
     """
 
     loaded: list[str] = field(default_factory=list)
@@ -139,7 +139,7 @@ def _is_finite(values: Tensor) -> bool:
     if not values.is_floating_point() or values.numel() == 0:
         return True
     wide = values.float() if values.element_size() == 1 else values
-    # One pass over the values: a NaN becomes both ends, an infinity one of them.
+    # A single read of the values: a NaN becomes both ends, an infinity one of them.
     return all(bool(end.isfinite()) for end in torch.aminmax(wide.detach()))
 
 
@@ -158,9 +158,9 @@ def _disagreements(named: Mapping[str, Tensor], staged: Mapping[str, Tensor]) ->
 def migrate_checkpoint(
     src: str | os.PathLike[str], dst: str | os.PathLike[str], named: Mapping[str, Tensor]
 ) -> MigrateReport:
-    """Write ``src`` again as ``dst`` under the names of ``named``, for a model whose parts were renamed.
+    """Copy the checkpoint ``src`` to ``dst`` with the names of ``named``, after parts of a model were renamed.
 
-    Entries whose name and shape match keep their name. Each remaining entry, in file order, gets the first
+    Entries with an equal name and shape keep their name. Each remaining entry, in file order, gets the first
     remaining name of the model with its shape and dtype, which is a guess if several have the same shape: check
     ``remapped``. Values are unchanged, ``dst`` has no structural hash, and each file may have any format.
 

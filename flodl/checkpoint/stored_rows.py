@@ -1,4 +1,4 @@
-"""Tensors in safetensors files whose rows are read on request: a rank needs a part of a checkpoint."""
+"""Tensors in safetensors files, read row by row on request: a rank needs a part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Piece:
 
 
 class StoredRows:
-    """A tensor whose rows are in one file or in several; ``stored[2:5]`` reads three rows.
+    """A tensor with rows in one file or in several; ``stored[2:5]`` reads three rows.
 
     Args:
         pieces: where the rows are.
@@ -48,7 +48,7 @@ class StoredRows:
         return len(self.shape)
 
     def joined(self, others: Sequence[StoredRows]) -> StoredRows:
-        """Return the tensor of these rows followed by those of ``others``."""
+        """Return the tensor of these rows followed by the rows of ``others``."""
         every = (self, *others)
         rows = sum(part.shape[0] for part in every)
         return StoredRows([piece for part in every for piece in part._pieces], (rows, *self.shape[1:]), self.dtype)
@@ -57,7 +57,7 @@ class StoredRows:
         """Read the rows of a slice, or all rows with ``...``, into new memory.
 
         Raises:
-            CheckpointError: a file became shorter, or its values are not those of the dtype.
+            CheckpointError: a file became shorter, or a value is invalid.
         """
         return self.read(None, slice(None) if which is ... else which)
 
@@ -101,7 +101,7 @@ def _damaged(piece: _Piece, problem: str) -> None:
 
 
 def stored_tensors(path: str | os.PathLike[str]) -> dict[str, StoredRows]:
-    """Return the tensors of a safetensors file by name, without reading their data.
+    """Return the named tensors of a safetensors file, without reading their data.
 
     Raises:
         CheckpointError: the header breaks a rule, or has a dtype that torch lacks.
@@ -110,7 +110,7 @@ def stored_tensors(path: str | os.PathLike[str]) -> dict[str, StoredRows]:
 
 
 def rows_of(path: str, header: Header) -> dict[str, StoredRows]:
-    """Return the tensors of a file with this header, in file order; errors are those of `stored_tensors`."""
+    """Return the tensors of a file with this header, in file order; errors as for `stored_tensors`."""
     unknown = [
         f"tensor {printable(name)}: torch has no dtype for {info.dtype}"
         for name, info in header.tensors.items()

@@ -96,7 +96,7 @@ def _keywords(draft: Draft) -> list[Fault]:
 
 
 def _cycles(draft: Draft, missing: set[int]) -> list[Fault]:
-    # Of the nodes that cannot run, only those that read a later value by reference close a cycle.
+    # Of the nodes that cannot run, only nodes with a reference to a later value close a cycle.
     return [
         _at(
             node,

@@ -16,10 +16,10 @@ from flodl.errors import GraphError
 
 
 class ChildTable(dict[str, Any]):
-    """Children by name, and the list of those that the forward pass calls.
+    """A dictionary of children that maintains the call list of the forward pass.
 
     Args:
-        names: children that are called, in call order.
+        names: names of the called children, in call order.
         children: the first children.
     """
 

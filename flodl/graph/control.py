@@ -56,7 +56,7 @@ class Gate(nn.Module):
 
 
 class Switch(nn.Module):
-    """Runs the branch whose index the router returns, one for the whole batch.
+    """Runs the branch that the router selects, one for the whole batch.
 
     The index is read on the host: it is not differentiable, and `torch.compile` breaks its graph there.
 

@@ -19,7 +19,7 @@ from flodl.graph.source import compile_forward, forward_source
 
 
 class GraphCore(nn.Module):
-    """An `nn.Module` whose forward pass was generated from its plan, with the values it keeps between calls.
+    """A module with a forward pass generated from its plan, and values kept between calls.
 
     Children are named by ``name=``, else by tag, else by node id, so ``state_dict()`` reads
     ``<node name>.<leaf>``.
@@ -102,7 +102,7 @@ class GraphCore(nn.Module):
 
     @property
     def watched(self) -> frozenset[str]:
-        """Tags whose values are kept."""
+        """The watched tags."""
         return self._watched
 
     def tagged(self, tag: str) -> Any:
@@ -219,7 +219,7 @@ _classes: WeakValueDictionary[tuple[type, str], type[Any]] = WeakValueDictionary
 
 
 def _bare(base: type[Any], plan: Plan) -> Any:
-    """Return a graph without attributes whose class has the forward pass of ``plan``."""
+    """Return a graph without attributes; its class has the forward pass of ``plan``."""
     source = forward_source(plan)
     kind: Any = _classes.get((base, source))
     if kind is None:

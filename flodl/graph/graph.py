@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Graph(GraphCore):
     """A built graph, an ordinary ``nn.Module``. Use `FlowBuilder` to build one.
 
-    Call it as ``graph(x)``, with further declared inputs in order or by name: ``graph(x, mask=m)``. With
+    Call it as ``graph(x)``, with further declared inputs in order or as keywords: ``graph(x, mask=m)``. With
     ``outputs=["tag", "child.tag"]`` it returns ``(result, {"tag": value, ...})``. Values of any type pass
     through unchanged.
 
@@ -103,7 +103,7 @@ class Graph(GraphCore):
         return tree.parts_at(self, path)[0].kind
 
     def parameters_at(self, *paths: str) -> list[nn.Parameter]:
-        """Return the parameters at the paths, each once, for the groups of an optimiser.
+        """Return the parameters at the paths, each once; useful as parameter groups.
 
         Raises:
             GraphPathError: a path names nothing, or a value that is not the output of one module.
@@ -111,12 +111,12 @@ class Graph(GraphCore):
         return list({id(p): p for module in self._modules_at(paths) for p in module.parameters()}.values())
 
     def freeze(self, *paths: str) -> None:
-        """Exclude the parameters at the paths from training; errors are those of `parameters_at`."""
+        """Exclude the parameters at the paths from training; errors as for `parameters_at`."""
         for parameter in self.parameters_at(*paths):
             parameter.requires_grad_(False)
 
     def thaw(self, *paths: str) -> None:
-        """Include the parameters at the paths in training again; errors are those of `parameters_at`."""
+        """Include the parameters at the paths in training again; errors as for `parameters_at`."""
         for parameter in self.parameters_at(*paths):
             parameter.requires_grad_(True)
 
@@ -199,7 +199,7 @@ class Graph(GraphCore):
         return self.observe.trends(*tags)
 
     def latest_metrics(self) -> list[tuple[str, float]]:
-        """Return the last value of each metric; those of children are named ``label.metric``."""
+        """Return the last value of each metric; a metric of a child is named ``label.metric``."""
         return self.observe.latest_metrics()
 
     def record_at(self, path: str, value: float) -> None:
@@ -229,7 +229,7 @@ class Graph(GraphCore):
         Args:
             profiled: colour by the times of the last call, if it was profiled.
             heat: other measurements to colour by: ``look.memory`` of `flodl.monitor.look_at`.
-            open: paths of modules whose inside is shown; True for every sub-graph.
+            open: paths of modules to draw with their contents; True for every sub-graph.
             fold: draw equal neighbours as one box with their number.
 
         Raises:
@@ -250,7 +250,7 @@ class Graph(GraphCore):
     ) -> str:
         """Return a picture of the graph as SVG text, and write it to ``path`` if one is given.
 
-        The other arguments and errors are those of `dot`.
+        Other arguments and errors as for `dot`.
         """
         from flodl.files import write_atomically
         from flodl.graph import picture

@@ -1,7 +1,7 @@
 """Loops, which apply one body repeatedly, and the traces that their bodies leave.
 
 The body receives the state, and the loop's references as keyword arguments, in every iteration. A body with
-``step(x, emit, **references)`` may publish traces by name; a body with ``trace()`` leaves one tensor per iteration.
+``step(x, emit, **references)`` may publish named traces; a body with ``trace()`` leaves one tensor per iteration.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TraceEmit:
 
 
 def forward_via_step(body: nn.Module, x: Any, **references: Any) -> Any:
-    """Return ``body.step(x, ...)`` without its traces, for the `forward` of a loop body."""
+    """Return ``body.step(x, ...)`` without its traces; use it to define `forward` of a loop body."""
     return body.step(x, TraceEmit(), **references)  # pyright: ignore[reportCallIssue]
 
 

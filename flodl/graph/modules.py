@@ -1,4 +1,4 @@
-"""Modules inside a model, by dotted path; those of a graph in the order of its plan."""
+"""Modules inside a model and their dotted paths, in graphs in the order of the plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_DEPTH = 6
 
 
 def children_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the direct children by name; those of a graph in the order of its plan."""
+    """Yield the direct children with their names, in graphs in the order of the plan."""
     if isinstance(module, GraphCore):
         for name in dict.fromkeys(node.name for node in module.plan.nodes if node.name):
             yield name, getattr(module, name)

@@ -100,7 +100,7 @@ def dot(model: nn.Module, *, heat: Heat | None = None, open: Sequence[str] | boo
     Args:
         model: a graph, or any other module.
         heat: measurements that colour the boxes, green for the smallest to red for the largest.
-        open: paths of modules whose inside is shown; True for every sub-graph.
+        open: paths of modules to draw with their contents; True for every sub-graph.
         fold: draw equal neighbours as one box with their number.
 
     Raises:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _stored_tensors(graph: GraphCore) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name; tied ones only under their first name."""
+    """Return the named parameters and persistent buffers; tied ones only under their first name."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in graph.state_dict(keep_vars=True).items():

@@ -29,7 +29,7 @@ def missing_inputs(**given: Any) -> GraphError:
     """Return the error for arguments that are missing in a call."""
     absent = [name for name, value in given.items() if value is Missing]
     return GraphError(
-        f"graph call: missing {', '.join(map(repr, absent))}. Pass every required input, by name or in "
+        f"graph call: missing {', '.join(map(repr, absent))}. Pass every required input, as keyword or in "
         f"the order {', '.join(given)}.",
         missing=absent,
     )
@@ -50,8 +50,8 @@ def forward_source(plan: Plan, captured: Iterable[str] = ()) -> str:
 
     Args:
         plan: the graph.
-        captured: tags whose values are returned as well, ``(result, {tag: value})``; without them the text
-            is that of the ordinary forward pass.
+        captured: tags to return as well, ``(result, {tag: value})``; without them the result is the ordinary
+            forward pass.
     """
     return _Writer(plan, tuple(sorted(captured))).text()
 
@@ -147,7 +147,7 @@ class _Writer:
             if index in inline:
                 continue
             expression = self._expression(node, steps, inline)
-            # Values that only this statement, or what is written into it, still reads are released here.
+            # Values with their last use in this statement, or in an expression inlined into it, are released here.
             freed = [owned.pop(i) for i in list(owned) if uses[i][-1] in places]
             places.clear()
             target = freed.pop(0) if freed else free.pop(0) if free else self._fresh("x")

@@ -68,7 +68,7 @@ class GraphSteps:
                 graph._memory[:] = memory
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return copies of the kept values by name."""
+        """Return copies of the kept values with their names."""
         return {
             f"{name}/{i}": value.detach().clone()
             for name, graph in self._stateful().items()

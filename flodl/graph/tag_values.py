@@ -17,7 +17,7 @@ from flodl.graph.tree import Part, part_at
 
 
 def run_captured(graph: GraphCore, outputs: Sequence[str] | None, inputs: tuple[Any, ...]) -> Any:
-    """Run a graph whose values are watched or requested.
+    """Run a graph with watched or requested values.
 
     Args:
         graph: the graph.

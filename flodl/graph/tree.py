@@ -19,7 +19,7 @@ from flodl.graph.core import GraphCore, graph_of, nearest_graphs
 
 
 class PathKind(StrEnum):
-    """What a path names."""
+    """The kind of a path."""
 
     SUBGRAPH = "subgraph"
     TAG = "tag"
@@ -35,7 +35,7 @@ class Part:
         kind: a graph, a tagged value, or another module.
         owner: the graph that contains the last graph-level segment; None in a model without graphs.
         segment: the last segment.
-        module: the module; None for a tag whose value is not the output of one module.
+        module: the module; None for a tag on a value that is not the output of one module.
     """
 
     path: str
@@ -51,7 +51,7 @@ class Part:
 
 
 def parts_at(model: nn.Module, path: str) -> list[Part]:
-    """Return what a path names; several parts if it contains a range or names a tag group.
+    """Return the part at a path; several if it contains a range or names a tag group.
 
     A path begins in the model's only outermost graph, in the one of several that its first segments name, or in the
     model itself.
@@ -119,7 +119,7 @@ def module_at(part: Part) -> nn.Module:
 
 
 def parameters_at(model: nn.Module, path: str) -> dict[str, nn.Parameter]:
-    """Return the parameters at a path by their names in ``model``, tied ones once.
+    """Return the parameters at a path with their names in ``model``, tied ones once.
 
     Raises:
         GraphPathError: the path names nothing, or nothing with parameters.
@@ -185,7 +185,7 @@ def _descend(at: Part, segment: str, path: str, depth: int) -> list[Part]:
         return [Part(here, PathKind.SUBGRAPH, graph, segment, labels[segment])]
     if depth > 0 and segment in plan.internal:
         raise GraphPathError(
-            f"path {path!r}: {segment!r} is internal to {_describe(at, graph)}. Ask that graph itself.",
+            f"path {path!r}: {segment!r} is internal to {_describe(at, graph)}. Use that graph itself.",
             path=path,
             segment=segment,
         )

@@ -69,7 +69,7 @@ class Draft:
 
     @property
     def output(self) -> int:
-        """Index of the node whose value the graph returns."""
+        """Index of the returned node."""
         return self._current[0]
 
     def plan(self, order: list[int]) -> Plan:
@@ -202,7 +202,7 @@ class Draft:
             self._fault("there is nothing to feed. Use it directly after a step with a module")
             return
         if nodes[0].index not in self.modules:
-            self._fault("a merge takes no references. Use it after the step whose module reads them", node=nodes[0])
+            self._fault("a merge takes no references. Use it after the step that reads them", node=nodes[0])
             return
         for keyword, tag in pairs:
             if not self._is_name(tag):
