@@ -1,55 +1,49 @@
-"""How far a long call is: a bar in a terminal, HTML in a notebook, a line now and then in a log.
+"""Progress of long calls: a bar of rich in a terminal or notebook, a line now and then in a log.
 
     with Progress("predict", total=len(texts), unit="texts") as progress:
         for part in parts:
             ...
             progress.advance(len(part), loss=0.31)
 
-Nothing is shown of a call that is over before a second has passed, nor by ranks other than the first, nor of a call
-inside another one that already shows something. Everything goes to standard error, so output stays output. Nothing
-here has a thread of its own: what is shown changes when the caller says that work was done.
+Calls shorter than a second show nothing, nor do ranks other than the first, nor calls inside another one that is shown.
+Everything goes to standard error. There is no thread: the display changes when the caller reports work.
 """
 
 from __future__ import annotations
 
-import html
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import TracebackType
-from typing import Any, Protocol, Self, TextIO
+from typing import Any, Self, TextIO
 
 from flodl.verbosity import Verbosity, verbosity
 
-__all__ = ["Progress", "clock", "count", "in_words", "is_wanted", "worded"]
+__all__ = ["Progress", "clock", "count", "figures_of", "in_words", "is_wanted", "worded"]
 
 _WORDING: ContextVar[Callable[[str], str]] = ContextVar("_WORDING", default=str)
 
 AFTER_S = 1.0
-"""What is over by then shows nothing."""
+"""Calls that end earlier show nothing."""
 REDRAW_S = 0.1
-"""Between two changes of what people look at."""
-LINE_FIRST_S = 10.0
-LINE_EVERY_S = 30.0
-"""When the first line of a log comes, and the most time between the others, which begin closer together."""
+LOG_FIRST_S, LOG_EVERY_S = 10.0, 30.0
+"""Time of the first line of a log, and the longest time between two lines."""
 
 
 def clock(seconds: float) -> str:
-    """Return a length of time for people: ``4 s``, ``3:07`` minutes, ``1:03:07`` hours."""
+    """Return a duration: ``4 s``, ``3:07`` minutes, ``1:03:07`` hours."""
     whole = round(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
     if whole < 60:
         return f"{whole} s"
-    hours, rest = divmod(whole, 3600)
-    minutes, left = divmod(rest, 60)
-    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
 @contextmanager
 def worded(by: Callable[[str], str]) -> Iterator[None]:
-    """Have remarks said as ``by`` returns them while inside, such as in the words of a command line."""
+    """Convert messages by a function in this block, for example to the options of a command line."""
     before = _WORDING.set(by)
     try:
         yield
@@ -58,7 +52,7 @@ def worded(by: Callable[[str], str]) -> Iterator[None]:
 
 
 def in_words(text: str) -> str:
-    """Return a remark as it is to be said here; see `worded`."""
+    """Return a message as converted by `worded`."""
     return _WORDING.get()(text)
 
 
@@ -68,37 +62,28 @@ def is_wanted() -> bool:
 
 
 def count(number: float) -> str:
-    """Return a number for people: at most three figures after the point, thousands apart."""
+    """Return a number with at most three decimals and separators of thousands."""
     if isinstance(number, int) or (abs(number) >= 1000 and number == number):
         return f"{number:,.0f}"
     return f"{number:.3g}" if number and abs(number) < 0.1 else f"{number:.3f}".rstrip("0").rstrip(".")
 
 
-class _Screen(Protocol):
-    """Where progress is seen."""
-
-    every_s: float
-
-    def draw(self, at: Progress, *, last: bool) -> None: ...
-
-    def say(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
+def figures_of(figures: Mapping[str, Any]) -> list[str]:
+    """Return values as ``name value``."""
+    return [f"{name} {count(value) if isinstance(value, (int, float)) else value}" for name, value in figures.items()]
 
 
 class Progress:
-    """How far one long call is; a context manager.
+    """Progress of one long call; a context manager.
 
     Args:
-        what: the call, as its user knows it.
-        total: how much there is to do; None where nobody knows. What goes beyond it makes it unknown.
+        what: the call.
+        total: amount of work; None if unknown. More work than this makes it unknown.
         unit: what is counted, in the plural.
-        done: how much was done before, as by a run that goes on.
-        show: True also shows a call that is over soon, False nothing, None what takes longer than ``after_s``.
-            With ``FLODL_PROGRESS=0`` in the environment, or where the level is quiet (`flodl.verbosity`), None shows
-            nothing either.
-        after_s: seconds.
-        stream: where to; None is standard error as it is at that time.
+        done: work done before, for example by a resumed run.
+        show: True also for short calls, False never, None for calls longer than a second, unless ``FLODL_PROGRESS=0``
+            is in the environment or the verbosity level is quiet.
+        stream: standard error if None.
         now: the clock, in seconds.
     """
 
@@ -110,7 +95,6 @@ class Progress:
         unit: str = "",
         done: int = 0,
         show: bool | None = None,
-        after_s: float = AFTER_S,
         stream: TextIO | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -118,73 +102,65 @@ class Progress:
         self.figures: dict[str, Any] = {}
         self._before, self._now, self._stream = done, now, stream
         self._started = now()
-        silent = show is False or os.environ.get("RANK", "0") != "0"
-        self._silent = silent or (show is None and not is_wanted())
-        self._next = self._started + (0.0 if show else after_s)
-        self._screen: _Screen | None = None
-
-    # --- what the caller says -------------------------------------------------------------------
+        is_hidden = show is False or os.environ.get("RANK", "0") != "0"
+        self._is_silent = is_hidden or (show is None and not is_wanted())
+        self._next = self._started + (0.0 if show else AFTER_S)
+        self._display: _Bar | _Log | None = None
 
     def advance(self, by: int = 1, **figures: Any) -> None:
-        """Say that so much more is done; ``figures`` (``loss=0.3``) stand beside it until they change."""
+        """Report more work; ``figures`` (``loss=0.3``) are shown until they change."""
         self.update(self.done + by, **figures)
 
     def update(self, done: int | None = None, *, total: int | None = None, **figures: Any) -> None:
-        """Say how much is done in all, or that the total is another."""
+        """Report all work so far, or another total."""
         self.done = self.done if done is None else done
         self.total = self.total if total is None else total
         if self.total is not None and self.done > self.total:
             self.total = None
         self.figures.update(figures)
-        if not self._silent and self._now() >= self._next:
+        if not self._is_silent and self._now() >= self._next:
             self._draw()
 
     def say(self, text: str) -> None:
-        """Show a line that stays, such as the figures of an evaluation."""
-        if not self._silent:
-            if self._screen is None:
+        """Print a line above the progress."""
+        if not self._is_silent:
+            if self._display is None:
                 self._draw()
-            if self._screen is not None:
-                self._screen.say(text)
+            if self._display is not None:
+                self._display.print(text)
 
     def close(self) -> None:
-        """Take the display away; where something was shown, what is left says how it ended."""
-        if self._screen is not None:
-            self._screen.draw(self, last=True)
-            self._screen.close()
-        self._screen = None
-        self._silent = True
+        """Remove the display; if something was shown, the last line reports the end."""
+        if self._display is not None:
+            self._display.draw(self, last=True)
+        self._display, self._is_silent = None, True
         if _shown[-1:] == [self]:
             _shown.pop()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
-
-    # --- what is seen ---------------------------------------------------------------------------
 
     @property
     def elapsed(self) -> float:
-        """Seconds since it began."""
+        """Seconds since the start."""
         return self._now() - self._started
 
     @property
     def rate(self) -> float | None:
-        """How much is done in a second; None before anything is."""
+        """Work per second; None before any work."""
         return (self.done - self._before) / self.elapsed if self.done > self._before and self.elapsed > 0 else None
 
     @property
     def left(self) -> float | None:
-        """Seconds that the rest will take; None where nobody knows."""
+        """Seconds left; None if unknown."""
         return None if self.total is None or not self.rate else (self.total - self.done) / self.rate
 
     @property
     def text(self) -> str:
-        """What is known, in one line."""
+        """Everything on one line."""
         unit = f" {self.unit}" if self.unit else ""
         done = f"{count(self.done)}{unit}"
         if self.total:
@@ -198,171 +174,72 @@ class Progress:
         return f"{self.what}: {', '.join(parts)}"
 
     def _draw(self) -> None:
-        if self._screen is None:
-            if _shown:
-                # A call inside of one that is seen; it may outlive it, as one that answers a stream does.
+        if self._display is None:
+            if _shown:  # a call inside another one that is shown
                 self._next = self._now() + AFTER_S
                 return
-            self._screen = _screen(self._stream or sys.stderr)
+            self._display = _display(self._stream or sys.stderr)
             _shown.append(self)
-        self._screen.draw(self, last=False)
-        self._next = self._now() + self._screen.every_s
+        self._display.draw(self, last=False)
+        self._next = self._now() + self._display.every_s
 
 
-# The call that is seen now; one at a time, because a terminal has one last line.
 _shown: list[Progress] = []
+"""The call that is shown."""
 
 
-def figures_of(figures: Mapping[str, Any]) -> list[str]:
-    """Return figures as ``name value``."""
-    return [f"{name} {count(value) if isinstance(value, (int, float)) else value}" for name, value in figures.items()]
-
-
-def _screen(stream: TextIO) -> _Screen:
-    notebook = _notebook()
-    if notebook is not None:
-        return _Notebook(notebook)
+def _display(stream: TextIO) -> _Bar | _Log:
     try:
-        terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
-    except (AttributeError, ValueError):
-        terminal = False
-    if not terminal:
-        return _Log(stream)
-    try:
-        return _Rich(stream)
+        from rich.console import Console
+
+        console = Console(file=stream, stderr=True)
     except ImportError:
-        return _Line(stream)
-
-
-def _notebook() -> Any:
-    """Return IPython's display module inside a notebook; nothing is imported that is not there already."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return sys.modules.get("IPython.display") if shell is not None and hasattr(shell, "kernel") else None
+        return _Log(stream)
+    return (
+        _Bar(console) if console.is_jupyter or (console.is_terminal and not console.is_dumb_terminal) else _Log(stream)
+    )
 
 
 class _Log:
-    """Lines, few: after ten seconds, then ever further apart up to half a minute."""
+    """A line after ten seconds, then less and less often."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self.every_s = LINE_FIRST_S
-        self._drawn = False
-        self._said: str | None = None
+        self._stream, self.every_s = stream, LOG_FIRST_S
+        self._last: str | None = None
+        self._is_first = True
 
-    def draw(self, at: Progress, *, last: bool) -> None:
-        # The first call comes after a second, which a log need not know.
-        if last:
-            if self._said not in (None, at.text):
-                self.say(at.text)
-            return
-        if self._drawn:
-            self.say(at.text)
-            self.every_s = min(LINE_EVERY_S, 1.5 * self.every_s)
-        self._drawn = True
+    def draw(self, progress: Progress, *, last: bool) -> None:
+        if (last and self._last not in (None, progress.text)) or not (last or self._is_first):
+            self.print(progress.text)
+            self.every_s = min(LOG_EVERY_S, 1.5 * self.every_s)
+        self._is_first = False
 
-    def say(self, text: str) -> None:
-        self._said = text
+    def print(self, text: str) -> None:
+        self._last = text
         print(text, file=self._stream, flush=True)
 
-    def close(self) -> None:
-        pass
 
-
-class _Line:
-    """The last line of a terminal, written over."""
+class _Bar:
+    """A bar of rich, drawn without a thread."""
 
     every_s = REDRAW_S
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream, self._wide = stream, 0
-
-    def _put(self, text: str, end: str) -> None:
-        self._stream.write("\r" + text.ljust(self._wide) + end)
-        self._wide = len(text)
-        self._stream.flush()
-
-    def draw(self, at: Progress, *, last: bool) -> None:
-        width = _columns() - 1
-        self._text = at.text[:width]
-        self._put(self._text, "\n" if last else "")
-
-    def say(self, text: str) -> None:
-        self._put(text, "\n")
-        self._wide = 0
-        self._put(getattr(self, "_text", ""), "")
-
-    def close(self) -> None:
-        pass
-
-
-def _columns() -> int:
-    try:
-        return os.get_terminal_size(sys.stderr.fileno()).columns
-    except (OSError, ValueError, AttributeError):
-        return 80
-
-
-class _Rich:
-    """A bar of rich, drawn when there is news rather than by a thread."""
-
-    every_s = REDRAW_S
-
-    def __init__(self, stream: TextIO) -> None:
-        from rich.console import Console
+    def __init__(self, console: Any) -> None:
         from rich.progress import BarColumn, Progress, TextColumn
 
-        self._bar = Progress(
-            TextColumn("[bold]{task.description}"), BarColumn(bar_width=30), TextColumn("{task.fields[note]}"),
-            console=Console(file=stream, stderr=True), auto_refresh=False,
-        )  # fmt: skip
-        self._task: Any = None
+        columns = TextColumn("{task.description}"), BarColumn(bar_width=30), TextColumn("{task.fields[note]}")
+        self._bar = Progress(*columns, console=console, auto_refresh=False)
+        self._task: Any = self._bar.add_task("", note="")
         self._bar.start()
 
-    def draw(self, at: Progress, *, last: bool) -> None:
+    def draw(self, progress: Progress, *, last: bool) -> None:
         from rich.markup import escape
 
-        what, _, note = at.text.partition(": ")
-        fields = {"total": at.total, "completed": at.done, "note": escape(note)}
-        if self._task is None:
-            self._task = self._bar.add_task(escape(what), **fields)
-        else:
-            self._bar.update(self._task, **fields)
-        self._bar.refresh()
+        what, _, note = progress.text.partition(": ")
+        about = {"description": escape(what), "note": escape(note)}
+        self._bar.update(self._task, total=progress.total, completed=progress.done, refresh=True, **about)
+        if last:
+            self._bar.stop()
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         self._bar.console.print(text, markup=False, highlight=False)
-
-    def close(self) -> None:
-        self._bar.stop()
-
-
-class _Notebook:
-    """HTML that replaces itself, which needs no widgets."""
-
-    every_s = 0.25
-
-    def __init__(self, display: Any) -> None:
-        self._display, self._handle = display, None
-        self._lines: list[str] = []
-        self._bar = ""
-
-    def draw(self, at: Progress, *, last: bool) -> None:
-        share = f' value="{at.done}" max="{at.total}"' if at.total else ""
-        self._bar = f'<progress{share} style="width:20em;vertical-align:middle"></progress> {html.escape(at.text)}'
-        self._show()
-
-    def say(self, text: str) -> None:
-        self._lines.append(html.escape(text))
-        self._show()
-
-    def _show(self) -> None:
-        lines = "".join(f"<div>{line}</div>" for line in self._lines)
-        page = self._display.HTML(f'<div style="font-family:monospace">{lines}<div>{self._bar}</div></div>')
-        if self._handle is None:
-            self._handle = self._display.display(page, display_id=True)
-        else:
-            self._handle.update(page)
-
-    def close(self) -> None:
-        pass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,55 +84,31 @@ def test_a_log_hears_nothing_of_what_takes_five_seconds(now: Clock) -> None:
     assert stream.getvalue() == ""
 
 
-@pytest.mark.parametrize("rich", [True, False])
-def test_a_terminal_shows_a_bar_from_the_first_second_on(
-    now: Clock, rich: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not rich:
-        monkeypatch.setitem(sys.modules, "rich.console", None)
-        monkeypatch.setitem(sys.modules, "rich.progress", None)
+def test_a_terminal_shows_a_bar_from_the_first_second_on(now: Clock) -> None:
     stream = Terminal()
-    with Progress("finetune", 40, unit="steps", stream=stream, now=now) as progress:
+    with Progress("finetune [b]", 40, unit="steps", stream=stream, now=now) as progress:
         work(progress, now, 2, 1.0, loss=1.5)
-        progress.say("evaluation: f1 0.5")
+        progress.say("evaluation: f1 0.5 [b]")
         work(progress, now, 2, 1.0)
     text = stream.getvalue()
-    assert "finetune" in text
+    assert "finetune [b]" in text
     assert "40 of 40" in text
     assert "loss 1.5" in text
-    assert re.search(r"evaluation: f1 0.5 *\r?\n", text)
+    assert re.search(r"evaluation: f1 0.5 \[b\] *\r?\n", text)
 
 
-class Shown:
-    """IPython's display module, as far as it is used."""
-
-    def __init__(self) -> None:
-        self.pages: list[str] = []
-
-    @staticmethod
-    def HTML(page: str) -> str:
-        return page
-
-    def display(self, page: str, display_id: bool) -> Shown:
-        assert display_id
-        self.pages.append(page)
-        return self
-
-    def update(self, page: str) -> None:
-        self.pages[-1] = page
-
-
-def test_a_notebook_shows_one_piece_of_html_that_changes(now: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = Shown()
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=1)))  # type: ignore[misc]
-    monkeypatch.setitem(sys.modules, "IPython.display", shown)  # type: ignore[misc]
-    with Progress("a <b>", 40, now=now) as progress:
-        work(progress, now, 4, 1.0)
-        progress.say("f1 < 0.5")
-    (page,) = shown.pages
-    assert 'value="40" max="40"' in page
-    assert "a &lt;b&gt;: 40 of 40" in page
-    assert "f1 &lt; 0.5" in page
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_without_rich_or_cursor_control_a_terminal_gets_lines(
+    now: Clock, term: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    if term == "xterm":
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    stream = Terminal()
+    with Progress("predict", 40, stream=stream, now=now) as progress:
+        work(progress, now, 4, 12.0)
+    assert "\x1b" not in stream.getvalue()
+    assert stream.getvalue().splitlines()[-1].startswith("predict: 40 of 40 (100 %)")
 
 
 @pytest.mark.parametrize(
