@@ -1,4 +1,4 @@
-"""A run as it is seen by people: steps done of all, and a line for each epoch, evaluation and warning."""
+"""The progress of a run for people: a bar, and a line for each epoch, evaluation and warning."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ __all__ = ["ShowProgress"]
 
 
 class ShowProgress:
-    """Subscribed to the events of a run, shows how far it is; see `flodl.progress` for where and when.
+    """A subscriber that shows the progress of a run, see `flodl.progress`.
 
     Args:
-        show: True shows it from the start, None what takes longer than a second, False nothing.
-        total: steps of the whole run where the caller knows; else those of the first epoch times epochs, or the
-            run's ``max_steps``.
+        show: True also for short runs, False never, None for runs longer than a second.
+        total: steps of the whole run if known better than from epochs.
         what: name of the run.
     """
 
@@ -42,79 +41,86 @@ class ShowProgress:
         self._progress: Progress | None = None
 
     def __call__(self, event: Any) -> None:
-        """Take in an event."""
+        """Receive an event."""
         level = verbosity()
         if level == Verbosity.QUIET and isinstance(event, (Warned, SaveFailed)):
-            told = event.message if isinstance(event, Warned) else f"step {event.step:,} was not saved: {event.reason}"
-            print(f"warning: {in_words(told)}", file=sys.stderr, flush=True)
+            print(f"warning: {_text_of(event)}", file=sys.stderr, flush=True)
         if level >= Verbosity.TRACE:
             print(json.dumps(event.to_dict(), default=str), file=sys.stderr, flush=True)
         if isinstance(event, RunStarted):
-            self.close()
-            total = event.total_steps if self.total is None else self.total
-            self._progress = Progress(self.what, total or None, unit="steps", done=event.step, show=self.show)
-            parts = [_many(event.epochs, "epoch"), _many(total, "step")] if total else []
-            parts += [f"{event.world} devices"] if event.world > 1 else []
-            parts += [f"going on from step {event.step:,}"] if event.resumed_from else []
-            if parts:
-                self._say(f"{self.what}: {', '.join(parts)}")
-            if event.world > 1:
-                self._say(f"policy: {event.policy}, because {event.policy_reason}")
-        elif self._progress is None:
-            return
-        elif isinstance(event, StepDone):
-            known: dict[str, Any] = {} if math.isnan(event.loss) else {"loss": event.loss}
-            self._progress.update(event.step, epoch=event.epoch + 1, **known, lr=f"{event.lr:.2e}")
-        elif isinstance(event, EvalDone):
-            self._say(f"step {event.step:,}: {', '.join(figures_of(_main(event.metrics)))}")
-        elif isinstance(event, EpochMetrics):
-            rows = event.samples / event.epoch_ms * 1e3 if event.epoch_ms else 0.0
-            loss = "" if math.isnan(event.loss) else f"loss {event.loss:.4f}, "
-            self._say(f"epoch {event.epoch + 1}: {loss}{rows:,.{int(rows < 10)}f} rows/s")
-            for rank, figures in enumerate(event.by_rank if level >= Verbosity.DEBUG else ()):
-                self._say(f"epoch {event.epoch + 1}, rank {rank}: {', '.join(figures_of(figures))}")
-        elif isinstance(event, Decided):
-            self._say(f"step {event.step:,}: {event.rule} ({event.reason})")
-        elif isinstance(event, Warned):
-            self._say(f"warning: {in_words(event.message)}", always=True)
-        elif isinstance(event, SaveFailed):
-            text = f"warning: the checkpoint of step {event.step:,} could not be written: {event.reason}"
-            self._say(text, always=True)
-        elif isinstance(event, RunDone):
-            self._progress.update(event.step)
-            self.close()
-        elif level >= Verbosity.VERBOSE:
-            self._say_more(event, level)
+            self._begin(event)
+        elif self._progress is not None:
+            if isinstance(event, StepDone):
+                loss: dict[str, Any] = {} if math.isnan(event.loss) else {"loss": event.loss}
+                self._progress.update(event.step, epoch=event.epoch + 1, **loss, lr=f"{event.lr:.2e}")
+            elif isinstance(event, RunDone):
+                self._progress.update(event.step)
+                self.close()
+            elif isinstance(event, (Warned, SaveFailed)):
+                self._print(f"warning: {_text_of(event)}", always=True)
+            else:
+                for line in _lines_of(event, level):
+                    self._print(line)
 
-    def _say_more(self, event: Any, level: Verbosity) -> None:
-        """Say what only those want to know who asked."""
-        if isinstance(event, Saved):
-            size = f"{event.bytes / (1 << 20):.1f} MiB in {event.wall_ms / 1e3:.1f} s"
-            self._say(f"step {event.step:,}: checkpoint {event.path}, {size}")
-        elif isinstance(event, Synced):
-            batches = " + ".join(map(str, event.batches))
-            self._say(f"step {event.step:,}: ranks met after {batches} batches, {event.sync_ms:.0f} ms")
-        elif isinstance(event, Observed) and event.scope == "epoch" and level >= Verbosity.DEBUG:
-            self._say(f"epoch {event.epoch + 1}: {', '.join(figures_of(event.values))}")
+    def _begin(self, event: RunStarted) -> None:
+        self.close()
+        total = event.total_steps if self.total is None else self.total
+        self._progress = Progress(self.what, total or None, unit="steps", done=event.step, show=self.show)
+        parts = [_plural(event.epochs, "epoch"), _plural(total, "step")] if total else []
+        parts += [f"{event.world} devices"] if event.world > 1 else []
+        parts += [f"resumed from step {event.step:,}"] if event.resumed_from else []
+        if parts:
+            self._print(f"{self.what}: {', '.join(parts)}")
+        if event.world > 1:
+            self._print(f"policy: {event.policy}, because {event.policy_reason}")
 
-    def _say(self, text: str, *, always: bool = False) -> None:
-        """Print a line; one that is not for ``always`` is left out of runs that may be over soon."""
+    def _print(self, text: str, *, always: bool = False) -> None:
+        """Print a line; without ``always`` only in runs that last."""
         progress = self._progress
         if progress is not None and (self.show or always or progress.elapsed >= AFTER_S):
             progress.say(text)
 
     def close(self) -> None:
-        """Take the display away, however the run ended."""
+        """Remove the display."""
         if self._progress is not None:
             self._progress.close()
         self._progress = None
 
 
-def _many(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
+def _text_of(event: Warned | SaveFailed) -> str:
+    if isinstance(event, Warned):
+        return in_words(event.message)
+    return in_words(f"the checkpoint of step {event.step:,} was not written: {event.reason}")
+
+
+def _lines_of(event: Any, level: Verbosity) -> list[str]:
+    """Return the lines of an event at a verbosity level."""
+    if isinstance(event, EvalDone):
+        return [f"step {event.step:,}: {', '.join(figures_of(_main(event.metrics)))}"]
+    if isinstance(event, EpochMetrics):
+        rows = event.samples / event.epoch_ms * 1e3 if event.epoch_ms else 0.0
+        loss = "" if math.isnan(event.loss) else f"loss {event.loss:.4f}, "
+        lines = [f"epoch {event.epoch + 1}: {loss}{rows:,.{int(rows < 10)}f} rows/s"]
+        ranks = enumerate(event.by_rank if level >= Verbosity.DEBUG else ())
+        return [*lines, *(f"epoch {event.epoch + 1}, rank {rank}: {', '.join(figures_of(own))}" for rank, own in ranks)]
+    if isinstance(event, Decided):
+        return [f"step {event.step:,}: {event.rule} ({event.reason})"]
+    if isinstance(event, Saved) and level >= Verbosity.VERBOSE:
+        size = f"{event.bytes / (1 << 20):.1f} MiB in {event.wall_ms / 1e3:.1f} s"
+        return [f"step {event.step:,}: checkpoint {event.path}, {size}"]
+    if isinstance(event, Synced) and level >= Verbosity.VERBOSE:
+        batches = " + ".join(map(str, event.batches))
+        return [f"step {event.step:,}: ranks synchronised after {batches} batches, {event.sync_ms:.0f} ms"]
+    if isinstance(event, Observed) and event.scope == "epoch" and level >= Verbosity.DEBUG:
+        return [f"epoch {event.epoch + 1}: {', '.join(figures_of(event.values))}"]
+    return []
+
+
+def _plural(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _main(figures: Mapping[str, float]) -> dict[str, float]:
-    """Return figures without those of single labels, which come as ``figure/label`` or ``set/figure/label``."""
+    """Return metrics without those of single labels, such as ``f1/PER`` or ``dev/f1/PER``."""
     plain = {name: value for name, value in figures.items() if "/" not in name}
     return plain or {name: value for name, value in figures.items() if name.count("/") == 1}

@@ -18,17 +18,16 @@ __all__ = ["Profiler"]
 
 
 class Profiler(Callback):
-    """Writes what host and device did in some steps to ``<folder>/rank-0-step-8.json``, for Perfetto or chrome://tracing.
+    """Writes traces of some steps to ``<folder>/rank-0-step-8.json``, for Perfetto or chrome://tracing.
 
-    Steps on CUDA are captured as graphs as ever, after which a trace shows launches of whole steps; ``capture=False``
-    shows their operations one by one.
+    Captured steps on CUDA appear as launches of whole steps; with ``capture=False`` as single operations.
 
     Args:
-        folder: where traces go.
-        skip: steps before anything is looked at; captured graphs and choices of kernels are made in them.
-        warmup: steps in which the profiler runs and is not believed.
+        folder: folder of the traces.
+        skip: steps before the profiler starts, such as those that capture graphs and select kernels.
+        warmup: steps that are profiled and discarded.
         steps: steps that are kept.
-        ranks: which ranks are looked at.
+        ranks: ranks that are profiled.
         **options: further arguments of ``torch.profiler.profile``, such as ``profile_memory=True``.
     """
 
@@ -42,13 +41,13 @@ class Profiler(Callback):
         ranks: tuple[int, ...] = (0,),
         **options: Any,
     ) -> None:
-        self.folder, self.skip, self.warmup, self.steps = Path(folder), skip, warmup, steps
-        self.ranks, self.options = ranks, options
+        self.folder, self.ranks, self.options = Path(folder), ranks, options
+        self._steps = {"wait": skip, "warmup": warmup, "active": steps, "repeat": 1}
         self.written: list[Path] = []
         self._profile: Any = None
 
     def on_train_begin(self, trainer: Trainer) -> None:
-        """Begin to count steps."""
+        """Start the profiler."""
         if trainer.ranks.rank not in self.ranks:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -58,12 +57,10 @@ class Profiler(Callback):
             profile.export_chrome_trace(str(path))
             self.written.append(path)
 
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if trainer.ranks.device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        schedule = torch.profiler.schedule(wait=self.skip, warmup=self.warmup, active=self.steps, repeat=1)
+        activity = torch.profiler.ProfilerActivity
+        kinds = [activity.CPU, *([activity.CUDA] if trainer.ranks.device.type == "cuda" else [])]
         self._profile = torch.profiler.profile(
-            activities=activities, schedule=schedule, on_trace_ready=write, **self.options
+            activities=kinds, schedule=torch.profiler.schedule(**self._steps), on_trace_ready=write, **self.options
         )
         self._profile.start()
 
@@ -73,7 +70,7 @@ class Profiler(Callback):
             self._profile.step()
 
     def close(self, trainer: Trainer) -> None:
-        """Stop, and write what there is."""
+        """Stop the profiler and write the trace."""
         profile, self._profile = self._profile, None
         if profile is not None:
             profile.stop()

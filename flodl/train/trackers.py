@@ -1,12 +1,12 @@
-"""Subscribers that keep the figures of a run elsewhere: CSV, JSON lines, TensorBoard, Weights & Biases, MLflow.
+"""Subscribers that write the metrics of a run elsewhere: CSV, JSON lines, TensorBoard, Weights & Biases, MLflow.
 
-Named in ``Settings.trackers`` (``trackers=["tensorboard"]``), or made and given to ``subscribe``. Each turns events
-into the calls of its package, which is imported when the run begins and has to be installed. Figures are
-``train/loss``, ``train/lr``, ``train/grad_norm``, ``train/<metric>`` and ``watched/<name>`` of steps,
-``epoch/<figure>`` of epochs and ``eval/<figure>`` of evaluations, at the number of the optimiser step.
+Named in ``Settings.trackers`` (``trackers=["tensorboard"]``), or created and passed to ``subscribe``. The package of a
+tracker is imported when the run begins and must be installed. Values are ``train/loss``, ``train/lr``,
+``train/grad_norm``, ``train/<metric>`` and ``watched/<name>`` of steps, ``epoch/<metric>`` of epochs and
+``eval/<metric>`` of evaluations, at the number of the optimiser step.
 
-A run that goes on is gone on with in place: files lose what was written after the checkpoint and are added to, services
-get the same run of theirs, whose name stands in ``trackers.json``.
+A resumed run continues in place: files lose the values after the checkpoint, and services continue their run, whose id
+is stored in ``trackers.json``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -47,26 +47,25 @@ __all__ = [
     "make_trackers",
 ]
 
-NAMES = "trackers.json"
-"""Holds the names that services gave to a run, beside what the other trackers write."""
-
 
 class Tracker:
-    """What all of them do: figures of events by name, given to `write`. Your own may override what it needs.
+    """Base class: passes the values of events to `write`. Override what you need.
 
     Args:
-        folder: where files go.
-        config: settings of the run, shown beside its figures.
+        folder: folder for files.
+        config: settings of the run.
     """
 
     package: str = ""
-    """What has to be installed."""
+    """Package that must be installed."""
+    _target: Any = None
+    """Open file, writer or run."""
 
     def __init__(self, folder: str | os.PathLike[str] = "runs", config: Mapping[str, Any] | None = None) -> None:
         self.folder, self.config = Path(folder), dict(config or {})
 
     def need(self, module: str) -> Any:
-        """Return a module.
+        """Import a module.
 
         Raises:
             TrainError: it is not installed.
@@ -75,32 +74,30 @@ class Tracker:
             return importlib.import_module(module)
         except ImportError as fault:
             raise TrainError(
-                f"{type(self).__name__}: {module} cannot be imported ({fault}); expected the package {self.package}. "
+                f"{type(self).__name__}: {module} cannot be imported ({fault}), expected the package {self.package}. "
                 f"Install it: pip install {self.package}",
                 package=self.package,
             ) from None
 
-    def check(self) -> None:
-        """Refuse a package that is not installed, before anything is trained."""
-        if self.package:
-            self.need(self.package)
-
     def begin(self, event: RunStarted) -> None:
-        """Open what figures go to; with ``event.resumed_from`` the run goes on after step ``event.step``."""
+        """Open the target; if ``event.resumed_from`` is set, the run continues after step ``event.step``."""
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """Keep the figures of a step."""
+        """Write the values of a step."""
 
     def note(self, step: int, kind: str, text: str) -> None:
-        """Keep what was said at a step: a decision, or a warning."""
+        """Write a text: a decision or a warning."""
 
     def end(self) -> None:
-        """Close what was opened; once more does nothing."""
+        """Close the target; may be called twice."""
+        if self._target is not None:
+            self._target.close()
+        self._target = None
 
     def __call__(self, event: Any) -> None:
-        """Take in an event."""
+        """Receive an event."""
         if isinstance(event, RunStarted):
-            self.end()  # comes again where ranks were started again
+            self.end()  # restarted ranks send it again
             self.begin(event)
         elif isinstance(event, RunDone):
             self.end()
@@ -108,14 +105,12 @@ class Tracker:
             self.note(event.step, "decision", f"{event.rule} ({event.reason})")
         elif isinstance(event, Warned):
             self.note(event.step, "warning", event.message)
-        else:
-            figures = figures_of(event)
-            if figures:
-                self.write(event.step, figures)
+        elif figures := figures_of(event):
+            self.write(event.step, figures)
 
 
 def figures_of(event: Any) -> dict[str, float]:
-    """Return the figures of an event by the names that trackers give them."""
+    """Return the values of an event by name."""
     if isinstance(event, StepDone):
         own = {"loss": event.loss, "lr": event.lr, "grad_norm": event.grad_norm, "epoch": float(event.epoch)}
         return {f"train/{name}": value for name, value in {**own, **event.metrics}.items()}
@@ -130,98 +125,65 @@ def figures_of(event: Any) -> dict[str, float]:
     return {}
 
 
-# ---- files -----------------------------------------------------------------------------------------------
-
-
 class CsvTracker(Tracker):
-    """Writes ``<folder>/figures.csv`` with the columns step, figure and value, line by line."""
-
-    _file: TextIO | None = None
-    _header = ("step", "figure", "value")
+    """Writes ``<folder>/figures.csv`` with the columns step, figure and value."""
 
     def begin(self, event: RunStarted) -> None:
         """Open the file."""
-        lines = io.StringIO()
-        rows = csv.writer(lines)
-        rows.writerow(self._header)
-        path = self.folder / "figures.csv"
-        if event.resumed_from is not None:
-            rows.writerows(row for row in _csv_rows(path) if int(row[0]) <= event.step)
-        self._file = _begun(path, lines.getvalue())
-        self._rows = csv.writer(self._file)
+        path, text = self.folder / "figures.csv", io.StringIO()
+        rows = csv.reader(_complete_lines(path) if event.resumed_from is not None else ())
+        kept = [row for row in rows if len(row) == 3 and row[0].isdecimal() and int(row[0]) <= event.step]
+        csv.writer(text).writerows([("step", "figure", "value"), *kept])
+        self._target = _started(path, text.getvalue())
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """Write one line for each figure."""
-        if self._file is not None:
-            self._rows.writerows([step, name, repr(float(value))] for name, value in figures.items())
-            self._file.flush()
-
-    def end(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-        self._file = None
+        """Write one line for each value."""
+        if self._target is not None:
+            csv.writer(self._target).writerows([step, name, repr(float(value))] for name, value in figures.items())
+            self._target.flush()
 
 
 class JsonLinesTracker(Tracker):
-    """Writes every event to ``<folder>/events.jsonl``, one JSON object a line, numbers that are not finite as null."""
-
-    _file: TextIO | None = None
+    """Writes every event to ``<folder>/events.jsonl``, one JSON object a line, null for numbers that are not finite."""
 
     def begin(self, event: RunStarted) -> None:
         """Open the file."""
-        path = self.folder / "events.jsonl"
-        kept = "" if event.resumed_from is None else "".join(_json_lines(path, event.step))
-        self._file = _begun(path, kept)
-        self._tell({**event.to_dict(), "config": self.config})
+        path, kept = self.folder / "events.jsonl", []
+        for line in _complete_lines(path) if event.resumed_from is not None else ():
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict) and found.get("event") != "RunDone" and found.get("step", 0) <= event.step:
+                kept.append(line)
+        self._target = _started(path, "".join(kept))
 
     def __call__(self, event: Any) -> None:
         """Write an event."""
-        if isinstance(event, (RunStarted, RunDone)):
-            if isinstance(event, RunDone):
-                self._tell(event.to_dict())
+        config = {}
+        if isinstance(event, RunStarted):
             super().__call__(event)
-        else:
-            self._tell(event.to_dict())
-
-    def _tell(self, told: dict[str, Any]) -> None:
-        if self._file is not None:
-            told.pop("past", None)  # stands in the file already
-            self._file.write(json.dumps(_json(told), allow_nan=False) + "\n")
-            self._file.flush()
-
-    def end(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-        self._file = None
+            config = {"config": self.config}
+        if self._target is not None:
+            fields = {**event.to_dict(), **config}
+            fields.pop("past", None)  # part of the file already
+            self._target.write(json.dumps(_json(fields), allow_nan=False) + "\n")
+            self._target.flush()
+        if isinstance(event, RunDone):
+            self.end()
 
 
-def _begun(path: Path, text: str) -> TextIO:
-    """Return a file that begins with ``text``, to be added to."""
+def _started(path: Path, text: str) -> TextIO:
+    """Return a file that contains ``text``, open for appending."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, [text.encode()])
     return open(path, "a", newline="", encoding="utf-8")
 
 
-def _csv_rows(path: Path) -> Iterator[list[str]]:
-    """Yield the whole rows of a file of figures; the last may have been cut off."""
-    if path.is_file():
-        text = read_regular(path, 1 << 32).decode("utf-8", errors="replace")
-        whole = text[: text.rfind("\n") + 1]
-        yield from (row for row in csv.reader(io.StringIO(whole)) if len(row) == 3 and row[0].isdecimal())
-
-
-def _json_lines(path: Path, last: int) -> Iterator[str]:
-    """Yield the lines of a file of events up to those of a step."""
-    if path.is_file():
-        for line in read_regular(path, 1 << 32).decode("utf-8", errors="replace").splitlines():
-            try:
-                found = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(found, dict) and found.get("event") != "RunDone" and found.get("step", 0) <= last:
-                yield line + "\n"
+def _complete_lines(path: Path) -> Iterable[str]:
+    """Return the lines of a file, without a last line that was cut off."""
+    text = read_regular(path, 1 << 32).decode("utf-8", errors="replace") if path.is_file() else ""
+    return io.StringIO(text[: text.rfind("\n") + 1], newline="")
 
 
 def _json(value: Any) -> Any:
@@ -234,149 +196,129 @@ def _json(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 
-# ---- packages --------------------------------------------------------------------------------------------
-
-
 class TensorBoardTracker(Tracker):
     """Writes event files for TensorBoard into ``folder``, by ``torch.utils.tensorboard``."""
 
     package = "tensorboard"
-    _writer: Any = None
 
     def begin(self, event: RunStarted) -> None:
-        """Open the writer; steps after the checkpoint are shown once, as they were done again."""
-        goes_on = event.resumed_from is not None
-        self._writer = self.need("torch.utils.tensorboard").SummaryWriter(
-            str(self.folder), purge_step=event.step + 1 if goes_on else None
-        )
-        if self.config and not goes_on:
+        """Open the writer; repeated steps are shown once."""
+        purge = None if event.resumed_from is None else event.step + 1
+        self._target = self.need("torch.utils.tensorboard").SummaryWriter(str(self.folder), purge_step=purge)
+        if self.config and purge is None:
             lines = "\n".join(f"    {name}: {value}" for name, value in self.config.items())
-            self._writer.add_text("settings", lines, event.step)
+            self._target.add_text("settings", lines, event.step)
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """Add scalars."""
-        if self._writer is not None:
-            for name, value in figures.items():
-                self._writer.add_scalar(name, value, step)
+        for name, value in figures.items() if self._target is not None else ():
+            self._target.add_scalar(name, value, step)
 
     def note(self, step: int, kind: str, text: str) -> None:
         """Add a text."""
-        if self._writer is not None:
-            self._writer.add_text(kind, text, step)
-
-    def end(self) -> None:
-        """Close the writer."""
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = None
+        if self._target is not None:
+            self._target.add_text(kind, text, step)
 
 
 class _Service(Tracker):
-    """One that gives a run a name of its own, by which it is found again."""
+    """A service that gives each run an id, by which a resumed run is continued."""
 
-    def known(self, event: RunStarted) -> str | None:
-        """Return the name that the service gave to the run that goes on; None for a new run."""
-        path = self.folder / NAMES
-        if event.resumed_from is None or not path.is_file():
-            return None
+    _is_own = True
+    """Whether the service's run was started here, so that it is ended here."""
+
+    def _ids(self) -> dict[str, Any]:
+        path = self.folder / "trackers.json"
         try:
-            found = json.loads(read_regular(path, 1 << 20)).get(self.package)
-        except (ValueError, AttributeError):
-            return None
+            return dict(json.loads(read_regular(path, 1 << 20))) if path.is_file() else {}
+        except (ValueError, TypeError):
+            return {}
+
+    def known_id(self, event: RunStarted) -> str | None:
+        """Return the id of a resumed run; None for a new run."""
+        found = None if event.resumed_from is None else self._ids().get(self.package)
         return found if isinstance(found, str) else None
 
-    def remember(self, name: str) -> None:
-        """Keep the name of the run."""
-        path = self.folder / NAMES
-        names: dict[str, Any] = {}
-        if path.is_file():
-            try:
-                names = dict(json.loads(read_regular(path, 1 << 20)))
-            except (ValueError, TypeError):
-                names = {}
-        if names.get(self.package) != name:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, [json.dumps({**names, self.package: name}, indent=1).encode()])
+    def store_id(self, name: str) -> None:
+        """Store the id of the run."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({**self._ids(), self.package: name}, indent=1)
+        write_atomically(self.folder / "trackers.json", [text.encode()])
 
 
 class WandbTracker(_Service):
-    """Logs to Weights & Biases, by its package; project and mode are those of its environment (``WANDB_...``).
+    """Logs to Weights & Biases; project and mode come from its environment variables (``WANDB_...``).
 
-    Figures come with ``step``, which is their axis, since counts of theirs may only rise. Figures of steps that were
-    taken after the checkpoint of a run that goes on stay there beside those that replace them. A process of theirs
-    writes offline files, and may be some milliseconds behind; ``wandb.teardown()``, as the end of this process, waits.
+    ``step`` is the axis of all values. Values of steps that a resumed run repeats remain beside the new ones.
     """
 
     package = "wandb"
-    _run: Any = None
 
     def begin(self, event: RunStarted) -> None:
-        """Begin a run of theirs, or go on with its own, or with the one that the process has."""
+        """Start or continue a run, or use the active one."""
         wandb = self.need("wandb")
-        self._own = wandb.run is None
-        if not self._own:
-            self._run = wandb.run
+        self._is_own = wandb.run is None
+        if not self._is_own:
+            self._target = wandb.run
             return
-        again, self._run = self.known(event), None
+        known = self.known_id(event)
         self.folder.mkdir(parents=True, exist_ok=True)
-        more = {"id": again, "resume": "allow"} if again is not None else {}
-        self._run = wandb.init(config=self.config, dir=str(self.folder), **more)
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
-        self.remember(str(self._run.id))
+        more = {"id": known, "resume": "allow"} if known is not None else {}
+        self._target = wandb.init(config=self.config, dir=str(self.folder), **more)
+        self._target.define_metric("step")
+        self._target.define_metric("*", step_metric="step")
+        self.store_id(str(self._target.id))
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """Log figures."""
-        if self._run is not None:
-            self._run.log({**figures, "step": step})
+        """Log values."""
+        if self._target is not None:
+            self._target.log({**figures, "step": step})
 
     def note(self, step: int, kind: str, text: str) -> None:
         """Log a text."""
-        if self._run is not None:
-            self._run.log({f"{kind}s": text, "step": step})
+        if self._target is not None:
+            self._target.log({f"{kind}s": text, "step": step})
 
     def end(self) -> None:
-        """End their run, if it was begun here."""
-        if self._run is not None and self._own:
-            self._run.finish()
-        self._run = None
+        """End the run if it was started here."""
+        if self._target is not None and self._is_own:
+            self._target.finish()
+        self._target = None
 
 
 class MlflowTracker(_Service):
-    """Logs to MLflow, by its package; server and experiment are those of its environment (``MLFLOW_...``).
+    """Logs to MLflow; server and experiment come from its environment variables (``MLFLOW_...``).
 
-    A step that is done again by a run that goes on has both values there, the newer one last.
+    A step that a resumed run repeats has both values, the newer one last.
     """
 
     package = "mlflow"
-    _client: Any = None
 
     def begin(self, event: RunStarted) -> None:
-        """Begin a run of theirs, or go on with its own, or with the active one."""
-        self._client = self.need("mlflow")
-        self._own = self._client.active_run() is None
-        again = self.known(event)
-        if self._own:
-            self._client.start_run(run_id=again) if again is not None else self._client.start_run()
-            self.remember(self._client.active_run().info.run_id)
-        for name, value in self.config.items() if again is None else ():
-            self._client.log_param(name, str(value)[:500])  # the length that it takes
+        """Start or continue a run, or use the active one."""
+        self._target = self.need("mlflow")
+        self._is_own = self._target.active_run() is None
+        known = self.known_id(event)
+        if self._is_own:
+            self._target.start_run(**({"run_id": known} if known is not None else {}))
+            self.store_id(self._target.active_run().info.run_id)
+        for name, value in self.config.items() if known is None else ():
+            self._target.log_param(name, str(value)[:500])  # the longest value that it accepts
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """Log metrics."""
-        if self._client is not None:
-            self._client.log_metrics({name: float(value) for name, value in figures.items()}, step=step)
+        if self._target is not None:
+            self._target.log_metrics({name: float(value) for name, value in figures.items()}, step=step)
 
     def note(self, step: int, kind: str, text: str) -> None:
-        """Set a tag, named by the step."""
-        if self._client is not None:
-            self._client.set_tag(f"{kind}.{step}", text[:5000])
+        """Set a tag."""
+        if self._target is not None:
+            self._target.set_tag(f"{kind}.{step}", text[:5000])
 
     def end(self) -> None:
-        """End their run, if it was begun here."""
-        if self._client is not None and self._own:
-            self._client.end_run()
-        self._client = None
+        """End the run if it was started here."""
+        if self._target is not None and self._is_own:
+            self._target.end_run()
+        self._target = None
 
 
 TRACKERS: dict[str, Callable[..., Tracker]] = {
@@ -389,28 +331,25 @@ TRACKERS: dict[str, Callable[..., Tracker]] = {
 
 
 def make_tracker(name: str, folder: str | os.PathLike[str], config: Mapping[str, Any] | None = None) -> Tracker:
-    """Return the tracker of this name, its package found.
+    """Return the tracker with this name.
 
     Raises:
-        TrainError: there is no such tracker, or its package is not installed.
+        TrainError: there is none, or its package is not installed.
     """
     if name not in TRACKERS:
         raise TrainError(
-            f"trackers: found {name!r}{nearest(str(name), TRACKERS)}; expected one of {', '.join(TRACKERS)}, or "
-            "something that can be called with events.",
+            f"trackers: found {name!r}{nearest(str(name), TRACKERS)}, expected one of {', '.join(TRACKERS)}, or a "
+            "callable that receives events.",
             found=name,
         )
-    made = TRACKERS[name](folder, config)
-    made.check()
-    return made
+    tracker = TRACKERS[name](folder, config)
+    if tracker.package:
+        tracker.need(tracker.package)
+    return tracker
 
 
 def make_trackers(
     wanted: Sequence[str | Subscriber], folder: str | os.PathLike[str], config: Mapping[str, Any] | None = None
 ) -> list[Subscriber]:
-    """Return trackers by their names, and others as they are.
-
-    Raises:
-        TrainError: as of `make_tracker`.
-    """
+    """Return trackers by name, and callables as they are; errors as of `make_tracker`."""
     return [one if callable(one) else make_tracker(one, folder, config) for one in wanted]

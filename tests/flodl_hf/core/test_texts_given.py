@@ -378,7 +378,6 @@ def test_progress_is_shown_where_asked_and_changes_no_answer(
     from flodl import progress
 
     told: list[tuple[str, int, int | None]] = []
-    monkeypatch.setattr(progress, "AFTER_S", 0.0)
     monkeypatch.setattr(progress.Progress, "_draw", lambda self: told.append((self.what, self.done, self.total)))
     model = make("bert", head)
     model.runtime(token_budget=1)  # a batch for each text
