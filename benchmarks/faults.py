@@ -71,7 +71,7 @@ def run(folder: Path, ranks: int = 1, **extra: Any) -> Any:
     """Return the builder of the run that everything here does."""
     made = Trainer.builder(make_model, adamw(1e-2), extra.pop("step", train_step)).dataset(Rows()).batch_size(8)
     made.num_epochs(5).checkpoints(str(folder), every=SAVE_EVERY, resume=True)
-    made.set(seed=11, max_grad_norm=1.0, schedule=Cosine(1e-2, 1e-4, STEPS), frozen_after_s=2.0, **extra)
+    made.set(seed=11, max_grad_norm=1.0, schedule=Cosine(1e-2, 1e-4, STEPS), **extra)
     made.eval_fn(lambda model: {"size": float(sum(p.abs().sum() for p in model.parameters()))})
     return made if ranks == 1 else made.devices(ranks, start="fork").policy("sync")
 

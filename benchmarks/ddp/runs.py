@@ -16,8 +16,6 @@ import torch
 from benchmarks.ddp.cases import Case
 from flodl.distributed import Ranks
 from flodl.train import EpochMetrics, EvalDone, StepDone, Synced, Trainer
-from flodl.train.plan import RunPlan
-from flodl.train.settings import make_settings
 
 __all__ = ["MODES", "Bench", "speed", "table_of_modes", "train", "warm_up"]
 
@@ -69,26 +67,21 @@ def train(
     if case.rates is not None and "schedule" not in settings:
         epochs = settings.get("num_epochs") or case.epochs
         settings["schedule"] = partial(_rates, case, len(data[0]) * epochs // bench.batch)
-    chosen = make_settings(
-        {
-            "num_epochs": case.epochs,
-            "batch_size": batch or bench.batch,
-            "seed": 1000 + seed,
-            "save_epochs": False,
-            "timeline": timeline,
-            **bench.settings,
-            **settings,
-        }
-    )
-    plan = RunPlan(lambda _: case.make(data[0]), case.optimizer, step, chosen, Trainer, data=data[0])
+    chosen = {
+        "num_epochs": case.epochs,
+        "batch_size": batch or bench.batch,
+        "seed": 1000 + seed,
+        "save_epochs": False,
+        "timeline": timeline,
+        "progress": False,
+        **bench.settings,
+        **settings,
+    }
+    builder = Trainer.builder(lambda _: case.make(data[0]), case.optimizer, step).dataset(data[0]).set(**chosen)
     if judged and data[1] is not None:
-        plan = RunPlan(
-            plan.model_factory, plan.optimizer_factory, step, chosen, Trainer, data=data[0],
-            evals={"": (case.judge, data[1], {"batch_size": 512})},
-        )  # fmt: skip
-    trainer = plan.trainer(ranks)
+        builder.evaluate(case.judge, data[1], batch_size=512, every=chosen.get("eval_every"))
     notes: list[Any] = []
-    trainer.events.subscribe(notes.append, StepDone, Synced, EpochMetrics, EvalDone)
+    trainer = builder.subscribe(notes.append, StepDone, Synced, EpochMetrics, EvalDone).trainer(ranks)
     if ranks.device.type == "cuda":
         torch.cuda.synchronize(ranks.device)
     ranks.barrier()
@@ -153,19 +146,15 @@ def warm_up(bench: Bench, case: Case, data: tuple[Any, Any]) -> None:
 
 def speed(ranks: Ranks, case: Case, data: tuple[Any, Any], steps: int, batch: int, **settings: Any) -> float:
     """Return samples per second under Sync, of all ``ranks``; the first third of the steps is not counted."""
-    chosen = make_settings(
-        {
-            "num_epochs": 10_000, "max_steps": steps, "batch_size": batch * ranks.world, "policy": "sync",
-            "save_epochs": False, "drop_last": True, **settings,
-        }
+    builder = Trainer.builder(lambda _: case.make(data[0]), case.optimizer, case.step).dataset(data[0], drop_last=True)
+    builder.set(
+        num_epochs=10_000, max_steps=steps, batch_size=batch * ranks.world, policy="sync", save_epochs=False,
+        progress=False, **settings,
     )  # fmt: skip
-    trainer = RunPlan(lambda _: case.make(data[0]), case.optimizer, case.step, chosen, Trainer, data=data[0]).trainer(
-        ranks
-    )
     wall_ms: list[float] = []
-    trainer.events.subscribe(lambda event: wall_ms.append(event.wall_ms), StepDone)
+    builder.subscribe(lambda event: wall_ms.append(event.wall_ms), StepDone)
     ranks.barrier()
-    trainer.fit()
+    builder.trainer(ranks).fit()
     counted = wall_ms[steps // 3 :]
     return batch * ranks.world * len(counted) / sum(counted) * 1e3
 

@@ -10,7 +10,6 @@ import ctypes
 import mmap
 import os
 import time
-from collections.abc import Sequence
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -49,9 +48,6 @@ class Board:
     def __init__(self, world: int, cells: Any = None) -> None:
         self.world = world
         self._cells = cells if cells is not None else (ctypes.c_double * (_CELLS * world))()
-        # How often what was asked for was done, as this process knows: what is asked before a run is built counts.
-        self._done = [[0.0] * len(WISHES) for _ in range(world)]
-        self._given = [0.0] * world
 
     @classmethod
     def shared(cls, world: int, context: BaseContext) -> Board:
@@ -91,32 +87,17 @@ class Board:
         return int(self._cells[_CELLS * rank + 2])
 
     def ask(self, rank: int, wish: str) -> None:
-        """Ask ``rank`` for one of `WISHES`; it heeds it at its next step."""
+        """Request one of `WISHES` of ``rank``, which acts on it at its next step."""
         self._cells[_CELLS * rank + 3 + WISHES.index(wish)] += 1
 
     def asked(self, rank: int) -> list[float]:
-        """Return how often ``rank`` was asked for each of `WISHES`."""
+        """Return how many times each of `WISHES`, and last a snapshot, was requested of ``rank``."""
         first = _CELLS * rank + 3
-        return list(self._cells[first : first + len(WISHES)])
-
-    def open_wishes(self, rank: int) -> list[bool]:
-        """Return of each of `WISHES` whether ``rank`` was asked for it since it last did it."""
-        return [now > done for now, done in zip(self.asked(rank), self._done[rank], strict=True)]
-
-    def did(self, rank: int, wishes: Sequence[float]) -> None:
-        """Record that ``rank`` does these of `WISHES`, by a number for each that is not 0."""
-        asked = self.asked(rank)
-        self._done[rank] = [a if flag else d for a, d, flag in zip(asked, self._done[rank], wishes, strict=True)]
+        return list(self._cells[first : first + len(WISHES) + 1])
 
     def ask_snapshot(self, rank: int) -> None:
-        """Ask ``rank`` for its weights; it alone heeds that, where all ranks have the same."""
+        """Request the weights of ``rank``."""
         self._cells[_CELLS * rank + 3 + len(WISHES)] += 1
-
-    def new_snapshots(self, rank: int) -> int:
-        """Return how often ``rank`` was asked for its weights since this was called last."""
-        asked = self._cells[_CELLS * rank + 3 + len(WISHES)]
-        new, self._given[rank] = asked - self._given[rank], asked
-        return round(new)
 
     def silence_s(self, rank: int) -> float:
         """Return the seconds since the last pulse of ``rank``; 0 before its first."""

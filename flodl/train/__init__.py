@@ -4,7 +4,7 @@ The pieces: `Trainer` (the loop), `Step` (one optimiser step), `Loss` (a sum and
 events to subscribe to, optimiser factories and parameter groups. How ranks share work is in
 `flodl.distributed`; what batches are in `flodl.data`.
 
-To read it: `settings`, `core` (what a run consists of), `loop` (what surrounds steps), `trainer`; then `step`.
+To read it: `settings`, `trainer`, `parts` (what a run consists of), `loop`; then `step`.
 """
 
 from flodl.train.builder import TrainerBuilder
@@ -29,9 +29,8 @@ from flodl.train.events import (
 )
 from flodl.train.handle import Handle, RankStatus, Trained
 from flodl.train.loss import Loss
-from flodl.train.optim.ema import WeightAverage
+from flodl.train.optim.ema import Ema, WeightAverage
 from flodl.train.optim.optimizers import OptimizerFactory, adamw, layerwise_decay, parameter_groups, sgd
-from flodl.train.own_loop import OwnLoop
 from flodl.train.pre_run import Rehearsal
 from flodl.train.precision import Precision
 from flodl.train.profiling import Profiler
@@ -55,6 +54,7 @@ __all__ = [
     "Callback",
     "CsvTracker",
     "Decided",
+    "Ema",
     "EpochMetrics",
     "EvalDone",
     "Event",
@@ -66,7 +66,6 @@ __all__ = [
     "ModelSnapshot",
     "Observed",
     "OptimizerFactory",
-    "OwnLoop",
     "Precision",
     "Profiler",
     "RankStatus",

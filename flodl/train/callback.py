@@ -1,102 +1,140 @@
-"""Functions of the user that take part in a run, step by step and around the backward pass.
+"""Callbacks: user code that takes part in a run, at steps, at epochs and around the backward pass.
 
-Events (`flodl.train.events`) tell what happened to whoever looks on; callbacks stand inside the loop, on every
-rank, and may change what it does. Those that look at a step from outside leave it as fast as it is. Those that act
-around the backward pass take part in its arithmetic, which a captured step would not repeat, so such a run captures
-nothing and says so.
+Events (`flodl.train.events`) report what happened; callbacks run inside the loop, on every rank, and may change it. A
+callback that acts around the backward pass takes part in the arithmetic of the step, which a captured step would not
+repeat, so such a run captures no steps and logs the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flodl.errors import TrainError, nearest
 from flodl.train.loss import Loss
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from flodl.train.step.outcome import StepResult
 
-__all__ = ["Callback", "Hooks"]
+__all__ = ["Callback", "CheckpointFunction", "EpochFunction", "Hooks"]
 
 AROUND = ("before_backward", "after_backward", "before_optimizer_step")
 
 
 class Callback:
-    """Takes part in a run; override what you need.
+    """Base class of callbacks; override the methods you need.
 
-    Every rank calls its own copy, at the same steps. An error in a callback ends the run. ``trainer.stop()`` ends
-    it in order. Where ranks are processes of ours a callback has to be picklable. ``trainer`` is this rank's
-    `flodl.train.Trainer`; your own classes may annotate it as such.
+    Each rank calls its own copy at the same steps. An error in a callback ends the run; ``trainer.stop()`` ends it in
+    order. With ranks in processes of their own a callback must be picklable. ``trainer`` is the `flodl.train.Trainer`
+    of this rank.
     """
 
     def on_train_begin(self, trainer: Any) -> None:
-        """Called when the run begins or goes on, after checkpoints were read."""
+        """Called when the run starts or resumes, after its checkpoint was loaded."""
 
     def on_epoch_begin(self, trainer: Any, epoch: int) -> None:
-        """Called before an epoch, the first being 0."""
+        """Called before an epoch; the first epoch is 0."""
 
     def on_step_begin(self, trainer: Any, batches: Sequence[Any]) -> None:
-        """Called before an optimiser step with this rank's micro-batches of it."""
+        """Called before an optimiser step with the micro-batches of this rank."""
 
     def before_backward(self, trainer: Any, loss: Loss) -> Loss | None:
-        """Called with the loss of a micro-batch; what is returned takes its place, None leaves it.
+        """Called with the loss of a micro-batch; a returned `Loss` replaces it.
 
-        A loop of your own that calls ``loss.backward()`` instead of ``trainer.backward(loss)`` passes this by, and
-        `after_backward` too.
+        A loop of your own that calls ``loss.backward()`` instead of ``trainer.backward(loss)`` skips this method and
+        `after_backward`.
         """
 
     def after_backward(self, trainer: Any) -> None:
-        """Called when the gradient of a micro-batch was added to this rank's; a sum that nothing has divided yet."""
+        """Called after the backward pass of a micro-batch; gradients are sums that are not divided yet."""
 
     def before_optimizer_step(self, trainer: Any) -> None:
-        """Called when gradients are those of the whole step, the same on all ranks, before they are clipped."""
+        """Called with the gradients of the whole step, equal on all ranks, before they are clipped."""
 
     def on_step_end(self, trainer: Any, result: StepResult) -> None:
-        """Called when the step is done; on CUDA its figures may still be on the device (``result.outcome``)."""
+        """Called after a step; on CUDA its figures may still be on the device (``result.outcome``)."""
 
     def on_evaluate(self, trainer: Any, metrics: Mapping[str, float]) -> None:
-        """Called with the figures of an evaluation, the same on all ranks."""
+        """Called with the figures of an evaluation, equal on all ranks."""
 
     def on_epoch_end(self, trainer: Any, epoch: int) -> None:
         """Called after an epoch and its evaluation, before its checkpoint."""
 
     def on_train_end(self, trainer: Any) -> None:
-        """Called when the run ended by itself."""
+        """Called when the run finishes or is stopped."""
 
     def close(self, trainer: Any) -> None:
-        """Called when the run is over, however it ended."""
+        """Called at the end of a run, also after an error."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return JSON values that checkpoints hold, the same on all ranks."""
+        """Return JSON values for checkpoints, equal on all ranks."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave when the checkpoint was made."""
+        """Load the values that `state_dict` returned."""
+
+
+class EpochFunction(Callback):
+    """Calls ``call(epoch, trainer)`` on every rank before each epoch."""
+
+    def __init__(self, call: Callable[[int, Any], Any]) -> None:
+        self.call = call
+
+    def on_epoch_begin(self, trainer: Any, epoch: int) -> None:
+        """Call the function."""
+        self.call(epoch, trainer)
+
+
+class CheckpointFunction(Callback):
+    """Calls ``call(epochs done, model)`` on rank 0 after every so many epochs, with averaged weights if there are any.
+
+    An error in the function is logged once and training continues.
+    """
+
+    def __init__(self, call: Callable[[int, nn.Module], Any], every: int = 1) -> None:
+        self.call, self.every, self._failed = call, every, False
+
+    def on_epoch_end(self, trainer: Any, epoch: int) -> None:
+        """Call the function if it is due."""
+        if trainer.ranks.rank or (epoch + 1) % self.every:
+            return
+        trainer.ranks.phase("callback")
+        try:
+            with trainer.averaged_weights():
+                self.call(epoch + 1, trainer.model)
+        except Exception as error:
+            if not self._failed:
+                trainer.warn(f"checkpoint_fn raised {type(error).__name__}: {error}; training continues")
+            self._failed = True
 
 
 PREFIXES = ("on_", "before_", "after_")
 KNOWN = tuple(name for name in vars(Callback) if name.startswith(PREFIXES))
-"""What is called at a time, so that a method of such a name that is none of these was meant for another library."""
+"""Methods that are called by name; a method with one of the prefixes that is not among them is a mistake."""
 
 
 class Hooks:
-    """The callbacks of one run.
+    """The callbacks of one run; the methods that callbacks override are attributes, each a list.
 
     Args:
-        trainer: what callbacks are given.
+        trainer: passed to callbacks as their first argument.
 
     Raises:
-        TrainError: one of them is no `Callback`.
+        TrainError: an object is not a `Callback`, or has a method that is never called.
     """
+
+    on_step_begin: list[Callable[..., Any]]
+    on_step_end: list[Callable[..., Any]]
 
     def __init__(self, trainer: Any, callbacks: Sequence[Callback]) -> None:
         self.trainer, self.callbacks = trainer, tuple(callbacks)
         strange = [type(call).__name__ for call in self.callbacks if not isinstance(call, Callback)]
         if strange:
             raise TrainError(
-                f"callbacks: found {', '.join(strange)}; expected instances of flodl.train.Callback. A function that "
-                "looks on subscribes to events.",
+                f"callbacks: found {', '.join(strange)}; expected instances of flodl.train.Callback. Pass functions "
+                "that only read events to subscribe().",
                 found=strange,
             )
         never = [
@@ -111,6 +149,9 @@ class Hooks:
                 f"{', '.join(KNOWN)}.",
                 problems=never,
             )
+        for name in (*KNOWN, "close"):
+            if name != "before_backward":
+                setattr(self, name, [getattr(call, name) for call in self.acts(name)])
 
     def acts(self, *names: str) -> list[Callback]:
         """Return the callbacks that override one of these methods."""
@@ -120,45 +161,45 @@ class Hooks:
 
     @property
     def around(self) -> list[Callback]:
-        """Those that act around the backward pass."""
+        """The callbacks that act around the backward pass."""
         return self.acts(*AROUND)
 
     def call(self, name: str, *args: Any) -> None:
-        """Call the method of this name of all callbacks, in order."""
-        for call in self.callbacks:
-            getattr(call, name)(self.trainer, *args)
+        """Call the method ``name`` of all callbacks in order."""
+        for method in getattr(self, name):
+            method(self.trainer, *args)
 
     def before_backward(self, loss: Loss) -> Loss:
-        """Return the loss that callbacks leave or put in its place."""
+        """Return the loss after all callbacks have seen or replaced it."""
         for call in self.callbacks:
             given = call.before_backward(self.trainer, loss)
             if given is not None and not isinstance(given, Loss):
                 raise TrainError(
                     f"{type(call).__name__}.before_backward: found {type(given).__name__}; expected a "
-                    "flodl.train.Loss, or None to leave it.",
+                    "flodl.train.Loss, or None.",
                     found=type(given).__name__,
                 )
             loss = loss if given is None else given
         return loss
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return the states of callbacks that have any, by their place."""
+        """Return the states of callbacks with their positions; callbacks without state are left out."""
         states = [(place, call, call.state_dict()) for place, call in enumerate(self.callbacks)]
         return [{"place": p, "kind": type(call).__name__, "state": dict(state)} for p, call, state in states if state]
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take up saved states.
+        """Load the states of `state_dict`.
 
         Raises:
-            TrainError: there is no such callback at a place.
+            TrainError: a position has another callback than the checkpoint.
         """
         for entry in states:
             place = entry["place"]
             found = type(self.callbacks[place]).__name__ if place < len(self.callbacks) else None
             if found != entry["kind"]:
                 raise TrainError(
-                    f"resume: the checkpoint has the state of callback {place}, a {entry['kind']}; found {found}. Give "
-                    "the callbacks of the run in their order.",
+                    f"resume: the checkpoint has the state of callback {place}, a {entry['kind']}; found {found}. Pass "
+                    "the callbacks in the order of the first run.",
                     place=place,
                 )
             self.callbacks[place].load_state_dict(entry["state"])

@@ -1,13 +1,14 @@
-"""Combinations of settings that cannot be, found before ranks are started and before anything is computed."""
+"""Invalid combinations of settings, found before ranks are started and anything is computed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from flodl.checked_fields import number
+import torch
+
 from flodl.errors import TrainError, capped
 from flodl.train.evaluate import Callbacks, RankedEval
+from flodl.train.optim.rates import make_schedule
 from flodl.train.settings import Settings
 
 __all__ = ["check_settings", "setting_faults"]
@@ -16,13 +17,13 @@ __all__ = ["check_settings", "setting_faults"]
 def setting_faults(
     settings: Settings, *, world: int = 1, callbacks: Callbacks | None = None, own_loop: bool = False
 ) -> list[str]:
-    """Return each combination of settings that cannot be, as ``<setting>: found ..., expected ...``.
+    """Return each invalid combination of settings, as ``<setting>: found ..., expected ...``.
 
     Args:
         settings: of the run; each value alone is valid.
         world: the number of ranks.
-        callbacks: functions that the run calls, and its evaluations; None where they are not known yet.
-        own_loop: whether the loop is written by the user (`Trainer.setup`).
+        callbacks: the evaluations of the run; None if they are unknown.
+        own_loop: whether the user writes the loop (`Trainer.setup`).
     """
     return [
         *(_own_loop_faults(settings) if own_loop else []),
@@ -36,7 +37,7 @@ def setting_faults(
 def check_settings(
     settings: Settings, *, world: int = 1, callbacks: Callbacks | None = None, own_loop: bool = False
 ) -> None:
-    """Raise where `setting_faults` finds anything; the arguments are the same.
+    """Raise an error for invalid combinations; arguments as for `setting_faults`.
 
     Raises:
         TrainError: ``problems`` lists all faults.
@@ -50,11 +51,11 @@ def check_settings(
 
 def _own_loop_faults(settings: Settings) -> Iterator[str]:
     if settings.micro_batch_size == "auto":
-        yield "micro_batch_size: found 'auto' in a loop of your own, which has no trial run; expected a number of rows"
+        yield "micro_batch_size: found 'auto' in a loop of your own, which has no trial run; expected a number"
     if settings.capture is True:
         yield (
             "capture: found True in a loop of your own (Trainer.setup), whose steps are not captured; expected 'auto', "
-            "or Trainer.builder"
+            "or Trainer.fit"
         )
 
 
@@ -62,8 +63,8 @@ def _policy_faults(settings: Settings, world: int) -> Iterator[str]:
     knobs = settings.knobs
     if settings.ema is not None and world > 1 and settings.policy in ("cadence", "async"):
         yield (
-            f"ema: found {settings.ema:g} with policy={settings.policy!r} on {world} ranks, where each rank steps "
-            "by itself and would have another average; expected policy='sync', one rank, or no ema"
+            f"ema: found {settings.ema} with policy={settings.policy!r} on {world} ranks, where each rank would have "
+            "another average; expected policy='sync', one rank, or no ema"
         )
     if isinstance(knobs.shares, tuple) and len(knobs.shares) != world:
         yield f"shares: found {len(knobs.shares)} for {world} ranks, expected one number for each rank"
@@ -80,26 +81,18 @@ def _policy_faults(settings: Settings, world: int) -> Iterator[str]:
 
 
 def _schedule_faults(settings: Settings, world: int) -> Iterator[str]:
-    made: Any = settings.schedule
-    if made is None:
+    schedule = settings.schedule
+    if schedule is None or isinstance(schedule, torch.optim.lr_scheduler.LRScheduler):
         return
-    expected = "an object with lr(step), or a function of the number of ranks that returns one"
-    if not hasattr(made, "lr"):
-        try:
-            made = made(world)
-        except Exception as error:
-            yield f"schedule: found a function that raises {type(error).__name__}: {error}, expected {expected}"
-            return
-    if not callable(getattr(made, "lr", None)):
-        yield f"schedule: found a function that returns {type(made).__name__}, expected {expected}"
-        return
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=getattr(schedule, "reference", 1.0) or 1.0)
     try:
-        rate = made.lr(0)
-    except Exception as error:
-        yield f"schedule: lr(0) raises {type(error).__name__}: {error}, expected a learning rate"
+        made = make_schedule(schedule, optimizer, world)
+    except TrainError as error:
+        if not hasattr(error, "schedule"):  # the rate of the real optimiser is compared later
+            yield error.message
         return
-    if not number(least=0).fits(rate) or rate == float("inf"):
-        yield f"schedule: lr(0) returns {rate!r}, expected a learning rate of 0 or more"
+    if isinstance(made, torch.optim.lr_scheduler.LRScheduler) and any("rate" in str(r)[:4] for r in settings.rules):
+        yield "rules: found set_rate with a torch LRScheduler, which overwrites rates; expected a function of the step"
 
 
 def _metric_faults(settings: Settings, callbacks: Callbacks) -> Iterator[str]:
@@ -115,19 +108,19 @@ def _metric_faults(settings: Settings, callbacks: Callbacks) -> Iterator[str]:
 
 def _shard_faults(settings: Settings, callbacks: Callbacks) -> list[str]:
     refused = {
-        f"policy={settings.policy!r}: ranks hold different parts, so they step together; 'sync' does": (
+        f"policy={settings.policy!r}: ranks hold different parts, so they step together; use 'sync'": (
             settings.policy not in (None, "sync")
         ),
         "precision='fp16': its loss scale would differ by rank; use 'bf16'": settings.precision == "fp16",
-        "ema: an average of the weights is kept whole on each rank": settings.ema is not None,
+        "ema: each rank keeps the whole average": settings.ema is not None,
         "capture=True: collectives of shards are not captured; leave it at 'auto'": settings.capture is True,
-        "compile: torch.compile does not see through the shards' hooks here": settings.compile,
-        "micro_batch_size='auto': trials on one rank would wait for the others; give a number": (
+        "compile: torch.compile does not support the hooks of shards here": settings.compile,
+        "micro_batch_size='auto': trials on one rank would wait for the others; use a number": (
             settings.micro_batch_size == "auto"
         ),
         "rules: they change which weights learn": bool(settings.rules),
-        "checkpoint_fn: it is called on one rank, which holds a part of the model": callbacks.checkpoint_fn is not None,
-        "eval_fn: it is called on one rank, which holds a part of the model; give .evaluate(step, data)": (
+        "checkpoint_fn: it is called on one rank, which has a part of the model": callbacks.checkpoint_fn is not None,
+        "eval_fn: it is called on one rank, which has a part of the model; use .evaluate(step, data)": (
             callbacks.eval_fn is not None and not isinstance(callbacks.eval_fn, RankedEval)
         ),
     }

@@ -7,21 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from flodl.errors import TrainError
-from flodl.train.core import TrainerCore
 from flodl.train.feed import RowFeed, Share
 from flodl.train.loss import as_loss, batch_len
 from flodl.train.saving.state import load_random, random_state
 
+if TYPE_CHECKING:
+    from flodl.train.trainer_parts import TrainerParts
+
 __all__ = ["fit_micro_batch", "heaviest_turn", "try_turn"]
 
 
-def heaviest_turn(trainer: TrainerCore) -> int:
+def heaviest_turn(trainer: TrainerParts) -> int:
     """Return the turn of this epoch with the most tokens, padded, where lengths are known; else the first."""
     feed = trainer.feed
     if not isinstance(feed, RowFeed):
@@ -37,7 +39,7 @@ def heaviest_turn(trainer: TrainerCore) -> int:
     return max(range(len(weights)), key=weights.__getitem__) // feed.accumulate if weights else 0
 
 
-def fit_micro_batch(trainer: TrainerCore) -> int | None:
+def fit_micro_batch(trainer: TrainerParts) -> int | None:
     """Have batches cut into micro-batches that fit; return the rows of one, None where whole batches fit.
 
     All ranks come to the same number. Random states, buffers and gradients are put back to what they were.
@@ -79,7 +81,7 @@ def _cut_to(feed: Any, size: int | None) -> None:
         data.collate = cut(size)  # type: ignore[union-attr]
 
 
-def try_turn(trainer: TrainerCore, turn: int) -> tuple[int, bool]:
+def try_turn(trainer: TrainerParts, turn: int) -> tuple[int, bool]:
     """Send a turn forward and backward without a step; return rows of its largest micro-batch, and if it fits."""
     model, step, device = trainer.model, trainer.step_, trainer.ranks.device
     assert trainer.feed is not None
@@ -110,7 +112,7 @@ def try_turn(trainer: TrainerCore, turn: int) -> tuple[int, bool]:
     return largest, fits
 
 
-def _reserve(trainer: TrainerCore) -> list[torch.Tensor]:
+def _reserve(trainer: TrainerParts) -> list[torch.Tensor]:
     """Return memory as large as the optimiser will take at its first step, held during the trial."""
     if trainer.optimizer.state or trainer.ranks.device.type != "cuda":
         return []

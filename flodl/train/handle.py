@@ -1,55 +1,63 @@
-"""What the caller of a run holds: metrics as they come, and the trained state at the end."""
+"""The result of a run, and the handle of a run in the background."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
-from safetensors.torch import load as parse_tensors
-from safetensors.torch import save as format_tensors
 from torch import nn
 
-from flodl.distributed.launch import LOOK_S, Crew
+from flodl.devices import cuda_count
+from flodl.distributed.group import Ranks
+from flodl.distributed.launch import LOOK_S, launch
 from flodl.errors import TrainError, TrainInterrupted
+from flodl.train.audience import Audience
 from flodl.train.events import EpochMetrics, Event, Events, Observed, RunFailed, StepDone
-from flodl.train.saving.state import load_model, model_state
-from flodl.train.snapshots import ModelSnapshot, taken_from
+from flodl.train.plan import GivenModel, RunPlan
+from flodl.train.saving.state import model_state
+from flodl.train.snapshots import ModelSnapshot, ModelWeights, Tensors, unpack_weights
 
 __all__ = ["Handle", "RankStatus", "SendEvents", "Trained"]
 
 
 @dataclass(frozen=True)
-class Trained:
-    """The end of a run, on the CPU, by name.
+class Trained(ModelWeights):
+    """The result of a run: its weights on the CPU by name, its figures, and the model.
 
-    Weights that were in shards are put together on the first rank alone. On the others both dicts are empty, ``whole``
-    is False, and what asks for the weights is refused.
+    Sharded weights are gathered on rank 0 only. On other ranks both dicts are empty, ``whole`` is False, and reading
+    the weights raises an error.
 
     Attributes:
-        parameters: every parameter.
-        buffers: every persistent buffer.
-        metrics: the figures of each epoch that this process saw.
+        parameters: all parameters.
+        buffers: all persistent buffers.
+        metrics: the figures of each epoch that this process received.
         whole: whether the weights are here.
+        in_place: whether this process trained the model, which has the weights.
     """
 
-    parameters: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor]
+    parameters: Tensors
+    buffers: Tensors
     metrics: list[EpochMetrics] = field(default_factory=list)
     whole: bool = True
+    in_place: bool = False
+    _factory: Callable[[torch.device], nn.Module] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(cls, model: nn.Module, *, keep: bool = True) -> Trained:
-        """Return copies of the state of ``model``; of shards all ranks call this together.
+        """Return copies of the state of ``model``; all ranks call this together for a sharded model.
 
         Args:
-            model: on this rank, whole or in shards.
-            keep: whether this rank is to hold the weights; one tensor at a time is whole on ranks that do not.
+            model: whole or sharded.
+            keep: whether this rank keeps the weights; other ranks only contribute their parts.
         """
         state = model_state(model, keep=keep)
         if not keep:
@@ -63,61 +71,54 @@ class Trained:
         numbers = sum(value.numel() for value in self.parameters.values())
         return f"Trained({numbers:,} parameters in {len(self.parameters)} tensors, {len(self.metrics)} epochs)"
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return parameters and buffers together.
+    @cached_property
+    def model(self) -> nn.Module:
+        """The trained model: the one of this process, else one of the run's factory on the CPU with these weights.
+
+        Raises:
+            TrainError: the model was sharded, or the result was unpickled.
+        """
+        if self._factory is None:
+            raise TrainError(
+                "trained: found no model, because it was sharded or belongs to another process. Use "
+                "trained.load_into(model) on rank 0."
+            )
+        model = self._factory(torch.device("cpu"))
+        return model if self.in_place else self.load_into(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields without the model and its factory, for pickle."""
+        return {name: None if name == "_factory" else getattr(self, name) for name in self.__dataclass_fields__}
+
+    def state_dict(self) -> Tensors:
+        """Return parameters and buffers in one dict.
 
         Raises:
             TrainError: the weights are not on this rank.
         """
-        self._check_whole()
-        return {**self.parameters, **self.buffers}
-
-    def load_into(self, model: nn.Module) -> nn.Module:
-        """Copy the state into ``model`` and return it.
-
-        Raises:
-            TrainError: the weights are not on this rank.
-            CheckpointError: names, shapes or dtypes differ.
-        """
-        load_model(model, self.state_dict())
-        return model
-
-    def to_bytes(self) -> bytes:
-        """Return the state as safetensors, to be sent to another process.
-
-        Raises:
-            TrainError: the weights are not on this rank.
-        """
-        self._check_whole()
-        marked = {f"p:{k}": v for k, v in self.parameters.items()} | {f"b:{k}": v for k, v in self.buffers.items()}
-        return format_tensors(marked)
-
-    def _check_whole(self) -> None:
         if not self.whole:
             raise TrainError(
-                "trained: the weights were in shards and have been put together on rank 0 alone; expected this to be "
-                "asked there. Ask `trained.whole` first, or read the checkpoint or the folder that was written."
+                "trained: the weights were sharded and are on rank 0 only. Check `trained.whole`, or read the "
+                "checkpoint or the folder that was written."
             )
+        return super().state_dict()
 
-    @classmethod
-    def from_bytes(cls, data: bytes, metrics: Sequence[EpochMetrics] = ()) -> Trained:
-        """Return what `to_bytes` was given."""
-        state = parse_tensors(data)
-        kinds = {mark: {k[2:]: v for k, v in state.items() if k.startswith(mark)} for mark in ("p:", "b:")}
-        return cls(kinds["p:"], kinds["b:"], list(metrics))
+    def join(self) -> Trained:
+        """Return self; runs in the foreground have ended when they return."""
+        return self
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What one rank is doing.
+    """State of one rank.
 
     Attributes:
         rank: its number.
         pid: its process.
         alive: whether the process runs.
-        phase: what it does, one of `flodl.distributed.board.PHASES`.
+        phase: one of `flodl.distributed.board.PHASES`.
         step: the last step that it began.
-        silent_s: seconds since its last pulse.
+        silent_s: seconds since its last sign of life.
     """
 
     rank: int
@@ -129,109 +130,115 @@ class RankStatus:
 
 
 class Handle:
-    """A run that was begun; made by ``TrainerBuilder.run``.
+    """A run in the background, whose ranks are processes; made by `Trainer.start`.
 
-    Ranks in processes of their own are listened to while a method of this object waits, and by nothing
-    else: call ``join``, or ask for metrics until there are none.
+    Messages of the ranks are read while a method of this object waits: call `join`, or `poll` repeatedly.
+
+    Args:
+        plan: the run.
+        run_rank: called as ``run_rank(ranks, plan)`` in each process; returns the packed weights on rank 0.
 
     Attributes:
         world_size: number of ranks.
-        model: the trained model, where this process trained it; None otherwise.
+        devices: name of the device of each rank.
     """
 
-    def __init__(
-        self,
-        *,
-        world: int,
-        metrics_fn: Callable[[EpochMetrics], Any] | None = None,
-        subscribers: Sequence[tuple[Callable[[Any], Any], tuple[type, ...]]] = (),
-        over: Callable[[], Any] | None = None,
-    ) -> None:
-        self.world_size = world
-        self.crew: Crew | None = None
-        self.model: nn.Module | None = None
-        self._metrics_fn = metrics_fn
-        self._events = Events()
-        self._failed = False
-        self._over = over
-        for call, kinds in subscribers:
-            self._events.subscribe(call, *kinds)
-        self._queue: deque[EpochMetrics] = deque()
-        self._seen: list[EpochMetrics] = []
+    def __init__(self, plan: RunPlan, run_rank: Callable[[Ranks, RunPlan], bytes | None]) -> None:
+        names, settings = plan.devices, plan.settings
+        self.world_size = names if isinstance(names, int) else len(names)
+        usual = [f"cuda:{rank % cuda_count()}" if cuda_count() else "cpu" for rank in range(self.world_size)]
+        self.devices = usual if isinstance(names, int) else list(names)
+        self._plan = plan
+        self._events, self._queue = Events(), deque[EpochMetrics]()
+        self._metrics: list[EpochMetrics] = []
         self._trained: Trained | None = None
         self._snapshots: deque[ModelSnapshot] = deque()
         self._stopped: dict[str, Any] = {}
+        self._failed = False
+        self._audience = Audience(settings, plan.subscribers, first=True, total=plan.total)
+        self._audience.listen(self._events, self.ask, evaluates=plan.evaluates)
+        listening = "all" if self._audience.needs_all_events else "some" if self._audience.subscribers else ""
+        own = replace(settings, trackers=(), monitor=self._audience.monitor is not None)
+        sent = replace(plan, settings=own, subscribers=(), metrics_fn=None, listening=listening)
+        try:
+            self._crew = launch(
+                run_rank,
+                (sent,),
+                ranks=self.world_size,
+                device=None if isinstance(names, int) else names,
+                start=plan.start,
+                timeout_s=settings.timeout_s,
+                max_restarts=settings.max_restarts,
+                on_message=self._on_message,
+            )
+        except BaseException:
+            self._audience.__exit__()
+            raise
 
     def __repr__(self) -> str:
         state = "running" if self._trained is None else "over"
-        return f"Handle({state}, {self.world_size} rank{'s' * (self.world_size != 1)}, {len(self._seen)} epochs seen)"
+        many = "s" * (self.world_size != 1)
+        return f"Handle({state}, {self.world_size} rank{many}, {len(self._metrics)} epochs)"
 
-    def note(self, metrics: EpochMetrics) -> None:
-        """Take in the figures of an epoch."""
-        self._queue.append(metrics)
-        self._seen.append(metrics)
-
-    def on_message(self, rank: int, message: tuple[str, Any]) -> Any:
-        """Handle what a rank sent; the answer to an epoch's figures is whether to go on."""
+    def _on_message(self, rank: int, message: tuple[str, Any]) -> Any:
+        """Handle a message of a rank; the answer to the figures of an epoch is whether training continues."""
         kind, body = message
         if kind == "event":
             self._events.emit(body)
-            return None
-        if kind == "snapshot":
-            self._snapshots.append(taken_from(body))
-            return None
-        if kind == "stopped":
+        elif kind == "snapshot":
+            step, epoch, data, metrics = body
+            self._snapshots.append(ModelSnapshot(step, epoch, *unpack_weights(data), metrics))
+        elif kind == "stopped":
             step, folder, data = body
-            self._stopped = {"step": step, "folder": folder, "trained": Trained.from_bytes(data, self._seen)}
-            return None
-        if kind == "failed":
+            self._stopped = {"step": step, "folder": folder, "trained": self._result(data)}
+        elif kind == "failed":
             error, restarts = body
-            self._events.emit(
-                RunFailed(
-                    step=error.step, epoch=0, reason=str(error), failed_rank=error.rank, phase=error.phase,
-                    restarts=restarts,
-                )
-            )  # fmt: skip
-            return None
-        self.note(body)
-        if self._metrics_fn is None:
-            return True
+            about: Any = {"failed_rank": error.rank, "phase": error.phase, "restarts": restarts}
+            self._events.emit(RunFailed(step=error.step, epoch=0, reason=str(error), **about))
+        else:
+            self._queue.append(body)
+            self._metrics.append(body)
+            return self._continues(body)
+        return None
+
+    def _continues(self, metrics: EpochMetrics) -> bool:
         try:
-            return self._metrics_fn(body) is not False
+            return self._plan.metrics_fn is None or self._plan.metrics_fn(metrics) is not False
         except Exception as error:
             if not self._failed:
-                import warnings
-
                 warnings.warn(f"metrics_fn raised {type(error).__name__}: {error}; training continues", RuntimeWarning)
             self._failed = True
             return True
 
-    def finish(self, trained: Trained, model: nn.Module | None = None) -> None:
-        """Be told how the run ended."""
-        self._trained = replace(trained, metrics=list(self._seen))
-        self.model = model
+    def _result(self, data: bytes) -> Trained:
+        """Return the result of the weights that rank 0 sent; a model that the user passed gets them."""
+        factory = self._plan.model_factory
+        trained = Trained(*unpack_weights(data), list(self._metrics), _factory=factory)
+        if isinstance(factory, GivenModel):
+            trained.load_into(factory.model)
+        return trained
 
     # ---- while it runs -------------------------------------------------------------------------------
 
     @property
     def is_running(self) -> bool:
-        """Whether ranks still train, as far as this process has heard; `poll` listens."""
-        return self._trained is None and self.crew is not None and bool(self.crew.alive)
+        """Whether ranks still train, as far as this process knows; `poll` reads their messages."""
+        return self._trained is None and bool(self._crew.alive)
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """Listen to the ranks, for at most so long, and return whether the run goes on.
+        """Read messages of the ranks for at most ``timeout_s``, and return whether the run continues.
 
         Raises:
-            RankError: a rank failed; it says which, where and why.
+            RankError: a rank failed.
         """
-        if self._trained is not None or self.crew is None:
+        if self._trained is not None:
             return False
-        with self._interrupted(), self.crew.passing_signals():
-            return not self.crew.poll(timeout_s)
+        with self._interrupted(), self._crew.passing_signals():
+            return not self._crew.poll(timeout_s)
 
     @contextlib.contextmanager
     def _interrupted(self) -> Iterator[None]:
-        """Give an interruption the state that rank 0 sent before it left."""
+        """Add the state that rank 0 sent before it ended to an interruption."""
         try:
             yield
         except KeyboardInterrupt:
@@ -239,116 +246,113 @@ class Handle:
             raise TrainInterrupted(**self._stopped) from None
 
     def ranks(self) -> list[RankStatus]:
-        """Return what each rank is doing right now, without asking it; nothing where this process trained."""
-        if self.crew is None:
-            return []
-        board, alive = self.crew.board, set(self.crew.alive)
+        """Return the state of each rank, read from shared memory."""
+        board, alive = self._crew.board, set(self._crew.alive)
         return [
             RankStatus(rank, pid, rank in alive, board.phase(rank), board.step(rank), board.silence_s(rank))
-            for rank, pid in enumerate(self.crew.pids)
+            for rank, pid in enumerate(self._crew.pids)
         ]
 
     def rank_metrics(self) -> list[dict[str, float]]:
         """Return the figures of each rank in the newest epoch; see `EpochMetrics.by_rank`."""
-        return [dict(figures) for figures in self._seen[-1].by_rank] if self._seen else []
+        return [dict(figures) for figures in self._metrics[-1].by_rank] if self._metrics else []
 
-    def stop(self) -> None:
-        """Ask the run to end at the next meeting of its ranks, its state saved; `join` gives what it came to."""
-        self.ask("stop")
-
-    def snapshot(self, timeout_s: float = 60.0) -> ModelSnapshot:
-        """Return the run's weights as they are now, without stopping it.
+    def architecture_svg(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Return a picture of the model as SVG, written to ``path`` if given.
 
         Raises:
-            TrainError: the run is over, or there was none within the time.
+            TrainError: the model is not a `flodl.graph.Graph`.
+        """
+        from flodl.graph import Graph
+
+        model = self._plan.model_factory(torch.device("cpu"))
+        if not isinstance(model, Graph):
+            raise TrainError(
+                f"architecture_svg: found a {type(model).__name__}, expected a flodl.graph.Graph. Build the model with "
+                "FlowBuilder.",
+                found=type(model).__name__,
+            )
+        return model.svg(path)
+
+    def ask(self, request: str) -> None:
+        """Request ``"stop"``, ``"evaluate"`` or ``"save"``, from any thread; all ranks act on it at one step."""
+        if self._trained is None:
+            self._crew.board.ask(0, request)
+
+    def stop(self) -> None:
+        """Request the end of the run, with its state saved; `join` returns the result."""
+        self.ask("stop")
+
+    def abort(self) -> None:
+        """End the ranks at once, without saving."""
+        self._crew.stop()
+
+    def snapshot(self, timeout_s: float = 60.0) -> ModelSnapshot:
+        """Return the present weights of the run without stopping it.
+
+        Raises:
+            TrainError: the run is over, or did not answer in time.
             RankError: a rank failed.
         """
-        if self._trained is not None or self.crew is None:
-            raise TrainError("snapshot: the run is over; expected one that trains. join() gives its weights.")
-        self.crew.board.ask_snapshot(0)
+        if self._trained is not None:
+            raise TrainError("snapshot: the run is over. Read the weights of its result, join().")
+        self._crew.board.ask_snapshot(0)
         until = time.monotonic() + timeout_s
-        while not self._snapshots:
-            if not self.poll(timeout_s=0.05):
-                break
+        while not self._snapshots and self.poll(timeout_s=0.05):
             if time.monotonic() > until:
                 raise TrainError(
-                    f"snapshot: rank 0 gave none within {timeout_s:g} s; it is in phase "
-                    f"{self.crew.board.phase(0)!r}. Expected a step to end in that time; give it more.",
+                    f"snapshot: rank 0 did not send one within {timeout_s:g} s and is in phase "
+                    f"{self._crew.board.phase(0)!r}; expected a step to end in that time. Increase timeout_s.",
                     timeout_s=timeout_s,
                 )
         if not self._snapshots:
-            raise TrainError("snapshot: the run ended before it took one. join() gives its weights.")
+            raise TrainError("snapshot: the run ended before one was taken. Read the weights of its result, join().")
         return self._snapshots.popleft()
 
     def poll_metrics(self) -> list[EpochMetrics]:
         """Return the figures of the epochs that ended since the last call, without waiting."""
-        if self._trained is None and self.crew is not None:
-            self.crew.poll()
+        self.poll()
         out = list(self._queue)
         self._queue.clear()
         return out
 
     def next_metrics(self) -> EpochMetrics | None:
-        """Wait for the next epoch's figures and return them; None when the run is over."""
-        while not self._queue and self._trained is None and self.crew is not None:
-            with self._interrupted(), self.crew.passing_signals():
-                over = self.crew.poll(timeout_s=LOOK_S)
-            if over:
-                break
+        """Wait for the figures of the next epoch and return them; None when the run is over."""
+        while not self._queue and self.poll(timeout_s=LOOK_S):
+            pass
         return self._queue.popleft() if self._queue else None
 
     def join(self) -> Trained:
-        """Wait for the end of the run and return the trained state.
+        """Wait for the end of the run and return its result.
 
         Raises:
-            RankError: a rank failed; it says which, where and why.
-            TrainInterrupted: SIGINT (Ctrl-C) ended the run, which has saved its state. A second call returns the
-                trained state at that step.
-            SystemExit: SIGTERM ended the run, which has saved its state; the code is 143.
+            RankError: a rank failed; its attributes contain which, where and why.
+            TrainInterrupted: SIGINT (Ctrl-C) ended the run after it saved its state. A second call returns the result.
+            SystemExit: SIGTERM ended the run after it saved its state; the code is 143.
         """
         if self._trained is None:
-            assert self.crew is not None
-            try:
-                with self._interrupted():
-                    data = self.crew.wait()[0]
-            finally:
-                if self._over is not None:
-                    self._over()
-            self._trained = Trained.from_bytes(data, self._seen)
+            with self._audience, self._interrupted():
+                data = self._crew.wait()[0]
+            self._trained = self._result(data)
         return self._trained
-
-    def ask(self, wish: str) -> None:
-        """Ask the run to ``"stop"``, ``"evaluate"`` or ``"save"`` when all ranks meet next; from any thread.
-
-        A run that trained in this process is over when its handle is there, and is asked by ``trainer.ask``.
-        """
-        if self.crew is not None and self._trained is None:
-            self.crew.board.ask(0, wish)
-
-    def abort(self) -> None:
-        """End the ranks at once, without saving."""
-        if self.crew is not None:
-            self.crew.stop()
 
 
 class SendEvents:
-    """Sends a rank's events to the process that started it.
+    """Sends the events of a rank to the process that started it.
 
     Args:
         pipe: to that process.
-        every_s: least seconds between two steps that are told; people see no more.
+        every_s: minimum of seconds between two steps that are sent.
     """
 
     def __init__(self, pipe: Any, every_s: float) -> None:
-        self.pipe, self.every_s, self._last, self._passed_over = pipe, every_s, -math.inf, False
+        self.pipe, self.every_s, self._last, self._skipped = pipe, every_s, -math.inf, False
 
     def __call__(self, event: Event) -> None:
         """Send an event."""
         if isinstance(event, StepDone):
-            self._passed_over = event.at_s - self._last < self.every_s
-            self._last = self._last if self._passed_over else event.at_s
-        if self._passed_over and (
-            isinstance(event, StepDone) or (isinstance(event, Observed) and event.scope == "step")
-        ):
-            return
-        self.pipe.send(("event", event))
+            self._skipped = event.at_s - self._last < self.every_s
+            self._last = self._last if self._skipped else event.at_s
+        of_step = isinstance(event, StepDone) or (isinstance(event, Observed) and event.scope == "step")
+        if not (self._skipped and of_step):
+            self.pipe.send(("event", event))

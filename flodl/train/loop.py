@@ -1,368 +1,375 @@
-"""The training loop without its body: runs begin, epochs end, ranks meet, figures are taken, checkpoints written.
+"""The training loop of one rank: steps, epochs, what happens between steps, and the start and end of a run.
 
-The body, what is done with a batch, is `flodl.train.trainer` for loops of ours and `flodl.train.own_loop` for loops
-that users write. What a step computes is in `flodl.train.step`, who does which part of the data and when ranks meet in
-`flodl.distributed.policy`, what is saved in `flodl.train.saving.resume`.
+`train` is the loop of `Trainer.fit`; a loop that a user writes (`flodl.train.own_loop`) calls the other methods.
 """
 
 from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator
-from concurrent.futures import Future
-from typing import Any, NoReturn
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
-from flodl.distributed.group import Ranks
 from flodl.distributed.rounds import Round
 from flodl.distributed.sync import Sync
 from flodl.errors import TrainError
 from flodl.signals import stop_by
-from flodl.train.core import TrainerCore
 from flodl.train.epoch_figures import Tally, epoch_metrics
-from flodl.train.evaluate import Callbacks
-from flodl.train.events import EpochMetrics, RunDone
+from flodl.train.events import EpochMetrics
 from flodl.train.feed import Feed, Share
+from flodl.train.fitting import fit_micro_batch
 from flodl.train.handle import Trained
-from flodl.train.optim.optimizers import OptimizerMaker
-from flodl.train.reports import evaluate_now, report_failure, report_round, report_start
-from flodl.train.route import compiled
-from flodl.train.saving.saves import Saves
-from flodl.train.settings import Settings
-from flodl.train.snapshots import ModelSnapshot, Snapshots
+from flodl.train.parts import unoptimised
+from flodl.train.reports import evaluate_now, report_end, report_failure, report_round, report_start
+from flodl.train.requests import EVALUATE, SAVE
+from flodl.train.route import choose_route, compiled
 from flodl.train.step import StepResult, TrainStep
+
+if TYPE_CHECKING:
+    from flodl.train.trainer_parts import TrainerParts
 
 __all__ = ["Loop"]
 
 
-class Loop(TrainerCore):
-    """What happens around steps, the same whoever writes the body of the loop.
+class Loop:
+    """The loop of one rank.
 
-    Attributes:
-        saves: the run's checkpoints.
-        snapshots: weights that somebody asked for.
+    Args:
+        trainer: a trainer whose parts were created.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: OptimizerMaker,
-        train_step: TrainStep | None = None,
-        *,
-        settings: Settings,
-        ranks: Ranks,
-        feed: Feed | None = None,
-        callbacks: Callbacks | None = None,
-    ) -> None:
-        super().__init__(model, optimizer, train_step, settings=settings, ranks=ranks, feed=feed, callbacks=callbacks)
-        self.saves = Saves(self)
-        self.keeper = self.saves.keeper
-        self.snapshots = Snapshots(ranks)
+    def __init__(self, trainer: TrainerParts) -> None:
+        self.trainer = trainer
+        self._since = time.perf_counter()
+        self._pending: tuple[float, ...] = ()  # flags that are handled when the epoch is closed
+        self._metrics_fn_failed = False
+        self._after_step: list[Callable[[StepResult], Any]] = []
+        if trainer.average is not None:
+            self._after_step.append(trainer.average.after_step)
 
-    def _due(self) -> bool:
-        return self.saves.due or super()._due()
+    def train(self) -> None:
+        """Run until the last epoch, or a reason to stop."""
+        trainer = self.trainer
+        step, settings, requests = trainer.step_, trainer.settings, trainer.requests
+        assert trainer.train_step is not None
+        assert trainer.feed is not None
+        with self.cleanup():
+            trainer.model.train()
+            trainer.saves.restore()
+            self.begin()
+            step.train_step = self._without_history(trainer.train_step)
+            if settings.micro_batch_size == "auto":
+                fit_micro_batch(trainer)
+            choose_route(trainer)
+            step = trainer.step_
+            while trainer.epoch_number < settings.num_epochs and not trainer.stopping:
+                for turn, batches in self.batches(trainer.feed):
+                    result = step.run(batches, step=trainer.policy.lr_step, flags=requests.flags())
+                    self.end_step(turn, result)
+                    if trainer.stopping:
+                        break
+                if not trainer.stopping:
+                    self.end_epoch()
+            self.end()
 
-    # ---- steps and meetings --------------------------------------------------------------------------
+    # ---- steps ---------------------------------------------------------------------------------------
 
-    def _work(self, feed: Feed) -> Iterator[tuple[int, list[Any]]]:
-        """Yield this rank's part of what is left of the epoch, one optimiser step at a time, its rates set."""
-        self.observing.refresh()
-        self.step_.invalidate_if_changed()
-        self.watch.restart()
-        self.hooks.call("on_epoch_begin", self.epoch_number)
-        self.check_learners()
-        total = feed.turns(self.epoch_number)
-        for turns, ratios in self.policy.turns(total):
-            share = Share(self.ranks.rank, ratios, self.min_rows) if ratios else Share(0, (1.0,), self.min_rows)
-            self.ranks.phase("data")
+    def batches(self, feed: Feed) -> Iterator[tuple[int, list[Any]]]:
+        """Yield the position in the epoch and the micro-batches of this rank, one optimiser step at a time."""
+        trainer = self.trainer
+        policy, ranks, epoch = trainer.policy, trainer.ranks, trainer.epoch_number
+        trainer.hooks.call("on_epoch_begin", epoch)
+        trainer.observing.refresh()
+        trainer.step_.invalidate_if_changed()
+        self._check_learners()
+        self.wall_ms()
+        total = feed.turns(epoch)
+        for turns, ratios in policy.turns(total):
+            share = Share(ranks.rank, ratios, trainer.min_rows) if ratios else Share(0, (1.0,), trainer.min_rows)
+            ranks.phase("data")
             done = -1
-            for done, batches in feed.work(self.epoch_number, turns, share):
-                self.rates.set(self.policy.lr_step)
-                self.hooks.call("on_step_begin", batches)
+            for done, batches in feed.work(epoch, turns, share):
+                trainer.rates.set(policy.lr_step)
+                for hook in trainer.hooks.on_step_begin:
+                    hook(trainer, batches)
+                trainer.log.begin(ranks.device)
                 yield done, batches
-                self.ranks.phase("data")
+                ranks.phase("data")
             if done != turns[-1]:
                 self._ran_out()
                 return
         if not total:
             self._ran_out()
 
-    def _ran_out(self) -> None:
-        """Have the run end where there are no further batches.
-
-        Raises:
-            TrainError: there was none at all, or other ranks wait for what is missing.
-        """
-        step = self.policy.lr_step
-        if not step:
-            raise TrainError(
-                "trainer: found no batches in the data; expected one at least. Check what the loader reads and filters."
-            )
-        said = f"data: they ended after step {step} and do not begin anew (a generator cannot)"
-        if not isinstance(self.policy, Sync):
-            raise TrainError(f"{said}; expected {self.policy.name!r} to have turns for all ranks. Use policy='sync'.")
-        self.warn(f"{said}; the run ends here")
-        self.stopping = True
-
-    def _after_step(self, turn: int, result: StepResult) -> None:
-        round_ = self.policy.after_step(turn, result.samples, result.compute_ms, self._flags())
-        if self.average is not None and result.moved():
-            self.average.update()
-        about: Any = {"epoch": self.epoch_number, "lr": self.rates.first, "wall_ms": self.watch.restart()}
-        self.log.note(self.tally, result, step=self.policy.lr_step, **about)
-        self.graphs.end_step()
-        self.hooks.call("on_step_end", result)
+    def end_step(self, turn: int, result: StepResult) -> None:
+        """Report a step, and act if all ranks are equal after it."""
+        trainer = self.trainer
+        policy = trainer.policy
+        round_ = policy.after_step(turn, result.samples, result.compute_ms, result.flags)
+        for hook in self._after_step:
+            hook(result)
+        about: Any = {"epoch": trainer.epoch_number, "lr": trainer.rates.first, "wall_ms": self.wall_ms()}
+        trainer.log.note(trainer.tally, result, step=policy.lr_step, **about)
+        trainer.graphs.end_step()
+        for hook in trainer.hooks.on_step_end:
+            hook(trainer, result)
         if round_ is not None:
-            self._met(round_)
-        elif isinstance(self.policy, Sync):
-            self._at_rest(result.flags)
+            self._after_round(round_)
+        elif isinstance(policy, Sync):
+            self._between_steps(result.flags)
 
-    def _met(self, round_: Round) -> None:
-        report_round(self, round_)
+    def _after_round(self, round_: Round) -> None:
+        report_round(self.trainer, round_)
         if round_.held and not round_.all_dry:
-            self._at_rest(round_.flags)
+            self._between_steps(round_.flags)
         elif round_.all_dry:
-            self._left_over = round_.flags  # heeded when the epoch is closed
+            self._pending = round_.flags
 
-    def _at_rest(self, flags: Any) -> None:
-        """All ranks are equal here and know the same; what they must decide alike is decided here."""
-        every = self.settings.eval_every
-        if every and self.evaluator.at_step // every < self.policy.steps // every >= self.settings.eval_delay / every:
+    def _between_steps(self, flags: Any) -> None:
+        """Act where all ranks are equal and have the same flags: evaluate, apply rules, save, stop."""
+        trainer, saves, requested = self.trainer, self.trainer.saves, any(flags)
+        settings, steps, evaluator = trainer.settings, trainer.policy.steps, trainer.evaluator
+        every = settings.eval_every
+        if every and evaluator.at_step // every < steps // every >= settings.eval_delay / every:
             self._evaluate()
-        elif flags[3]:
-            self.stopping = evaluate_now(self) or self.stopping
-        self.wishes.heed(flags[2:])
-        if self.observing.due(self.policy.steps):
-            self.log.settle(self.tally)
-            self.observing.end_window(self.tally, self.policy.steps, shared_loss=self.step_.share_gradients)
-        self._decide()
-        if any(flags[:3]):
-            self.save(wait=True)
+        elif requested and flags[EVALUATE]:
+            trainer.stopping = evaluate_now(trainer) or trainer.stopping
+        if requested:
+            trainer.requests.acknowledge(flags[2:])
+        if settings.rules:
+            if trainer.observing.due(steps):
+                trainer.log.settle(trainer.tally)
+                trainer.observing.end_window(trainer.tally, steps, shared_loss=trainer.step_.share_gradients)
+            self._decide()
+        if requested and any(flags[:3]):
+            saves.save(wait=True)
             if flags[0]:
                 self._leave(round(flags[1] / flags[0]))
-            self.stopping = True
-        elif (self.saves.due or self.saves.best_due or flags[4]) and not self._epoch_ends():
-            self.save()
-        self.stopping = self.stopping or self.out_of_steps
-        self.saves.report_saves()
-        self._serve_snapshots()
+            trainer.stopping = True
+        elif (
+            (saves.keeper is not None and (saves.due or saves.best_due)) or any(flags[SAVE:])
+        ) and not self._epoch_ends():
+            saves.save()
+        if settings.max_steps is not None and steps >= settings.max_steps:
+            trainer.stopping = True
+        if saves.keeper is not None:
+            saves.report_saves()
+        if trainer.requests.snapshots or trainer.snapshots.wanted:
+            self._serve_snapshots()
 
-    def _serve_snapshots(self) -> None:
-        """Take a snapshot if somebody asked for one."""
-        if self.sharded:
-            return
-        average = self.average.tensors() if self.average is not None else {}
-        losses = self.log.losses
-        metrics = {**({"loss": losses[-1]} if losses else {}), **self.evaluator.found}
-        self.snapshots.serve(self.model, average, step=self.policy.steps, epoch=self.epoch_number, metrics=metrics)
+    # ---- epochs --------------------------------------------------------------------------------------
 
-    def snapshot(self) -> Future[ModelSnapshot]:
-        """Return the run's weights as they are where ranks have the same next, without stopping it; from any thread.
-
-        ``trainer.snapshot().result()`` waits for it; the training thread, and so a callback, must not.
-
-        Raises:
-            TrainError: the run is over.
-        """
-        if self.sharded:
-            raise TrainError("snapshot: the weights are sharded; expected them whole. Save, and read the checkpoint.")
-        return self.snapshots.ask()
-
-    def _decide(self) -> None:
-        """Act on the rules of the run, where all ranks know the same."""
-        for decided in self.observing.decide(self.policy.steps, self.epoch_number):
-            self.events.emit(decided)
-            self.step_.loaded()
-            self.stopping = self.stopping or decided.action == "stop"
-
-    def _flags(self) -> list[float]:
-        """Return what this rank wants all to know: a signal that came (as 1 and its number), and `Wishes.flags`."""
-        number = self.signals.number
-        return [float(bool(number)), float(number), *self.wishes.flags()]
-
-    _left_over: tuple[float, ...] = ()
-
-    def _leave(self, number: int) -> NoReturn:
-        """Leave because of a signal, the state saved; after Ctrl-C the model has the trained weights."""
-        self.log.settle(self.tally)
-        self._report_end("signal", self.policy.lr_step)
-        about: dict[str, Any] = {}
-        if number == signal.SIGINT:
-            if self.average is not None:
-                self.average.put()
-            trained = Trained.of(self.model, keep=self.ranks.rank == 0 or not self.sharded)
-            about = {"step": self.policy.lr_step, "folder": self.settings.folder, "trained": trained}
-        self._close()
-        stop_by(number, **about)
-
-    def _epoch_ends(self) -> bool:
-        """Return whether a save after the epoch follows at once."""
-        if not isinstance(self.policy, Sync) or self.feed is None or self.settings.save_epochs is not True:
-            return False
-        return self.policy.position >= self.feed.turns(self.epoch_number)
-
-    def _end_epoch(self) -> None:
-        for round_ in self.policy.close_epoch(self._flags()):
-            self._met(round_)
-            if self.stopping:
+    def end_epoch(self) -> None:
+        """Close an epoch: evaluate, report its figures, apply rules, and save."""
+        trainer = self.trainer
+        for round_ in trainer.policy.close_epoch(trainer.requests.flags()):
+            self._after_round(round_)
+            if trainer.stopping:
                 return
-        self.log.settle(self.tally)
-        self.tally.wall_ms += self.watch.restart()
-        done = self.epoch_number
-        self.epoch_number += 1
-        if self.evaluator.at_step != self.policy.steps and (not self.settings.eval_every or self._over()):
+        trainer.log.settle(trainer.tally)
+        trainer.tally.wall_ms += self.wall_ms()
+        done, steps, evaluator = trainer.epoch_number, trainer.policy.steps, trainer.evaluator
+        trainer.epoch_number += 1
+        if evaluator.at_step != steps and (not trainer.settings.eval_every or self._over()):
             self._evaluate()
-        parts = self.ranks.gather(self.tally.to_dict())
-        metrics = epoch_metrics(
-            parts,
-            shared_loss=self.step_.share_gradients,
-            epoch=done,
-            step=self.policy.steps,
-            evaluated=self.evaluator.found,
-        )
-        observed = self.observing.end_epoch(metrics, parts)
-        self.hooks.call("on_epoch_end", done)
-        self.tally = Tally()
-        self._observe(metrics)
-        self.events.emit(metrics)
+        parts = trainer.ranks.gather(trainer.tally.to_dict())
+        shared = trainer.step_.share_gradients
+        metrics = epoch_metrics(parts, shared_loss=shared, epoch=done, step=steps, evaluated=evaluator.found)
+        observed = trainer.observing.end_epoch(metrics, parts)
+        trainer.hooks.call("on_epoch_end", done)
+        trainer.tally = Tally()
+        trainer.rates.end_epoch(metrics, evaluator)
+        trainer.events.emit(metrics)
         if observed is not None:
-            self.events.emit(observed)
+            trainer.events.emit(observed)
         self._decide()
-        wanted = self._call("metrics_fn", metrics) if self.ranks.rank == 0 else None
-        every = self.settings.checkpoint_every
-        if every and (done + 1) % every == 0 and self.ranks.rank == 0:
-            # The weights that were judged, as in evaluations.
-            with self.average.applied() if self.average is not None else contextlib.nullcontext():
-                self._call("checkpoint_fn", done + 1, self.model)
-        rows = self.ranks.table(
-            [
-                float(wanted is False or self.wishes.flags()[0]),
-                float(not self.saves.at_epochs_end),
-                float(self.saves.needless_at_end),
-            ]
-        )
-        self.stopping = self.stopping or any(row[0] for row in rows)
-        self.stopping = self.stopping or self.out_of_steps
-        left_out = (self.stopping or self._over()) and rows[0][2]  # what the end of the run is saved for, or not
-        left_over, self._left_over = self._left_over, ()
-        if any(left_over[:3]):
-            self._at_rest(left_over)
-        elif any(left_over[4:]) or (
-            not left_out and (self.stopping or self.saves.best_due or not any(row[1] for row in rows))
-        ):
-            self.save()
-        self.wishes.heed(left_over[2:] or (0.0, 0.0, 0.0))  # the end of an epoch is judged and saved as was asked for
-        self.saves.report_saves()
-        self._serve_snapshots()  # ranks that meet seldom may be equal nowhere else
+        self._finish_epoch(stops=trainer.ranks.rank == 0 and self._stopped_by_metrics_fn(metrics))
+
+    def _finish_epoch(self, *, stops: bool) -> None:
+        """Decide with all ranks whether to stop and whether to save after an epoch."""
+        trainer, saves, requests = self.trainer, self.trainer.saves, self.trainer.requests
+        row = [stops or requests.flags()[2], not saves.at_epochs_end, saves.needless_at_end]
+        rows = trainer.ranks.table([float(value) for value in row])
+        stops = trainer.stopping = trainer.stopping or any(row[0] for row in rows) or trainer.out_of_steps
+        skips_end = (stops or self._over()) and rows[0][2]
+        flags, self._pending = self._pending, ()
+        if any(flags[:3]):
+            self._between_steps(flags)
+        elif any(flags[SAVE:]) or (not skips_end and (stops or saves.best_due or not any(row[1] for row in rows))):
+            saves.save()
+        requests.acknowledge(flags[2:] or (0.0, 0.0, 0.0))
+        saves.report_saves()
+        self._serve_snapshots()  # ranks that average rarely may be equal nowhere else
+
+    def _stopped_by_metrics_fn(self, metrics: EpochMetrics) -> bool:
+        """Return whether ``metrics_fn`` stops the run; an error in it is logged once."""
+        trainer = self.trainer
+        trainer.ranks.phase("callback")
+        try:
+            return trainer.metrics_fn is not None and trainer.metrics_fn(metrics) is False
+        except Exception as error:
+            if not self._metrics_fn_failed:
+                trainer.warn(f"metrics_fn raised {type(error).__name__}: {error}; training continues")
+            self._metrics_fn_failed = True
+            return False
 
     def _evaluate(self) -> None:
-        if self.policy.steps >= self.settings.eval_delay or self._over():
-            self.stopping = evaluate_now(self) or self.stopping
-            name = self.settings.schedule_metric
-            if name != "loss" and name in self.evaluator.found:
-                self.rates.observe(self.evaluator.found, name)
+        trainer = self.trainer
+        if trainer.policy.steps >= trainer.settings.eval_delay or self._over():
+            trainer.stopping = evaluate_now(trainer) or trainer.stopping
+            trainer.rates.evaluated(trainer.evaluator)
 
-    def _observe(self, metrics: EpochMetrics) -> None:
-        """Give the schedule a training figure of an epoch; it has figures of evaluations when they are taken."""
-        name, evaluated = self.settings.schedule_metric, self.evaluator.found
-        known = {**evaluated, **metrics.metrics, "loss": metrics.loss}
-        is_to_come = name not in known and not evaluated and self.evaluator.evaluates
-        if name == "loss" or not (name in evaluated or is_to_come):
-            self.rates.observe(known, name)
+    def _decide(self) -> None:
+        """Apply the rules of the run."""
+        trainer = self.trainer
+        for decided in trainer.observing.decide(trainer.policy.steps, trainer.epoch_number):
+            trainer.events.emit(decided)
+            trainer.step_.loaded()
+            trainer.stopping = trainer.stopping or decided.action == "stop"
+
+    def _serve_snapshots(self) -> None:
+        """Take a snapshot if one was requested."""
+        trainer = self.trainer
+        if trainer.sharded:
+            return
+        average = trainer.average.tensors() if trainer.average is not None else {}
+        losses = trainer.log.losses
+        metrics = {**({"loss": losses[-1]} if losses else {}), **trainer.evaluator.found}
+        about: Any = {"step": trainer.policy.steps, "epoch": trainer.epoch_number, "metrics": metrics}
+        about["remote"] = trainer.requests.take_snapshots()
+        trainer.snapshots.serve(trainer.model, average, **about)
+
+    def _epoch_ends(self) -> bool:
+        """Return whether the save after the epoch follows at once."""
+        policy, feed = self.trainer.policy, self.trainer.feed
+        if not isinstance(policy, Sync) or feed is None or self.trainer.settings.save_epochs is not True:
+            return False
+        return policy.position >= feed.turns(self.trainer.epoch_number)
 
     def _over(self) -> bool:
-        return self.out_of_steps or 0 < self.settings.num_epochs <= self.epoch_number
+        trainer = self.trainer
+        return trainer.out_of_steps or 0 < trainer.settings.num_epochs <= trainer.epoch_number
 
-    def _call(self, name: str, *args: Any, may_stop: bool = False) -> Any:
-        """Call a function of the user; one that only looks on may fail without ending the run."""
-        call = getattr(self.callbacks, name)
-        if call is None:
-            return None
-        self.ranks.phase("callback")
-        try:
-            return call(*args)
-        except Exception as error:
-            if may_stop:
-                raise
-            if name not in self.callbacks.warned:
-                self.callbacks.warned.add(name)
-                self.warn(f"{name} raised {type(error).__name__}: {error}; training continues")
-            return None
+    def _ran_out(self) -> None:
+        """End the run because the data ended early.
 
-    # ---- beginning and ending ------------------------------------------------------------------------
+        Raises:
+            TrainError: there were no data, or other ranks wait for the missing batches.
+        """
+        trainer = self.trainer
+        step, policy = trainer.policy.lr_step, trainer.policy
+        if not step:
+            raise TrainError(
+                "trainer: found no batches in the data; expected at least one. Check what the loader reads and filters."
+            )
+        message = f"data: the batches ended after step {step} and cannot be read again (a generator)"
+        if not isinstance(policy, Sync):
+            raise TrainError(f"{message}; policy {policy.name!r} expects batches for all ranks. Use 'sync'.")
+        trainer.warn(f"{message}; the run ends here")
+        trainer.stopping = True
+
+    def _check_learners(self) -> None:
+        """Check that the optimiser has all parameters that were unfrozen since the run began.
+
+        Raises:
+            TrainError: it lacks some; ``names`` lists them.
+        """
+        trainer = self.trainer
+        names = [name for name, _ in unoptimised(trainer) if name not in trainer.unoptimised_at_start]
+        if names:
+            raise TrainError(
+                f"epoch {trainer.epoch_number}: {', '.join(names[:5])} require gradients but are not in the optimiser. "
+                "Unfreeze them before the run, use a rule (rules=[thaw_when('PATH', after_epochs(2))]), or call "
+                "trainer.optimizer.add_param_group before the epoch.",
+                names=names,
+            )
+
+    def _without_history(self, train_step: TrainStep) -> TrainStep:
+        """Return a train_step that detaches the state of graphs with memory before each pass."""
+        graphs = self.trainer.graphs
+        if not graphs.remembers:
+            return train_step
+
+        def step(model: nn.Module, batch: Any) -> Any:
+            graphs.cut()
+            return train_step(model, batch)
+
+        return step
+
+    def wall_ms(self) -> float:
+        """Return the milliseconds since the last call."""
+        now = time.perf_counter()
+        ms, self._since = (now - self._since) * 1e3, now
+        return ms
+
+    # ---- start and end -------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _leaving_cleanly(self) -> Iterator[None]:
-        """Listen to signals while inside, and free the checkpoint folder however the inside ends."""
+    def cleanup(self) -> Iterator[None]:
+        """Handle signals inside, and release the model and the checkpoint folder at the end."""
+        trainer, settings = self.trainer, self.trainer.settings
         try:
-            with contextlib.ExitStack() as arranged, self.signals:
-                arranged.callback(self.step_.drop_captures)
-                arranged.callback(self.hooks.call, "close")
-                arranged.callback(self.observing.close)
-                for way in (compiled if self.settings.compile else None, self.settings.arrange):
-                    if way is not None:
-                        arranged.callback(way(self.model))
+            with contextlib.ExitStack() as stack, trainer.requests.signals:
+                stack.callback(trainer.step_.drop_captures)
+                stack.callback(trainer.hooks.call, "close")
+                stack.callback(trainer.observing.close)
+                for change in (compiled if settings.compile else None, settings.prepare_model):
+                    undo = change(trainer.model) if change is not None else None
+                    if undo is not None:
+                        stack.callback(undo)
                 yield
         except BaseException as fault:
-            self.snapshots.fail(f"the run ended by {type(fault).__name__}")
-            report_failure(self, fault)
-            if self.keeper is not None:
-                self.keeper.close(give_up=True)
+            trainer.snapshots.close(f"the run ended by {type(fault).__name__}")
+            report_failure(trainer, fault)
+            if trainer.saves.keeper is not None:
+                trainer.saves.keeper.close(give_up=True)
             raise
 
-    def _begin_run(self) -> None:
-        self.model.train()
-        self.restore()
-        self._report_begin()
+    def begin(self) -> None:
+        """Report that the run begins."""
+        trainer = self.trainer
+        trainer.saves.begin()
+        report_start(trainer)
+        trainer.hooks.call("on_train_begin")
+        if trainer.settings.eval_start and not trainer.policy.steps:
+            evaluate_now(trainer, counts=False)
+        self.wall_ms()
 
-    def _report_begin(self) -> None:
-        self.saves.begin()
-        report_start(self, self.saves.past(), self.resumed_from)
-        self.hooks.call("on_train_begin")
-        if self.settings.eval_start and not self.policy.steps:
-            evaluate_now(self, counts=False)
-        self.watch.restart()
-
-    def _end_run(self) -> None:
-        self.log.settle(self.tally)
-        if self.evaluator.at_step != self.policy.steps:
-            evaluate_now(self)  # the run ended inside an epoch
-        self.saves.end()
-        if self.average is not None:
-            self.average.put()
-        self.hooks.call("on_train_end")
+    def end(self) -> None:
+        """End the run: evaluate and save what is not yet evaluated and saved."""
+        trainer = self.trainer
+        trainer.log.settle(trainer.tally)
+        if trainer.evaluator.at_step != trainer.policy.steps:
+            evaluate_now(trainer)  # the run ended inside an epoch
+        trainer.saves.end()
+        if trainer.average is not None:
+            trainer.average.put()
+        trainer.hooks.call("on_train_end")
         self._serve_snapshots()
-        self.snapshots.close()
-        reason = "finished" if self.epoch_number >= self.settings.num_epochs else "stopped"
+        trainer.snapshots.close()
+        reason = "finished" if trainer.epoch_number >= trainer.settings.num_epochs else "stopped"
         self._close()
-        self._report_end(reason, self.policy.steps)
+        report_end(trainer, reason, trainer.policy.steps)
 
-    def _report_end(self, reason: str, step: int) -> None:
-        done = RunDone(
-            rank=self.ranks.rank,
-            step=step,
-            epoch=self.epoch_number,
-            reason=reason,
-            recorded=self.step_.recorded(self.policy.steps),
-            summed=self.step_.summed,
-        )
-        self.events.emit(done)
+    def _leave(self, number: int) -> NoReturn:
+        """Leave because of a signal; after Ctrl-C the error contains the trained weights."""
+        trainer = self.trainer
+        trainer.log.settle(trainer.tally)
+        step = trainer.policy.lr_step
+        report_end(trainer, "signal", step)
+        state: dict[str, Any] = {}
+        if number == signal.SIGINT:
+            if trainer.average is not None:
+                trainer.average.put()
+            trained = Trained.of(trainer.model, keep=trainer.ranks.rank == 0 or not trainer.sharded)
+            state = {"step": step, "folder": trainer.settings.folder, "trained": trained}
+        self._close()
+        stop_by(number, **state)
 
     def _close(self) -> None:
-        self.ranks.phase("shutdown")
-        self.saves.close()
-
-    def save(self, *, wait: bool = False) -> None:
-        """Write a checkpoint in the background; all ranks must call this at the same step."""
-        self.saves.save(wait=wait)
-
-    def restore(self) -> bool:
-        """Go on from the newest whole checkpoint if the settings say so and there is one; errors as of `Saves`."""
-        return self.saves.restore()
-
-    @property
-    def resumed_from(self) -> str | None:
-        """The checkpoint that the run went on from."""
-        return self.saves.resumed_from
+        trainer = self.trainer
+        trainer.ranks.phase("shutdown")
+        trainer.saves.close()

@@ -1,18 +1,20 @@
-"""What every rank of a run is told, and the trainer that it makes of it."""
+"""Everything that defines a run, in one record that is sent to the processes of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from flodl.distributed.group import Ranks
-from flodl.train.callback import Hooks
-from flodl.train.core import seed_all
+from flodl.distributed.group import Ranks, under_torchrun
+from flodl.errors import TrainError
+from flodl.train.callback import Callback, CheckpointFunction, Hooks
 from flodl.train.evaluate import Callbacks
+from flodl.train.events import EpochMetrics, Event
 from flodl.train.faults import check_settings
 from flodl.train.feed import as_feed, check_data, gives_batches
 from flodl.train.observing import Observing
@@ -20,12 +22,14 @@ from flodl.train.optim.optimizers import OptimizerMaker, make_optimizer
 from flodl.train.settings import Settings
 from flodl.train.step import TrainStep
 
-__all__ = ["GivenModel", "RunPlan"]
+__all__ = ["GivenModel", "RunPlan", "Subscription"]
+
+Subscription = tuple[Callable[[Any], Any], tuple[type[Event], ...]]
 
 
 @dataclass(frozen=True)
 class GivenModel:
-    """A factory that returns a model that exists already."""
+    """A model factory that returns an existing model."""
 
     model: nn.Module
 
@@ -34,41 +38,97 @@ class GivenModel:
         return self.model
 
 
+def model_factory_of(model: Any) -> Callable[[torch.device], nn.Module]:
+    """Return a function of the device for a model, an object with a model as its ``graph``, or such a function.
+
+    Raises:
+        TrainError: it cannot be called with a device.
+    """
+    if isinstance(model, nn.Module):
+        return GivenModel(model)
+    graph = getattr(model, "graph", None)
+    graph = graph() if callable(graph) and not isinstance(graph, nn.Module) else graph
+    if isinstance(graph, nn.Module):
+        return GivenModel(graph)
+    name = getattr(model, "__qualname__", type(model).__name__)
+    try:
+        parameters = inspect.signature(model)
+        parameters.bind(None)
+        fits = not (isinstance(model, type) and issubclass(model, nn.Module)) or "device" in parameters.parameters
+    except TypeError:
+        fits = False
+    except ValueError:  # functions written in C have no signature
+        fits = True
+    if not fits:
+        raise TrainError(
+            f"model: found {name}, which cannot be called with a device; expected a model, or a function of the "
+            "device that returns one: lambda device: ...",
+            found=name,
+        )
+    return model
+
+
 @dataclass(frozen=True)
 class RunPlan:
-    """All that makes a run, of importable functions where ranks are processes.
+    """Definition of a run; its functions must be importable where ranks are processes of their own.
 
     Attributes:
-        model_factory: ``model_factory(device)`` gives the model.
-        optimizer_factory: ``optimizer_factory(parameters)`` gives the optimiser.
-        train_step: ``train_step(model, batch)`` gives the loss.
-        settings: how the run is done.
-        make: the trainer's class.
-        data: what is trained on; anything that `flodl.train.feed.as_feed` takes, with ``data_options``.
-        evals: step, data and options of each set of held-out data, by name.
-        callbacks: functions of the user that the loop calls.
-        listening: ``"all"`` where somebody outside of this process wants every event, ``"some"`` where only those that
-            people can see, an empty string where nobody does.
+        model_factory: ``model_factory(device)`` returns the model.
+        optimizer_factory: ``optimizer_factory(parameters)`` returns the optimiser.
+        train_step: ``train_step(model, batch)`` returns the loss.
+        settings: the settings.
+        data: training data, any that `flodl.train.feed.as_feed` accepts with ``data_options``.
+        evals: step, data and options of each evaluation set, by name.
+        eval_fn: function of the model that returns figures.
+        functions: callbacks of ``epoch_fn`` and ``checkpoint_fn``.
+        metrics_fn: called in the starting process with the figures of each epoch; False stops the run.
+        subscribers: called in the starting process with events of rank 0.
+        total: optimiser steps of the whole run for the progress display, if known.
+        listening: ``"all"`` sends every event to the starting process, ``"some"`` a few per second, ``""`` none.
+        start: how processes of ranks are started: ``"spawn"``, or ``"fork"`` for CPU ranks.
     """
 
     model_factory: Callable[[torch.device], nn.Module]
     optimizer_factory: OptimizerMaker
-    train_step: TrainStep
+    train_step: TrainStep | None
     settings: Settings
-    make: Callable[..., Any]
     data: Any = None
     data_options: Mapping[str, Any] = field(default_factory=dict)
     evals: Mapping[str, tuple[Any, Any, Mapping[str, Any]]] = field(default_factory=dict)
-    callbacks: Callbacks = field(default_factory=Callbacks)
+    eval_fn: Callable[[nn.Module], Mapping[str, Any]] | None = None
+    functions: tuple[Callback, ...] = ()
+    metrics_fn: Callable[[EpochMetrics], Any] | None = None
+    subscribers: tuple[Subscription, ...] = ()
+    total: int | None = None
     listening: str = ""
+    start: str = "spawn"
 
     @property
-    def is_judged(self) -> bool:
-        """Whether there is anything to evaluate by."""
-        return bool(self.evals or self.callbacks.eval_fn)
+    def evaluates(self) -> bool:
+        """Whether the run has anything to evaluate with."""
+        return bool(self.evals or self.eval_fn)
+
+    @property
+    def devices(self) -> int | tuple[str, ...]:
+        """Names of the devices, one for each rank, or the number of ranks."""
+        return self.settings.device_names
+
+    @property
+    def world(self) -> int:
+        """Number of ranks that this process starts or is; 1 under torchrun."""
+        return 1 if under_torchrun() else self.devices if isinstance(self.devices, int) else len(self.devices)
+
+    def with_data(self, data: Any, options: Mapping[str, Any]) -> RunPlan:
+        """Return the plan with this training data."""
+        return replace(self, data=data, data_options={k: v for k, v in options.items() if v is not None})
+
+    def with_evaluation(self, step: Any, data: Any, name: str | None = None, **options: Any) -> RunPlan:
+        """Return the plan with another evaluation set; without a name it replaces all others."""
+        others = {key: part for key, part in self.evals.items() if name and key}
+        return replace(self, evals={**others, name or "": (step, data, options)})
 
     def check(self, world: int) -> None:
-        """Check everything that does not need a rank, before ranks are started.
+        """Check everything that needs no rank, before ranks are started.
 
         Raises:
             TrainError: settings that cannot be combined, a model that cannot be trained, or rows without a batch size.
@@ -76,7 +136,14 @@ class RunPlan:
             GraphPathError: a path of ``watch`` or ``rules`` that the model does not have.
         """
         settings = self.settings
-        check_settings(settings, world=world, callbacks=replace(self.callbacks, evals=self.evals))
+        missing = [name for name in ("data", "train_step") if getattr(self, name) is None]
+        if missing:
+            raise TrainError(
+                f"run: found no {' and no '.join(missing)}; expected Trainer(model, optimizer, train_step, ...)"
+                ".fit(data), or .dataset(data) of the builder. Use Trainer.setup for a loop of your own.",
+                missing=missing,
+            )
+        check_settings(settings, world=world, callbacks=self.calls(self.evals))
         Hooks(None, settings.callbacks)
         sizes: dict[str, Any] = {"batch_size": settings.batch_size, "max_steps": settings.max_steps}
         check_data(self.data, **{**sizes, **self.data_options})
@@ -94,40 +161,28 @@ class RunPlan:
             finally:
                 observing.close()
 
-    def trainer(self, ranks: Ranks) -> Any:
-        """Return this rank's trainer."""
-        settings = self.settings
-        if ranks.attempt:
-            settings = replace(settings, resume=True)
-        seed_all(settings.seed)
-        device = ranks.device
-        micro = settings.micro_batch_size
-        if isinstance(micro, str):
-            micro = None  # "auto": found out before the first step
-        feed = as_feed(
-            self.data,
-            device,
-            batch_size=settings.batch_size,
-            seed=settings.seed,
-            shuffle=settings.shuffle,
-            drop_last=settings.drop_last,
-            accumulate=settings.accumulate,
-            micro_batch_size=micro,
-            **{"max_steps": settings.max_steps, **self.data_options},
-        )
-        rows = {"batch_size": micro or settings.batch_size, "shuffle": False}
+    def calls(self, evals: Mapping[str, Any]) -> Callbacks:
+        """Return what the evaluator needs."""
+        saving = next((call.call for call in self.functions if isinstance(call, CheckpointFunction)), None)
+        return Callbacks(eval_fn=self.eval_fn, evals=evals, checkpoint_fn=saving)
+
+    def feeds(self, device: torch.device) -> tuple[Any, dict[str, Any]]:
+        """Return the feed of training data, None without data, and step and feed of each evaluation set."""
+        micro = self.settings.micro_batch_size
+        micro = None if isinstance(micro, str) else micro  # "auto" is determined before the first step
+        feed = None if self.data is None else self.feed(self.data, device, **self.data_options)
         evals = {}
         for name, (step, data, options) in self.evals.items():
+            rows: dict[str, Any] = {"batch_size": micro or self.settings.batch_size, "shuffle": False}
             cut = {"micro_batch_size": micro} if gives_batches(data) else rows
             evals[name] = step, as_feed(data, device, **{**cut, **options})
-        callbacks = replace(self.callbacks, evals=evals)
-        ranks.phase("model build")
-        return self.make(
-            self.model_factory(device),
-            self.optimizer_factory,
-            self.train_step,
-            settings=settings,
-            ranks=ranks,
-            feed=feed,
-            callbacks=callbacks,
-        )
+        return feed, evals
+
+    def feed(self, data: Any, device: torch.device, **options: Any) -> Any:
+        """Return the feed of training data on ``device``."""
+        settings: Any = self.settings
+        names: Sequence[str] = ("batch_size", "seed", "accumulate", "micro_batch_size", "max_steps")
+        given = {name: getattr(settings, name) for name in names}
+        if given["micro_batch_size"] == "auto":
+            given["micro_batch_size"] = None
+        return as_feed(data, device, **{**given, **options})

@@ -6,28 +6,37 @@ import copy
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flodl.progress import clock
 from flodl.train.callback import Callback
-from flodl.train.core import TrainerCore
 from flodl.train.fitting import fit_micro_batch, heaviest_turn, try_turn
 from flodl.train.plan import RunPlan
+from flodl.train.settings import Settings
+
+if TYPE_CHECKING:
+    from flodl.train.trainer_parts import TrainerParts
 
 __all__ = ["ALONE", "Copied", "Rehearsal", "rehearse"]
 
 ALONE: dict[str, Any] = {
     "folder": None, "resume": False, "save_every": None, "keep_best": None, "early_stopping": None, "eval_every": None,
-    "eval_start": False, "checkpoint_every": None, "max_restarts": 0, "timeline": None,
+    "eval_start": False, "max_restarts": 0, "timeline": None, "devices": None,
 }  # fmt: skip
-"""Settings of a run that leaves nothing behind."""
+"""Settings of a run that writes nothing."""
+
+
+def _first(settings: Settings) -> str | None:
+    """Return the first device of a run; None for the usual one."""
+    names = settings.device_names
+    return None if isinstance(names, int) else names[0]
 
 
 @dataclass
 class Copied:
-    """Gives a copy of what a factory gives, so that a model at hand stays as it is."""
+    """A model factory that returns copies, so that a model of the user does not change."""
 
     factory: Callable[[torch.device], Any]
 
@@ -82,7 +91,7 @@ class _Watch(Callback):
     def __init__(self) -> None:
         self.times: list[float] = []
 
-    def on_train_begin(self, trainer: TrainerCore) -> None:
+    def on_train_begin(self, trainer: TrainerParts) -> None:
         # All held-out data would take as long as it does; one batch of each set tells whether judging works.
         self.evals, trainer.callbacks.evals = trainer.callbacks.evals, {}
         device, model = trainer.ranks.device, trainer.model
@@ -99,15 +108,15 @@ class _Watch(Callback):
         if not self.fits:
             trainer.stopping = True
 
-    def on_step_begin(self, trainer: TrainerCore, batches: Any) -> None:
+    def on_step_begin(self, trainer: TrainerParts, batches: Any) -> None:
         self._wait(trainer)
         self._began = time.perf_counter()
 
-    def on_step_end(self, trainer: TrainerCore, result: Any) -> None:
+    def on_step_end(self, trainer: TrainerParts, result: Any) -> None:
         self._wait(trainer)
         self.times.append(time.perf_counter() - self._began)
 
-    def on_train_end(self, trainer: TrainerCore) -> None:
+    def on_train_end(self, trainer: TrainerParts) -> None:
         for judge, feed in self.evals.values() if self.fits else ():
             trainer.model.eval()
             with torch.no_grad():
@@ -117,7 +126,7 @@ class _Watch(Callback):
         self.peak = torch.cuda.max_memory_allocated(trainer.ranks.device) if cuda else None
 
     @staticmethod
-    def _wait(trainer: TrainerCore) -> None:
+    def _wait(trainer: TrainerParts) -> None:
         if trainer.ranks.device.type == "cuda":
             torch.cuda.synchronize(trainer.ranks.device)
 
@@ -129,11 +138,12 @@ def rehearse(plan: RunPlan, run: Callable[[RunPlan], Any], *, steps: int = 3) ->
         Exception: whatever the run itself would raise in its first steps.
     """
     watch, given = _Watch(), plan.settings
-    settings = replace(given, **{**ALONE, "max_steps": steps}, callbacks=(*given.callbacks, watch), capture=False)
-    calls = replace(plan.callbacks, epoch_fn=None, checkpoint_fn=None, metrics_fn=None, eval_fn=None)
-    data_options = {**plan.data_options, "max_steps": given.max_steps}  # the length of what has none
+    own = {**ALONE, "devices": _first(given), "max_steps": steps, "capture": False}
+    settings = replace(given, **own, callbacks=(*given.callbacks, watch))
+    data_options = {**plan.data_options, "max_steps": given.max_steps}  # the length of data without one
     copied = Copied(plan.model_factory)
-    run(replace(plan, model_factory=copied, settings=settings, callbacks=calls, data_options=data_options))
+    trial = replace(plan, model_factory=copied, settings=settings, data_options=data_options)
+    run(replace(trial, functions=(), metrics_fn=None, eval_fn=None, subscribers=()))
     pace = watch.times[1:] or watch.times
     each = sum(pace) / len(pace) if pace else 0.0
     whole = watch.steps_per_epoch * given.num_epochs

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flodl.errors import ConfigError, TrainError
 from flodl.train.callback import Callback
-from flodl.train.core import TrainerCore
 from flodl.train.events import StepDone
 from flodl.train.plan import RunPlan
 from flodl.train.pre_run import ALONE, Copied
-from flodl.train.schedule import Exponential
+
+if TYPE_CHECKING:
+    from flodl.train.trainer_parts import TrainerParts
 
 __all__ = ["RateSearch", "search_rates", "search_settings"]
 
@@ -71,10 +72,20 @@ def search_settings(low: float, high: float, steps: int) -> dict[str, Any]:
             problems=["low", "high", "steps"],
         )
     return {
-        "schedule": Exponential(low, (high / low) ** (1 / (steps - 1))),
+        "schedule": _Rising(low, (high / low) ** (1 / (steps - 1))),
         "num_epochs": 1_000_000, "max_steps": steps, "log_every": 1, "on_nan": "skip",
         "ema": None, "lr_scale_ratio": 0.0, **ALONE,
     }  # fmt: skip
+
+
+class _Rising:
+    """Absolute rates, whatever the optimiser has."""
+
+    def __init__(self, low: float, factor: float) -> None:
+        self.low, self.factor = low, factor
+
+    def lr(self, step: int) -> float:
+        return self.low * self.factor**step
 
 
 class _Stops(Callback):
@@ -84,7 +95,7 @@ class _Stops(Callback):
         self.rates: list[float] = []
         self.losses: list[float] = []
 
-    def on_train_begin(self, trainer: TrainerCore) -> None:
+    def on_train_begin(self, trainer: TrainerParts) -> None:
         self.trainer = trainer
         trainer.events.subscribe(self.note, StepDone)
 
@@ -109,8 +120,8 @@ def search_rates(
     watch = _Stops()
     given = plan.settings
     settings = replace(given, **search_settings(low, high, steps), callbacks=(*given.callbacks, watch))
-    calls = replace(plan.callbacks, epoch_fn=None, checkpoint_fn=None, metrics_fn=None, eval_fn=None, evals={})
-    run(replace(plan, model_factory=Copied(plan.model_factory), settings=settings, callbacks=calls, evals={}))
+    trial = replace(plan, model_factory=Copied(plan.model_factory), settings=settings)
+    run(replace(trial, functions=(), metrics_fn=None, eval_fn=None, evals={}, subscribers=()))
     if not watch.losses:
         raise TrainError(
             f"find_lr: the loss is not finite at a learning rate of {low:g}; look at the data and the model."

@@ -1,4 +1,4 @@
-"""The bare collectives over several models, for loops that fit no scheme (GANs, reinforcement learning)."""
+"""Collectives over several models, for loops that need no trainer (GANs, reinforcement learning)."""
 
 from __future__ import annotations
 
@@ -9,47 +9,38 @@ from torch import nn
 
 from flodl.distributed.average import BufferMean, model_tensors
 from flodl.distributed.gradients import GradientSum
-from flodl.distributed.group import Ranks
+from flodl.distributed.group import Ranks, join_ranks
 from flodl.train.saving.identity import check_same_model
 
 __all__ = ["Replicas"]
 
 
 class Replicas:
-    """One process's copies of some models; made by `Trainer.wrap`, which gives all ranks rank 0's numbers.
+    """The copies of some models on this rank; all ranks start from the weights of rank 0.
+
+    Args:
+        models: the models.
+        ranks: the ranks that take part; None joins those of torchrun.
 
     Attributes:
-        world_size: number of ranks; with one, every operation leaves things as they are.
-        rank: this one.
-        device: where the models are.
+        world_size: number of ranks; with one rank the operations change nothing.
+        rank: this rank.
+        device: device of the models.
     """
 
-    def __init__(self, models: Sequence[nn.Module], ranks: Ranks) -> None:
-        self.models, self.ranks = [model.to(ranks.device) for model in models], ranks
+    def __init__(self, models: Sequence[nn.Module], ranks: Ranks | None = None) -> None:
+        self.ranks = ranks or join_ranks()
+        self.world_size, self.rank, self.device = self.ranks.world, self.ranks.rank, self.ranks.device
+        self.models = [model.to(self.device) for model in models]
         for model in self.models:
-            check_same_model(ranks, model)
+            check_same_model(self.ranks, model)
         self.sync_params()
-        self._sums = [GradientSum(ranks, model) for model in self.models]
-        self._buffers = [BufferMean(ranks, model) for model in self.models]
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self.ranks.world
-
-    @property
-    def rank(self) -> int:
-        """This rank's number."""
-        return self.ranks.rank
-
-    @property
-    def device(self) -> torch.device:
-        """Where the models are."""
-        return self.ranks.device
+        self._sums = [GradientSum(self.ranks, model) for model in self.models]
+        self._buffers = [BufferMean(self.ranks, model) for model in self.models]
 
     @torch.no_grad()
     def sync_params(self) -> None:
-        """Overwrite parameters and buffers of all ranks by rank 0's."""
+        """Overwrite parameters and buffers of all ranks with those of rank 0."""
         for model in self.models:
             self.ranks.copy_from(0, model_tensors(model))
 
@@ -59,7 +50,7 @@ class Replicas:
 
     @torch.no_grad()
     def weighted_all_reduce_gradients(self, count: float) -> None:
-        """Replace gradients, means over ``count`` items on this rank, by the mean over all ranks' items."""
+        """Replace gradients, means over ``count`` items on this rank, by the mean over the items of all ranks."""
         for model, total in zip(self.models, self._sums, strict=True):
             for parameter in model.parameters():
                 if parameter.grad is not None:
@@ -67,9 +58,9 @@ class Replicas:
             counted = sum(row[0] for row in total([float(count)]))
             for parameter in model.parameters():
                 if parameter.grad is not None:
-                    parameter.grad.div_(counted or 1.0)  # gradients of nothing are 0, and stay so
+                    parameter.grad.div_(counted or 1.0)  # without items the gradient is 0
 
     def sync_buffers(self, weight: float = 1.0) -> None:
-        """Replace floating-point buffers by their weighted mean over ranks, whole-number ones by the largest."""
+        """Replace floating-point buffers by their weighted mean over ranks, integer ones by the maximum."""
         for buffers in self._buffers:
             buffers(weight)

@@ -1,115 +1,91 @@
-"""What a run reports of itself: events of its beginning, of rounds of ranks and of evaluations, from its state."""
+"""Events that a run emits about its start, its failure, its evaluations and the averages of its ranks."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flodl.errors import TrainInterrupted
-from flodl.train.core import TrainerCore
-from flodl.train.events import EvalDone, Past, RunFailed, RunStarted, Synced, Warned
+from flodl.train.events import EvalDone, RunDone, RunFailed, RunStarted, Synced
 
 if TYPE_CHECKING:
     from flodl.distributed.rounds import Round
+    from flodl.train.trainer_parts import TrainerParts
 
-__all__ = ["evaluate_now", "report_failure", "report_round", "report_start"]
+__all__ = ["about", "evaluate_now", "report_end", "report_failure", "report_round", "report_start"]
 
 
-def report_start(trainer: TrainerCore, past: Past, resumed_from: str | None) -> None:
-    """Report that the run begins or goes on.
+def about(trainer: TrainerParts) -> dict[str, Any]:
+    """Return the fields that the events have in common."""
+    return {"rank": trainer.ranks.rank, "step": trainer.policy.lr_step, "epoch": trainer.epoch_number}
 
-    Args:
-        past: what it has done so far.
-        resumed_from: the checkpoint that it goes on from.
-    """
+
+def report_start(trainer: TrainerParts) -> None:
+    """Report that the run starts or resumes, with what it did before."""
     feed, settings = trainer.feed, trainer.settings
-    trainer.events.emit(
-        RunStarted(
-            rank=trainer.ranks.rank,
-            world=trainer.ranks.world,
-            policy=trainer.policy.name,
-            policy_reason=trainer.policy_choice.reason,
-            epochs=settings.num_epochs,
-            steps_per_epoch=feed.turns(trainer.epoch_number) if feed is not None else 0,
-            max_steps=settings.max_steps,
-            step=trainer.policy.lr_step,
-            epoch=trainer.epoch_number,
-            resumed_from=resumed_from,
-            past=past,
-        )
+    started = RunStarted(
+        **about(trainer),
+        world=trainer.ranks.world,
+        policy=trainer.policy.name,
+        policy_reason=trainer.policy_choice.reason,
+        epochs=settings.num_epochs,
+        steps_per_epoch=feed.turns(trainer.epoch_number) if feed is not None else 0,
+        max_steps=settings.max_steps,
+        resumed_from=trainer.saves.resumed_from,
+        past=trainer.saves.past(),
     )
-    warning = trainer.policy_choice.warning
-    remarks = (*settings.remarks, *([warning] if warning else []))
-    for remark in remarks if trainer.ranks.rank == 0 else ():
-        trainer.events.emit(Warned(rank=0, step=trainer.policy.lr_step, message=remark))
+    trainer.events.emit(started)
+    if trainer.policy_choice.warning and trainer.ranks.rank == 0:
+        trainer.warn(trainer.policy_choice.warning)
 
 
-def report_failure(trainer: TrainerCore, fault: BaseException) -> None:
-    """Report that the run ends by an error; a loop that is left, and an end by a signal, are none."""
+def report_end(trainer: TrainerParts, reason: str, step: int) -> None:
+    """Report that the run finished, was stopped, or ended by a signal."""
+    recorded, summed = trainer.step_.recorded(trainer.policy.steps), trainer.step_.summed
+    trainer.events.emit(RunDone(**{**about(trainer), "step": step}, reason=reason, recorded=recorded, summed=summed))
+
+
+def report_failure(trainer: TrainerParts, fault: BaseException) -> None:
+    """Report an error of the run; leaving the loop, and an end by a signal, are not errors."""
     if isinstance(fault, (GeneratorExit, SystemExit, TrainInterrupted)):
         return
     ranks = trainer.ranks
+    phase = ranks.board.phase(ranks.rank % ranks.board.world)
+    reason = f"{type(fault).__name__}: {fault}"
+    trainer.events.emit(RunFailed(**about(trainer), reason=reason, failed_rank=ranks.rank, phase=phase))
+
+
+def report_round(trainer: TrainerParts, round_: Round) -> None:
+    """Report that ranks averaged their parameters."""
+    figures = {name: getattr(round_, name) for name in ("batches", "work_ms", "sync_ms", "wait_ms", "divergence")}
+    cadence = round_.cadence
     trainer.events.emit(
-        RunFailed(
-            rank=ranks.rank,
-            step=trainer.policy.lr_step,
-            epoch=trainer.epoch_number,
-            reason=f"{type(fault).__name__}: {fault}",
-            failed_rank=ranks.rank,
-            phase=ranks.board.phase(ranks.rank % ranks.board.world),
-        )
+        Synced(**about(trainer), round=round_.number, **figures, anchor=cadence.anchor, counts=cadence.counts)
     )
 
 
-def report_round(trainer: TrainerCore, round_: Round) -> None:
-    """Report that ranks met and averaged their parameters."""
-    trainer.events.emit(
-        Synced(
-            rank=trainer.ranks.rank,
-            step=trainer.policy.lr_step,
-            epoch=trainer.epoch_number,
-            round=round_.number,
-            batches=round_.batches,
-            work_ms=round_.work_ms,
-            sync_ms=round_.sync_ms,
-            wait_ms=round_.wait_ms,
-            divergence=round_.divergence,
-            anchor=round_.cadence.anchor,
-            counts=round_.cadence.counts,
-        )
-    )
-
-
-def evaluate_now(trainer: TrainerCore, *, counts: bool = True) -> bool:
-    """Evaluate, report the figures, and return whether the figures have stopped improving.
+def evaluate_now(trainer: TrainerParts, *, counts: bool = True) -> bool:
+    """Evaluate, report the figures, and return whether early stopping ends the run.
 
     Args:
-        counts: whether the figures may decide which model is best, and when to stop.
+        trainer: the trainer.
+        counts: whether the figures may determine the best model and early stopping.
     """
     trainer.log.settle(trainer.tally)
-    average, policy = trainer.average, trainer.policy
-    with average.applied() if average is not None else nullcontext(), trainer.graphs.apart():
-        found = trainer.evaluator.run(
+    policy, evaluator = trainer.policy, trainer.evaluator
+    with trainer.averaged_weights(), trainer.graphs.apart():
+        found = evaluator.run(
             trainer.model, trainer.ranks, trainer.precision, policy.steps, policy.speeds, counts=counts
         )
         if found is None:
             return False
         if counts:
             trainer.observing.evaluated(found)
-        details = trainer.evaluator.details
+        details = evaluator.details
         record = {"step": policy.steps, "epoch": trainer.epoch_number, **found}
-        trainer.evaluator.history.append(record | ({"details": details} if details else {}))
-        # Told here, so that whoever is told sees the model that was judged.
-        trainer.events.emit(
-            EvalDone(
-                rank=trainer.ranks.rank,
-                step=policy.steps,
-                epoch=trainer.epoch_number,
-                metrics=found,
-                details=details,
-                wall_ms=trainer.watch.ms,
-            )
-        )
+        evaluator.history.append(record | ({"details": details} if details else {}))
+        # Emitted here, so that subscribers see the weights that were evaluated.
+        done = {**about(trainer), "step": policy.steps, "wall_ms": trainer.loop.wall_ms()}
+        trainer.events.emit(EvalDone(**done, metrics=found, details=details))
     trainer.hooks.call("on_evaluate", found)
-    trainer.watch.restart()
-    return trainer.evaluator.is_spent
+    trainer.loop.wall_ms()
+    return evaluator.is_spent

@@ -1,53 +1,48 @@
-"""How the steps of a run are carried out: captured and replayed, decided on the device, or step by step on the host.
+"""Selects how the steps of a run are computed: captured and replayed, decided on the device, or on the host.
 
-What each of these computes is in `flodl.train.step`. Captured are runs of `Trainer.builder` on a CUDA device in
-float32, TF32 or bfloat16 with Adam, AdamW or SGD, on one rank and on several. All others synchronise with it once
-per step.
+`flodl.train.step` implements each of these. Steps are captured on a CUDA device in float32, TF32 or bfloat16 with Adam,
+AdamW or SGD. All others synchronise with the device once per step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from flodl.distributed.sync import Sync
 from flodl.errors import TrainError
-from flodl.train.core import TrainerCore
 from flodl.train.settings import Settings
 from flodl.train.step.capturer import Capturer, CudaCapturer
 
-__all__ = ["choose_route", "compiled", "warn_of_own_loop"]
+if TYPE_CHECKING:
+    from flodl.train.trainer_parts import TrainerParts
 
-CHOICES = ("auto", True, False)
+__all__ = ["choose_route", "compiled"]
 
 
 def make_capturer(device: torch.device, settings: Settings) -> Capturer | None:
-    """Return what captures steps on this device; None where nothing does."""
+    """Return the capturer of a device; None for devices other than CUDA."""
     if device.type != "cuda":
         return None
     return CudaCapturer(device, tune=not settings.deterministic)
 
 
-def choose_route(trainer: TrainerCore) -> None:
-    """Have the steps of ``trainer`` carried out the fastest way that its settings and device allow.
+def choose_route(trainer: TrainerParts) -> None:
+    """Set up the fastest way to compute steps that settings and device allow.
 
     Raises:
-        TrainError: ``capture`` is none of its values, or True where nothing can be captured.
+        TrainError: ``capture=True`` where steps cannot be captured.
     """
     settings, device = trainer.settings, trainer.ranks.device
-    if settings.capture not in CHOICES:
-        raise TrainError(
-            f"capture: found {settings.capture!r}, expected 'auto', True or False.", found=settings.capture
-        )
     capturer = make_capturer(device, settings)
     reason = f"the device is a {device.type}, and CUDA devices capture graphs" if capturer is None else None
     if reason is None and settings.knobs.shares == "measured" and not trainer.ranks.solo:
-        reason = "shares follow the time of each rank's own part, which is measured apart"
+        reason = "shares follow the time of each rank's own part, which is measured separately"
     if reason is None and trainer.graphs.remembers:
-        reason = "the model remembers values of its last call, which a captured graph would not pass on"
+        reason = "the model has a state between calls, which a captured graph would not pass on"
     if reason is None and trainer.hooks.around:
         names = ", ".join(dict.fromkeys(type(call).__name__ for call in trainer.hooks.around))
         reason = f"{names} acts around the backward pass, which a captured graph would not repeat"
@@ -57,10 +52,10 @@ def choose_route(trainer: TrainerCore) -> None:
             trainer.warn,
             deferred=isinstance(trainer.policy, Sync) and not trainer.settings.slowdown,
             strict=settings.capture is True,
-            num_rows=settings.capture_num_rows,
+            num_rows=getattr(trainer.train_step, "reads_num_rows", True),
         )
     if capturer is not None:
-        trainer.step_.unrecorded = "it is not asked for (capture=False)" if settings.capture is False else reason
+        trainer.step_.unrecorded = "the settings disable it (capture=False)" if settings.capture is False else reason
     trainer.log.before = trainer.step_.count_writes
     trainer.step_.arrived = trainer.log.arrived
     if reason is None or settings.capture is False:
@@ -71,18 +66,11 @@ def choose_route(trainer: TrainerCore) -> None:
         trainer.warn(f"capture: steps run one operation at a time, because {reason}")
 
 
-def warn_of_own_loop(trainer: TrainerCore) -> None:
-    """Warn that the steps of a loop that the user writes are not captured."""
-    reason = "the loop is your own (Trainer.setup); those of Trainer.builder are captured"
-    if trainer.ranks.device.type == "cuda" and trainer.settings.capture == "auto":
-        trainer.warn(f"capture: steps run one operation at a time, because {reason}")
-
-
 def compiled(model: nn.Module) -> Callable[[], Any]:
-    """Have ``torch.compile`` translate the model, or the graph that it holds as ``graph``; return what undoes it."""
+    """Compile the model, or its ``graph``, with ``torch.compile``; return a function that reverts it."""
     inner = getattr(model, "graph", model)
     target = inner if isinstance(inner, nn.Module) else model
-    # Buckets are shapes of their own: a second one makes a version for any size, and then no more are made.
+    # Each bucket of lengths is a shape; torch compiles at most so many.
     before = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(before, 64)
     target.compile()

@@ -1,17 +1,18 @@
-"""Learning rates as functions of the step.
+"""Learning-rate schedules as functions of the step.
 
-A schedule knows no optimiser: ``lr(step)`` is a number, so schedules nest, are compared, pickled and
-resumed by nothing more than the step they are asked for. Who sets the number on an optimiser, and
-whether a step is a batch or an epoch, is the caller's matter. `Plateau` alone has a memory, because it
-answers to a metric. Curves as recipes for fine-tuning name them are in `flodl.train.warmed_up`.
+``Cosine(total=900)`` is a function ``step -> factor`` of the optimiser's learning rate, as are the functions that
+torch's ``LambdaLR`` takes; so any function of the step serves as a schedule. With a rate of its own
+(``Cosine(1e-3, 1e-5, 900)``) ``schedule.lr(step)`` is the absolute rate, and the optimiser must have the same. Only
+`Plateau`, which reads a metric, has a state. Curves of fine-tuning recipes are in `flodl.train.warmed_up`.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 from flodl.checked_fields import Values, check_fields, choice, number, of_kind, share, whole
 from flodl.errors import ConfigError
@@ -28,31 +29,7 @@ __all__ = [
     "Schedule",
     "StepDecay",
     "Warmup",
-    "check_arguments",
 ]
-
-
-@runtime_checkable
-class Schedule(Protocol):
-    """Anything that knows the learning rate of a step."""
-
-    def lr(self, step: int) -> float:
-        """Return the learning rate of ``step``, the first being 0."""
-        ...
-
-
-def check_arguments(schedule: object, **values: Values) -> None:
-    """Check the arguments of a schedule.
-
-    Args:
-        schedule: its attributes are the arguments.
-        **values: what each argument may be.
-
-    Raises:
-        ConfigError: ``problems`` lists each argument with what was found and what was expected.
-    """
-    check_fields(schedule, values, type(schedule).__name__, ConfigError)
-
 
 RATE, SHARE = number(least=0), share()
 STEPS, SOME_STEPS = number(least=0), number(least=1)
@@ -62,26 +39,54 @@ def _is_rising(steps: tuple[Any, ...]) -> bool:
     return all(map(STEPS.fits, steps)) and list(steps) == sorted(set(steps))
 
 
+class Schedule:
+    """Base class of schedules: a call returns the factor of a step, `lr` the rate of a schedule with its own rate.
+
+    Raises:
+        ConfigError: invalid arguments; ``problems`` lists each of them.
+    """
+
+    values: ClassVar[Mapping[str, Values]] = {}
+    """Valid values of each argument, passed as keywords of the class."""
+
+    def __init_subclass__(cls, **values: Values) -> None:
+        cls.values = values
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        check_fields(self, self.values, type(self).__name__, ConfigError)
+
+    @property
+    def reference(self) -> float:
+        """The rate that has the factor 1."""
+        return vars(self)["base"]
+
+    def lr(self, step: int) -> float:
+        """Return the learning rate of ``step``; the first step is 0."""
+        raise NotImplementedError
+
+    def __call__(self, step: int) -> float:
+        """Return the factor of ``step``."""
+        return self.lr(step) / self.reference if self.reference else 0.0
+
+
 @dataclass(frozen=True)
-class Constant:
-    """The same rate always.
+class Constant(Schedule, base=RATE):
+    """The same rate in all steps.
 
     Attributes:
         base: the rate.
     """
 
-    base: float
-
-    def __post_init__(self) -> None:
-        check_arguments(self, base=RATE)
+    base: float = 1.0
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of ``step``."""
+        """Return the rate."""
         return self.base
 
 
 @dataclass(frozen=True)
-class Linear:
+class Linear(Schedule, start=RATE, end=RATE, total=SOME_STEPS):
     """A straight line from ``start`` to ``end``, constant afterwards.
 
     Attributes:
@@ -90,86 +95,82 @@ class Linear:
         total: steps of the line.
     """
 
-    start: float
-    end: float
-    total: int
+    start: float = 1.0
+    end: float = 0.0
+    total: int = 0
 
-    def __post_init__(self) -> None:
-        check_arguments(self, start=RATE, end=RATE, total=SOME_STEPS)
+    @property
+    def reference(self) -> float:
+        """The larger of both rates."""
+        return max(self.start, self.end)
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of ``step``."""
+        """Return the rate of a step."""
         return self.end if step >= self.total else self.start + (self.end - self.start) * step / self.total
 
 
 @dataclass(frozen=True)
-class StepDecay:
-    """``base`` times ``gamma`` to the number of full ``size`` steps.
+class StepDecay(Schedule, base=RATE, size=SOME_STEPS, gamma=number()):
+    """``base`` times ``gamma`` to the power of the number of full ``size`` steps.
 
     Attributes:
-        base: rate of the first stretch.
-        size: steps of a stretch.
-        gamma: factor from one stretch to the next.
+        base: the first rate.
+        size: steps with one rate.
+        gamma: factor from one rate to the next.
     """
 
-    base: float
-    size: int
+    base: float = 1.0
+    size: int = 0
     gamma: float = 0.1
 
-    def __post_init__(self) -> None:
-        check_arguments(self, base=RATE, size=SOME_STEPS, gamma=number())
-
     def lr(self, step: int) -> float:
-        """Return the learning rate of ``step``."""
+        """Return the rate of a step."""
         return self.base * self.gamma ** (step // self.size)
 
 
 @dataclass(frozen=True)
-class MultiStep:
-    """``base`` times ``gamma`` for each milestone passed.
+class MultiStep(Schedule, base=RATE, milestones=of_kind("rising numbers of steps", _is_rising), gamma=number()):
+    """``base`` times ``gamma`` for each milestone that has passed.
 
     Attributes:
         base: rate before the first milestone.
-        milestones: steps at which the factor applies, rising.
+        milestones: ascending steps at which the factor applies.
         gamma: the factor.
     """
 
-    base: float
-    milestones: tuple[int, ...]
+    base: float = 1.0
+    milestones: tuple[int, ...] = ()
     gamma: float = 0.1
 
     def __post_init__(self) -> None:
+        """Check the arguments."""
         object.__setattr__(self, "milestones", tuple(self.milestones))
-        rising = of_kind("rising numbers of steps", _is_rising)
-        check_arguments(self, base=RATE, milestones=rising, gamma=number())
+        super().__post_init__()
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of ``step``."""
+        """Return the rate of a step."""
         return self.base * self.gamma ** bisect_right(self.milestones, step)
 
 
 @dataclass(frozen=True)
-class Exponential:
-    """``base`` times ``gamma`` to the step.
+class Exponential(Schedule, base=RATE, gamma=number()):
+    """``base`` times ``gamma`` to the power of the step.
 
     Attributes:
         base: rate of step 0.
         gamma: factor from one step to the next.
     """
 
-    base: float
-    gamma: float
-
-    def __post_init__(self) -> None:
-        check_arguments(self, base=RATE, gamma=number())
+    base: float = 1.0
+    gamma: float = 1.0
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of ``step``."""
+        """Return the rate of a step."""
         return self.base * self.gamma**step
 
 
 @dataclass(frozen=True)
-class Cosine:
+class Cosine(Schedule, base=RATE, floor=RATE, total=SOME_STEPS):
     """Half a cosine from ``base`` to ``floor``, then constant (arXiv:1608.03983 without restarts).
 
     Attributes:
@@ -178,23 +179,20 @@ class Cosine:
         total: steps of the half wave.
     """
 
-    base: float
-    floor: float
-    total: int
-
-    def __post_init__(self) -> None:
-        check_arguments(self, base=RATE, floor=RATE, total=SOME_STEPS)
+    base: float = 1.0
+    floor: float = 0.0
+    total: int = 0
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of ``step``."""
+        """Return the rate of a step."""
         if step >= self.total:
             return self.floor
         return self.floor + (self.base - self.floor) * (1 + math.cos(math.pi * step / self.total)) / 2
 
 
 @dataclass(frozen=True)
-class Warmup:
-    """A straight rise to ``target``, then another schedule from its own step 0.
+class Warmup(Schedule, target=RATE, steps=STEPS):
+    """A straight rise to ``target``, then another schedule from its step 0.
 
     Attributes:
         inner: the schedule that follows.
@@ -202,20 +200,24 @@ class Warmup:
         steps: length of the rise; step 0 already has ``target / steps``.
     """
 
-    inner: Schedule
-    target: float
-    steps: int
+    inner: Any
+    target: float = 1.0
+    steps: int = 0
 
-    def __post_init__(self) -> None:
-        check_arguments(self, target=RATE, steps=STEPS)
+    @property
+    def reference(self) -> float:
+        """The rate at the end of the rise."""
+        return self.target
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of ``step``."""
-        return self.target * (step + 1) / self.steps if step < self.steps else self.inner.lr(step - self.steps)
+        """Return the rate of a step."""
+        if step < self.steps:
+            return self.target * (step + 1) / self.steps
+        return getattr(self.inner, "lr", self.inner)(step - self.steps)
 
 
 @dataclass(frozen=True)
-class OneCycle:
+class OneCycle(Schedule, peak=RATE, total=SOME_STEPS, warmup_fraction=SHARE, divisor=number(above=0)):
     """A straight rise to ``peak``, then half a cosine down again (after arXiv:1708.07120).
 
     Attributes:
@@ -225,16 +227,18 @@ class OneCycle:
         divisor: ``peak / divisor`` is the rate at both ends.
     """
 
-    peak: float
-    total: int
+    peak: float = 1.0
+    total: int = 0
     warmup_fraction: float = 0.3
     divisor: float = 25.0
 
-    def __post_init__(self) -> None:
-        check_arguments(self, peak=RATE, total=SOME_STEPS, warmup_fraction=SHARE, divisor=number(above=0))
+    @property
+    def reference(self) -> float:
+        """The highest rate."""
+        return self.peak
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of ``step``."""
+        """Return the rate of a step."""
         low = self.peak / self.divisor
         rise = self.total * self.warmup_fraction
         if step >= self.total:
@@ -245,47 +249,59 @@ class OneCycle:
 
 
 @dataclass(frozen=True)
-class Cyclic:
-    """A triangle between ``base`` and ``peak``, again and again (arXiv:1506.01186).
+class Cyclic(Schedule, base=RATE, peak=RATE, up=SOME_STEPS, down=SOME_STEPS | None):
+    """A triangle between ``base`` and ``peak``, repeated (arXiv:1506.01186).
 
     Attributes:
-        base: rate at the foot, step 0.
-        peak: rate at the top.
-        up: steps from foot to top.
-        down: steps from top to foot; ``up`` when None.
+        base: lowest rate, of step 0.
+        peak: highest rate.
+        up: steps from the lowest to the highest rate.
+        down: steps back; ``up`` when None.
     """
 
     base: float
-    peak: float
-    up: int
+    peak: float = 1.0
+    up: int = 0
     down: int | None = None
 
-    def __post_init__(self) -> None:
-        check_arguments(self, base=RATE, peak=RATE, up=SOME_STEPS, down=SOME_STEPS | None)
+    @property
+    def reference(self) -> float:
+        """The highest rate."""
+        return self.peak
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of ``step``."""
+        """Return the rate of a step."""
         down = self.up if self.down is None else self.down
-        place = step % (self.up + down)
-        part = place / self.up if place < self.up else (self.up + down - place) / down
+        position = step % (self.up + down)
+        part = position / self.up if position < self.up else (self.up + down - position) / down
         return self.base + (self.peak - self.base) * part
 
 
-class Plateau:
-    """A rate that falls by ``factor`` whenever a metric has not improved ``patience`` times in a row.
+class Plateau(Schedule, base=RATE, patience=whole(1), factor=number(above=0, below=1), floor=number()):
+    """A rate that falls by ``factor`` when a metric has not improved ``patience`` times in a row.
 
     Args:
         base: the first rate.
         patience: observations without strict improvement before the rate falls.
-        factor: what the rate is multiplied by.
-        floor: the rate never falls below this.
-        mode: ``"min"`` when lower metrics are better, ``"max"`` when higher ones are.
+        factor: the rate is multiplied by this.
+        floor: the lowest rate.
+        mode: ``"min"`` if lower metrics are better, else ``"max"``.
+        metric: the figure that a run passes: ``"loss"``, a metric of the training step or of evaluations.
     """
 
-    def __init__(self, base: float, patience: int, factor: float = 0.1, floor: float = 0.0, mode: str = "min") -> None:
+    def __init__(
+        self,
+        base: float = 1.0,
+        patience: int = 1,
+        factor: float = 0.1,
+        floor: float = 0.0,
+        mode: str = "min",
+        metric: str = "loss",
+    ) -> None:
         self.base, self.patience, self.factor, self.floor, self.mode = base, patience, factor, floor, mode
-        values = {"base": RATE, "patience": whole(1), "factor": number(above=0, below=1), "floor": number()}
-        check_arguments(self, **values, mode=choice("min", "max"))
+        self.metric = metric
+        self.__post_init__()
+        check_fields(self, {"mode": choice("min", "max")}, type(self).__name__, ConfigError)
         self._rate = base
         self._best: float | None = None
         self._wait = 0
@@ -294,14 +310,11 @@ class Plateau:
         return f"Plateau({self.base}, {self.patience}, {self.factor}, {self.floor}, {self.mode!r})"
 
     def lr(self, step: int = 0) -> float:
-        """Return the present learning rate, whatever the step."""
+        """Return the present rate."""
         return self._rate
 
     def observe(self, metric: float) -> float:
-        """Take note of a metric and return the learning rate from now on.
-
-        A metric that is not a number counts as no improvement.
-        """
+        """Add a value of the metric and return the rate from now on; NaN counts as no improvement."""
         better = not math.isnan(metric) and (
             self._best is None or (metric < self._best if self.mode == "min" else metric > self._best)
         )
@@ -314,11 +327,11 @@ class Plateau:
         return self._rate
 
     def state_dict(self) -> dict[str, float | int | None]:
-        """Return what a resumed run needs."""
+        """Return the state as JSON values."""
         return {"rate": self._rate, "best": self._best, "wait": self._wait}
 
     def load_state_dict(self, state: dict[str, float | int | None]) -> None:
-        """Go on from what ``state_dict`` returned.
+        """Load a state of `state_dict`.
 
         Raises:
             ConfigError: entries are missing or unknown.

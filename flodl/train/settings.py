@@ -1,4 +1,4 @@
-"""Every setting of a training run with its default, in one frozen record."""
+"""The settings of a training run with their defaults, in one frozen record."""
 
 from __future__ import annotations
 
@@ -10,41 +10,71 @@ from typing import Any, Literal
 from torch import nn
 
 from flodl.checked_fields import Values, check_fields, choice, listed, number, of_kind, pair, path, text, truth, whole
-from flodl.distributed.group import FROZEN_S
+from flodl.devices import training_devices
 from flodl.distributed.policy import POLICIES
 from flodl.distributed.rounds import Knobs
 from flodl.errors import TrainError, nearest
 from flodl.train.callback import Callback
 from flodl.train.events import Subscriber
+from flodl.train.optim.ema import Ema
 from flodl.train.precision import PRECISIONS
 from flodl.train.rules import Rule, as_rule
 from flodl.train.trackers import TRACKERS, make_trackers
 
 __all__ = ["MAY_CHANGE", "VALUES", "Settings", "make_settings"]
 
-_LENGTH = "how long the run is; a schedule that was made for a length is compared"
-_SAVING = "which checkpoints there are"
-_SHOWN = "what is told of the run"
-_ROUNDING = "how the same is computed: it rounds another way at most, as another device does"
+_LENGTH = "length of the run; a schedule that depends on the length is compared"
+_SAVING = "which checkpoints are written"
+_SHOWN = "what is reported of the run"
+_ROUNDING = "differs by rounding at most, as another device does"
 _WAITING = "how long ranks wait"
-_MEETING = "when ranks meet that step on their own, which follows measured times: no two such runs are alike"
+_MEETING = "when ranks average, which depends on measured times: no two such runs are equal"
 MAY_CHANGE: Mapping[str, str] = {
     **dict.fromkeys(("num_epochs", "max_steps", "early_stopping"), _LENGTH),
-    **dict.fromkeys(
-        ("folder", "save_every", "save_epochs", "save_end", "keep_last", "keep_best", "checkpoint_every"), _SAVING
-    ),
-    **dict.fromkeys(("resume", "allow_change", "max_restarts"), "how a run is taken up again"),
-    **dict.fromkeys(("remarks", "timeline", "progress", "log_every", "monitor", "trackers", "tracker_folder"), _SHOWN),
+    **dict.fromkeys(("folder", "save_every", "save_epochs", "save_end", "keep_last", "keep_best"), _SAVING),
+    **dict.fromkeys(("resume", "allow_change", "max_restarts"), "how a run resumes"),
+    **dict.fromkeys(("timeline", "progress", "log_every", "monitor", "trackers", "tracker_folder"), _SHOWN),
     **dict.fromkeys(("watch", "eval_start"), f"{_SHOWN}; rules are compared"),
-    **dict.fromkeys(("deterministic", "checkpoint_activations", "arrange", "compile", "backend"), _ROUNDING),
-    **dict.fromkeys(("capture", "capture_num_rows"), "captured steps are those that are not, to the bit"),
-    **dict.fromkeys(("timeout_s", "frozen_after_s", "slowdown"), _WAITING),
+    **dict.fromkeys(("deterministic", "prepare_model", "compile", "backend", "devices"), _ROUNDING),
+    "capture": "captured steps give the bits of other steps",
+    **dict.fromkeys(("timeout_s", "slowdown"), _WAITING),
     **dict.fromkeys(("anchor", "max_anchor", "overhead_target", "speed_hint"), _MEETING),
     **dict.fromkeys(("max_batch_diff", "max_overshoot", "divergence_threshold"), _MEETING),
-    "check_every": "it compares ranks, and changes nothing",
+    "check_every": "compares ranks and changes nothing",
 }
-"""Fields of `Settings` and `Knobs` that a run which is taken up again may have otherwise, and why; all others are
-compared with those of its checkpoint, as far as they are in use."""
+"""Settings that may differ when a run resumes, with the reason; all others are compared with the checkpoint."""
+
+ALIASES: Mapping[str, str] = {
+    "max_epochs": "num_epochs", "epochs": "num_epochs", "num_train_epochs": "num_epochs",
+    "gradient_accumulation_steps": "accumulate", "accumulate_grad_batches": "accumulate",
+    "gradient_clip_val": "max_grad_norm", "clip_grad_norm": "max_grad_norm",
+    "resume_from_checkpoint": "resume", "logger": "trackers", "scheduler": "schedule", "lr_scheduler": "schedule",
+    "log_every_n_steps": "log_every", "default_root_dir": "folder", "output_dir": "folder",
+    "partition_ratios": "shares", "enable_progress_bar": "progress",
+}  # fmt: skip
+"""Names of other libraries with equal meaning."""
+PRECISION_NAMES: Mapping[Any, str] = {
+    "bf16-mixed": "bf16", "16-mixed": "fp16", "fp16-mixed": "fp16", "32-true": "fp32", "32": "fp32", 32: "fp32",
+    "no": "fp32", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32",
+}  # fmt: skip
+REPLACED: Mapping[str, str] = {
+    **dict.fromkeys(("lr", "learning_rate"), "the optimiser has the rate: adamw(1e-3)"),
+    **dict.fromkeys(("shuffle", "drop_last"), "pass them with the data: fit(data, shuffle=False), dataset(data, ...)"),
+    "accelerator": "use devices: 'cpu', 'cuda:0', 'auto' or a number",
+    "strategy": "use policy='sync', 'cadence' or 'async', or shard='fsdp'",
+    "weight_decay": "the optimiser has it: adamw(1e-3, weight_decay=0.01)",
+    "val_check_interval": "use eval_every, in steps",
+    "eval_steps": "use eval_every",
+    "save_steps": "use save_every",
+    "schedule_metric": "pass it to the schedule: Plateau(..., metric='accuracy')",
+    "remarks": "call trainer.warn(text) in Callback.on_train_begin",
+    "checkpoint_every": "use checkpoint_fn(call, every)",
+    "capture_num_rows": "set reads_num_rows = False on the train_step",
+    **dict.fromkeys(("arrange", "checkpoint_activations"), "use prepare_model"),
+    "ema_warmup": "use ema=Ema(0.999, warmup=False)",
+    "frozen_after_s": "set flodl.distributed.group.FROZEN_S",
+}
+"""Names that are not settings, with what to use instead."""
 
 
 def _is_monitor(value: Any) -> bool:
@@ -55,11 +85,7 @@ def _is_monitor(value: Any) -> bool:
     return isinstance(value, Monitor)
 
 
-def _is_schedule(value: Any) -> bool:
-    return callable(getattr(value, "lr", None)) or callable(value)
-
-
-_CALLED = of_kind("something that is called with the model", callable)
+_FUNCTION = of_kind("a function of the model", callable)
 _FACTORS = of_kind(
     "a map of ranks to factors, such as {1: 2.0}",
     lambda value: (
@@ -69,19 +95,21 @@ _FACTORS = of_kind(
 )
 _NAMED = of_kind("a map of names to values", lambda value: isinstance(value, Mapping) and all(map(text.fits, value)))
 _TEXTS = listed("a list of texts", text.fits)
+_DEVICES = of_kind(
+    "a number of devices, names of devices, or 'auto'",
+    lambda value: whole(1).fits(value) or text.fits(value) or (_TEXTS.fits(value) and bool(value)),
+)
 
 VALUES: Mapping[str, Values] = {
     "num_epochs": whole(0),
     **dict.fromkeys(("accumulate", "keep_last", "log_every"), whole(1)),
     **dict.fromkeys(("eval_delay", "max_restarts"), whole(0)),
     "seed": of_kind("an integer", lambda value: isinstance(value, Integral) and not isinstance(value, bool)),
-    **dict.fromkeys(
-        ("max_steps", "batch_size", "save_every", "eval_every", "checkpoint_every", "trend_every"), whole(1) | None
-    ),
+    **dict.fromkeys(("max_steps", "batch_size", "save_every", "eval_every", "trend_every"), whole(1) | None),
     "micro_batch_size": whole(1) | choice("auto") | None,
-    **dict.fromkeys(("shuffle", "drop_last", "sum_of_means", "deterministic", "resume", "eval_start"), truth),
-    **dict.fromkeys(("capture_num_rows", "compile", "ema_warmup"), truth),
+    **dict.fromkeys(("sum_of_means", "deterministic", "resume", "eval_start", "compile"), truth),
     "progress": truth | None,
+    "devices": _DEVICES | None,
     "policy": choice(*POLICIES) | None,
     "shard": choice("fsdp") | None,
     "knobs": of_kind("flodl.distributed.rounds.Knobs", lambda value: isinstance(value, Knobs)),
@@ -89,12 +117,15 @@ VALUES: Mapping[str, Values] = {
     "on_nan": choice("stop", "skip"),
     "capture": truth | choice("auto"),
     "max_grad_norm": number(above=0) | None,
-    "ema": number(above=0, below=1) | None,
+    "ema": number(above=0, below=1) | of_kind("Ema(decay)", lambda value: isinstance(value, Ema)) | None,
     "lr_scale_ratio": number(),
-    **dict.fromkeys(("timeout_s", "frozen_after_s"), number(above=0)),
-    **dict.fromkeys(("checkpoint_activations", "arrange", "parameter_groups"), _CALLED | None),
-    "schedule": of_kind("an object with lr(step), or a function of the number of ranks", _is_schedule) | None,
-    "schedule_metric": text,
+    "timeout_s": number(above=0),
+    **dict.fromkeys(("prepare_model", "parameter_groups"), _FUNCTION | None),
+    "schedule": of_kind(
+        "a function of the step that returns a factor, a torch LRScheduler, or an object with lr(step)",
+        lambda value: callable(value) or callable(getattr(value, "lr", None)) or callable(getattr(value, "step", None)),
+    )
+    | None,
     **dict.fromkeys(("folder", "timeline", "tracker_folder"), path | None),
     "save_epochs": truth | choice("idle"),
     "save_end": truth | replace(number(least=0), expected="seconds of 0 or more"),
@@ -102,113 +133,92 @@ VALUES: Mapping[str, Values] = {
     "early_stopping": pair("a metric and a patience, such as ('accuracy', 3)", text, whole(1)) | None,
     "identity": _NAMED,
     "slowdown": _FACTORS,
-    **dict.fromkeys(("allow_change", "remarks", "watch"), _TEXTS),
+    **dict.fromkeys(("allow_change", "watch"), _TEXTS),
     "callbacks": listed(
-        "instances of flodl.train.Callback; a function that looks on subscribes to events",
+        "instances of flodl.train.Callback; pass functions that read events to subscribe()",
         lambda value: isinstance(value, Callback),
     ),
     "rules": listed("a list of rules of flodl.train.rules, or of their texts", lambda value: True),
     "trackers": listed(
-        f"one of {', '.join(TRACKERS)}, or what can be called with events, for each",
+        f"one of {', '.join(TRACKERS)}, or an object that is called with events, for each",
         lambda v: callable(v) or v in TRACKERS,
     ),
     "monitor": truth | of_kind("a port, or a flodl.monitor.Monitor", _is_monitor) | None,
 }
-"""What each field of `Settings` may hold."""
+"""Valid values of each field of `Settings`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a run is done. Nothing here changes by itself with the number of ranks.
+    """The settings of a run. None of them depends on the number of ranks.
 
     Attributes:
         num_epochs: passes over the data.
-        max_steps: stop after this many optimiser steps; None for no bound.
-        batch_size: samples of one batch. Under Sync that is one optimiser step of all ranks together;
-            under Cadence and Async each rank steps on batches of its own.
-        accumulate: batches in one optimiser step.
-        micro_batch_size: at most this many samples go through the model at once; bounds memory and
-            changes no number beyond rounding. ``"auto"`` tries before the first step how many fit into the
-            device's memory.
-        shuffle: a new order each epoch.
-        drop_last: leave out the ragged last batch; off, since nothing is dropped unasked.
-        seed: decides the order of data and, with the rank, all random generators.
-        policy: ``"sync"``, ``"cadence"``, ``"async"``; None chooses Sync, or Cadence where the names of devices differ.
-        shard: ``"fsdp"`` cuts weights, gradients and the optimiser's state into a part for each rank
-            (`flodl.distributed.sharded`); with one rank it changes nothing. None has all of them on every rank.
-        knobs: settings of the policy.
+        max_steps: bound of optimiser steps; None for no bound.
+        batch_size: samples of a batch. Under Sync a batch is one optimiser step of all ranks together; under Cadence
+            and Async each rank steps on its own batches.
+        accumulate: batches of one optimiser step.
+        micro_batch_size: maximum of samples in one forward pass; bounds memory and changes numbers by rounding only.
+            ``"auto"`` finds before the first step how many fit into the memory of the device.
+        seed: determines the order of data and, with the rank, all random generators.
+        devices: number of devices, their names, or ``"auto"`` for all; each gets a process. Not needed under torchrun.
+        policy: ``"sync"``, ``"cadence"`` or ``"async"``; None selects Sync, or Cadence for unequal devices.
+        shard: ``"fsdp"`` splits weights, gradients and optimiser state over the ranks (`flodl.distributed.sharded`).
+        knobs: options of the policy; each may also be passed by its own name.
         precision: ``"fp32"``, ``"tf32"``, ``"bf16"`` or ``"fp16"``.
-        max_grad_norm: clip the whole gradient to this 2-norm.
-        on_nan: ``"stop"`` or ``"skip"`` when loss or gradient is not finite. A step that is left out, for that or for a
-            float16 gradient that overflowed, changes neither weights nor the optimiser's state (its own step count
-            included) nor ``ema``, and its loss is in no mean. It counts as a step in all else, as in a loop around
-            ``torch.amp.GradScaler``: ``schedule``, ``max_steps``, ``save_every``, ``eval_every``, and it is told.
-        sum_of_means: add up the means of micro-batches and ranks without dividing, so that the gradient is too large
-            by accumulation times processes; for recipes that were tuned to it.
-        deterministic: ask torch for deterministic kernels, and fail where there is none.
-        checkpoint_activations: called with the model before training, to switch gradient
-            checkpointing on in it.
-        arrange: called with the model, on its device, when training begins, to have it computed another
-            way; returns what undoes that.
-        schedule: has ``lr(step)``; or a function of the number of ranks that returns such an object.
-        schedule_metric: the figure that a schedule with ``observe`` is told after each epoch.
+        max_grad_norm: clip the gradient of the whole step to this 2-norm.
+        on_nan: ``"stop"`` or ``"skip"`` for a loss or gradient that is not finite. A skipped step changes no weights,
+            no optimiser state and no ``ema``, and its loss is in no mean. It still counts as a step for ``schedule``,
+            ``max_steps``, ``save_every`` and ``eval_every``.
+        sum_of_means: add the means of micro-batches and ranks without a division, which makes the gradient too large by
+            accumulation times processes; for recipes that were tuned to it.
+        deterministic: use deterministic kernels of torch, and fail where there is none.
+        prepare_model: called with the model before training; may return a function that reverts the change.
+        schedule: ``step -> factor`` of the optimiser's learning rate; a torch ``LRScheduler``, its class with bound
+            options or a function of the optimiser that returns one; or an object with ``lr(step)``. See
+            `flodl.train.schedule`.
         lr_scale_ratio: multiply the learning rate by ``1 + (ranks - 1) * ratio``.
-        parameter_groups: ``groups(model)`` gives what the optimiser factory takes; None for the
-            trainable parameters in one group.
-        folder: where checkpoints go; None for none.
+        parameter_groups: ``groups(model)`` returns the argument of the optimiser factory; None for one group of all
+            trainable parameters.
+        folder: where checkpoints are written; None for no checkpoints.
         save_every: steps between checkpoints; None saves after epochs only.
-        save_epochs: save after each epoch; ``"idle"`` leaves out epochs whose end comes while the save before is still
-            being written, unless they are the best so far (``keep_best``), so that training never waits for the
-            disk. The end of a run is saved either way.
-        save_end: save where a run ends, False where the model goes elsewhere at once. Seconds leave it out where less
-            than that was worked since the newest checkpoint that is written, or the start; a checkpoint that is being
-            written is then given up as well, unless it is the best.
-        keep_last: checkpoints kept.
-        keep_best: metric whose best checkpoint is kept as well; a leading ``-`` where less is better.
-        resume: go on from the newest whole checkpoint in ``folder`` if there is one.
-        allow_change: settings that may differ from the checkpoint's, by the names that its refusal gives.
-        remarks: lines that are told when the run begins, as `Warned`.
-        identity: further values by name that decide the numbers of the run (of the loss, of the data), as JSON values;
-            a resumed run compares them.
+        save_epochs: save after each epoch. ``"idle"`` skips an epoch that ends while the previous checkpoint is still
+            being written, unless it is the best so far (``keep_best``).
+        save_end: save at the end of the run. With a number the save is skipped if less than so many seconds passed
+            since the newest complete checkpoint.
+        keep_last: number of checkpoints that are kept.
+        keep_best: metric whose best checkpoint is kept in addition; a leading ``-`` where less is better.
+        resume: resume from the newest complete checkpoint in ``folder``.
+        allow_change: settings that may differ from the checkpoint, named as in the error of a refused resume.
+        identity: further JSON values that determine the numbers of the run; they are compared when it resumes.
         eval_every: steps between evaluations; None evaluates after each epoch. The last model is always evaluated.
-        eval_start: evaluate before the first step too; these figures are told and decide nothing.
-        eval_delay: no evaluation before so many steps, but for the one at the end.
-        early_stopping: ``(metric, patience)``: stop after so many evaluations without improvement.
-        checkpoint_every: epochs between calls of ``checkpoint_fn``.
+        eval_start: evaluate before the first step too; the figures decide nothing.
+        eval_delay: steps before the first evaluation; the last model is evaluated in any case.
+        early_stopping: ``(metric, patience)``; stop after so many evaluations without improvement.
         slowdown: ``{rank: factor}``, simulated slow ranks for experiments.
-        timeline: file without suffix that gets the timeline as ``.json``, ``.csv`` and ``.html``: when each rank
-            computed, met and waited, and what the machine did meanwhile.
-        timeout_s: how long a collective waits for a live rank.
-        frozen_after_s: silence after which a stopped rank is given up.
-        capture: ``"auto"`` captures the steps of a run on CUDA as graphs, one for each shape of batch, where it
-            can, and says once why where it cannot; True refuses to run otherwise; False never captures.
-        capture_num_rows: capture apart what differs in `flodl.data.Batch.num_rows` alone; False where ``train_step``
-            does not read it, so that a captured graph serves batches of any number of rows.
-        compile: pass the model through ``torch.compile`` first.
-        progress: True shows how far the run is, None where it takes longer than a second, False nothing.
+        timeline: path without suffix of the timeline files (``.json``, ``.csv``, ``.html``).
+        timeout_s: time that a collective waits for a live rank.
+        capture: ``"auto"`` captures steps on CUDA as graphs where possible and logs the reason where not; True raises
+            instead; False never captures.
+        compile: pass the model through ``torch.compile``.
+        progress: True shows the progress, None shows it after one second, False never.
         log_every: steps whose figures are read from a CUDA device together.
-        monitor: a page beside the run: True, a port of this machine, or a `flodl.monitor.Monitor`; its record is kept
-            in ``folder``.
-        callbacks: take part in the run, step by step; see `flodl.train.callback`.
-        watch: what to collect inside of the model in each step, by dotted paths of tags, groups and modules, each
-            with a reduction if not the mean (``"encoder.features:norm"``); besides what its graphs watch already.
-            Told as `flodl.train.Observed`.
-        rules: what the run does by itself when its trends say so, as `flodl.train.rules` makes it, or as text
-            (``"freeze encoder.layers.0-3 when stalled(loss, 3)"``). Told as `flodl.train.Decided`.
-        trend_every: steps between the values of trends that rules ask about; None: one an epoch. Figures of evaluations
-            have a value for each evaluation.
-        trackers: keep the figures of the run elsewhere, by name (``"csv"``, ``"jsonl"``, ``"tensorboard"``,
-            ``"wandb"``, ``"mlflow"``), or anything that can be called with events; the first rank's are told. See
-            `flodl.train.trackers`.
-        tracker_folder: where trackers write; None: beside ``folder``, else ``runs``.
-        ema: keep an exponential moving average of the weights with this decay; it is what is evaluated and what
-            the model holds in the end. See `flodl.train.optim.ema`.
-        ema_warmup: let the average follow faster at first.
-        max_restarts: how often ranks that we started are started again after a failure.
+        monitor: a page of the run: True, a port, or a `flodl.monitor.Monitor`.
+        callbacks: see `flodl.train.callback`.
+        watch: paths of values inside of the model that each step collects, with a reduction if not the mean
+            (``"encoder.features:norm"``); reported as `flodl.train.Observed`.
+        rules: rules of `flodl.train.rules`, or their texts; reported as `flodl.train.Decided`.
+        trend_every: steps between values of the trends that rules read; None for one value an epoch.
+        trackers: ``"csv"``, ``"jsonl"``, ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, or objects that are called with
+            events; see `flodl.train.trackers`.
+        tracker_folder: where trackers write; None for beside ``folder``, else ``runs``.
+        ema: decay of an exponential moving average of the weights, or `flodl.train.Ema`; the average is evaluated and
+            is the final model.
+        max_restarts: how many times the ranks of a run are restarted after a failure.
 
     Raises:
-        TrainError: a value of the wrong kind or out of range; ``problems`` lists all of them.
-        ConfigError: a rule that is none.
+        TrainError: invalid values; ``problems`` lists all of them.
+        ConfigError: an invalid rule.
     """
 
     num_epochs: int = 1
@@ -216,9 +226,8 @@ class Settings:
     batch_size: int | None = None
     accumulate: int = 1
     micro_batch_size: int | str | None = None
-    shuffle: bool = True
-    drop_last: bool = False
     seed: int = 42
+    devices: int | str | Sequence[str] | None = None
     policy: str | None = None
     shard: str | None = None
     knobs: Knobs = field(default_factory=Knobs)
@@ -227,10 +236,8 @@ class Settings:
     on_nan: str = "stop"
     sum_of_means: bool = False
     deterministic: bool = False
-    checkpoint_activations: Callable[[nn.Module], Any] | None = None
-    arrange: Callable[[nn.Module], Callable[[], Any]] | None = None
+    prepare_model: Callable[[nn.Module], Any] | None = None
     schedule: Any = None
-    schedule_metric: str = "loss"
     lr_scale_ratio: float = 0.0
     parameter_groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None
     folder: str | None = None
@@ -241,19 +248,15 @@ class Settings:
     keep_best: str | None = None
     resume: bool = False
     allow_change: tuple[str, ...] = ()
-    remarks: tuple[str, ...] = ()
     identity: Mapping[str, Any] = field(default_factory=dict)
     eval_every: int | None = None
     eval_start: bool = False
     eval_delay: int = 0
     early_stopping: tuple[str, int] | None = None
-    checkpoint_every: int | None = None
     slowdown: Mapping[int, float] = field(default_factory=dict)
     timeline: str | None = None
     timeout_s: float = 600.0
-    frozen_after_s: float = FROZEN_S
     capture: str | bool = "auto"
-    capture_num_rows: bool = True
     compile: bool = False
     progress: bool | None = None
     log_every: int = 20
@@ -264,71 +267,81 @@ class Settings:
     trend_every: int | None = None
     trackers: Sequence[str | Subscriber] = ()
     tracker_folder: str | None = None
-    ema: float | None = None
-    ema_warmup: bool = True
+    ema: float | Ema | None = None
     max_restarts: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot be, before anything is read or trained."""
+        """Raise for invalid values."""
         check_fields(self, VALUES, "settings")
         for rule in self.rules:
             as_rule(rule)
 
+    @property
+    def average(self) -> Ema | None:
+        """The options of the moving average."""
+        return Ema(self.ema) if isinstance(self.ema, (int, float)) else self.ema
+
+    @property
+    def device_names(self) -> int | tuple[str, ...]:
+        """Names of the devices, one for each rank, or the number of ranks."""
+        found = training_devices(self.devices)
+        return (found,) if isinstance(found, str) else tuple(found) if isinstance(found, list) else found or 1
+
     def made_trackers(self) -> list[Subscriber]:
-        """Return the trackers of the run, their packages found.
+        """Return the trackers of the run.
 
         Raises:
             TrainError: a tracker does not exist, or its package is not installed.
         """
-        folder = self.tracker_folder or (f"{self.folder}.logs" if self.folder else "runs")
         length = {"num_epochs": self.num_epochs, "max_steps": self.max_steps, "batch_size": self.batch_size}
-        return make_trackers(
-            self.trackers, folder, {k: v for k, v in {**length, **self.recipe()}.items() if v is not None}
-        )
+        shown = {name: value for name, value in {**length, **self.recipe()}.items() if value is not None}
+        folder = self.tracker_folder or (f"{self.folder}.logs" if self.folder else "runs")
+        return make_trackers(self.trackers, folder, shown)
 
     def recipe(self) -> dict[str, Any]:
-        """Return the settings that decide the numbers of a run, as JSON values; a resumed run compares them."""
-        names = (
-            "accumulate",
-            "micro_batch_size",
-            "seed",
-            "precision",
-            "max_grad_norm",
-            "on_nan",
-            "lr_scale_ratio",
-        )
+        """Return the settings that determine the numbers of a run as JSON values, for the comparison on resume."""
+        names = ("accumulate", "micro_batch_size", "seed", "precision", "max_grad_norm", "on_nan", "lr_scale_ratio")
         values = {name: getattr(self, name) for name in names} | dict(self.identity)
         if self.shard is not None:
             values["shard"] = self.shard
         if self.sum_of_means:
             values["sum_of_means"] = True
-        if self.ema is not None:
-            values["ema"] = f"{self.ema}{'' if self.ema_warmup else ', no warmup'}"
+        if self.average is not None:
+            values["ema"] = f"{self.average.decay}{'' if self.average.warmup else ', no warmup'}"
         if self.rules:
             values["rules"] = [str(as_rule(rule)) for rule in self.rules]
             values["trend_every"] = self.trend_every
-            values |= self.judging()
+            values |= self.eval_times()
         return values
 
-    def judging(self) -> dict[str, Any]:
-        """Return when figures are taken, which decide numbers where rules or a schedule go by them."""
+    def eval_times(self) -> dict[str, Any]:
+        """Return when evaluations take place, which determines numbers if rules or a schedule read them."""
         return {"eval_every": self.eval_every, "eval_delay": self.eval_delay}
 
 
+_KNOBS = {f.name for f in fields(Knobs)}
+_FIELDS = {f.name for f in fields(Settings)}
+
+
 def make_settings(given: Mapping[str, Any], base: Settings | None = None) -> Settings:
-    """Return ``base`` with the given values; names of `Knobs` fields go there.
+    """Return ``base`` with the given values; options of the policy and names of other libraries are accepted.
 
     Raises:
-        TrainError: a name that is neither (``names`` lists them), or a value that cannot be (``problems``).
+        TrainError: unknown names (``names`` lists them), or invalid values (``problems``).
     """
     base = base or Settings()
-    known, knobs = {f.name for f in fields(Settings)}, {f.name for f in fields(Knobs)}
-    unknown = [name for name in given if name not in known | knobs]
+    found = {ALIASES.get(name, name): value for name, value in given.items()}
+    unknown = [name for name in found if name not in _FIELDS | _KNOBS]
     if unknown:
-        shown = ", ".join(f"{name!r}{nearest(name, known | knobs)}" for name in unknown)
-        raise TrainError(
-            f"settings: there is no {shown}. Expected fields of Settings or of its policy's Knobs.", names=unknown
+        shown = "; ".join(
+            f"{name!r}: {REPLACED[name]}" if name in REPLACED else f"{name!r}{nearest(name, _FIELDS | _KNOBS)}"
+            for name in unknown
         )
-    own = {name: value for name, value in given.items() if name in known}
-    own["knobs"] = replace(own.get("knobs", base.knobs), **{n: v for n, v in given.items() if n in knobs})
+        raise TrainError(f"settings: found unknown {shown}. Expected fields of flodl.train.Settings.", names=unknown)
+    if isinstance(found.get("precision"), (str, int)):
+        found["precision"] = PRECISION_NAMES.get(found["precision"], found["precision"])
+    if isinstance(found.get("trackers"), str) or callable(found.get("trackers")):
+        found["trackers"] = [found["trackers"]]
+    own = {name: value for name, value in found.items() if name in _FIELDS}
+    own["knobs"] = replace(own.get("knobs", base.knobs), **{n: v for n, v in found.items() if n in _KNOBS})
     return replace(base, **own)

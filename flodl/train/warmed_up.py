@@ -1,7 +1,6 @@
-"""Schedules that rise from 0 and then follow a curve, by the formulas that recipes for fine-tuning commonly use.
+"""Schedules that rise from 0 and then follow a curve, by the formulas of common recipes for fine-tuning.
 
-The order of operations is part of each formula, so that a recipe brought from elsewhere keeps its rates to the bit.
-Like those of `flodl.train.schedule` they know no optimiser.
+The order of operations is part of each formula, so that a recipe of another library keeps its rates to the bit.
 """
 
 from __future__ import annotations
@@ -9,12 +8,31 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flodl.checked_fields import choice, number
-from flodl.train.schedule import RATE, SHARE, SOME_STEPS, STEPS, check_arguments
+from flodl.checked_fields import check_fields, choice, number
+from flodl.errors import ConfigError
+from flodl.train.schedule import RATE, SHARE, SOME_STEPS, STEPS, Schedule
 
 __all__ = ["CosineFloor", "CosineRestarts", "InverseSqrt", "Polynomial", "WarmedUp", "WarmupStableDecay"]
 
-CURVES = ("linear", "cosine", "1-sqrt")
+CURVE = choice("linear", "cosine", "1-sqrt")
+
+
+class _Curve(Schedule):
+    """A schedule whose rate is ``base`` times the factor of a step."""
+
+    base: float
+
+    def lr(self, step: int) -> float:
+        """Return the learning rate of ``step``."""
+        return self.base * self.factor(step)
+
+    def __call__(self, step: int) -> float:
+        """Return the factor of ``step``."""
+        return self.factor(step)
+
+    def factor(self, step: int) -> float:
+        """Return the rate as a share of ``base``."""
+        raise NotImplementedError
 
 
 def _rise(step: int, warmup: int) -> float:
@@ -26,7 +44,7 @@ def _progress(step: int, warmup: int, total: int) -> float:
 
 
 @dataclass(frozen=True)
-class CosineFloor:
+class CosineFloor(_Curve, base=RATE, total=SOME_STEPS, warmup=STEPS, floor=SHARE, cycles=number()):
     """A straight rise from 0, then waves of a cosine that go no lower than ``floor`` times ``base``.
 
     Attributes:
@@ -43,14 +61,8 @@ class CosineFloor:
     floor: float = 0.0
     cycles: float = 0.5
 
-    def __post_init__(self) -> None:
-        check_arguments(self, base=RATE, total=SOME_STEPS, warmup=STEPS, floor=SHARE, cycles=number())
-
-    def lr(self, step: int) -> float:
-        """Return the learning rate of ``step``."""
-        return self.base * self._factor(step)
-
-    def _factor(self, step: int) -> float:
+    def factor(self, step: int) -> float:
+        """Return the rate as a share of ``base``."""
         if step < self.warmup:
             return _rise(step, self.warmup)
         progress = _progress(step, self.warmup, self.total)
@@ -59,7 +71,7 @@ class CosineFloor:
 
 
 @dataclass(frozen=True)
-class CosineRestarts:
+class CosineRestarts(_Curve, base=RATE, total=SOME_STEPS, warmup=STEPS, cycles=number(above=0)):
     """A straight rise from 0, then half a cosine from ``base`` to 0, again and again (arXiv:1608.03983).
 
     Attributes:
@@ -74,14 +86,8 @@ class CosineRestarts:
     warmup: int = 0
     cycles: float = 1
 
-    def __post_init__(self) -> None:
-        check_arguments(self, base=RATE, total=SOME_STEPS, warmup=STEPS, cycles=number(above=0))
-
-    def lr(self, step: int) -> float:
-        """Return the learning rate of ``step``."""
-        return self.base * self._factor(step)
-
-    def _factor(self, step: int) -> float:
+    def factor(self, step: int) -> float:
+        """Return the rate as a share of ``base``."""
         if step < self.warmup:
             return _rise(step, self.warmup)
         progress = _progress(step, self.warmup, self.total)
@@ -91,7 +97,7 @@ class CosineRestarts:
 
 
 @dataclass(frozen=True)
-class Polynomial:
+class Polynomial(_Curve, base=RATE, total=SOME_STEPS, warmup=STEPS, power=number(above=0)):
     """A straight rise from 0, then a fall to ``end`` whose distance from it is a power of what remains.
 
     Attributes:
@@ -109,14 +115,12 @@ class Polynomial:
     power: float = 1.0
 
     def __post_init__(self) -> None:
-        check_arguments(self, base=RATE, total=SOME_STEPS, warmup=STEPS, power=number(above=0))
-        check_arguments(self, end=number(below=self.base))
+        """Check the arguments."""
+        super().__post_init__()
+        check_fields(self, {"end": number(below=self.base)}, "Polynomial", ConfigError)
 
-    def lr(self, step: int) -> float:
-        """Return the learning rate of ``step``."""
-        return self.base * self._factor(step)
-
-    def _factor(self, step: int) -> float:
+    def factor(self, step: int) -> float:
+        """Return the rate as a share of ``base``."""
         if step < self.warmup:
             return _rise(step, self.warmup)
         if step > self.total or self.total <= self.warmup:
@@ -126,7 +130,7 @@ class Polynomial:
 
 
 @dataclass(frozen=True)
-class InverseSqrt:
+class InverseSqrt(_Curve, base=RATE, warmup=STEPS, timescale=SOME_STEPS | None):
     """A straight rise from 0, then a rate that falls with the root of the step; it knows no end.
 
     Attributes:
@@ -140,14 +144,8 @@ class InverseSqrt:
     warmup: int = 0
     timescale: int | None = None
 
-    def __post_init__(self) -> None:
-        check_arguments(self, base=RATE, warmup=STEPS, timescale=SOME_STEPS | None)
-
-    def lr(self, step: int) -> float:
-        """Return the learning rate of ``step``."""
-        return self.base * self._factor(step)
-
-    def _factor(self, step: int) -> float:
+    def factor(self, step: int) -> float:
+        """Return the rate as a share of ``base``."""
         if step < self.warmup:
             return _rise(step, self.warmup)
         timescale = self.timescale if self.timescale is not None else self.warmup or 10_000
@@ -155,7 +153,9 @@ class InverseSqrt:
 
 
 @dataclass(frozen=True)
-class WarmupStableDecay:
+class WarmupStableDecay(
+    _Curve, base=RATE, warmup=STEPS, stable=STEPS, decay=STEPS, rise=CURVE, fall=CURVE, floor=SHARE
+):
     """A rise, a stretch at ``base``, and a fall: how long a run lasts may be decided when it falls.
 
     Attributes:
@@ -178,15 +178,8 @@ class WarmupStableDecay:
     floor: float = 0.0
     cycles: float = 0.5
 
-    def __post_init__(self) -> None:
-        steps = dict.fromkeys(("warmup", "stable", "decay"), STEPS)
-        check_arguments(self, base=RATE, **steps, rise=choice(*CURVES), fall=choice(*CURVES), floor=SHARE)
-
-    def lr(self, step: int) -> float:
-        """Return the learning rate of ``step``."""
-        return self.base * self._factor(step)
-
-    def _factor(self, step: int) -> float:
+    def factor(self, step: int) -> float:
+        """Return the rate as a share of ``base``."""
         if step < self.warmup:
             progress = _rise(step, self.warmup)
             if self.rise == "linear":
@@ -211,7 +204,7 @@ class WarmupStableDecay:
 
 
 @dataclass(frozen=True)
-class WarmedUp:
+class WarmedUp(_Curve, base=RATE, warmup=STEPS, total=STEPS):
     """Rises from 0 to ``base`` over ``warmup`` steps, then follows ``shape`` until step ``total``.
 
     Args:
@@ -225,13 +218,6 @@ class WarmedUp:
     base: float
     warmup: int
     total: int
-
-    def __post_init__(self) -> None:
-        check_arguments(self, base=RATE, warmup=STEPS, total=STEPS)
-
-    def lr(self, step: int) -> float:
-        """Return the rate of a step, counted from 0."""
-        return self.base * self.factor(step)
 
     def factor(self, step: int) -> float:
         """Return the rate as a share of ``base``."""

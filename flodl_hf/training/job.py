@@ -120,7 +120,7 @@ class Job:
         lower = self.metric is None or self.metric.startswith("-")
         return make_schedule(
             options.schedule, options.lr, options.warmup, self.steps,
-            lower_is_better=lower, options=options.schedule_options,
+            lower_is_better=lower, metric=(self.metric or "loss").lstrip("-"), options=options.schedule_options,
         )  # fmt: skip
 
 

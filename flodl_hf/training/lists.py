@@ -193,6 +193,8 @@ class ListObjective:
     loss: Any
     weights: None = field(default=None, init=False)
 
+    reads_num_rows = False  # counts are taken from the labels, so captured steps serve batches of any number of rows
+
     def __call__(self, model: Any, batch: Any) -> Loss:
         """Return the loss of a batch."""
         return self.of(self.score(model, batch), batch)

@@ -36,6 +36,7 @@ def make_schedule(
     total: int,
     *,
     lower_is_better: bool,
+    metric: str = "loss",
     options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Return the schedule of a run of ``total`` steps; an object with ``lr(step)`` is returned as it is.
@@ -44,7 +45,8 @@ def make_schedule(
         kind: a name of `flodl_hf.training.option_checks.SCHEDULES`.
         base: the highest rate.
         warmup: see `warmup_steps`.
-        lower_is_better: of the figure that a plateau is one of.
+        lower_is_better: whether lower values of ``metric`` are better.
+        metric: the figure that a plateau reads.
         options: what the curve takes besides.
 
     Raises:
@@ -56,7 +58,7 @@ def make_schedule(
     if kind == "one_cycle":
         return OneCycle(base, total, warmup_fraction=rise / total if warmup else 0.3, **given)
     if kind == "plateau":
-        return Plateau(base, **{"patience": 1, **given}, mode="min" if lower_is_better else "max")
+        return Plateau(base, **{"patience": 1, **given}, mode="min" if lower_is_better else "max", metric=metric)
     if kind == "cosine" and given:
         if "end" in given:
             given["floor"] = given.pop("end") / base

@@ -9,14 +9,13 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flodl.errors import ConfigError, TrainInterrupted
-from flodl.train import Profiler, Trainer, adamw, parameter_groups, sgd
+from flodl.train import Callback, Ema, Profiler, Trainer, adamw, parameter_groups, sgd
 from flodl.train.optim.optimizers import layerwise_decay
 from flodl_hf.inference.graph_model.model import GraphModel
 from flodl_hf.training.factory import FixedModel, ModelFactory, checkpoint_layers, restore_layers, set_dropout, take
@@ -81,18 +80,17 @@ def train_job(
     for tracker in trackers:
         builder.subscribe(tracker)
     try:
-        handle = builder.run()
-        state = handle.join()
+        trained = builder.run()
     except TrainInterrupted as stop:
         if stop.trained is not None and stop.trained.whole:
             take(job.model, stop.trained.state_dict())
         raise
-    if handle.model is not None:
-        trained: Any = handle.model
-        return trained
-    if not state.whole:
+    if trained.in_place:
+        model: Any = trained.model
+        return model
+    if not trained.whole:
         return None
-    take(job.model, state.state_dict())
+    take(job.model, trained.state_dict())
     return job.model
 
 
@@ -123,19 +121,13 @@ def make_builder(
             sum_of_means=options.compat is not None,
             deterministic=options.deterministic,
             capture="auto" if options.capture and job.unrecorded is None else False,
-            # Counts are taken from the labels.
-            capture_num_rows=False,
             compile=options.compile,
             log_every=options.log_every,
             schedule=job.schedule,
-            schedule_metric=job.metric.lstrip("-") if job.metric else "loss",
             parameter_groups=_Groups(options.lr, options.layerwise_decay),
-            checkpoint_activations=checkpoint_layers if options.gradient_checkpointing else None,
-            arrange=_arrangement(options),
-            remarks=tuple(job.notes),
-            callbacks=(*job.own.callbacks, *([Profiler(options.profile)] if options.profile else [])),
-            ema=options.ema,
-            ema_warmup=options.ema_warmup,
+            prepare_model=_arrangement(options),
+            callbacks=(*job.own.callbacks, *([Profiler(options.profile)] if options.profile else []), Notes(job.notes)),
+            ema=None if options.ema is None else Ema(options.ema, warmup=options.ema_warmup),
             **observed_of(job),
         )
         .subscribe(on_event)
@@ -189,26 +181,45 @@ def _is_kept(job: Job, folder: Path) -> bool:
     return job.options.checkpoints is not None or folder.name.endswith(CHECKPOINTS)
 
 
-def _arrangement(options: Options) -> Callable[[Any], Callable[[], Any]] | None:
-    """Return what has layers computed by fused kernels in half precision; None where others arrange them."""
+class Notes(Callback):
+    """Reports notes about the data and the options as warnings when the run begins."""
+
+    def __init__(self, notes: Sequence[str]) -> None:
+        self.notes = tuple(notes)
+
+    def on_train_begin(self, trainer: Any) -> None:
+        """Report them, on the first rank."""
+        for note in self.notes if trainer.ranks.rank == 0 else ():
+            trainer.warn(note)
+
+
+def _arrangement(options: Options) -> Callable[[Any], Any] | None:
+    """Return the change of layers before training: recomputed activations, or fused kernels in half precision."""
+    if options.gradient_checkpointing:
+        return checkpoint_layers
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options.precision)
-    if half is None or not options.fused or options.compile or options.gradient_checkpointing:
-        return None
-    return partial(_fuse, half)
+    return None if half is None or not options.fused or options.compile else _Fuse(half)
 
 
-def _fuse(dtype: torch.dtype, model: Any) -> Callable[[], None]:
-    from flodl_hf.nn.backends.choose import arrange_training
+@dataclass(frozen=True)
+class _Fuse:
+    """Makes layers use fused kernels of ``dtype``; returns a function that reverts it."""
 
-    # What stands beside a model may be one, such as a generator.
-    graphs = [part.graph for part in (model, model.beside) if isinstance(part, GraphModel)]
-    each = [arrange_training(graph, dtype)[0] for graph in graphs]
+    dtype: torch.dtype
+    needs_float32 = True
 
-    def undo() -> None:
-        for one in each:
-            one()
+    def __call__(self, model: Any) -> Callable[[], None]:
+        from flodl_hf.nn.backends.choose import arrange_training
 
-    return undo
+        # A model may have another one beside it, such as a generator.
+        graphs = [part.graph for part in (model, model.beside) if isinstance(part, GraphModel)]
+        each = [arrange_training(graph, self.dtype)[0] for graph in graphs]
+
+        def undo() -> None:
+            for one in each:
+                one()
+
+        return undo
 
 
 def _factory(job: Job, stack: ExitStack) -> Any:

@@ -1,14 +1,15 @@
-"""A running average of the weights, which is judged and returned in their place.
+"""A moving average of the weights, which is evaluated and returned in their place.
 
-After each optimiser step that was applied the average moves towards the weights by ``1 - decay``. It depends on nothing
-but the weights after each such step, so it is as exact as the step is, however that was cut; and it stands outside of
-the step, which may be captured as ever. A step that is left out leaves it where it is, and is not counted.
+After each applied optimiser step the average moves towards the weights by ``1 - decay``. It depends only on the weights
+after each such step, so it is as exact as the step, and the step may be captured. A skipped step does not change it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,29 +18,48 @@ from flodl.distributed.average import wide
 from flodl.errors import TrainError
 from flodl.train.saving.state import fixed_names, whole_model
 
-__all__ = ["WeightAverage", "averaged_state"]
+if TYPE_CHECKING:
+    from flodl.train.step import StepResult
+
+__all__ = ["Ema", "WeightAverage", "averaged_state"]
 
 
-class WeightAverage:
-    """An exponential moving average of the parameters of a model; of 16-bit ones it is kept in float32.
-
-    Args:
-        model: whose parameters; buffers are not averaged, nor what the model says is fixed.
-        decay: share of the average that stays at each step, above 0 and below 1.
-        warmup: let the average follow faster at first: at update n the share is at most ``(1 + n) / (10 + n)``.
+@dataclass(frozen=True)
+class Ema:
+    """Options of the average.
 
     Attributes:
-        updates: how often it took in weights.
+        decay: share of the average that remains at each step, above 0 and below 1.
+        warmup: let the average follow faster at first: at update n the share is at most ``(1 + n) / (10 + n)``.
 
     Raises:
         TrainError: a decay outside of these bounds.
     """
 
-    def __init__(self, model: nn.Module, decay: float, *, warmup: bool = True) -> None:
-        if not 0 < decay < 1:
+    decay: float
+    warmup: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the decay."""
+        if not 0 < self.decay < 1:
             raise TrainError(
-                f"ema: found {decay!r}; expected a number above 0 and below 1, such as 0.999.", found=decay
+                f"ema: found {self.decay!r}; expected a number above 0 and below 1, such as 0.999.", found=self.decay
             )
+
+
+class WeightAverage:
+    """An exponential moving average of the parameters of a model; 16-bit parameters are averaged in float32.
+
+    Args:
+        model: buffers are not averaged, nor parameters that the model lists as fixed.
+        decay: as of `Ema`.
+        warmup: as of `Ema`.
+
+    Attributes:
+        updates: number of updates.
+    """
+
+    def __init__(self, model: nn.Module, decay: float, *, warmup: bool = True) -> None:
         self.decay, self.warmup, self.updates = decay, warmup, 0
         fixed = fixed_names(model)
         named = [(n, p) for n, p in model.named_parameters() if p.is_floating_point() and n not in fixed]
@@ -51,18 +71,23 @@ class WeightAverage:
         self._place_of = {name: places[id(p)] for name, p in every if id(p) in places}
 
     def share(self, number: int) -> float:
-        """Return the share that stays at the update with this number, counted from 1."""
+        """Return the share that remains at the update with this number, counted from 1."""
         return min(self.decay, (1 + number) / (10 + number)) if self.warmup else self.decay
 
     def update(self, number: int | None = None) -> None:
-        """Take in the weights after a step that was applied; ``number`` of the update is the next if not given."""
+        """Add the weights after an applied step; ``number`` of the update is the next by default."""
         self.updates = self.updates + 1 if number is None else number
         weights = [wide(p.detach()) for p in self._parameters]
         torch._foreach_lerp_(self._average, weights, 1 - self.share(self.updates))  # pyright: ignore[reportPrivateImportUsage]
 
+    def after_step(self, result: StepResult) -> None:
+        """Add the weights after a step, unless it was skipped."""
+        if result.moved():
+            self.update()
+
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Have the model hold the average while inside, in the memory that its weights have."""
+        """Give the model the averaged weights inside, in the memory of its own weights."""
         before = [p.detach().clone() for p in self._parameters]
         self.put()
         try:
@@ -77,18 +102,18 @@ class WeightAverage:
             torch._foreach_copy_(self._parameters, self._average)  # pyright: ignore[reportPrivateImportUsage]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the average itself, which goes on, by each name of a parameter: tied ones have several."""
+        """Return the averaged tensors themselves, by each name of a parameter; tied parameters have several."""
         return {name: self._average[place] for name, place in self._place_of.items()}
 
     def load_state_dict(self, tensors: Mapping[str, torch.Tensor], updates: int = 0) -> None:
-        """Take up a saved average that was updated so often."""
+        """Load a saved average with its number of updates."""
         self.updates = updates
         for name, tensor in zip(self.names, self._average, strict=True):
             tensor.copy_(tensors[name])
 
 
 def averaged_state(tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return the weights of a checkpoint that its figures are of: the average where there is one.
+    """Return the weights that the figures of a checkpoint belong to: the average if there is one.
 
     Args:
         tensors: ``tensors`` of a `flodl.train.saving.reading.Checkpoint`.

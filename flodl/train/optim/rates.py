@@ -1,50 +1,137 @@
-"""The learning rate of each parameter group: a pure schedule, times the group's own scale."""
+"""The learning rate of each parameter group: the optimiser's own rate times the factor of a schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from flodl.errors import TrainError
 
-__all__ = ["Rates"]
+if TYPE_CHECKING:
+    from flodl.train.evaluate import Evaluator
+    from flodl.train.events import EpochMetrics
+
+__all__ = ["Rates", "make_schedule"]
+
+EXPECTED = (
+    "a function of the step that returns a factor, a torch LRScheduler or a function of the optimizer that returns "
+    "one, or an object with lr(step)"
+)
+
+
+def make_schedule(given: Any, optimizer: torch.optim.Optimizer, world: int) -> Any:
+    """Return the schedule of a run: a function of the step, an object with ``lr(step)``, or an ``LRScheduler``.
+
+    Args:
+        given: one of these; or a function of the optimiser or of the number of ranks that returns one.
+        optimizer: the optimiser of the run.
+        world: number of ranks.
+
+    Raises:
+        TrainError: it is none of these, has another learning rate than the optimiser, or belongs to another optimiser.
+    """
+    if given is None:
+        return None
+    made, error = given, None
+    if not isinstance(given, LRScheduler) and not hasattr(given, "lr"):
+        arguments = (optimizer, world) if _takes_optimizer(given) else (world, optimizer)
+        for argument in arguments:
+            try:
+                made = given(argument)
+                break
+            except Exception as fault:
+                error = error or fault
+        else:
+            raise TrainError(
+                f"schedule: found a function that raises {type(error).__name__}: {error}; expected {EXPECTED}."
+            )
+        if _is_rate(made):
+            made = given
+    if isinstance(made, LRScheduler):
+        if made.optimizer is not optimizer:
+            raise TrainError(
+                "schedule: found a torch LRScheduler of another optimizer; expected one of the optimizer of this run. "
+                "Pass a function: lambda optimizer: CosineAnnealingLR(optimizer, T_max=10)."
+            )
+        return made
+    if not callable(getattr(made, "lr", made)):
+        raise TrainError(f"schedule: found {type(made).__name__}; expected {EXPECTED}.")
+    made = copy.deepcopy(made)  # a schedule with a state changes, and the caller may start another run with it
+    _check_first_rate(made)
+    reference, rate = getattr(made, "reference", None), float(optimizer.defaults.get("lr", 1.0))
+    if reference is not None and reference not in (rate, 1.0):
+        raise TrainError(
+            f"schedule: found a learning rate of {reference:g} in {made!r} and {rate:g} in the optimizer; expected one "
+            f"rate. Leave it out of the schedule, or make both equal.",
+            schedule=reference,
+            optimizer=rate,
+        )
+    return made
+
+
+def _takes_optimizer(given: Any) -> bool:
+    """Return whether the first parameter without a value is named ``optimizer``."""
+    try:
+        return next(iter(inspect.signature(given).parameters), "").startswith("opt")
+    except (TypeError, ValueError):
+        return False
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_first_rate(made: Any) -> None:
+    name = "lr(0)" if hasattr(made, "lr") else "the function"
+    try:
+        rate = made.lr(0) if hasattr(made, "lr") else made(0)
+    except Exception as error:
+        raise TrainError(f"schedule: {name} raises {type(error).__name__}: {error}; expected {EXPECTED}.") from error
+    if not _is_rate(rate) or not 0 <= rate < float("inf"):
+        raise TrainError(f"schedule: {name} returns {rate!r}; expected a number of 0 or more.")
 
 
 class Rates:
-    """Sets learning rates from ``schedule.lr(step)``.
+    """Sets the learning rates of a run before each step.
 
-    A group keeps its ratio to the optimiser's default rate (layer-wise decay, a faster head) as
-    ``lr_scale`` while the schedule moves all of them.
+    A group keeps its ratio to the optimiser's default rate (layer-wise decay, a faster head) as ``lr_scale``.
 
     Args:
-        schedule: has ``lr(step)``; None leaves the rates as they are.
+        optimizer: the optimiser of the run.
+        schedule: as for `make_schedule`; None leaves the rates as they are.
         world: number of ranks.
-        ratio: the rate is multiplied by ``1 + (world - 1) * ratio``; once, where there is no schedule.
+        ratio: the rate is multiplied by ``1 + (world - 1) * ratio``; once if there is no schedule.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Any, world: int, ratio: float) -> None:
-        if schedule is not None and not hasattr(schedule, "lr"):
-            raise TrainError(
-                f"schedule: found {type(schedule).__name__}; expected an object with lr(step), such as those of "
-                "flodl.train.schedule, or a function of the number of ranks that returns one."
-            )
         self.optimizer = optimizer
-        self.schedule: Any = schedule
         self.factor = 1 + (world - 1) * ratio
         self._set: float | None = None
         base = optimizer.defaults.get("lr")
         for group in optimizer.param_groups:
             group.setdefault("lr_scale", float(group["lr"]) / float(base) if base else 1.0)
-            if schedule is None and self.factor != 1:
+            if self.factor != 1 and (schedule is None or isinstance(schedule, LRScheduler)):
                 group["lr"] = group["lr"] * self.factor
+        self.schedule = make_schedule(schedule, optimizer, world)
+        relative = getattr(self.schedule, "reference", None) == 1.0 or not hasattr(self.schedule, "lr")
+        self._base = float(base) if base and relative else 1.0
+        self._rate_of: Callable[[int], float] | None = getattr(self.schedule, "lr", self.schedule)
 
     def set(self, step: int) -> None:
-        """Set the rates for the step with this number, counted from 0."""
+        """Set the rates of the step with this number, counted from 0."""
         if self.schedule is None:
             return
-        rate = self.schedule.lr(step) * self.factor
+        if isinstance(self.schedule, LRScheduler):
+            self._follow(self.schedule, step)
+            return
+        assert self._rate_of is not None
+        rate = self._base * self._rate_of(step) * self.factor
         self._set = rate * self.optimizer.param_groups[0]["lr_scale"]
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
@@ -52,40 +139,79 @@ class Rates:
             else:
                 group["lr"] = rate * group["lr_scale"]
 
+    @staticmethod
+    def _follow(schedule: LRScheduler, step: int) -> None:
+        with warnings.catch_warnings():
+            # torch expects optimizer.step() before each of these; captured steps do not call it.
+            warnings.simplefilter("ignore")
+            while not isinstance(schedule, ReduceLROnPlateau) and schedule.last_epoch < step:
+                schedule.step()
+
     @property
     def first(self) -> float:
-        """The rate of the first group, known without asking a device where a schedule set it."""
-        if self._set is None:
-            rate = self.optimizer.param_groups[0]["lr"]
-            if not isinstance(rate, torch.Tensor):
-                return float(rate)
-            if self._read is not None and self._read[:2] == (id(rate), rate._version):
-                return self._read[2]
+        """The rate of the first group, known without reading a device where a schedule set it."""
+        if self._set is not None:
+            return self._set
+        rate = self.optimizer.param_groups[0]["lr"]
+        if not isinstance(rate, torch.Tensor):
+            return float(rate)
+        if self._read is None or self._read[:2] != (id(rate), rate._version):
             self._read = id(rate), rate._version, float(rate)
-            return self._read[2]
-        return self._set
+        return self._read[2]
 
     _read: tuple[int, int, float] | None = None
 
-    def observe(self, figures: Mapping[str, float], name: str) -> None:
-        """Give a schedule that waits for plateaus the figure ``name``.
+    # ---- schedules that depend on a metric ---------------------------------------------------------------
+
+    @property
+    def metric(self) -> str | None:
+        """The figure that the schedule reads; None if it reads none."""
+        if isinstance(self.schedule, ReduceLROnPlateau):
+            return "loss"
+        return getattr(self.schedule, "metric", "loss") if hasattr(self.schedule, "observe") else None
+
+    def evaluated(self, evaluator: Evaluator) -> None:
+        """Pass a figure of an evaluation to the schedule."""
+        if self.metric not in (None, "loss") and self.metric in evaluator.found:
+            self._observe(evaluator.found)
+
+    def end_epoch(self, metrics: EpochMetrics, evaluator: Evaluator) -> None:
+        """Pass a training figure of an epoch to the schedule; `evaluated` passes those of evaluations.
 
         Raises:
             TrainError: there is no such figure.
         """
-        if not hasattr(self.schedule, "observe"):
-            return
-        if name not in figures:
+        name, found = self.metric, evaluator.found
+        known = {**found, **metrics.metrics, "loss": metrics.loss}
+        is_to_come = name not in known and not found and evaluator.evaluates
+        if name is not None and (name == "loss" or not (name in found or is_to_come)):
+            self._observe(known)
+
+    def _observe(self, figures: Mapping[str, float]) -> None:
+        assert self.metric is not None
+        if self.metric not in figures:
             raise TrainError(
-                f"schedule_metric: found no figure {name!r}, expected one of {', '.join(figures)}.", name=name
+                f"schedule: found no figure {self.metric!r}; expected one of {', '.join(figures)}.", name=self.metric
             )
-        self.schedule.observe(figures[name])
+        value: Any = figures[self.metric]
+        if isinstance(self.schedule, ReduceLROnPlateau):
+            self.schedule.step(value)
+        else:
+            self.schedule.observe(value)
+
+    # ---- in checkpoints ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the schedule's state, empty for a pure one."""
-        return self.schedule.state_dict() if hasattr(self.schedule, "state_dict") else {}
+        """Return the state of the schedule as JSON values; empty for a pure function."""
+        if not hasattr(self.schedule, "state_dict"):
+            return {}
+        state = self.schedule.state_dict()
+        if isinstance(self.schedule, LRScheduler):
+            kinds = (bool, int, float, str, type(None))
+            return {name: value for name, value in state.items() if isinstance(value, kinds)}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a saved state."""
+        """Load a saved state."""
         if state:
             self.schedule.load_state_dict(dict(state))

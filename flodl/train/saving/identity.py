@@ -41,8 +41,8 @@ def identity(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) 
         if isinstance(module, nn.modules.dropout._DropoutNd):
             dropouts[str(module.p)] = dropouts.get(str(module.p), 0) + 1
     left_out = {"params", "foreach", "fused", "capturable", "differentiable", "initial_lr"}
-    if schedule is not None:
-        left_out.add("lr")
+    if getattr(schedule, "reference", None) != 1.0 and hasattr(schedule, "lr"):
+        left_out.add("lr")  # the schedule has the rate
     options = {name: None for group in optimizer.param_groups for name in group if name not in left_out}
     groups = {f"optimizer.{name}": [_plain(group.get(name)) for group in optimizer.param_groups] for name in options}
     return {"dropout": dropouts, "schedule": _told(schedule), **groups}
@@ -53,7 +53,9 @@ def _told(schedule: Any) -> Any:
     text = repr(schedule)
     if " at 0x" not in text:
         return text
-    return {"kind": type(schedule).__qualname__, **{k: _plain(v) for k, v in vars(schedule).items()}}
+    kind = getattr(schedule, "__qualname__", type(schedule).__qualname__)
+    skipped = {"optimizer"}  # compared with its own options
+    return {"kind": kind, **{k: _plain(v) for k, v in vars(schedule).items() if k not in skipped}}
 
 
 def _plain(value: Any) -> Any:

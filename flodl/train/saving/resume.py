@@ -7,7 +7,7 @@ rank writes what is its own: random states, unfinished turns, and under Cadence 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,7 +15,6 @@ from flodl.distributed.policy import Choice
 from flodl.distributed.rounds import Knobs
 from flodl.distributed.sharded import local, whole_parts
 from flodl.errors import TrainError, capped
-from flodl.train.core import TrainerCore
 from flodl.train.epoch_figures import Tally
 from flodl.train.events import Past, Warned
 from flodl.train.saving.reading import Checkpoint
@@ -34,12 +33,15 @@ from flodl.train.saving.state import (
 from flodl.train.saving.tensor_stream import copies
 from flodl.train.settings import MAY_CHANGE
 
+if TYPE_CHECKING:
+    from flodl.train.trainer_parts import TrainerParts
+
 __all__ = ["past_of", "restore", "snapshot"]
 
 OPTIMIZER = f"{SHARDS}optimizer/"  # before the names of parts of optimiser state
 
 
-def recipe(trainer: TrainerCore) -> dict[str, Any]:
+def recipe(trainer: TrainerParts) -> dict[str, Any]:
     """Return what decides the numbers of a run, as flat JSON values."""
     data = trainer.feed.identity() if trainer.feed is not None else {}
     found = {
@@ -57,11 +59,10 @@ def recipe(trainer: TrainerCore) -> dict[str, Any]:
     return json.loads(json.dumps(found))
 
 
-def _schedule(trainer: TrainerCore) -> dict[str, Any]:
-    """Return what a schedule goes by that is told figures."""
-    if not hasattr(trainer.rates.schedule, "observe"):
-        return {}
-    return {"schedule_metric": trainer.settings.schedule_metric, **trainer.settings.judging()}
+def _schedule(trainer: TrainerParts) -> dict[str, Any]:
+    """Return which figures a schedule reads, if it reads any."""
+    metric = trainer.rates.metric
+    return {} if metric is None else {"schedule_metric": metric, **trainer.settings.eval_times()}
 
 
 def _knobs(knobs: Knobs) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def _knobs(knobs: Knobs) -> dict[str, Any]:
     return {n: value for n, value in vars(knobs).items() if n not in MAY_CHANGE and value != usual[n]}
 
 
-def snapshot(trainer: TrainerCore, past: Past, best: Any) -> dict[str, Any]:
+def snapshot(trainer: TrainerParts, past: Past, best: Any) -> dict[str, Any]:
     """Return this rank's files of a checkpoint, by name without suffix; contents are copies, on the device if they fit.
 
     The host does not wait for the device here, nor do other ranks for this one.
@@ -130,7 +131,7 @@ def snapshot(trainer: TrainerCore, past: Past, best: Any) -> dict[str, Any]:
     return {**files, f"rank-{rank}": own_tensors, f"rank-{rank}-state": own}
 
 
-def _sharded(trainer: TrainerCore) -> dict[str, torch.Tensor]:
+def _sharded(trainer: TrainerParts) -> dict[str, torch.Tensor]:
     learned = learned_tensors(trainer.model)
     return {f"{MODEL}{name}": tensor for name, tensor in learned.items() if local(tensor) is not tensor}
 
@@ -144,7 +145,7 @@ def past_of(saved: Checkpoint) -> Past:
     )
 
 
-def restore(trainer: TrainerCore, saved: Checkpoint) -> list[dict[str, object]]:
+def restore(trainer: TrainerParts, saved: Checkpoint) -> list[dict[str, object]]:
     """Put the trainer where the checkpoint was taken, and return which settings have changed since.
 
     Raises:
@@ -206,7 +207,7 @@ def _between_epochs(policy: dict[str, Any]) -> bool:
     return policy.get("position", policy.get("cursor")) == 0
 
 
-def _new_rank(trainer: TrainerCore, world: int) -> Any:
+def _new_rank(trainer: TrainerParts, world: int) -> Any:
     return Warned(
         rank=trainer.ranks.rank,
         step=0,
@@ -214,7 +215,7 @@ def _new_rank(trainer: TrainerCore, world: int) -> Any:
     )
 
 
-def _compare(trainer: TrainerCore, saved: dict[str, Any], where: Checkpoint) -> list[dict[str, object]]:
+def _compare(trainer: TrainerParts, saved: dict[str, Any], where: Checkpoint) -> list[dict[str, object]]:
     """Return which settings differ from the saved ones, all of them accepted.
 
     Raises:

@@ -8,12 +8,15 @@ model.
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from flodl.errors import TrainError
-from flodl.train.core import TrainerCore
 from flodl.train.events import Past, Warned
 from flodl.train.saving import resume
 from flodl.train.saving.keeper import Keeper
+
+if TYPE_CHECKING:
+    from flodl.train.trainer_parts import TrainerParts
 
 __all__ = ["Saves"]
 
@@ -28,7 +31,7 @@ class Saves:
         changes: settings that were changed on the way, by the step at which they were.
     """
 
-    def __init__(self, trainer: TrainerCore) -> None:
+    def __init__(self, trainer: TrainerParts) -> None:
         settings = trainer.settings
         self.trainer, self.settings = trainer, settings
         self.keeper = (

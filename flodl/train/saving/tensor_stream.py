@@ -8,14 +8,14 @@ memory that is used again, and hashing and writing release the interpreter while
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
 from flodl.checkpoint.safetensors_file import compose_head
 from flodl.checkpoint.tensor_bytes import bytes_of
 
-__all__ = ["copies", "safetensors_chunks", "to_cpu"]
+__all__ = ["copies", "copies_on_host", "event_after", "safetensors_chunks", "to_cpu"]
 
 PIECE = 1 << 24
 """Bytes that travel at once: long enough to keep the link busy, short enough to be hashed while in a cache."""
@@ -37,6 +37,30 @@ def copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous copy in host memory that later training does not change."""
     return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def event_after(values: Iterable[object]) -> torch.cuda.Event | None:
+    """Return an event after which the tensors among ``values`` are complete; None if none is on CUDA."""
+    device = next((value.device for value in values if isinstance(value, torch.Tensor) and value.is_cuda), None)
+    if device is None:
+        return None
+    with torch.cuda.device(device):
+        event = torch.cuda.Event()
+        event.record()
+    return event
+
+
+def copies_on_host(tensors: Mapping[str, torch.Tensor], ready: torch.cuda.Event | None) -> dict[str, torch.Tensor]:
+    """Return the tensors in host memory, copied on a stream of their own once ``ready`` has passed."""
+    if ready is None:
+        return dict(tensors)
+    with torch.cuda.device(next(tensor.device for tensor in tensors.values() if tensor.is_cuda)):
+        stream = torch.cuda.Stream()
+        stream.wait_event(ready)
+        with torch.cuda.stream(stream):
+            found = {name: tensor.to("cpu", non_blocking=True) for name, tensor in tensors.items()}
+        stream.synchronize()
+    return found
 
 
 def _fits(tensors: list[torch.Tensor]) -> bool:

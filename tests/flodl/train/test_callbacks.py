@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from flodl.data import TensorRows
 from flodl.distributed.group import join_ranks
 from flodl.errors import TrainError
-from flodl.train import Callback, EvalDone, Loss, RunStarted, Settings, Trainer, WeightAverage, adamw, sgd
+from flodl.train import Callback, Ema, EvalDone, Loss, RunStarted, Trainer, WeightAverage, adamw, sgd
 from flodl.train.optim.ema import averaged_state
 from flodl.train.route import choose_route
 from flodl.train.saving.reading import list_checkpoints, read_checkpoint
@@ -53,8 +53,10 @@ def judge(model: nn.Module, batch: Any) -> dict[str, Any]:
 
 def builder(devices: int = 1, batch_size: int = 12, **settings: Any) -> Any:
     # shuffling would put rows together in another way where batches are smaller
-    made = Trainer.builder(make_model, sgd(0.3, momentum=0.9), step).dataset(data()).batch_size(batch_size)
-    made.num_epochs(2).set(shuffle=False, **settings)
+    made = (
+        Trainer.builder(make_model, sgd(0.3, momentum=0.9), step).dataset(data(), shuffle=False).batch_size(batch_size)
+    )
+    made.num_epochs(2).set(**settings)
     return made if devices == 1 else made.devices(devices, start="fork").policy("sync")
 
 
@@ -139,7 +141,7 @@ class Zeroes(Callback):
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize(
-    "extra", [{"callbacks": [Doubles()]}, {"callbacks": [Zeroes()]}, {"ema": 0.9}, {"ema": 0.9, "ema_warmup": False}]
+    "extra", [{"callbacks": [Doubles()]}, {"callbacks": [Zeroes()]}, {"ema": 0.9}, {"ema": Ema(0.9, warmup=False)}]
 )
 def test_what_they_do_is_the_same_however_a_step_is_cut(cut: dict[str, Any], extra: dict[str, Any]) -> None:
     whole = flat(builder(**extra).run().join())
@@ -219,7 +221,7 @@ def test_what_can_not_be_is_refused() -> None:
         builder(callbacks=[print]).run()
     for decay in (0.0, 1.0):
         with pytest.raises(TrainError, match="above 0 and below 1"):
-            WeightAverage(make_model("cpu"), decay)
+            Ema(decay)
 
 
 def test_a_16_bit_model_is_averaged_in_float32() -> None:
@@ -245,8 +247,8 @@ def test_capturing_goes_on_with_an_average_and_lookers_on_and_not_around_the_bac
     """What would be captured on CUDA is decided in `choose_route`; a capturer stands in for the device's."""
     monkeypatch.setattr("flodl.train.route.make_capturer", lambda device, settings: object())
     for callbacks, ema, refused in (((), 0.9, False), ((Notes(),), None, True), ((Doubles(),), None, True)):
-        settings = Settings(callbacks=callbacks, ema=ema, capture=True)
-        trainer = Trainer(make_model("cpu"), adamw(1e-3), step, settings=settings, ranks=join_ranks(device="cpu"))
+        trainer = Trainer(make_model("cpu"), adamw(1e-3), step, callbacks=callbacks, ema=ema, capture=True)
+        trainer.prepare(join_ranks(device="cpu"))
         if refused:
             with pytest.raises(TrainError, match="acts around the backward pass"):
                 choose_route(trainer)

@@ -328,21 +328,20 @@ def test_a_bad_step_stops_the_run_at_the_next_telling_and_no_step_after_it_moved
         kept["model"] = trainer.model
 
     monkeypatch.setattr(route, "make_capturer", lambda device, settings: Repeats())
-    built = Trainer.builder(make_model, adamw(1e-2), step).dataset(make_data(bad=29)).set(shuffle=False)
+    built = Trainer.builder(make_model, adamw(1e-2), step).dataset(make_data(bad=29), shuffle=False)
     with pytest.raises(TrainError, match="step 4: the loss is nan"):
         built.set(batch_size=8, num_epochs=4).epoch_fn(keep).run()
-    whole = run(Repeats(), monkeypatch, shuffle=False, max_steps=3)
+    whole = run(Repeats(), monkeypatch, options={"shuffle": False}, max_steps=3)
     for name, parameter in kept["model"].named_parameters():
         assert torch.equal(parameter, whole[1][name]), name
 
 
 @pytest.mark.parametrize("capture", ["auto", False])
 def test_a_bad_step_is_left_out_where_that_was_asked_for(monkeypatch, capture):
-    settings = {"data": make_data(bad=29), "shuffle": False, "on_nan": "skip", "num_epochs": 2, "norm": False}
-    settings.pop("norm")
+    settings = {"data": make_data(bad=29), "on_nan": "skip", "num_epochs": 2}
     settings["model"] = lambda device: make_model(norm=False)
-    found = run(Repeats(), monkeypatch, capture=capture, **settings)
-    host = run(None, monkeypatch, **settings)
+    found = run(Repeats(), monkeypatch, capture=capture, options={"shuffle": False}, **settings)
+    host = run(None, monkeypatch, options={"shuffle": False}, **settings)
     assert [line for line in found[2] if "not applied" in line] == [
         f"step {number}: not applied, loss is not finite" for number in (4, 9)
     ]
@@ -353,7 +352,7 @@ def test_a_bad_step_is_left_out_where_that_was_asked_for(monkeypatch, capture):
 def test_a_step_in_which_nothing_counts_is_no_fault(monkeypatch):
     data = make_data()
     data["y"][8:16] = 0  # which `counted` ignores
-    found = run(Repeats(), monkeypatch, data=data, train_step=counted, shuffle=False, num_epochs=2)
+    found = run(Repeats(), monkeypatch, data=data, train_step=counted, options={"shuffle": False}, num_epochs=2)
     assert [line for line in found[2] if "nothing was counted" in line] == found[2]
     assert len(found[2]) == 2
     assert all(bool(torch.isfinite(tensor).all()) for tensor in found[1].values())
@@ -452,7 +451,7 @@ def test_waits_while_a_model_is_translated_are_not_the_steps(monkeypatch, slow):
 # ---- checkpoints -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", [adamw(1e-2), sgd(0.05, momentum=0.9)], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", [adamw(1e-2), sgd(1e-2, momentum=0.9)], ids=["adamw", "sgd"])
 def test_a_run_resumed_in_the_middle_of_an_epoch_goes_on_to_the_bit(monkeypatch, tmp_path, optimizer):
     settings = {"optimizer": optimizer, "schedule": Linear(1e-2, 1e-3, 20), "max_grad_norm": 0.5}
     whole = run(Repeats(), monkeypatch, **settings)

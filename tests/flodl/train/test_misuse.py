@@ -58,8 +58,8 @@ def frozen() -> nn.Module:
 
 
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
-    "a class": (lambda: made(Net), "found Net, which is not called with a device"),
-    "a function of nothing": (lambda: made(lambda: Net()), "which is not called with a device"),
+    "a class": (lambda: made(Net), "found Net, which cannot be called with a device"),
+    "a function of nothing": (lambda: made(lambda: Net()), "which cannot be called with a device"),
     "a name": (lambda: made(optimizer="adamw"), "optimizer: found 'adamw'; expected a factory"),
     "another's": (lambda: made(optimizer=torch.optim.SGD(Net().parameters(), 0.1)), "of other parameters than the model's"),
     "another's beside": (lambda: made(optimizer=lambda own: torch.optim.SGD([*own, nn.Parameter(X)], 0.1)), "1 parameters that the model does not have"),
@@ -142,6 +142,6 @@ def loop(own: bool) -> None:
 
 @pytest.mark.parametrize("own", [False, True])
 def test_a_loop_without_gradients_is_told(own: bool) -> None:
-    says = r"trainer\.step\(\) alone" if own else "no parameter has a gradient, so nothing would be learned"
+    says = r"trainer\.step\(\) alone" if own else "found no gradient"
     with pytest.raises(TrainError, match=says):
         loop(own)

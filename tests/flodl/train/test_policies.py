@@ -423,7 +423,7 @@ def test_the_timeline_is_written_with_syncs_and_gaps(tmp_path):
 
 def test_metrics_come_in_order_to_the_process_that_started_the_run():
     made = Trainer.builder(make_model, adamw(1e-2), step).dataset(make_data()).batch_size(16).num_epochs(3)
-    handle = made.devices(2, start="fork").run()
+    handle = made.devices(2, start="fork").start()
     assert handle.world_size == 2
     seen = []
     while (metrics := handle.next_metrics()) is not None:

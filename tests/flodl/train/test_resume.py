@@ -59,7 +59,7 @@ def step(model, batch):
 
 
 def rmsprop(parameters):
-    return torch.optim.RMSprop(parameters, lr=1e-3, momentum=0.9)
+    return torch.optim.RMSprop(parameters, lr=1e-2, momentum=0.9)
 
 
 def builder(folder, *, ranks=1, optimizer=None, **settings):

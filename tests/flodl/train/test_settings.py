@@ -60,7 +60,7 @@ def test_a_value_out_of_range_is_refused_by_every_entry_point(record: type[Any],
         assert [problem.partition(":")[0] for problem in caught.value.problems] == [name]
 
 
-NUMBERS = [(record, name) for record, name in FIELDS if dict(TABLES)[record][name].fits(3)]
+NUMBERS = [(record, name) for record, name in FIELDS if dict(TABLES)[record][name].fits(3) and name != "devices"]
 
 
 @pytest.mark.parametrize(("record", "name"), NUMBERS)
@@ -84,7 +84,7 @@ FAULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "speed_hint": ({"speed_hint": (2, 1.5)}, ["speed_hint"]),
     "capture": ({"capture": True, "precision": "fp16", "shares": "measured"}, ["capture", "capture"]),
     "restarts": ({"max_restarts": 1}, ["max_restarts"]),
-    "no schedule": ({"schedule": lambda world: 1e-3}, ["schedule"]),
+    "no schedule": ({"schedule": lambda world: "fast"}, ["schedule"]),
     "a broken schedule": ({"schedule": lambda: Linear(1, 0, 10)}, ["schedule"]),
     "no rate": ({"schedule": type("S", (), {"lr": lambda self, step: None})()}, ["schedule"]),
     "figures": ({"early_stopping": ("loss", 1), "keep_best": "f1"}, ["early_stopping", "keep_best"]),

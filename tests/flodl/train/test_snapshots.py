@@ -12,7 +12,7 @@ from test_watching import data, make_model, step
 
 from flodl.distributed.board import PHASES
 from flodl.errors import CheckpointError, TrainError
-from flodl.train import Callback, ModelSnapshot, RunDone, StepDone, Trainer, adamw
+from flodl.train import Callback, Ema, ModelSnapshot, RunDone, StepDone, Trainer, adamw
 
 torch.set_num_threads(1)
 
@@ -64,7 +64,7 @@ def test_a_snapshot_is_saved_and_read_and_loaded(tmp_path):
     fresh = again.load_into(make_model())
     assert all(torch.equal(fresh.state_dict()[name], t) for name, t in looks.after[4].items())
     found.save(tmp_path / "at.fdl")
-    with pytest.raises(CheckpointError, match="found no word of a snapshot"):
+    with pytest.raises(CheckpointError, match="not a ModelSnapshot file"):
         ModelSnapshot.load(tmp_path / "at.fdl")
     with pytest.raises(CheckpointError, match="missing"):
         found.load_into(torch.nn.Linear(2, 2))
@@ -76,7 +76,7 @@ def test_buffers_are_apart_and_the_average_is_what_is_taken():
         return torch.nn.Sequential(torch.nn.Linear(3, 4, bias=False), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
 
     looks = Asks(9)
-    run(make(), callbacks=[looks], ema=0.5, ema_warmup=False).run()
+    run(make(), callbacks=[looks], ema=Ema(0.5, warmup=False)).run()
     found = looks.asked[9].result(timeout=300)
     assert found.buffers.keys() == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
     assert found.buffers["1.num_batches_tracked"] == 9
@@ -134,7 +134,7 @@ def test_a_run_of_ranks_is_looked_at_and_stopped_through_its_handle(policy, anch
     seen = []
     made = run(num_epochs=500, callbacks=[Slow()]).devices(2, start="fork").policy(policy)
     made.set(anchor=anchor, max_anchor=anchor)
-    handle = made.subscribe(seen.append, StepDone, RunDone).checkpoints(str(tmp_path)).run()
+    handle = made.subscribe(seen.append, StepDone, RunDone).checkpoints(str(tmp_path)).start()
     assert handle.is_running
     first = handle.snapshot(timeout_s=600)
     assert handle.poll(timeout_s=0.1)
@@ -165,24 +165,25 @@ def test_a_run_of_ranks_is_looked_at_and_stopped_through_its_handle(policy, anch
 
 def test_a_snapshot_asked_for_at_the_end_is_of_the_end():
     made = run(num_epochs=1, callbacks=[Slow()]).devices(2, start="fork").policy("sync")
-    handle = made.run()
+    handle = made.start()
     found = handle.snapshot()
     trained = handle.join()
     assert found.parameters.keys() == trained.parameters.keys()
     assert 0 < found.step <= 6
 
 
-def test_a_run_in_this_process_is_over_when_its_handle_is_there():
-    handle = run(num_epochs=1).run()
-    assert not handle.is_running
-    assert handle.ranks() == []
-    assert len(handle.rank_metrics()) == 1
+def test_a_run_on_one_device_starts_in_the_background_too():
+    handle = run(num_epochs=1).devices(["cpu"], start="fork").start()
+    assert handle.devices == ["cpu"]
+    assert handle.world_size == len(handle.ranks()) == 1
+    trained = handle.join()
+    assert trained.model.state_dict().keys() == trained.state_dict().keys()
     with pytest.raises(TrainError, match="the run is over"):
         handle.snapshot()
 
 
 def test_what_is_asked_before_the_ranks_are_ready_is_done_when_they_are():
-    handle = run(num_epochs=500, callbacks=[Slow()]).devices(2, start="fork").policy("sync").run()
+    handle = run(num_epochs=500, callbacks=[Slow()]).devices(2, start="fork").policy("sync").start()
     handle.stop()
     seen = []
     while (metrics := handle.next_metrics()) is not None:
@@ -195,9 +196,9 @@ LEAVES = """
 import sys
 sys.path[:0] = {paths!r}
 from test_snapshots import Slow, run
-handle = run(num_epochs=500, callbacks=[Slow()]).devices(2, start="fork").policy("sync").run()
+handle = run(num_epochs=500, callbacks=[Slow()]).devices(2, start="fork").policy("sync").start()
 handle.next_metrics()
-print(*handle.crew.pids, flush=True)
+print(*[rank.pid for rank in handle.ranks()], flush=True)
 {end}
 """
 

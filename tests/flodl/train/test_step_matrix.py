@@ -97,7 +97,7 @@ def by_hand(recipe, train_step):
 
 def settings_of(recipe, ranks):
     shares = {"shares": (3.0, 1.0)} if ranks == 2 else {}
-    return {"batch_size": BATCH, "shuffle": False, "check_every": 1, "timeout_s": 300, **shares, **recipe}
+    return {"batch_size": BATCH, "check_every": 1, "timeout_s": 300, **shares, **recipe}
 
 
 def own_loop(ranks, recipe, train_step):
@@ -107,7 +107,7 @@ def own_loop(ranks, recipe, train_step):
     )
     plainly = "accumulate" not in recipe and train_step is loss_of
     for _ in trainer.epochs(EPOCHS):
-        for batch in trainer.epoch(make_data()):
+        for batch in trainer.batches(make_data(), shuffle=False):
             loss = train_step(trainer.model, batch)
             if plainly:
                 loss.backward()
@@ -127,7 +127,7 @@ def trained(way, ranks, recipe, train_step, monkeypatch):
         return found[0]
     capturer = None if way == "host" else Repeats()
     monkeypatch.setattr(route, "make_capturer", lambda device, settings: capturer)
-    built = Trainer.builder(make_model, adamw(LR, weight_decay=0.1), train_step).dataset(make_data())
+    built = Trainer.builder(make_model, adamw(LR, weight_decay=0.1), train_step).dataset(make_data(), shuffle=False)
     built.set(**settings_of(recipe, ranks), num_epochs=EPOCHS, policy="sync", capture=way == "captured" or "auto")
     if way == "device":
         built.set(capture=False)

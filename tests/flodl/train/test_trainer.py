@@ -215,7 +215,7 @@ def test_callbacks_come_in_order_and_their_errors_are_told_once(tmp_path):
 
     made = builder(num_epochs=3).epoch_fn(lambda epoch, trainer: seen.append(epoch)).checkpoint_fn(bad)
     made.metrics_fn(lambda m: seen.append(f"m{m.epoch}")).subscribe(events.append).run().join()
-    assert seen == [0, "m0", "bad", 1, "m1", "bad", 2, "m2", "bad"]
+    assert seen == [0, "bad", "m0", 1, "bad", "m1", 2, "bad", "m2"]
     told = [event.message for event in events if isinstance(event, Warned)]
     assert len(told) == 1
     assert "checkpoint_fn" in told[0]
@@ -299,7 +299,7 @@ def test_results_that_are_no_numbers_are_details_of_an_evaluation():
 def test_a_plateau_of_an_evaluation_counts_evaluations_as_they_come():
     rates = []
     scores = iter([1.0, 0.5, 0.4, 0.3])
-    run = builder(schedule=Plateau(0.5, 2, 0.1, mode="max"), schedule_metric="score", eval_every=3)
+    run = builder(schedule=Plateau(0.5, 2, 0.1, mode="max", metric="score"), eval_every=3)
     run.eval_fn(lambda model: {"score": next(scores)}).subscribe(lambda event: rates.append(event.lr), StepDone).run()
     assert rates == pytest.approx([0.5] * 9 + [0.05] * 3)
 
@@ -307,7 +307,7 @@ def test_a_plateau_of_an_evaluation_counts_evaluations_as_they_come():
 def test_plateau_is_told_the_loss_and_asked_by_name():
     builder(schedule=Plateau(0.5, 1)).run().join()
     with pytest.raises(TrainError, match="no figure 'accuracy'"):
-        builder(schedule=Plateau(0.5, 1), schedule_metric="accuracy").run()
+        builder(schedule=Plateau(0.5, 1, metric="accuracy")).run()
 
 
 def test_max_steps_ends_inside_an_epoch():
@@ -364,10 +364,10 @@ def test_a_schedule_keeps_the_ratios_of_groups(on_device):
         for group in optimizer.param_groups:
             group.setdefault("lr_scale", group["lr"] / 0.1)
             group["lr"] = torch.tensor(group["lr"])
-    rates = flodl.train.optim.rates.Rates(optimizer, Cosine(0.2, 0.0, 10), 3, 0.5)
+    rates = flodl.train.optim.rates.Rates(optimizer, Cosine(0.1, 0.0, 10), 3, 0.5)
     rates.set(0)
     assert all(isinstance(group["lr"], torch.Tensor) == on_device for group in optimizer.param_groups)
-    assert sorted({round(float(group["lr"]), 6) for group in optimizer.param_groups}) == [0.025, 0.05, 0.1, 0.2, 0.4]
+    assert sorted({round(float(group["lr"]), 6) for group in optimizer.param_groups}) == [0.0125, 0.025, 0.05, 0.1, 0.2]
 
 
 def test_groups_by_path_cover_each_trainable_parameter_once_and_refuse_unknown_paths():

@@ -123,7 +123,7 @@ def test_a_run_that_was_ended_goes_on_to_the_bit(base: Path, tmp_path: Path) -> 
 def on_ranks(ranks: Ranks, base: Path) -> Any:
     with ExitStack() as stack:
         job = plan_job(base, ROWS[:21], None, make_options(WHOLE))
-        model: Any = make_builder(job, lambda event: None, stack)._plan.trainer(ranks).fit().model
+        model: Any = make_builder(job, lambda event: None, stack).trainer(ranks).fit().model
         return {name: t.numpy() for name, t in learned(model).items()}
 
 

@@ -208,7 +208,7 @@ def test_a_recorded_step_serves_batches_of_other_rows(base: Path, bucketed: None
     job = plan_job(base, rows, None, make_options({**FIXED, "dropout": 0.0}))
     job.model.eval()
     with ExitStack() as stack:
-        assert make_builder(job, print, stack)._plan.settings.capture_num_rows is False
+        assert make_builder(job, print, stack).trainer().plan.train_step.reads_num_rows is False
 
     def batch(indices: list[int]) -> Batch:
         where = Where(0, 0, 0, tuple(indices))

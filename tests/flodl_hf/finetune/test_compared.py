@@ -68,7 +68,7 @@ def told(base: Path, rows: Any, held_out: Any, **options: Any) -> dict[str, Any]
     with ExitStack() as stack:
         run = make_builder(job, lambda event: None, stack)
         run.set(identity=identity_of(job))
-        found = resume.recipe(run._plan.trainer(join_ranks(device="cpu")))
+        found = resume.recipe(run.trainer().prepare(join_ranks(device="cpu")))
         stack.callback(job.conclude, job.model)
     return found
 

@@ -164,15 +164,13 @@ def steps_of(job: Any, ranks: Ranks | None = None, shares: Any = None) -> tuple[
 
     with ExitStack() as stack:
         builder = make_builder(job, note, stack)
-        builder._plan.callbacks.eval_fn = None
+        builder.eval_fn(None)
         if shares is not None:
             builder.shares(shares)
         if ranks is None:
             model: Any = builder.run().model
         else:
-            trainer = builder._plan.trainer(ranks)
-            trainer.events.subscribe(note)
-            model = trainer.fit().model
+            model = builder.trainer(ranks).fit().model
     return losses, torch.cat([p.detach().flatten() for p in model.graph.parameters()]).numpy()
 
 

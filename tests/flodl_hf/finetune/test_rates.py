@@ -36,8 +36,8 @@ CURVES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
             {"num_decay_steps": 9, "num_stable_steps": 10, "warmup_type": rise, "decay_type": fall,
              "min_lr_ratio": 0.05},
         )
-        for rise in warmed_up.CURVES
-        for fall in warmed_up.CURVES
+        for rise in warmed_up.CURVE.words
+        for fall in warmed_up.CURVE.words
     ),
 ]  # fmt: skip
 

@@ -1,0 +1,72 @@
+"""Subscribers of a run that its settings request: progress, trackers and monitor, beside those of the user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from flodl.train.console import ShowProgress
+from flodl.train.events import Events
+from flodl.train.monitored import monitor_of, orders_of
+from flodl.train.settings import Settings
+from flodl.train.trackers import Tracker
+
+if TYPE_CHECKING:
+    from flodl.monitor import Monitor
+    from flodl.train.plan import Subscription
+
+__all__ = ["Audience"]
+
+
+class Audience:
+    """The subscribers of one run in this process; a context manager that closes them.
+
+    Args:
+        settings: of the run.
+        subscribers: those of the user.
+        first: whether this is the first rank or starts the ranks; only there progress, trackers and monitor exist.
+        total: optimiser steps of the whole run, if known.
+
+    Raises:
+        TrainError: the package of a tracker is not installed, or the port of the monitor is in use.
+    """
+
+    def __init__(
+        self, settings: Settings, subscribers: Sequence[Subscription] = (), *, first: bool, total: int | None = None
+    ) -> None:
+        self.settings, self.subscribers = settings, list(subscribers)
+        self._stack = ExitStack()
+        self.needs_all_events = bool(subscribers)
+        if first and settings.progress is not False:
+            self._add(shown := ShowProgress(settings.progress, total=total))
+            self._stack.callback(shown.close)
+        for tracker in settings.made_trackers() if first else ():
+            self._add(tracker)
+            self.needs_all_events = True
+            if isinstance(tracker, Tracker):
+                self._stack.callback(tracker.end)
+        self.monitor: Monitor | None = monitor_of(settings, first)
+        if self.monitor is not None:
+            self._add(self.monitor)
+            self.needs_all_events = True
+
+    def _add(self, call: Callable[[Any], Any]) -> None:
+        self.subscribers.append((call, ()))
+
+    def listen(self, events: Events, ask: Callable[[str], Any], *, evaluates: bool) -> None:
+        """Subscribe all of them; the monitor may send requests by ``ask``."""
+        for call, kinds in self.subscribers:
+            events.subscribe(call, *kinds)
+        if self.monitor is not None:
+            self.monitor.enable_control(orders_of(self.settings, evaluates), ask)
+
+    def __enter__(self) -> Audience:
+        """Return self."""
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Close progress and trackers; the monitor shows an error of the run."""
+        if self.monitor is not None and isinstance(error[1], Exception):
+            self.monitor.failed(f"{type(error[1]).__name__}: {error[1]}")
+        self._stack.close()
