@@ -90,10 +90,10 @@ class Board:
         """Request one of `WISHES` of ``rank``, which acts on it at its next step."""
         self._cells[_CELLS * rank + 3 + WISHES.index(wish)] += 1
 
-    def asked(self, rank: int) -> list[float]:
-        """Return how many times each of `WISHES`, and last a snapshot, was requested of ``rank``."""
-        first = _CELLS * rank + 3
-        return list(self._cells[first : first + len(WISHES) + 1])
+    def requests_of(self, rank: int) -> Any:
+        """Return the shared array of how many times each of `WISHES`, and then a snapshot, was requested."""
+        offset = (_CELLS * rank + 3) * ctypes.sizeof(ctypes.c_double)
+        return (ctypes.c_double * (len(WISHES) + 1)).from_buffer(self._cells, offset)
 
     def ask_snapshot(self, rank: int) -> None:
         """Request the weights of ``rank``."""

@@ -16,6 +16,7 @@ from torch import nn
 from flodl.distributed.rounds import Round
 from flodl.distributed.sync import Sync
 from flodl.errors import TrainError
+from flodl.graph.graph import Graph
 from flodl.signals import stop_by
 from flodl.train.epoch_figures import Tally, epoch_metrics
 from flodl.train.events import EpochMetrics
@@ -43,12 +44,15 @@ class Loop:
 
     def __init__(self, trainer: TrainerParts) -> None:
         self.trainer = trainer
+        self.step_number = 0  # of the step whose batches come next, as schedules count them
         self._since = time.perf_counter()
         self._pending: tuple[float, ...] = ()  # flags that are handled when the epoch is closed
         self._metrics_fn_failed = False
         self._after_step: list[Callable[[StepResult], Any]] = []
         if trainer.average is not None:
             self._after_step.append(trainer.average.after_step)
+        if any(isinstance(module, Graph) for module in trainer.model.modules()):
+            self._after_step.append(lambda result: trainer.graphs.end_step())
 
     def train(self) -> None:
         """Run until the last epoch, or a reason to stop."""
@@ -66,9 +70,9 @@ class Loop:
             choose_route(trainer)
             step = trainer.step_
             while trainer.epoch_number < settings.num_epochs and not trainer.stopping:
-                for turn, batches in self.batches(trainer.feed):
-                    result = step.run(batches, step=trainer.policy.lr_step, flags=requests.flags())
-                    self.end_step(turn, result)
+                for position, batches in self.batches(trainer.feed):
+                    result = step.run(batches, step=self.step_number, flags=requests.flags())
+                    self.end_step(position, result)
                     if trainer.stopping:
                         break
                 if not trainer.stopping:
@@ -86,18 +90,22 @@ class Loop:
         trainer.step_.invalidate_if_changed()
         self._check_learners()
         self.wall_ms()
-        total = feed.turns(epoch)
+        total, times_steps = feed.turns(epoch), ranks.device.type == "cuda"
+        self.step_number = policy.lr_step
         for turns, ratios in policy.turns(total):
             share = Share(ranks.rank, ratios, trainer.min_rows) if ratios else Share(0, (1.0,), trainer.min_rows)
             ranks.phase("data")
             done = -1
             for done, batches in feed.work(epoch, turns, share):
-                trainer.rates.set(policy.lr_step)
+                if trainer.rates.schedule is not None:
+                    trainer.rates.set(self.step_number)
                 for hook in trainer.hooks.on_step_begin:
                     hook(trainer, batches)
-                trainer.log.begin(ranks.device)
+                if times_steps:
+                    trainer.log.begin(ranks.device)
                 yield done, batches
-                ranks.phase("data")
+                if not ranks.solo:
+                    ranks.phase("data")
             if done != turns[-1]:
                 self._ran_out()
                 return
@@ -111,9 +119,9 @@ class Loop:
         round_ = policy.after_step(turn, result.samples, result.compute_ms, result.flags)
         for hook in self._after_step:
             hook(result)
+        self.step_number = policy.steps if isinstance(policy, Sync) else policy.lr_step
         about: Any = {"epoch": trainer.epoch_number, "lr": trainer.rates.first, "wall_ms": self.wall_ms()}
-        trainer.log.note(trainer.tally, result, step=policy.lr_step, **about)
-        trainer.graphs.end_step()
+        trainer.log.note(trainer.tally, result, step=self.step_number, **about)
         for hook in trainer.hooks.on_step_end:
             hook(trainer, result)
         if round_ is not None:

@@ -31,6 +31,7 @@ class Requests:
 
     def __init__(self, ranks: Ranks) -> None:
         self._board, self._row = ranks.board, ranks.rank % ranks.board.world
+        self._asked = self._board.requests_of(self._row)
         self.signals = StopSignals()
         self.snapshots = False
         self._done = [0.0] * (len(WISHES) + 1)  # the last one counts snapshots
@@ -48,7 +49,7 @@ class Requests:
 
     def flags(self) -> list[float]:
         """Return 1 and the number for a signal, then 1 for each open request in the order of ``WISHES``."""
-        number, asked = self.signals.number, self._board.asked(self._row)
+        number, asked = self.signals.number, self._asked[:]
         if not number and asked == self._done:
             return self._none
         *requests, self.snapshots = (a > d for a, d in zip(asked, self._done, strict=True))
@@ -56,11 +57,11 @@ class Requests:
 
     def acknowledge(self, flags: Sequence[float]) -> None:
         """Mark the requests that all ranks act on now; ``flags`` has a number for each, 0 for none."""
-        asked = self._board.asked(self._row)
+        asked = self._asked[:]
         self._done[:-1] = [a if flag else d for a, d, flag in zip(asked, self._done, flags, strict=False)]
 
     def take_snapshots(self) -> int:
         """Return how many snapshots other processes have requested since the last call."""
-        asked = self._board.asked(self._row)[-1]
+        asked = self._asked[len(WISHES)]
         new, self._done[-1], self.snapshots = asked - self._done[-1], asked, False
         return round(new)
