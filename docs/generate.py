@@ -25,7 +25,7 @@ from flodl_hf.families.schema.config_rows import REQUIRED, Inert, Row
 from flodl_hf.families.schema.keys import KeyRow
 from flodl_hf.families.schema.passed_over import PASSED_OVER
 from flodl_hf.families.schema.shared_keys import COMMON_INERT, FOREIGN
-from flodl_hf.heads import HEADS
+from flodl_hf.families.schema.tasks import HEADS, TASKS, Task, task_named
 from flodl_hf.parity.published import checkpoints_of
 from flodl_hf.tokenization.classes import ALIASES, CLASSES
 
@@ -282,7 +282,7 @@ def heads_page() -> str:
     rows = []
     sections = []
     for head in HEADS:
-        door = "AutoModel" + head.hf_suffix.removeprefix("Model")
+        door = door_of(head)
         found = [name for name in METHODS if hasattr(head.model, name)]
         rows.append((code(head.name), code(head.short), code(door), ", ".join(map(code, found))))
         shared = sum(other.hf_suffix == head.hf_suffix for other in HEADS) > 1
@@ -291,7 +291,34 @@ def heads_page() -> str:
         for name in found:
             method = getattr(head.model, name)
             sections += [f"`{name}{signature(method)}`", described(inspect.getdoc(method) or "")]
-    return joined("# Heads", NOTE, table(("head", "short", "class", "predicts with"), rows), *sections)
+    names = table(
+        ("task", "other names", "class", "fine-tuned as", "pipeline", "tag of the Hub", "paths of the server"),
+        (
+            (
+                code(task.name), ", ".join(map(code, further_names(task))),
+                code(door_of(task)), code(task.training),
+                code(task.pipeline) if task.pipeline else "", code(task.hub_tag) if task.hub_tag else "",
+                ", ".join(map(code, task.routes)),
+            )
+            for task in TASKS
+        ),
+    )  # fmt: skip
+    about = (
+        "These names mean the same as `head=` of `load`, `predict_file` and `serve`, `task=` of `finetune`, `evaluate` "
+        "and `pipeline`, and on the command line. Upper and lower case, hyphens and underscores make no difference."
+    )
+    main = table(("head", "short", "class", "predicts with"), rows)
+    return joined("# Heads", NOTE, main, "## Names of tasks", about, names, *sections)
+
+
+def further_names(task: Task) -> list[str]:
+    """Return the names of a task besides its own and its class."""
+    return [word for word in task.words if word not in (task.name, task.hf_suffix.lower())]
+
+
+def door_of(task: Task) -> str:
+    """Return the class of `flodl_hf` that loads a task's models."""
+    return "AutoModel" + task_named(task.head).hf_suffix.removeprefix("Model")
 
 
 def signature(method: Any) -> str:

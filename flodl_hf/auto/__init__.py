@@ -15,7 +15,7 @@ from flodl.garbage_collection import gc_paused
 from flodl_hf.checkpoints.weights.early import beginning
 from flodl_hf.compat.loading import LOAD
 from flodl_hf.compat.taking import taking
-from flodl_hf.families.schema.head_names import names_of
+from flodl_hf.families.schema.tasks import Task, task_named
 from flodl_hf.models.opening import LoadKeywords, Opened
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from flodl_hf.checkpoints.config.model_config import ModelConfig
     from flodl_hf.checkpoints.config.model_config import ModelConfig as AutoConfig
     from flodl_hf.heads.base import BaseModel  # noqa: F401
-    from flodl_hf.heads.head import Head
     from flodl_hf.heads.masked_lm import MaskedLM  # noqa: F401
     from flodl_hf.heads.multiple_choice import MultipleChoice  # noqa: F401
     from flodl_hf.heads.next_sentence import NextSentence  # noqa: F401
@@ -148,17 +147,13 @@ def _first_task(config: ModelConfig) -> str:
     return next((head for head in ("pretraining", "replaced_tokens") if head in config.family.heads), "masked_lm")
 
 
-def head_named(name: str) -> Head:
-    """Return a head by its name, its short name or its class suffix.
+def head_named(name: str) -> Task:
+    """Return the task whose model class a task uses, by any name of the table.
 
     Raises:
         ConfigError: there is none; the nearest is suggested.
     """
-    names = names_of(name)
-    with gc_paused(settled=True):
-        from flodl_hf.heads import HEADS
-
-    return next(head for head in HEADS if head.names == names)
+    return task_named(task_named(name).head)
 
 
 def _class_of(name: str) -> Any:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from flodl.errors import ConfigError, nearest
-from flodl_hf.auto import head_named, load
+from flodl_hf.auto import load
 from flodl_hf.compat.loading import LOAD, device_of
 from flodl_hf.errors import InputTypeError, MissingKeyError, PredictError, TextTooLongError, UnknownTaskError
+from flodl_hf.families.schema.tasks import TASKS, WORDS, Task, find_task
 from flodl_hf.heads.truncated import (
     cut_classes,
     cut_entities,
@@ -33,16 +34,6 @@ from flodl_hf.models.encoder_model import EncoderModel
 
 __all__ = ["Pipeline", "pipeline"]
 
-_ALIASES = {"sentiment-analysis": "text-classification", "ner": "token-classification"}
-_HEADS = {
-    "text-classification": "sequence_classification",
-    "token-classification": "token_classification",
-    "question-answering": "question_answering",
-    "fill-mask": "masked_lm",
-    "zero-shot-classification": "sequence_classification",
-    "feature-extraction": "base",
-}
-_TASKS = {head: task for task, head in reversed(_HEADS.items())}
 _LOADING = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "dtype", "attention", "num_labels")
 _PASSED = ("framework", "feature_extractor", "image_processor", "processor", "use_fast", "num_workers", "config")
 
@@ -124,8 +115,8 @@ def pipeline(
     """Return what predicts as the pipeline of transformers does.
 
     Args:
-        task: "text-classification" ("sentiment-analysis"), "token-classification" ("ner"), "question-answering",
-            "fill-mask", "zero-shot-classification" or "feature-extraction"; None takes what the model is for.
+        task: "text-classification", "token-classification", "question-answering", "fill-mask",
+            "zero-shot-classification", "feature-extraction", or another name of one; None takes what the model is for.
         model: a folder, a name on the Hub, or a model.
         tokenizer: another tokenizer than the model's: a folder, a name or a
             `flodl_hf.tokenization.tokenizer.Tokenizer`.
@@ -151,19 +142,13 @@ def pipeline(
     loading |= options.pop("model_kwargs", None) or {}
     if dtype is not None:
         loading["dtype"] = dtype
-    named = task if task is None else _ALIASES.get(task, task)
-    if named is not None and named not in _HEADS:
-        raise UnknownTaskError(
-            f"pipeline: no task {task!r}{nearest(str(task), [*_HEADS, *_ALIASES])}; expected one of "
-            f"{', '.join(_HEADS)}: what encoders do",
-            problems=[str(task)],
-        )
+    named = None if task is None else _pipeline_task(task)
     there = _opened(model, named, device, loading)
     head = getattr(there, "head", "base")
-    found = named or _TASKS[head]
-    if _HEADS[found] != head:
+    found = _pipeline_task(head) if named is None else named
+    if found.head != head:
         raise ConfigError(
-            f"pipeline: {found} needs a model for {_HEADS[found]}; this one is for {head}", problems=[head]
+            f"pipeline: {found.pipeline} needs a model for {found.head}; this one is for {head}", problems=[head]
         )
     if tokenizer is not None:
         from flodl_hf.tokenization.tokenizer import Tokenizer
@@ -171,10 +156,24 @@ def pipeline(
         there.tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.from_pretrained(tokenizer)
     if batch_size is not None:
         options["batch_size"] = batch_size
-    return Pipeline(found, there, options)
+    assert found.pipeline is not None
+    return Pipeline(found.pipeline, there, options)
 
 
-def _opened(model: Any, task: str | None, device: Any, loading: dict[str, Any]) -> EncoderModel:
+def _pipeline_task(word: str) -> Task:
+    task = find_task(str(word))
+    if task is None or task.pipeline is None:
+        known = list(dict.fromkeys(each.pipeline for each in TASKS if each.pipeline))
+        words = [word.replace("_", "-") for word, each in WORDS.items() if each.pipeline]
+        wrong = f"no task {word!r}{nearest(str(word), words)}" if task is None else f"{task.name} has no pipeline"
+        raise UnknownTaskError(
+            f"pipeline: {wrong}; expected one of {', '.join(known)}. Other tasks: load(model, head=...).",
+            problems=[str(word)],
+        )
+    return task
+
+
+def _opened(model: Any, task: Task | None, device: Any, loading: dict[str, Any]) -> EncoderModel:
     place = device_of(device)
     if isinstance(model, EncoderModel):
         if loading:
@@ -187,7 +186,7 @@ def _opened(model: Any, task: str | None, device: Any, loading: dict[str, Any]) 
         loading = {**loading, "device": place}
     if task is None:
         return load(model, **loading)
-    return head_named(_HEADS[task]).model.from_pretrained(model, **loading)
+    return task.model.from_pretrained(model, **loading)
 
 
 # --- calls -------------------------------------------------------------------------------------------

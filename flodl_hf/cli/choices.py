@@ -7,6 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from flodl.errors import ConfigError
+from flodl_hf.families.schema.tasks import HEADS, WORDS, task_named
+
 __all__ = [
     "AggregationWord",
     "DtypeWord",
@@ -14,43 +17,15 @@ __all__ = [
     "FaultWord",
     "FormatWord",
     "Head",
-    "HeadWord",
     "PrecisionWord",
     "SizeWord",
     "StyleWord",
     "WeightsWord",
     "choice",
+    "complete_task",
+    "task_word",
     "words_of",
 ]
-
-
-class HeadWord(StrEnum):
-    """Tasks by our names for them and by those of transformers' pipelines, and what the file was written for."""
-
-    auto = "auto"
-    base = "base"
-    seqcls = "seqcls"
-    tokcls = "tokcls"
-    qa = "qa"
-    mlm = "mlm"
-    choice = "choice"
-    nsp = "nsp"
-    pretrain = "pretrain"
-    replaced = "replaced"
-    sequence_classification = "sequence_classification"
-    token_classification = "token_classification"
-    question_answering = "question_answering"
-    masked_lm = "masked_lm"
-    multiple_choice = "multiple_choice"
-    next_sentence = "next_sentence"
-    pretraining = "pretraining"
-    replaced_tokens = "replaced_tokens"
-    text_classification = "text-classification"
-    hyphened_token_classification = "token-classification"
-    ner = "ner"
-    hyphened_question_answering = "question-answering"
-    fill_mask = "fill-mask"
-    feature_extraction = "feature-extraction"
 
 
 class PrecisionWord(StrEnum):
@@ -133,13 +108,29 @@ class SizeWord(StrEnum):
     real = "real"
 
 
+def task_word(text: str) -> str:
+    """Return a name of a task, or "auto", as it is; another word is wrong usage."""
+    if text != "auto":
+        try:
+            task_named(text, "task")
+        except ConfigError as fault:
+            raise typer.BadParameter(str(fault)) from None
+    return text
+
+
+def complete_task(incomplete: str) -> list[str]:
+    """Return the names of tasks that begin with a text."""
+    return [word for word in WORDS if word.startswith(incomplete)]
+
+
 Head = Annotated[
-    HeadWord,
+    str,
     typer.Option(
         "--head",
-        metavar="auto|base|seqcls|tokcls|qa|mlm",
-        help="The task to load it for, short, by its long name, or as transformers' pipelines call it; auto is what "
-        "the file was written for.",
+        metavar="auto|" + "|".join(head.short for head in HEADS[:5]),
+        parser=task_word,
+        autocompletion=complete_task,
+        help="The task to load it for, by any of its names; auto is what the file was written for.",
     ),
 ]
 

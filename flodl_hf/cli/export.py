@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flodl_hf.cli.choices import DtypeWord, EngineWord, Head, HeadWord
+from flodl_hf.cli.choices import DtypeWord, EngineWord, Head
 from flodl_hf.cli.shared import Json, Local, Revision, emit_json, reporting, say, tell
 from flodl_hf.cli.spelling import command_line
 
@@ -37,7 +37,7 @@ def command(
     labels: Annotated[
         str | None, typer.Option(help="For a graph's checkpoint: names of its classes, as a,b,c.")
     ] = None,
-    head: Head = HeadWord.auto,
+    head: Head = "auto",
     dtype: Annotated[DtypeWord | None, typer.Option(help="Cast the weights to this.")] = None,
     max_shard_size: Annotated[str | None, typer.Option(help="Cut the weights above this size, e.g. 5GB.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a folder that holds a model.")] = False,

@@ -19,14 +19,14 @@ import typer
 from flodl.errors import ConfigError, nearest
 from flodl.verbosity import Verbosity, verbosity
 from flodl_hf.checkpoints.weights.early import beginning
-from flodl_hf.cli.choices import choice
+from flodl_hf.cli.choices import choice, complete_task, task_word
 from flodl_hf.cli.once import OnceCommand
 from flodl_hf.cli.places import check_places
 from flodl_hf.cli.shared import emit_json, reporting, say, tell, training_said
 from flodl_hf.cli.spelling import command_line
+from flodl_hf.families.schema.tasks import HEADS
 from flodl_hf.training.option_checks import SCHEDULES
 from flodl_hf.training.options import Options
-from flodl_hf.training.task_names import TASK_WORDS, TASKS
 
 if TYPE_CHECKING:
     from flodl_hf.training.result import FinetuneResult
@@ -57,6 +57,11 @@ IN_PARTS = (
 )
 """Options that may be given several times, a bit each."""
 LISTS = ("labels", "freeze", "lora_targets", "lora_kinds", "ia3", "allow_change", "trackers", "watch", "matryoshka")
+TASK: dict[str, Any] = {
+    "metavar": "|".join(head.short for head in HEADS[1:6]) + "|...",
+    "parser": task_word,
+    "autocompletion": complete_task,
+}
 SHORT = {"epochs": "-e", "batch_size": "-b", "devices": "--device"}
 
 
@@ -401,8 +406,7 @@ def option_parameters(names: Container[str]) -> list[inspect.Parameter]:
         bounds: dict[str, Any] = {word: row.metadata.get(key) for word, key in (("min", "least"), ("max", "most"))}
         option = typer.Option(
             *flags, help=text, show_default=False, rich_help_panel=group,
-            metavar="seqcls|tokcls|qa|mlm|choice|..." if name == "task" else None,
-            **bounds if kind in (int, float) else {},
+            **TASK if name == "task" else bounds if kind in (int, float) else {},
         )  # fmt: skip
         parameters.append(parameter(name, kind | None, option))
     return parameters
@@ -415,7 +419,7 @@ def parameter(name: str, kind: Any, option: Any, default: Any = None) -> inspect
 
 def _kind(hint: Any, name: str, among: tuple[str, ...] | None) -> Any:
     """Return the type of an option's text; maps, lists and choices of several types are texts first."""
-    among = {"schedule": tuple(SCHEDULES), "task": (*TASKS, *TASK_WORDS)}.get(name, among)
+    among = tuple(SCHEDULES) if name == "schedule" else among
     if among:
         return choice(name, among)
     kinds = [k for k in (get_args(hint) or (hint,)) if k in (bool, int, float, str)]

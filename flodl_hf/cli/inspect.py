@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flodl.errors import printable
-from flodl_hf.cli.choices import Head, HeadWord, PrecisionWord
+from flodl_hf.cli.choices import Head, PrecisionWord
 from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting, tell
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _SENTENCES = ("notes", "tokenizer_settings", "tokenizer_differences", "vectors")
 @reporting
 def command(
     model: Model,
-    head: Head = HeadWord.auto,
+    head: Head = "auto",
     tokenizer: Annotated[
         bool, typer.Option("--tokenizer", help="Also compare tokenizer.json with the vocabulary files beside it.")
     ] = False,

@@ -18,7 +18,7 @@ import typer
 
 from flodl.errors import ConfigError, printable
 from flodl_hf.checkpoints.weights.early import beginning
-from flodl_hf.cli.choices import AggregationWord, FaultWord, Head, HeadWord
+from flodl_hf.cli.choices import AggregationWord, FaultWord, Head
 from flodl_hf.cli.options import (
     Device,
     Devices,
@@ -50,6 +50,7 @@ from flodl_hf.cli.shared import (
     tell,
 )
 from flodl_hf.errors import PredictError
+from flodl_hf.families.schema.tasks import task_named
 
 if TYPE_CHECKING:
     from flodl_hf.jobs import FileResult, Progress
@@ -124,7 +125,7 @@ def command(
     text: Text = None,
     question: Question = None,
     query: Query = None,
-    head: Head = HeadWord.auto,
+    head: Head = "auto",
     top_k: TopK = None,
     threshold: Threshold = None,
     aggregation: Aggregation = None,
@@ -270,17 +271,16 @@ def answer(
     """Yield each text with its answer, some at a time."""
     from flodl_hf.inference.pipeline import WINDOW
 
+    method = getattr(model, task_named(model.head).methods[0])
+
     def results(chunk: list[str]) -> list[Any]:
         if model.head == "question_answering":
             if question is None:
                 raise PredictError("predict: this checkpoint answers questions; give one with --question")
-            return model.answer_batch([(question, context) for context in chunk], **options)
-        if model.head == "masked_lm":
-            return model.fill_mask(chunk, **options)
-        if model.head == "base":
-            # The shortest numbers that read back as the same 32-bit ones.
-            return [[float(str(x)) for x in row] for row in model.embed(chunk, **options).float().numpy()]
-        return model.predict(chunk, **options)
+            return method([(question, context) for context in chunk], **options)
+        found = method(chunk, **options)
+        # The shortest numbers that read back as the same 32-bit ones.
+        return [[float(str(x)) for x in row] for row in found.float().numpy()] if model.head == "base" else found
 
     _known(model, {**options, **({} if question is None else {"question": question})})
     chunk: list[str] = []
@@ -305,13 +305,7 @@ def _threshold(given: str | None) -> float | str | None:
 
 
 def _known(model: Any, options: dict[str, Any]) -> None:
-    takes = {
-        "question_answering": {"top_k", "strict", "no_answer", "question"},
-        "masked_lm": {"top_k"},
-        "base": {"strict", "windows"},
-        "token_classification": {"strict", "aggregation"},
-    }.get(model.head, {"top_k", "strict", "threshold"})
-    takes |= {"precision", "batch_invariant"}
+    takes = {*task_named(model.head).options, "precision", "batch_invariant"}
     if wrong := [f"--{name.replace('_', '-')}" for name in options if name not in takes]:
         raise PredictError(f"predict: this checkpoint ({model.head}) has no use for {', '.join(wrong)}", problems=wrong)
 
@@ -320,7 +314,7 @@ def ranked(model: Any, texts: list[str], query: str, options: dict[str, Any]) ->
     """Yield the texts that fit the query, best first."""
     if not hasattr(model, "rerank"):
         raise PredictError("predict: --query needs a checkpoint that classifies texts, with one label")
-    if wrong := [name for name in options if name not in ("top_k", "precision", "batch_invariant")]:
+    if wrong := [name for name in options if name not in (*task_named("rank").options, "precision", "batch_invariant")]:
         raise PredictError(f"predict: --query has no use for {', '.join(wrong)}", problems=wrong)
     for found in model.rerank(query, texts, **options):
         yield texts[found.index], [found]

@@ -19,7 +19,7 @@ from typing import Any
 
 from flodl.errors import nearest
 from flodl_hf.errors import ExportError
-from flodl_hf.training.task_names import TASK_WORDS
+from flodl_hf.families.schema.tasks import TASKS, find_task
 
 __all__ = ["DATA", "new_project"]
 
@@ -234,15 +234,15 @@ def new_project(folder: str | os.PathLike[str], *, task: str = "seqcls", model: 
         ExportError: the task is unknown, or the folder holds something.
     """
     place = Path(folder)
-    head = TASK_WORDS.get(task, task)
-    if head not in DATA:
-        words = [*DATA, *(word for word, name in TASK_WORDS.items() if name in DATA)]
+    found = find_task(task)
+    if found is None or found.training not in DATA:
+        words = [word for each in TASKS if each.training in DATA for word in each.words]
         raise ExportError(f"new: no task {task!r}{nearest(task, words)}; expected one of {', '.join(words)}", task=task)
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise ExportError(
             f"{place}: is there and not empty; expected a new folder. Name another, or empty it.", path=str(place)
         )
-    data = DATA[head]
+    data = DATA[found.training]
     model = model or "distilbert/distilbert-base-uncased"
     about = {"name": place.resolve().name, "task": data.task, "columns": data.columns, "suffix": data.suffix}
     about["use"] = data.use

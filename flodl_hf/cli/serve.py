@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flodl_hf.cli.choices import Head, HeadWord, PrecisionWord
+from flodl_hf.cli.choices import Head, PrecisionWord
 from flodl_hf.cli.shared import Local, reporting, say
 from flodl_hf.errors import PredictError
 
@@ -49,7 +49,7 @@ def command(
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="Let an answer depend on its text alone, bit for bit; slower.")
     ] = False,
-    head: Head = HeadWord.auto,
+    head: Head = "auto",
     adapters: Annotated[
         list[str] | None,
         typer.Option(

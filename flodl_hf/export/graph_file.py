@@ -35,7 +35,7 @@ from flodl_hf.checkpoints.weights.file_names import CONFIG_NAME, MODEL_FILES
 from flodl_hf.checkpoints.weights.loading import canonical_names, head_of
 from flodl_hf.errors import ExportError
 from flodl_hf.export.convert import model_files
-from flodl_hf.families.schema.head_names import names_of
+from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.models.saving import export_model
 from flodl_hf.nn.layers.parts import joined
 
@@ -123,7 +123,7 @@ def export_graph_file(
         )
     files, config = _surroundings(Path(file), like, {"revision": revision, "local_files_only": local_files_only})
     named = head_of(config.family, config.source.get("architectures")) or "base"
-    task = _task_of(found, config, named) if head == "auto" else names_of(head).name
+    task = _task_of(found, config, named) if head == "auto" else task_named(head).head
     tensors, style = _named(found, config, task)
     files[CONFIG_NAME] = _config_text(config, task, labels).encode()
     with tempfile.TemporaryDirectory(prefix="flodl-hf-") as place:
@@ -219,7 +219,7 @@ def _is_ours(name: str, key_map: Any) -> bool:
 
 
 def _config_text(config: ModelConfig, task: str, labels: Sequence[str] | None) -> str:
-    changes: dict[str, Any] = {"architectures": [config.family.class_prefix + names_of(task).hf_suffix]}
+    changes: dict[str, Any] = {"architectures": [config.family.class_prefix + task_named(task).hf_suffix]}
     if labels is not None:
         changes |= config.changed(labels=labels).label_changes()
         if "num_labels" in config.source:

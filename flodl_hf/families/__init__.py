@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flodl.errors import ConfigError, nearest
-from flodl_hf.families.schema.head_names import HEAD_NAMES
+from flodl_hf.families.schema.tasks import HEADS
 
 if TYPE_CHECKING:
     from flodl_hf.families.schema import Family
@@ -128,7 +128,7 @@ def register(family: Family) -> Family:
             "Derive an alias from it with FAMILY.renamed(...).",
             problems=["model_type"],
         )
-    tasks = [names.name for names in HEAD_NAMES if names.name != "base"]
+    tasks = [head.name for head in HEADS if head.name != "base"]
     unknown = [name for name in family.heads if name not in tasks]
     if unknown:
         raise ConfigError(

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
 from flodl_hf.compat.taking import taking
-from flodl_hf.families.schema import head_names
-from flodl_hf.heads.head import Head
 from flodl_hf.heads.prediction_keywords import EMBED, ENCODE
 from flodl_hf.inference.graph_model.routed import route_within
 from flodl_hf.models.encoder_model import EncoderModel
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
     from flodl_hf.inference.inputs import Encoded
     from flodl_hf.inference.similarity import Similarity
 
-__all__ = ["HEAD", "BaseModel"]
+__all__ = ["BaseModel"]
 
 
 class BaseModel(EncoderModel):
@@ -478,6 +476,3 @@ class BaseModel(EncoderModel):
         texts = prompted(prompt, texts, lower=recipe is not None and recipe.lower_case)
         limit = most_sentence_tokens(self)
         return encode(tokenizer, texts, max_tokens=limit, strict=strict, truncate=not windows)
-
-
-HEAD = Head(head_names.BASE, BaseModel)

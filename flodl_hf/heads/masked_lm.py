@@ -14,8 +14,6 @@ from torch import Tensor
 
 from flodl_hf.compat.taking import taking
 from flodl_hf.errors import PredictError
-from flodl_hf.families.schema import head_names
-from flodl_hf.heads.head import Head
 from flodl_hf.heads.prediction_keywords import MASKS, SPARSE, SPARSE_ENCODE
 from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.inference.results.lists import Fill
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     from flodl_hf.inference.engine import Pending
     from flodl_hf.tokenization.tokenizer import Row, Tokenizer
 
-__all__ = ["HEAD", "Fill", "MaskedLM"]
+__all__ = ["Fill", "MaskedLM"]
 
 
 class MaskedLM(ScoringModel):
@@ -394,6 +392,3 @@ def _put(tokenizer: Tokenizer, text: str, mask: int, word: str) -> str:
     """Return ``text`` with its mask number ``mask`` replaced."""
     before, after = _around(tokenizer, text, mask)
     return before + word + after
-
-
-HEAD = Head(head_names.MASKED_LM, MaskedLM)

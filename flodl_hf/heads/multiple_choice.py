@@ -13,8 +13,6 @@ from torch.nn import functional as F
 
 from flodl_hf.compat.taking import taking
 from flodl_hf.errors import PredictError
-from flodl_hf.families.schema import head_names
-from flodl_hf.heads.head import Head
 from flodl_hf.heads.prediction_keywords import CHOICES
 from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.models.outputs import MultipleChoiceOutput
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from flodl_hf.inference.engine import Pending
     from flodl_hf.inference.inputs import Encoded
 
-__all__ = ["HEAD", "MultipleChoice"]
+__all__ = ["MultipleChoice"]
 
 
 class MultipleChoice(ScoringModel):
@@ -179,6 +177,3 @@ def _item(item: Any, place: int = 0) -> tuple[str, list[str]]:
             place=place,
         )
     return item[0], list(item[1])
-
-
-HEAD = Head(head_names.MULTIPLE_CHOICE, MultipleChoice)

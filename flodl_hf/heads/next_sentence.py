@@ -13,8 +13,6 @@ from torch.nn import functional as F
 
 from flodl_hf.compat.taking import taking
 from flodl_hf.errors import PredictError
-from flodl_hf.families.schema import head_names
-from flodl_hf.heads.head import Head
 from flodl_hf.heads.prediction_keywords import PAIRS
 from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.models.outputs import NextSentenceOutput
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from flodl_hf.inference.passes import Work
     from flodl_hf.models.encoder_model import EncoderModel
 
-__all__ = ["FOLLOWS", "HEAD", "NextSentence", "judged"]
+__all__ = ["FOLLOWS", "NextSentence", "judged"]
 
 FOLLOWS = ("follows", "other")
 """What the two scores stand for: the second text comes after the first, or it comes from elsewhere."""
@@ -120,6 +118,3 @@ def judged(
     if isinstance(pairs, str):
         raise PredictError("predict: found a string; expected a pair (first, second), or several in a list")
     return Session(model, run).answer(pairs, encoded, work, finish, single=single, kind=Labels)
-
-
-HEAD = Head(head_names.NEXT_SENTENCE, NextSentence)

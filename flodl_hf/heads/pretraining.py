@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flodl_hf.compat.taking import taking
-from flodl_hf.families.schema import head_names
-from flodl_hf.heads.head import Head
 from flodl_hf.heads.masked_lm import MaskedLM
 from flodl_hf.heads.next_sentence import FOLLOWS, judged
 from flodl_hf.heads.prediction_keywords import PAIRS
@@ -24,7 +22,7 @@ from flodl_hf.nn.encoder.losses import check_labels, token_loss
 if TYPE_CHECKING:
     from flodl_hf.inference import RunKeywords
 
-__all__ = ["HEAD", "Pretrainer"]
+__all__ = ["Pretrainer"]
 
 
 class Pretrainer(MaskedLM):
@@ -104,6 +102,3 @@ class Pretrainer(MaskedLM):
         from flodl_hf.inference.passes import Related
 
         return judged(self, pairs, Related(), FOLLOWS, strict=strict, untrained=untrained, run=run)
-
-
-HEAD = Head(head_names.PRETRAINING, Pretrainer)

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from flodl_hf.compat.taking import taking
 from flodl_hf.errors import PredictError
-from flodl_hf.families.schema import head_names
-from flodl_hf.heads.head import Head
 from flodl_hf.heads.prediction_keywords import ANSWER
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.models.outputs import QuestionAnsweringOutput
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from flodl_hf.inference.inputs import Encoded
     from flodl_hf.tokenization.tokenizer import Tokenizer
 
-__all__ = ["HEAD", "QuestionAnswerer"]
+__all__ = ["QuestionAnswerer"]
 
 # What models are trained on for SQuAD (Devlin et al. 2018, the released script): windows and their overlap.
 WINDOW_TOKENS = 384
@@ -278,6 +276,3 @@ def _questions(chunk: Sequence[Any]) -> tuple[list[str], list[str]]:
     pairs = chunk if plain_pairs(chunk) else [_pair(item, place) for place, item in places]
     questions, contexts = zip(*pairs, strict=True) if pairs else ((), ())
     return list(questions), list(contexts)
-
-
-HEAD = Head(head_names.QUESTION_ANSWERING, QuestionAnswerer)

@@ -14,8 +14,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flodl_hf.compat.taking import taking
-from flodl_hf.families.schema import head_names
-from flodl_hf.heads.head import Head
 from flodl_hf.heads.prediction_keywords import MASKS
 from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.models.outputs import ReplacedTokensOutput
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
     from flodl_hf.inference.engine import Pending
     from flodl_hf.inference.inputs import Encoded
 
-__all__ = ["HEAD", "ReplacedTokens"]
+__all__ = ["ReplacedTokens"]
 
 LABELS = ("original", "replaced")
 
@@ -130,6 +128,3 @@ class ReplacedTokens(ScoringModel):
         return Session(self, run).answer(
             texts, tokens, Scores(False), finish, single=isinstance(texts, str), kind=Entities, blank=is_empty
         )
-
-
-HEAD = Head(head_names.REPLACED_TOKENS, ReplacedTokens)

@@ -16,8 +16,6 @@ from torch import Tensor
 from flodl.errors import shown
 from flodl_hf.compat.taking import taking
 from flodl_hf.errors import PredictError
-from flodl_hf.families.schema import head_names
-from flodl_hf.heads.head import Head
 from flodl_hf.heads.prediction_keywords import CLASSES, RERANK, ZERO_SHOT
 from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.inference.decode.classes import activation_for
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
     from flodl_hf.inference.inputs import Encoded, Text
     from flodl_hf.inference.results.lists import Ranking
 
-__all__ = ["HEAD", "SequenceClassifier", "ranking_activation"]
+__all__ = ["SequenceClassifier", "ranking_activation"]
 
 
 class SequenceClassifier(ScoringModel):
@@ -397,6 +395,3 @@ def _as_given(item: Any) -> Any:
     if isinstance(item, (tuple, list)):
         return item[0] if item[1] is None else tuple(item)
     return item
-
-
-HEAD = Head(head_names.SEQUENCE_CLASSIFICATION, SequenceClassifier)

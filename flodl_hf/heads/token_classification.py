@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 from torch import Tensor
 
 from flodl_hf.compat.taking import taking
-from flodl_hf.families.schema import head_names
-from flodl_hf.heads.head import Head
 from flodl_hf.heads.prediction_keywords import ENTITIES
 from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.models.outputs import TokenClassificationOutput
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
     from flodl_hf.inference.engine import Pending
     from flodl_hf.inference.inputs import Encoded
 
-__all__ = ["HEAD", "TokenClassifier"]
+__all__ = ["TokenClassifier"]
 
 # Tokens that neighbouring windows share: more than any entity, so that each is seen whole with context.
 STRIDE = 64
@@ -171,6 +169,3 @@ class TokenClassifier(ScoringModel):
 
 def _without_words(words: Any) -> bool:
     return isinstance(words, (list, tuple)) and all(isinstance(w, str) and not w.strip() for w in words)
-
-
-HEAD = Head(head_names.TOKEN_CLASSIFICATION, TokenClassifier)

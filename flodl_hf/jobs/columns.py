@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flodl.errors import DataError, nearest
+from flodl_hf.families.schema.tasks import TASKS, task_named
 from flodl_hf.readers.columns import NAMES, data_columns
 from flodl_hf.readers.rows import RowFault
 
@@ -74,9 +75,8 @@ def choose_columns(head: str, names: Sequence[str], said: ColumnArgs, own: bool)
     """
     faults = _absent(names, said)
     ask = said.query is not None or said.query_column is not None
-    task = {
-        "question_answering": "answers", "token_classification": "entities", "masked_lm": "masks", "base": "vectors",
-    }.get(head, "relevance" if ask else "classes")  # fmt: skip
+    wanted = task_named(head)
+    task = "relevance" if ask and wanted.answers == "classes" else wanted.answers
     faults += _senseless(task, said)
     first, second, fixed = said.text_column, said.pair_column, None
     if task in ("answers", "relevance"):
@@ -125,11 +125,7 @@ def _absent(names: Sequence[str], said: ColumnArgs) -> list[str]:
 
 def _senseless(task: str, said: ColumnArgs) -> list[str]:
     """Return what was said that the task has no use for, or that contradicts itself."""
-    takes = {
-        "classes": {"text_column", "pair_column"},
-        "relevance": {"text_column", "query", "query_column"},
-        "answers": {"text_column", "context_column", "question", "question_column"},
-    }.get(task, {"text_column"})
+    takes = next(each.columns for each in TASKS if each.answers == task)
     given = [
         role
         for role, value in asdict(said).items()

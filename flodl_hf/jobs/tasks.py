@@ -16,6 +16,7 @@ import numpy as np
 
 from flodl.errors import FlodlError, nearest
 from flodl_hf.errors import PredictError
+from flodl_hf.families.schema.tasks import TASKS
 from flodl_hf.inference.results.lists import is_empty
 from flodl_hf.jobs.columns import Choice
 from flodl_hf.jobs.tables import Kind
@@ -107,17 +108,7 @@ def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any]) -> Answ
 
 def method_of(model: Any, task: str, *, stored: bool) -> Any:
     """Return the method of a model that does a task; ``stored`` vectors are made by ``encode``."""
-    return getattr(model, "encode" if stored else _METHODS[task])
-
-
-_METHODS = {
-    "classes": "predict",
-    "relevance": "rerank",
-    "entities": "predict",
-    "answers": "answer_batch",
-    "masks": "fill_mask",
-    "vectors": "embed",
-}
+    return getattr(model, "encode" if stored else next(each.methods[0] for each in TASKS if each.answers == task))
 
 
 def _keywords(method: Any, task: str) -> list[str]:

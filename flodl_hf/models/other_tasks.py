@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 from flodl.errors import nearest
-from flodl_hf.families.schema import head_names as names
+from flodl_hf.families.schema.tasks import HEADS, Task
 
 __all__ = ["FAMILIAR", "METHODS", "told"]
 
-METHODS: dict[str, tuple[names.HeadNames, ...]] = {
-    "predict": (
-        names.SEQUENCE_CLASSIFICATION, names.TOKEN_CLASSIFICATION, names.MULTIPLE_CHOICE, names.NEXT_SENTENCE,
-        names.PRETRAINING, names.REPLACED_TOKENS,
-    ),
-    "zero_shot": (names.SEQUENCE_CLASSIFICATION,),
-    "rerank": (names.SEQUENCE_CLASSIFICATION,),
-    "answer": (names.QUESTION_ANSWERING,),
-    "answer_batch": (names.QUESTION_ANSWERING,),
-    "fill_mask": (names.MASKED_LM,),
-    "embed": (names.BASE,),
-    "encode": (names.BASE, names.MASKED_LM),
-    "encode_query": (names.BASE, names.MASKED_LM),
-    "encode_document": (names.BASE, names.MASKED_LM),
-    "similarity": (names.BASE,),
-    "similarity_pairwise": (names.BASE,),
-    "embed_sparse": (names.BASE, names.MASKED_LM),
-    "embed_tokens": (names.BASE,),
-    "embed_chunks": (names.BASE,),
-}  # fmt: skip
+METHODS: dict[str, list[Task]] = {
+    method: [head for head in HEADS if method in head.methods]
+    for method in dict.fromkeys(method for head in HEADS for method in head.methods)
+}
 """Each method that answers texts, and the tasks whose classes have it."""
 
 FAMILIAR = {
@@ -73,7 +57,7 @@ def told(kind: type, name: str) -> str:
         return plain
     own = [method for method in METHODS if hasattr(kind, method)]
     if name in METHODS:
-        classes = " or ".join(f"AutoModel{'' if head is names.BASE else head.hf_suffix}" for head in METHODS[name][:2])
+        classes = " or ".join(f"AutoModel{head.hf_suffix.removeprefix('Model')}" for head in METHODS[name][:2])
         return f"{plain}; expected one of {', '.join(own)}, which answer texts: {name} is a method of {classes}"
     if name in FAMILIAR:
         return f"{plain}; {FAMILIAR[name]}"

@@ -34,7 +34,6 @@ from flodl_hf.checkpoints.weights.loading import Plan, class_of, head_of, plan_l
 from flodl_hf.checkpoints.weights.on_disk import OnDisk, Weights, stays_on_disk
 from flodl_hf.checkpoints.weights.source import Source
 from flodl_hf.families.schema import Kept
-from flodl_hf.families.schema.head_names import SEQUENCE_CLASSIFICATION
 from flodl_hf.inference.graph_model.model import GraphModel
 from flodl_hf.models.adapters.attach import adapters_of
 from flodl_hf.models.building import assign, empty_graph, initialise, tie_tensors
@@ -243,7 +242,7 @@ def _configured(
         labels = adapter.labels(config, head)
     if labels is not None or asked.problem_type is not None:
         config = config.changed(labels=labels, problem_type=asked.problem_type)
-    if head == SEQUENCE_CLASSIFICATION.name:
+    if head == "sequence_classification":
         score_function(config)  # raises an error if the stored activation is not known
     return config, labels is not None
 

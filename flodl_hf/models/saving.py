@@ -25,7 +25,7 @@ from flodl_hf.checkpoints.weights.checksums import write_checksums
 from flodl_hf.checkpoints.weights.file_names import WEIGHTS_KEY
 from flodl_hf.checkpoints.weights.loading import canonical_names
 from flodl_hf.errors import ExportError
-from flodl_hf.families.schema.head_names import names_of
+from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.nn.layers.parts import joined
 
 if TYPE_CHECKING:
@@ -296,7 +296,7 @@ def config_text(model: GraphModel) -> str:
 
 def architecture(model: GraphModel) -> str:
     """Return the class name that transformers loads this model with."""
-    return model.config.family.class_prefix + names_of(model.head).hf_suffix
+    return model.config.family.class_prefix + task_named(model.head).hf_suffix
 
 
 def _tokenizer_files(model: GraphModel) -> dict[str, bytes]:

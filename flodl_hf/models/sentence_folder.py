@@ -19,7 +19,6 @@ from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
 from flodl_hf.checkpoints.weights.checkpoint.members import is_entry
 from flodl_hf.checkpoints.weights.file_names import BOUNDS
 from flodl_hf.checkpoints.weights.loading import class_of
-from flodl_hf.families.schema.head_names import BASE, SEQUENCE_CLASSIFICATION
 from flodl_hf.inference.decode.pooling import pool_padded
 from flodl_hf.inference.graph_model.routed import Routed, recipe_behind
 from flodl_hf.inference.pool import pool
@@ -62,8 +61,8 @@ def with_overrides(
 
 def head_in_files(head: str, recipe: SentenceRecipe | None) -> str:
     """Return the head whose tensors the weight files hold: none if a dense layer makes a cross-encoder's scores."""
-    scored = head == SEQUENCE_CLASSIFICATION.name and recipe is not None and recipe.scorer is not None
-    return BASE.name if scored else head
+    scored = head == "sequence_classification" and recipe is not None and recipe.scorer is not None
+    return "base" if scored else head
 
 
 def graph_of(graph: Graph, held: str, wanted: str, recipe: SentenceRecipe | None) -> Graph:
@@ -130,7 +129,7 @@ def note_setfit(root: Path, head: str) -> None:
     found = next((name for name in _SETFIT if is_entry(root, name)), None)
     if found is None:
         return
-    if head == SEQUENCE_CLASSIFICATION.name:
+    if head == "sequence_classification":
         raise ConfigError(
             f"{root / found}: found a classifier of setfit, expected weights in config.json's own head. The classifier "
             "is a pickle (model_head.pkl), which is never executed. Load the encoder with head='base', and train a new "

@@ -6,7 +6,7 @@ dropped of texts that were to be cut. Which doors ask for which task is decided 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from flodl_hf.checkpoints.sentence.recipe import recipe_on
 from flodl_hf.errors import PredictError, TextTooLongError, TokenizerError
+from flodl_hf.families.schema.tasks import HEADS, task_named
 from flodl_hf.serving.peak import operations_of_token
 from flodl_hf.serving.ticket import Ticket
 
@@ -331,23 +332,25 @@ def _decode(model: Any, items: list[list[int]], options: Mapping[str, Any], tick
     return [tokenizer.decode(row, skip_special_tokens=skip) for row in items], []
 
 
-TASKS: dict[str, tuple[tuple[str, ...], Callable[[Any, list[Any], Mapping[str, Any], Ticket], Done]]] = {
-    "embed": (("base",), _embed),
-    "embed_all": (("base",), _embed_all),
-    "embed_sparse": (("base", "masked_lm"), _embed_sparse),
-    "late_interaction": (("base",), _late_interaction),
-    "similarity": (("base",), _similarity),
-    "classify": (("sequence_classification",), _classify),
-    "rerank": (("sequence_classification",), _rerank),
-    "score": (("sequence_classification", "base"), _score),
-    "zero_shot": (("sequence_classification",), _zero_shot),
-    "entities": (("token_classification",), _entities),
-    "answer": (("question_answering",), _answer),
-    "fill_mask": (("masked_lm",), _fill_mask),
-    "tokenize": ((), _tokenize),
-    "decode": ((), _decode),
+TASKS: dict[str, Callable[[Any, list[Any], Mapping[str, Any], Ticket], Done]] = {
+    "embed": _embed,
+    "embed_all": _embed_all,
+    "embed_sparse": _embed_sparse,
+    "late_interaction": _late_interaction,
+    "similarity": _similarity,
+    "classify": _classify,
+    "rerank": _rerank,
+    "score": _score,
+    "zero_shot": _zero_shot,
+    "entities": _entities,
+    "answer": _answer,
+    "fill_mask": _fill_mask,
+    "tokenize": _tokenize,
+    "decode": _decode,
 }
-"""By name: heads that have the task, none for all, and what does it."""
+"""The functions of requests by name; ``routes`` of `Task` lists the requests of a head."""
+FOR_ALL = ("tokenize", "decode")
+"""Requests that need no head."""
 
 
 def check_head(name: str, head: str) -> None:
@@ -360,7 +363,7 @@ def check_head(name: str, head: str) -> None:
     Raises:
         PredictError: there is none.
     """
-    heads = dict.fromkeys(head for heads, _ in TASKS.values() for head in heads)
+    heads = [task.name for task in HEADS if task.routes]
     if head not in heads:
         raise PredictError(
             f"{name} is a model of {head}, which no path of a server answers; expected one of {', '.join(heads)}. Load "
@@ -387,7 +390,7 @@ def describe(model: Any) -> dict[str, Any]:
         "prompts": dict(recipe.prompts) if recipe else {},
         "routes": routes,
         "mask": tokenizer.mask_token if tokenizer is not None else None,
-        "tasks": [name for name, (heads, _) in TASKS.items() if _has(model, name, heads)],
+        "tasks": [name for name in TASKS if _has(model, name)],
     }
 
 
@@ -396,8 +399,8 @@ def _routes(recipe: Any) -> list[str]:
     return [] if recipe is None else list(dict.fromkeys((*recipe.routes, *recipe.kinds)))
 
 
-def _has(model: Any, task: str, heads: Sequence[str]) -> bool:
-    if heads and model.head not in heads:
+def _has(model: Any, task: str) -> bool:
+    if task not in (*FOR_ALL, *task_named(model.head).routes):
         return False
     recipe = model.sentence_recipe
     if task == "late_interaction":

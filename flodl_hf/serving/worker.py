@@ -199,7 +199,7 @@ class Worker:
             SENDING.set(send)
             TRUNCATED.set(ticket.count_truncated)
             TRUNCATION.set(Truncation(options.get("max_tokens"), options.get("side")))
-            return TASKS[message["task"]][1](model, message["items"], options, ticket)
+            return TASKS[message["task"]](model, message["items"], options, ticket)
 
         return copy_context().run(run)
 

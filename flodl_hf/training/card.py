@@ -13,7 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flodl_hf.training.metadata import PIPELINES, head_of_card, hub_name
+from flodl_hf.families.schema.tasks import task_named
+from flodl_hf.training.metadata import head_of_card, hub_name
 
 if TYPE_CHECKING:
     from flodl_hf.training.job import Job
@@ -136,7 +137,7 @@ def card(job: Job, result: FinetuneResult) -> str:
     lines += [
         f"# {shown}, fine-tuned",
         "",
-        f"A model for {PIPELINES[result.task].replace('-', ' ')}, trained from `{shown}`.",
+        f"A model for {task_named(result.task).hub_tag.replace('-', ' ')}, trained from `{shown}`.",
         "",
     ]
     if job.task.labels and job.task.kind != "regression":

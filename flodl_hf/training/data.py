@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from flodl.errors import ConfigError, DataError, nearest
+from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.readers import Table, Targets, infer_targets, load_rows
 from flodl_hf.readers.arrow import is_saved_dataset, names_of_classes, saved_files
 from flodl_hf.readers.columns import NAMES, Columns, column_names, infer_columns
@@ -34,7 +35,6 @@ from flodl_hf.training.replaced import plan_replaced
 from flodl_hf.training.sequence import SequenceTask
 from flodl_hf.training.streams import stream_part
 from flodl_hf.training.task import Task
-from flodl_hf.training.task_names import task_named
 from flodl_hf.training.tokens import TokenTask, tag_names
 from flodl_hf.training.vectors.auxiliary import BesideTask
 from flodl_hf.training.vectors.denoising import DenoisingTask
@@ -222,7 +222,10 @@ def choose_task(tables: Tables, options: Options, known: Known, own: Any = None)
         ConfigError: the task does not fit the columns, or an option does not fit the task.
         DataError: the columns or labels cannot be understood.
     """
-    named = task_named(options.task) if options.task else None
+    wanted = task_named(options.task, "task") if options.task else None
+    named = wanted and wanted.training
+    if wanted and wanted.problem_type and options.problem_type is None:
+        options = replace(options, problem_type=wanted.problem_type)
     if options.generator is not None:
         named = named or "replaced_tokens"
         if named != "replaced_tokens":

@@ -17,6 +17,7 @@ from flodl.distributed import Ranks, join_ranks, launch
 from flodl.distributed.group import under_torchrun
 from flodl.errors import ConfigError, DataError, capped, nearest
 from flodl.train.evaluate import split_figures
+from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.inference.results.evaluation import EvaluationResult
 from flodl_hf.training.data import Tables, choose_task, read_tables
 from flodl_hf.training.declared import classes_used, numbered_as
@@ -33,7 +34,6 @@ from flodl_hf.training.report.figures import LabelTable, label_table
 from flodl_hf.training.sequence import SequenceTask
 from flodl_hf.training.start import known_of
 from flodl_hf.training.task import Task, name_of
-from flodl_hf.training.task_names import task_named
 from flodl_hf.training.task_options import Problems
 from flodl_hf.training.tokens import TokenTask
 from flodl_hf.training.training_arguments import translated
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 __all__ = ["evaluate"]
 
 Devices = int | str | list[str]
-HEADS = {"embedding": "base", "multivector": "base", "sparse": "masked_lm", "rank": "sequence_classification"}
 """Heads of the tasks that are not named after their head."""
 
 
@@ -176,8 +175,8 @@ def _options(given: Mapping[str, Any], recipe: Mapping[str, Any]) -> Options:
         )
     trained = {name: recipe[name] for name in FROM_RECIPE if recipe.get(name) is not None}
     task = values.get("task")
-    if task is not None and trained.get("task") is not None and task_named(task) != task_named(trained["task"]):
-        trained = {}
+    if task is not None and trained.get("task") is not None:
+        trained = trained if task_named(task, "task").training == task_named(trained["task"]).training else {}
     if _needs_training(recipe):
         trained = {name: value for name, value in trained.items() if name not in ("vector_loss", "loss_options")}
     if "batch_size" in values:
@@ -210,18 +209,17 @@ def _recipe_of(model: str | Path | EncoderModel) -> Mapping[str, Any]:
         recipe = _recipe_of(model.source.folder)
     task = (recipe or {}).get("task")
     # A folder may have been loaded for another task than that of its recipe.
-    return recipe if recipe and task is not None and HEADS.get(task_named(task), task_named(task)) == model.head else {}
+    return recipe if recipe and task is not None and task_named(task).head == model.head else {}
 
 
 def _open(model: str | Path | EncoderModel, options: Options) -> EncoderModel:
     """Return the model with the head of the requested task, else with its own."""
-    named = None if options.task is None else task_named(options.task)
-    head = None if named is None else HEADS.get(named, named)
+    head = None if options.task is None else task_named(options.task, "task").head
     if not isinstance(model, (str, os.PathLike)):
         if head is not None and model.head != head:
             raise ConfigError(
-                f"evaluate: task {named} needs a model with the head {head}, found the head {model.head}. Load the "
-                "folder for this task, or leave task= out.",
+                f"evaluate: found a model with the head {model.head}, expected the head {head} for task "
+                f"{options.task}. Load the folder for this task, or leave task= out.",
                 problems=["task"],
             )
         return model
@@ -251,7 +249,7 @@ def _as_before(model: EncoderModel) -> Iterator[None]:
 def _task_of(model: EncoderModel, rows: list[dict[str, Any]], options: Options) -> str:
     """Return the task that a model was made for."""
     if options.task is not None:
-        return task_named(options.task)
+        return task_named(options.task, "task").training
     recipe = model.sentence_recipe
     if model.head == "base":
         return "multivector" if recipe is not None and recipe.late is not None else "embedding"

@@ -18,6 +18,7 @@ import torch
 from flodl.data import FixedBatches, SequentialSampler
 from flodl.errors import ConfigError, DataError
 from flodl_hf.checkpoints.hub.folders import lacks_tokenizer
+from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.inference.graph_model.model import GraphModel
 from flodl_hf.models.freezing import frozen_parameters
 from flodl_hf.readers.columns import NAMES, column_names
@@ -47,7 +48,6 @@ from flodl_hf.training.rows import CollateRows, EncodedRows, Masking
 from flodl_hf.training.start import BESIDE, known_of, open_start, settle_head
 from flodl_hf.training.step import Objective
 from flodl_hf.training.task import LengthLimits, Prepared, Task, name_of
-from flodl_hf.training.task_names import task_named
 from flodl_hf.training.task_options import ONE_ROW, Problems, task_faults, weight_faults
 from flodl_hf.training.thresholds import threshold_faults
 from flodl_hf.training.user_code import Own
@@ -419,6 +419,6 @@ def _plan_faults(task: Task | None, tables: Tables | None, options: Options, own
 def _named(options: Options) -> str | None:
     """Return the task that the options name; None for none, or where there is no such task."""
     try:
-        return task_named(options.task) if options.task else None
+        return task_named(options.task, "task").training if options.task else None
     except ConfigError:
         return None

@@ -10,26 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flodl_hf.families.schema.tasks import task_named
+
 if TYPE_CHECKING:
     from flodl_hf.training.job import Job
     from flodl_hf.training.result import FinetuneResult
 
-__all__ = ["PIPELINES", "front_matter", "head_of_card", "hub_name"]
+__all__ = ["front_matter", "head_of_card", "hub_name"]
 
-PIPELINES = {
-    "sequence_classification": "text-classification",
-    "token_classification": "token-classification",
-    "question_answering": "question-answering",
-    "masked_lm": "fill-mask",
-    "multiple_choice": "multiple-choice",
-    "next_sentence": "text-classification",
-    "pretraining": "fill-mask",
-    "replaced_tokens": "token-classification",
-    "embedding": "sentence-similarity",
-    "rank": "text-ranking",
-    "sparse": "feature-extraction",
-    "multivector": "feature-extraction",
-}
 KINDS = {"mcc": "matthews_correlation", "pearson": "pearsonr", "spearman": "spearmanr", "eval_loss": "loss"}
 """Names that the Hub has for figures, where they are not ours."""
 LONGEST = 1000
@@ -62,7 +50,7 @@ def head_of_card(job: Job, result: FinetuneResult) -> str:
     if job.model.active_adapter is not None:  # not the result's, whose base would be cast
         kind = type(job.model.adapters[job.model.active_adapter]).__name__
         library, tags = "peft", [*tags, kind.lower()]
-    head |= {"pipeline_tag": PIPELINES[result.task], "library_name": library, "tags": tags}
+    head |= {"pipeline_tag": task_named(result.task).hub_tag, "library_name": library, "tags": tags}
     kept = ("license", "license_name", "license_link", "language")
     head |= {name: before[name] for name in kept if isinstance(before.get(name), (str, list))}
     results = _results(job, result)
@@ -79,7 +67,7 @@ def job_name(job: Job) -> str:
 
 def _results(job: Job, result: FinetuneResult) -> list[dict[str, Any]]:
     """Return the figures as the Hub's evaluation results, one entry for each set of held-out data."""
-    kind = PIPELINES[result.task]
+    kind = task_named(result.task).hub_tag
     sets: dict[str, dict[str, float]] = {}
     for name, value in result.metrics.items():
         at, _, figure = name.partition("/") if "" not in job.tables.evals else ("", "", name)

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 from flodl.errors import CheckpointError, capped, nearest, printable
 from flodl_hf.checkpoints.weights.load_report import LoadReport
 from flodl_hf.families.schema import Family
-from flodl_hf.families.schema.head_names import HEAD_NAMES
 from flodl_hf.families.schema.keys import KeyMap, Tie
 from flodl_hf.families.schema.passed_over import changes_a_layer, reason_to_pass_over, repeated_bias
+from flodl_hf.families.schema.tasks import HEADS
 from flodl_hf.nn.layers.parts import named_part, part_of
 
 __all__ = ["LoadReport", "Plan", "Stored", "canonical_names", "class_of", "head_of", "plan_load"]
@@ -77,7 +77,7 @@ def head_of(family: Family, architectures: object, wanted: str | None = None) ->
     if name is None:
         return None
     suffix = name.removeprefix(family.class_prefix) if name.startswith(family.class_prefix) else None
-    named = [names.name for names in HEAD_NAMES if names.hf_suffix == suffix]
+    named = [head.name for head in HEADS if head.hf_suffix == suffix]
     held = [head for head in named if head == "base" or head in family.heads]
     if wanted in held:
         return wanted

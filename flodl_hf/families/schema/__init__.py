@@ -6,7 +6,7 @@
     shared_keys  keys of ``config.json`` that mean the same in every family
     rotary_rows  keys of rotary positions
     keys         how tensors are named, read both ways
-    head_names   what tasks are called, without their classes
+    tasks        the table of tasks
 
 The families themselves are in `flodl_hf.families`.
 """

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flodl.errors import ConfigError, capped, printable
+from flodl_hf.families.schema.tasks import HEADS, task_named
 from flodl_hf.models.adapters.settings import ALL_LINEAR, BIASES, IA3, Lora, Prefix, Prompt, Settings
 
 __all__ = [
-    "TASKS",
     "every_value",
     "ia3_values",
     "lora_values",
@@ -25,13 +25,6 @@ __all__ = [
     "virtual_values",
 ]
 
-TASKS = {
-    "SEQ_CLS": "sequence_classification",
-    "TOKEN_CLS": "token_classification",
-    "QUESTION_ANS": "question_answering",
-    "FEATURE_EXTRACTION": "base",
-}
-"""peft's words for tasks, with ours; a model of masked words has none."""
 UNDERSTOOD = (
     *("peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
     *("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "modules_to_save", "layers_to_transform"),
@@ -233,7 +226,7 @@ def _listed(value: Any) -> tuple[str, ...]:
 def task_of(values: Mapping[str, Any]) -> str | None:
     """Return our word for the task that a file names; None where it names none of ours."""
     found = values.get("task_type")
-    return TASKS.get(found) if isinstance(found, str) else None
+    return next((head.name for head in HEADS if head.peft is not None and head.peft == found), None)
 
 
 def targeted(values: Mapping[str, Any], modules: Iterable[str], where: str) -> set[str] | None:
@@ -388,6 +381,6 @@ def every_value(values: Mapping[str, Any], kept: Sequence[str], *, base: str | N
         "inference_mode": True,
         "modules_to_save": list(kept) or None,
         "revision": None,
-        "task_type": next((theirs for theirs, ours in TASKS.items() if ours == head), None),
+        "task_type": task_named(head).peft,
     }
     return dict(sorted({**values, **common}.items()))

@@ -13,7 +13,7 @@ from torch import Tensor
 from flodl_hf.checkpoints.saving.sentence_files import recipe_files
 from flodl_hf.checkpoints.saving.state import FilePlan, WritePlan
 from flodl_hf.checkpoints.sentence.multivector import pylate_files
-from flodl_hf.families.schema.head_names import names_of
+from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.inference.graph_model.model import GraphModel
 from flodl_hf.models.adapters.attach import Adapter, adapters_of
 from flodl_hf.models.adapters.folder import CONFIG, HEAD, VIRTUAL, WEIGHTS, prefix_of
@@ -177,7 +177,7 @@ def _of_kind(model: GraphModel, adapter: Adapter) -> dict[str, Any]:
 
 def _head(model: GraphModel, adapter: Adapter) -> dict[str, Any]:
     config = model.config
-    architecture = config.family.class_prefix + names_of(model.head).hf_suffix
+    architecture = config.family.class_prefix + task_named(model.head).hf_suffix
     found: dict[str, Any] = {"architectures": [architecture], "task": model.head}
     if model.head in ("sequence_classification", "token_classification"):
         labels = adapter.labels or config.labels

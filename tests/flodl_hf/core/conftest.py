@@ -86,7 +86,7 @@ def tokenizer() -> Tokenizer:
 Make = Callable[..., EncoderModel]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make(tokenizer: Tokenizer) -> Make:
     """Return a maker of small models with spread-out random weights and a tokenizer."""
 

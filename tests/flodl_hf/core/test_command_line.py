@@ -40,8 +40,6 @@ def folder(saved: Callable[..., Path]) -> Path:
 
 def test_words_of_options_are_those_of_the_tables() -> None:
     from docs.generate import words_of
-    from flodl_hf.families.schema.head_names import OTHER_WORDS
-    from flodl_hf.heads import HEADS
     from flodl_hf.inference import Precision
     from flodl_hf.inference.decode.entities import Aggregation
     from flodl_hf.models.saving import DTYPE_NAMES
@@ -51,8 +49,6 @@ def test_words_of_options_are_those_of_the_tables() -> None:
     assert list(choices.PrecisionWord) == list(get_args(Precision))
     assert set(choices.AggregationWord) == set(get_args(Aggregation))
     assert set(choices.DtypeWord) == set(DTYPE_NAMES.values())
-    ours = {name for head in HEADS for name in (head.short, head.name)}
-    assert set(choices.HeadWord) == {"auto", *ours, *OTHER_WORDS}
     options = {p.name: p for p in commands()["finetune"].params}
     for name, field in Options.__dataclass_fields__.items():
         if "among" in field.metadata:

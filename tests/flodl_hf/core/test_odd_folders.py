@@ -16,7 +16,7 @@ from torch import Tensor
 from flodl.errors import CheckpointError, ConfigError, FlodlError
 from flodl_hf import load
 from flodl_hf.families import FAMILIES
-from flodl_hf.families.schema.head_names import names_of
+from flodl_hf.families.schema.tasks import task_named
 
 Saved = Callable[..., Path]
 Change = Callable[[Path], object]
@@ -153,7 +153,7 @@ def test_an_odd_folder_has_the_numbers_of_transformers_and_is_written_again(
 
     steps, told = ODD[odd]
     folder = made(saved(model_type, head), steps)
-    theirs = getattr(transformers, f"AutoModel{names_of(head).hf_suffix}").from_pretrained(folder).eval()
+    theirs = getattr(transformers, f"AutoModel{task_named(head).hf_suffix}").from_pretrained(folder).eval()
     for parameter in theirs.parameters():
         parameter.data = parameter.data.clone()  # their place in a mapped file decides last bits
     ours = loaded(folder, head, told)

@@ -362,7 +362,7 @@ def test_requests_say_what_texts_are_for(saved: Saved) -> None:
     from flodl_hf.serving.ticket import Ticket
 
     model: Any = load(behind(saved("bert"), default_route="document"))
-    embed = TASKS["embed"][1]
+    embed = TASKS["embed"]
 
     def asked(items: Any = TEXTS, **options: Any) -> Tensor:
         return torch.from_numpy(embed(model, items, options, Ticket())[1][0])

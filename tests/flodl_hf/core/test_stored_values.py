@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from flodl.errors import CheckpointError
 from flodl_hf import AutoModel, AutoModelForSequenceClassification, load
 from flodl_hf.families import FAMILIES
-from flodl_hf.families.schema.head_names import names_of
+from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.nn.layers.parts import as_whole, part_of
 
 Saved = Callable[..., Path]
@@ -118,7 +118,7 @@ def as_theirs(folder: Path, head: str = "base", **asked: Any) -> None:
     """Hold what is loaded of a folder to what transformers makes of it: dtype and outputs, to the bit."""
     import transformers
 
-    kind = "AutoModel" if head == "base" else f"AutoModel{names_of(head).hf_suffix}"
+    kind = "AutoModel" if head == "base" else f"AutoModel{task_named(head).hf_suffix}"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a table of another architecture
         ours = load(folder, head=head, **asked)

@@ -16,8 +16,8 @@ from torch import Tensor
 from flodl.errors import CheckpointError
 from flodl_hf import load
 from flodl_hf.families import FAMILIES
-from flodl_hf.families.schema.head_names import names_of
 from flodl_hf.families.schema.passed_over import PASSED_OVER
+from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.models.encoder_model import EncoderModel
 
 Saved = Callable[..., Path]
@@ -89,7 +89,7 @@ def test_a_file_with_such_buffers_has_the_numbers_of_transformers(family: Any, h
 
     more = surplus(family, head)
     folder = rewrite(saved(family.model_type, head), lambda held: held | more)
-    kind = "AutoModel" if head == "base" else f"AutoModel{names_of(head).hf_suffix}"
+    kind = "AutoModel" if head == "base" else f"AutoModel{task_named(head).hf_suffix}"
     theirs = getattr(transformers, kind).from_pretrained(folder).eval()
     for parameter in theirs.parameters():
         parameter.data = parameter.data.clone()  # their place in a mapped file decides last bits
@@ -135,7 +135,7 @@ def test_tensors_outside_of_the_model_are_told_and_passed_over_as_by_transformer
     import transformers
 
     folder = rewrite(saved(family.model_type, head), beside)
-    kind = "AutoModel" if head == "base" else f"AutoModel{names_of(head).hf_suffix}"
+    kind = "AutoModel" if head == "base" else f"AutoModel{task_named(head).hf_suffix}"
     theirs = getattr(transformers, kind).from_pretrained(folder).eval()
     for parameter in theirs.parameters():
         parameter.data = parameter.data.clone()

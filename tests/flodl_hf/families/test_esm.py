@@ -252,7 +252,7 @@ def test_embeddings_in_place_of_ids_are_what_transformers_takes_them_for(
             parameter.normal_(0, 0.2)
     folder = model.save_pretrained(tmp_path / "model")
     ours: Any = load(folder, head=head, attention="eager").eval()
-    theirs: Any = load_reference(folder, "Esm" + head_named(head).names.hf_suffix, attention="eager").model.eval()
+    theirs: Any = load_reference(folder, "Esm" + head_named(head).hf_suffix, attention="eager").model.eval()
     given = torch.randn(2, 7, ours.config.encoder.hidden_size, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         for mask in (None, MASK):

@@ -10,8 +10,9 @@ import pytest
 import yaml
 from finetune_tables import TABLES, labelled
 
+from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.training import finetune
-from flodl_hf.training.metadata import PIPELINES, front_matter, hub_name
+from flodl_hf.training.metadata import front_matter, hub_name
 
 
 def card_of(base: Path, out: Path, **given: Any) -> tuple[dict[str, Any], str]:
@@ -34,12 +35,12 @@ def stated(base: Path, tmp_path: Path) -> Path:
 def test_figures_are_evaluation_results(task: str, base: Path, tmp_path: Path) -> None:
     rows = TABLES[task](24)
     head, _ = card_of(base, tmp_path / "out", train=rows[:16], eval=rows[16:])
-    assert head["pipeline_tag"] == PIPELINES[task]
+    assert head["pipeline_tag"] == task_named(task).hub_tag
     assert "license" not in head
     assert "base_model" not in head
     (index,) = head["model-index"]
     (entry,) = index["results"]
-    assert entry["task"] == {"type": PIPELINES[task]}
+    assert entry["task"] == {"type": task_named(task).hub_tag}
     assert entry["dataset"] == {"name": "list in memory", "type": "held-out"}
     assert {metric["type"] for metric in entry["metrics"]} == set(head["metrics"])
     assert "loss" in head["metrics"]

@@ -14,7 +14,6 @@ from flodl.errors import ConfigError
 from flodl_hf.training import plan_job
 from flodl_hf.training.keywords import FinetuneOptions
 from flodl_hf.training.options import Options, make_options
-from flodl_hf.training.task_names import task_named
 
 
 def test_the_keywords_for_type_checkers_are_the_fields_of_the_table() -> None:
@@ -79,14 +78,6 @@ def test_all_faults_come_at_once_and_near_names_are_suggested() -> None:
     assert "did you mean 'epochs'?" in str(caught.value)
     assert "did you mean 'bf16'?" in str(caught.value)
     assert str(caught.value).startswith("run.yaml")
-
-
-def test_tasks_have_short_names() -> None:
-    words = ["seqcls", "sequence-classification", "ner", "qa", "MLM", "fill-mask"]
-    heads = ["sequence_classification"] * 2 + ["token_classification", "question_answering", "masked_lm", "masked_lm"]
-    assert [task_named(word) for word in words] == heads
-    with pytest.raises(ConfigError, match="did you mean 'ner'"):
-        task_named("nerr")
 
 
 @pytest.mark.parametrize(
