@@ -137,7 +137,6 @@ def build() -> Graph:
         .merge("add")
         .through(nn.Linear(WIDTH, 2))
         .tag("output")
-        .verbose(False)
         .build()
     )
 

@@ -71,7 +71,7 @@ def whole(least: int) -> Values:
     """Return integers of at least ``least``, including numpy's; not True and False."""
     return Values(
         f"an integer of {least} or more",
-        lambda value: isinstance(value, Integral) and not isinstance(value, bool) and value >= least,
+        lambda value: isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least,
     )
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import EllipsisType
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -96,7 +97,7 @@ def _read_into(target: memoryview, piece: _Piece, position: int, descriptor: int
             os.close(opened)
 
 
-def _damaged(piece: _Piece, problem: str) -> None:
+def _damaged(piece: _Piece, problem: str) -> NoReturn:
     refuse(piece.path, [f"tensor {printable(piece.name)}: {problem}"], "Download or write the file again.")
 
 

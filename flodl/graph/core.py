@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flodl.errors import GraphError
 from flodl.graph.children import ChildTable
 from flodl.graph.nodes import Plan
-from flodl.graph.protocol import call_inside, offered
+from flodl.graph.protocol import call_inside
 from flodl.graph.source import compile_forward, forward_source
 
 
@@ -178,19 +178,10 @@ class GraphCore(nn.Module):
         super().__setstate__(state)
         self._adopt(dict(state["_modules"]))
 
-    def _replicate_for_data_parallel(self) -> Self:
-        replica = super()._replicate_for_data_parallel()  # pyright: ignore[reportAttributeAccessIssue]
-        replica._adopt(dict(replica._modules))
-        replica._memory = list(self._memory)
-        return replica
-
 
 def graph_of(module: nn.Module) -> GraphCore | None:
-    """Return the graph that a module is or wraps, or None."""
-    if isinstance(module, GraphCore):
-        return module
-    wrapped = offered(module, "as_graph")
-    return None if wrapped is None else wrapped()
+    """Return a module if it is a graph, else None."""
+    return module if isinstance(module, GraphCore) else None
 
 
 def nearest_graphs(module: nn.Module, name: str = "") -> list[tuple[str, GraphCore]]:

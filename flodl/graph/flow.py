@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -41,7 +40,6 @@ class FlowBuilder:
     def __init__(self, first: Step | None = None, *, entry: str = "input", name: str | None = None) -> None:
         self._entry = entry
         self._steps: list[VerbCall] = []
-        self._verbose = False
         self._record("from_", module=first, name=name)
 
     @classmethod
@@ -142,11 +140,6 @@ class FlowBuilder:
         """Hide tags from parent graphs, like tags that start with an underscore."""
         return self._record("internal", tags=tags)
 
-    def verbose(self, on: bool = True) -> FlowBuilder:
-        """Print the tree summary to stderr when the graph is built."""
-        self._verbose = on
-        return self
-
     def build(self) -> Graph:
         """Return the graph.
 
@@ -161,10 +154,7 @@ class FlowBuilder:
             count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
             raise GraphBuildError(f"the graph cannot be built, {count}:\n{listed}", faults=faults)
         modules = {draft.nodes[index].name: module for index, module in draft.modules.items()}
-        graph = Graph.from_plan(draft.plan(order), modules)
-        if self._verbose:
-            print(graph.tree_summary(), file=sys.stderr)
-        return graph
+        return Graph.from_plan(draft.plan(order), modules)
 
     def _record(self, verb: str, **args: Any) -> FlowBuilder:
         self._steps.append(VerbCall(len(self._steps) + 1, verb, args))

@@ -7,6 +7,7 @@ Execution is in `core`, paths in `tree`, the generated source in `source`, measu
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -69,10 +70,10 @@ class Graph(GraphCore):
         return structural_hash(self)
 
     def traces(self, name: str) -> list[Tensor]:
-        """Return the trace of a loop: the loop's tag or node name, or a published name.
+        """Return the trace that a loop body published under a name.
 
         Raises:
-            GraphError: no loop left such a trace, or several did.
+            GraphError: no loop published the name, or several did.
         """
         return read_traces(self, name)
 
@@ -247,6 +248,7 @@ class Graph(GraphCore):
         heat: Heat | None = None,
         open: Sequence[str] | bool = (),
         fold: bool = True,
+        layout: str | None = None,
     ) -> str:
         """Return a picture of the graph as SVG text, and write it to ``path`` if one is given.
 
@@ -255,6 +257,8 @@ class Graph(GraphCore):
         from flodl.files import write_atomically
         from flodl.graph import picture
 
+        if layout is not None:
+            warnings.warn("svg: layout= is deprecated. Use dot() with Graphviz.", DeprecationWarning, stacklevel=2)
         text = picture.svg(self, heat=self._heat(profiled, heat), open=open, fold=fold)
         if path is not None:
             write_atomically(path, [text.encode()])

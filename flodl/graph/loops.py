@@ -1,7 +1,7 @@
 """Loops, which apply one body repeatedly, and the traces that their bodies leave.
 
 The body receives the state, and the loop's references as keyword arguments, in every iteration. A body with
-``step(x, emit, **references)`` may publish named traces; a body with ``trace()`` leaves one tensor per iteration.
+``step(x, emit, **references)`` may publish named traces.
 """
 
 from __future__ import annotations
@@ -59,28 +59,23 @@ class ForLoop(nn.Module):
         if condition is not None:
             self.condition = condition
         self.count = count
-        self._forget()
+        self.traces: dict[str, list[Tensor]] = {}
 
     def forward(self, x: Any, **references: Any) -> Any:
         """Return the state after the last iteration."""
         body = self.body
         before, after, last = self.checks_before, self.checks_after, self.count - 1
-        reset, step, trace = offered(body, "reset"), offered(body, "step"), offered(body, "trace")
+        reset, step = offered(body, "reset"), offered(body, "step")
         if reset is not None:
             reset()
-        if step is not None or trace is not None:
-            self._forget()
+        if step is not None:
+            self.traces = {}
         i = 0
         try:
             for i in range(self.count):
                 if before and self._halts(x):
                     break
-                if step is not None:
-                    x = step(x, TraceEmit(self.named_traces), **references)
-                else:
-                    x = body(x, **references)
-                    if trace is not None and (value := trace()) is not None:
-                        self.body_traces.append(value)
+                x = body(x, **references) if step is None else step(x, TraceEmit(self.traces), **references)
                 if after and i < last and self._halts(x):
                     break
         except Exception as error:
@@ -102,13 +97,12 @@ class ForLoop(nn.Module):
 
     def reset(self) -> None:
         """Clear the traces and reset the modules inside."""
-        self._forget()
+        self.traces = {}
         call_inside(self, "reset")
 
     def detach_state(self) -> None:
         """Detach the traces and the kept values of the modules inside."""
-        self.named_traces = {name: [t.detach() for t in kept] for name, kept in self.named_traces.items()}
-        self.body_traces = [t.detach() for t in self.body_traces]
+        self.traces = {name: [value.detach() for value in kept] for name, kept in self.traces.items()}
         call_inside(self, "detach_state")
 
     def extra_repr(self) -> str:
@@ -117,11 +111,7 @@ class ForLoop(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Traces belong to the last call; tensors with a history can be neither copied nor pickled.
-        return {**self.__dict__, "named_traces": {}, "body_traces": []}
-
-    def _forget(self) -> None:
-        self.named_traces: dict[str, list[Tensor]] = {}
-        self.body_traces: list[Tensor] = []
+        return {**self.__dict__, "traces": {}}
 
     def _halts(self, x: Any) -> bool:
         return bool(self.condition(x).reshape(-1)[0].item() > 0)
@@ -140,25 +130,18 @@ class UntilLoop(ForLoop):
 
 
 def read_traces(graph: GraphCore, name: str) -> list[Tensor]:
-    """Return the trace of the loop with this tag or node name, or the trace published under this name.
+    """Return the trace published under a name; empty before the first call.
 
     Raises:
-        GraphError: several loops left a trace of this name, or none did.
+        GraphError: several loops published the name, or none did.
     """
-    loops = [(node, module) for node in graph.plan.calls if isinstance(module := graph._modules[node.name], ForLoop)]
-    found = [(node.id, loop.body_traces) for node, loop in loops if name in (*node.tags, node.name)]
-    found += [(node.id, loop.named_traces.get(name, [])) for node, loop in loops]
-    found = [(owner, trace) for owner, trace in found if trace]
+    loops = [(node.id, module) for node in graph.plan.calls if isinstance(module := graph._modules[node.name], ForLoop)]
+    found = [(owner, loop.traces[name]) for owner, loop in loops if name in loop.traces]
     if len(found) > 1:
-        owners = " and ".join(node_id for node_id, _ in found)
-        raise GraphError(f"traces({name!r}): found in {owners}, expected one loop. Rename a tag or trace.", trace=name)
-    if found:
-        return list(found[0][1])
-    names = {trace for _, loop in loops for trace in loop.named_traces}
-    ran = [loop.body_traces for _, loop in loops if loop.body_traces]
-    if not loops or ((names or ran) and graph.plan.value_of(name) is None):
-        known = sorted(names.union(*(node.tags for node, _ in loops)))
+        owners = " and ".join(owner for owner, _ in found)
+        raise GraphError(f"traces({name!r}): found in {owners}, expected one loop. Rename a trace.", trace=name)
+    known = sorted({trace for _, loop in loops for trace in loop.traces})
+    if not loops or (known and not found):
         hint = f"{nearest(name, known)}; the graph has {known}"
         raise GraphError(f"traces: found no trace {name!r}{hint}", trace=name, known=known)
-    # A tag behind a loop also names its trace; before the first call every trace is empty.
-    return list(ran[0]) if ran else []
+    return list(found[0][1]) if found else []

@@ -6,7 +6,7 @@ All text is escaped, so that a tag or a class may have any name.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -88,11 +88,6 @@ class _Drawing:
     entry: int
     exit: int
 
-    def closed(self) -> Iterator[_Box]:
-        """Yield the boxes at any depth that are not open."""
-        for box in self.boxes.values():
-            yield from (box,) if box.inside is None else box.inside.closed()
-
 
 def dot(model: nn.Module, *, heat: Heat | None = None, open: Sequence[str] | bool = (), fold: bool = True) -> str:
     """Return a picture as DOT text.
@@ -106,14 +101,14 @@ def dot(model: nn.Module, *, heat: Heat | None = None, open: Sequence[str] | boo
     Raises:
         GraphError: a path in ``open`` is not a module with children.
     """
-    drawing = _Drawer(heat, open, fold).draw(model)
-    paint = _Paint(heat, drawing)
+    drawer = _Drawer(heat, open, fold)
+    drawing = drawer.draw(model)
     out = ["digraph {", "  rankdir=TB; compound=true;"]
     out.append('  fontname="sans-serif"; node [style=filled, fontname="sans-serif", fontsize=11];')
-    out += _dot_drawing(drawing, paint, "n", "  ")
+    out += _dot_drawing(drawing, drawer.largest, "n", "  ")
     if heat is not None:
         out += ["  subgraph cluster_legend {", f"    label={_quoted(heat.title)};"]
-        for i, (colour, text) in enumerate(paint.legend()):
+        for i, (colour, text) in enumerate(_legend(heat, drawer.largest)):
             out.append(f'    legend_{i} [label={_quoted(text)}, shape=box, fillcolor="{colour}"];')
         out.append("  }")
     return "\n".join([*out, "}", ""])
@@ -121,13 +116,13 @@ def dot(model: nn.Module, *, heat: Heat | None = None, open: Sequence[str] | boo
 
 def svg(model: nn.Module, *, heat: Heat | None = None, open: Sequence[str] | bool = (), fold: bool = True) -> str:
     """Return a picture as SVG text, inputs above; arguments and errors as for `dot`."""
-    drawing = _Drawer(heat, open, fold).draw(model)
-    paint = _Paint(heat, drawing)
-    drawn, width, height = _svg_drawing(drawing, paint)
+    drawer = _Drawer(heat, open, fold)
+    drawing = drawer.draw(model)
+    drawn, width, height = _svg_drawing(drawing, drawer.largest)
     title = str(getattr(model, "label", None) or type(model).__name__)
     if heat is not None:
         title += f". {heat.title}"
-        for i, (colour, text) in enumerate(paint.legend()):
+        for i, (colour, text) in enumerate(_legend(heat, drawer.largest)):
             drawn.append(f'<rect x="{10 + 90 * i}" y="{height + 8:.0f}" width="12" height="12" fill="{colour}"/>')
             drawn.append(f'<text x="{28 + 90 * i}" y="{height + 18:.0f}">{_escaped(text)}</text>')
         width, height = max(width, 290.0), height + 30
@@ -148,6 +143,7 @@ class _Drawer:
         self.heat, self.fold, self.open_all = heat, fold, open is True
         self.open = () if isinstance(open, bool) else (open,) if isinstance(open, str) else tuple(open)
         self.seen: set[str] = set()
+        self.largest = 0.0
 
     def draw(self, model: nn.Module) -> _Drawing:
         drawing = self._inside(model, "")
@@ -258,6 +254,8 @@ class _Drawer:
             self.seen.add(path)
             if self._is_open(path) or (self.open_all and graph_of(module) is not None):
                 inside = self._inside(module, path)
+        if inside is None and value is not None:
+            self.largest = max(self.largest, value)
         parameters = {id(p): p.numel() for _, module in modules for p in module.parameters()}
         if parameters:
             text.append(f"[{_short(sum(parameters.values()))} params]")
@@ -267,40 +265,36 @@ class _Drawer:
         return any(wanted == path or wanted.startswith(path + ".") for wanted in self.open)
 
 
-class _Paint:
-    """Colours of boxes: by kind, or by measurement."""
+def _fill(box: _Box, largest: float) -> str:
+    if box.value is None:
+        return _STYLES[box.kind][1]
+    return _colour(box.value / largest if largest else 0.0)
 
-    def __init__(self, heat: Heat | None, drawing: _Drawing) -> None:
-        self.heat = heat
-        self.largest = max((box.value for box in drawing.closed() if box.value is not None), default=0.0)
 
-    def fill(self, box: _Box) -> str:
-        if box.value is None:
-            return _STYLES[box.kind][1]
-        return self._colour(box.value / self.largest if self.largest else 0.0)
+def _colour(share: float) -> str:
+    low, high, part = (_COLD, _WARM, 2 * share) if share < 0.5 else (_WARM, _HOT, 2 * share - 1)
+    return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in zip(low, high, strict=True))
 
-    def legend(self) -> list[tuple[str, str]]:
-        assert self.heat is not None
-        return [(self._colour(share), self.heat.text(share * self.largest)) for share in (0.0, 0.5, 1.0)]
 
-    def _colour(self, share: float) -> str:
-        low, high, part = (_COLD, _WARM, 2 * share) if share < 0.5 else (_WARM, _HOT, 2 * share - 1)
-        return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in zip(low, high, strict=True))
+def _legend(heat: Heat, largest: float) -> list[tuple[str, str]]:
+    return [(_colour(share), heat.text(share * largest)) for share in (0.0, 0.5, 1.0)]
 
 
 # DOT
 
 
-def _dot_drawing(drawing: _Drawing, paint: _Paint, prefix: str, indent: str) -> list[str]:
+def _dot_drawing(drawing: _Drawing, largest: float, prefix: str, indent: str) -> list[str]:
     out: list[str] = []
     for index, box in drawing.boxes.items():
         name = f"{prefix}{index}"
         if box.inside is None:
             text = _quoted("\n".join(box.text))
-            out.append(f'{indent}{name} [label={text}, shape={_STYLES[box.kind][0]}, fillcolor="{paint.fill(box)}"];')
+            out.append(
+                f'{indent}{name} [label={text}, shape={_STYLES[box.kind][0]}, fillcolor="{_fill(box, largest)}"];'
+            )
         else:
             out += [f"{indent}subgraph cluster_{name} {{", f"{indent}  label={_quoted('  '.join(box.text))};"]
-            out += [*_dot_drawing(box.inside, paint, f"{name}_", indent + "  "), f"{indent}}}"]
+            out += [*_dot_drawing(box.inside, largest, f"{name}_", indent + "  "), f"{indent}}}"]
     for line in drawing.lines:
         source, tail = _dot_end(drawing, line.source, prefix, "exit", "ltail")
         target, head = _dot_end(drawing, line.target, prefix, "entry", "lhead")
@@ -323,9 +317,9 @@ def _dot_end(drawing: _Drawing, index: int, prefix: str, end: str, side: str) ->
 # SVG
 
 
-def _svg_drawing(drawing: _Drawing, paint: _Paint) -> tuple[list[str], float, float]:
+def _svg_drawing(drawing: _Drawing, largest: float) -> tuple[list[str], float, float]:
     """Return the elements of a drawing with its width and height; its corner is at 0, 0."""
-    inside = {i: _svg_drawing(box.inside, paint) for i, box in drawing.boxes.items() if box.inside is not None}
+    inside = {i: _svg_drawing(box.inside, largest) for i, box in drawing.boxes.items() if box.inside is not None}
     sizes: dict[int, tuple[float, float]] = {}
     rows: dict[int, list[int]] = {}
     for i, box in drawing.boxes.items():
@@ -352,7 +346,7 @@ def _svg_drawing(drawing: _Drawing, paint: _Paint) -> tuple[list[str], float, fl
         out.append(_svg_line(line, places, sizes, edge if skips else None))
     longest = max((7.0 * len(line.label) for line in drawing.lines), default=0.0)
     for i, box in drawing.boxes.items():
-        out += _svg_box(box, places[i], sizes[i], paint, inside.get(i))
+        out += _svg_box(box, places[i], sizes[i], largest, inside.get(i))
     return out, edge + 10 + longest, top - _ROW_GAP + 10
 
 
@@ -372,14 +366,14 @@ def _svg_line(line: _Line, places: dict[int, Any], sizes: dict[int, Any], lane: 
     return f'<path d="{path}" fill="none" {_SVG_LINES[line.kind]} marker-end="url(#arrow)"/>{label}'
 
 
-def _svg_box(box: _Box, place: Any, size: Any, paint: _Paint, inside: Any) -> list[str]:
+def _svg_box(box: _Box, place: Any, size: Any, largest: float, inside: Any) -> list[str]:
     (x, y), (width, height) = place, size
     text = "".join(
         f'<text x="{x + width / 2:.1f}" y="{y + 19 + 16 * i:.1f}">{_escaped(line)}</text>'
         for i, line in enumerate(box.text)
     )
     hint = f"<title>{_escaped(', '.join(box.paths[:8]))}</title>" if box.paths else ""
-    fill = "#f8f9f9" if inside else paint.fill(box)
+    fill = "#f8f9f9" if inside else _fill(box, largest)
     radius = {"box": 2.0, "circle": height / 2, "ellipse": height / 2}.get(_STYLES[box.kind][0], 8.0)
     out = [
         f'<g text-anchor="middle">{hint}<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '

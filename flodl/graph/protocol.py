@@ -6,8 +6,6 @@ method:
     reset()                       clear kept values (before a loop's first iteration and in reset_state)
     detach_state()                detach kept values
     step(x, emit, **references)   one loop iteration that publishes traces
-    trace()                       one tensor to store after each loop iteration
-    as_graph()                    the graph inside a wrapper
     structural_hash()             a hash of the module's structure
     check_keywords(keywords)      faults in the keyword arguments of `using`
     flodl_name                    prefix of its node ids

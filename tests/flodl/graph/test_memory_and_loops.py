@@ -59,17 +59,6 @@ class Publishes(nn.Module):
         return forward_via_step(self, x, **references)
 
 
-class Traces(nn.Module):
-    """A loop body that leaves its state by `trace`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.last = x + 1
-        return self.last
-
-    def trace(self) -> Tensor:
-        return self.last
-
-
 def recurrent() -> Graph:
     return (
         FlowBuilder(lin(), name="read")
@@ -289,15 +278,7 @@ def test_an_error_has_a_note_with_its_iteration(kind: str) -> None:
     assert any("iteration 3" in note for note in caught.value.__notes__)
 
 
-def test_traces_of_a_body_are_read_by_the_tag_or_node_of_its_loop() -> None:
-    graph = FlowBuilder().loop_body(Traces()).for_n(3).tag("loop").through(Adds()).tag("end").build()
-    assert graph.traces("loop") == []
-    graph(torch.zeros(1, 1))
-    assert [t.item() for t in graph.traces("loop")] == [1, 2, 3]
-    assert [t.item() for t in graph.traces("loop")] == [1, 2, 3]
-    assert [t.item() for t in graph.traces("end")] == [1, 2, 3]
-    with pytest.raises(GraphError):
-        graph.traces("nothing")
+def test_unknown_traces_are_refused() -> None:
     with pytest.raises(GraphError):
         FlowBuilder(lin()).build().traces("a")
 
@@ -310,11 +291,6 @@ def test_names_that_collide_raise_even_when_they_were_read_before() -> None:
     second.name = "state"
     graph(torch.zeros(1, 1))
     with pytest.raises(GraphError, match="loop_2 and loop_3"):
-        graph.traces("state")
-    graph = FlowBuilder().loop_body(Traces()).for_n(2).tag("state").loop_body(Publishes()).for_n(2).build()
-    assert graph.traces("state") == []
-    graph(torch.zeros(1, 1))
-    with pytest.raises(GraphError, match="'state'"):
         graph.traces("state")
 
 

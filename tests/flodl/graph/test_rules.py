@@ -408,11 +408,6 @@ def test_a_step_lets_go_of_all_that_it_was_the_last_to_use() -> None:
     assert alive == [[], [0], [1], [1, 2], []]
 
 
-def test_verbose_prints_the_tree(capsys: pytest.CaptureFixture[str]) -> None:
-    FlowBuilder(lin()).tag("abc").label("net").verbose().build()
-    assert "net" in capsys.readouterr().err
-
-
 # functions
 
 

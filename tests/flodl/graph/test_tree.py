@@ -133,9 +133,6 @@ def test_labelled_graphs_inside_loops_and_wrappers_are_children() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.inner(x)
 
-        def as_graph(self) -> Graph:
-            return self.inner
-
     graph = FlowBuilder(Wraps()).loop_body(leaf()).for_n(2).build()
     assert list(graph.tree_children()) == ["wrapped", "leaf"]
     assert graph.subgraph("wrapped") is graph.tree_children()["wrapped"]
