@@ -26,7 +26,7 @@ def modes(rows: Sequence[dict[str, Any]]) -> str:
     unequal = any("at_most" in row for row in rows)
     titles = ["model", "mode", "train loss", "held-out loss", "accuracy %", "published %", "seconds", "× solo"]
     titles += ["× solo from epoch 2", "at most"] if unequal else []
-    titles += ["syncs", "sync ms", "idle % by rank", "anchor", "shares %"]
+    titles += ["syncs", "sync ms", "idle % by rank", "idle % by cause", "GPU use %", "anchor", "shares %"]
     body = []
     for row in rows:
         digits = 5 if row["loss"][0] < 0.1 else 4
@@ -40,10 +40,17 @@ def modes(rows: Sequence[dict[str, Any]]) -> str:
             line += [f"{row['at_most']:.2f}" if "at_most" in row and row["mode"] != "solo" else "–"]
         line += [str(row["syncs"]), "–" if row["mean_sync_ms"] is None else f"{row['mean_sync_ms']:.1f}"]
         line += [" / ".join(f"{100 * part:.0f}" for part in row["idle"])]
+        line += [" / ".join(map(_causes, row.get("idle_shares", {}).values())) or "–"]
+        line += [" / ".join(f"{use:.0f}" for use in row.get("device_use", {}).values()) or "–"]
         line += ["–" if row["anchor"] is None else str(row["anchor"])]
         line += [" / ".join(f"{100 * part:.0f}" for part in row["share"])]
         body.append(line)
     return _table(titles, body)
+
+
+def _causes(shares: dict[str, float]) -> str:
+    """Return the idle time of a rank by cause, such as ``sync 3, epoch boundary 1``."""
+    return ", ".join(f"{cause} {100 * share:.0f}" for cause, share in shares.items()) or "none"
 
 
 def curves(rows: Sequence[dict[str, Any]]) -> str:

@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.ddp.cases import Case
 from flodl.distributed import Ranks
+from flodl.monitor import Timeline
 from flodl.train import EpochMetrics, EvalDone, StepDone, Synced, Trainer
 
 __all__ = ["MODES", "Bench", "speed", "table_of_modes", "train", "warm_up"]
@@ -96,6 +97,8 @@ def train(
         "steps": len(steps),
     }
     each = ranks.gather(own)
+    parts = None if trainer.timeline is None else ranks.gather(trainer.timeline.to_dict())
+    activity = {} if parts is None else Timeline.merge(parts).summary()
     wall_ms = sum(e.epoch_ms for e in epochs) or sum(s.wall_ms for s in steps)
     judgements = [n for n in notes if isinstance(n, EvalDone)]
     samples = sum(row["samples"] for row in each)
@@ -111,6 +114,8 @@ def train(
         "syncs": len(rounds) if rounds else (trainer.policy.steps if not ranks.solo else 0),
         "steps": [row["steps"] for row in each],
         "idle": [max(0.0, 1 - row["busy_ms"] / wall_ms) if wall_ms else 0.0 for row in each],
+        "idle_shares": activity.get("idle_shares", {}),
+        "device_use": {name: mean for name, mean in activity.get("means", {}).items() if name.endswith("/util")},
         "waiting": [row["wait_ms"] / wall_ms if wall_ms else 0.0 for row in each],
         "anchor": rounds[-1].anchor if rounds else None,
         "counts": list(rounds[-1].counts) if rounds else None,
@@ -225,6 +230,8 @@ def _summary(runs: list[dict[str, Any]], alone: list[dict[str, Any]], figure: st
         "seconds": seconds,
         "speed": median(run["seconds"] for run in alone) / seconds if alone else None,
         "later": _later(alone) / _later(runs) if alone and _later(runs) else None,
+        # Only the first run of a mode has a timeline.
+        **{key: next((run[key] for run in runs if run[key]), {}) for key in ("idle_shares", "device_use")},
         **{key: last[key] for key in ("syncs", "idle", "waiting", "anchor", "counts", "share", "mean_sync_ms")},
     }
 

@@ -180,6 +180,12 @@ class Handle:
         many = "s" * (self.world_size != 1)
         return f"Handle({state}, {self.world_size} rank{many}, {len(self._metrics)} epochs)"
 
+    def svg(self) -> str:
+        """Return a picture of the model's architecture as SVG text."""
+        from flodl.graph.picture import svg
+
+        return svg(self._plan.model_factory(torch.device("cpu")))
+
     def _on_message(self, rank: int, message: tuple[str, Any]) -> Any:
         """Handle a message of a rank; the answer to the figures of an epoch is whether training continues."""
         kind, body = message

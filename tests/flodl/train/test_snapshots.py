@@ -136,6 +136,7 @@ def test_a_run_of_ranks_is_looked_at_and_stopped_through_its_handle(policy, anch
     made.set(anchor=anchor, max_anchor=anchor)
     handle = made.subscribe(seen.append, StepDone, RunDone).checkpoints(str(tmp_path)).start()
     assert handle.is_running
+    assert handle.svg().startswith("<svg")
     first = handle.snapshot(timeout_s=600)
     assert handle.poll(timeout_s=0.1)
     second = handle.snapshot(timeout_s=600)
