@@ -2,10 +2,9 @@
 
 from flodl.graph.flow import FlowBuilder
 from flodl.graph.graph import Graph
-from flodl.graph.heat import Heat
 from flodl.graph.loops import TraceEmit, forward_via_step
 from flodl.graph.nodes import Fault
-from flodl.graph.picture import dot, svg
+from flodl.graph.picture import Heat, dot, svg
 from flodl.graph.routers import (
     ArgmaxSelector,
     FixedSelector,

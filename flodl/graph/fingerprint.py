@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from flodl.graph.core import GraphCore, nearest_graphs
-from flodl.graph.protocol import offered
+from flodl.graph.nodes import offered
 
 
 def structural_hash(graph: GraphCore) -> str:

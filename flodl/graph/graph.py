@@ -9,16 +9,17 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from torch import Tensor, nn
 
 from flodl.errors import GraphError
-from flodl.graph import saving, summary, tree
+from flodl.graph import summary, tree
 from flodl.graph.core import GraphCore
 from flodl.graph.fingerprint import structural_hash
-from flodl.graph.heat import Heat
 from flodl.graph.loops import read_traces
+from flodl.graph.picture import Heat
 from flodl.graph.tag_values import run_captured
 from flodl.graph.tree import PathKind
 
@@ -139,7 +140,15 @@ class Graph(GraphCore):
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Write parameters, buffers and the structural hash; the suffix of the file selects the format."""
-        saving.save(self, path, self._source_config)
+        from flodl.checkpoint import save_tensors
+        from flodl.files import write_atomically
+
+        tensors = {name: value.detach() for name, value in self._stored_tensors().items()}
+        save_tensors(path, tensors, structural_hash=self.structural_hash())
+        if self._source_config is not None:
+            file = Path(path)
+            name = file.name.removesuffix(".gz").removesuffix(".fdl").removesuffix(".safetensors")
+            write_atomically(file.with_name(f"{name}.config.json"), [self._source_config.encode()])
 
     def load_checkpoint(self, path: str | os.PathLike[str], *, allow_nonfinite: bool = False) -> LoadReport:
         """Copy a checkpoint into this graph and return which names were loaded, skipped and missing.
@@ -147,7 +156,14 @@ class Graph(GraphCore):
         Raises:
             CheckpointError: another structure, or values that are NaN or infinite. Nothing is copied then.
         """
-        return saving.load(self, path, allow_nonfinite=allow_nonfinite)
+        from flodl.checkpoint import load_into, load_tensors
+
+        return load_into(
+            self._stored_tensors(),
+            load_tensors(path),
+            expected_hash=self.structural_hash(),
+            allow_nonfinite=allow_nonfinite,
+        )
 
     def load_subgraph_checkpoint(self, path: str, file: str | os.PathLike[str]) -> LoadReport:
         """Copy the checkpoint of a graph that was saved alone into the sub-graph at ``path``.
@@ -156,11 +172,17 @@ class Graph(GraphCore):
             GraphPathError: the path is not a graph.
             CheckpointError: the file is of another structure. Nothing is copied then.
         """
-        return saving.load(self.subgraph(path), file)
+        return self.subgraph(path).load_checkpoint(file)
 
     def set_source_config(self, config: str | None) -> None:
         """Set the configuration (JSON text) that `save_checkpoint` writes next to the file; None for none."""
         self._source_config = config
+
+    def _stored_tensors(self) -> dict[str, Tensor]:
+        """Return the named parameters and persistent buffers; tied ones only under their first name."""
+        state = self.state_dict(keep_vars=True)
+        first = {id(value): name for name, value in reversed(state.items())}
+        return {name: value for name, value in state.items() if isinstance(value, Tensor) and first[id(value)] == name}
 
     # observation
 

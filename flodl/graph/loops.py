@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from flodl.errors import GraphError, nearest
 from flodl.graph.core import GraphCore
-from flodl.graph.nodes import check_callable, check_forward
-from flodl.graph.protocol import call_inside, offered
+from flodl.graph.nodes import call_inside, check_callable, check_forward, offered
 
 
 class TraceEmit:

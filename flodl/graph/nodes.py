@@ -1,19 +1,30 @@
-"""The records of a graph: recorded verbs, nodes, faults and the plan.
+"""The records of a graph: recorded verbs, nodes, faults and the plan; and how a graph calls its modules.
 
-They contain no modules and no tensors, so a plan can be copied, pickled, hashed and drawn without its weights.
+Records contain no modules and no tensors, so a plan can be copied, pickled, hashed and drawn without its weights.
+
+Modules may have optional methods. They are looked up on the *class*, so that a parameter or child called ``step`` or
+``reset`` is not mistaken for a method:
+
+    reset()                       clear kept values (before a loop's first iteration and in reset_state)
+    detach_state()                detach kept values
+    step(x, emit, **references)   one loop iteration that publishes traces
+    structural_hash()             a hash of the module's structure
+    check_keywords(keywords)      faults in the keyword arguments of `using`
+    flodl_name                    prefix of its node ids
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from flodl.errors import GraphError, nearest
-from flodl.graph.function import Function
 
 
 @dataclass(frozen=True)
@@ -241,3 +252,65 @@ def check_callable(
         call = ", ".join([*leading, *(f"{keyword}=..." for keyword in keywords)])
         problems.append(f"{owner}{signature} would be called with ({call}): {error}")
     return problems
+
+
+def offered(module: nn.Module, name: str) -> Callable[..., Any] | None:
+    """Return the bound method ``name`` if the class of the module defines it, else None."""
+    return getattr(module, name) if callable(getattr(type(module), name, None)) else None
+
+
+def call_inside(module: nn.Module, name: str) -> None:
+    """Call the method ``name`` of the nearest modules below that define it."""
+    for child in module.children():
+        method = offered(child, name)
+        if method is not None:
+            method()
+        else:
+            call_inside(child, name)
+
+
+class Function(nn.Module):
+    """Calls a function; `FlowBuilder` creates one for each callable that is not an ``nn.Module``.
+
+    Args:
+        function: called with the stream, for `merge` with all streams, and with the keyword arguments of `using`. A
+            graph can be pickled only if its functions can: an importable function can, a lambda cannot.
+
+    Attributes:
+        flodl_name: the name of the function, prefix of the node id.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        plain = function
+        while isinstance(plain, partial):
+            plain = plain.func
+        self.flodl_name = getattr(plain, "__name__", type(plain).__name__).strip("<>")
+
+    def forward(self, *values: Any, **named: Any) -> Any:
+        """Return ``function(*values, **named)``."""
+        return self.function(*values, **named)
+
+    def structure(self) -> str:
+        """Return the identity of the function for structural hashes."""
+        return _identity(self.function)
+
+    def extra_repr(self) -> str:
+        """Return the name of the function."""
+        return self.flodl_name
+
+
+def _identity(function: Any) -> str:
+    if isinstance(function, partial):
+        named = ", ".join(f"{name}={value!r}" for name, value in sorted(function.keywords.items()))
+        return f"partial({_identity(function.func)}, {function.args!r}, {named})"
+    named = function if hasattr(function, "__qualname__") else type(function)
+    name = f"{named.__module__}.{named.__qualname__}"
+    code = getattr(function, "__code__", None)
+    if code is None or "<" not in name:
+        return name
+    # Lambdas and local functions share their names, so their bytecode identifies them.
+    constants = [value for value in code.co_consts if isinstance(value, (bool, int, float, str, tuple, type(None)))]
+    parts = repr((code.co_code, constants, code.co_names)).encode()
+    return f"{name} {hashlib.sha256(parts).hexdigest()}"

@@ -5,9 +5,10 @@ All text is escaped, so that a tag or a class may have any name.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
@@ -15,9 +16,8 @@ from torch import nn
 
 from flodl.errors import GraphError, nearest
 from flodl.graph.core import GraphCore, graph_of
-from flodl.graph.heat import Heat
-from flodl.graph.modules import children_of, joined
 from flodl.graph.nodes import Node
+from flodl.graph.tree import children_of, joined
 
 # Graphviz shape and fill for each kind of box.
 _STYLES = {
@@ -45,7 +45,44 @@ _SVG_LINES = {
     "state": 'stroke="#e67e22" stroke-dasharray="2 3"',
 }
 _COLD, _WARM, _HOT = (0x27, 0xAE, 0x60), (0xF3, 0x9C, 0x12), (0xE7, 0x4C, 0x3C)
+_TITLES = {"time": "Forward", "memory": "Memory kept until backward", "gradient": "Gradient norm"}
 _GAP, _ROW_GAP, _LANE = 26.0, 40.0, 14.0
+
+
+@dataclass(frozen=True)
+class Heat:
+    """One measurement for each part of a model.
+
+    Attributes:
+        kind: ``time`` (seconds), ``memory`` (bytes), ``gradient`` (norms), or any other word.
+        values: measurements by dotted path.
+        whole: the measurement of the whole model, if it is more than the sum of its parts.
+    """
+
+    kind: str
+    values: Mapping[str, float] = field(default_factory=dict)
+    whole: float | None = None
+
+    @property
+    def title(self) -> str:
+        """Name of the measurement, with the value of the whole model if known."""
+        title = _TITLES.get(self.kind, self.kind)
+        return title if self.whole is None else f"{title}: {self.text(self.whole)}"
+
+    def total(self, values: Iterable[float]) -> float:
+        """Return the measurement of several parts: the norm of norms, the sum of all else."""
+        if self.kind == "gradient":
+            return math.hypot(*values)
+        return math.fsum(values)
+
+    def text(self, value: float) -> str:
+        """Return a value with its unit."""
+        if self.kind == "time":
+            return f"{value * 1e6:.0f} µs" if value < 1e-3 else f"{value * 1e3:.2f} ms"
+        if self.kind != "memory":
+            return f"{value:.3g}"
+        power = min(int(math.log(max(value, 1), 1024)), 3)
+        return f"{value / 1024**power:.{min(power, 1)}f} {('B', 'KB', 'MB', 'GB')[power]}"
 
 
 @dataclass(frozen=True)

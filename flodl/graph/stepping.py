@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flodl.graph.core import nearest_graphs
 from flodl.graph.graph import Graph
-from flodl.graph.protocol import offered
+from flodl.graph.nodes import offered
 
 
 class GraphSteps:

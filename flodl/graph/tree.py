@@ -17,6 +17,9 @@ from torch import nn
 from flodl.errors import GraphPathError, nearest
 from flodl.graph.core import GraphCore, graph_of, nearest_graphs
 
+MAX_DEPTH = 6
+"""Levels below the model that `modules_of` returns."""
+
 
 class PathKind(StrEnum):
     """The kind of a path."""
@@ -227,3 +230,26 @@ def _describe(at: Part, graph: GraphCore | None) -> str:
     if graph is not None:
         return f"the graph {graph.label!r}" if graph.label is not None else "the graph"
     return f"module {at.path!r} ({type(at.module).__name__})" if at.path else f"the {type(at.module).__name__}"
+
+
+def children_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the direct children with their names, in graphs in the order of the plan."""
+    if isinstance(module, GraphCore):
+        for name in dict.fromkeys(node.name for node in module.plan.nodes if node.name):
+            yield name, getattr(module, name)
+        return
+    yield from module.named_children()
+
+
+def modules_of(model: nn.Module, path: str = "", depth: int = 0) -> list[tuple[str, nn.Module]]:
+    """Return the modules inside a model by path, parents before children, down to `MAX_DEPTH`."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, child in children_of(model) if depth < MAX_DEPTH else ():
+        below = joined(path, name)
+        found += [(below, child), *modules_of(child, below, depth + 1)]
+    return found
+
+
+def joined(path: str, name: str) -> str:
+    """Return a path that is one segment longer."""
+    return f"{path}.{name}" if path else name

@@ -14,9 +14,8 @@ from torch import nn
 
 from flodl.errors import nearest
 from flodl.graph.control import Gate, MapRows, MapSlices, MapWhole, Switch
-from flodl.graph.function import Function
 from flodl.graph.loops import ForLoop, UntilLoop, WhileLoop
-from flodl.graph.nodes import Fault, Input, Node, Plan, Reference, VerbCall, kind_of
+from flodl.graph.nodes import Fault, Function, Input, Node, Plan, Reference, VerbCall, kind_of
 
 _ENDINGS = {"loop_body": ("for_n", "while_cond", "until_cond"), "map": ("each", "over", "slices")}
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from flodl.graph.modules import MAX_DEPTH, children_of, joined
 from flodl.graph.picture import svg
+from flodl.graph.tree import MAX_DEPTH, children_of, joined
 
 __all__ = ["facts_of", "picture_of", "tree_of"]
 

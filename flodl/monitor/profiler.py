@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from flodl.graph.core import GraphCore
-from flodl.graph.heat import Heat
-from flodl.graph.modules import modules_of
+from flodl.graph.picture import Heat
+from flodl.graph.tree import modules_of
 
 __all__ = ["LevelTime", "NodeTime", "Profile", "Profiler", "look_at"]
 

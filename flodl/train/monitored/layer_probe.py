@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flodl.graph.modules import modules_of
+from flodl.graph.tree import modules_of
 from flodl.monitor.architecture import facts_of, picture_of, tree_of
 from flodl.monitor.profiler import Profiler
 from flodl.train.callback import Callback
