@@ -1,9 +1,9 @@
 """ElChe: how many batches each rank does between two averagings, as pure functions.
 
-The name is a column of travellers that keeps the pace of its slowest member: the slowest rank does
-``anchor`` batches, every other rank as many as fit into the same time, and the anchor grows until
-communication costs no more than a set part of the compute. Nothing here knows of processes,
-clocks or tensors; `flodl.distributed.policy` feeds it measurements.
+The name refers to a column of travellers that keeps the pace of its slowest member: the slowest rank does ``anchor``
+batches, every other rank as many as fit into the same time, and the anchor grows until communication costs no more than
+a set part of the compute. Processes, clocks and tensors are outside this module: `flodl.distributed.local_steps` passes
+measurements to it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class ElChe:
         ms: smoothed milliseconds of one batch on each rank, 0 while unknown.
         anchor: batches of the slowest rank in one round.
         calibrated: whether any timing has been reported.
-        overhead_target: wanted upper bound of sync time over compute time, in [0.01, 0.50].
-        min_anchor: the anchor is never lowered beneath this by good timings, only by nudges.
+        overhead_target: upper bound of sync time over compute time, in [0.01, 0.50].
+        min_anchor: good timings never lower the anchor below this value, only nudges do.
         max_anchor: the anchor is never raised above this.
         max_batch_diff: largest change of one count in one update once calibrated; None for no bound.
     """
@@ -51,31 +51,56 @@ class ElChe:
     max_batch_diff: int | None = None
 
     @classmethod
-    def start(cls, world: int, anchor: int = 10) -> ElChe:
+    def start(
+        cls,
+        world: int,
+        anchor: int = 10,
+        *,
+        overhead_target: float = 0.10,
+        max_anchor: int | None = None,
+        max_batch_diff: int | None = None,
+        speed_hint: tuple[int, float] | None = None,
+    ) -> ElChe:
         """Return the controller before any measurement: every rank does ``anchor`` batches.
 
+        Args:
+            world: number of ranks.
+            anchor: batches of the slowest rank in the first round.
+            overhead_target: target of sync time over compute time, limited to [0.01, 0.50].
+            max_anchor: upper bound of the anchor, at least 1; None for the larger of 200 and ``anchor``.
+            max_batch_diff: largest change of a count in one update; None for no bound.
+            speed_hint: ``(slow rank, ratio)``: every other rank is ``ratio`` times as fast.
+
         Raises:
-            TrainError: fewer than two ranks, or an anchor beneath 1.
+            TrainError: fewer than two ranks, an anchor below 1, or a hint with an unknown rank or a ratio below 1.
         """
         if world < 2 or anchor < 1:
             raise TrainError(
-                f"ElChe: found {world} ranks and anchor {anchor}; "
-                "expected at least 2 ranks and an anchor of at least 1."
-                " A single rank needs no cadence.",
+                f"ElChe: found {world} ranks and anchor {anchor}; expected at least 2 ranks and an anchor of at least "
+                "1. A single rank needs no cadence.",
                 world=world,
                 anchor=anchor,
             )
-        return cls((anchor,) * world, (0.0,) * world, anchor, min_anchor=anchor, max_anchor=max(200, anchor))
+        most = max(200, anchor) if max_anchor is None else max(1, max_anchor)
+        anchor = min(anchor, most)
+        counts = [anchor] * world
+        if speed_hint is not None:
+            slow, ratio = speed_hint
+            if not 0 <= slow < world or ratio < 1:
+                raise TrainError(
+                    f"speed_hint: found slow rank {slow} and ratio {ratio}; expected a rank from 0 to {world - 1} and "
+                    "a ratio of at least 1.",
+                    slow=slow,
+                    ratio=ratio,
+                )
+            counts = [anchor if rank == slow else max(1, rounded(anchor * ratio)) for rank in range(world)]
+        target = min(max(overhead_target, 0.01), 0.50)
+        return cls(tuple(counts), (0.0,) * world, anchor, False, target, anchor, most, max_batch_diff)
 
     @property
     def world(self) -> int:
         """The number of ranks."""
         return len(self.counts)
-
-    @property
-    def total_batches(self) -> int:
-        """The batches of all ranks in one round."""
-        return sum(self.counts)
 
     @property
     def has_speed_hint(self) -> bool:
@@ -86,37 +111,6 @@ class ElChe:
     def anchor_wall_ms(self) -> float:
         """The milliseconds that the slowest rank needs for one round, 0 while uncalibrated."""
         return self.anchor * max(self.ms)
-
-    def with_overhead_target(self, target: float) -> ElChe:
-        """Return a controller that aims at sync time over compute time of ``target``."""
-        return replace(self, overhead_target=min(max(target, 0.01), 0.50))
-
-    def with_max_anchor(self, limit: int) -> ElChe:
-        """Return a controller whose anchor never passes ``limit`` (at least 1)."""
-        limit = max(1, limit)
-        anchor = min(self.anchor, limit)
-        scaled = tuple(max(1, rounded(n * anchor / self.anchor)) for n in self.counts)
-        return replace(self, max_anchor=limit, min_anchor=min(self.min_anchor, limit), anchor=anchor, counts=scaled)
-
-    def with_max_batch_diff(self, limit: int | None) -> ElChe:
-        """Return a controller that changes a count by at most ``limit`` per update."""
-        return replace(self, max_batch_diff=limit)
-
-    def with_speed_ratio(self, slow: int, ratio: float) -> ElChe:
-        """Return a controller told in advance that every rank but ``slow`` is ``ratio`` times as fast.
-
-        Raises:
-            TrainError: ``slow`` is no rank, or ``ratio`` is beneath 1.
-        """
-        if not 0 <= slow < self.world or ratio < 1:
-            raise TrainError(
-                f"speed_hint: found slow rank {slow} and ratio {ratio}; "
-                f"expected a rank from 0 to {self.world - 1} and a ratio of at least 1.",
-                slow=slow,
-                ratio=ratio,
-            )
-        fast = max(1, rounded(self.anchor * ratio))
-        return replace(self, counts=tuple(self.anchor if r == slow else fast for r in range(self.world)))
 
     def report_timing(self, wall_ms: Sequence[float], batches: Sequence[int], sync_ms: float = 0.0) -> ElChe:
         """Return the controller after one round.
@@ -150,9 +144,9 @@ class ElChe:
         return replace(self, ms=tuple(ms), anchor=anchor)._recounted()
 
     def nudge_anchor_down(self, factor: float) -> ElChe:
-        """Return a controller that averages more often: anchor times ``factor``, which lies in [0.1, 1].
+        """Return a controller that averages more often: anchor times ``factor``, limited to [0.1, 1].
 
-        This alone may go beneath ``min_anchor``: it answers to diverging ranks, not to timings.
+        Only this method may go below ``min_anchor``: it reacts to diverging ranks, not to timings.
         """
         factor = min(max(factor, 0.1), 1.0)
         anchor = min(self.anchor, max(1, math.ceil(self.anchor * factor)))
@@ -161,16 +155,6 @@ class ElChe:
             scaled = tuple(max(1, rounded(n * anchor / self.anchor)) for n in self.counts)
             return replace(changed, counts=scaled)
         return changed._recounted()
-
-    def clamp_total(self, limit: int) -> tuple[int, ...]:
-        """Return the counts cut down to at most ``limit`` batches together, at least 1 each."""
-        total = self.total_batches
-        if total <= limit:
-            return self.counts
-        cut = [max(1, n * limit // total) for n in self.counts]
-        for rank in range(max(0, limit - sum(cut))):
-            cut[rank % self.world] += 1
-        return tuple(cut)
 
     def _recounted(self) -> ElChe:
         slow = max(self.ms)
@@ -198,12 +182,12 @@ class ElChe:
 
 @dataclass(frozen=True)
 class DivergenceGuard:
-    """Watches how far the ranks drift apart between averagings; `observe` returns the next state and a verdict.
+    """Monitor how far ranks drift apart between averagings; `observe` returns the next state and a verdict.
 
     The figure of one averaging is the largest over ranks of ``norm(own - average) / norm(average)``.
 
     Attributes:
-        threshold: drift beneath this is never acted upon.
+        threshold: smaller drift has no consequence.
         recent: the last figures, oldest first, at most five.
     """
 

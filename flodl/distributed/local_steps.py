@@ -48,7 +48,14 @@ class LocalSteps:
         self.ranks, self.knobs, self.overlap = ranks, knobs, overlap
         self.name = "async" if overlap else "cadence"
         self.due: Callable[[int, Sequence[float]], bool] = lambda steps, flags: any(flags)
-        self.cadence = _first_cadence(ranks, knobs)
+        self.cadence = ElChe.start(
+            ranks.world,
+            knobs.anchor,
+            overhead_target=knobs.overhead_target,
+            max_anchor=knobs.max_anchor,
+            max_batch_diff=knobs.max_batch_diff or None,
+            speed_hint=knobs.speed_hint,
+        )
         self.guard = DivergenceGuard(knobs.divergence_threshold or 0.0)
         on_cpu = knobs.backend == "cpu" or ranks.device.type == "cpu"
         self.mean = ParameterMean(ranks, model, on_cpu=on_cpu)
@@ -289,12 +296,3 @@ class LocalSteps:
         else:
             left = [turn for part in own for turn in part["pending"]]
             self.pending = left[self.ranks.rank :: self.ranks.world]
-
-
-def _first_cadence(ranks: Ranks, knobs: Knobs) -> ElChe:
-    cadence = ElChe.start(ranks.world, knobs.anchor).with_overhead_target(knobs.overhead_target)
-    if knobs.max_anchor is not None:
-        cadence = cadence.with_max_anchor(knobs.max_anchor)
-    if knobs.speed_hint is not None:
-        cadence = cadence.with_speed_ratio(*knobs.speed_hint)
-    return cadence.with_max_batch_diff(knobs.max_batch_diff or None)

@@ -1,4 +1,4 @@
-"""The settings of policies, and what an averaging of ranks came to."""
+"""Settings of policies, and the result of one averaging."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ KNOB_VALUES: Mapping[str, Values] = {
     "divergence_threshold": number(above=0) | None,
     "check_every": whole(0),
 }
-"""What each field of `Knobs` may hold."""
+"""Allowed values of each field of `Knobs`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
-    """The settings of policies; the meanings of the ElChe ones stand in `flodl.distributed.cadence`.
+    """Settings of policies; `flodl.distributed.cadence` describes those of ElChe.
 
     Attributes:
-        backend: ``"nccl"`` averages on the devices, ``"cpu"`` through host memory; None takes the device's.
-        shares: Sync only: fixed part of each batch per rank; ``"measured"`` follows speed; None is equal.
+        backend: ``"nccl"`` averages on the devices, ``"cpu"`` through host memory; None uses the default of the device.
+        shares: Sync only: fixed part of each batch per rank; ``"measured"`` follows speed; None gives equal shares.
         anchor: batches of the slowest rank in the first round.
         max_anchor: upper bound of the anchor.
-        overhead_target: wanted sync time over compute time.
+        overhead_target: target of sync time over compute time.
         max_batch_diff: how many batches a rank may be ahead of the slowest in one round, and how much a
             count may change at once; None for no bound, 0 for lockstep.
         max_overshoot: Async: batches that a rank may do beyond its count before it waits; None adapts.
-        speed_hint: ``(slow rank, ratio)`` known before anything is measured.
-        divergence_threshold: see `DivergenceGuard`; None turns the guard off.
+        speed_hint: ``(slow rank, ratio)`` known before the first measurement.
+        divergence_threshold: see `DivergenceGuard`; None disables the guard.
         check_every: Sync: compare the parameters of all ranks bit by bit every so many steps; 0 never.
 
     Raises:
@@ -61,24 +61,24 @@ class Knobs:
     check_every: int = 200
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot be, before ranks are started."""
+        """Refuse invalid values before ranks are started."""
         check_fields(self, KNOB_VALUES, "settings")
 
 
 @dataclass(frozen=True)
 class Round:
-    """One averaging, as every rank knows it afterwards.
+    """Result of one averaging, equal on all ranks except for their own times.
 
     Attributes:
         number: counted from 1.
         batches: turns of each rank since the last one.
         work_ms: compute time of each rank in them.
-        sync_ms: this rank's time in the averaging, waiting included.
-        wait_ms: the part of it spent until the last rank had come.
-        divergence: the largest drift over ranks that is known.
-        held: whether all ranks are equal now and none has work under way.
-        all_dry: whether no rank has a turn of the epoch left.
-        flags: sums over ranks of the flags that were raised.
+        sync_ms: this rank's time in the averaging, including the wait.
+        wait_ms: the part of it until the last rank arrived.
+        divergence: the largest known drift of the ranks.
+        held: True if all ranks are equal now and none has work in progress.
+        all_dry: True if no turn of the epoch is left on any rank.
+        flags: sums over ranks of their flags.
         cadence: the controller after it.
     """
 

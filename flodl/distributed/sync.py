@@ -1,4 +1,4 @@
-"""The policy of equal ranks: each takes its share of every turn, and gradients are summed inside the step."""
+"""The policy of equal ranks: each rank does its share of every turn, and the step sums gradients."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ REBALANCE_STEPS = 50
 
 
 class Sync:
-    """Every rank takes a share of every turn; nothing to average afterwards.
+    """Every rank does a share of every turn, so parameters need no averaging.
 
     Args:
-        ranks: who takes part.
-        knobs: ``shares`` and ``check_every`` matter here.
+        ranks: the ranks of the run.
+        knobs: its ``shares`` and ``check_every`` apply.
     """
 
     name = "sync"
@@ -48,7 +48,7 @@ class Sync:
             yield list(range(self.position, last)), None if self.ranks.solo else self.ratios
 
     def after_step(self, turn: int, samples: int, compute_ms: float, flags: Sequence[float]) -> Round | None:
-        """Note that this rank did its part of ``turn``; Sync has no rounds."""
+        """Record that this rank did its part of ``turn``; Sync has no rounds."""
         self.position = turn + 1
         self.steps += 1
         self._ms += compute_ms
@@ -71,24 +71,24 @@ class Sync:
 
     @property
     def lr_step(self) -> int:
-        """The step number that schedules see."""
+        """Step number for schedules."""
         return self.steps
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """How fast ranks are in proportion, as far as is known; the same on all ranks."""
+        """Relative speeds of the ranks, as far as they are known; equal on all ranks."""
         return self.ratios
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the epoch and the shares, as JSON values; equal on all ranks."""
+        """Return the position in the epoch and the shares, as JSON values; equal on all ranks."""
         return {"position": self.position, "steps": self.steps, "ratios": list(self.ratios)}
 
     def own_state(self) -> dict[str, Any]:
-        """Return what only this rank knows."""
+        """Return the state that differs by rank."""
         return {"ms": self._ms, "samples": self._samples}
 
     def load_state_dict(self, state: dict[str, Any], own: Sequence[dict[str, Any]]) -> None:
-        """Take up a saved place; ``own`` has what each saved rank knew."""
+        """Restore a saved position; ``own`` contains the `own_state` of each saved rank."""
         self.position, self.steps = state["position"], state["steps"]
         if len(state["ratios"]) == self.ranks.world:
             self.ratios = tuple(state["ratios"])

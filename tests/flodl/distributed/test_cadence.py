@@ -56,26 +56,26 @@ def test_the_anchor_shrinks_by_one_when_sync_is_cheap_but_not_beneath_its_start(
 
 @pytest.mark.parametrize(("target", "held"), [(0.001, 0.01), (0.2, 0.2), (3.0, 0.5)])
 def test_the_overhead_target_is_held_within_its_range(target, held):
-    assert ElChe.start(2).with_overhead_target(target).overhead_target == held
+    assert ElChe.start(2, overhead_target=target).overhead_target == held
 
 
 def test_max_anchor_bounds_growth_and_lowers_the_start():
-    che = ElChe.start(2, anchor=10).with_max_anchor(12).report_timing((100, 100), (10, 10), 90)
+    che = ElChe.start(2, anchor=10, max_anchor=12).report_timing((100, 100), (10, 10), 90)
     assert che.anchor == 12
-    low = ElChe.start(2, anchor=10).with_max_anchor(4)
+    low = ElChe.start(2, anchor=10, max_anchor=4)
     assert (low.anchor, low.min_anchor, low.counts) == (4, 4, (4, 4))
-    assert ElChe.start(2).with_max_anchor(-3).max_anchor == 1
+    assert ElChe.start(2, max_anchor=-3).max_anchor == 1
 
 
 def test_a_speed_hint_gives_the_slow_rank_the_anchor():
     che = ElChe.start(3, anchor=10)
     assert not che.has_speed_hint
-    hinted = che.with_speed_ratio(1, 2.25)
+    hinted = ElChe.start(3, anchor=10, speed_hint=(1, 2.25))
     assert hinted.counts == (23, 10, 23)
     assert hinted.has_speed_hint
     for slow, ratio in ((3, 2.0), (-1, 2.0), (0, 0.5)):
         with pytest.raises(TrainError):
-            che.with_speed_ratio(slow, ratio)
+            ElChe.start(3, speed_hint=(slow, ratio))
 
 
 @pytest.mark.parametrize(("factor", "anchor"), [(0.5, 20), (0.01, 4), (2.0, 40), (1.0, 40)])
@@ -87,17 +87,8 @@ def test_a_nudge_lowers_the_anchor_within_bounds_and_beneath_its_start(factor, a
     assert che.nudge_anchor_down(0.1).nudge_anchor_down(0.1).anchor == 1
 
 
-@pytest.mark.parametrize(
-    ("counts", "limit", "cut"),
-    [((25, 10), 14, (10, 4)), ((25, 10), 35, (25, 10)), ((10, 10, 10), 10, (4, 3, 3)), ((9, 1), 2, (1, 1))],
-)
-def test_clamp_total_cuts_in_proportion(counts, limit, cut):
-    che = ElChe(counts, (0.0,) * len(counts), 10)
-    assert che.clamp_total(limit) == cut
-
-
 def test_a_count_changes_by_at_most_max_batch_diff_once_calibrated():
-    che = ElChe.start(2, anchor=10).with_max_batch_diff(3).report_timing((100, 100), (10, 10))
+    che = ElChe.start(2, anchor=10, max_batch_diff=3).report_timing((100, 100), (10, 10))
     che = che.report_timing((100, 1000), (10, 10))
     assert che.counts == (13, 10)
 
