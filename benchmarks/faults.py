@@ -316,7 +316,7 @@ def faults() -> Iterator[tuple[str, int, Callable[[Path, random.Random], Outcome
     """Yield each fault with its name and its number of ranks."""
     for ranks in (1, 2):
         for phase in PHASES:
-            if phase != "reduce" or ranks > 1:
+            if ranks > 1 or phase not in ("backward", "reduce", "optimiser"):  # phases that other ranks report
                 yield f"SIGKILL in {phase}, {ranks} rank{'s' * (ranks > 1)}", ranks, killed_in(phase, ranks)
         yield f"SIGKILL of everything at any moment, {ranks} rank{'s' * (ranks > 1)}", ranks, anywhere(ranks)
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,7 +1,6 @@
 """Several ranks as one: starting them, sharing work out, deciding when to average, and averaging.
 
-Built on `torch.distributed`, under torchrun or with ranks of our own; nothing here knows of loops,
-losses or files, which are `flodl.train`'s.
+Built on `torch.distributed`, under torchrun or with our own launcher. Loops, losses and files belong to `flodl.train`.
 """
 
 from flodl.distributed.cadence import DivergenceGuard, ElChe

@@ -1,10 +1,8 @@
-"""How ranks become one: weighted means of parameters and buffers.
+"""Weighted means of parameters and buffers over ranks.
 
-When this happens is decided in `flodl.distributed.policy`; gradients are summed in
-`flodl.distributed.gradients`. Buffers that hold floating-point numbers
-(BatchNorm's running statistics) are averaged by weight as a change against their last common value,
-so that one which nobody changed keeps its bits. Whole-number buffers (``num_batches_tracked``) take
-the largest value over ranks.
+Floating-point buffers (BatchNorm's running statistics) are averaged as changes against their last common value, so that
+an unchanged buffer keeps its bits. Whole-number buffers (``num_batches_tracked``) take the largest value over ranks.
+`flodl.distributed.policy` decides when to average; `flodl.distributed.gradients` sums gradients.
 """
 
 from __future__ import annotations
@@ -23,16 +21,16 @@ from flodl.errors import TrainError
 __all__ = ["BufferMean", "Flight", "ParameterMean", "fingerprints", "model_tensors", "wide"]
 
 BUCKET = 1 << 24
-"""Elements that travel in one collective: 64 MiB of float32, enough to fill a link, little to hold twice."""
+"""Elements of one collective: 64 MiB of float32, enough to fill a link, and little memory for a second copy."""
 
 
 def model_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Return all parameters and buffers, each once, in a fixed order."""
+    """Return all parameters and buffers, each one time, in a fixed order."""
     return [*model.parameters(), *model.buffers()]
 
 
 def buckets_of(tensors: Sequence[torch.Tensor], most: int = BUCKET) -> Iterator[list[int]]:
-    """Yield positions of tensors that may travel together: one dtype and device, about ``most`` elements."""
+    """Yield positions of tensors for one collective: of one dtype and device, with about ``most`` elements."""
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for place, tensor in enumerate(tensors):
         groups.setdefault((tensor.dtype, tensor.device), []).append(place)
@@ -49,7 +47,7 @@ def buckets_of(tensors: Sequence[torch.Tensor], most: int = BUCKET) -> Iterator[
 
 
 def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return all elements end to end."""
+    """Return all elements as one flat tensor."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
@@ -60,12 +58,12 @@ def parts_like(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.T
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of 16-bit numbers in float32, any other as it is."""
+    """Return a 16-bit floating-point tensor as float32, any other tensor unchanged."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 class BufferMean:
-    """Averages the buffers of a model over ranks; the call waits, ``begin`` and ``finish`` do not."""
+    """Average the buffers of a model over ranks; the call waits, ``begin`` and ``finish`` do not."""
 
     def __init__(self, ranks: Ranks, model: nn.Module) -> None:
         self.ranks, self.model = ranks, model
@@ -89,13 +87,13 @@ class BufferMean:
 
     @torch.no_grad()
     def begin(self, weight: float | torch.Tensor) -> list[Any]:
-        """Send the changes since the last common values; returns handles to wait for."""
+        """Send the changes since the last common values; return handles to wait for."""
         floats, whole = self._floats(), self._whole()
         handles = []
         self._sent_change = self._sent_whole = None
         if floats:
             change = flattened([b.to(torch.float64) - c for b, c in zip(floats, self._common, strict=True)])
-            # a constant infinity minus itself is NaN; it has not changed
+            # a constant infinity minus itself is NaN; it did not change
             self._sent_change = change.nan_to_num_(nan=0.0)
             # a number would make the host wait for the device
             own = weight.reshape(1) if isinstance(weight, torch.Tensor) else change.new_tensor([weight])
@@ -109,7 +107,7 @@ class BufferMean:
 
     @torch.no_grad()
     def finish(self, *, keep_progress: bool = False) -> None:
-        """Move the buffers to what arrived, adding what changed here since `begin` if asked."""
+        """Set the buffers to the mean; with ``keep_progress`` add their changes since `begin`."""
         floats, whole = self._floats(), self._whole()
         if self._sent_change is not None:
             mean = self._sum[:-1] / self._sum[-1].clamp(min=torch.finfo(torch.float64).tiny)
@@ -118,7 +116,7 @@ class BufferMean:
             )
             for buffer, common, step, sent in steps:
                 since = (buffer.to(torch.float64) - common - sent).nan_to_num_(nan=0.0) if keep_progress else None
-                # rounded to what a checkpoint holds, so that a resumed run starts from the same bits
+                # rounded to the dtype of checkpoints, so that a resumed run starts from the same bits
                 moved = torch.where(step == 0, common, common + step).to(buffer.dtype)
                 common.copy_(moved)
                 buffer.copy_(common if since is None else torch.where(since == 0, common, common + since))
@@ -128,13 +126,13 @@ class BufferMean:
                 buffer.add_(gain.to(buffer.dtype))
 
     def refresh(self) -> None:
-        """Take the present buffers as common to all ranks, after they were loaded or broadcast."""
+        """Use the present buffers as common values, after they were loaded or broadcast."""
         self._common = [b.detach().to(torch.float64, copy=True) for b in self._floats()]
 
 
 @dataclass
 class Flight:
-    """An averaging under way: what was sent, and the handles to wait for."""
+    """An averaging in progress: the sent values, and the handles to wait for."""
 
     ranks: Ranks
     members: list[list[torch.Tensor]]
@@ -144,7 +142,7 @@ class Flight:
     handles: list[Any]
 
     def landed(self) -> bool:
-        """Return whether every collective is done."""
+        """Return True if every collective is done."""
         return all(handle.is_completed() for handle in self.handles)
 
     def wait(self) -> None:
@@ -157,7 +155,7 @@ class Flight:
 
 
 class ParameterMean:
-    """Averages trainable parameters and buffers over ranks, weighted by work, at once or while training continues.
+    """Average trainable parameters and buffers over ranks, weighted by work; training may continue meanwhile.
 
     Args:
         on_cpu: send parameters through host memory (gloo) whatever the device.
@@ -169,11 +167,11 @@ class ParameterMean:
 
     @torch.no_grad()
     def begin(self, weight: float, row: Sequence[float]) -> Flight:
-        """Send this rank's parameters and its ``row`` of figures; returns at once.
+        """Send this rank's parameters and its ``row`` of figures without waiting.
 
         Args:
             weight: this rank's work since the last averaging.
-            row: figures that every rank will see; the same length everywhere.
+            row: figures that every rank receives; of the same length on all.
         """
         ranks = self.ranks
         parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -181,7 +179,7 @@ class ParameterMean:
         for places in buckets_of(parameters):
             bucket = [parameters[i] for i in places]
             flat = flattened(bucket)
-            # Products with weights would pass the bounds of float16, and equal numbers would not be their own mean.
+            # Products with weights would overflow float16, and the mean of equal numbers would differ from them.
             flat = wide(flat.cpu() if self.on_cpu else flat)
             scaled = torch.cat([flat * weight, flat.new_tensor([weight])])
             handles.append(ranks.sum_async(scaled))
@@ -196,10 +194,10 @@ class ParameterMean:
 
     @torch.no_grad()
     def finish(self, flight: Flight, *, keep_progress: bool) -> tuple[list[list[float]], float]:
-        """Move parameters and buffers to the mean that ``flight`` brought.
+        """Set parameters and buffers to the mean of ``flight``.
 
         Args:
-            keep_progress: add what this rank learnt since `begin` to the mean, instead of dropping it.
+            keep_progress: add the changes of this rank since `begin` to the mean, instead of dropping them.
 
         Returns:
             The rows of all ranks, and ``norm(sent - mean) / norm(mean)`` of this rank.
@@ -209,7 +207,7 @@ class ParameterMean:
         for bucket, sent, total in zip(flight.members, flight.sent, flight.sums, strict=True):
             mean = total[:-1] / total[-1].clamp(min=torch.finfo(total.dtype).tiny)
             change = mean - sent
-            # both stay on the device until the end, so that the host waits once
+            # both stay on the device until the end, so that the host waits only one time
             norms = [torch.linalg.vector_norm(values, dtype=torch.float64) for values in (change, mean)]
             apart += torch.stack(norms).square().to(apart.device)
             values = parts_like((change if keep_progress else mean).to(bucket[0].device), bucket)
@@ -222,12 +220,12 @@ class ParameterMean:
 
 @torch.no_grad()
 def fingerprints(model: nn.Module) -> torch.Tensor:
-    """Return one number per parameter that changes with any of its bits, float64 ``(parameters,)``."""
+    """Return one number for each parameter that changes with any of its bits, float64 ``(parameters,)``."""
     marks = []
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     for parameter in model.parameters():
         bits = parameter.detach().contiguous().view(-1).view(whole[parameter.element_size()])
-        # 52 bits survive the trip through float64
+        # 52 bits survive the conversion to float64
         place = torch.arange(1, bits.numel() + 1, device=bits.device, dtype=torch.int64)
         marks.append((bits.to(torch.int64) * place).sum() & ((1 << 52) - 1))
     return torch.stack(marks).to(torch.float64) if marks else torch.zeros(0, dtype=torch.float64)
@@ -237,7 +235,7 @@ def check_equal(ranks: Ranks, model: nn.Module, step: int) -> None:
     """Compare the parameters of all ranks bit by bit.
 
     Raises:
-        TrainError: they differ; ``rank`` and ``tensors`` name where.
+        TrainError: they differ; ``rank`` and ``tensors`` identify the difference.
     """
     if ranks.solo:
         return
@@ -254,7 +252,7 @@ def check_equal(ranks: Ranks, model: nn.Module, step: int) -> None:
     raise TrainError(
         f"step {step}: the parameters of rank {odd[0]} differ from the others' in {', '.join(bad[:5])}"
         f"{f' and {len(bad) - 5} more' if len(bad) > 5 else ''}. Expected equal bits after a common step. "
-        "Look for memory faults, or for code that treats ranks differently; resume from the last checkpoint.",
+        "Check the memory, and code that treats ranks differently; resume from the last checkpoint.",
         rank=odd[0],
         tensors=bad,
         step=step,

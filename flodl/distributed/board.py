@@ -1,7 +1,7 @@
-"""What each rank is doing right now, readable after it died: phase, step and pulse in shared memory.
+"""Phase, step and pulse of each rank in shared memory, readable after the rank died.
 
-A rank writes; the launcher (or, under torchrun, the other ranks through the store) reads. A phase is
-one of `PHASES`, kept as a number so that a rank killed by SIGKILL still leaves it behind.
+A rank writes; the launcher reads, or under torchrun the other ranks. A phase is a number in memory, so it survives
+SIGKILL.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ PHASES = (
     "done",
 )
 WISHES = ("stop", "evaluate", "save")
-"""What a rank may be asked for by another process of its host."""
-_CELLS = 4 + len(WISHES)  # pulse, phase, step, how often each wish was made, and how often a snapshot was asked for
+"""Requests that another process of the host can send to a rank."""
+_CELLS = 4 + len(WISHES)  # pulse, phase, step, the number of requests of each kind, and of snapshots
 
 
 class Board:
-    """One row per rank of pulse, phase, step and wishes, in memory that all local processes share.
+    """One row for each rank with pulse, phase, step and requests, in memory that all local processes share.
 
     Args:
         world: number of ranks.
-        cells: the shared array; a private one is made when None.
+        cells: the shared array; None creates a private one.
     """
 
     def __init__(self, world: int, cells: Any = None) -> None:
@@ -51,12 +51,12 @@ class Board:
 
     @classmethod
     def shared(cls, world: int, context: BaseContext) -> Board:
-        """Return a board that survives being passed to a child process."""
+        """Return a board that can be passed to a child process."""
         return cls(world, context.Array(ctypes.c_double, _CELLS * world, lock=False))
 
     @classmethod
     def to_be_mapped(cls, world: int) -> tuple[Board, int | None]:
-        """Return a board that any process of the host can map, and its descriptor; None where that cannot be."""
+        """Return a board that any process of the host can map, and its descriptor; None if that is impossible."""
         if not hasattr(os, "memfd_create") or not os.path.isdir("/proc/self/fd"):
             return cls(world), None
         descriptor, size = os.memfd_create("flodl-board"), cls.bytes_of(world)
@@ -65,15 +65,15 @@ class Board:
 
     @staticmethod
     def bytes_of(world: int) -> int:
-        """Return how much memory the cells of so many ranks take."""
+        """Return the bytes of the cells of ``world`` ranks."""
         return _CELLS * world * ctypes.sizeof(ctypes.c_double)
 
     def beat(self, rank: int) -> None:
-        """Record that ``rank`` is alive now, by the monotonic clock that all processes of a host share."""
+        """Record that ``rank`` is alive now, by the monotonic clock of the host."""
         self._cells[_CELLS * rank] = time.monotonic()
 
     def enter(self, rank: int, phase: str, step: int | None = None) -> None:
-        """Record what ``rank`` begins to do."""
+        """Record that ``rank`` enters a phase."""
         self._cells[_CELLS * rank + 1] = PHASES.index(phase)
         if step is not None:
             self._cells[_CELLS * rank + 2] = step

@@ -1,11 +1,10 @@
 """Sums of gradients over ranks, in buckets at fixed addresses.
 
-Gradients are copied into flat buckets, those of the last layers first, since a backward pass computes them first. The
-buckets are summed over ranks, and then are the gradients; as their addresses stay, CUDA graphs can capture the backward
-pass and what follows. A sum is `fill_buckets`, `launch` and `wait`. Without capture, buckets may be sent while the
-backward pass still runs (`reducing_in_backward`), so that communication overlaps with it; with capture, events mark
-buckets as they fill (`filling_in_backward`), and sums wait for these alone. Every rank sends the same buckets in the
-same order, whichever gradients it has.
+Gradients are copied to flat buckets, the last layers first, because a backward pass computes them first. The buckets
+are summed over ranks and then are the gradients; their addresses stay, so CUDA graphs can capture the backward pass and
+the rest. A sum is `fill_buckets`, `launch` and `wait`. Without capture, buckets can be sent during the backward pass,
+so that communication overlaps with it; with capture, events mark full buckets, and sums wait for these events only
+(`during_backward`). Every rank sends the same buckets in the same order, even if gradients are missing.
 """
 
 from __future__ import annotations
@@ -20,31 +19,31 @@ from torch import nn
 
 from flodl.distributed.average import buckets_of
 from flodl.distributed.group import Ranks, Summed
-from flodl.distributed.peer_memory import SWITCH, PeerRoom, Unreached, unfit
+from flodl.distributed.peer_memory import SWITCH, PeerAccessError, PeerBuffer, unfit
 from flodl.errors import TrainError
 
 __all__ = ["GradientSum"]
 
 GRADIENT_BUCKET = 1 << 22
-"""Elements of a bucket: few enough that the first leaves early, enough to fill a link."""
+"""Elements of a bucket: few enough that the first is sent early, enough to fill a link."""
 
 EVEN = 16
-"""Each gradient in a bucket begins at a multiple of so many elements, since kernels read what is aligned faster."""
+"""Each gradient in a bucket begins at a multiple of this many elements, because kernels read aligned data faster."""
 
 CAPTURED_BUCKET = 1 << 24
-"""The same where sums are captured: they cost no call of the host, and a link of 450 GB/s is filled by more."""
+"""The same for captured sums: they need no call of the host, and a link of 450 GB/s needs more elements."""
 
 
 class GradientSum:
-    """Sums gradients over ranks; a parameter that no rank used keeps no gradient.
+    """Sum gradients over ranks; a parameter that no rank used has no gradient afterwards.
 
     Args:
-        model: its trainable parameters are asked for at every step, so unfreezing takes effect.
-        on_cpu: send gradients through host memory (gloo) whatever the device.
+        model: its trainable parameters are read at every step, so unfreezing takes effect.
+        on_cpu: send gradients through host memory (gloo) on every device.
 
     Attributes:
-        early: whether `reducing_in_backward` sends at all; off, everything leaves after the backward pass.
-        room: what two ranks that reach each other's memory sum through; None where a collective does.
+        early: False sends everything after the backward pass.
+        room: peer memory of two ranks that sum through it; None if a collective sums.
     """
 
     def __init__(self, ranks: Ranks, model: nn.Module, *, on_cpu: bool = False) -> None:
@@ -67,11 +66,11 @@ class GradientSum:
         self._marks: list[Any] = []
         self._fault = unfit(ranks) or "steps are not recorded"
         self._tell: Callable[[str], Any] | None = None
-        self.room: PeerRoom | None = None
+        self.room: PeerBuffer | None = None
 
     @property
     def summed(self) -> Summed | None:
-        """By what gradients are summed, and why not by what would be faster; None with one rank."""
+        """Transport of the sums, and why not a faster one; None with one rank."""
         if self.ranks.solo:
             return None
         if self.room is not None:
@@ -90,10 +89,10 @@ class GradientSum:
         """Use fewer and larger buckets from now on.
 
         Args:
-            event: makes an event with ``record()`` and ``wait()``: each bucket is marked by one when it is full, which
-                its sum waits for. None has sums wait for whatever was launched before.
-            fault: why two ranks do not reach each other's memory; None has them sum through it, on both alike.
-            tell: told once where that turns out not to be possible after all.
+            event: creates an event with ``record()`` and ``wait()``, which marks a full bucket and for which its sum
+                waits. None: sums wait for all earlier launches.
+            fault: why two ranks cannot use peer memory; None: both use it.
+            tell: receives one message if peer memory turns out to be too small.
         """
         self._captured, self._event, self.parameters = True, event, []
         self._fault, self._tell = fault or "", tell
@@ -101,7 +100,7 @@ class GradientSum:
             self.refresh_buckets()
 
     def refresh_buckets(self) -> bool:
-        """Look which parameters are trained; return whether they changed, so that buckets lie elsewhere now."""
+        """Read which parameters are trained; return True if they changed, which creates new buckets."""
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         if len(parameters) == len(self.parameters) and all(
             a is b for a, b in zip(parameters, self.parameters, strict=True)
@@ -121,7 +120,7 @@ class GradientSum:
             flat = torch.zeros(sum(sizes), dtype=like[0].dtype, device=like[0].device)
             for place, piece in zip(places, flat.split(sizes), strict=True):
                 p = parameters[place]
-                # In the order that the parameter has in memory, which fused optimisers rely on; without its gaps.
+                # In the order of the parameter in memory, which fused optimisers need; without its gaps.
                 strides = torch.empty_like(p, device="meta").stride()
                 self._views[place] = piece[: p.numel()].as_strided(p.shape, strides, piece.storage_offset())
             self._flats.append(flat)
@@ -130,18 +129,18 @@ class GradientSum:
         return True
 
     def _make_room(self) -> None:
-        """Make room for the other rank's gradients, where both reach each other's memory and have enough of it."""
+        """Create peer memory for the other rank's gradients if possible."""
         self.room = None
         if self._fault or not self._flats:
             return
         try:
-            self.room = PeerRoom(self.ranks, self._flats)
-        except Unreached as fault:
-            self._fault = f"there is no room for gradients in peer memory ({fault})"
+            self.room = PeerBuffer(self.ranks, self._flats)
+        except PeerAccessError as fault:
+            self._fault = f"gradients do not fit into peer memory ({fault})"
             if self._tell is not None:
                 self._tell(
                     f"gradients are summed by NCCL from here on, with the same numbers, because {self._fault}. "
-                    f"Smaller batches leave more memory; {SWITCH}=0 says that this is expected."
+                    f"Smaller batches leave more memory; {SWITCH}=0 disables peer memory."
                 )
 
     # ---- during the backward pass --------------------------------------------------------------------
@@ -170,7 +169,7 @@ class GradientSum:
             self._watching = False
 
     def _begin(self) -> None:
-        """Look which parameters there are, and be ready to send the first bucket."""
+        """Prepare to fill and send the first bucket."""
         self.refresh_buckets()
         self._made = [False] * len(self.parameters)
         self._left = [len(places) for places in self._buckets]
@@ -196,7 +195,7 @@ class GradientSum:
 
     @torch.no_grad()
     def fill_buckets(self) -> tuple[int, ...]:
-        """Bring gradients that have not left to the buckets; return the places of parameters that have none.
+        """Copy gradients that were not sent to the buckets; return the positions of parameters without one.
 
         Raises:
             TrainError: a gradient changed after it had been sent.
@@ -236,7 +235,7 @@ class GradientSum:
             self._sent.append((flat, self.ranks.sum_async(flat)))
 
     def launch(self) -> None:
-        """Send all buckets that have not left."""
+        """Send all buckets that were not sent."""
         while len(self._sent) < len(self._buckets):
             self._send()
 
@@ -249,7 +248,7 @@ class GradientSum:
 
     @torch.no_grad()
     def wait(self, missing: Sequence[int] = ()) -> None:
-        """Wait for the sums, and make them the gradients of all parameters but those at ``missing`` places."""
+        """Wait for the sums, and set them as gradients of all parameters except at ``missing`` positions."""
         for flat, (sent, handle) in zip(self._flats, self._sent, strict=True):
             with self.ranks.peer_failures_named():
                 handle.wait()
@@ -264,7 +263,7 @@ class GradientSum:
             self.parameters[place].grad = None
 
     def abandon(self) -> None:
-        """Forget what was sent: it was captured, and the capture failed."""
+        """Discard sent buckets after a failed capture."""
         self._sent, self._begun = [], False
 
     def __call__(self, figures: Sequence[float]) -> list[list[float]]:
@@ -309,16 +308,16 @@ class GradientSum:
         wanted = {id(self.parameters[place]) for place in self._late}
         names = [name for name, p in self.model.named_parameters() if id(p) in wanted]
         raise TrainError(
-            f"rank {self.ranks.rank}: the gradient of {', '.join(names[:5])} grew again after it had been sent to the "
-            "other ranks. Expected one backward pass to finish each gradient once. Look for a second backward() in "
-            "train_step, or for checkpointing with use_reentrant=True; use use_reentrant=False.",
+            f"rank {self.ranks.rank}: the gradient of {', '.join(names[:5])} changed after it was sent to the other "
+            "ranks. Expected one backward pass to complete each gradient. Check for a second backward() in train_step, "
+            "or for checkpointing with use_reentrant=True; use use_reentrant=False.",
             rank=self.ranks.rank,
             tensors=names,
         )
 
 
 def _early_and_late(members: Sequence[torch.Tensor]) -> Iterator[list[int]]:
-    """Yield places that travel together: much at once, but little of what is full last, for which everything waits."""
+    """Yield positions of a bucket: large ones first, small ones at the end, because everything waits for the last."""
     rest = sum(member.numel() for member in members)
     late, first = rest // 4, 0
     while first < len(members) and rest > late:

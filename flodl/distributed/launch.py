@@ -1,8 +1,8 @@
-"""Starting ranks on this host, watching them, and saying who failed, where and why.
+"""Start of ranks on this host, detection of failures, and an error that names the rank, its phase and the cause.
 
-The launcher owns the rendezvous store, so it outlives every rank. A rank that dies is noticed by its
-process ending, one that is frozen by its pulse; the others are then stopped, and one error names the
-rank, its phase, its step and its traceback. Nothing here knows of models.
+The launcher owns the rendezvous store, so the store outlives every rank. A rank that dies is detected by the end of its
+process, a frozen rank by its pulse. The launcher then stops the others and raises one error with the rank, its phase,
+its step and its traceback.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from flodl.system import die_with_parent, hard_stop, is_stopped, loopback
 __all__ = ["Crew", "RankError", "launch"]
 
 STARTING = ("spawn", "rendezvous", "model build", "first broadcast")
-"""Phases of a rank in which nothing was trained yet."""
+"""Phases of a rank before the first step."""
 SILENT_S = 120.0
-"""How long a rank that the system has not stopped may give no sign: some libraries hold the interpreter for minutes."""
+"""How long a running rank may write no pulse: some libraries block the interpreter for minutes."""
 PAUSED_S = 5.0
 LOOK_S = 0.25
 
 
 class RankError(TrainError):
-    """A rank that failed; ``rank``, ``pid``, ``phase``, ``step``, ``reason`` and ``trace`` say how."""
+    """A rank failed; the attributes are ``rank``, ``pid``, ``phase``, ``step``, ``reason`` and ``trace``."""
 
 
 @dataclass
@@ -54,15 +54,15 @@ class _Member:
 
 
 class Crew:
-    """Ranks that were started together; made by `launch`.
+    """Ranks that were started together; created by `launch`.
 
-    ``poll`` reads what they sent, ``wait`` returns their results, ``stop`` ends them.
+    ``poll`` reads their messages, ``wait`` returns their results, ``stop`` ends them.
 
     Attributes:
-        on_message: called in this process with ``(rank, message)`` for whatever a rank sends through
-            ``ranks.pipe``; a result other than None is sent back to that rank. Of a rank that failed it is told
-            ``("failed", (error, whether all are started again))``.
-        attempt: how many times the ranks have been started again after a failure.
+        on_message: called in this process with ``(rank, message)`` for each message that a rank sends through
+            ``ranks.pipe``; a result other than None is sent back to that rank. The message of a failed rank is
+            ``("failed", (error, True if all ranks are restarted))``.
+        attempt: number of restarts after failures.
     """
 
     def __init__(
@@ -90,19 +90,19 @@ class Crew:
         self.max_restarts, self.on_message = max_restarts, on_message
         self.attempt = 0
         self.failures: list[RankError] = []
-        self._passed = 0  # the signal that was passed on to the ranks
+        self._passed = 0  # the signal that was forwarded to the ranks
         self.results: dict[int, Any] = {}
         self._start()
 
     def _start(self) -> None:
         context: Any = multiprocessing.get_context(self.start)
         self.board = Board.shared(self.world, context)
-        self._store = None  # a store left from before the failure, with its threads
+        self._store = None  # closes the store of the failed attempt, with its threads
         self.results = {}
         self._looked = self._since = time.monotonic()
         self._members: list[_Member] = []
-        # Whoever lets go of its ranks, or leaves without waiting, ends them: the interpreter would wait for ever for
-        # ranks that wait for an answer.
+        # Ranks end with this object and with the interpreter, which would otherwise wait forever for ranks that wait
+        # for an answer.
         Finalize(self, _end, args=(self._members,), exitpriority=10)
         try:
             for rank in range(self.world):
@@ -112,7 +112,7 @@ class Crew:
                     target=_rank_main, args=(self.fn, self.args, seat, self.board, theirs), daemon=True
                 )
                 with warnings.catch_warnings():
-                    # Python warns of fork beside threads; whoever chose "fork" has been told in `launch`.
+                    # Python warns of fork in a process with threads; `launch` documents this.
                     warnings.simplefilter("ignore", DeprecationWarning)
                     process.start()
                 theirs.close()
@@ -125,7 +125,7 @@ class Crew:
                 "Move them there, start with start='fork' (CPU only), or run the script under torchrun.",
                 cause=str(error),
             ) from error
-        # Only now: a process forked beside the store's threads may inherit a lock that one of them holds.
+        # Created last: a process that is forked while the store's threads run may inherit one of their locks.
         self._store = TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=self.timeout_s)
         )
@@ -134,21 +134,21 @@ class Crew:
 
     @property
     def alive(self) -> list[int]:
-        """The ranks whose process runs."""
+        """Ranks with a running process."""
         return [rank for rank, member in enumerate(self._members) if member.process.is_alive()]
 
     @property
     def pids(self) -> list[int]:
-        """The process number of each rank."""
+        """Process number of each rank."""
         return [member.process.pid for member in self._members]
 
     def send(self, rank: int, message: Any) -> None:
-        """Send ``message`` to a rank; one that is gone is passed over."""
+        """Send ``message`` to a rank; does nothing if the rank ended."""
         with contextlib.suppress(OSError):
             self._members[rank].pipe.send(message)
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """Handle what the ranks sent and how they ended; return whether all are done.
+        """Process messages and ends of ranks; return True if all are done.
 
         Raises:
             RankError: a rank failed and no restart is left.
@@ -204,7 +204,7 @@ class Crew:
     def _look_for_frozen(self) -> None:
         now = time.monotonic()
         if now - self._looked > PAUSED_S:
-            self._since = now  # this process itself stood still; the ranks get their time again
+            self._since = now  # this process was stopped itself, so the time of the ranks starts again
         self._looked = now
         for rank, member in enumerate(self._members):
             if member.ended:
@@ -218,13 +218,13 @@ class Crew:
     def _failed(self, rank: int, *, reason: str, trace: str = "") -> None:
         board, member = self.board, self._members[rank]
         if self._passed and (board.phase(rank) in STARTING or self._died_of(self._passed)):
-            # Ranks that had not begun to listen end by the signal itself, and the others lose contact with them.
+            # Ranks without a handler yet end by the signal, and the others lose contact with them.
             self.stop()
             stop_by(self._passed)
         error = RankError(
             f"rank {rank} of {self.world} (pid {member.process.pid}) failed in phase '{board.phase(rank)}', "
             f"step {board.step(rank)}: {reason.rstrip('.')}. The other ranks were stopped. "
-            "Start again with resume to go on from the last checkpoint."
+            "Start again with resume to continue from the last checkpoint."
             + (f"\nTraceback of rank {rank}:\n{trace}" if trace else ""),
             rank=rank,
             pid=member.process.pid,
@@ -247,22 +247,22 @@ class Crew:
         return any(member.process.exitcode == -number for member in self._members)
 
     def wait(self) -> list[Any]:
-        """Return what ``fn`` returned on each rank, by rank.
+        """Return the results of ``fn``, by rank.
 
-        A SIGTERM or SIGINT that arrives meanwhile is passed on to the ranks, which save and leave.
+        SIGTERM and SIGINT are forwarded to the ranks, which save and leave.
         """
         try:
             with self.passing_signals():
                 while not self.poll(timeout_s=LOOK_S):
                     pass
         except BaseException:
-            self.stop()  # nobody would listen to ranks that still run, and they hold their folder
+            self.stop()  # ranks that continue without this process would lock their folder
             raise
         return [self.results.get(rank) for rank in range(self.world)]
 
     @contextlib.contextmanager
     def passing_signals(self) -> Any:
-        """Pass SIGTERM and SIGINT on to the ranks while inside; a second signal ends them at once."""
+        """Forward SIGTERM and SIGINT to the ranks inside the context; a second signal kills them."""
         old: dict[int, Any] = {}
         seen = 0
 
@@ -287,7 +287,7 @@ class Crew:
                 signal.signal(number, handler)
 
     def stop(self) -> None:
-        """End every rank that still runs, at once."""
+        """Kill every running rank."""
         for member in self._members:
             if member.process.is_alive():
                 member.process.kill()
@@ -299,7 +299,7 @@ class Crew:
 
 
 def _end(members: list[_Member]) -> None:
-    """End what still runs of the ranks that nobody looks after any more."""
+    """Kill the running ranks of a launcher that was deleted."""
     for member in members:
         if not member.ended and member.process.is_alive():
             member.process.kill()
@@ -349,8 +349,7 @@ def _rank_main(fn: Callable[..., Any], args: tuple[Any, ...], seat: _Seat, board
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except BaseException as error:
-        # A peer's death shows in every survivor as a lost connection; waiting a moment lets the
-        # launcher hear of the cause first.
+        # All other ranks lose the connection to a dead one; the launcher should receive the cause first.
         if isinstance(error, TrainError) and hasattr(error, "lost"):
             time.sleep(1.0)
         with contextlib.suppress(OSError):
@@ -359,7 +358,7 @@ def _rank_main(fn: Callable[..., Any], args: tuple[Any, ...], seat: _Seat, board
         pipe.close()
         sys.stdout.flush()
         sys.stderr.flush()
-    # Not through the interpreter's shutdown: native threads of a broken process group may hang there.
+    # The interpreter's shutdown may wait for native threads of a broken process group.
     os._exit(code)
 
 
@@ -375,17 +374,17 @@ def launch(
     max_restarts: int = 0,
     on_message: Callable[[int, Any], Any] | None = None,
 ) -> Crew:
-    """Return a running crew of ``ranks`` processes on this host, each calling ``fn(ranks, *args)``.
+    """Start ``ranks`` processes on this host that call ``fn(ranks, *args)``, and return their `Crew`.
 
     Args:
-        fn: called with this rank's `Ranks` first. Must be importable by a new process unless
+        fn: its first argument is the `Ranks` of the rank. New processes must be able to import it, unless
             ``start="fork"``.
         device: one device for all, or one for each; None gives each rank its own CUDA device, or the CPU.
         start: ``"spawn"``, or ``"fork"`` for CPU ranks of a process in which torch uses one thread.
-        timeout_s: how long a collective waits for a live peer.
-        frozen_after_s: a rank that the system has stopped is given up after this long without a pulse
-            (one that is merely silent after 15 times as long, and two minutes at least).
-        max_restarts: how often the whole crew is started again after a rank failed.
+        timeout_s: how long a collective waits for a rank that is alive.
+        frozen_after_s: a stopped rank is lost after this time without a pulse; a running one after 15 times as long,
+            but at least two minutes.
+        max_restarts: how often all ranks are restarted after a failure.
 
     Raises:
         TrainError: ``fn`` cannot be sent to a new process.

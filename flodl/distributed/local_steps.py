@@ -1,8 +1,8 @@
-"""The policies of unequal ranks: each steps on its own, and parameters are averaged when it is time.
+"""Policies of unequal ranks: each rank takes steps by itself, and parameters are averaged from time to time.
 
-Whole turns are dealt from a counter in the shared store, so each is taken exactly once whatever the speeds. Parameters
-are averaged, weighted by samples. Cadence waits for the average; Async trains on while it is computed, and adds the
-average's change when it arrives. Both end every epoch with one average for all.
+A counter in the shared store deals whole turns, so each turn is done exactly once at any speeds. Averages are weighted
+by samples. Cadence waits for the average; Async trains while it is computed, and adds the change when it arrives. Both
+end every epoch with one average of all ranks.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from flodl.distributed.shares import chunk_size, ratios_from_ms, wants_chunk
 
 __all__ = ["LocalSteps"]
 
-STUMBLE = 5.0  # times the median of a round's steps
+OUTLIER_FACTOR = 5.0  # times the median of a round's steps
 
 
 class LocalSteps:
-    """Cadence and Async: ranks step on their own and meet to average.
+    """Cadence and Async: ranks take steps by themselves and average their parameters.
 
-    All ranks go through the same rounds in the same order. What is decided about a round (to hold, to
-    end the epoch) follows from the rows that all ranks exchanged in it, so all decide alike.
+    All ranks process the same rounds in the same order. Each decision about a round (to synchronise, to end the epoch)
+    follows from the rows that all ranks exchanged in it, so all ranks decide the same.
 
     Args:
-        overlap: Async: train on while the average travels.
+        overlap: Async: train while the average is computed.
 
     Attributes:
-        due: told the turns done by all ranks and the summed flags, says whether all ranks must stand
-            still and equal soon, for a checkpoint or to stop; set by the trainer.
+        due: set by the trainer; ``due(turns of all ranks, summed flags)`` returns True if all ranks must be equal soon,
+            for a checkpoint or to stop.
     """
 
     shares_gradients = False
@@ -62,14 +62,14 @@ class LocalSteps:
         self.round = 0
         self.steps = 0  # turns of all ranks up to the last averaging
         self.epoch = 0
-        self.cursor = 0  # turns of the epoch before this one are taken, as of the last averaging
+        self.cursor = 0  # lower turns of the epoch are taken, as of the last averaging
         self.pending: list[int] = []  # taken by this rank and not yet done
         self.total = 0
         self.overshoot = 3 if knobs.max_overshoot is None else knobs.max_overshoot
-        # of this run among those of one process group, whose keys all stay in the store
+        # the number of this run in its process group, because the store keeps the keys of all runs
         self._run = int(ranks.tell(ranks.store.add("runs", 1) if ranks.rank == 0 else 0))
         self._syncs: deque[float] = deque(maxlen=3)
-        self._base = 0  # where the epoch's counter in the store starts
+        self._base = 0  # first turn that the epoch's counter in the store deals
         self._claimed = 0
         self._samples = 0  # this and the next: since the last averaging was sent or landed
         self._times: list[float] = []
@@ -80,12 +80,12 @@ class LocalSteps:
 
     @property
     def lr_step(self) -> int:
-        """The step number that schedules see: all ranks' turns as far as known."""
+        """Step number for schedules: the known turns of all ranks."""
         return self.steps + self._done
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """How fast ranks are in proportion, as far as is known; the same on all ranks."""
+        """Relative speeds of the ranks, as far as they are known; equal on all ranks."""
         return tuple(ratios_from_ms(self.cadence.ms))
 
     @property
@@ -94,14 +94,14 @@ class LocalSteps:
 
     @property
     def _ms(self) -> float:
-        """The time of the steps done; one that took far longer than most (a capture, a stumble) counts for less."""
-        most = STUMBLE * median(self._times) if self._times else 0.0
+        """Time of the steps done; the time of an outlier (such as a capture) is limited."""
+        most = OUTLIER_FACTOR * median(self._times) if self._times else 0.0
         return sum(min(ms, most) for ms in self._times)
 
     # ---- dealing turns -------------------------------------------------------------------------------
 
     def turns(self, total: int) -> Iterator[tuple[list[int], tuple[float, ...] | None]]:
-        """Yield runs of turns that this rank alone does, until the pool of the epoch is empty."""
+        """Yield lists of turns that this rank does alone, until the epoch has no more turns."""
         self.total, self._dry = total, False
         while True:
             if not self.pending:
@@ -118,8 +118,8 @@ class LocalSteps:
         if left <= 0:
             return []
         if not wants_chunk(left, self.cadence.ms, rank):
-            # Ranks may know of different rounds. Whoever leaves turns to others goes by the speeds of the first to do
-            # so, or two ranks could each think the other faster, and leave turns that nobody does.
+            # Ranks may know different speeds. All ranks that leave turns to others use the speeds of the first such
+            # rank; otherwise two ranks could each think that the other is faster, and leave a turn undone.
             first = store.compare_set(f"speeds/{pool}", "", json.dumps(self.cadence.ms))
             if not wants_chunk(left, json.loads(first), rank):
                 return []
@@ -128,10 +128,10 @@ class LocalSteps:
         self._claimed = min(last, self.total)
         return list(range(min(last - size, self.total), self._claimed))
 
-    # ---- meeting -------------------------------------------------------------------------------------
+    # ---- averaging ----------------------------------------------------------------------------------
 
     def after_step(self, turn: int, samples: int, compute_ms: float, flags: Sequence[float]) -> Round | None:
-        """Note that this rank did ``turn``; average if it is time, and return the round then."""
+        """Record that this rank did ``turn``; average if it is due, and return the round then."""
         self.pending.remove(turn)
         self._times.append(compute_ms)
         self._samples += samples
@@ -158,18 +158,18 @@ class LocalSteps:
         return self._ms >= self.cadence.anchor_wall_ms
 
     def _is_too_far_ahead(self) -> bool:
-        """Return whether this rank must wait for the others now."""
+        """Return True if this rank must wait for the others now."""
         count = self.cadence.counts[self.ranks.rank]
         if self.knobs.max_batch_diff is not None:
             return self._done >= count + self.knobs.max_batch_diff
         if not self.cadence.calibrated and not self.cadence.has_speed_hint:
-            return False  # nobody knows yet how long a batch of the slowest takes
+            return False  # the time of the slowest rank's batch is unknown
         # Cadence gives every rank about the same time for its count, so twice the count means a stalled peer
         return self._done >= (count + self._lead if self.overlap else 2 * count)
 
     @property
     def _lead(self) -> int:
-        """Async: batches of this rank that may pass while the others come; the slowest's own batches count."""
+        """Async: batches that this rank may do before the others arrive; `overshoot` counts those of the slowest."""
         ms = self.cadence.ms
         fast = 1.0 if self.knobs.max_overshoot is not None or min(ms) <= 0 else max(ms) / ms[self.ranks.rank]
         return max(1, math.ceil(self.overshoot * fast))
@@ -185,11 +185,11 @@ class LocalSteps:
         self.ranks.phase("averaging")
         self._sent = (self._done, self._samples, self._ms)
         figures = (self._drift, self._sync_ms, float(self._dry), self._claimed)
-        # A rank without work still takes part, with next to no weight, so that no sum of weights is zero.
+        # A rank without work has a tiny weight, so that no sum of weights is zero.
         self._flight = self.mean.begin(max(float(self._samples), 1e-6), [*self._sent, *figures, *flags])
 
     def _land(self, flags: Sequence[float]) -> Round:
-        """Take the average in; where it showed that all must stand still, go through one more, waiting."""
+        """Apply the average; if all ranks must be equal now, average once more and wait for it."""
         begin = time.perf_counter()
         flight, self._flight, self._ready = self._flight, None, False
         assert flight is not None
@@ -202,8 +202,8 @@ class LocalSteps:
         self._times, self._samples = self._times[done:], self._samples - samples
         columns = list(zip(*rows, strict=True))
         batches = tuple(int(n) for n in columns[0])
-        # Waiting for the slowest rank is no cost of communication, and the last to come did not wait. A round
-        # cut short by the end of the epoch says nothing of a whole one, and one stumble nothing of the rest.
+        # The last rank to arrive did not wait, so its time is the cost of communication. A round that the end of the
+        # epoch cut short is not representative, nor is a single slow one.
         if not any(columns[5]):
             self._syncs.append(min(columns[4]))
         sync_ms = 0.0 if any(columns[5]) else min(self._syncs)
@@ -242,11 +242,11 @@ class LocalSteps:
             self.overshoot = min(self.overshoot + 1, min(15, max(3, self.total // 50)))
 
     def close_epoch(self, flags: Sequence[float]) -> Iterator[Round]:
-        """Average, waiting, until every rank is out of turns; then go to the next epoch's first turn.
+        """Average and wait until every rank is out of turns; then move to the first turn of the next epoch.
 
         Yields:
-            Each round; the last one has ``all_dry``. A caller that stops in between leaves the place in
-            the epoch as it was at that round.
+            Each round; the last one has ``all_dry``. If the caller stops earlier, the position in the epoch stays that
+            of the round.
         """
         while True:
             if self._flight is None:
@@ -268,7 +268,7 @@ class LocalSteps:
     # ---- state ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what all ranks know after a held round, as JSON values."""
+        """Return the state that all ranks share after a synchronised round, as JSON values."""
         return {
             "round": self.round,
             "steps": self.steps,
@@ -280,11 +280,11 @@ class LocalSteps:
         }
 
     def own_state(self) -> dict[str, Any]:
-        """Return what only this rank knows: the turns that it took and has not done."""
+        """Return the state that differs by rank: the turns that it took and has not done."""
         return {"pending": list(self.pending), "drift": self._drift, "sync_ms": self._sync_ms}
 
     def load_state_dict(self, state: dict[str, Any], own: Sequence[dict[str, Any]]) -> None:
-        """Take up a saved place; ``own`` has what each saved rank knew, of any number of ranks."""
+        """Restore a saved position; ``own`` contains the `own_state` of each saved rank, of any number."""
         self.round, self.steps, self.epoch = state["round"], state["steps"], state["epoch"]
         self.cursor = self._base = self._claimed = state["cursor"]
         self.overshoot = state["overshoot"]

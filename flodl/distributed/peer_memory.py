@@ -1,12 +1,12 @@
 """Sums over two GPUs of one host that write into each other's memory.
 
-Each of the two has a room that the other writes to: a bucket of gradients is copied there by the device's copy
-engine, a signal says that it has arrived, and each adds what it got to its own. A collective's kernels take processors
-away from the backward pass that they run beside; copies take none. As ``a + b`` is ``b + a``, both have the same bits,
-those that a collective gives. Copies, signals and sums may all be captured in a CUDA graph.
+Each GPU has a buffer to which the other writes: the copy engine copies a bucket of gradients there, a signal reports
+its arrival, and each GPU adds the received values to its values. The kernels of a collective occupy processors that a
+simultaneous backward pass needs; copies occupy none. As ``a + b`` equals ``b + a``, both GPUs have the same bits, equal
+to the result of a collective. CUDA graphs can capture copies, signals and sums.
 
-The memory is torch's (`torch.distributed._symmetric_memory`, CUDA's virtual memory shared between processes). Whether
-two devices reach each other so is tried before anything relies on it.
+The memory is torch's (`torch.distributed._symmetric_memory`: CUDA's virtual memory, shared between processes). A trial
+verifies that two devices reach each other before a run relies on it.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ import torch.distributed as dist
 
 from flodl.distributed.group import Ranks
 
-__all__ = ["SWITCH", "PeerRoom", "Unreached", "fault_between", "unfit"]
+__all__ = ["SWITCH", "PeerAccessError", "PeerBuffer", "peer_access_error", "unfit"]
 
 SWITCH = "FLODL_PEER_MEMORY"
-"""Environment variable; ``0`` has sums go through NCCL alone."""
+"""Environment variable; ``0`` disables peer memory, so that NCCL sums."""
 
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 ALIGNMENT = 256
 FREE = 0
-"""Signal that a room has been read and may be written to again; bucket number n has signal n + 1."""
+"""Signal that a buffer was read and may be overwritten; bucket n has signal n + 1."""
 MOST_SIGNALS = 120
-"""Signals that torch has room for between two ranks, with some to spare."""
+"""Fewer signals than torch provides between two ranks."""
 TRIAL = 1 << 16
 
 
-class Unreached(RuntimeError):
-    """Two ranks cannot write into each other's memory; the text says why, and of which rank that is known."""
+class PeerAccessError(RuntimeError):
+    """Two ranks cannot write into each other's memory; the text is the reason and the rank."""
 
 
-class PeerRoom:
-    """Room for tensors of the other rank, on both of two ranks; made by both together.
+class PeerBuffer:
+    """Buffers for the tensors of the other rank; both ranks create it together.
 
     Args:
-        tensors: what will be summed, alike on both ranks, on the ranks' devices.
+        tensors: the tensors to sum, of the same shapes on both ranks, on the ranks' devices.
 
     Raises:
-        Unreached: there is no memory for it, or it cannot be shared; on both ranks alike.
+        PeerAccessError: there is not enough memory, or it cannot be shared; on both ranks.
     """
 
     def __init__(self, ranks: Ranks, tensors: Sequence[torch.Tensor]) -> None:
         self.ranks, self.other = ranks, 1 - ranks.rank
-        # One more for what is summed at the end of a step: two numbers of 8 bytes.
+        # One more for the end of a step: two numbers of 8 bytes.
         like = [*tensors, torch.empty(2, dtype=torch.float64, device="meta")]
         if not tensors or len(like) >= MOST_SIGNALS:
-            raise Unreached(f"there are {len(tensors)} buckets, and signals for 1 to {MOST_SIGNALS - 2}")
+            raise PeerAccessError(f"there are {len(tensors)} buckets, and signals for 1 to {MOST_SIGNALS - 2}")
         begins, size = [], 0
         for tensor in like:
             begins.append(size)
@@ -70,12 +70,12 @@ class PeerRoom:
             self._shared.put_signal(self.other, FREE)
 
     def sum_async(self, number: int, tensor: torch.Tensor) -> _Arrival:
-        """Begin to replace tensor ``number`` by the sum over both ranks; in a step they come in order, 0 first."""
+        """Begin to replace tensor ``number`` by its sum over both ranks; a step calls this in order, from 0."""
         current = torch.cuda.current_stream(self.ranks.device)
         if number == 0:
             self._shared.wait_signal(self.other, FREE)
         self._push(number, tensor)
-        # What has left may be added to, beside the tensors that leave after it.
+        # Sent tensors are summed while later tensors are sent.
         self._adding.wait_stream(current)
         with torch.cuda.stream(self._adding):
             self._take(number, tensor)
@@ -84,13 +84,13 @@ class PeerRoom:
         return _Arrival(arrived)
 
     def sum_last(self, pair: torch.Tensor) -> None:
-        """Replace two numbers, float64 ``(2,)``, by their sum over both ranks, after everything else has left."""
+        """Replace two numbers, float64 ``(2,)``, by their sum over both ranks, after all other tensors are sent."""
         number = len(self._own) - 1
         self._push(number, pair)
         self._take(number, pair)
 
     def finish(self) -> None:
-        """Say that all of a step has been read; everything that was begun must have been waited for."""
+        """Signal that all buffers of a step were read; call it after waiting for all sums."""
         self._shared.put_signal(self.other, FREE)
 
     def _push(self, number: int, tensor: torch.Tensor) -> None:
@@ -103,13 +103,13 @@ class PeerRoom:
 
 
 class _Arrival:
-    """Looks like the handle of a collective."""
+    """Handle with the interface of a collective's."""
 
     def __init__(self, arrived: torch.cuda.Event) -> None:
         self._arrived = arrived
 
     def wait(self) -> None:
-        """Have what follows on the current stream wait for the sum."""
+        """Make the current stream wait for the sum."""
         self._arrived.wait()
 
 
@@ -118,10 +118,10 @@ def _part(memory: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _shared_memory(ranks: Ranks, size: int) -> tuple[torch.Tensor, Any]:
-    """Return memory of this rank and what reaches that of the other; made by both together, or by none.
+    """Return memory of this rank and the handle of both ranks' memory; both ranks create it together.
 
     Raises:
-        Unreached: it cannot be had on one of them.
+        PeerAccessError: it cannot be created on one of them.
     """
     import torch.distributed._symmetric_memory as shared
 
@@ -136,7 +136,7 @@ def _shared_memory(ranks: Ranks, size: int) -> tuple[torch.Tensor, Any]:
 
 @contextlib.contextmanager
 def _without_multicast() -> Iterator[None]:
-    """Have torch share memory without making one address of all ranks' memory, which not every host can do."""
+    """Make torch share memory without multicast, which some hosts lack."""
     before = os.environ.get(NO_MULTICAST)
     os.environ[NO_MULTICAST] = "1"
     try:
@@ -150,35 +150,35 @@ def _without_multicast() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _together(ranks: Ranks) -> Iterator[None]:
-    """Have what fails inside on one rank fail on both, which call this together."""
+    """Raise an error of one rank on both ranks, which enter this context together."""
     fault = ""
     try:
         yield
     except Exception as error:  # drivers and versions of torch fail in many ways
         text = str(error).strip()
         said = text.splitlines()[0] if text else ""
-        fault = said if isinstance(error, Unreached) else f"{type(error).__name__}: {said}"
+        fault = said if isinstance(error, PeerAccessError) else f"{type(error).__name__}: {said}"
     _agree(ranks, fault)
 
 
 def _agree(ranks: Ranks, fault: str) -> None:
-    """Raise on both ranks where one has a fault, with the faults of both."""
+    """Raise on both ranks if one has a fault, with the faults of both."""
     if any(row[0] for row in ranks.table([float(bool(fault))])):
         told = [f"rank {rank}: {text}" for rank, text in enumerate(ranks.gather(fault)) if text]
-        raise Unreached("; ".join(told))
+        raise PeerAccessError("; ".join(told))
 
 
 def unfit(ranks: Ranks) -> str | None:
-    """Return why these ranks could not sum so whatever their devices; None where they may try."""
+    """Return why these ranks cannot use peer memory; None if a trial is possible."""
     if ranks.device.type != "cuda":
         return f"peer memory joins CUDA devices, and this is a {ranks.device.type}"
     return None if ranks.world == 2 else f"peer memory joins two ranks, and there are {ranks.world}"
 
 
-def fault_between(ranks: Ranks) -> str | None:
-    """Return why the ranks' devices cannot write into each other's memory; None where they were seen to.
+def peer_access_error(ranks: Ranks) -> str | None:
+    """Return why the ranks' devices cannot write into each other's memory; None if a trial succeeded.
 
-    All ranks call it together and get an answer that is None on all or on none.
+    All ranks call it together, and it returns None on all or on none.
     """
     reason = unfit(ranks)
     if reason is not None:
@@ -193,13 +193,13 @@ def fault_between(ranks: Ranks) -> str | None:
         return "both ranks have the same device"
     try:
         _try(ranks)
-    except Unreached as fault:
+    except PeerAccessError as fault:
         return str(fault)
     return None
 
 
 def _boot() -> str:
-    """Return what tells one host's run from others with its name; empty where nobody says."""
+    """Return an identifier of the running system, which distinguishes hosts of one name; empty if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -207,18 +207,18 @@ def _boot() -> str:
 
 
 def _try(ranks: Ranks) -> None:
-    """Write to the other rank, and look at what came from it, without waiting for anything that may not come."""
+    """Write to the other rank, and check the values that it wrote, without waiting for missing signals."""
     numbers = torch.arange(TRIAL, dtype=torch.float32, device=ranks.device)
-    room = PeerRoom(ranks, [numbers])
+    room = PeerBuffer(ranks, [numbers])
     wanted = numbers * (1 + room.other)
     with _together(ranks):
         room._push(0, numbers * (1 + ranks.rank))
         torch.cuda.synchronize(ranks.device)
     with _together(ranks):
         pad = room._shared.get_signal_pad(ranks.rank, (4 * ranks.world,), torch.uint32).tolist()
-        # One that the room is free, one of the tensor.
+        # One signal for the free buffer, one for the tensor.
         if not torch.equal(room._own[0], wanted) or sum(pad) != 2:
-            raise Unreached(f"what the other rank wrote did not arrive, its signals are {pad}")
+            raise PeerAccessError(f"values of the other rank did not arrive, its signals are {pad}")
     with _together(ranks):
         room._shared.wait_signal(room.other, FREE)
         room._shared.wait_signal(room.other, 1)
@@ -229,4 +229,4 @@ def _try(ranks: Ranks) -> None:
             handle.wait()
         torch.cuda.synchronize(ranks.device)
         if not torch.equal(total, numbers * 8):
-            raise Unreached("sums over both ranks came out wrong")
+            raise PeerAccessError("sums over both ranks are wrong")

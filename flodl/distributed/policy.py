@@ -1,6 +1,6 @@
 """Choice of the policy by which ranks share the work of a run.
 
-`Sync` (`flodl.distributed.sync`) shares every step: the result is that of one device. `Cadence` and `Async`
+`Sync` (`flodl.distributed.sync`) shares every step: the result equals a run on one device. `Cadence` and `Async`
 (`flodl.distributed.local_steps`) let each rank take steps by itself and average parameters, which gives other results.
 They are chosen only on request, or where the names of the devices differ. A measured time never decides.
 """

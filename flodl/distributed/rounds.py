@@ -30,7 +30,7 @@ KNOB_VALUES: Mapping[str, Values] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
-    """Settings of policies; `flodl.distributed.cadence` describes those of ElChe.
+    """Settings of policies; see `flodl.distributed.cadence` for ElChe.
 
     Attributes:
         backend: ``"nccl"`` averages on the devices, ``"cpu"`` through host memory; None uses the default of the device.
@@ -39,7 +39,7 @@ class Knobs:
         max_anchor: upper bound of the anchor.
         overhead_target: target of sync time over compute time.
         max_batch_diff: how many batches a rank may be ahead of the slowest in one round, and how much a
-            count may change at once; None for no bound, 0 for lockstep.
+            count may change in one round; None for no bound, 0 for lockstep.
         max_overshoot: Async: batches that a rank may do beyond its count before it waits; None adapts.
         speed_hint: ``(slow rank, ratio)`` known before the first measurement.
         divergence_threshold: see `DivergenceGuard`; None disables the guard.

@@ -1,8 +1,8 @@
-"""Weights cut into shards, one on each rank: torch's own FSDP2 (`torch.distributed.fsdp.fully_shard`).
+"""Weights cut into shards, one on each rank, by torch's FSDP2 (`torch.distributed.fsdp.fully_shard`).
 
-Decides which modules are gathered together (the numbered layers of a model, and all that is left), that gradients are
-sums and not means, and how one tensor is told from its parts. A rank holds its part of weights, gradients and optimiser
-state; a layer is whole on it while it computes.
+This module decides which modules are gathered together (the numbered layers of a model, and the rest), makes gradients
+sums instead of means, and converts between tensors and their shards. A rank stores its shard of weights, gradients and
+optimiser state; a layer is complete on a rank while the rank computes it.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ __all__ = ["is_sharded", "like", "local", "put", "shard_model", "spread", "whole
 
 
 def shard_model(model: nn.Module, ranks: Ranks, products: torch.dtype | None = None) -> None:
-    """Cut the parameters of a model into a part for each rank, in place; they are on the ranks' devices then.
+    """Cut the parameters of a model into a shard for each rank, in place, and move them to the ranks' devices.
 
     Args:
-        model: the same on all ranks, in host memory; a layer at a time is moved. Besides itself, those of its methods
-            that ``forward_methods`` names are passes of the model. Its ``dtype_in_shards``, if it has one, is what
-            floating parameters are cast to, so that pages of a file in half precision are never whole in another.
+        model: equal on all ranks, in host memory; it is moved layer by layer. Its attribute ``forward_methods`` lists
+            further methods that are passes of the model. Its attribute ``dtype_in_shards`` is the dtype of floating
+            parameters, so that the pages of a file in half precision are never converted as a whole.
         ranks: at least two.
-        products: in half precision, what autocast multiplies matrices in; None without. Matrices of `torch.nn.Linear`
-            that do not learn and are stored in it stay so, since they would be cast back for each product: a part takes
-            half the memory, and half as much is sent to gather a layer, with the same numbers.
+        products: dtype of matrix products under autocast; None without. Frozen matrices of `torch.nn.Linear` that are
+            stored in this dtype stay so, because each product would cast them back: a shard takes half the memory, and
+            gathering a layer sends half as much, with the same numbers.
 
     Raises:
-        TrainError: there is nothing to cut.
+        TrainError: the model has no parameters.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     if not any(True for _ in model.parameters()):
-        raise TrainError("shard: the model has no parameters; expected some to cut into a part for each rank.")
+        raise TrainError("shard: the model has no parameters; expected some to cut into a shard for each rank.")
     root = _root(model)
     mesh = init_device_mesh(ranks.device.type, (ranks.world,))
     dtype: torch.dtype | None = getattr(model, "dtype_in_shards", None)
     kept = _fixed_matrices(model, products)
     for module in [*_layers(root), root]:
         before = _cast(module, dtype, kept)
-        # The root too, or its parameters would be whole after an evaluation, and others than the optimiser's.
+        # Also for the root; otherwise an evaluation would replace its parameters, which the optimiser refers to.
         sharded: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True)
-        # Sums over ranks, which the step divides by what all of them counted.
+        # Sums over ranks, which the step divides by the count of all ranks.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
         for parameter, value in before:
@@ -64,7 +64,7 @@ def shard_model(model: nn.Module, ranks: Ranks, products: torch.dtype | None = N
 
 
 def _fixed_matrices(model: nn.Module, dtype: torch.dtype | None) -> set[nn.Parameter]:
-    """Return the weights of this dtype that do not learn and are multiplied by alone."""
+    """Return the frozen weights of this dtype that only linear layers use."""
     fixed: set[nn.Parameter] = set()
     others: set[nn.Parameter] = set()
     for module in model.modules():
@@ -75,13 +75,13 @@ def _fixed_matrices(model: nn.Module, dtype: torch.dtype | None) -> set[nn.Param
 
 
 def _cast(module: nn.Module, dtype: torch.dtype | None, kept: set[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
-    """Cast the floating parameters of a module that are whole yet, themselves: what is tied stays tied.
+    """Cast the floating parameters of a module that are no shards yet, in place, so that tied weights stay tied.
 
     Args:
-        kept: parameters that stay as they are.
+        kept: parameters that are not cast.
 
     Returns:
-        them with what they held, to be given back: others may know them, which would keep what was cast.
+        The parameters with their previous data, which the caller restores: a reference elsewhere would keep the copy.
     """
     whole_yet = [p for p in module.parameters() if p.is_floating_point() and not hasattr(p, "full_tensor")]
     before = [(p, p.data) for p in whole_yet if dtype is not None and p.dtype != dtype and p not in kept]
@@ -91,7 +91,7 @@ def _cast(module: nn.Module, dtype: torch.dtype | None, kept: set[nn.Parameter])
 
 
 def _without_views(call: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Return what ``call`` gives, views as tensors of their own: torch warns of each that a shard's pass returns."""
+    """Return the result of ``call`` with views cloned: torch warns of each view that a sharded pass returns."""
     return map_leaves(
         call(*args, **named),
         lambda part: part.clone() if isinstance(part, Tensor) and part._is_view() else part,
@@ -100,7 +100,7 @@ def _without_views(call: Callable[..., Any], *args: Any, **named: Any) -> Any:
 
 
 def _root(model: nn.Module) -> nn.Module:
-    """Return the innermost module that holds all parameters: what wraps it may be passed by."""
+    """Return the innermost module that contains all parameters, without its wrappers."""
     inside = [child for child in model.children() if any(True for _ in child.parameters())]
     own = any(True for _ in model.parameters(recurse=False))
     return _root(inside[0]) if len(inside) == 1 and not own and _is_callable(inside[0]) else model
@@ -111,7 +111,7 @@ def _is_callable(module: nn.Module) -> bool:
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers of a model: children that are numbered, of which there are several."""
+    """Yield the layers of a model: numbered children, if there are several."""
     children = dict(module.named_children())
     numbered = [child for name, child in children.items() if name.isdecimal() and any(True for _ in child.parameters())]
     if len(numbered) > 1 and all(map(_is_callable, numbered)):
@@ -123,7 +123,7 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 
 @torch.no_grad()
 def spread(model: nn.Module, ranks: Ranks) -> None:
-    """Give every rank rank 0's numbers, a tensor at a time; what is the same already is not written to."""
+    """Copy rank 0's numbers to every rank, tensor by tensor; equal tensors are not written."""
     for tensor in model_tensors(model):
         given = tensor.detach().clone()
         ranks.copy_from(0, [given])
@@ -132,24 +132,24 @@ def spread(model: nn.Module, ranks: Ranks) -> None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether a model's weights are cut into shards."""
+    """Return True if a model's weights are shards."""
     return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor; one that is whole, itself."""
+    """Return this rank's shard of a tensor; a tensor that is no shard is returned unchanged."""
     sharded: Any = tensor
     return sharded.to_local() if hasattr(tensor, "full_tensor") else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor with the parts of all ranks, which all call this; one that is whole, itself."""
+    """Return a tensor with the shards of all ranks, which all call this; one that is no shard is returned unchanged."""
     sharded: Any = tensor
     return sharded.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _part(tensor: Any, value: Tensor | StoredRows) -> Tensor:
-    """Return what of a whole value belongs to this rank's part of a sharded tensor; of a stored one that is read."""
+    """Return the rows of a full value that belong to this rank's shard; only these rows of a stored value are read."""
     rows = -(-value.shape[0] // tensor.device_mesh.size())
     first = tensor.device_mesh.get_local_rank() * rows
     return value[first : first + rows]
@@ -157,12 +157,12 @@ def _part(tensor: Any, value: Tensor | StoredRows) -> Tensor:
 
 @torch.no_grad()
 def put(tensor: Tensor, value: Tensor | StoredRows) -> None:
-    """Copy a whole value into a tensor, or into this rank's part of it."""
+    """Copy a full value into a tensor, or its rows into this rank's shard."""
     local(tensor).copy_(_part(tensor, value) if hasattr(tensor, "full_tensor") else value[...])
 
 
 def like(parameter: Tensor, value: Tensor | StoredRows) -> Tensor:
-    """Return a whole value of a parameter's shape, cut and placed as the parameter is."""
+    """Return a full value of a parameter's shape, cut and placed like the parameter."""
     sharded: Any = parameter
     if not hasattr(parameter, "full_tensor") or value.shape != parameter.shape:
         return value[...]
@@ -175,11 +175,11 @@ def like(parameter: Tensor, value: Tensor | StoredRows) -> Tensor:
 
 
 def whole_parts(tensors: Mapping[str, Mapping[str, Any]], mark: str) -> dict[str, Any]:
-    """Return tensors joined from the parts that ranks saved, by name without the mark; stored ones stay unread.
+    """Return tensors joined from the shards that ranks saved; stored tensors are not read.
 
     Args:
-        tensors: of a checkpoint, by file.
-        mark: what the names of the parts begin with, in files ``rank-0``, ``rank-1``, ...
+        tensors: tensors of a checkpoint, by file.
+        mark: prefix of the names of shards in the files ``rank-0``, ``rank-1``, ...; removed from the result.
     """
     files = sorted((name for name in tensors if name.startswith("rank-")), key=lambda name: int(name.split("-")[1]))
     found: dict[str, list[Any]] = {}

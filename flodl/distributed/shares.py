@@ -93,8 +93,8 @@ def ratios_from_ms(ms: Sequence[float], floor: float = 0.05) -> list[float]:
 def chunk_size(remaining: int, counts: Sequence[int], rank: int, parts: int = 4) -> int:
     """Return how many batches ``rank`` takes from a pool with ``remaining`` left.
 
-    Its share of a ``parts``-th of what is left: large at first (contiguous reading, few requests),
-    single batches at the end, so that no rank holds a long queue while others run dry (guided
+    Its share of a ``parts``-th of the rest: large at first (contiguous reading, few requests),
+    single batches at the end, so that no rank has a long queue while others run dry (guided
     self-scheduling, Polychronopoulos and Kuck 1987).
     """
     if remaining <= 0:

@@ -65,7 +65,7 @@ class Sync:
         return self.steps == CALIBRATION_STEPS or self.steps % REBALANCE_STEPS == 0
 
     def close_epoch(self, flags: Sequence[float]) -> list[Round]:
-        """Return to the first turn, for the next epoch."""
+        """Return to the first turn."""
         self.position = 0
         return []
 

@@ -115,6 +115,7 @@ class HostStep:
         self.timer = StepTimer(self.ranks.device, slowdown=slowdown)
         self.arrived: Callable[[], bool] = lambda: False
         self.runner: DeviceRunner | None = None
+        self._has_peers = not self.ranks.solo  # which report the phase of a rank that died
         self._part = Part()
         self._unit = 1.0  # float16 sums are kept small by this power of two, which rounds nothing
         self._unit_known = self.precision.scaler is None
@@ -162,6 +163,8 @@ class HostStep:
         early = self.share_gradients and not self.sharded and not (self.hooks and self.hooks.acts("after_backward"))
         for left, batch in zip(range(len(batches) - 1, -1, -1), batches, strict=True):
             loss = self.loss_of(batch, part)
+            if self._has_peers:
+                self.ranks.phase("backward")
             if not self._unit_known:
                 self._agree_on_unit(loss.count)
             if early and not left:
@@ -169,6 +172,8 @@ class HostStep:
                     self._add(part, loss, alone)
             else:
                 self._add(part, loss, alone)
+            if self._has_peers and left:
+                self.ranks.phase("forward")
         for _ in range(more):
             # For the other ranks, whose passes wait for this rank's part of the weights; it counts for nothing.
             (self.loss_of(self._spare, Part()).as_sum() * 0.0).backward()

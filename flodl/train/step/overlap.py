@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from flodl.distributed.group import Ranks
-from flodl.distributed.peer_memory import fault_between
+from flodl.distributed.peer_memory import peer_access_error
 
 __all__ = ["Overlap", "choose_overlap", "fault_of"]
 
@@ -64,7 +64,7 @@ def choose_overlap(ranks: Ranks, fault: str | None) -> Overlap | str:
         fault: what `fault_of` says of this rank's device.
     """
     faults = "; ".join(f"rank {rank}: {told}" for rank, told in enumerate(ranks.gather(fault)) if told is not None)
-    return faults or Overlap(ranks.device, fault_between(ranks))
+    return faults or Overlap(ranks.device, peer_access_error(ranks))
 
 
 @lru_cache(maxsize=8)

@@ -12,7 +12,7 @@ from flodl.data import TensorRows
 from flodl.distributed import Ranks, gradients, launch, peer_memory
 from flodl.distributed.gradients import GradientSum
 from flodl.distributed.group import Summed
-from flodl.distributed.peer_memory import SWITCH, PeerRoom, Unreached, fault_between
+from flodl.distributed.peer_memory import SWITCH, PeerAccessError, PeerBuffer, peer_access_error
 from flodl.train import RunDone, Trainer, adamw
 from flodl.train.precision import Precision
 from flodl.train.step import Step
@@ -36,11 +36,11 @@ def between(monkeypatch: pytest.MonkeyPatch, other: Any, tried: Any = lambda ran
     monkeypatch.setattr(peer_memory, "_try", tried)
     ranks = Said(world=2, device=CUDA)
     ranks.other = other  # type: ignore[method-assign]
-    return fault_between(ranks)
+    return peer_access_error(ranks)
 
 
 def fails(ranks: Ranks) -> None:
-    raise Unreached("rank 1: RuntimeError: no access")
+    raise PeerAccessError("rank 1: RuntimeError: no access")
 
 
 def test_why_two_gpus_do_not_write_into_each_others_memory_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,8 +52,8 @@ def test_why_two_gpus_do_not_write_into_each_others_memory_is_known(monkeypatch:
     assert between(monkeypatch, Said.other, fails) == "rank 1: RuntimeError: no access"
     monkeypatch.setenv(SWITCH, "0")
     assert between(monkeypatch, Said.other) == "FLODL_PEER_MEMORY is 0"
-    assert fault_between(Ranks(world=3, device=CUDA)) == "peer memory joins two ranks, and there are 3"
-    assert fault_between(Ranks(world=2)) == "peer memory joins CUDA devices, and this is a cpu"
+    assert peer_access_error(Ranks(world=3, device=CUDA)) == "peer memory joins two ranks, and there are 3"
+    assert peer_access_error(Ranks(world=2)) == "peer memory joins CUDA devices, and this is a cpu"
 
 
 def on_one_alone(ranks: Ranks) -> list[str]:
@@ -64,7 +64,7 @@ def on_one_alone(ranks: Ranks) -> list[str]:
                 if ranks.rank in bad:
                     raise ValueError(f"no memory at {ranks.rank}\nand more")
             found.append("went well")
-        except Unreached as fault:
+        except PeerAccessError as fault:
             found.append(str(fault))
     return found
 
@@ -94,10 +94,10 @@ def test_sums_of_gpus_say_by_what_and_why() -> None:
 def test_where_room_goes_out_while_a_run_goes_on_it_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def make(ranks: Ranks, tensors: list[torch.Tensor]) -> str:
         if len(tensors[0]) > 20:
-            raise Unreached("rank 1: OutOfMemoryError: CUDA out of memory")
+            raise PeerAccessError("rank 1: OutOfMemoryError: CUDA out of memory")
         return "a room"
 
-    monkeypatch.setattr(gradients, "PeerRoom", make)
+    monkeypatch.setattr(gradients, "PeerBuffer", make)
     said: list[str] = []
     sums, model = on_gpus()
     model[0].requires_grad_(False)
@@ -108,7 +108,7 @@ def test_where_room_goes_out_while_a_run_goes_on_it_is_told_once(monkeypatch: py
         model.requires_grad_(True)
         assert sums.refresh_buckets()
         assert sums.room is None
-        assert str(sums.summed).startswith("NCCL: there is no room for gradients in peer memory (rank 1: OutOfMemory")
+        assert str(sums.summed).startswith("NCCL: gradients do not fit into peer memory (rank 1: OutOfMemory")
         model[0].requires_grad_(False)
         sums.refresh_buckets()
     assert len(said) == 1
@@ -135,15 +135,15 @@ def test_memory_is_shared_without_multicast(monkeypatch: pytest.MonkeyPatch, bef
     monkeypatch.setattr(shared, "rendezvous", rendezvous)
     memory, handle = peer_memory._shared_memory(Ranks(), 48)
     assert (len(memory), handle) == (48, "a handle")
-    with pytest.raises(Unreached, match=r"^rank 0: RuntimeError: CUDA driver error: invalid argument$"):
+    with pytest.raises(PeerAccessError, match=r"^rank 0: RuntimeError: CUDA driver error: invalid argument$"):
         peer_memory._shared_memory(Ranks(), 48)
     assert seen == ["1", "1"]
     assert os.environ.get(peer_memory.NO_MULTICAST) == before
 
 
 def test_buckets_for_which_there_are_no_signals_are_refused() -> None:
-    with pytest.raises(Unreached, match="there are 200 buckets"):
-        PeerRoom(Ranks(world=2, device=CUDA), [torch.zeros(1)] * 200)
+    with pytest.raises(PeerAccessError, match="there are 200 buckets"):
+        PeerBuffer(Ranks(world=2, device=CUDA), [torch.zeros(1)] * 200)
 
 
 def linear(device: torch.device) -> nn.Module:

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from flodl.distributed import Ranks, group
+from flodl.distributed import Ranks, peers
 from flodl.distributed.board import Board
-from flodl.distributed.neighbours import Neighbours
+from flodl.distributed.peers import LocalPeers
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="reads /proc")
 ROOT = Path(__file__).parents[3]
@@ -33,7 +33,7 @@ class Store(dict[str, bytes]):
 def rank_one(pipe: Any) -> None:
     board, descriptor = Board.to_be_mapped(2)
     board.enter(1, "backward", 41)
-    pipe.send(Neighbours(1, 2, descriptor).address())
+    pipe.send(LocalPeers(1, 2, descriptor).address())
     pipe.recv()
     board.enter(1, "optimiser", 42)
     pipe.send("done")
@@ -46,7 +46,7 @@ def other() -> Any:
     ours, theirs = context.Pipe()
     process = context.Process(target=rank_one, args=(theirs,), daemon=True)
     process.start()
-    near = Neighbours(0, 2)
+    near = LocalPeers(0, 2)
     near.look_for(Store(), "place")
     assert not near.complete
     near.look_for(Store({"place/1": ours.recv().encode()}), "place")
@@ -88,10 +88,10 @@ def test_only_ranks_on_gpus_leave_by_themselves_when_another_ends(
 ) -> None:
     near, process, _ = other
     left: list[Any] = []
-    monkeypatch.setattr(group, "_leave_the_lost", lambda ranks, ended, frozen: left.append((ended, frozen)))
+    monkeypatch.setattr(peers, "leave", lambda ranks, ended, frozen: left.append((ended, frozen)))
     ranks = Ranks(0, 2, 0, torch.device(device), board=Board(2))
-    ranks._neighbours = near
-    pulse = group._Pulse(ranks, None)
+    ranks._peers = near
+    pulse = peers.PeerWatch(ranks, None)
     os.kill(process.pid, signal.SIGKILL)
     until = time.monotonic() + (60 if leaves else 1.5)
     while not left and time.monotonic() < until:
