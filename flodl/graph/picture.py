@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 
 from flodl.errors import GraphError, nearest
-from flodl.graph.core import GraphCore, graph_of
-from flodl.graph.nodes import Node
+from flodl.graph.core import graph_of
+from flodl.graph.nodes import Node, Plan
 from flodl.graph.tree import children_of, joined
 
 # Graphviz shape and fill for each kind of box.
@@ -34,15 +34,11 @@ _STYLES = {
     "norm": ("box", "#d5f5e3"),
     "other": ("box", "#eaecee"),
 }
-_DOT_LINES = {
-    "data": "",
-    "using": 'style=dashed, color="#2e86c1"',
-    "state": 'style=dotted, color="#e67e22", constraint=false',
-}
-_SVG_LINES = {
-    "data": 'stroke="#566573"',
-    "using": 'stroke="#2e86c1" stroke-dasharray="6 3"',
-    "state": 'stroke="#e67e22" stroke-dasharray="2 3"',
+# Attributes of each kind of line in DOT and in SVG.
+_LINES = {
+    "data": ("", 'stroke="#566573"'),
+    "using": ('style=dashed, color="#2e86c1"', 'stroke="#2e86c1" stroke-dasharray="6 3"'),
+    "state": ('style=dotted, color="#e67e22", constraint=false', 'stroke="#e67e22" stroke-dasharray="2 3"'),
 }
 _COLD, _WARM, _HOT = (0x27, 0xAE, 0x60), (0xF3, 0x9C, 0x12), (0xE7, 0x4C, 0x3C)
 _TITLES = {"time": "Forward", "memory": "Memory kept until backward", "gradient": "Gradient norm"}
@@ -118,11 +114,10 @@ class _Line:
 
 @dataclass(frozen=True)
 class _Drawing:
-    """Boxes by number and lines; lines from outside end at ``entry``, lines to outside start at ``exit``."""
+    """Boxes by number and lines; lines from outside end at box 0, lines to outside start at ``exit``."""
 
     boxes: dict[int, _Box]
     lines: list[_Line]
-    entry: int
     exit: int
 
 
@@ -183,7 +178,7 @@ class _Drawer:
         self.largest = 0.0
 
     def draw(self, model: nn.Module) -> _Drawing:
-        drawing = self._inside(model, "")
+        drawing = self._drawing(model, "")
         for path in self.open:
             if path not in self.seen:
                 raise GraphError(
@@ -194,112 +189,91 @@ class _Drawer:
                 )
         return drawing
 
-    def _inside(self, module: nn.Module, path: str) -> _Drawing:
+    def _drawing(self, module: nn.Module, path: str) -> _Drawing:
         graph = graph_of(module)
-        return self._modules(module, path) if graph is None else self._graph(graph, path)
-
-    def _graph(self, graph: GraphCore, path: str) -> _Drawing:
-        plan = graph.plan
-        groups = self._groups(graph, path)
+        plan = _plan_of_children(module) if graph is None else graph.plan
+        groups = self._groups(module, plan, path)
         first = {node.index: group[0].index for group in groups for node in group}
-        names = {declared.node: declared.name for declared in plan.inputs}
+        inputs = {declared.node: declared.name for declared in plan.inputs}
         rows = {level: row for row, level in enumerate(sorted({group[0].level for group in groups}))}
-        boxes: dict[int, _Box] = {}
+        boxes = {}
         for group in groups:
-            node = group[0]
-            modules = [(joined(path, one.name), getattr(graph, one.name)) for one in group if one.name]
-            title = names.get(node.index) or node.id.rpartition("_")[0] or node.id
-            label = getattr(modules[0][1], "label", None) if modules else None
-            title += f" {label}" if isinstance(label, str) else ""
-            tags = [f"#{one.tags[0]}" for one in (group[0], group[-1]) if one.tags and one.tags[0] != title]
-            kind = node.kind if node.kind in _STYLES else _kind_of(modules[0][1] if modules else None)
-            if plan.output in [one.index for one in group]:
+            node, members = group[0], [(joined(path, one.name), getattr(module, one.name)) for one in group if one.name]
+            kind = node.kind if node.kind in _STYLES else _kind_of(members[0][1] if members else None)
+            if graph is not None and plan.output in [one.index for one in group]:
                 kind = "output"
-            kind = "input" if node.index in names else kind
-            boxes[node.index] = self._box(
-                rows[node.level], kind, title, " … ".join(dict.fromkeys(tags)), modules, len(group)
-            )
+            title = inputs.get(node.index) or node.id.rpartition("_")[0] or node.id
+            kind = "input" if node.index in inputs else kind
+            tags = [one.tags[0] for one in (group[0], group[-1]) if one.tags and one.tags[0] != title]
+            boxes[node.index] = self._box(rows[node.level], kind, title, list(dict.fromkeys(tags)), members)
         lines: list[_Line] = []
         for node in plan.nodes:
             lines += [_Line(first[source], first[node.index], "data") for source in node.inputs]
             lines += [_Line(first[r.source], first[node.index], "using", r.tag) for r in node.references]
             if node.kind == "state_read":
                 lines.append(_Line(first[plan.tags[node.mode]], first[node.index], "state", node.mode))
+        if graph is None and not isinstance(module, nn.Sequential):
+            lines = []  # the order of the children is unknown
         lines = [line for line in dict.fromkeys(lines) if line.source != line.target or line.kind == "state"]
-        return _Drawing(boxes, lines, first[plan.inputs[0].node], first[plan.output])
+        return _Drawing(boxes, lines, first.get(plan.output, 0))
 
-    def _groups(self, graph: GraphCore, path: str) -> list[list[Node]]:
-        """Return the nodes of a graph, equal ones that only read one another in one group."""
-        plan = graph.plan
+    def _groups(self, module: nn.Module, plan: Plan, path: str) -> list[list[Node]]:
+        """Return the nodes of a plan, with consecutive equal nodes in one group."""
         reads = Counter(source for node in plan.nodes for source in node.sources)
         reads.update(plan.tags[tag] for tag in plan.memory)
-        groups: list[list[Node]] = []
-        by_last: dict[int, list[Node]] = {}
+        groups: dict[int, list[Node]] = {}
         for node in (plan.nodes[index] for index in plan.order):
-            group = by_last.pop(node.inputs[0], None) if len(node.inputs) == 1 and node.name else None
-            if group is None or reads[node.inputs[0]] > 1 or not self._alike(graph, path, group[-1], node):
-                group = []
-                groups.append(group)
-            group.append(node)
-            by_last[node.index] = group
-        return groups
+            before = node.inputs[0] if len(node.inputs) == 1 else -1
+            is_next = reads[before] == 1 and before in groups and self._alike(module, path, groups[before][-1], node)
+            group = groups.pop(before) if is_next else []
+            groups[node.index] = [*group, node]
+        return list(groups.values())
 
-    def _alike(self, graph: GraphCore, path: str, one: Node, other: Node) -> bool:
-        if not one.name or bool(one.tags) != bool(other.tags) or one.references != other.references:
+    def _alike(self, module: nn.Module, path: str, one: Node, other: Node) -> bool:
+        """Whether two nodes are drawn as one box: of one class and shape, and neither is open."""
+        named = one.name and other.name and bool(one.tags) == bool(other.tags) and one.references == other.references
+        if not self.fold or not named or any(self._is_open(joined(path, node.name)) for node in (one, other)):
             return False
-        pairs = [(joined(path, node.name), getattr(graph, node.name)) for node in (one, other)]
-        return self._same(*pairs)
+        members = [getattr(module, node.name) for node in (one, other)]
+        shapes = [[(name, tuple(p.shape)) for name, p in member.named_parameters()] for member in members]
+        return type(members[0]) is type(members[1]) and shapes[0] == shapes[1]
 
-    def _same(self, one: tuple[str, nn.Module], other: tuple[str, nn.Module]) -> bool:
-        """Whether two modules are drawn as one box: of one class and shape, and neither is open."""
-        if not self.fold or any(self._is_open(path) for path, _ in (one, other)):
-            return False
-        shapes = [[(name, tuple(p.shape)) for name, p in module.named_parameters()] for _, module in (one, other)]
-        return type(one[1]) is type(other[1]) and shapes[0] == shapes[1]
-
-    def _modules(self, module: nn.Module, path: str) -> _Drawing:
-        """Return the children of a module that is not a graph, joined by lines if it is a `Sequential`."""
-        groups: list[list[tuple[str, nn.Module]]] = []
-        for name, child in children_of(module):
-            one = (joined(path, name), child)
-            if groups and self._same(groups[-1][-1], one):
-                groups[-1].append(one)
-            else:
-                groups.append([one])
-        in_row = isinstance(module, nn.Sequential)
-        boxes: dict[int, _Box] = {}
-        for i, group in enumerate(groups):
-            names = [child_path.rpartition(".")[2] for child_path, _ in group]
-            title, kind = type(group[0][1]).__name__.lower(), _kind_of(group[0][1])
-            text = " … ".join(dict.fromkeys((names[0], names[-1])))
-            boxes[i] = self._box(i if in_row else 0, kind, title, "" if text == title else text, group, len(group))
-        lines = [_Line(i, i + 1, "data") for i in range(len(boxes) - 1)] if in_row else []
-        return _Drawing(boxes, lines, 0, len(boxes) - 1)
-
-    def _box(
-        self, row: int, kind: str, title: str, names: str, modules: list[tuple[str, nn.Module]], count: int
-    ) -> _Box:
-        text = [f"{title}  ×{count}" if count > 1 else title, *([names] if names else [])]
-        paths, value, inside = tuple(path for path, _ in modules), None, None
+    def _box(self, row: int, kind: str, title: str, tags: list[str], members: list[tuple[str, nn.Module]]) -> _Box:
+        label = getattr(members[0][1], "label", None) if members else None
+        title += f" {label}" if isinstance(label, str) else ""
+        text = [f"{title}  ×{len(members)}" if len(members) > 1 else title]
+        text += [" … ".join(f"#{tag}" for tag in tags)] if tags else []
+        paths, value, inside = tuple(path for path, _ in members), None, None
         if self.heat is not None:
             found = [self.heat.values[path] for path in dict.fromkeys(paths) if path in self.heat.values]
             if found:
                 value = self.heat.total(found)
                 text.append(self.heat.text(value))
-        if count == 1 and modules and any(True for _ in children_of(modules[0][1])):
-            path, module = modules[0]
+        if len(members) == 1 and any(True for _ in children_of(members[0][1])):
+            path, member = members[0]
             self.seen.add(path)
-            if self._is_open(path) or (self.open_all and graph_of(module) is not None):
-                inside = self._inside(module, path)
+            if self._is_open(path) or (self.open_all and graph_of(member) is not None):
+                inside = self._drawing(member, path)
         if inside is None and value is not None:
             self.largest = max(self.largest, value)
-        parameters = {id(p): p.numel() for _, module in modules for p in module.parameters()}
+        parameters = {id(p): p.numel() for _, member in members for p in member.parameters()}
         if parameters:
             text.append(f"[{_short(sum(parameters.values()))} params]")
         return _Box(row, kind, tuple(text), paths, value, inside)
 
     def _is_open(self, path: str) -> bool:
         return any(wanted == path or wanted.startswith(path + ".") for wanted in self.open)
+
+
+def _plan_of_children(module: nn.Module) -> Plan:
+    """Return a plan in which the children of a module follow one another."""
+    in_rows = isinstance(module, nn.Sequential)
+    nodes = []
+    for i, (name, child) in enumerate(children_of(module)):
+        kind = type(child).__name__.lower()
+        inputs = (i - 1,) if i else ()
+        nodes.append(Node(i, kind, kind, name, inputs, tags=(name,), level=i if in_rows else 0))
+    return Plan(tuple(nodes), tuple(range(len(nodes))), (), len(nodes) - 1)
 
 
 def _fill(box: _Box, largest: float) -> str:
@@ -333,20 +307,20 @@ def _dot_drawing(drawing: _Drawing, largest: float, prefix: str, indent: str) ->
             out += [f"{indent}subgraph cluster_{name} {{", f"{indent}  label={_quoted('  '.join(box.text))};"]
             out += [*_dot_drawing(box.inside, largest, f"{name}_", indent + "  "), f"{indent}}}"]
     for line in drawing.lines:
-        source, tail = _dot_end(drawing, line.source, prefix, "exit", "ltail")
-        target, head = _dot_end(drawing, line.target, prefix, "entry", "lhead")
+        source, tail = _dot_end(drawing, line.source, prefix, "ltail")
+        target, head = _dot_end(drawing, line.target, prefix, "lhead")
         label = f"label={_quoted(line.label)}" if line.label else ""
-        style = ", ".join(part for part in (_DOT_LINES[line.kind], label, tail, head) if part)
+        style = ", ".join(part for part in (_LINES[line.kind][0], label, tail, head) if part)
         out.append(f"{indent}{source} -> {target}" + (f" [{style}];" if style else ";"))
     return out
 
 
-def _dot_end(drawing: _Drawing, index: int, prefix: str, end: str, side: str) -> tuple[str, str]:
+def _dot_end(drawing: _Drawing, index: int, prefix: str, side: str) -> tuple[str, str]:
     """Return the node where a line ends, and the attribute that cuts the line at the edge of an open box."""
     name, inside = f"{prefix}{index}", drawing.boxes[index].inside
     cut = f"{side}=cluster_{name}" if inside is not None else ""
     while inside is not None:
-        index = getattr(inside, end)
+        index = inside.exit if side == "ltail" else 0
         name, inside = f"{name}_{index}", inside.boxes[index].inside
     return name, cut
 
@@ -400,7 +374,7 @@ def _svg_line(line: _Line, places: dict[int, Any], sizes: dict[int, Any], lane: 
         path = f"M{x0 + w0:.1f} {down:.1f}H{lane:.1f}V{up:.1f}H{x1 + w1:.1f}"
         x, y = lane + 4, (down + up) / 2
     label = f'<text x="{x:.1f}" y="{y:.1f}" font-size="10">{_escaped(line.label)}</text>' if line.label else ""
-    return f'<path d="{path}" fill="none" {_SVG_LINES[line.kind]} marker-end="url(#arrow)"/>{label}'
+    return f'<path d="{path}" fill="none" {_LINES[line.kind][1]} marker-end="url(#arrow)"/>{label}'
 
 
 def _svg_box(box: _Box, place: Any, size: Any, largest: float, inside: Any) -> list[str]:

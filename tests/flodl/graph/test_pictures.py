@@ -213,6 +213,8 @@ def test_any_module_has_a_picture():
     model = nn.Sequential(linear(), nn.GELU())
     assert {"linear", "gelu"} <= set(texts(svg(model)))
     assert "n0 -> n1;" in dot(model)
+    assert "->" not in dot(nn.ModuleDict({"a": linear(), "b": nn.GELU()})), "the order is unknown"
+    assert svg(linear()).startswith("<svg")
 
 
 def test_a_graph_draws_itself(graph, tmp_path):
