@@ -2,7 +2,7 @@
 
 `flodl.train.watching` collects values in forward passes, steps carry them beside their metrics, and
 `flodl.train.steplog` tells those of steps. Here figures of epochs are put together over ranks, the observers of graphs
-are given their values, and rules (`flodl.train.rule_actions`) the trends that they ask about.
+are given their values, and rules (`flodl.train.rules`) the trends that they ask about.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flodl.distributed.group import Ranks
 from flodl.graph.stepping import GraphSteps
 from flodl.train.epoch_figures import Tally, epoch_metrics, means
 from flodl.train.events import Decided, EpochMetrics, Observed
-from flodl.train.rule_actions import Deciding
+from flodl.train.rules import RuleEngine
 from flodl.train.settings import Settings
 from flodl.train.watching import Watching
 
@@ -43,14 +43,14 @@ class Observing:
         self.ranks, self.settings, self.every = ranks, settings, settings.trend_every
         self.graphs = GraphSteps(model)
         self.watching = Watching(model, settings.watch)
-        self.deciding = Deciding(model, ranks, settings.rules)
+        self.deciding = RuleEngine(model, ranks, settings.rules)
         self.epochs: list[dict[str, float]] = []
         self._looked_at = 0
         self._before = Tally().to_dict()
 
     def optimizer(self, make: Callable[[], torch.optim.Optimizer]) -> torch.optim.Optimizer:
         """Return the optimiser that ``make`` makes, ready for what rules may do."""
-        with self.deciding.all_that_will_learn():
+        with self.deciding.thawed():
             optimizer = make()
         self.deciding.prepare(optimizer)
         return optimizer

@@ -1,9 +1,8 @@
-"""Checkpoints on disk: written beside and renamed, by a background thread, checked before use, pruned.
+"""Checkpoints on disk: written by a background worker into a stage folder, renamed when complete, checked, pruned.
 
-A checkpoint is a folder ``step-00000120`` with safetensors and JSON files and, written last, a sealed
-``manifest.json`` that lists each file with its length and SHA-256. It appears under its name only when
-complete. Each rank writes its own files into the common stage; rank 0 waits for word of all of them,
-writes the manifest and renames. What is in a checkpoint is decided in `flodl.train.saving.state`.
+A checkpoint is a folder ``step-00000120`` with safetensors and JSON files and a ``manifest.json``, written last, that
+lists each file with its length and SHA-256. Each rank writes its files into the common stage; rank 0 waits for the
+reports of all ranks, writes the manifest and renames the stage.
 """
 
 from __future__ import annotations
@@ -16,11 +15,13 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from flodl.background import BackgroundWorker
 from flodl.distributed.group import Ranks
 from flodl.errors import CheckpointError, TrainError
 from flodl.files import make_folders, seal
@@ -34,7 +35,7 @@ from flodl.train.saving.reading import (
     open_checkpoint,
     read_checkpoint,
 )
-from flodl.train.saving.tensor_stream import safetensors_chunks
+from flodl.train.saving.tensor_stream import event_after, safetensors_chunks
 
 __all__ = ["Keeper"]
 
@@ -54,40 +55,28 @@ def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
 
 
 def _until(dropped: threading.Event, chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """Give the chunks while they are wanted."""
+    """Yield the chunks until the checkpoint is dropped."""
     for chunk in chunks:
         if dropped.is_set():
-            raise InterruptedError("the checkpoint is not wanted any more")
+            raise InterruptedError("the checkpoint was dropped")
         yield chunk
 
 
 def _format(content: Any, ready: torch.cuda.Event | None = None) -> tuple[str, Iterable[bytes | memoryview]]:
-    """Return the suffix and bytes of one file: tensors as safetensors, all else as JSON."""
+    """Return the suffix and bytes of one file: tensors as safetensors, other values as JSON."""
     if content and all(isinstance(value, torch.Tensor) for value in content.values()):
         return ".safetensors", safetensors_chunks(content, ready)
     return ".json", [json.dumps(content, indent=1).encode()]
-
-
-def _made(files: Files) -> torch.cuda.Event | None:
-    """Return an event after which the tensors of ``files`` hold what they are to hold; None where none is on CUDA."""
-    for content in files.values():
-        for value in content.values():
-            if isinstance(value, torch.Tensor) and value.is_cuda:
-                with torch.cuda.device(value.device):
-                    event = torch.cuda.Event()
-                    event.record()
-                    return event
-    return None
 
 
 class Keeper:
     """Saves and finds the checkpoints of one run in one folder.
 
     Args:
-        folder: shared by all ranks; made if needed.
-        keep_last: how many of the newest stay.
-        best: name of a metric; the checkpoint with its best value stays as well. A leading ``-`` means
-            that less is better (``"-loss"``).
+        folder: shared by all ranks; created if needed.
+        ranks: the ranks of the run.
+        keep_last: how many of the newest checkpoints are kept.
+        best: name of a metric whose best checkpoint is kept in addition; a leading ``-`` where less is better.
     """
 
     def __init__(
@@ -95,7 +84,8 @@ class Keeper:
     ) -> None:
         self.folder, self.ranks = Path(folder), ranks
         self.keep_last, self.best = max(1, keep_last), best
-        self._thread: threading.Thread | None = None
+        self._worker, self._saving = BackgroundWorker("flodl-save"), Future[None]()
+        self._saving.set_result(None)
         self._events: list[Event] = []
         self._serial = 0
         self._lock: int | None = None
@@ -111,8 +101,8 @@ class Keeper:
             except OSError as error:
                 raise TrainError(
                     f"checkpoints: {self.folder} cannot be written ({error.strerror or error}"
-                    f"{_space(self.folder.parent, error)}). Expected a folder for the run's state. Free some space, "
-                    "check that it may be written, or give another folder.",
+                    f"{_space(self.folder.parent, error)}). Free some space, check the permissions, or use another "
+                    "folder.",
                     folder=str(self.folder),
                     errno=error.errno,
                 ) from error
@@ -121,7 +111,7 @@ class Keeper:
         ranks.barrier()
 
     def _hold_folder(self, patience_s: float = 10.0) -> None:
-        """Take the folder's lock, which the kernel frees when this process ends, however it ends."""
+        """Lock the folder; the kernel releases the lock when this process ends."""
         self._lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         until = time.monotonic() + patience_s
         while True:
@@ -129,8 +119,7 @@ class Keeper:
                 return
             if time.monotonic() > until:
                 raise TrainError(
-                    f"checkpoints: another run is writing to {self.folder}. Expected to be alone there. "
-                    "Wait for it, or give another folder.",
+                    f"checkpoints: another run is writing to {self.folder}. Wait for it, or use another folder.",
                     folder=str(self.folder),
                 )
             time.sleep(0.1)
@@ -138,56 +127,53 @@ class Keeper:
     # ---- writing -------------------------------------------------------------------------------------
 
     def save(self, files: Files, *, step: int, metrics: Mapping[str, float], wait: bool = False) -> None:
-        """Begin to write ``files`` (this rank's part) as the checkpoint of ``step``; every rank calls this.
+        """Start to write ``files`` (the part of this rank) as the checkpoint of ``step``; every rank calls this.
 
-        Contents must not change afterwards. An earlier save that is still under way is waited for.
+        Contents must not change afterwards. An earlier save is finished first.
         """
         self.join()
         self._serial += 1
-        self._thread = threading.Thread(
-            target=self._save,
-            args=(dict(files), step, dict(metrics), self._serial, _made(files), time.monotonic()),
-            name="flodl-save",
-        )
-        self._thread.start()
+        ready = event_after(value for content in files.values() for value in content.values())
+        about = step, dict(metrics), self._serial, ready, time.monotonic()
+        self._saving = self._worker.submit(self._save, dict(files), *about)
         if wait:
             self.join()
 
     def drop(self) -> None:
-        """Give up the save under way, if any, of which then nothing is left; all ranks call this, and save no more."""
+        """Abandon the save in progress and remove its files; all ranks call this, and save no more."""
         self._dropped.set()
 
     @property
     def uncovered_s(self) -> float:
-        """Seconds whose work would be lost if the run broke now, as the first rank knows."""
+        """Seconds since the start of the newest complete save, on rank 0."""
         return time.monotonic() - self._covered
 
     @property
     def is_writing(self) -> bool:
-        """Whether a save is under way."""
-        return self._thread is not None and self._thread.is_alive()
+        """Whether a save is in progress."""
+        return not self._saving.done()
 
     def is_best(self, metrics: Mapping[str, float], step: int) -> bool:
-        """Return whether weights of ``step`` with these figures would be the best saved so far; all ranks call this."""
+        """Return whether weights of ``step`` with these figures are the best so far; all ranks call this."""
         value = signed(self.best or "", metrics)
         if value is None or self._is_better(value):
             return value is not None
         if self._best is None or self._best["step"] == step:
             return False
-        self.settle_best()  # less than what may not be there
+        self.settle_best()  # the better one may not have been written
         return self._is_better(value)
 
     def _is_better(self, value: float) -> bool:
         return self._best is None or value > self._best["value"]
 
     def note_best(self, metrics: Mapping[str, float], step: int) -> None:
-        """Be told what is saved next; all ranks call this."""
+        """Note the figures of the checkpoint that is saved next; all ranks call this."""
         if self.is_best(metrics, step):
             self._best = {"value": signed(self.best or "", metrics), "step": step, "metric": self.best}
             self._best_path = None
 
     def settle_best(self) -> None:
-        """Go by what is in the folder where the best could not be written, or is gone; all ranks call this."""
+        """Fall back to the best checkpoint on disk if the best was not written or is missing; all ranks call this."""
         if self._best is None:
             return
         found = self._best
@@ -199,68 +185,66 @@ class Keeper:
         self._best = self.ranks.tell(found)
 
     def best_record(self) -> dict[str, Any] | None:
-        """Return value, step and metric of the best, as JSON values that `resume_best` takes."""
+        """Return value, step and metric of the best as JSON values for `resume_best`."""
         return self._best
 
     def resume_best(self, record: Mapping[str, Any] | None) -> list[str]:
-        """Go on from a record of the best; return what is to be said where that checkpoint is not whole.
+        """Load a record of the best, and return warnings if that checkpoint is damaged or missing.
 
-        The best that is left is taken in its place. All ranks call this.
+        The best remaining checkpoint replaces it. All ranks call this.
         """
         if self.best is None:
             return []
-        found, said = None, []
+        found, messages = None, []
         if self.ranks.rank == 0:
-            found, said = self._whole_best()
-        found, said = self.ranks.tell([found, said])
+            found, messages = self._whole_best()
+        found, messages = self.ranks.tell([found, messages])
         self._best = found
         if record is not None and record.get("metric", self.best) != self.best:
-            record = None  # of another metric: nothing to compare with
+            record = None  # of another metric
         if record is not None and (found is None or found["value"] < record["value"]):
             left = "no checkpoint with figures is left" if found is None else f"the best left is step {found['step']}"
-            said = [
+            messages = [
                 f"the best checkpoint, step {record['step']} ({self.best.lstrip('-')} {abs(record['value']):.6g}), is "
-                f"damaged or gone; {left}. Its weights cannot be had again.",
-                *said,
+                f"damaged or missing; {left}. Its weights are lost.",
+                *messages,
             ]
-        return said
+        return messages
 
     def _whole_best(self) -> tuple[dict[str, Any] | None, list[str]]:
-        said = []
+        messages = []
         for value, step, path in self.judged():
             try:
                 open_checkpoint(path)
                 self._best_path = path
-                return {"value": value, "step": step, "metric": self.best}, said
+                return {"value": value, "step": step, "metric": self.best}, messages
             except CheckpointError as error:
                 self._damaged.add(path)
-                said.append(error.message)
-        return None, said
+                messages.append(error.message)
+        return None, messages
 
     def judged(self) -> list[tuple[float, int, Path]]:
-        """Return value, step and path of the checkpoints with figures, the best first, none known to be damaged."""
+        """Return value, step and path of the undamaged checkpoints with figures, the best first."""
         return [entry for entry in judged(self.folder, self.best or "") if entry[2] not in self._damaged]
 
     def join(self) -> None:
-        """Wait for the save under way, if any."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        """Wait for the save in progress."""
+        self._saving.result()
 
     def news(self) -> list[Event]:
-        """Return what happened in the background since the last call."""
+        """Return the events of the background since the last call."""
         events, self._events = self._events, []
         return events
 
     def close(self, *, give_up: bool = False) -> None:
-        """Finish writing and free the folder.
+        """Finish writing and release the folder.
 
         Args:
-            give_up: do not wait for the parts of other ranks, since one of them is lost.
+            give_up: do not wait for the parts of other ranks, because one of them is lost.
         """
         if give_up and not self.ranks.solo:
             self._given_up.set()
-        self.join()
+        self._worker.close()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -285,7 +269,7 @@ class Keeper:
             report["error"] = f"rank {self.ranks.rank}: {type(error).__name__}: {error}{_space(self.folder, error)}"
         key = f"save/{self.ranks.attempt}/{serial}"
         if self.ranks.rank != 0:
-            with contextlib.suppress(Exception):  # rank 0 is gone; the next collective says so
+            with contextlib.suppress(Exception):  # the next collective reports that rank 0 is lost
                 self.ranks.store.set(f"{key}/{self.ranks.rank}", json.dumps(report))
             return
         try:
@@ -296,7 +280,7 @@ class Keeper:
             listed = {name: entry for r in reports for name, entry in r["files"].items()}
             absent = [name for name in listed if not (stage / name).is_file()]
             if absent:
-                raise OSError(f"{', '.join(absent)} did not appear here; all ranks must share this folder")
+                raise OSError(f"{', '.join(absent)} missing; all ranks must share this folder")
             manifest = {"format": FORMAT, "step": step, "world": self.ranks.world, "metrics": metrics, "files": listed}
             _write(stage / "manifest.json", [seal(manifest)])
             sync_folder(stage)
@@ -325,7 +309,7 @@ class Keeper:
     def _others(self, key: str, patience_s: float = 300.0) -> list[dict[str, Any]]:
         reports, until = [], time.monotonic() + patience_s
         for rank in range(1, self.ranks.world):
-            # Asking again and again, since a blocking request would keep the loop from the store.
+            # Polled, because a blocking request would keep the training thread from using the store.
             while not self.ranks.store.check([f"{key}/{rank}"]):
                 if time.monotonic() > until or self._dropped.is_set() or self._given_up.wait(0.01):
                     raise OSError(f"rank {rank} did not write its part")
@@ -348,7 +332,7 @@ class Keeper:
                 continue
             gone = self.folder / f".gone-{path.name}"
             with contextlib.suppress(OSError):
-                os.rename(path, gone)  # so that no reader finds half of it, nor one after a power loss
+                os.rename(path, gone)  # no reader may find a part of it, not even after a power loss
                 sync_folder(self.folder)
                 shutil.rmtree(gone)
 
@@ -364,15 +348,15 @@ class Keeper:
         return judged[0][2] if judged else None
 
     def latest(self, tell: Callable[[Event], None], *, parted: bool = False) -> Checkpoint | None:
-        """Return the newest checkpoint that is whole, None where there is none at all.
+        """Return the newest complete checkpoint; None if there is no checkpoint.
 
         Args:
-            tell: is told of each damaged one that was passed over.
-            parted: open it, so that each rank reads its part; all ranks call this, and share the comparing of files.
+            tell: receives a warning for each damaged checkpoint.
+            parted: open it, so that each rank reads its part; all ranks call this and share the checks of files.
 
         Raises:
-            CheckpointError: there are checkpoints and none is whole.
-            TrainError: ranks see different checkpoints.
+            CheckpointError: there are checkpoints and none is complete.
+            TrainError: ranks find different checkpoints.
         """
         faults = []
         for path in reversed(self._names_of_all() if parted else self.names()):
@@ -380,7 +364,7 @@ class Keeper:
                 return self._open(path) if parted else read_checkpoint(path)
             except CheckpointError as error:
                 faults.append(error)
-                tell(Warned(step=0, message=f"{error.message} Going on from the one before it."))
+                tell(Warned(step=0, message=f"{error.message} The one before it is used."))
         if faults:
             raise CheckpointError(
                 f"resume: none of the {len(faults)} checkpoints in {self.folder} is complete; the newest: "
@@ -390,27 +374,27 @@ class Keeper:
         return None
 
     def _open(self, path: Path) -> Checkpoint:
-        """Return a checkpoint that no rank has found at fault.
+        """Return a checkpoint in which no rank has found a fault.
 
         Raises:
-            CheckpointError: one has.
+            CheckpointError: a rank has.
         """
         found, fault = None, None
         try:
             found = open_checkpoint(path, self.ranks.rank, self.ranks.world)
         except CheckpointError as error:
             fault = [error.message, error.problems]
-        said = next(filter(None, self.ranks.gather(fault)), None)
-        if said is None and found is not None:
+        first = next(filter(None, self.ranks.gather(fault)), None)
+        if first is None and found is not None:
             return found
-        message, problems = said or fault or ["", []]
+        message, problems = first or fault or ["", []]
         raise CheckpointError(message, path=str(path), problems=problems)
 
     def _names_of_all(self) -> list[Path]:
-        """Return the checkpoints in the folder, which all ranks see.
+        """Return the checkpoints in the folder, which all ranks must find.
 
         Raises:
-            TrainError: they see different ones.
+            TrainError: they find different ones.
         """
         names = self.names()
         seen = self.ranks.gather([path.name for path in names])

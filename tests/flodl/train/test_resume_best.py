@@ -127,7 +127,7 @@ def test_a_figure_that_changed_in_a_manifest_makes_no_best(tmp_path):
     other = next(p for p in list_checkpoints(tmp_path) if read_checkpoint(p).metrics.get("score") == 0.5)
     manifest = other / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"score": 0.5', '"score": 0.95'))
-    with pytest.raises(CheckpointError, match="not as it was written"):
+    with pytest.raises(CheckpointError, match="checksum mismatch"):
         read_checkpoint(other)
     said = []
     judged(tmp_path, figures=iter(figures[3:]), eval_every=4, keep_last=1, told=[said.append]).run().join()
