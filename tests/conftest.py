@@ -7,7 +7,9 @@ import os
 import shutil
 import socket
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -16,28 +18,40 @@ import torch
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 
 
-# Families that are others under another name or with their norms moved: of their cells one in six is quick.
+# Quick runs take a part of the combinations of parameters; `make test-slow` runs the others.
+# Families with the code of another family: one in six combinations is quick.
 ALIASES = (
     "camembert", "xlm-roberta", "xlm-roberta-xl", "roberta-prelayernorm", "data2vec-text", "new", "jina_embeddings_v3_tasks",
 )  # fmt: skip
-# Families whose parts stand in other families too, which are tried whole: of their cells one in three is quick.
+# Families whose parts are shared with other families: one in three combinations is quick.
 RELATED = (
     "albert", "electra", "mpnet", "nomic_bert", "gte", "eurobert", "jina_bert", "jina_embeddings_v3", "deberta", "esm",
 )  # fmt: skip
-# Heads that few people have: quick with one family each, and slow with all others.
+# Rare heads: quick with one family each.
 RARE_HEADS = {
     "multiple_choice": "distilbert", "next_sentence": "bert", "pretraining": "bert", "replaced_tokens": "electra",
 }  # fmt: skip
-# Tests whose cells differ little and take long: one in so many is quick.
+# Long tests whose combinations differ little: one in this number is quick.
 SAMPLED = {
     "test_graphs_compile_without_a_break": 6, "test_compiles": 3, "test_the_same_steps_on_two_ranks": 2,
     "test_the_same_steps_however_rows_are_cut": 2, "test_answers_are_those_of_the_models_own_methods": 2,
 }  # fmt: skip
+FAMILY = {"model_type", "family"}
+"""Parameters that name a family. A quick run of such a test has each value of each parameter at least once."""
+
+PAIRED = 12
+"""A test with as many combinations of three or more parameters has each pair of values at least once in a quick run."""
+
+Values = frozenset[Any]
+
+
+def _params(item: pytest.Item) -> dict[str, Any]:
+    return getattr(getattr(item, "callspec", None), "params", {})
 
 
 def _is_slow(item: pytest.Item) -> bool:
-    """Return whether an item is one of the cells that are left to the slow run; always the same ones."""
-    params = getattr(getattr(item, "callspec", None), "params", {})
+    """Return whether an item is left to the slow run. The result depends on the item only."""
+    params = _params(item)
     values = [value for value in params.values() if isinstance(value, str)]
     chosen = {RARE_HEADS[value] for value in values if value in RARE_HEADS}
     if chosen and "model_type" in params and params["model_type"] not in chosen:
@@ -47,16 +61,47 @@ def _is_slow(item: pytest.Item) -> bool:
     return crc32(item.nodeid.encode()) % part != 0
 
 
+def _values(item: pytest.Item) -> Values:
+    """Return the values, or the pairs of values, that a quick run of the item's test must contain."""
+    simple = (str, int, float, bool, type(None))
+    indices = item.callspec.indices  # type: ignore[attr-defined]
+    named = [(name, v if isinstance(v, simple) else (indices[name],)) for name, v in sorted(_params(item).items())]
+    return frozenset(named if FAMILY & _params(item).keys() else combinations(named, 2))
+
+
+def _covering(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return few of the items with all their values or pairs of values."""
+    left = {item: _values(item) for item in sorted(items, key=lambda item: crc32(item.nodeid.encode()))}
+    missing = set().union(*left.values())
+    found = set()
+    while missing:
+        best = max(left, key=lambda item: len(left[item] & missing))
+        missing -= left.pop(best)
+        found.add(best)
+    return found
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = pytest.mark.skip(reason="transformers is not installed")
     no_gpu = pytest.mark.skip(reason="no CUDA device")
+    tests: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
         if _is_slow(item):
             item.add_marker("slow")
+        elif not item.get_closest_marker("slow"):
+            params = _params(item)
+            if len(params) > 2 or (len(params) > 1 and FAMILY & params.keys()):
+                tests.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
         if item.get_closest_marker("transformers") and not HAS_TRANSFORMERS:
             item.add_marker(missing)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
+    for group in tests.values():
+        if FAMILY & _params(group[0]).keys() or len(group) >= PAIRED:
+            quick = _covering(group)
+            for item in group:
+                if item not in quick:
+                    item.add_marker("slow")
 
 
 @pytest.fixture(scope="session")

@@ -75,6 +75,8 @@ def main() -> int:
         running: list[subprocess.Popen[bytes]] = []
         for place in range(jobs):
             env = {**os.environ, TAKEN: str(marks), PLACE: str(place), OF: str(jobs)}
+            # Hundreds of tests start a program. Without compiled files each of them compiles all modules again.
+            env.pop("PYTHONDONTWRITEBYTECODE", None)
             # The first one is seen while it runs; what the others print follows.
             out = outputs[place - 1].open("wb") if place else None
             running.append(subprocess.Popen([*PYTEST, *CHOSEN, *sys.argv[1:]], env=env, stdout=out, stderr=out))

@@ -143,11 +143,19 @@ def ended(folder, *, ranks=1, epochs=1, figures=None, **settings):
 
 
 @pytest.mark.parametrize(("save_end", "steps"), [(True, [2]), (0.0, [2]), (1e9, []), (False, [])])
-@pytest.mark.parametrize(("ranks", "save_epochs"), [(1, True), (1, False), (1, "idle"), (2, "idle")])
-def test_the_end_of_a_run_is_saved_where_too_much_would_be_lost(tmp_path, ranks, save_end, steps, save_epochs):
-    found, failed, weight = ended(tmp_path / "a", ranks=ranks, save_end=save_end, save_epochs=save_epochs)
+@pytest.mark.parametrize("save_epochs", [True, False, "idle"])
+def test_the_end_of_a_run_is_saved_where_too_much_would_be_lost(tmp_path, save_end, steps, save_epochs):
+    found, failed, weight = ended(tmp_path / "a", save_end=save_end, save_epochs=save_epochs)
     assert (found, failed) == (steps, [])
-    assert torch.equal(weight, ended(tmp_path / "b", ranks=ranks)[2])
+    assert torch.equal(weight, ended(tmp_path / "b")[2])
+
+
+@pytest.mark.parametrize(("save_end", "steps"), [(True, [2]), (False, [])])
+def test_two_ranks_save_the_end_of_a_run_or_leave_it_out(tmp_path, save_end, steps):
+    found, failed, weight = ended(tmp_path, ranks=2, save_end=save_end, save_epochs="idle")
+    assert (found, failed) == (steps, [])
+    # All rows are equal, so that the mean over ranks is that of one rank.
+    assert torch.allclose(weight, ended(tmp_path / "one")[2])
 
 
 def test_a_run_that_leaves_its_end_out_gives_up_what_is_being_written(tmp_path, monkeypatch):

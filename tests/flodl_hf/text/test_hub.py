@@ -23,6 +23,7 @@ from flodl_hf.errors import HubError
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 
+GOLDEN = Path(__file__).parents[2] / "golden"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 WEIGHTS = b"weights" * 1000
 FILES = {
@@ -235,9 +236,8 @@ def test_an_adapter_brings_its_pooling(hub: Hub, tmp_path: Path) -> None:
     """A repository without these files fetched would give vectors, and other ones than its author's."""
     from flodl_hf import AutoModel
     from flodl_hf.models.adapters import Lora
-    from flodl_hf.training import demo
 
-    base = demo.demo_model(demo.learn_vocabulary()).save_pretrained(tmp_path / "base")
+    base = GOLDEN / "bert-base"
     model: Any = AutoModel.from_pretrained(base).add_adapter(Lora(rank=2))
     written = model.save_pretrained(tmp_path / "adapter")
     hub.files = {name: (written / name).read_bytes() for name in _names(written)} | {
@@ -246,7 +246,7 @@ def test_an_adapter_brings_its_pooling(hub: Hub, tmp_path: Path) -> None:
             {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
             {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
         ]).encode(),
-        "1_Pooling/config.json": b'{"word_embedding_dimension": 64, "pooling_mode_cls_token": true}',
+        "1_Pooling/config.json": b'{"word_embedding_dimension": 16, "pooling_mode_cls_token": true}',
         "sentence_bert_config.json": b'{"max_seq_length": 12, "do_lower_case": false}',
         "config_sentence_transformers.json": b'{"prompts": {"query": "q: "}}',
         "README.md": b"# not needed",
