@@ -17,8 +17,8 @@ from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.training.metadata import head_of_card, hub_name
 
 if TYPE_CHECKING:
+    from flodl_hf.training.eval_predictions import EvalPredictions
     from flodl_hf.training.job import Job
-    from flodl_hf.training.judged import Judged
     from flodl_hf.training.result import FinetuneResult
     from flodl_hf.training.thresholds import Tuned
 
@@ -40,7 +40,7 @@ MASKED = ("masked_lm", "pretraining", "replaced_tokens")
 MASKING = ("concatenate", "whole_words", "mask_probability", "mask_padding", "generator", "discriminator_weight")
 
 
-def papers(job: Job, result: FinetuneResult, judged: Judged | None = None) -> dict[str, bytes]:
+def papers(job: Job, result: FinetuneResult, judged: EvalPredictions | None = None) -> dict[str, bytes]:
     """Return the files that go beside the weights, by name.
 
     Args:
@@ -76,7 +76,7 @@ def papers(job: Job, result: FinetuneResult, judged: Judged | None = None) -> di
     return files | ({"report.html": report(job, result, judged).encode()} if job.options.report else {})
 
 
-def report(job: Job, result: FinetuneResult, judged: Judged | None) -> str:
+def report(job: Job, result: FinetuneResult, judged: EvalPredictions | None) -> str:
     """Return the page with curves, and what the model says of the held-out data."""
     from flodl_hf.training.report import Run, report_page
 

@@ -24,9 +24,8 @@ from flodl_hf.training.answers import AnswerTask
 from flodl_hf.training.choices import choice_columns, plan_choices
 from flodl_hf.training.declared import aligned, drop_unlabelled, with_named_records
 from flodl_hf.training.generator.task import GeneratorTask, plan_generator
-from flodl_hf.training.inferred import LOOKED_AT, refuse_lost_labels
 from flodl_hf.training.losses.auxiliary import classifies, needs_layer
-from flodl_hf.training.losses.denoising import denoises
+from flodl_hf.training.losses.tsdae import denoises
 from flodl_hf.training.masked import MaskedTask
 from flodl_hf.training.options import Options
 from flodl_hf.training.pairs import plan_pairs
@@ -35,13 +34,14 @@ from flodl_hf.training.replaced import plan_replaced
 from flodl_hf.training.sequence import SequenceTask
 from flodl_hf.training.streams import stream_part
 from flodl_hf.training.task import Task
+from flodl_hf.training.task_inference import LOOKED_AT, refuse_lost_labels
 from flodl_hf.training.tokens import TokenTask, tag_names
 from flodl_hf.training.vectors.auxiliary import BesideTask
-from flodl_hf.training.vectors.denoising import DenoisingTask
 from flodl_hf.training.vectors.multivector import MultiVectorTask
 from flodl_hf.training.vectors.sparse import SparseTask
 from flodl_hf.training.vectors.tables import are_pairs, read_table, table_columns
 from flodl_hf.training.vectors.task import EmbeddingTask, plan_embedding
+from flodl_hf.training.vectors.tsdae import DenoisingTask
 
 __all__ = ["HEADED", "Known", "Tables", "choose_task", "is_several", "read_tables"]
 

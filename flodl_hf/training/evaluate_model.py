@@ -21,14 +21,14 @@ from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.inference.results.evaluation import EvaluationResult
 from flodl_hf.training.data import Tables, choose_task, read_tables
 from flodl_hf.training.declared import classes_used, numbered_as
+from flodl_hf.training.eval_predictions import EvalPredictions
 from flodl_hf.training.evaluation import Evaluation, Evaluations
-from flodl_hf.training.flag_columns import with_listed_flags
 from flodl_hf.training.job import make_evaluation, prepare_held_out, row_limits
-from flodl_hf.training.judged import Judged
 from flodl_hf.training.keywords import EvaluateOptions
 from flodl_hf.training.lists import has_lists
 from flodl_hf.training.losses.auxiliary import needs_layer
-from flodl_hf.training.losses.denoising import denoises
+from flodl_hf.training.losses.tsdae import denoises
+from flodl_hf.training.multilabel_columns import list_multilabel_columns
 from flodl_hf.training.options import Options, make_options
 from flodl_hf.training.report.figures import LabelTable, label_table
 from flodl_hf.training.sequence import SequenceTask
@@ -106,7 +106,6 @@ def evaluate(
         evaluation, task, notes = _plan(
             opened, data, chosen, Own(metrics=metrics), is_loss_inherited="loss" not in options
         )
-        sets = evaluation.sets if isinstance(evaluation, Evaluations) else {"": evaluation}
         started = time.perf_counter()
         if places is None:
             figures, found = _alone(opened, evaluation, _one_device(model, opened, device))
@@ -119,7 +118,7 @@ def evaluate(
             _result(task, one, found[name], figures if name == "" else _part(figures, name), seconds, notes),
             details=details if name == "" else _part(details, name),
         )
-        for name, one in sets.items()
+        for name, one in evaluation.sets.items()
     }
     if "" in results:
         return results[""]
@@ -133,7 +132,12 @@ def _part(figures: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _result(
-    task: Task, evaluation: Evaluation, found: Judged, figures: dict[str, float], seconds: float, notes: list[str]
+    task: Task,
+    evaluation: Evaluation,
+    found: EvalPredictions,
+    figures: dict[str, float],
+    seconds: float,
+    notes: list[str],
 ) -> EvaluationResult:
     examples = len(set(evaluation.prepared.rows.owners.tolist()))
     table = LabelTable([], [], {})
@@ -276,7 +280,7 @@ def _plan(
             # Declared classes are compared by name: the model may number them in another order.
             sets = {name: numbered_as(rows, model.config.labels) for name, rows in tables.evals.items()}
             tables = replace(tables, train=next(iter(sets.values())), evals=sets)
-    tables, options = with_listed_flags(tables, replace(options, task=name))
+    tables, options = list_multilabel_columns(tables, replace(options, task=name))
     try:
         task, options = choose_task(tables, options, known_of(model, options))
     except ConfigError as fault:
@@ -356,7 +360,7 @@ def _one_device(model: Any, opened: EncoderModel, device: str | torch.device | N
     return opened.device if model is opened else best_device()
 
 
-Found = tuple[dict[str, float], dict[str, Judged]]
+Found = tuple[dict[str, float], dict[str, EvalPredictions]]
 
 
 def _alone(model: EncoderModel, evaluation: Evaluation | Evaluations, device: torch.device) -> Found:
@@ -381,6 +385,5 @@ def _on_rank(ranks: Ranks, model: EncoderModel, evaluation: Evaluation | Evaluat
     return figures, _seen(evaluation) if ranks.rank == 0 or under_torchrun() else {}
 
 
-def _seen(evaluation: Evaluation | Evaluations) -> dict[str, Judged]:
-    sets = evaluation.sets if isinstance(evaluation, Evaluations) else {"": evaluation}
-    return {name: one.seen or Judged(name) for name, one in sets.items()}
+def _seen(evaluation: Evaluation | Evaluations) -> dict[str, EvalPredictions]:
+    return {name: one.seen or EvalPredictions(name) for name, one in evaluation.sets.items()}

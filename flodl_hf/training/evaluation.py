@@ -33,7 +33,7 @@ from flodl_hf.training.user_code import OwnScorer
 from flodl_hf.training.vectors.step import VectorObjective
 
 if TYPE_CHECKING:
-    from flodl_hf.training.judged import Judged
+    from flodl_hf.training.eval_predictions import EvalPredictions
 
 __all__ = ["Evaluation", "Evaluations"]
 
@@ -65,7 +65,12 @@ class Evaluation:
     precision: str = "fp32"
     seed: int = 0
     own: Any = None
-    seen: Judged | None = None
+    seen: EvalPredictions | None = None
+
+    @property
+    def sets(self) -> dict[str, Evaluation]:
+        """This evaluation as the only set, without a name."""
+        return {"": self}
 
     def scorer(self) -> Scorer:
         """Return a scorer that has seen nothing."""

@@ -26,19 +26,11 @@ from flodl_hf.training.batch_size import few_steps, settle_batch_size
 from flodl_hf.training.batching import Batching, batch_rows, count_steps, evaluation_layout, micro_batch_rows
 from flodl_hf.training.choices import ChoiceTask
 from flodl_hf.training.data import HEADED, Known, Tables, choose_task, read_tables
+from flodl_hf.training.eval_predictions import EvalPredictions
 from flodl_hf.training.evaluation import Evaluation, Evaluations
 from flodl_hf.training.factory import FixedModel, ModelFactory
-from flodl_hf.training.flag_columns import with_listed_flags
 from flodl_hf.training.generator.task import GeneratorTask
-from flodl_hf.training.inferred import (
-    alike_labels,
-    float_classes,
-    guessed_columns,
-    task_line,
-    unlearned_labels,
-    unused_texts,
-)
-from flodl_hf.training.judged import Judged
+from flodl_hf.training.multilabel_columns import list_multilabel_columns
 from flodl_hf.training.options import Options
 from flodl_hf.training.pairs import PairTask, PretrainingObjective
 from flodl_hf.training.ranking import RankTask
@@ -48,6 +40,14 @@ from flodl_hf.training.rows import CollateRows, EncodedRows, Masking
 from flodl_hf.training.start import BESIDE, known_of, open_start, settle_head
 from flodl_hf.training.step import Objective
 from flodl_hf.training.task import LengthLimits, Prepared, Task, name_of
+from flodl_hf.training.task_inference import (
+    alike_labels,
+    float_classes,
+    guessed_columns,
+    task_line,
+    unlearned_labels,
+    unused_texts,
+)
 from flodl_hf.training.task_options import ONE_ROW, Problems, task_faults, weight_faults
 from flodl_hf.training.thresholds import threshold_faults
 from flodl_hf.training.user_code import Own
@@ -169,7 +169,7 @@ def plan_job(
             raise _no_tokenizer(where)
         known = known_of(model, options)
     with problems:
-        tables, options = with_listed_flags(read_tables(train, held_out, options), options)
+        tables, options = list_multilabel_columns(read_tables(train, held_out, options), options)
         task, options = choose_task(tables, options, known, own.loss)
     problems.add(_plan_faults(task, tables, before, own))
     if task is None or tables is None:
@@ -288,7 +288,7 @@ def make_evaluation(
     for name, part in parts.items():
         make = None if several is None else getattr(several, "collate_held_out", several.collate)
         collate = usual if make is None else make(usual, part.rows)
-        found[name] = _evaluation_of(task, part, collate, None, options, own, Judged(name))
+        found[name] = _evaluation_of(task, part, collate, None, options, own, EvalPredictions(name))
     return found.get("") or Evaluations(found)
 
 
@@ -333,12 +333,14 @@ def _evaluation(
     for name, part in parts.items():
         # What the report says of the first set, kept where one process sees all of it.
         kept = not found and options.ranks == 1 and task.kind != "words" and (options.report or options.tune_thresholds)
-        found[name] = _evaluation_of(task, part, judging, objective, options, own, Judged(name) if kept else None)
+        found[name] = _evaluation_of(
+            task, part, judging, objective, options, own, EvalPredictions(name) if kept else None
+        )
     return found.get("") or (Evaluations(found) if found else None)
 
 
 def _evaluation_of(
-    task: Task, part: Prepared, collate: Any, objective: Any, options: Options, own: Own, seen: Judged | None
+    task: Task, part: Prepared, collate: Any, objective: Any, options: Options, own: Own, seen: EvalPredictions | None
 ) -> Evaluation:
     """Return the evaluation of one set of held-out examples; ``objective`` is the loss of training."""
     several = _several(task)

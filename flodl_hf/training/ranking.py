@@ -34,7 +34,7 @@ from flodl_hf.training.rows import CollateRows, EncodedRows, RowBuilder
 from flodl_hf.training.step import Kind
 from flodl_hf.training.task import CHUNK, Examples, LengthLimits, Prepared
 from flodl_hf.training.task_options import Problems, task_faults
-from flodl_hf.training.user_code import Kept
+from flodl_hf.training.user_code import CollectedPredictions
 from flodl_hf.training.vectors.tables import read_table
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ class _Lists:
 
 class _ListScorer:
     def __init__(self, truth: _Lists) -> None:
-        self.truth, self.kept = truth, Kept()
+        self.truth, self.kept = truth, CollectedPredictions()
 
     def update(self, example: int, scores: Sequence[Tensor]) -> None:
         """Take in the scores of one question's candidates, with those of none behind them."""
@@ -229,7 +229,7 @@ class _ListScorer:
 
 class _Scorer:
     def __init__(self, questions: list[str], grades: list[float]) -> None:
-        self.questions, self.grades, self.kept = questions, grades, Kept()
+        self.questions, self.grades, self.kept = questions, grades, CollectedPredictions()
 
     def update(self, example: int, scores: Sequence[Tensor]) -> None:
         """Take in the score of one pair."""

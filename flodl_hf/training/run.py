@@ -38,10 +38,9 @@ from flodl_hf.training.batch_size import as_before
 from flodl_hf.training.best import Best, take_best
 from flodl_hf.training.card import papers
 from flodl_hf.training.data import is_several
+from flodl_hf.training.eval_predictions import EvalPredictions, collect_predictions
 from flodl_hf.training.factory import cast_stored
-from flodl_hf.training.held_out import judge
 from flodl_hf.training.job import Job, plan_job
-from flodl_hf.training.judged import Judged
 from flodl_hf.training.keywords import FinetuneWords
 from flodl_hf.training.monitoring import monitor_of_job
 from flodl_hf.training.options import Options
@@ -210,7 +209,7 @@ class _Ended:
     best_step: int
     metrics: dict[str, float]
     seconds: float
-    judged: Judged | None
+    judged: EvalPredictions | None
     folder: Path | None
     beside: Any
 
@@ -416,17 +415,17 @@ def check_free(target: Path, overwrite: bool) -> None:
         raise ExportError(f"{target} is a file; expected a folder to write", path=str(target))
 
 
-def _judged(job: Job, model: EncoderModel, target: Path | None, metrics: dict[str, float]) -> Judged | None:
+def _judged(job: Job, model: EncoderModel, target: Path | None, metrics: dict[str, float]) -> EvalPredictions | None:
     """Return what the model says of held-out data, on the first rank, where somebody wants to know."""
     wanted = job.options.tune_thresholds or (job.options.report and target is not None)
     if not wanted or job.evaluation is None or not _is_first_rank():
         return None
     cast_stored(model)
-    return judge(model, job.evaluation, metrics)
+    return collect_predictions(model, job.evaluation, metrics)
 
 
 def _write(
-    job: Job, model: EncoderModel, result: FinetuneResult, target: Path, overwrite: bool, judged: Judged | None
+    job: Job, model: EncoderModel, result: FinetuneResult, target: Path, overwrite: bool, judged: EvalPredictions | None
 ) -> Path:
     """Write a model, as it was trained, with the papers of its run."""
     files = papers(job, result, judged)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flodl_hf.training.judged import Judged
+from flodl_hf.training.eval_predictions import EvalPredictions
 from flodl_hf.training.report.figures import best_thresholds
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def threshold_faults(task: Task) -> list[str]:
     ]
 
 
-def tune_thresholds(judged: Judged, labels: tuple[str, ...]) -> Tuned:
+def tune_thresholds(judged: EvalPredictions, labels: tuple[str, ...]) -> Tuned:
     """Return the thresholds of the best F1.
 
     Args:

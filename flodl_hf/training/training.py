@@ -19,7 +19,7 @@ from flodl.train import Callback, Ema, Profiler, Trainer, adamw, parameter_group
 from flodl.train.optim.optimizers import layerwise_decay
 from flodl_hf.inference.graph_model.model import GraphModel
 from flodl_hf.training.factory import FixedModel, ModelFactory, checkpoint_layers, restore_layers, set_dropout, take
-from flodl_hf.training.identity import identity_of
+from flodl_hf.training.fingerprint import fingerprint_of
 from flodl_hf.training.job import Job
 from flodl_hf.training.observation import observed_of
 from flodl_hf.training.options import Options
@@ -150,7 +150,7 @@ def make_builder(
         ).set(
             save_epochs="idle",
             save_end=_saved_at_end(job, folder),
-            identity=identity_of(job) if _is_kept(job, folder) else {},
+            identity=fingerprint_of(job) if _is_kept(job, folder) else {},
         )
     if options.places is not None:
         builder.devices(options.places)

@@ -18,7 +18,7 @@ from flodl.train import Callback
 from flodl_hf.training.task import Scorer, Task
 from flodl_hf.training.user_loss import LossFunction
 
-__all__ = ["Kept", "Own", "OwnScorer"]
+__all__ = ["CollectedPredictions", "Own", "OwnScorer"]
 
 MetricFunction = Callable[[Any, Any], Any]
 
@@ -61,7 +61,7 @@ class Own:
         return problems
 
 
-class Kept:
+class CollectedPredictions:
     """Predictions and truth of examples, kept for figures that are no sums; a `flodl.metrics.Metric`."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Kept:
         """Take in one example, as JSON values."""
         self.items[example] = (prediction, truth)
 
-    def merge(self, other: Kept) -> None:
+    def merge(self, other: CollectedPredictions) -> None:
         """Add what ``other`` has."""
         self.items |= other.items
 
@@ -102,7 +102,7 @@ class OwnScorer:
     """
 
     def __init__(self, scorer: Scorer, task: Task, metrics: MetricFunction | Mapping[str, MetricFunction]) -> None:
-        self.scorer, self.task, self.own, self.kept = scorer, task, metrics, Kept()
+        self.scorer, self.task, self.own, self.kept = scorer, task, metrics, CollectedPredictions()
 
     def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any] | None:
         """Take in the scores of one example."""

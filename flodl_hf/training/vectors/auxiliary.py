@@ -16,7 +16,7 @@ from flodl_hf.training.losses import USUAL, make_loss
 from flodl_hf.training.losses.auxiliary import BESIDE, OF_CLASSES, classifies
 from flodl_hf.training.options import Options
 from flodl_hf.training.task import Examples, Prepared
-from flodl_hf.training.user_code import Kept
+from flodl_hf.training.user_code import CollectedPredictions
 from flodl_hf.training.vectors.scorer import VectorScorer
 from flodl_hf.training.vectors.step import VectorObjective
 from flodl_hf.training.vectors.tables import TextTable
@@ -154,7 +154,7 @@ class ClassScorer:
     """
 
     def __init__(self, labels: Any) -> None:
-        self.labels, self.kept = labels, Kept()
+        self.labels, self.kept = labels, CollectedPredictions()
 
     def update(self, example: int, scores: Sequence[Tensor]) -> None:
         """Take in the scores of one pair, ``[(1, classes)]``."""

@@ -23,7 +23,7 @@ QUERIES = 64
 """Queries whose scores are kept at once."""
 
 
-class _Kept:
+class _CollectedScores:
     """Vectors of tokens by example, a `flodl.metrics.Metric` that ranks hand each other."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class _Kept:
         """Take in the vectors of one example, ``(texts, tokens, size)``, zeros where there is none."""
         self.vectors[example] = [text[(text != 0).any(-1)].numpy() for text in vectors]
 
-    def merge(self, other: _Kept) -> None:
+    def merge(self, other: _CollectedScores) -> None:
         """Add what ``other`` has."""
         self.vectors |= other.vectors
 
@@ -76,7 +76,7 @@ class LateScorer:
     """
 
     def __init__(self, truth: HeldOut) -> None:
-        self.truth, self.kept = truth, _Kept()
+        self.truth, self.kept = truth, _CollectedScores()
 
     def update(self, example: int, scores: Sequence[Tensor]) -> None:
         """Take in the vectors of one example, ``[(texts, tokens, size)]``."""

@@ -22,7 +22,7 @@ from flodl.train import Loss
 from flodl_hf.nn.layout.buckets import round_up
 from flodl_hf.training.rows import CollateRows, TakenRows
 from flodl_hf.training.step import score
-from flodl_hf.training.vectors.gathered import gather, most_of_ranks, shares_of_ranks
+from flodl_hf.training.vectors.all_gather import gather, max_over_ranks, rows_per_rank
 from flodl_hf.training.vectors.rows import PARTS, TABLE, CollateTexts
 from flodl_hf.training.vectors.step import VectorObjective
 
@@ -120,10 +120,10 @@ class LateObjective(VectorObjective):
         # similarities in half precision would tell few of them apart
         with torch.autocast(vectors.device.type, enabled=False):
             if self.shared and loss.in_batch:
-                shares = shares_of_ranks(count, vectors.device)
+                shares = rows_per_rank(count, vectors.device)
                 start = sum(shares[: torch.distributed.get_rank()])
                 own = slice(start, start + count)
-                most = most_of_ranks([queries.shape[1], documents.shape[2]], vectors.device)
+                most = max_over_ranks([queries.shape[1], documents.shape[2]], vectors.device)
                 queries = gather(_widened(queries, most[0]), shares)
                 documents = gather(_widened(documents, most[1]), shares)
                 labels = labels if labels is None else gather(labels, shares)

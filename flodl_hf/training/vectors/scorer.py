@@ -70,7 +70,7 @@ class HeldOut:
     prompted: bool = False
 
 
-class _Kept:
+class _CollectedScores:
     """Vectors by example, a `flodl.metrics.Metric` that ranks hand each other."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class _Kept:
         """Take in the vectors of one example, ``(texts, size)``."""
         self.vectors[example] = vectors.numpy()
 
-    def merge(self, other: _Kept) -> None:
+    def merge(self, other: _CollectedScores) -> None:
         """Add what ``other`` has."""
         self.vectors |= other.vectors
 
@@ -117,7 +117,7 @@ class VectorScorer:
     """
 
     def __init__(self, truth: HeldOut, measure: str = "cosine") -> None:
-        self.truth, self.measure, self.kept = truth, measure, _Kept()
+        self.truth, self.measure, self.kept = truth, measure, _CollectedScores()
 
     def update(self, example: int, scores: Sequence[Tensor]) -> None:
         """Take in the vectors of one example, ``[(texts, size)]``."""

@@ -22,7 +22,7 @@ from flodl.train import Loss
 from flodl_hf.inference.decode.pooling import finish_embeddings, pool_bucketed, pool_packed, pool_padded
 from flodl_hf.inference.graph_model.hidden_states import watched
 from flodl_hf.training.step import score
-from flodl_hf.training.vectors.gathered import gather, shares_of_ranks
+from flodl_hf.training.vectors.all_gather import gather, rows_per_rank
 from flodl_hf.training.vectors.rows import TABLE
 
 __all__ = ["VectorObjective"]
@@ -101,7 +101,7 @@ class VectorObjective:
         # similarities in half precision would tell few of them apart
         with torch.autocast(vectors.device.type, enabled=False):
             if self.shared and loss.in_batch:
-                shares = shares_of_ranks(count, vectors.device)
+                shares = rows_per_rank(count, vectors.device)
                 start = sum(shares[: torch.distributed.get_rank()])
                 own = slice(start, start + count)
                 vectors = gather(vectors, shares)

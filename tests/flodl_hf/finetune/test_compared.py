@@ -13,7 +13,7 @@ from finetune_tables import labelled, lines
 from flodl.distributed.group import join_ranks
 from flodl.train.saving import resume
 from flodl_hf.training import plan_job
-from flodl_hf.training.identity import BY_HASH, BY_THE_TRAINER, CHANGES_NO_NUMBER, identity_of
+from flodl_hf.training.fingerprint import BY_HASH, BY_THE_TRAINER, CHANGES_NO_NUMBER, fingerprint_of
 from flodl_hf.training.options import Options, make_options
 from flodl_hf.training.training import make_builder
 
@@ -67,7 +67,7 @@ def told(base: Path, rows: Any, held_out: Any, **options: Any) -> dict[str, Any]
     job = plan_job(base, rows, held_out, make_options({**BASIC, **options}))
     with ExitStack() as stack:
         run = make_builder(job, lambda event: None, stack)
-        run.set(identity=identity_of(job))
+        run.set(identity=fingerprint_of(job))
         found = resume.recipe(run.trainer().prepare(join_ranks(device="cpu")))
         stack.callback(job.conclude, job.model)
     return found

@@ -21,7 +21,7 @@ from flodl_hf.training import finetune, plan_job
 from flodl_hf.training.factory import set_dropout
 from flodl_hf.training.options import make_options
 from flodl_hf.training.vectors.decoder import DecoderStart
-from flodl_hf.training.vectors.denoising import _kept
+from flodl_hf.training.vectors.tsdae import _kept
 
 TEXTS = sentences()
 ALONE = [{"text": text} for text in TEXTS[:24]]

@@ -11,7 +11,7 @@ import torch
 from finetune_tables import TABLES
 
 from flodl.distributed import Ranks, launch
-from flodl_hf.training import finetune, held_out, plan_job
+from flodl_hf.training import eval_predictions, finetune, plan_job
 from flodl_hf.training.evaluation import Evaluation
 from flodl_hf.training.options import make_options
 
@@ -79,7 +79,7 @@ def test_what_the_last_evaluation_saw_is_not_judged_again(
     name: str, several: bool, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, judged, found = TABLES[name](12), [], []
-    inner, judge = Evaluation._judge, held_out.judge
+    inner, judge = Evaluation._judge, eval_predictions.collect_predictions
 
     def counted(self: Evaluation, *args: Any) -> Any:
         judged.append(self)
@@ -90,7 +90,7 @@ def test_what_the_last_evaluation_saw_is_not_judged_again(
         return found[-1][0]
 
     monkeypatch.setattr(Evaluation, "_judge", counted)
-    monkeypatch.setattr("flodl_hf.training.run.judge", kept)
+    monkeypatch.setattr("flodl_hf.training.run.collect_predictions", kept)
     held = {"a": rows[:7], "b": rows[5:]} if several else rows[:7]
     options: dict[str, Any] = {**SMALL, "keep_best": False}
     finetune(base, train=rows, eval=held, out=tmp_path / "out", **options)
@@ -111,14 +111,14 @@ def test_what_was_seen_of_other_weights_is_judged_again(base: Path) -> None:
     model = job.model.eval()
     assert isinstance(job.evaluation, Evaluation)
     figures = job.evaluation(model)
-    seen = held_out.judge(model, job.evaluation, figures)
+    seen = eval_predictions.collect_predictions(model, job.evaluation, figures)
     assert seen is job.evaluation.seen
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1)
     other = job.evaluation(model)
     assert other != figures
-    again = held_out.judge(model, job.evaluation, figures)
+    again = eval_predictions.collect_predictions(model, job.evaluation, figures)
     assert again is not seen
 
 

@@ -18,7 +18,7 @@ from flodl.errors import TrainError, TrainInterrupted
 from flodl.train.saving.reading import list_checkpoints
 from flodl_hf import load
 from flodl_hf.training import finetune, identity, plan_job
-from flodl_hf.training.identity import BY_HASH, BY_THE_TRAINER, CHANGES_NO_NUMBER, identity_of
+from flodl_hf.training.fingerprint import BY_HASH, BY_THE_TRAINER, CHANGES_NO_NUMBER, fingerprint_of
 from flodl_hf.training.options import Options, make_options
 from flodl_hf.training.result import FinetuneResult
 
@@ -182,8 +182,8 @@ def test_what_changes_no_number_is_no_other_run(base: Path, ended: Path, tmp_pat
     job = plan_job(base, ROWS[:40], ROWS[40:], make_options(BASIC))
     other = {"epochs": 7, "eval_batch_size": 3, "log_every": 1, "gradient_checkpointing": True, "save_every": 4}
     again = plan_job(base, ROWS[:40], ROWS[40:], make_options({**BASIC, **other}))
-    assert identity_of(job) == identity_of(again)
-    assert json.loads(json.dumps(identity_of(job)))
+    assert fingerprint_of(job) == fingerprint_of(again)
+    assert json.loads(json.dumps(fingerprint_of(job)))
 
 
 @pytest.mark.parametrize("table", [tagged, questions])
@@ -195,7 +195,7 @@ def test_texts_of_the_same_length_are_other_data(table: Any, base: Path) -> None
     else:
         other[3] = {**rows[3], "answers": {"text": ["it"], "answer_start": [0]}, "context": "it" + rows[3]["context"]}
     options = make_options({"max_length": 24, "stride": 4})
-    first, second = (identity_of(plan_job(base, rows[:20], part, options)) for part in (rows[:8], other[:8]))
+    first, second = (fingerprint_of(plan_job(base, rows[:20], part, options)) for part in (rows[:8], other[:8]))
     assert [name for name in first if first[name] != second[name]] == ["eval rows"]
 
 
@@ -207,7 +207,8 @@ def test_another_start_is_another_run_and_another_place_is_not(base: Path, tmp_p
         next(iter(model.graph.parameters())).add_(0.5)
     model.save_pretrained(tmp_path / "other")
     first, second, third = (
-        identity_of(plan_job(where, ROWS[:16], None, make_options({}))) for where in (base, moved, tmp_path / "other")
+        fingerprint_of(plan_job(where, ROWS[:16], None, make_options({})))
+        for where in (base, moved, tmp_path / "other")
     )
     assert first == second
     assert first["model"] != third["model"]
@@ -246,7 +247,7 @@ def test_weights_are_hashed_beside_an_import_that_torch_needs(
     monkeypatch.setattr(identity, "_start", hashed)
     monkeypatch.setattr(identity, "import_module", names.append)
     job = plan_job(base, ROWS[:16], None, make_options({"devices": ["cpu"] * ranks}))
-    found = identity_of(job)
+    found = fingerprint_of(job)
     assert found["model"] == start(job)
     assert names == imported, "ranks in other processes make the optimisers"
     assert len(threads) == 1

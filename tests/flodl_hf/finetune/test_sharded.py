@@ -19,7 +19,7 @@ from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.training import demo, finetune, plan_job
 from flodl_hf.training.factory import cast_stored, set_dropout, take
-from flodl_hf.training.identity import identity_of
+from flodl_hf.training.fingerprint import fingerprint_of
 from flodl_hf.training.options import make_options
 from flodl_hf.training.result import FinetuneResult, OnFirstRank
 from flodl_hf.training.training import make_builder
@@ -178,7 +178,7 @@ def test_what_is_to_be_cut_is_opened_as_it_is_stored(more: dict[str, Any], half:
 
 def test_a_start_has_one_identity_in_shards_or_not(half: Path) -> None:
     whole, cut = planned(half, devices="cpu"), planned(half, devices=["cpu", "cpu"], shard="fsdp")
-    assert identity_of(whole)["model"] == identity_of(cut)["model"]
+    assert fingerprint_of(whole)["model"] == fingerprint_of(cut)["model"]
 
 
 def test_trained_weights_replace_stored_ones(half: Path) -> None:

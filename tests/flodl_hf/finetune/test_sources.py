@@ -484,10 +484,10 @@ def test_lists_of_numbers_that_can_be_no_targets_are_refused(labels: list[Any], 
 def test_several_columns_are_several_numbers_of_a_text(tmp_path: Path) -> None:
     rows = [{"text": TEXTS[i], "joy": i / 4, "calm": 1 - i} for i in range(4)]
     options = make_options({"problem_type": "regression", "columns": {"label": "joy+calm"}})
-    from flodl_hf.training.flag_columns import with_listed_flags
+    from flodl_hf.training.multilabel_columns import list_multilabel_columns
 
     for source in (rows, cells(rows, tmp_path / "a.csv", ",")):
-        tables, made = with_listed_flags(read_tables(source, source, options), options)
+        tables, made = list_multilabel_columns(read_tables(source, source, options), options)
         task: Any = choose_task(tables, made, Known())[0]
         assert (task.labels, task.targets.size) == (("joy", "calm"), 2)
         for part in (tables.train, tables.evals[""]):

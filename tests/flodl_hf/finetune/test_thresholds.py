@@ -17,7 +17,7 @@ from flodl_hf.errors import PredictError
 from flodl_hf.heads.sequence_classification import SequenceClassifier
 from flodl_hf.inference.decode.classes import Classification, decide
 from flodl_hf.training import FinetuneResult, finetune
-from flodl_hf.training.held_out import Judged
+from flodl_hf.training.eval_predictions import EvalPredictions
 from flodl_hf.training.thresholds import tune_thresholds
 
 
@@ -176,7 +176,7 @@ def test_what_has_no_threshold_is_refused_before_training(case: str, base: Path)
 
 def test_labels_without_examples_stay_at_a_half() -> None:
     logits = np.array([[-2.0, 1.0], [-1.0, 1.0], [-0.5, 2.0]])
-    found = tune_thresholds(Judged("dev", logits, np.array([[0, 0], [0, 0], [1, 0]])), ("a", "b"))
+    found = tune_thresholds(EvalPredictions("dev", logits, np.array([[0, 0], [0, 0], [1, 0]])), ("a", "b"))
     # Halfway between the two highest scores of the first label: all are told apart.
     ends = 1 / (1 + np.exp(-logits[1:, 0]))
     assert found.thresholds == {"a": pytest.approx(ends.mean(), abs=1e-6), "b": 0.5}

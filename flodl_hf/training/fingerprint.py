@@ -18,13 +18,12 @@ import numpy as np
 import torch
 
 from flodl.train.settings import MAY_CHANGE
-from flodl_hf.training.evaluation import Evaluations
 from flodl_hf.training.rows import EncodedRows
 
 if TYPE_CHECKING:
     from flodl_hf.training.job import Job
 
-__all__ = ["identity_of"]
+__all__ = ["fingerprint_of"]
 
 _BYTES = torch.uint8
 
@@ -56,7 +55,7 @@ CHANGES_NO_NUMBER: Mapping[str, str] = {
 }
 
 
-def identity_of(job: Job) -> dict[str, Any]:
+def fingerprint_of(job: Job) -> dict[str, Any]:
     """Return what decides the numbers of a planned run besides what the trainer compares, as JSON values by name."""
     passed = {*BY_THE_TRAINER, *BY_HASH, *CHANGES_NO_NUMBER, "class_weights", "metric"}
     asked = {name: _plain(value) for name, value in job.options.to_dict().items() if name not in passed}
@@ -65,8 +64,7 @@ def identity_of(job: Job) -> dict[str, Any]:
         if job.options.ranks == 1:
             # The first optimiser of torch imports this, which keeps the interpreter busy; hashing does without it.
             import_module("torch._dynamo")
-    whole = job.evaluation
-    sets = {} if whole is None else whole.sets if isinstance(whole, Evaluations) else {"": whole}
+    sets = {} if job.evaluation is None else job.evaluation.sets
     judged = {
         f"eval rows{name and f' of {name}'}": _digest(one.prepared.rows, _answers(job.task, job.tables.evals[name]))
         for name, one in sets.items()

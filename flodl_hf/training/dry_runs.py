@@ -14,7 +14,7 @@ import numpy as np
 from flodl.train import Callback, RateSearch, Rehearsal
 from flodl_hf.inference.graph_model.model import GraphModel
 from flodl_hf.training.arguments import read_arguments
-from flodl_hf.training.evaluation import Evaluation, Evaluations
+from flodl_hf.training.evaluation import Evaluation
 from flodl_hf.training.factory import cast_stored
 from flodl_hf.training.job import Job, plan_job
 from flodl_hf.training.keywords import FinetuneWords
@@ -153,8 +153,7 @@ def _vectors_kept(model: str | Path | EncoderModel) -> Iterator[None]:
 
 
 def _sets(job: Job) -> dict[str, Evaluation]:
-    whole = job.evaluation
-    return {} if whole is None else dict(whole.sets) if isinstance(whole, Evaluations) else {"": whole}
+    return {} if job.evaluation is None else dict(job.evaluation.sets)
 
 
 def _judge_some(job: Job) -> dict[str, float]:

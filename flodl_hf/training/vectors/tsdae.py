@@ -17,7 +17,7 @@ from flodl.train import Loss
 from flodl_hf.nn.layout.buckets import round_up
 from flodl_hf.tokenization.alignment import IGNORE
 from flodl_hf.training.losses import USUAL, make_loss
-from flodl_hf.training.losses.denoising import DENOISING
+from flodl_hf.training.losses.tsdae import DENOISING
 from flodl_hf.training.masked import words_of
 from flodl_hf.training.rows import SPECIAL, CollateRows, EncodedRows, RowBuilder, TakenRows
 from flodl_hf.training.task import CHUNK, Examples, LengthLimits, Prepared

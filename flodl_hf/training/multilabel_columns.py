@@ -14,10 +14,10 @@ from flodl_hf.readers.columns import flag_of
 from flodl_hf.training.data import Tables
 from flodl_hf.training.options import Options
 
-__all__ = ["with_listed_flags"]
+__all__ = ["list_multilabel_columns"]
 
 
-def with_listed_flags(tables: Tables, options: Options) -> tuple[Tables, Options]:
+def list_multilabel_columns(tables: Tables, options: Options) -> tuple[Tables, Options]:
     """Return tables with a column of lists where the label was named as several columns, and options with their names.
 
     Raises:

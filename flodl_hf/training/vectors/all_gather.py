@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["gather", "most_of_ranks", "shares_of_ranks"]
+__all__ = ["gather", "max_over_ranks", "rows_per_rank"]
 
 
-def shares_of_ranks(count: int, device: torch.device) -> list[int]:
+def rows_per_rank(count: int, device: torch.device) -> list[int]:
     """Return how many examples of a batch each rank has."""
     place = torch.device("cpu") if "gloo" in dist.get_backend() else device
     counts = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=place)
@@ -21,7 +21,7 @@ def shares_of_ranks(count: int, device: torch.device) -> list[int]:
     return counts.tolist()
 
 
-def most_of_ranks(numbers: Sequence[int], device: torch.device) -> list[int]:
+def max_over_ranks(numbers: Sequence[int], device: torch.device) -> list[int]:
     """Return the largest of each of some numbers that every rank has."""
     place = torch.device("cpu") if "gloo" in dist.get_backend() else device
     found = torch.tensor(list(numbers), dtype=torch.int64, device=place)
