@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count as count_from
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from flodl.distributed.shares import deal
 from flodl.errors import ConfigError, nearest
 from flodl.metrics import merged
 from flodl.train.precision import Precision
+from flodl_hf.training.eval_predictions import EvalPredictions
 from flodl_hf.training.generator.step import JointObjective
 from flodl_hf.training.pairs import PretrainingObjective
 from flodl_hf.training.rows import CollateRows
@@ -32,10 +33,7 @@ from flodl_hf.training.task import Prepared, Scorer, Task
 from flodl_hf.training.user_code import OwnScorer
 from flodl_hf.training.vectors.step import VectorObjective
 
-if TYPE_CHECKING:
-    from flodl_hf.training.eval_predictions import EvalPredictions
-
-__all__ = ["Evaluation", "Evaluations"]
+__all__ = ["Evaluation", "Evaluations", "collect_predictions"]
 
 Numbered = tuple[int, NDArray[np.int64]]
 """A batch: its number among all, and its rows."""
@@ -241,3 +239,32 @@ class Evaluations:
             at, figure = fits[-1] if fits else (next(iter(self.sets)), bare)
         found = self.sets[at].check_metric(sign + figure)
         return f"-{at}/{found[1:]}" if found.startswith("-") else f"{at}/{found}"
+
+
+def collect_predictions(
+    model: Any, evaluation: Evaluation | Evaluations, figures: Mapping[str, float] | None = None
+) -> EvalPredictions | None:
+    """Return the predictions of a model for the first evaluation set.
+
+    The result of the last evaluation is reused if it has the same metrics. Otherwise this process evaluates the model
+    once more. Masked language models return None, because their scores are too large to store.
+
+    Args:
+        model: the model, in evaluation mode.
+        evaluation: the evaluation of the run.
+        figures: metrics of the model, if it was evaluated before.
+    """
+    name, one = next(iter(evaluation.sets.items()))
+    if one.task.kind == "words":
+        return None
+    if one.seen is not None and figures and _has_figures(one.seen, figures):
+        return one.seen if one.seen.predictions is not None else None
+    collected = EvalPredictions(name)
+    replace(one, own=collected, seen=None)(model)
+    return collected if collected.predictions is not None else None
+
+
+def _has_figures(seen: EvalPredictions, figures: Mapping[str, float]) -> bool:
+    """Return whether the metrics of all sets include those of the stored evaluation."""
+    prefix = f"{seen.name}/" if seen.name else ""
+    return bool(seen.figures) and seen.figures == {key: figures.get(prefix + key) for key in seen.figures or {}}

@@ -38,7 +38,8 @@ from flodl_hf.training.batch_size import as_before
 from flodl_hf.training.best import Best, take_best
 from flodl_hf.training.card import papers
 from flodl_hf.training.data import is_several
-from flodl_hf.training.eval_predictions import EvalPredictions, collect_predictions
+from flodl_hf.training.eval_predictions import EvalPredictions
+from flodl_hf.training.evaluation import collect_predictions
 from flodl_hf.training.factory import cast_stored
 from flodl_hf.training.job import Job, plan_job
 from flodl_hf.training.keywords import FinetuneWords

@@ -1,6 +1,6 @@
 """How a trained model does on held-out data, as one page: figures, pictures, and nothing that needs a network.
 
-`figures` counts, `charts` draws, `page` puts together; a model is asked by `flodl_hf.training.eval_predictions`.
+`figures` counts, `charts` draws, `page` puts together; a model is asked by `flodl_hf.training.evaluation`.
 """
 
 from __future__ import annotations

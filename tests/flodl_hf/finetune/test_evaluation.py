@@ -11,8 +11,8 @@ import torch
 from finetune_tables import TABLES
 
 from flodl.distributed import Ranks, launch
-from flodl_hf.training import eval_predictions, finetune, plan_job
-from flodl_hf.training.evaluation import Evaluation
+from flodl_hf.training import finetune, plan_job
+from flodl_hf.training.evaluation import Evaluation, collect_predictions
 from flodl_hf.training.options import make_options
 
 SMALL: dict[str, Any] = {"batch_size": 5, "max_length": 16, "stride": 4, "epochs": 1}
@@ -79,7 +79,7 @@ def test_what_the_last_evaluation_saw_is_not_judged_again(
     name: str, several: bool, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, judged, found = TABLES[name](12), [], []
-    inner, judge = Evaluation._judge, eval_predictions.collect_predictions
+    inner, judge = Evaluation._judge, collect_predictions
 
     def counted(self: Evaluation, *args: Any) -> Any:
         judged.append(self)
@@ -111,14 +111,14 @@ def test_what_was_seen_of_other_weights_is_judged_again(base: Path) -> None:
     model = job.model.eval()
     assert isinstance(job.evaluation, Evaluation)
     figures = job.evaluation(model)
-    seen = eval_predictions.collect_predictions(model, job.evaluation, figures)
+    seen = collect_predictions(model, job.evaluation, figures)
     assert seen is job.evaluation.seen
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1)
     other = job.evaluation(model)
     assert other != figures
-    again = eval_predictions.collect_predictions(model, job.evaluation, figures)
+    again = collect_predictions(model, job.evaluation, figures)
     assert again is not seen
 
 
