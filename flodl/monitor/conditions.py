@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -234,42 +234,43 @@ def parse_condition(text: str) -> Condition:
     Raises:
         ConfigError: the text is not a condition.
     """
-    groups: list[list[Condition]] = [[]]
+    groups: list[list[Condition]] = []
     for joined, negated, word, arguments in _matches(_PART, text, text):
-        if bool(joined) == (groups == [[]]) or word not in _FUNCTIONS:
-            raise _unreadable(text, f"{joined or ''} {word}".strip(), nearest(word, _FUNCTIONS))
-        parsed = [(name, _read(bare) if bare else quoted or other) for name, quoted, other, bare in
-                  _matches(_ARGUMENT, arguments, text)]  # fmt: skip
+        if bool(joined) != bool(groups) or word not in _FUNCTIONS:
+            raise _unreadable(text, f"{joined or ''} {word}{nearest(word, _FUNCTIONS)}")
+        args: list[Any] = []
+        named: dict[str, Any] = {}
+        for name, quoted, other, bare in _matches(_ARGUMENT, arguments, text):
+            value = _read(bare) if bare else quoted or other
+            named.update({name: value}) if name else args.append(value)
         try:
-            condition = _FUNCTIONS[word](*[v for n, v in parsed if not n], **{n: v for n, v in parsed if n})
+            condition = _FUNCTIONS[word](*args, **named)
         except (TypeError, ConfigError) as fault:
             raise ConfigError(f"condition {text!r}: {fault}", problems=[str(fault)]) from None
-        if joined == "or":
+        if joined != "and":
             groups.append([])
         groups[-1].append(~condition if negated else condition)
-    if groups == [[]]:
+    if not groups:
         raise _unreadable(text, "nothing")
     parts = [group[0] if len(group) == 1 else Condition("and", tuple(group)) for group in groups]
     return parts[0] if len(parts) == 1 else Condition("or", tuple(parts))
 
 
-def _matches(pattern: re.Pattern[str], text: str, whole: str) -> list[tuple[Any, ...]]:
-    """Return the groups of consecutive matches, which must cover the text."""
-    found, place = [], 0
+def _matches(pattern: re.Pattern[str], text: str, whole: str) -> Iterator[tuple[Any, ...]]:
+    """Yield the groups of consecutive matches, which must cover the text."""
+    place = 0
     while place < len(text.rstrip()):
         match = pattern.match(text, place)
         if match is None:
             raise _unreadable(whole, text[place:].strip())
-        found.append(match.groups())
+        yield match.groups()
         place = match.end()
-    return found
 
 
-def _unreadable(text: str, found: str, hint: str = "") -> ConfigError:
-    words = ", ".join(_FUNCTIONS)
+def _unreadable(text: str, found: str) -> ConfigError:
     return ConfigError(
-        f"condition {text!r}: found {found!r}{hint}, expected one of {words} with arguments, joined by and, or, not. "
-        "Brackets around conditions are not supported.",
+        f"condition {text!r}: found {found.strip()!r}, expected {', '.join(_FUNCTIONS)} with arguments, joined by and, "
+        "or, not, without brackets around them.",
         problems=[text],
     )
 

@@ -80,7 +80,7 @@ class LiveRun:
             else:
                 self.recorder.take(item)
             if kind in ("RunDone", "RunFailed"):
-                self.is_over = kind == "RunDone" or not item.restarts
+                self.is_over = kind == "RunDone" or not getattr(item, "restarts", 0)
         if self._is_stored and not self.is_over:
             self.read_machine()
         self._store(self.recorder.delta())

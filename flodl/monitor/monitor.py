@@ -58,10 +58,12 @@ class Monitor:
         quiet: print nothing.
         interval_s: seconds between two updates.
         resources_s: seconds between two readings of the machine; 0 for none.
-        throughput: how speed and time left are measured: ``tokens``, ``flops``, ``peak`` and ``total_steps`` of
-            `flodl.monitor.recorder.Recorder`.
 
-    ``name``, ``folder`` and ``throughput`` may be set until the run begins.
+    Attributes:
+        name, folder: may be changed until the run begins.
+        throughput: how speed and time left are measured: ``tokens``, ``flops``, ``peak`` and ``total_steps`` of
+            `flodl.monitor.recorder.Recorder`; may be changed until the run begins.
+        pages: files requested by `save_html`.
     """
 
     def __init__(
@@ -74,16 +76,15 @@ class Monitor:
         quiet: bool = False,
         interval_s: float = 0.25,
         resources_s: float = 1.0,
-        throughput: Mapping[str, Any] | None = None,
     ) -> None:
         self.total_epochs, self.interval_s, self.resources_s = total_epochs, interval_s, resources_s
         self.store = RunStore()
-        self.name, self.folder, self.throughput = name, folder, dict(throughput or {})
+        self.name, self.folder = name, folder
+        self.throughput: dict[str, Any] = {}
         self._stream, self._quiet = stream, quiet
         self._epochs: list[EpochRecord] = []
-        self._lines: list[str] = []
         self._began = self._last_epoch = monotonic()
-        self._pages: list[str] = []
+        self.pages: list[str] = []
         self._facts: dict[str, dict[str, Any]] = {}
         self._commands: tuple[list[str], Callable[[str], Any]] | None = None
         self._live: LiveRun | None = None
@@ -207,14 +208,9 @@ class Monitor:
             return eta_s(self._epochs, self.total_epochs)
         return None if self._live is None else self.record.state.get("left_s")
 
-    @property
-    def has_pages(self) -> bool:
-        """Whether `save_html` was called."""
-        return bool(self._pages)
-
     def save_html(self, path: str | PathLike[str]) -> None:
         """Write the page as one file that opens offline, when the run ends or if it has ended."""
-        self._pages.append(fspath(path))
+        self.pages.append(fspath(path))
         if self._live is not None and self._live.is_over:
             self._write_pages()
 
@@ -222,11 +218,6 @@ class Monitor:
         """Return the page as one file, up to date."""
         self._flush()
         return archive_page(self.store.to_json(), self.name)
-
-    def write_log(self, path: str | PathLike[str]) -> None:
-        """Write the printed lines with a heading."""
-        planned = f"training log, {self.total_epochs} epochs planned" if self.total_epochs else "training log"
-        write_atomically(path, ["\n".join([planned, *self._lines, ""]).encode()])
 
     def export_csv(self, path: str | PathLike[str]) -> None:
         """Write a table: one row for each epoch passed to `log`, otherwise one for each point of a curve.
@@ -286,11 +277,6 @@ class Monitor:
         """Address of the page; None if it is not served."""
         return None if self._server is None else self._server.url
 
-    @property
-    def num_readers(self) -> int:
-        """Number of connected pages."""
-        return self.store.num_readers
-
     def enable_control(self, commands: Iterable[str], call: Callable[[str], Any]) -> None:
         """Call ``call(command)`` when the page sends one of these commands (of `COMMANDS`)."""
         allowed = [word for word in COMMANDS if word in set(commands)]
@@ -345,7 +331,7 @@ class Monitor:
                 self._live.pump()
 
     def _write_pages(self) -> None:
-        for path in self._pages:
+        for path in self.pages:
             try:
                 os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
                 write_atomically(path, [self.page().encode()])
@@ -366,7 +352,6 @@ class Monitor:
         return 202, f"requested: {word} at the next step"
 
     def _print(self, line: str) -> None:
-        self._lines.append(line)
         if not self._quiet:
             print(line, file=self._stream or sys.stdout, flush=True)
 

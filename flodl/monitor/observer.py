@@ -135,7 +135,8 @@ class Observer:
                     f"collect_at: path {path!r} is a {target.kind}, expected a tag", path=path, segment=target.segment
                 )
         for _, target in targets:
-            observer_of(target.owner).collect(target.segment)
+            if target.owner is not None:
+                observer_of(target.owner).collect(target.segment)
 
     # ---- epochs --------------------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ def monitor_of_job(
     tokens = StepTokens(job)
     monitor.throughput = {"tokens": tokens, "flops": _flops(job), "peak": _peak(job), "total_steps": job.steps}
     monitor.describe(recipe=recipe, data=_data(job), model=_model(job))
-    if folder is not None and not monitor.has_pages:
+    if folder is not None and not monitor.pages:
         monitor.save_html(Path(folder) / "run.html")
     if not isinstance(wanted, Monitor):
         url = monitor.serve(None if wanted is True else wanted)

@@ -140,15 +140,6 @@ def test_the_csv_is_keyed_by_name(tmp_path):
     )
 
 
-def test_the_log_repeats_the_console(tmp_path):
-    out = io.StringIO()
-    monitor = Monitor(1, stream=out)
-    monitor.log(0, 1, {"x": 1})
-    monitor.finish()
-    monitor.write_log(tmp_path / "log")
-    assert (tmp_path / "log").read_text() == "training log, 1 epochs planned\n" + out.getvalue()
-
-
 def test_the_page_is_written_at_the_end_and_holds_everything(tmp_path):
     monitor = Monitor(2, quiet=True)
     monitor.save_html(tmp_path / "run.html")
