@@ -39,11 +39,6 @@ class MemoryUse:
     reserved: int
     peak: int
 
-    @property
-    def spill(self) -> int:
-        """Reserved memory beyond the device's, which unified memory allows and slows down."""
-        return max(0, self.reserved - self.total)
-
 
 def device_memory(device: str | torch.device = "auto") -> MemoryUse | None:
     """Return the memory of a device; None for the CPU.

@@ -148,6 +148,12 @@ FOLDS = {
         lambda: FlowBuilder(Add()).input("c").through(linear()).through(Add()).using("c").through(Add()).using("c"),
         [2],
     ),
+    "equals that read different values": (
+        lambda: (
+            FlowBuilder(Add()).input("a", "b").through(linear()).through(Add()).using("a").through(Add()).using("b")
+        ),
+        [],
+    ),
     "a middle one that is read later": (
         lambda: FlowBuilder(nn.GELU()).through(linear()).tag("a").through(linear()).tag("b").through(Add()).using("a"),
         [],
