@@ -27,25 +27,23 @@ __all__ = ["Callbacks", "Evaluator", "RankedEval", "split_figures"]
 
 @runtime_checkable
 class RankedEval(Protocol):
-    """An ``eval_fn`` whose work ranks share."""
+    """An ``eval_fn`` that shares its work among ranks."""
 
     def on_ranks(self, model: nn.Module, ranks: Ranks, speeds: Sequence[float]) -> Mapping[str, Any]:
         """Return the figures of ``model``, the same on each rank.
 
         Args:
-            speeds: how fast ranks are in proportion, the same on all.
+            speeds: relative speeds of the ranks, the same on all.
         """
         ...
 
 
 @dataclass
 class Callbacks:
-    """Functions of the user that the loop calls; `flodl.train.builder.TrainerBuilder` says when.
+    """Functions of the user that the loop calls; see `flodl.train.builder.TrainerBuilder`.
 
-    An ``eval_fn`` that is a `RankedEval` is called on every rank. Others are called on rank 0 alone.
-
-    ``metrics_fn``, ``checkpoint_fn`` only look on: an error in them is reported once and training goes
-    on. An error in the others, which take part in training, ends the run.
+    An ``eval_fn`` that is a `RankedEval` is called on every rank, others only on rank 0. An error in ``metrics_fn`` or
+    ``checkpoint_fn`` is reported one time and training continues; an error in the others ends the run.
     """
 
     epoch_fn: Callable[[int, Any], Any] | None = None
@@ -57,16 +55,16 @@ class Callbacks:
 
 
 class Evaluator:
-    """Evaluates, remembers the last figures, and says when they have stopped improving.
+    """Evaluate, store the last figures, and detect that they do not improve any more.
 
     Args:
-        early_stopping: ``(metric, patience)``; a leading ``-`` where less is better.
+        early_stopping: ``(metric, patience)``; a leading ``-`` if smaller values are better.
 
     Attributes:
         found: the last figures.
         details: the last results of ``eval_fn`` that are not numbers, as JSON values.
-        at_step: the step at which they were taken.
-        history: ``step``, ``epoch`` and figures of every evaluation, those before a resume included.
+        at_step: the step of the last evaluation.
+        history: ``step``, ``epoch`` and figures of every evaluation, including those before a resume.
     """
 
     def __init__(
@@ -86,7 +84,7 @@ class Evaluator:
 
     @property
     def evaluates(self) -> bool:
-        """Whether there is anything to evaluate with."""
+        """True if there is an evaluation function or evaluation data."""
         return self.callbacks.eval_fn is not None or bool(self.callbacks.evals)
 
     def run(
@@ -99,11 +97,11 @@ class Evaluator:
         *,
         counts: bool = True,
     ) -> dict[str, float] | None:
-        """Return the figures of ``model``, equal on all ranks; None where nothing is to be evaluated.
+        """Return the figures of ``model``, equal on all ranks; None without an evaluation.
 
         Args:
-            speeds: how fast ranks are in proportion, the same on all; None where they are equal.
-            counts: whether the figures are remembered, and decide when to stop.
+            speeds: relative speeds of the ranks, the same on all; None for equal speeds.
+            counts: store the figures and use them for early stopping.
         """
         speeds = speeds if speeds is not None and len(speeds) == ranks.world else (1.0,) * ranks.world
         calls = self.callbacks
@@ -133,21 +131,21 @@ class Evaluator:
         return found
 
     def of_step(self, step: int) -> dict[str, float]:
-        """Return the figures of the model after ``step``; none where it was not judged then."""
+        """Return the figures of the model after ``step``; empty if it was not evaluated then."""
         return self.found if self.at_step == step else {}
 
     def _check_names(self, found: Mapping[str, float]) -> None:
-        """Compare, once, the figures that settings go by with those that there are.
+        """Check one time that the figures named by settings exist.
 
         Raises:
-            TrainError: there is no such figure.
+            TrainError: a figure does not exist.
         """
         asked, self._asked = self._asked, None
         for setting, name in (asked or {}).items():
             if name is not None and name.lstrip("-") not in found:
                 raise TrainError(
-                    f"{setting}: there is no figure {name.lstrip('-')!r}{nearest(name.lstrip('-'), found)} after the "
-                    f"evaluation; expected one of {', '.join(found)}, with '-' before it where less is better.",
+                    f"{setting}: found no figure {name.lstrip('-')!r}{nearest(name.lstrip('-'), found)} after the "
+                    f"evaluation; expected one of {', '.join(found)}, with '-' before it if smaller values are better.",
                     setting=setting,
                     found=list(found),
                 )
@@ -161,10 +159,10 @@ class Evaluator:
         precision: Precision,
         speeds: Sequence[float],
     ) -> dict[str, float]:
-        """Return means over the whole evaluation set, whose batches the ranks divide by their speeds."""
+        """Return means over the whole evaluation set; ranks share its batches according to their speeds."""
         owners = deal([1.0] * data.turns(0), speeds)
         sums: dict[str, list[Any]] = {}
-        # In shards a pass needs every rank, so each passes over all and counts what is its own.
+        # A pass of a sharded model needs every rank, so each rank passes all batches and counts its share.
         every = is_sharded(model)
         turns = [turn for turn, owner in enumerate(owners) if every or owner == ranks.rank]
         for turn, batches in data.work(0, turns, None):
@@ -180,12 +178,12 @@ class Evaluator:
                     if not isinstance(figures, Sequence | torch.Tensor) or len(figures) != 2:
                         raise TrainError(
                             f"evaluate: the figure {name!r} is {type(figures).__name__}; expected a sum and a count, "
-                            "such as (hits, len(labels)), which add up over batches and ranks. A function that gives "
-                            "finished figures is one for eval_fn."
+                            "such as (hits, len(labels)), which add up over batches and ranks. Use eval_fn for "
+                            "a function that returns final figures."
                         )
                     kept = sums.setdefault(name, [0.0, 0.0])
                     for i, figure in enumerate(figures):
-                        # summed where it is, so that the host need not wait for each batch
+                        # summed on its device, so that the host does not wait for each batch
                         kept[i] = kept[i] + (figure.double() if isinstance(figure, torch.Tensor) else float(figure))
         parts = ranks.gather({name: [float(total), float(count)] for name, (total, count) in sums.items()})
         means = {}
@@ -197,7 +195,7 @@ class Evaluator:
     def _watch(self, found: Mapping[str, float]) -> None:
         if self.early_stopping is None:
             return
-        # What is no number is no improvement, and nothing that others could be compared with.
+        # NaN is no improvement, and no value for later comparisons.
         value = signed(self.early_stopping[0], found)
         if value is not None and (self.best is None or value > self.best):
             self.best, self.waits = value, 0
@@ -206,7 +204,7 @@ class Evaluator:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the metric has not improved for as many evaluations as early stopping allows."""
+        """True if the metric has not improved for as many evaluations as early stopping allows."""
         return self.early_stopping is not None and self.waits >= self.early_stopping[1]
 
     def state_dict(self) -> dict[str, Any]:
@@ -215,7 +213,7 @@ class Evaluator:
         return {"found": self.found, "at_step": self.at_step, "metric": metric, "best": self.best, "waits": self.waits}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a saved state; of another metric than that of early stopping now, no best."""
+        """Restore a saved state; its best value only if the metric of early stopping is the same."""
         self.found, self.at_step = dict(state["found"]), state["at_step"]
         if self.early_stopping is not None and state.get("metric", self.early_stopping[0]) == self.early_stopping[0]:
             self.best, self.waits = state["best"], state["waits"]
@@ -225,7 +223,7 @@ def split_figures(found: Mapping[str, Any]) -> tuple[dict[str, float], dict[str,
     """Return the numbers of an evaluation, and the rest as JSON values.
 
     Args:
-        found: results by name. Numbers in nested mappings get names such as ``report/macro avg/f1-score``; lists,
+        found: results. Numbers in nested mappings have names such as ``report/macro avg/f1-score``; lists,
             arrays and texts are the rest.
     """
     figures: dict[str, float] = {}
@@ -256,7 +254,7 @@ def _as_json(value: Any) -> Any:
 def _called(
     call: Any, model: nn.Module, ranks: Ranks, speeds: Sequence[float]
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Return the figures and details of a user's function: of all ranks together where it can, else of rank 0."""
+    """Return figures and details of a user's function: of all ranks for a `RankedEval`, else of rank 0."""
     if isinstance(call, RankedEval):
         return split_figures(call.on_ranks(model, ranks, speeds))
     figures, details = ranks.tell(split_figures(call(model)) if ranks.rank == 0 else [])

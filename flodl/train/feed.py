@@ -1,16 +1,16 @@
-"""The input pipeline of the loop: an epoch as numbered turns, each turn one optimiser step's worth of batches.
+"""The input pipeline of the loop: an epoch as numbered turns, each turn the batches of one optimiser step.
 
-A turn is a set number of consecutive batches of a loader. Under Sync every rank takes its share of
-each batch of a turn; under Cadence and Async a rank takes whole turns. A turn is found again by its
-number alone, so the place in an epoch is one number (or a few, where ranks took turns out of order).
-Which batches exist is decided in `flodl.data`, who takes which turn in `flodl.distributed.policy`.
+A turn is a set number of consecutive batches of a loader. Under Sync every rank takes a share of each batch of a turn;
+under Cadence and Async a rank takes whole turns. The number of a turn identifies it, so the position in an epoch is one
+number, or a few if ranks took turns out of order. `flodl.data` decides which batches exist, `flodl.distributed.policy`
+which rank takes a turn.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,14 +40,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Share:
-    """The part of each batch that one rank takes: ``ratios`` has one number per rank, no part is beneath ``least``."""
+    """The part of each batch for one rank: ``ratios`` has a number for each rank; no part is smaller than ``least``."""
 
     rank: int
     ratios: tuple[float, ...]
     least: int = 1
 
     def of(self, total: int) -> tuple[int, int]:
-        """Return the half-open range of this rank in ``total`` items."""
+        """Return the range ``(first, end)`` of this rank in ``total`` items."""
         if len(self.ratios) == 1:
             return 0, total
         return ranges(split(total, self.ratios, self.least))[self.rank]
@@ -61,21 +61,21 @@ class Feed(Protocol):
         ...
 
     def work(self, epoch: int, turns: Iterable[int], share: Share | None) -> Iterator[tuple[int, list[Any]]]:
-        """Yield ``(turn, micro-batches)`` for ascending ``turns``; the list is empty where a share is."""
+        """Yield ``(turn, micro-batches)`` for ascending ``turns``; an empty share gives an empty list."""
         ...
 
     def identity(self) -> dict[str, Any]:
-        """Return what defines the order of the data, as JSON values."""
+        """Return the values that define the order of the data, as JSON values."""
         ...
 
 
 class RowFeed:
-    """A feed over a `flodl.data.DataLoader`: any row of any epoch can be fetched at once.
+    """A feed over a `flodl.data.DataLoader`, which can fetch any row of any epoch.
 
     Args:
         accumulate: batches of the loader in one turn.
-        micro_batch_size: at most this many rows go through the model together; None for no bound.
-        device: where batches are needed; None for where the loader puts them.
+        micro_batch_size: largest number of rows in a pass of the model; None for no bound.
+        device: device of the batches; None for the device of the loader.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class RowFeed:
         self.device = device if device is not None and device != loader.device else None
 
     def turns(self, epoch: int) -> int:
-        """Return how many turns ``epoch`` has, the ragged last one included."""
+        """Return how many turns ``epoch`` has, including an incomplete last one."""
         return -(-len(self.loader.plan(epoch)) // self.accumulate)
 
     def identity(self) -> dict[str, Any]:
-        """Return what defines the order of rows and the size of a step."""
+        """Return the values that define the order of rows and the size of a step."""
         rows = {"rows": self.loader.num_rows, "data_seed": self.loader.seed, "accumulate": self.accumulate}
         return {**rows, **{f"order.{k}": v for k, v in self.loader.batches.identity().items()}}
 
@@ -110,41 +110,38 @@ class RowFeed:
                 yield number, rows[first:last]
 
     def work(self, epoch: int, turns: Iterable[int], share: Share | None) -> Iterator[tuple[int, list[Any]]]:
-        """Yield ``(turn, micro-batches)``; batches are made ahead where the loader streams to a device."""
+        """Yield ``(turn, micro-batches)``; a loader that streams to a device prepares batches ahead."""
         loader = self.loader
-
-        def make(item: Any) -> Any:
-            number, rows = item
-            return loader.fetch(rows, epoch, number)
-
         plans = [(turn, list(self._micro(epoch, turn, share))) for turn in turns]
         resident = loader.is_resident
-        # On a CPU nothing is won by working ahead, and data that draws from torch's global generator
-        # must draw in the order of training to resume to the bit.
+        # On a CPU working ahead saves no time, and data that draw from torch's global generator must draw in the order
+        # of training, to resume with the same bits.
         depth = 0 if resident or loader.device.type == "cpu" else loader.prefetch
         if depth and any(items for _, items in plans):
             flat = (item for _, items in plans for item in items)
+            make = lambda item: loader.fetch(item[1], epoch, item[0])  # noqa: E731
             stream = Stream(make, flat, depth, loader.placement)  # type: ignore[arg-type]
             for turn, items in plans:
-                yield turn, self._moved([next(stream) for _ in items])
+                made = [next(stream) for _ in items]
+                yield turn, made if self.device is None else [batch.to(self.device) for batch in made]
             return
         for turn, items in plans:
-            made = [make(item) for item in items]
-            if not resident:
-                made = [loader.placement.receive(*loader.placement.send(batch)) for batch in made]
-            yield turn, self._moved(made)
-
-    def _moved(self, batches: list[Any]) -> list[Any]:
-        return batches if self.device is None else [batch.to(self.device) for batch in batches]
+            made = []
+            for number, rows in items:
+                batch = loader.fetch(rows, epoch, number)
+                if not resident:
+                    batch = loader.placement.receive(*loader.placement.send(batch))
+                made.append(batch if self.device is None else batch.to(self.device))
+            yield turn, made
 
 
 class StreamFeed:
-    """A feed over anything that can be iterated once per epoch; every rank must see the same batches.
+    """A feed over anything that can be iterated one time per epoch; every rank must read the same batches.
 
-    A rank reads past batches that are not its own, and a resumed run reads up to its place again, so
-    a loader that can fetch any batch (`flodl.data.DataLoader`) is better where reading is dear. For the order to be the
-    same then, and on all ranks, it is drawn from random numbers that seed and epoch decide: those in which iterating
-    begins. What is read past draws none.
+    A rank skips the batches of other ranks, and a resumed run skips the batches before its position, so a loader that
+    can fetch any batch (`flodl.data.DataLoader`) is faster if reading is expensive. Seed and epoch determine the random
+    numbers at the start of the iteration, so that all ranks, and a resumed run, have the same order. Skipped batches draw
+    no random numbers.
 
     Args:
         loader: ``len()`` gives the batches of an epoch. ``set_epoch(epoch)`` is called where it exists.
@@ -165,15 +162,15 @@ class StreamFeed:
         self._length = _length_of(loader) or 0
 
     def turns(self, epoch: int) -> int:
-        """Return how many turns an epoch has, the ragged last one included."""
+        """Return how many turns an epoch has, including an incomplete last one."""
         return -(-self._length // self.accumulate)
 
     def identity(self) -> dict[str, Any]:
-        """Return the number of batches and the size of a step, all that is known here."""
+        """Return the number of batches and the size of a step."""
         return {"batches": self._length, "accumulate": self.accumulate}
 
     def work(self, epoch: int, turns: Iterable[int], share: Share | None) -> Iterator[tuple[int, list[Any]]]:
-        """Yield ``(turn, micro-batches)``, reading past the turns that are not asked for."""
+        """Yield ``(turn, micro-batches)``; other turns are read and skipped."""
         wanted = sorted(turns)
         if not wanted:
             return
@@ -188,10 +185,10 @@ class StreamFeed:
                 held = []
 
     def _read(self, epoch: int, chosen: Container[int], last: int) -> Iterator[Any]:
-        """Yield the batches of an epoch up to ``last``; what is read past leaves random numbers as they were.
+        """Yield the batches of an epoch up to ``last``; skipped batches do not change random states.
 
         Raises:
-            DataError: there are fewer.
+            DataError: the loader yields fewer batches.
         """
         source: Iterator[Any] | None = None
         for number in range(last):
@@ -203,18 +200,18 @@ class StreamFeed:
                     batch = next(source)
                 except StopIteration:
                     raise DataError(
-                        f"trainer: {type(self.loader).__name__} said that an epoch has {self._length} batches (its "
-                        f"len()) and gave {number} in epoch {epoch}; expected as many as it said.",
+                        f"trainer: found {number} batches in epoch {epoch} of {type(self.loader).__name__}, expected "
+                        f"{self._length}, the value of its len().",
                         found=number,
                         expected=self._length,
                     ) from None
             yield batch
         if last == self._length and source is not None:
             with random_kept():
-                next(source, None)  # some loaders do their last work when they are asked for what is not there
+                next(source, None)  # some loaders finish their work only at the end of the iteration
 
     def _begun(self, epoch: int) -> Iterator[Any]:
-        """Return the batches of an epoch; what is drawn for their order is the caller's to keep."""
+        """Start the iteration of an epoch; the caller restores the random states."""
         for target in (self.loader, getattr(self.loader, "sampler", None)):
             if hasattr(target, "set_epoch"):
                 target.set_epoch(epoch)  # type: ignore[union-attr]
@@ -230,9 +227,9 @@ class StreamFeed:
 
 
 class EndlessFeed(StreamFeed):
-    """A feed over what has no length: one epoch of as many turns as the run has steps, begun anew each time it ends.
+    """A feed over data without a length: one epoch with a turn for each step of the run; data that end are restarted.
 
-    What cannot begin anew, as a generator, ends the epoch early. Turns are read on from where reading was.
+    Data that cannot be restarted, such as a generator, end the epoch early. Turns continue at the last position.
 
     Args:
         max_steps: turns of the epoch.
@@ -249,11 +246,11 @@ class EndlessFeed(StreamFeed):
         return self._steps
 
     def identity(self) -> dict[str, Any]:
-        """Return the size of a step; how many there are may change."""
+        """Return the size of a step; the number of steps may change."""
         return {"batches": None, "accumulate": self.accumulate}
 
     def work(self, epoch: int, turns: Iterable[int], share: Share | None) -> Iterator[tuple[int, list[Any]]]:
-        """Yield ``(turn, micro-batches)`` as `StreamFeed` does; fewer where the data end and do not begin anew."""
+        """Yield ``(turn, micro-batches)`` as `StreamFeed` does; fewer if the data end and cannot be restarted."""
         chosen = set(turns)
         if chosen and self._next > min(chosen):
             self._source, self._passes, self._next = iter(()), 0, 0
@@ -266,7 +263,7 @@ class EndlessFeed(StreamFeed):
                 yield turn, [to_device(part, self.device) for batch in batches for part in self._cut(batch, share)]
 
     def _turn(self, wanted: bool) -> list[Any]:
-        """Return the batches of the next turn, which does not reach over the end of a pass; none where all is read."""
+        """Return the batches of the next turn, which ends with a pass over the data; none if all data are read."""
         held = self._some(self.accumulate, wanted)
         if not held:
             with random_kept():
@@ -289,7 +286,7 @@ def _length_of(loader: Any) -> int | None:
 
 
 def _pieces(first: int, last: int, size: int, share: Share | None) -> list[tuple[int, int]]:
-    """Return ranges of ``size``, the last one larger where a remainder would be smaller than a share may be."""
+    """Return ranges of ``size``; the last is larger if a remainder would be smaller than a share may be."""
     least = share.least if share is not None else 1
     starts = [start for start in range(first, last, max(size, least)) if start == first or last - start >= least]
     return list(zip(starts, [*starts[1:], last], strict=True)) if first < last else []
@@ -314,7 +311,7 @@ def _slice(batch: Any, first: int, last: int, total: int) -> Any:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return ``batch`` with every tensor in it on ``device``; what has a method ``to`` moves itself."""
+    """Return ``batch`` with its tensors, and objects with a method ``to``, on ``device``."""
 
     def moved(part: Any) -> Any:
         if isinstance(part, torch.Tensor):
@@ -365,7 +362,7 @@ def as_feed(
 def check_data(
     data: Any, *, batch_size: int | None = None, batches: Any = None, max_steps: int | None = None, **_: Any
 ) -> bool:
-    """Return whether ``data`` yields batches, rather than rows that are cut into batches.
+    """Return True if ``data`` yields batches, False if it contains rows to be cut into batches.
 
     Raises:
         DataError: a loader without a length, and no ``max_steps``.
@@ -386,14 +383,14 @@ def check_data(
 
 
 def _refuse_rows(data: Any) -> None:
-    """Refuse rows where batches are expected: each would be a step of its own.
+    """Refuse rows instead of batches: each row would be a step.
 
     Raises:
-        TrainError: ``data`` are rows, as far as can be told.
+        TrainError: ``data`` seem to be rows.
     """
     if _are_rows(data):
         raise TrainError(
-            f"trainer: found rows ({type(data).__name__}) and no batch size; each row would be a step of its own. "
+            f"trainer: found rows ({type(data).__name__}) and no batch size; each row would be a step. "
             "Expected batch_size (.batch_size(32), or batch_size=32 of evaluate), or a loader that yields batches.",
             found=type(data).__name__,
             missing=["batch_size"],
@@ -411,7 +408,7 @@ def _are_rows(data: Any) -> bool:
 
 
 def gives_batches(data: Any) -> bool:
-    """Return whether ``data`` are batches already: a list of them, or a loader that has no rows to be asked for."""
+    """Return True if ``data`` are batches already: a list of batches, or a loader without access to rows."""
     if isinstance(data, (list, tuple)):
         return not _are_rows(data)
     asked = any(hasattr(data, name) for name in ("get", "get_batch", "__getitem__"))
@@ -419,14 +416,9 @@ def gives_batches(data: Any) -> bool:
 
 
 def _is_row(item: Any) -> bool:
-    """Return whether an item of a list is one sample: a number or a text stands where a batch has several."""
+    """Return True if an item of a list is one sample: it contains a number or a text instead of several."""
     parts = list(item.values()) if isinstance(item, Mapping) else item if isinstance(item, (list, tuple)) else [item]
     sizes = {part.shape[0] for part in parts if isinstance(part, (torch.Tensor, np.ndarray)) and part.ndim}
     single = [part for part in parts if isinstance(part, (str, float, int)) or getattr(part, "ndim", 1) == 0]
-    # a number beside tensors may say how many samples these have
+    # a number next to tensors may be their number of samples
     return any(not (isinstance(part, int) and part in sizes) for part in single)
-
-
-def take(feed: Feed, epoch: int, turns: Sequence[int]) -> list[Any]:
-    """Return the micro-batches of these turns in one list."""
-    return [batch for _, batches in feed.work(epoch, turns, None) for batch in batches]

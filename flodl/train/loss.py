@@ -1,7 +1,7 @@
-"""What a training step returns: a sum of losses and how many there were.
+"""Result of a training step: a sum of losses and the number of items.
 
-Only sums and counts add up across micro-batches and ranks. A mean does not: the mean of means is
-wrong as soon as two micro-batches hold different numbers of tokens.
+Only sums and counts add up across micro-batches and ranks. A mean of means is wrong as soon as two micro-batches have
+different numbers of tokens.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Loss:
 
     Attributes:
         sum: 0-dimensional tensor, the sum of the losses of all counted items.
-        count: how many items were counted: samples, or tokens whose label is not ignored. A number
-            or a 0-dimensional tensor.
+        count: number of counted items: samples, or tokens with a label that is not ignored. A number or a
+            0-dimensional tensor.
         metrics: further figures as ``name: (sum, count)``; reported as means weighted by count.
-        is_mean: whether ``sum`` holds the mean instead; set by `mean`.
+        is_mean: True if ``sum`` is the mean instead; set by `mean`.
     """
 
     sum: torch.Tensor
@@ -41,7 +41,7 @@ class Loss:
         count: int | float | torch.Tensor,
         metrics: Mapping[str, tuple[Any, Any]] | None = None,
     ) -> Loss:
-        """Return the loss whose mean over ``count`` items is ``value``."""
+        """Return the loss with the mean ``value`` over ``count`` items."""
         return cls(value, count, metrics or {}, is_mean=True)
 
     def as_sum(self) -> torch.Tensor:
@@ -60,7 +60,7 @@ class Loss:
     def summed(self) -> torch.Tensor:
         """Return the sum without gradient, float64 ``()``, on the device of the loss."""
         if self.is_mean:
-            # Multiplied in float64, so that what is reported is the mean that was given.
+            # Multiplied in float64, so that the reported mean equals the given one.
             mean = self.sum.detach().to(torch.float64).reshape(())
             return _where_any(self.count, mean * self.count)
         return self.sum.detach().to(torch.float64).reshape(())
@@ -70,11 +70,11 @@ class Loss:
         value = self.summed()
         if isinstance(self.count, torch.Tensor):
             return torch.stack([value, self.count.to(value.device, torch.float64)])
-        # Filled in on the device: a copy from the host would wait for it.
+        # Filled on the device: a copy from the host would wait for it.
         return torch.stack([value, value.new_full((), float(self.count))])
 
     def check_depends(self) -> None:
-        """Refuse a loss that nothing can learn from.
+        """Refuse a loss without a gradient.
 
         Raises:
             TrainError: it has no gradient.
@@ -87,43 +87,45 @@ class Loss:
 
 
 def _where_any(count: Any, value: torch.Tensor) -> torch.Tensor:
-    """Return ``value``, or 0 where nothing was counted."""
+    """Return ``value``, or 0 if nothing was counted."""
     if isinstance(count, torch.Tensor):
         return torch.where(count > 0, value, 0.0)
-    # Where it is nothing the gradient is 0 too, though the mean of nothing is NaN.
+    # Its gradient is 0 too, although the mean of nothing is NaN.
     return value if count > 0 else torch.where(torch.zeros((), dtype=torch.bool, device=value.device), value, 0.0)
 
 
 def as_loss(value: Any, samples: float) -> Loss:
-    """Return what a training step gave as a `Loss`.
+    """Return the result of a training step as a `Loss`.
 
     Args:
-        value: a `Loss`; a pair ``(sum, count)``; or a mean over the samples of the micro-batch as a
-            tensor, or an output that holds one as ``.loss``.
-        samples: number of samples in the micro-batch, the count of a plain mean.
+        value: a `Loss`; a pair ``(sum, count)``; a mean over the samples of the micro-batch as a tensor; or a mapping
+            or an object with such a tensor as ``loss``.
+        samples: number of samples in the micro-batch, the count of a mean.
 
     Raises:
-        TrainError: none of these, or not a single number.
+        TrainError: another type, or more than one number.
     """
     if isinstance(value, tuple) and len(value) == 2:
         value = Loss(*value)
-    elif not isinstance(value, (Loss, torch.Tensor)) and isinstance(getattr(value, "loss", None), torch.Tensor):
-        value = Loss.mean(getattr(value, "loss"), samples)  # noqa: B009
-    elif isinstance(value, torch.Tensor):
-        value = Loss.mean(value, samples)
+    elif not isinstance(value, Loss):
+        mean = value.get("loss") if isinstance(value, Mapping) else getattr(value, "loss", value)
+        value = Loss.mean(mean, samples) if isinstance(mean, torch.Tensor) else value
     if not isinstance(value, Loss) or not isinstance(value.sum, torch.Tensor) or value.sum.numel() != 1:
         shape = tuple(value.sum.shape) if isinstance(value, Loss) and isinstance(value.sum, torch.Tensor) else None
         raise TrainError(
             f"train_step: found {type(value).__name__}{f' of shape {shape}' if shape else ''}; expected "
-            "Loss(sum, count), a pair (sum, count), or a mean loss as a tensor with one element.",
+            "Loss(sum, count), a pair (sum, count), or a mean loss as a tensor with one element, alone or as 'loss' of "
+            "a mapping or an object.",
             found=type(value).__name__,
         )
     return value
 
 
 def batch_len(batch: Any) -> int:
-    """Return the number of samples in a batch: its ``num_rows`` if it says so, else the length of dimension 0 of its
-    first tensor that has one, else that of its first list of texts or numbers, else 1.
+    """Return the number of samples in a batch.
+
+    It is the attribute ``num_rows``, else the length of dimension 0 of the first tensor with a dimension, else the
+    length of the first list of texts or numbers, else 1.
     """
     said = getattr(batch, "num_rows", None)
     if isinstance(said, int):
@@ -134,7 +136,7 @@ def batch_len(batch: Any) -> int:
 
 
 def _first_len(batch: Any, counts: Callable[[Any], bool]) -> int | None:
-    """Return the length of the first part of a batch that counts, looking into parts in order."""
+    """Return the length of the first part of a batch for which ``counts`` is true, searching in order."""
     if counts(batch):
         return len(batch)
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
@@ -149,7 +151,7 @@ def _first_len(batch: Any, counts: Callable[[Any], bool]) -> int | None:
 
 
 def is_column(part: Any) -> bool:
-    """Return whether a part of a batch is a list of values, one a row; sizes are tuples of numbers, and are none."""
+    """Return True if a part of a batch is a list with one value for each row; tuples of numbers are sizes."""
     if isinstance(part, list):
         return bool(part) and all(isinstance(value, (str, bytes, int, float, type(None))) for value in part)
     return isinstance(part, tuple) and bool(part) and all(isinstance(value, (str, bytes)) for value in part)

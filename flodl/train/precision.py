@@ -1,4 +1,4 @@
-"""In which numbers a model is trained: float32, TF32, bfloat16 autocast, or float16 with a loss scale."""
+"""Precision of training: float32, TF32, bfloat16 autocast, or float16 with a loss scale."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Precision:
             CUDA), ``"bf16"`` or ``"fp16"`` (autocast; float16 with a dynamic loss scale).
 
     Attributes:
-        entered: whether the context was asked for.
-        products: what autocast multiplies matrices in; None without autocast.
+        entered: True after `context` was called.
+        products: dtype of matrix products under autocast; None without autocast.
 
     Raises:
         TrainError: another name.
@@ -50,10 +50,10 @@ class Precision:
         return contextlib.nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loss scale as JSON values; empty where there is none."""
+        """Return the loss scale as JSON values; empty without one."""
         return dict(self.scaler.state_dict()) if self.scaler is not None else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the loss scale of `state_dict`."""
+        """Restore the loss scale of `state_dict`."""
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""How many steps of a run were replayed from captured graphs, what capturing took, and why the others were not."""
+"""Summary of the steps of a run that were replayed from captured graphs."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ __all__ = ["Recorded"]
 
 @dataclass(frozen=True)
 class Recorded:
-    """What became of the steps of one rank of a run on a device that captures them.
+    """Numbers of replayed and other steps of one rank, on a device that captures steps.
 
     Attributes:
-        steps: all that this process took.
-        replayed: those that were replayed.
-        shapes: shapes of batches that were captured.
-        first_s: seconds of this host in steps that were launched one operation at a time.
-        capture_s: seconds of this host in capturing.
-        reason: why steps are not captured, or no more; None where they are.
+        steps: steps of this process.
+        replayed: replayed steps.
+        shapes: captured shapes of batches.
+        first_s: seconds of the host in steps that were launched one operation at a time.
+        capture_s: seconds of the host in captures.
+        reason: why steps are not captured, or not any more; None if they are.
     """
 
     steps: int

@@ -1,8 +1,8 @@
-"""Reports of steps: at once, or in windows while their figures are copied from the device.
+"""Reports of steps: immediately, or in windows while their figures are copied from the device.
 
-A step that was decided on the device leaves a row of numbers there. Rows are kept until a window is full, then
-brought over in one copy that nobody waits for; the window is told when it has arrived, its steps in order.
-Whoever needs all figures now (the end of an epoch, an evaluation, a checkpoint) calls `settle`.
+A step that was decided on the device leaves a row of numbers there. Rows are kept until a window is full and then
+copied to the host together, without waiting. The steps of a window are reported in order when it has arrived. The end
+of an epoch, an evaluation and a checkpoint need all figures and call `settle`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ __all__ = ["StepLog"]
 
 @dataclass
 class _Entry:
-    """One step as the host knows it."""
-
     result: StepResult
     outcome: Outcome | None
     step: int
@@ -38,16 +36,16 @@ class _Entry:
 
 
 class StepLog:
-    """Tells steps to the tally and to subscribers.
+    """Report steps to the totals of the epoch and to subscribers of events.
 
     Args:
-        events: who is told.
-        every: steps in a window; fewer where rows would not be kept as long.
-        on_nan: ``"stop"`` raises when a step is told that was not finite.
+        events: receives the reports.
+        every: steps in a window; fewer if the device would overwrite their rows.
+        on_nan: ``"stop"`` raises when a step is reported that was not finite.
 
     Attributes:
-        before: called before all steps are told.
-        losses: of all steps that were told, and of those before a resume.
+        before: called before all steps are reported.
+        losses: losses of all reported steps, and of those before a resume.
     """
 
     def __init__(self, events: Events, *, every: int, on_nan: str) -> None:
@@ -59,76 +57,75 @@ class StepLog:
         self.losses: list[float] = []
 
     def note(self, tally: Tally, result: StepResult, *, step: int, epoch: int, lr: float, wall_ms: float) -> None:
-        """Take in one step, and tell what is known.
+        """Add one step, and report all steps with known figures.
 
         Raises:
-            TrainError: a step that is told now was not finite.
+            TrainError: a step that is reported now was not finite.
         """
         outcome = result.outcome
         entry = _Entry(result, outcome, step, epoch, lr, wall_ms)
         if outcome is None:
-            self._tell(tally, entry)
+            self._report(tally, entry)
             return
         self._open.append(entry)
         if len(self._open) >= self.every:
             self._send()
         while self._sent and (self._sent[0].arrived() if result.arrived is None else result.arrived):
-            self._tell_window(tally, self._sent.popleft())
+            self._report_window(tally, self._sent.popleft())
             if result.arrived:
-                break  # what ranks agreed on is one window
+                break  # ranks agreed on one window
 
     def arrived(self) -> bool:
-        """Return whether the oldest figures under way are here."""
+        """Return True if the oldest pending figures are on the host."""
         return bool(self._sent) and self._sent[0].arrived()
 
     def begin(self, device: torch.device) -> None:
-        """Note that a step begins, to know how long the device takes."""
+        """Record the start of a step, to measure the time of the device."""
         if self._start is None and device.type == "cuda":
             self._start = torch.cuda.Event(enable_timing=True)
             self._start.record()
 
     def settle(self, tally: Tally) -> None:
-        """Tell all steps, waiting for the device.
+        """Report all steps; waits for the device.
 
         Raises:
-            TrainError: one of them was not finite.
+            TrainError: a step was not finite.
         """
         self.before()
         if self._open:
             self._send()
         while self._sent:
-            self._tell_window(tally, self._sent.popleft())
-        self._start = None  # what comes between two windows is no step
+            self._report_window(tally, self._sent.popleft())
+        self._start = None  # time between windows is no step's time
 
     def _send(self) -> None:
         window = _Window(self._open, self._start)
-        self._open = []
-        self._start = window.end
+        self._open, self._start = [], window.end
         self._sent.append(window)
 
-    def _tell_window(self, tally: Tally, window: _Window) -> None:
+    def _report_window(self, tally: Tally, window: _Window) -> None:
         for entry, values, compute_ms in window.read():
             assert entry.outcome is not None
-            stop = partial(not_finite, self.events.rank, entry.step) if self.on_nan == "stop" else None
-            entry.result.settle(entry.outcome.read(values), compute_ms, raising=stop)
-            self._tell(tally, entry)
+            raising = partial(not_finite, self.events.rank, entry.step) if self.on_nan == "stop" else None
+            entry.result.settle(entry.outcome.read(values), compute_ms, raising=raising)
+            self._report(tally, entry)
 
-    def _tell(self, tally: Tally, entry: _Entry) -> None:
-        result, rank = entry.result, self.events.rank
+    def _report(self, tally: Tally, entry: _Entry) -> None:
+        result, events = entry.result, self.events
         tally.add(result, entry.wall_ms)
         self.losses.append(result.loss)
         if not result.applied:
             message = f"step {entry.step}: not applied, {result.reason}"
-            self.events.emit(Warned(rank=rank, step=entry.step, message=message))
-        if self.events.wanted(StepDone):
-            self.events.emit(_told(entry, rank))
-        if result.observed and self.events.wanted(Observed):
+            events.emit(Warned(rank=events.rank, step=entry.step, message=message))
+        if events.wanted(StepDone):
+            events.emit(_step_done(entry, events.rank))
+        if result.observed and events.wanted(Observed):
             values = {name: total / weight for name, (total, weight) in result.observed.items() if weight}
-            where: Any = {"at_s": entry.at_s, "rank": rank, "step": entry.step, "epoch": entry.epoch}
-            self.events.emit(Observed(**where, scope="step", values=values))
+            where: Any = {"at_s": entry.at_s, "rank": events.rank, "step": entry.step, "epoch": entry.epoch}
+            events.emit(Observed(**where, scope="step", values=values))
 
 
-def _told(entry: _Entry, rank: int) -> StepDone:
+def _step_done(entry: _Entry, rank: int) -> StepDone:
     result = entry.result
     return StepDone(
         at_s=entry.at_s,
@@ -148,7 +145,7 @@ def _told(entry: _Entry, rank: int) -> StepDone:
 
 
 class _Window:
-    """Steps whose figures travel together."""
+    """Steps with figures that are copied together."""
 
     def __init__(self, entries: list[_Entry], start: torch.cuda.Event | None) -> None:
         self.entries, self.start = entries, start
@@ -156,30 +153,27 @@ class _Window:
         self.widths = [row.numel() for row in rows]
         if any(row.dtype != rows[0].dtype for row in rows):
             rows = [row.to(torch.float64) for row in rows]
-        flat = torch.cat(rows)
+        self.values = flat = torch.cat(rows)
         self.end: torch.cuda.Event | None = None
         if flat.is_cuda:
             self.values = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
             self.values.copy_(flat, non_blocking=True)
             self.end = torch.cuda.Event(enable_timing=True)
             self.end.record()
-        else:
-            self.values = flat
 
     def arrived(self) -> bool:
-        """Return whether the figures are here."""
+        """Return True if the figures are on the host."""
         return self.end is None or self.end.query()
 
     def read(self) -> Iterator[tuple[_Entry, list[float], float]]:
-        """Yield each step, its figures and the mean time that the device took for a step, waiting for them."""
+        """Yield each step, its figures and the mean time of a step on the device; waits for them."""
         compute_ms = 0.0
-        if self.end is not None:
+        if self.end is None:
+            compute_ms = sum(entry.wall_ms for entry in self.entries) / len(self.entries)
+        else:
             self.end.synchronize()
             if self.start is not None:
                 compute_ms = self.start.elapsed_time(self.end) / len(self.entries)
-        else:
-            compute_ms = sum(entry.wall_ms for entry in self.entries) / len(self.entries)
-        values, place = self.values.tolist(), 0
+        values = iter(self.values.tolist())
         for entry, width in zip(self.entries, self.widths, strict=True):
-            yield entry, values[place : place + width], compute_ms
-            place += width
+            yield entry, [next(values) for _ in range(width)], compute_ms

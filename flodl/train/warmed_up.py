@@ -131,7 +131,7 @@ class Polynomial(_Curve, base=RATE, total=SOME_STEPS, warmup=STEPS, power=number
 
 @dataclass(frozen=True)
 class InverseSqrt(_Curve, base=RATE, warmup=STEPS, timescale=SOME_STEPS | None):
-    """A straight rise from 0, then a rate that falls with the root of the step; it knows no end.
+    """A straight rise from 0, then a rate that falls with the root of the step, without an end.
 
     Attributes:
         base: the highest rate.

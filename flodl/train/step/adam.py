@@ -1,8 +1,8 @@
 """Adam and AdamW on CUDA by our own kernels, where these give the bits of torch's.
 
 `torch.optim` keeps options and state, which are saved and resumed; only the update of the parameters is launched here.
-Torch updates what is not plain: another class, hooks, options without a kernel, and the first step, which creates the
-state. It also updates everything on a device where a trial, once per process, finds other bits.
+Torch updates other classes, optimisers with hooks or with options without a kernel, and the first step, which creates
+the state. It also updates everything on a device on which a trial, once per process, finds other bits.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class AdamUpdate:
         return launches is not None
 
     def prepare(self, optimizer: torch.optim.Optimizer, divided: bool) -> None:
-        """Create what a capture of the next step needs and cannot create, after torch updated the parameters.
+        """Create the tables for a capture of the next step, after torch updated the parameters.
 
         Args:
             divided: True if the update divides gradients.
@@ -165,7 +165,7 @@ def _base(even: np.ndarray) -> int:
 
 
 def _is_plain(optimizer: Any) -> bool:
-    """Return True if nothing changes what the optimiser's options and its fused kernel do."""
+    """Return True if nothing modifies the effect of the optimiser's options and its fused kernel."""
     kind = type(optimizer)
     return (
         kind in (torch.optim.Adam, torch.optim.AdamW)

@@ -1,14 +1,13 @@
-"""Triton kernels of Adam and AdamW (Kingma and Ba 2015; Loshchilov and Hutter 2019) over all parameters at once.
+"""Triton kernels of Adam and AdamW (Kingma and Ba 2015; Loshchilov and Hutter 2019) over all parameters together.
 
-They do the operations of torch's fused kernels in their order, so that parameters and averages are the same to the bit;
-numbers travel sixteen bytes at a time, and gradients that are divided on the way are not written back. What is launched
-when is in `flodl.train.step.adam`; importing this file needs Triton.
+They do the operations of torch's fused kernels in the same order, so that parameters and averages are the same to the
+bit; loads and stores are sixteen bytes wide, and divided gradients are not written back. `flodl.train.step.adam`
+launches them; importing this file needs Triton.
 
-Torch's kernels leave it to the compiler where a product and a sum become one operation with one rounding; here it is
-written out. In what CUDA 13.0 makes of them for compute capability 9.0, each of the four elements of a thread
-multiplies and adds in one, with an exception: where decay goes through a gradient that is not divided, the first
-element's product is computed ahead of a branch, and rounded there (``APART``). Powers of the betas are torch's own
-operation: Triton's library computes them by another sum.
+Torch's kernels let the compiler decide when a product and a sum become one operation with one rounding; here it is
+explicit. CUDA 13.0 for compute capability 9.0 fuses them for each of the four elements of a thread, with an exception:
+if decay acts through a gradient that is not divided, the product of the first element is computed before a branch and
+rounded there (``APART``). Powers of the betas use torch's operation, because Triton's library computes other bits.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false
@@ -59,7 +58,7 @@ def _moved(
             p = tl.fma(-(rate * decay), p, p)
         else:
             joined = tl.fma(p, decay, g)
-            # What was added nothing to is a product that no compiler joins with the sum that follows.
+            # Adding 0 makes a product that the compiler does not fuse with the following sum.
             g = tl.where(alone, tl.fma(p, decay, 0.0) + g, joined) if APART else joined
     m = tl.fma(beta_1, m, tl.fma(-beta_1, g, g))
     square = g * g
@@ -107,7 +106,7 @@ def move(
         at_p, at_g = tl.load(table + tensor), tl.load(table + number + tensor)
         at_m, at_v = tl.load(table + 2 * number + tensor), tl.load(table + 3 * number + tensor)
         if tl.load(table + 4 * number + tensor) == 1:
-            # New numbers: what tl.multiple_of says of one would hold in the other branch too.
+            # New variables, because tl.multiple_of would also apply in the other branch.
             even = size // 4 * 4
             param, grad = base + at_p // 4 * 4, base + at_g // 4 * 4
             first, second = base + at_m // 4 * 4, base + at_v // 4 * 4

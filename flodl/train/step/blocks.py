@@ -1,4 +1,4 @@
-"""Which program of a kernel reads which stretch of many tensors, and how it learns where they lie."""
+"""Assignment of stretches of many tensors to the programs of a kernel, and tables of their addresses."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 __all__ = ["BLOCK", "BlockLayout", "capturing", "is_dense", "sent"]
 
 BLOCK = 2048
-"""Elements that a program reads at once."""
+"""Elements that a program reads in one operation."""
 MOST_PROGRAMS = 1056
-"""Programs that leave a number each: all run at once, and one program can add up what they found."""
+"""Programs that write one number each: all run simultaneously, and one program can sum their results."""
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Who reads what: the same for all gradients of these shapes.
+    """Assignment of stretches to programs, the same for all gradients of these shapes.
 
-    ``spare`` is room for the addresses that a captured graph reads. What is allocated during capture shares its memory
-    with other tensors of the graph, which overwrite it at each replay; so this room is made before.
+    ``spare`` is memory for the addresses that a captured graph reads. It is allocated before the capture, because other
+    tensors of the graph overwrite memory of the capture at each replay.
     """
 
     sizes: torch.Tensor
@@ -33,7 +33,7 @@ class BlockLayout:
 
     @classmethod
     def of(cls, sizes: Sequence[int], device: torch.device, most: int = MOST_PROGRAMS) -> BlockLayout:
-        """Return who reads what of tensors of these sizes, by at most so many programs, or one for each tensor."""
+        """Return the assignment for tensors of these sizes, to at most ``most`` programs, or one for each tensor."""
         span = BLOCK
         while sum(-(-size // span) for size in sizes) > max(most, len(sizes)):
             span *= 2
@@ -44,12 +44,12 @@ class BlockLayout:
 
 
 def capturing(device: torch.device) -> bool:
-    """Return whether what is launched now is captured and not run."""
+    """Return True if launches are captured now instead of run."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements are one stretch of memory, in any order."""
+    """Return True if the elements are one stretch of memory, in any order."""
     spans = sorted(zip(tensor.stride(), tensor.shape, strict=True))
     size = 1
     for stride, length in spans:
@@ -60,6 +60,6 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def sent(array: Any, device: torch.device) -> torch.Tensor:
-    """Return the numbers on the device, without making the host wait."""
+    """Return the numbers on the device, without a wait of the host."""
     found = torch.from_numpy(array)
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found

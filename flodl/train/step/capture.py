@@ -66,10 +66,10 @@ class _Graph:
 
 
 class _Captures:
-    """Captured graphs by key, and the decision when a key is captured.
+    """Captured graphs by key, and the decision to capture a key.
 
     Args:
-        step: the step whose work is captured.
+        step: the captured step.
         compute: the function that is captured.
         finish: completes a capture; its result is kept as long as the graph is replayed.
         capturer: None runs everything one operation at a time.
@@ -140,7 +140,7 @@ class _Captures:
             self.first_s += time.perf_counter() - began
 
     def _observe(self, run: Run) -> tuple[Outcome, str | None]:
-        """Return the outcome of an ordinary step, and what it did that a captured graph cannot do."""
+        """Return the outcome of an ordinary step, and the operation that a graph cannot contain, or None."""
         assert self.capturer is not None
         began = time.perf_counter()
         outcome, fault = self.capturer.watch(run)
@@ -301,7 +301,7 @@ class EndCaptures(_Captures):
 
     Attributes:
         pair: sum and count of this rank's losses, float64 ``(2,)``; replays read it, so its memory stays.
-        weight: this rank's samples, float64 ``()``, likewise.
+        weight: this rank's samples, float64 ``()``; its memory stays too.
     """
 
     what = "sums over ranks and updates"
@@ -374,14 +374,14 @@ def flatten(value: Any, tensors: list[torch.Tensor], rows: bool = True) -> Any:
     """Append the tensors of a batch to ``tensors`` and return everything else about it, hashable.
 
     Args:
-        rows: whether ``num_rows`` of a `flodl.data.Batch` counts as part of it.
+        rows: True if ``num_rows`` of a `flodl.data.Batch` is part of its structure.
 
     Raises:
-        Refused: it holds something that cannot be told apart or copied.
+        Refused: it contains an object that cannot be compared or copied.
     """
     if isinstance(value, torch.Tensor):
         if tensors and value.device != tensors[0].device:
-            raise Refused(f"a batch holds tensors on {value.device} and on {tensors[0].device}")
+            raise Refused(f"a batch contains tensors on {value.device} and on {tensors[0].device}")
         tensors.append(value)
         return value.shape, value.dtype, value.stride()
     if isinstance(value, Batch):
@@ -401,11 +401,11 @@ def flatten(value: Any, tensors: list[torch.Tensor], rows: bool = True) -> Any:
         return type(value).__name__, inner
     if isinstance(value, (int, float, str, bool, bytes, type(None))):
         return type(value).__name__, value
-    raise Refused(f"a batch holds a {type(value).__name__}, whose contents are not known")
+    raise Refused(f"a batch contains a {type(value).__name__}, which cannot be compared")
 
 
 def _with(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """Return ``value`` with the given tensors in place of its own."""
+    """Return ``value`` with its tensors replaced."""
 
     def put(part: Any) -> Any:
         if isinstance(part, torch.Tensor):

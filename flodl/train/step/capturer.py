@@ -30,7 +30,7 @@ class Capturer(Protocol):
     """Observes ordinary runs and captures steps."""
 
     def watch(self, run: Run) -> tuple[Outcome, str | None]:
-        """Run an ordinary step; return its outcome, and what it did that a captured graph cannot do, or None."""
+        """Run an ordinary step; return its outcome, and the operation that a graph cannot contain, or None."""
         ...
 
     def capture(self, run: Run) -> Run:
@@ -47,11 +47,11 @@ class Capturer(Protocol):
 
 
 class CudaCapturer:
-    """Captures CUDA graphs that share one pool of memory; they are replayed one after another.
+    """Capture CUDA graphs that share one pool of memory, because they are replayed one after the other.
 
     Args:
         device: a CUDA device.
-        tune: let cuDNN time its algorithms for each shape, which is worth it where shapes come again.
+        tune: let cuDNN time its algorithms for each shape, which pays for repeated shapes.
     """
 
     def __init__(self, device: torch.device, *, tune: bool = True) -> None:
@@ -60,7 +60,7 @@ class CudaCapturer:
         self._pool = torch.cuda.graph_pool_handle()
 
     def watch(self, run: Callable[[], Outcome]) -> tuple[Outcome, str | None]:
-        """Run a step on the stream that captures, and say where it waited for the device."""
+        """Run a step on the stream of captures; return its outcome, and where it waited for the device or None."""
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         mode = torch.cuda.get_sync_debug_mode()
@@ -88,10 +88,10 @@ class CudaCapturer:
         generator = torch.cuda.default_generators[self.device.index or 0]
         kept = generator.clone_state()
         try:
-            # Other threads copy batches and allocate meanwhile; only this one is held to the rules of capture.
+            # Other threads copy batches and allocate meanwhile; the rules of capture apply to this thread only.
             with (
                 self._tuned(),
-                gc_paused(),  # freeing an older captured graph would break this one
+                gc_paused(),  # freeing an older graph would break the capture
                 torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 outcome = run()
@@ -110,7 +110,7 @@ class CudaCapturer:
         return replay
 
     def beside(self, ranks: Ranks) -> tuple[CudaCapturer, Overlap | str]:
-        """Return a capturer whose graphs share no memory with those of this one, so that both may run at once."""
+        """Return a capturer with a separate pool of memory, so that its graphs may run simultaneously with these."""
         overlap = choose_overlap(ranks, fault_of(self.device))
         return (self if isinstance(overlap, str) else CudaCapturer(self.device, tune=self.tune)), overlap
 
@@ -144,7 +144,7 @@ class HostRandom:
 
 
 def translations() -> tuple[int, int]:
-    """Return how many functions ``torch.compile`` has looked at, and how many graphs it made of them."""
+    """Return the numbers of functions and graphs that ``torch.compile`` has translated."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is None:
         return 0, 0

@@ -1,8 +1,7 @@
-"""What stands between backward pass and update: the gradient's norm, whether all is finite, the factor to clip by.
+"""The decision on a step, on the device: the gradient's norm, whether all is finite, and the factor to clip by.
 
-Everything is decided on the device. On CUDA two kernels of `flodl.train.step.norm_kernels` do it for dense gradients in
-float32 or half precision; elsewhere, and for other gradients, a few operations of torch. What follows from a decision
-is in `flodl.train.step.on_device`.
+On CUDA two kernels of `flodl.train.step.norm_kernels` decide for dense gradients in float32 or half precision; a few
+operations of torch decide for other gradients and devices. `flodl.train.step.device` applies the decision.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ WARPS = 4
 
 @dataclass(frozen=True)
 class StepDecision:
-    """What was decided, on the device.
+    """Decision on a step, on the device.
 
     Attributes:
-        found: float32, 1 where the step is to be left out.
-        scale: float32, what gradients are to be divided by; None where nothing is clipped.
-        figures: the loss, norms that together are the gradient's, the count where that is a tensor, and the rest.
-        norms: how many norms there are.
-        next_row: where this was captured: gives the figures of the next replay, which those after it leave alone for
-            at least `KEPT_ROWS` steps.
+        found: float32, 1 if the step is left out.
+        scale: float32, divisor of the gradients; None if nothing is clipped.
+        figures: the loss, norms of parts of the gradient, the count if it is a tensor, and the rest.
+        norms: number of norms.
+        next_row: after a capture: returns the figures of the next replay, which later replays do not overwrite for at
+            least `KEPT_ROWS` steps.
     """
 
     found: torch.Tensor
@@ -50,12 +49,12 @@ class StepDecision:
 
 
 class GradientCheck:
-    """Decides whether steps count.
+    """Decide whether steps count.
 
     Args:
-        device: where gradients are.
+        device: device of the gradients.
         max_grad_norm: clip the gradient to this 2-norm.
-        sticky: after a step that is not finite none moves any more; else just that one is left out.
+        sticky: after a step that is not finite no step is applied any more; otherwise only that step is left out.
 
     Attributes:
         state: float32, 1 after a fault.
@@ -72,16 +71,16 @@ class GradientCheck:
             self._make_ring()
 
     def _make_ring(self) -> None:
-        """Make room for figures of replays, which the device finds by a count of its own, and the host by the same."""
+        """Allocate memory for the figures of replays; device and host count the replays to find the row."""
         self._turn = torch.zeros((), dtype=torch.int64, device=self.device)
         self._turns = 0
         self._rings: dict[int, torch.Tensor] = {}
         self._rows: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
 
     def _ring_of(self, further: int) -> torch.Tensor | None:
-        """Return the room for figures with so many further ones; None where there is none and it is too late."""
+        """Return the memory for rows with this many further figures; None if it is too late to allocate it."""
         if further not in self._rings:
-            # A capture would take its memory for other things too.
+            # Other tensors of the graph would use memory that is allocated in a capture.
             if further > MOST_FURTHER or capturing(self.device):
                 return None
             self._rings[further] = torch.zeros(KEPT_ROWS, 3 + further, dtype=torch.float64, device=self.device)
@@ -108,10 +107,10 @@ class GradientCheck:
         Args:
             grads: the whole gradient, at least one tensor.
             loss: the mean loss.
-            count: items counted; only where it is a tensor may it turn out to be 0.
-            apart: norms of its parts may be figures, unless the gradient is clipped.
-            summed: the gradient is still to be divided by ``count``, a tensor, which the decision's scale then does.
-            rest: what else the step tells, float64; is added to the figures.
+            count: number of items; 0 is possible only if it is a tensor.
+            apart: figures may be norms of parts, unless the gradient is clipped.
+            summed: the gradient is not divided by ``count``, a tensor, so the scale of the decision includes it.
+            rest: further figures, float64, appended to the row.
         """
         blocks = self._layout_of(grads) if self._kernels is not None else None
         if blocks is not None:
@@ -134,20 +133,20 @@ class GradientCheck:
         return replace(decision, figures=torch.cat([part.to(torch.float64) for part in (*known, *further)]))
 
     def _of_figures(self, figures: torch.Tensor, norm: torch.Tensor | None, count: Any, summed: bool) -> StepDecision:
-        """Return the decision on a step whose loss and norms are known; they are written to."""
+        """Return the decision on a step from its loss and norms; the figures are modified."""
         if not self.sticky:
             self.state.zero_()
         found = torch.zeros_like(self.state) if isinstance(count, torch.Tensor) else self.state
         find_faults([figures], found, self._one)
         if isinstance(count, torch.Tensor):
-            # The mean of nothing is no fault, though it is not a number; it is left out all the same.
+            # The mean of nothing is NaN but no fault; the step is left out nevertheless.
             empty = (count == 0).to(torch.float32)
             torch.maximum(self.state, found * (1 - empty), out=self.state)
             found = torch.maximum(self.state, empty)
         scale = None
         if self.max_grad_norm is not None:
             assert norm is not None
-            # Gradients are divided by this inside the update, instead of being multiplied in a pass of their own.
+            # The update divides gradients by it, which saves a pass over them.
             scale = ((norm + 1e-6) / self.max_grad_norm).clamp(min=1.0).to(torch.float32)
         if summed:
             divisor = _divisor(count).to(torch.float32)
@@ -155,7 +154,7 @@ class GradientCheck:
         return StepDecision(found, scale, figures, figures.numel() - 1)
 
     def finish_capture(self) -> object:
-        """Complete what was captured since the last call; the answer must be held as long as that is replayed."""
+        """Complete a capture; keep the returned object as long as the graph is replayed."""
         done, self._unknown = self._unknown, []
         for blocks, table, addresses in done:
             table.copy_(torch.tensor(addresses))
@@ -184,7 +183,7 @@ class GradientCheck:
     def _table(self, blocks: BlockLayout, addresses: list[int]) -> torch.Tensor:
         if not capturing(self.device):
             return sent(np.asarray(addresses), self.device)
-        # Nothing is brought to the device while it captures; addresses stay the same in all replays.
+        # A capture cannot copy to the device; the addresses are the same in all replays.
         table = blocks.spare.pop()
         self._unknown.append((blocks, table, addresses))
         return table
@@ -232,15 +231,15 @@ class GradientCheck:
 
 
 def _divisor(count: torch.Tensor) -> torch.Tensor:
-    """Return the count; 1 where nothing was counted, and the step is left out."""
+    """Return the count, or 1 if nothing was counted and the step is left out."""
     return torch.where(count == 0, 1, count)
 
 
 def find_faults(tensors: Sequence[torch.Tensor], found: torch.Tensor, one: torch.Tensor) -> None:
-    """Set ``found`` (float32, one number) to 1 where a tensor holds something that is not finite.
+    """Set ``found`` (float32, one number) to 1 if a tensor contains a number that is not finite.
 
     Args:
-        tensors: are written to, with what they hold.
+        tensors: the tensors; the kernel writes the same values to them.
         one: float32, 1.
     """
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # one kernel takes tensors of one dtype
@@ -252,7 +251,7 @@ _KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 
 
 def load_kernels() -> Any:
-    """Return the module of the kernels; None where there is no Triton."""
+    """Return the module of the kernels; None without Triton."""
     with contextlib.suppress(ImportError):
         from flodl.train.step import norm_kernels
 
@@ -262,7 +261,7 @@ def load_kernels() -> Any:
 
 @lru_cache(maxsize=8)
 def _kernels(device: torch.device) -> Any:
-    """Return the kernels; None where there is no Triton, or where they do not agree with torch on this device."""
+    """Return the kernels; None without Triton, or if their results differ from torch's on this device."""
     kernels = load_kernels()
     if kernels is None:
         return None

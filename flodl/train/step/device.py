@@ -2,11 +2,11 @@
 
 Whether a step counts (something was counted, loss and gradient are finite) is a number on the device that the fused
 optimiser reads; the clip factor is another one, by which the update divides. `flodl.train.steplog` copies the figures
-to the host when it needs them.
+to the host later.
 
 With several ranks a step has two parts. A rank's own part (forward, backward, gradients copied to buckets) does not
 communicate; each rank captures it as its batches allow. The end is the same on all ranks, and all capture it or none:
-one sum, and an update that divides by the count of all. Ranks exchange what they must know of each other before the end
+one sum, and an update that divides by the count of all. Before the end, ranks exchange flags and missing gradients
 between hosts, so that no host waits for a device.
 """
 
@@ -69,7 +69,7 @@ class DeviceStep:
             again, overlap = (None, None) if capturer is None else capturer.beside(self.ranks)
             self.end = EndCaptures(step, self.reduce_and_update, self.finish_capture, again, warn, strict=strict)
             if isinstance(overlap, str):
-                step.sums.prepare_capture(fault=f"sums do not begin beside the backward pass ({overlap})")
+                step.sums.prepare_capture(fault=f"sums do not overlap with the backward pass ({overlap})")
             elif overlap is not None:
                 self.end.overlap = overlap
                 step.sums.prepare_capture(overlap.event, fault=overlap.fault, tell=warn)
@@ -102,7 +102,7 @@ class DeviceStep:
         return result
 
     def _finish(self, end: EndCaptures, own: Outcome, result: StepResult) -> None:
-        """Exchange what ranks must know of each other, and run the end of the step."""
+        """Exchange flags and missing gradients, and run the end of the step."""
         self.ranks.phase("reduce")
         rows, missing = self.step.sums.agree(own.lacking, [float(self.step.arrived()), *result.flags])
         arrived, *flags = zip(*rows, strict=True)
@@ -138,10 +138,10 @@ class DeviceStep:
         """Return the outcome of the step of all ranks.
 
         Args:
-            pair: sum and count of this rank's losses, float64 ``(2,)``; replaced by those of all ranks.
+            pair: sum and count of this rank's losses, float64 ``(2,)``; replaced by the sums over ranks.
             weight: this rank's samples, the weight of its buffers, float64 ``()``.
             missing: positions of parameters without a gradient on any rank.
-            overlap: launches this beside the rest of the step.
+            overlap: launches this while the rest of the step runs.
         """
         step = self.step
         with torch.no_grad():
@@ -153,7 +153,7 @@ class DeviceStep:
             if step.buffers is not None:
                 step.buffers(weight)
             total, count = pair.unbind()
-            # Dividing inside the update saves a pass over the gradient, and rounds once instead of twice if it clips.
+            # Dividing inside the update reads the gradient one time less, and rounds once instead of twice if it clips.
             outcome = self._update(total, count, divided=step.sum_of_means, apart=False, metrics={}, inside=True)
             step.model.zero_grad(set_to_none=True)
         return outcome

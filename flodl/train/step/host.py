@@ -208,7 +208,7 @@ class HostStep:
             return self.train_step(self.model, batch)
 
     def _add(self, part: Part, loss: Loss, alone: bool = False) -> None:
-        """Add the gradient and the figures of one micro-batch; divide at once if it is ``alone`` in its step."""
+        """Add the gradient and the figures of one micro-batch; divide first if it is ``alone`` in its step."""
         if not loss.sum.requires_grad:
             loss.check_depends()
         if self.hooks is not None:
@@ -319,7 +319,7 @@ class HostStep:
         return total, count, bool(unknown), summed
 
     def _norm_of_mean(self, grads: list[torch.Tensor], count: float, divided: bool) -> torch.Tensor:
-        """Make gradients those of the mean loss, and return their norm."""
+        """Convert gradients of the sum to gradients of the mean loss, and return their norm."""
         if self.precision.scaler is not None:
             self.precision.scaler.unscale_(self.optimizer)
         if not divided:

@@ -1,9 +1,9 @@
-"""Triton kernels over whole tensors: the gradient's norm and what follows from it, sums of what is watched.
+"""Triton kernels over whole tensors: the gradient's norm and the decision on a step, and sums of collected values.
 
-Gradients lie wherever autograd left them, so the first kernel goes by a table of addresses; many programs read them,
-each a stretch of one gradient. The second is one program: it adds up, decides, and writes the step's figures. Sums are
-in an order that depends on shapes alone, so a step repeats to the bit. What is launched when is in
-`flodl.train.step.decide` and `flodl.train.step.tensor_sums`; importing this file needs Triton.
+Gradients are in the memory that autograd chose, so the first kernel reads a table of addresses; many programs read one
+stretch of one gradient each. The second kernel is one program: it adds up, decides, and writes the figures of the step.
+The order of sums depends on shapes only, so a step repeats to the bit. `flodl.train.step.decide` and
+`flodl.train.step.tensor_sums` launch the kernels; importing this file needs Triton.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false
@@ -19,17 +19,17 @@ __all__ = ["decide", "finish_sums", "one_sum", "square_sums"]
 
 @triton.jit(do_not_specialize=["span"])
 def square_sums(table, sizes, which, starts, sums, span, kind: tl.constexpr, block: tl.constexpr):
-    """Write the sum of squares of each stretch of the tensors that ``table`` has the addresses of.
+    """Write the sum of squares of each stretch of the tensors whose addresses are in ``table``.
 
     Args:
         table: addresses, int64 ``(tensors,)``.
         sizes: their numbers of elements, int64 ``(tensors,)``.
         which: the tensor of each program, int32.
-        starts: where in it the program's stretch begins, int64.
+        starts: the begin of the program's stretch in it, int64.
         sums: float32, one for each program.
         span: elements of a stretch.
-        kind: what the tensors are of.
-        block: elements read at once.
+        kind: dtype of the tensors.
+        block: elements read in one operation.
     """
     program = tl.program_id(0)
     tensor = tl.load(which + program)
@@ -39,7 +39,7 @@ def square_sums(table, sizes, which, starts, sums, span, kind: tl.constexpr, blo
     places = tl.arange(0, block)
     total = tl.zeros([block], tl.float32)
     if (start + span <= size) & (address % 16 == 0):
-        # Nearly all stretches: whole, and so placed that 16 bytes can be read at once, which has to be said here.
+        # Most stretches are complete and aligned to 16 bytes, which the compiler must know for wide loads.
         whole = tl.multiple_of(address.to(tl.pointer_type(kind)), 16) + tl.multiple_of(start, 16)
         for offset in range(0, span, block):
             x = tl.load(whole + tl.multiple_of(offset, 16) + places).to(tl.float32)
@@ -59,10 +59,10 @@ def one_sum(values, sums, size, span, squared: tl.constexpr, block: tl.constexpr
     Args:
         values: the tensor.
         sums: float32, one for each program.
-        size: its number of elements; specialised, since loads are wide where 16 divides it.
-        span: elements of a stretch, likewise.
-        squared: whether squares are added up.
-        block: elements read at once.
+        size: its number of elements; specialised, because loads are wide if 16 divides it.
+        span: elements of a stretch; specialised too.
+        squared: add up squares.
+        block: elements read in one operation.
     """
     program = tl.program_id(0).to(tl.int64)
     places = program * span + tl.arange(0, block)
@@ -78,13 +78,13 @@ def one_sum(values, sums, size, span, squared: tl.constexpr, block: tl.constexpr
 
 @triton.jit(do_not_specialize=["norms"])
 def finish_sums(sums, found, norms, block: tl.constexpr):
-    """Add up what `one_sum` left of each tensor, one program for each.
+    """Add up the results of `one_sum`, one program for each tensor.
 
     Args:
         sums: float32 ``(tensors, block)``.
         found: float64, one for each tensor.
         norms: a bit for each tensor, 1 where the result is the square root.
-        block: programs that added up each tensor.
+        block: number of programs of each tensor.
     """
     tensor = tl.program_id(0)
     total = tl.sum(tl.load(sums + tensor * block + tl.arange(0, block)).to(tl.float64), 0)
@@ -119,21 +119,21 @@ def decide(
     """Decide whether a step counts, and write its figures.
 
     Args:
-        sums: what `square_sums` wrote.
-        number: how many.
+        sums: results of `square_sums`.
+        number: their number.
         loss: one number.
         count: items counted, one number, where ``counts``.
-        state: float32, 1 after a fault; from earlier steps where ``sticky``.
-        found: float32, is set to 1 where this step is to be left out; ``state`` itself unless ``counts``.
-        scale: float32, is set to what gradients are divided by, where ``clips`` or ``summed``.
-        row: float64, is set to loss, norm, the count where ``counts``, and the ``rest``.
-        ring: float64 ``(rows, 3 + further)``, gets the same at the place that ``turn`` says.
-        turn: int64, how many rows went there; is counted up.
-        rest: float64, what else the step tells, where there is ``room`` for it.
-        further: how many numbers those are.
+        state: float32, 1 after a fault; of earlier steps if ``sticky``.
+        found: float32, set to 1 if this step is left out; ``state`` itself unless ``counts``.
+        scale: float32, set to the divisor of gradients if ``clips`` or ``summed``.
+        row: float64, set to loss, norm, the count if ``counts``, and the ``rest``.
+        ring: float64 ``(rows, 3 + further)``, receives the same at row ``turn % rows``.
+        turn: int64, number of rows written before; incremented.
+        rest: float64, further figures of the step, unless ``room`` is 0.
+        further: their number.
         max_norm: clip to this.
-        summed: gradients are still to be divided by the count.
-        room: numbers of the rest that are copied at once, at least all; 0 for none.
+        summed: gradients are not divided by the count yet.
+        room: a power of two that is at least ``further``; 0 for no further figures.
     """
     total = tl.zeros([block], tl.float32)
     places = tl.arange(0, block)
@@ -145,7 +145,7 @@ def decide(
         number_of_items = tl.load(count).to(tl.float32)
         divisor = tl.where(number_of_items == 0.0, 1.0, number_of_items)
         norm = norm / divisor
-    # No comparison holds for what is not a number.
+    # Comparisons with NaN are false.
     sound = (tl.abs(tl.load(loss).to(tl.float32)) < float("inf")) & (norm < float("inf"))
     fault = tl.where(sound, 0.0, 1.0)
     held = 0.0
@@ -163,7 +163,7 @@ def decide(
         items = tl.load(count).to(tl.float64)
         tl.store(row + 2, items)
         tl.store(place + 2, items)
-        # The mean of nothing is no fault, though it is not a number; it is left out all the same.
+        # The mean of nothing is NaN but no fault; the step is left out nevertheless.
         empty = tl.where(items == 0.0, 1.0, 0.0)
         held = tl.maximum(held, fault * (1.0 - empty))
         tl.store(found, tl.maximum(held, empty))

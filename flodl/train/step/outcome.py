@@ -58,7 +58,7 @@ class Part:
     loss_known: bool = True
 
     def add_metrics(self, metrics: Mapping[str, tuple[Any, Any]], prefix: str = "") -> None:
-        """Add sums and counts by name."""
+        """Add sums and counts to the metrics of the same names."""
         for name, (value, weight) in metrics.items():
             value, weight = _plain(value), _plain(weight)
             before = self.metrics.get(prefix + name)
@@ -231,7 +231,7 @@ def pack_metrics(metrics: Mapping[str, tuple[Any, Any]], device: torch.device) -
 
 
 def read_metrics(packed: Packed, rest: Any) -> dict[str, tuple[float, float]]:
-    """Return metrics as numbers; ``rest`` iterates over those that were in the row."""
+    """Return metrics as numbers; ``rest`` iterates over the numbers of the row."""
     return {
         name: (next(rest) if total is None else total, next(rest) if number is None else number)
         for name, total, number in packed
@@ -257,7 +257,7 @@ def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
 def not_finite(
     rank: int, step: int, reason: str, loss: float, grad_norm: float, tensor: str | None = None
 ) -> TrainError:
-    """Return the error for a loss or gradient that is not finite; ``reason`` is that of `decide`."""
+    """Return the error for a loss or gradient that is not finite; ``reason`` is a result of `decide`."""
     what, value = ("loss", loss) if reason == LOSS_FAULT else ("gradient", grad_norm)
     where = f" (first in {tensor})" if tensor else ""
     return TrainError(

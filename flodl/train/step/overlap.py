@@ -1,8 +1,8 @@
-"""Sums over ranks that begin while the backward pass still runs, where both are captured.
+"""Sums over ranks that begin during the backward pass, if both are captured.
 
-Each bucket of gradients has an event that the backward pass records when the bucket is full, and that its sum waits
-for. These events are nodes of the captured graphs, so the end of a step can be launched beside the backward pass, on a
-stream of its own. Whether the driver orders captured graphs by events is tried before anything relies on it.
+Each bucket of gradients has an event that the backward pass records when the bucket is full, and for which its sum
+waits. These events are nodes of the captured graphs, so the end of a step can be launched while the backward pass runs,
+on a second stream. A trial verifies that the driver orders captured graphs by events before a run relies on it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ PATIENCE_S = 20.0
 
 
 class Overlap:
-    """Launches the end of a step beside this rank's part of it.
+    """Launch the end of a step while this rank's part of it runs.
 
     Args:
         device: a CUDA device.
-        fault: why the ranks' devices do not write into each other's memory; None where they do.
+        fault: why the ranks cannot use peer memory; None if they can.
     """
 
     def __init__(self, device: torch.device, fault: str | None) -> None:
@@ -37,19 +37,19 @@ class Overlap:
         self._end = self.event()
 
     def event(self) -> Any:
-        """Return an event that captured graphs record and wait for."""
+        """Return an event that captured graphs can record and wait for."""
         return torch.cuda.Event(external=True)
 
     def mark_end(self) -> None:
-        """Note that this rank's part has been launched as a whole."""
+        """Record that all of this rank's part was launched."""
         self._end.record()
 
     def wait_for_end(self) -> None:
-        """Have what follows wait for this rank's part as a whole."""
+        """Make later launches wait for all of this rank's part."""
         self._end.wait()
 
     def beside(self, replay: Callable[[], T]) -> T:
-        """Return what ``replay`` gives, launched beside what runs already; what follows waits for it."""
+        """Launch ``replay`` on a second stream and return its result; later launches wait for it."""
         current = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self._side):
             found = replay()
@@ -58,10 +58,10 @@ class Overlap:
 
 
 def choose_overlap(ranks: Ranks, fault: str | None) -> Overlap | str:
-    """Return what lets sums begin early, or why a rank cannot rely on it; one of them on all ranks alike.
+    """Return the overlap of sums with the backward pass, or why a rank does not support it; the same on all ranks.
 
     Args:
-        fault: what `fault_of` says of this rank's device.
+        fault: result of `fault_of` for this rank's device.
     """
     faults = "; ".join(f"rank {rank}: {told}" for rank, told in enumerate(ranks.gather(fault)) if told is not None)
     return faults or Overlap(ranks.device, peer_access_error(ranks))
@@ -69,7 +69,7 @@ def choose_overlap(ranks: Ranks, fault: str | None) -> Overlap | str:
 
 @lru_cache(maxsize=8)
 def fault_of(device: torch.device) -> str | None:
-    """Return why captured graphs on the device cannot be ordered by events; None where they were seen to be."""
+    """Return why events cannot order captured graphs on the device; None if a trial succeeded."""
     try:
         return _tried(device)
     except Exception as error:  # drivers and versions of torch fail in many ways
@@ -77,7 +77,7 @@ def fault_of(device: torch.device) -> str | None:
 
 
 def _tried(device: torch.device) -> str | None:
-    """Have one captured graph wait for an event in the middle of another, which is slow to come there."""
+    """Let one captured graph wait for an event in the middle of another, slow one."""
     with torch.cuda.device(device):
         mark = torch.cuda.Event(external=True)
         source, target = (torch.zeros(1, device=device) for _ in range(2))
@@ -108,7 +108,7 @@ def _tried(device: torch.device) -> str | None:
             until = time.monotonic() + PATIENCE_S
             while not done.query():
                 if time.monotonic() > until:
-                    return "a captured graph waits for an event that does not come"
+                    return "a captured graph waits for an event that never occurs"
                 time.sleep(0.0005)
             if target.item() != turn:
                 return "a captured graph does not wait for an event of another"

@@ -1,8 +1,8 @@
-"""Sums and norms of tensors on CUDA, each in one launch while the tensor is still in the device's cache.
+"""Sums and norms of tensors on CUDA, each in one launch while the tensor is still in the cache of the device.
 
-Torch takes two or three launches for each, and what is watched inside of a model is small work that comes in tens. What
-the launches leave is added up for all tensors by one more, at the end, into one tensor that a step's row of figures is
-made of as it lies. Sums are in an order that depends on sizes alone.
+Torch needs two or three launches for each sum, and values that are collected inside a model are small and come in tens.
+One more launch adds up the results of all tensors, into one tensor that becomes part of a step's row of figures. The
+order of sums depends on sizes only.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from flodl.train.step.decide import load_kernels
 __all__ = ["TensorSums"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PROGRAMS = 1024  # enough for a large device to have all of a tensor under way at once
-BLOCK = 4096  # elements that a program reads at once
+PROGRAMS = 1024  # enough for a large device to process all of a tensor simultaneously
+BLOCK = 4096  # elements that a program reads in one operation
 ROWS = 24  # tensors that one launch finishes
 WARPS = 8
 
 
 class TensorSums:
-    """Adds up tensors of one CUDA device; not to be shared by threads.
+    """Add up tensors of one CUDA device; used by one thread.
 
     Args:
-        device: where they are.
-        kernels: those that add up; None where there are none, and nothing is taken.
+        device: device of the tensors.
+        kernels: module of the kernels; None accepts no tensor.
     """
 
     def __init__(self, device: torch.device, kernels: Any = None) -> None:
@@ -44,11 +44,11 @@ class TensorSums:
 
     @classmethod
     def of(cls, device: torch.device) -> TensorSums:
-        """Return what adds up tensors of a device with the kernels that hold there; the device is waited for."""
+        """Return an object with the kernels of a device; waits for the device."""
         return cls(device, _kernels(device) if device.type == "cuda" else None)
 
     def takes(self, value: Tensor) -> bool:
-        """Return whether a tensor can be added up here."""
+        """Return True if `add` accepts a tensor."""
         return (
             self._kernels is not None
             and value.dtype in DTYPES
@@ -59,11 +59,11 @@ class TensorSums:
         )
 
     def add(self, value: Tensor, *, squared: bool) -> None:
-        """Begin to add up a tensor that `takes` takes.
+        """Start to add up a tensor that `takes` accepts.
 
         Args:
-            value: the tensor; what is written to it afterwards changes nothing.
-            squared: for the 2-norm instead of the sum.
+            value: the tensor; later writes to it have no effect.
+            squared: compute the 2-norm instead of the sum.
         """
         if not self._begun or len(self._begun[-1][1]) == ROWS:
             self._begun.append((torch.empty(ROWS, PROGRAMS, dtype=torch.float32, device=self.device), []))
@@ -77,7 +77,7 @@ class TensorSums:
             )
 
     def finish(self) -> Tensor:
-        """Return the sums and norms that were begun since the last call, float64 ``(count,)``, in new memory."""
+        """Return the sums and norms that were started since the last call, float64 ``(count,)``, in new memory."""
         found = torch.empty(sum(len(norms) for _, norms in self._begun), dtype=torch.float64, device=self.device)
         with self._here():
             for (parts, norms), results in zip(self._begun, found.split(ROWS) if self._begun else (), strict=True):
@@ -87,8 +87,8 @@ class TensorSums:
         return found
 
     def clear(self) -> None:
-        """Forget what was begun."""
-        self._begun: list[tuple[Tensor, list[bool]]] = []  # room for sums, and which of its rows become norms
+        """Discard started sums."""
+        self._begun: list[tuple[Tensor, list[bool]]] = []  # memory for sums, and which of its rows become norms
 
     def _here(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
@@ -96,7 +96,7 @@ class TensorSums:
 
 @lru_cache(maxsize=8)
 def _kernels(device: torch.device) -> Any:
-    """Return the kernels; None where there is no Triton, or where they do not agree with torch on this device."""
+    """Return the kernels; None without Triton, or if their results differ from torch's on this device."""
     kernels = load_kernels()
     if kernels is None:
         return None
@@ -114,6 +114,6 @@ def _kernels(device: torch.device) -> Any:
     except Exception as error:  # compilers and drivers fail in many ways
         fault = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     if fault is not None:
-        warnings.warn(f"train: kernels for what is watched are not used: {fault}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"train: kernels for collected values are not used: {fault}", RuntimeWarning, stacklevel=2)
         return None
     return kernels

@@ -59,6 +59,10 @@ def output_with_loss(model, batch):
     return SimpleNamespace(loss=plain_mean(model, batch))
 
 
+def mapping_with_loss(model, batch):
+    return {"loss": plain_mean(model, batch), "logits": None}
+
+
 HEADS = {
     "sequence": (sequence, CLASSES),
     "token": (token, CLASSES),
@@ -66,6 +70,7 @@ HEADS = {
     "masked": (masked, WORDS),
     "plain mean": (plain_mean, CLASSES),
     "output with loss": (output_with_loss, CLASSES),
+    "mapping with loss": (mapping_with_loss, CLASSES),
 }
 
 
@@ -122,6 +127,7 @@ def plain(*, head, seed, rows, batch, accumulate, dtype, clip, lr=0.5, **_):
         given = HEADS[head][0](model, {name: part[chosen] for name, part in data.items()})
         if isinstance(given, tuple):
             given = Loss(*given)
+        given = given["loss"] if isinstance(given, dict) else given
         loss = given.as_mean() if isinstance(given, Loss) else getattr(given, "loss", given)
         if isinstance(given, Loss) and int(given.count) == 0:
             losses.append(0.0)

@@ -159,7 +159,7 @@ def test_a_first_figure_that_is_no_number_is_no_best(tmp_path):
 @pytest.mark.parametrize("setting", ["early_stopping", "keep_best"])
 def test_a_figure_that_is_not_there_is_refused_at_the_first_evaluation(tmp_path, setting):
     value: Any = ("scoer", 2) if setting == "early_stopping" else "-scoer"
-    with pytest.raises(TrainError, match=f"{setting}: there is no figure 'scoer'.*'score'") as caught:
+    with pytest.raises(TrainError, match=f"{setting}: found no figure 'scoer'.*'score'") as caught:
         judged(tmp_path / "a", **{setting: value}).run()
     assert caught.value.found == ["score"]
     with pytest.raises(TrainError, match=f"{setting}.*no evaluation"):
