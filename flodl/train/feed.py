@@ -140,7 +140,7 @@ class StreamFeed:
 
     A rank skips the batches of other ranks, and a resumed run skips the batches before its position, so a loader that
     can fetch any batch (`flodl.data.DataLoader`) is faster if reading is expensive. Seed and epoch determine the random
-    numbers at the start of the iteration, so that all ranks, and a resumed run, have the same order. Skipped batches draw
+    numbers at the start of the iteration, so the order is equal on all ranks and after a resume. Skipped batches draw
     no random numbers.
 
     Args:
