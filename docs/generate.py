@@ -95,18 +95,18 @@ def families_page() -> str:
         "# Families",
         NOTE,
         overview,
-        "A key of `config.json` is *used* (a row below), *inert* (known to change nothing here), *passed over* with a "
+        "A key of `config.json` is *used* (a row below), *inert* (known to have no effect here), *ignored* with a "
         "warning (it contradicts what the family reads, and transformers reads that too), *refused* (another "
         "architecture's, or what code of the repository may read) or *noted*: a name that no family knows, told in the "
-        "load report. `strict_config=True` refuses what is noted or passed over. Keys that begin with an underscore, "
+        "load report. `strict_config=True` refuses what is noted or ignored. Keys that begin with an underscore, "
         "and keys that are switched off (null, false, empty), ask for nothing. A default that is *told* is that of "
         "transformers for a size: loading warns where it is taken, and `strict_config=True` refuses the file.",
         *map(family_section, FAMILIES),
         "## Inert in every family",
         inert,
-        "## Tensors passed over in every family",
+        "## Tensors ignored in every family",
         "Where a file holds one of them beside the weights, or one of whole numbers that no family names. (Others "
-        "that lie below no part of the model are passed over with a warning.)",
+        "that belong to no part of the model are ignored with a warning.)",
         table(("a name that ends in", "why it changes nothing"), ((code(name), why) for name, why in PASSED_OVER)),
         "## Refused in every family",
         table(("key", "because"), ((code(entry.key), entry.what) for entry in FOREIGN)),

@@ -57,7 +57,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Torch comes with the first model; the tokenizer library, training and files of texts with those who ask for them.
+    # Imported on first use: torch, the tokenizer library, training and files of texts.
     if name == "AutoConfig":
         from flodl_hf.auto import AutoConfig
 

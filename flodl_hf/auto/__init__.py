@@ -1,7 +1,7 @@
-"""From ``config.json`` to a class: the only dispatch in the package.
+"""Select the class of a model by ``config.json``.
 
-``AutoModelFor...`` name the task themselves; `load` takes it from the file's ``architectures``. The
-family always comes from ``model_type``. No registry, no entry points: two tuples, read in order.
+``AutoModelFor...`` define the task; `load` reads it from ``architectures``. ``model_type`` defines the family. The
+tables of tasks and families are the only dispatch; there are no entry points.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Door(Generic[ModelT]):
-    """A name users know, in front of the class that does the work, which comes with torch when it is asked for."""
+    """A name that users know; the class of the task is imported with torch on first use."""
 
     head: ClassVar[str]
 
@@ -70,7 +70,7 @@ class _Door(Generic[ModelT]):
     @classmethod
     @taking(LOAD, ConfigError, like=Opened.from_pretrained)
     def from_pretrained(cls, name_or_path: str | Path, **options: Unpack[LoadKeywords]) -> ModelT:
-        """Return the model that a folder or Hub repository holds; see `EncoderModel.from_pretrained`."""
+        """Return the model of a folder or Hub repository; see `EncoderModel.from_pretrained`."""
         with beginning(name_or_path, options):
             return _class_of(cls.head).from_pretrained(name_or_path, **options)
 
@@ -123,14 +123,14 @@ class AutoModelForNextSentencePrediction(_Door["NextSentence"]):
 
 
 class AutoModelForPreTraining(_Door["EncoderModel"]):
-    """What the family was first trained for: masked words and pairs of texts, or replaced tokens."""
+    """The pretraining task of the family: masked words and pairs of texts, or replaced tokens."""
 
     head = "pretraining"
 
     @classmethod
     @taking(LOAD, ConfigError, like=Opened.from_pretrained)
     def from_pretrained(cls, name_or_path: str | Path, **options: Unpack[LoadKeywords]) -> EncoderModel:
-        """Return the model that a folder or Hub repository holds; see `EncoderModel.from_pretrained`."""
+        """Return the model of a folder or Hub repository; see `EncoderModel.from_pretrained`."""
         with beginning(name_or_path, options):
             with gc_paused(settled=True):
                 from flodl_hf.checkpoints.config.model_config import read_config
@@ -148,7 +148,7 @@ def _first_task(config: ModelConfig) -> str:
 
 
 def head_named(name: str) -> Task:
-    """Return the task whose model class a task uses, by any name of the table.
+    """Return the head of a task, by any name of the table.
 
     Raises:
         ConfigError: there is none; the nearest is suggested.
@@ -162,13 +162,13 @@ def _class_of(name: str) -> Any:
 
 @taking(LOAD, ConfigError, like=Opened.from_pretrained)
 def load(name_or_path: str | Path, *, head: str = "auto", **options: Unpack[LoadKeywords]) -> EncoderModel:
-    """Return the model for the task that the folder was written for, or the encoder alone where it names none of ours.
+    """Return the model for the task of a folder, or the encoder alone if it names no task.
 
     Args:
         name_or_path: a local folder or a Hub repository.
-        head: a head's name to load it for another task; "auto" reads ``architectures``: the task that its first
-            class is for, and the encoder alone (head "base") where it is absent, names a class of another's code, or
-            names a task whose head is not in the file at all.
+        head: any [name of a task](../reference/heads.md); "auto" selects the task of the first class in
+            ``architectures``, and the encoder alone (head "base") if there is none, if the class is unknown, or if the
+            file lacks the tensors of the head.
         **options: as in `EncoderModel.from_pretrained`.
     """
     with beginning(name_or_path, options):
@@ -191,21 +191,22 @@ def _loaded(name_or_path: str | Path, head: str, options: Any) -> EncoderModel:
         recipe = model.sentence_recipe
         if found != "base" or recipe is None or recipe.scorer is None:
             return model
-        # Only the folder's other files, which come with the model, name a cross-encoder that has no head.
+        # Only further files of the folder, which are read with the model, identify a cross-encoder without a head.
         return head_named("sequence_classification").model.from_pretrained(name_or_path, **options)
     except CheckpointError as fault:
         if found == "base" or not getattr(fault, "headless", False):
             raise
-    # Encoders of sentences often keep the class that they were begun from, and not its head.
+    # Encoders of sentences often name the class of their start, without its head.
     model = BaseModel.from_pretrained(name_or_path, **options)
     if model.load_report is not None:
         named = printable(class_of(architectures) or "", 60)
-        model.load_report.notes.append(f"architectures: {named}, whose head is not there; this is the encoder alone")
+        note = f"architectures: found {named} and no tensors of its head; loaded the encoder alone"
+        model.load_report.notes.append(note)
     return model
 
 
 def _with_adapter(name_or_path: str | Path, options: Mapping[str, Any]) -> tuple[str | Path, Any]:
-    """Return the base's name, and what says which task an adapter is for, where there is one."""
+    """Return the name of the base, and a function that returns the task of the adapter, if any."""
     from flodl_hf.checkpoints.hub.folders import holds_adapter
 
     adapter = options.get("adapter")

@@ -109,7 +109,7 @@ class SizeWord(StrEnum):
 
 
 def task_word(text: str) -> str:
-    """Return a name of a task, or "auto", as it is; another word is wrong usage."""
+    """Check a name of a task or "auto", and return it."""
     if text != "auto":
         try:
             task_named(text, "task")
@@ -130,13 +130,13 @@ Head = Annotated[
         metavar="auto|" + "|".join(head.short for head in HEADS[:5]),
         parser=task_word,
         autocompletion=complete_task,
-        help="The task to load it for, by any of its names; auto is what the file was written for.",
+        help="The task, by any of its names; auto is the task of the file.",
     ),
 ]
 
 
 def choice(name: str, words: tuple[str, ...]) -> Any:
-    """Return a type whose values are these words."""
+    """Return a type with these words as values."""
     return StrEnum(name, {word: word for word in words})
 
 

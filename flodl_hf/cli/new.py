@@ -1,4 +1,4 @@
-"""``flodl-hf new``: a folder to begin a fine-tune from."""
+"""``flodl-hf new``: a project for fine-tuning."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import typer
 from flodl_hf.cli.shared import Json, emit_json, reporting, say, tell
 from flodl_hf.cli.spelling import command_line
 
-TASKS = "What is learned: seqcls, ner, qa, mlm, choice, embedding or rank."
+TASKS = "The task: seqcls, ner, qa, mlm, choice, embedding or rank."
 
 
 @reporting
 def command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where; a folder that is not there yet, or empty.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty folder.")],
     task: Annotated[str, typer.Option("--task", "-t", help=TASKS)] = "seqcls",
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="What to start from: a folder or a Hub name; else DistilBERT.")
+        str | None, typer.Option("--model", "-m", help="The start: a folder or a Hub name (default DistilBERT).")
     ] = None,
     json_output: Json = False,
 ) -> None:
-    """Begin a fine-tune: a recipe, a few rows of data to replace, a test, and a page that says how to go on."""
+    """Write a project for fine-tuning: a recipe, example data, a test, and a page with the next steps."""
     from flodl_hf.cli.project import new_project
 
     files = new_project(folder, task=task, model=model)

@@ -1,7 +1,6 @@
-"""A folder to begin a fine-tune from: a recipe, a few rows of data, a test, and a page that says how to go on.
+"""Write a project for fine-tuning: a recipe, example data, a test, and a page with the next steps.
 
-Everything runs as written, offline in the test and with the named model otherwise; what is to be replaced says so.
-Nothing that is there already is written over.
+Everything runs unchanged, offline in the test and with the named model otherwise. Existing files are never replaced.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ TRAIN_ROWS, HELD_OUT_ROWS = 48, 16
 
 @dataclass(frozen=True)
 class Data:
-    """What rows of a task look like.
+    """Example data of a task.
 
     Attributes:
-        suffix: of the files.
-        columns: what they have, in words.
-        write: makes so many rows, beginning at one, into the text of a file.
-        task: as a recipe names it.
-        use: a command that asks the trained model.
+        suffix: the suffix of the files.
+        columns: a description of their columns.
+        write: returns the text of a file with ``count`` rows from ``first``.
+        task: the task in the recipe.
+        use: a command that uses the trained model.
     """
 
     suffix: str
@@ -85,7 +84,7 @@ def _answers(first: int, count: int) -> str:
 
 
 def _rows(make: Callable[[str, str, str, str], dict[str, Any]]) -> Callable[[int, int], str]:
-    """Return what writes a row for each name and place, given another name and another place with them."""
+    """Return a writer of one row for each name and place; ``make`` also receives another name and place."""
 
     def write(first: int, count: int) -> str:
         rows = zip(_pairs(first, count), _pairs(first + 1, count), strict=True)
@@ -143,25 +142,25 @@ DATA = {
         'predict tuned --query "Ada in Bern" "Ada lives in Bern." "Bob lives in Kyiv."',
     ),
 }
-"""By head: what its data look like."""
+"""The example data of each task."""
 
 RECIPE = """\
-# What `flodl-hf finetune --recipe recipe.yaml` does. All keys: flodl-hf finetune --help
+# The options of `flodl-hf finetune --recipe recipe.yaml`. All options: flodl-hf finetune --help
 model: {model}
 task: {task}
-train: data/train{suffix}        # your rows in the place of these: {columns}
+train: data/train{suffix}        # replace these rows by yours: {columns}
 eval: data/held_out{suffix}
 out: tuned
 
 epochs: 3
-# batch_size: 32             # by default that, and less where rows are few
+# batch_size: 32             # the default, and less for few rows
 lr: 5.0e-5
-warmup: 0.1                  # a share of all steps
+warmup: 0.1                  # the fraction of all steps
 seed: 42
-early_stopping: 3            # evaluations without a better one
+early_stopping: 3            # evaluations without an improvement
 """
 CI = """\
-# Laid over recipe.yaml by `--env ci`: two steps, to see that everything fits.
+# `--env ci` overrides recipe.yaml by this: two steps, as a check.
 max_steps: 2
 epochs: 1
 batch_size: 8
@@ -171,30 +170,29 @@ IGNORED = "tuned/\ntuned.checkpoints/\n__pycache__/\n"
 README = """\
 # {name}
 
-A fine-tune of `{model}` ({task}) with flodl-hf. The rows in `data/` are made up and few: put yours in their place
-({columns}), under the same names or others that `recipe.yaml` then names.
+A fine-tune of `{model}` ({task}) with flodl-hf. The rows in `data/` are examples: replace them by yours ({columns}). If
+the names of the files change, correct `recipe.yaml`.
 
 ```console
-$ flodl-hf finetune --recipe recipe.yaml --dry-run   # reads everything and says what a run will need
-$ flodl-hf finetune --recipe recipe.yaml             # trains; a run that was stopped goes on with --resume
-$ flodl-hf verify-export tuned --no-source           # proves what was written
+$ flodl-hf finetune --recipe recipe.yaml --dry-run   # checks everything and estimates time and memory
+$ flodl-hf finetune --recipe recipe.yaml             # trains; --resume continues a stopped run
+$ flodl-hf verify-export tuned --no-source           # verifies the written folder
 $ flodl-hf {use}
 $ pytest                                             # two steps of the recipe with a small model, offline
 ```
 
-`recipe.ci.yaml` is laid over the recipe with `--env ci`. `tuned/recipe.yaml` and `tuned/training.json` say afterwards
-what was done.
+`--env ci` overrides the recipe by `recipe.ci.yaml`. `tuned/recipe.yaml` and `tuned/training.json` record a run.
 """
 TEST = '''\
-"""The recipe and its data fit together: two steps with a small model, offline, and what was written is whole."""
+"""The recipe and its data work: two steps with a small model, offline, and a complete folder."""
 
 from pathlib import Path
 
 import pytest
 
 from flodl_hf import finetune
-from flodl_hf.training.demo import write_demo
 from flodl_hf.export.verify import verify_export
+from flodl_hf.training.demo import write_demo
 from flodl_hf.training.recipe import load_recipe
 
 HERE = Path(__file__).parent
@@ -210,28 +208,28 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_the_recipe_trains(tuned) -> None:
     assert tuned.steps == 2
-    assert tuned.metrics, "held-out data was judged"
+    assert tuned.metrics, "held-out data was evaluated"
 
 
-def test_what_was_written_is_whole(tuned) -> None:
+def test_the_folder_is_complete(tuned) -> None:
     assert verify_export(tuned.folder, receipt=False).passed
 '''
 
 
 def new_project(folder: str | os.PathLike[str], *, task: str = "seqcls", model: str | None = None) -> list[Path]:
-    """Write a project into a folder that is not there yet, or is empty.
+    """Write a project into a new or empty folder.
 
     Args:
-        folder: where; its name is the project's.
-        task: what is learned, by any of its words: ``seqcls``, ``ner``, ``qa``, ``mlm``, ``choice``, ``embedding``,
-            ``rank``.
-        model: what to start from, a folder or a Hub name; None for DistilBERT.
+        folder: the folder; its name is the name of the project.
+        task: any name of a task with example data, such as ``seqcls``, ``ner``, ``qa``, ``mlm``, ``choice``,
+            ``embedding`` or ``rank``.
+        model: the start, a folder or a Hub name; None for DistilBERT.
 
     Returns:
-        The files that were written.
+        The written files.
 
     Raises:
-        ExportError: the task is unknown, or the folder holds something.
+        ExportError: the task is unknown, or the folder is not empty.
     """
     place = Path(folder)
     found = find_task(task)
@@ -240,7 +238,8 @@ def new_project(folder: str | os.PathLike[str], *, task: str = "seqcls", model: 
         raise ExportError(f"new: no task {task!r}{nearest(task, words)}; expected one of {', '.join(words)}", task=task)
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise ExportError(
-            f"{place}: is there and not empty; expected a new folder. Name another, or empty it.", path=str(place)
+            f"{place}: found a folder with files, expected a new or empty one. Name another one, or empty it.",
+            path=str(place),
         )
     data = DATA[found.training]
     model = model or "distilbert/distilbert-base-uncased"

@@ -1,5 +1,6 @@
-"""Keywords of other libraries: taken where they mean what one of ours means, else passed over or explained.
+"""Keywords and names of other libraries: mapped to ours, ignored, or refused with the reason.
 
-taking   how a method takes them: by a table of words
-loading  the tables of loading and saving; those of prediction are `flodl_hf.heads.prediction_keywords`
+taking       the decorator of methods that accept them, by a table
+loading      the tables of loading and saving; `flodl_hf.heads.prediction_keywords` contains those of prediction
+other_names  names that users import from other libraries
 """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from flodl_hf.families.schema.tasks import HEADS
+
 __all__ = ["equivalent"]
 
 LOADED = "flodl_hf.load(folder or name) returns the model"
@@ -29,12 +31,8 @@ NAMES = {
     "AutoModelWithLMHead": "flodl_hf.AutoModelForMaskedLM",
     "Pipeline": "flodl_hf.pipeline(task, model)",
 }
-HEADS = (
-    "SequenceClassification|TokenClassification|QuestionAnswering|MaskedLM|MultipleChoice|NextSentencePrediction|"
-    "PreTraining"
-)
 PATTERNS = (
-    (rf"\w+For({HEADS})", r"flodl_hf.AutoModelFor\1, which loads every family"),
+    (rf"\w+({'|'.join(head.hf_suffix for head in HEADS[1:])})", r"flodl_hf.AutoModel\1, which loads every family"),
     (r"\w+For[A-Z]\w+", "flodl_hf has no equivalent: it contains encoders of text and their heads"),
     (r"(SentenceTransformer|SparseEncoder|CrossEncoder)\w*Trainer", "flodl_hf.finetune(model, task=..., train=...)"),
     (r"\w+TrainingArguments", NAMES["TrainingArguments"]),

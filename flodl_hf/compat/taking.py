@@ -1,8 +1,8 @@
-"""Methods that take other libraries' keywords, by tables of them.
+"""Methods that accept keywords of other libraries, by tables.
 
-A method names its table with `taking`; its own keywords come first. A word of another library is put into ours
-(``aggregation_strategy`` into ``aggregation``), passed over where its value changes no answer (``padding``), or refused
-with the method, our word and the reason. Nobody's code gets another answer than it asked for.
+The decorator `taking` receives the table; keywords of the method have precedence. A keyword of another library is
+mapped to ours (``aggregation_strategy`` to ``aggregation``), ignored if its value does not change the answer
+(``padding``), or refused with the reason. No keyword is accepted with another meaning.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Word(NamedTuple):
     """A keyword of another library.
 
     Args:
-        ours: our keyword for it; None where it has none.
-        value: their value, and the model that is asked, to ours.
-        reason: why it is refused where it has no keyword of ours.
-        harmless: values that change nothing and are passed over; None for any value.
+        ours: our keyword; None where there is none.
+        value: converts its value, given the model.
+        reason: why it is refused if ``ours`` is None.
+        harmless: values that have no effect and are ignored; None for any value.
     """
 
     ours: str | None = None
@@ -39,12 +39,12 @@ class Word(NamedTuple):
 def taking(
     words: Mapping[str, Word], fault: type[FlodlError] = PredictError, *, like: Callable[..., Any] | None = None
 ) -> Callable[[F], F]:
-    """Return a decorator for methods that know the words of other libraries.
+    """Return a decorator for methods that accept keywords of other libraries.
 
     Args:
-        words: theirs.
-        fault: raised for those that are refused.
-        like: the method that other keywords are handed on to, whose signature is then shown for this one's.
+        words: the table.
+        fault: the error for refused keywords.
+        like: the method that receives other keywords; its signature is added to this one's.
     """
 
     def decorate(method: F) -> F:
@@ -66,16 +66,16 @@ def taking(
 
 
 def _own(signature: inspect.Signature) -> frozenset[str]:
-    """Return the keywords that a method takes itself."""
+    """Return the own keywords of a method."""
     names = {p.name for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD}
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values()):
-        # Those of `flodl_hf.inference.RunKeywords`, which is imported with the first prediction.
+        # The names of `flodl_hf.inference.RunKeywords`, which is imported with the first prediction.
         names |= {"precision", "token_budget", "devices", "batch_invariant", "window", "progress"}
     return frozenset(names)
 
 
 def _joined(own: inspect.Signature, other: inspect.Signature) -> inspect.Signature:
-    """Return a signature whose other keywords are those of another."""
+    """Return a signature with the keywords of another added."""
     mine = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
     more = [p for p in other.parameters.values() if p.kind in kinds]
@@ -96,7 +96,7 @@ def _translated(
         if word is None:
             known = sorted(own - {"self", "cls"})
             raise TypeError(
-                f"{method}: unexpected keyword argument {name!r}{nearest(name, [*known, *words])}; it takes "
+                f"{method}: unexpected keyword argument {name!r}{nearest(name, [*known, *words])}; expected one of "
                 f"{', '.join(known)}"
             )
         if word.ours is None:
@@ -111,7 +111,7 @@ def _translated(
             refused.append(f"{name}={value!r}: {why}")
             continue
         if word.ours in found and found[word.ours] is not ours and found[word.ours] != ours:
-            refused.append(f"{name}={value!r} and {word.ours}={found[word.ours]!r} say different things")
+            refused.append(f"{name}={value!r} and {word.ours}={found[word.ours]!r} have different values")
             continue
         found[word.ours] = ours
     if refused:

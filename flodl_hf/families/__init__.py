@@ -1,8 +1,7 @@
-"""The families this package knows. A new one is a file in this folder and a name in the tuple below.
+"""The known families. A new family is a file in this folder and a name in the tuple below.
 
-A file is imported when its family is asked for: what is asked of all of them before one is chosen stands in
-``index.json``, which ``make docs`` writes from the files. `register` adds a family from outside the package; nothing is
-discovered by itself.
+A file is imported on first use of its family. ``index.json``, which ``make docs`` writes, contains the
+facts that select one. `register` adds a family from outside of the package; there is no automatic discovery.
 """
 
 from __future__ import annotations
@@ -72,40 +71,40 @@ def __getattr__(name: str) -> Any:
 
 
 def families() -> tuple[Family, ...]:
-    """Return the families of this package, then those that were registered in this process; imports them all."""
+    """Import and return the families of this package, then those registered in this process."""
     return (*_own(), *_registered.values())
 
 
 def model_types() -> list[str]:
-    """Return the ``model_type`` of each family, in their order."""
+    """Return the ``model_type`` of each family, in order."""
     return [entry["model_type"] for entry in _entries()]
 
 
 def named(model_type: str | None) -> Family | None:
-    """Return the family of a ``model_type``, or None where this process knows none."""
+    """Return the family of a ``model_type``; None if it is unknown in this process."""
     return next((_found(entry) for entry in _entries() if entry["model_type"] == model_type), None)
 
 
 def that_claims(source: Mapping[str, Any]) -> Family | None:
-    """Return the family that says a ``config.json`` of another ``model_type`` is its own; None where none does."""
+    """Return the family that claims a ``config.json`` of another ``model_type``; None without one."""
     return next((_found(entry) for entry in _entries() if entry["claims"] and _holds(source, entry["claims"])), None)
 
 
 def that_tokenizes(word: str) -> Family | None:
-    """Return the family whose tokenizer class begins with a word in small letters: its own, else one that it shares."""
+    """Return the family with a tokenizer class that begins with a lower-case word; own classes have precedence."""
     own = [entry for entry in _entries() if entry["tokenizers"][:1] == [word]]
     shared = [entry for entry in _entries() if word in entry["tokenizers"][1:]]
     return next(map(_found, own + shared), None)
 
 
 def row_of(key: str) -> Row | None:
-    """Return the row of the first family that reads a key of ``config.json``; None where none does."""
+    """Return the row of the first family that reads a key of ``config.json``; None without one."""
     rows = (row for entry in _entries() if key in entry["keys"] for row in _found(entry).rows)
     return next((row for row in rows if row.key == key), None)
 
 
 def index() -> list[dict[str, Any]]:
-    """Return what ``index.json`` has to hold: of each family where it stands, and what is asked of all of them."""
+    """Return the contents of ``index.json``: the place of each family, and the facts that select one."""
     return [entry for name in FILES for entry in _described(name)]
 
 
@@ -115,17 +114,17 @@ def registered() -> tuple[Family, ...]:
 
 
 def register(family: Family) -> Family:
-    """Make ``from_pretrained``, export and the command line of this process know a family; returns it.
+    """Add a family to this process, for ``from_pretrained``, export and the command line; returns it.
 
-    Registering a ``model_type`` again replaces the former record, so that a notebook cell can be run twice.
+    Registering a ``model_type`` again replaces the record, so that a notebook cell can run twice.
 
     Raises:
-        ConfigError: the package itself has a family of that ``model_type``, or a head is of no known task.
+        ConfigError: the package has a family of that ``model_type``, or a head belongs to no known task.
     """
     if family.model_type not in _registered and family.model_type in model_types():
         raise ConfigError(
-            f"register: this package has a family {family.model_type!r} of its own; expected another model_type. "
-            "Derive an alias from it with FAMILY.renamed(...).",
+            f"register: found the model_type {family.model_type!r} of a family of this package; expected another "
+            "model_type. Derive an alias with FAMILY.renamed(...).",
             problems=["model_type"],
         )
     tasks = [head.name for head in HEADS if head.name != "base"]
@@ -141,7 +140,7 @@ def register(family: Family) -> Family:
 
 
 def _travelled(model_type: str, config: type[Any]) -> Family:
-    """Return the family of this process with that name.
+    """Return the family of this process with a name.
 
     Raises:
         ConfigError: there is none.
@@ -150,7 +149,7 @@ def _travelled(model_type: str, config: type[Any]) -> Family:
         return family
     known = model_types()
     raise ConfigError(
-        f"the family {model_type!r} of what is pickled is not known in this process, which has {', '.join(known)}. "
+        f"pickled family: found {model_type!r}, which is unknown in this process; expected one of {', '.join(known)}. "
         f"Call flodl_hf.families.register(FAMILY) where the module {config.__module__} is imported, so that every "
         "process that loads it knows the family.",
         problems=["model_type"],
@@ -160,8 +159,7 @@ def _travelled(model_type: str, config: type[Any]) -> Family:
 
 def _pickled_by_name(family: Family) -> tuple[Any, ...]:
     """Return what ``Family.__reduce__`` returns: a function and the names from which it finds the family again."""
-    # Naming its configuration's class has the other process import the module of a family from outside, which is where
-    # such a family registers itself.
+    # Unpickling the class of the configuration imports the module of a family from outside, which registers the family.
     _travelled(family.model_type, family.config)
     return _travelled, (family.model_type, family.config)
 
@@ -173,7 +171,7 @@ def _own() -> tuple[Family, ...]:
 
 @cache
 def _indexed() -> tuple[dict[str, Any], ...]:
-    """Return what is known of the package's own families; a file that the index does not have yet is imported."""
+    """Return the index of the package's families; a file that the index lacks is imported."""
     written = json.loads(_INDEX.read_text("utf-8"))
     by_file = {name: [entry for entry in written if entry["place"].startswith(f"{name}.")] for name in FILES}
     return tuple(entry for name, entries in by_file.items() for entry in entries or _described(name))

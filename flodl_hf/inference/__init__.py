@@ -1,4 +1,4 @@
-"""From raw text to answers at speed: planning, packing, running and putting results back in order.
+"""From texts to answers: batches are planned, packed and run, and results are returned in order.
 
 options         the keywords that every call takes: precision, devices, token_budget, ...
 precision       which precisions there are and which device has them

@@ -1,16 +1,19 @@
-"""The model that people use: `flodl_hf.inference.graph_model` with the methods that they know.
+"""Models: `flodl_hf.inference.graph_model` with the methods for users.
 
-encoder_model  the class that all tasks share: made, loaded, run, written
-opening        `from_pretrained` and its keywords
-pretrained     from a name to a filled model: the way through all files of a folder
-filling        stored values: one dtype, finite, ties compared, put into the model
-building       the graph of a configuration and a task: put together, tied, given values
-adapted        methods for adapters
-transformers_methods  methods that people know from transformers' models
-outputs        what calls return
-freezing       which parts learn, by short paths
-other_tasks    what is said where a method is another model's
-protein_contacts      which residues of a protein touch
+encoder_model         the base class of all tasks
+opening               `from_pretrained` and its keywords
+pretrained            from the name of a folder to a model with weights
+filling               stored values checked and copied into a model
+building              the graph of a configuration and a task
+saving                a model written as a folder
+score_function        the score function of a cross-encoder
+adapters              adapters created, attached, read and written
+adapted               methods for adapters
+transformers_methods  methods of transformers' models
+outputs               return values of calls
+freezing              which parameters are trained
+other_tasks           error messages for methods of other tasks
+protein_contacts      contacts between residues of a protein
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ __all__ = ["EncoderModel"]
 
 
 def __getattr__(name: str) -> Any:
-    # Only on demand: families and files use modules of this room without the rest of it.
+    # Imported on first use: other packages need single modules of this one.
     if name in __all__:
         return getattr(import_module("flodl_hf.models.encoder_model"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

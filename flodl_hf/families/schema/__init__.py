@@ -1,11 +1,11 @@
-"""What an architecture has to state, for those who add one: the record of a family and the rows of its tables.
+"""The records and tables that describe a family.
 
-    record       `Family` and what belongs to it: heads, tokenizer, tensors that are ignored or kept
-    config_rows  how one key of ``config.json`` becomes one field, and what is done with every other key
-    sizes        the sizes that every encoder has, as fields and rows
-    shared_keys  keys of ``config.json`` that mean the same in every family
+    record       `Family` and its parts: heads, tokenizer, tensors that are ignored or kept
+    config_rows  how a key of ``config.json`` becomes a field, and the rules for other keys
+    sizes        the sizes of every encoder, as fields and rows
+    shared_keys  keys with the same meaning in every family
     rotary_rows  keys of rotary positions
-    keys         how tensors are named, read both ways
+    keys         names of tensors, in both directions
     tasks        the table of tasks
 
 The families themselves are in `flodl_hf.families`.
@@ -37,7 +37,7 @@ __all__ = ["Family", "FamilyHead", "FamilyTokenizer", "Ignored", "Inert", "Kept"
 
 
 def __getattr__(name: str) -> Any:
-    # Only on demand: rows are read without the record, which knows torch.
+    # Imported on first use: rows are read without the record, which imports torch.
     if name in _WHERE:
         return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,10 +1,9 @@
-"""Config rows: how one key of ``config.json`` becomes one field, and what is done with every other key.
+"""Rows of ``config.json``: how one key becomes one field, and how all other keys are treated.
 
-A key is *used* (a row reads it into a field), *inert* (known to change nothing here, with its reason,
-sometimes only at one value), *refused* (it changes the numbers and is not understood), or *noted*: unknown
-to every family, of a plain value, and so of no effect on numbers here or in transformers. Faults of a whole
-file are collected and raised once. What a family's fields are stands in the family's file; the keys that
-all families share stand in ``shared_keys.py``.
+A key is *used* (a row reads it into a field), *inert* (known to have no effect, with the reason, sometimes only for one
+value), *refused* (it changes the numbers and is not supported), or *noted*: no family knows it, its value is plain, and
+it has no effect on numbers here or in transformers. All faults of a file are collected and raised once. The file of a
+family defines its fields; ``shared_keys.py`` defines the keys that all families share.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ class Check:
     """A test of one value.
 
     Args:
-        expected: what it takes, in words.
+        expected: a description of the accepted values.
         accepts: returns the value to use, or raises ValueError.
-        names: the spellings it knows, of which the nearest is suggested.
+        names: the known spellings; the nearest is suggested.
     """
 
     expected: str
@@ -65,10 +64,10 @@ class Check:
 
 @dataclass(frozen=True)
 class Row:
-    """One aligned line of a family's table: our field, the key in ``config.json``, its check, its default.
+    """One line of a family's table: our field, the key in ``config.json``, its check and its default.
 
-    ``aliases`` are further names of the key. They ``win`` where transformers writes them over it: of two values an
-    alias's holds.
+    ``aliases`` are further names of the key. With ``win``, the value of an alias replaces the value of the key, as in
+    transformers.
     """
 
     field: str
@@ -80,7 +79,7 @@ class Row:
 
 
 def changed(rows: Sequence[Row], changes: Mapping[str, Mapping[str, Any]]) -> tuple[Row, ...]:
-    """Return the rows of a relative: those of ``rows``, with other checks or defaults for some fields.
+    """Return ``rows`` with other checks or defaults for some fields.
 
     Raises:
         KeyError: a field that no row has.
@@ -93,12 +92,12 @@ def changed(rows: Sequence[Row], changes: Mapping[str, Mapping[str, Any]]) -> tu
 
 @dataclass(frozen=True)
 class Inert:
-    """A key that changes nothing here.
+    """A key without effect.
 
-    With ``only``, it does so at those values alone, or switched off where null is among them; with ``repeats``, where
-    it has the value of that field of ours (``head_width`` is that of a head). At other values it is refused, or passed
-    over where transformers does not read a key that ``repeats``; where it does, the key is ``read``.
-    ``said`` inert keys are told in the load report where they are not as ``usual``, or not what they repeat.
+    With ``only``, it has no effect for these values, or switched off where null is one of them; with ``repeats``, if it
+    equals our field of that name (``head_width`` is the width of a head). Other values are refused, or ignored where
+    transformers does not read a key that ``repeats``; ``read`` means that transformers reads it. The load report
+    mentions a ``said`` key that differs from ``usual`` or from the value that it repeats.
     """
 
     key: str
@@ -112,14 +111,14 @@ class Inert:
 
 @dataclass(frozen=True)
 class Foreign:
-    """A key of another architecture: it changes the numbers, so it is refused wherever it is switched on."""
+    """A key of another architecture; it changes the numbers, so it is refused unless it is switched off."""
 
     key: str
     what: str
 
 
 def _number(value: Any) -> bool:
-    if isinstance(value, int):  # one of any size, which math would not take
+    if isinstance(value, int):  # math functions accept no integer of any size
         return not isinstance(value, bool) and abs(value) < 2**63
     return isinstance(value, float) and math.isfinite(value)
 
@@ -141,22 +140,22 @@ def token_id() -> Check:
 
 
 def padding_id() -> Check:
-    """The id that fills rows: null, a token's, or -1, which torch takes for the last row of the word table."""
+    """The padding id: null, the id of a token, or -1, which torch reads as the last row of the word table."""
     return optional(count(-1, 100_000_000))
 
 
 def within_vocabulary(token: int) -> Callable[[Mapping[str, Any]], int | None]:
-    """Return a row's default for a token's id: this one, or None where the vocabulary is too small to hold it."""
+    """Return a row's default for the id of a token: this one, or None if the vocabulary is too small."""
 
     def default(fields: Mapping[str, Any]) -> int | None:
         return token if token < fields.get("vocab_size", token + 1) else None
 
-    default.__doc__ = f"{token}, where the vocabulary holds it"
+    default.__doc__ = f"{token}, where the vocabulary contains it"
     return default
 
 
 def fraction() -> Check:
-    """A probability of dropping, from 0 up to but not including 1."""
+    """A dropout probability from 0 to below 1."""
 
     def accepts(value: Any) -> float:
         if not _number(value) or not 0 <= value < 1:
@@ -167,7 +166,7 @@ def fraction() -> Check:
 
 
 def epsilon() -> Check:
-    """A small number that keeps a division finite; zero leaves that to the states."""
+    """A small number that keeps a division finite; zero adds nothing."""
 
     def accepts(value: Any) -> float:
         if not _number(value) or not 0 <= value <= 1:
@@ -205,7 +204,7 @@ def activation() -> Check:
 
 
 def optional(check: Check) -> Check:
-    """Null, or what ``check`` takes."""
+    """Null, or a value that ``check`` accepts."""
     return Check(f"null or {check.expected}", lambda value: None if value is None else check.accepts(value))
 
 
@@ -218,9 +217,9 @@ def read_rows(
 ) -> dict[str, Any]:
     """Return the fields that ``rows`` read from ``source``; faults are appended to ``problems``.
 
-    A row whose default is callable takes its default from the fields read before it. Where ``overruled`` is given, it
-    gets a sentence for each value that another name of its key overrules in transformers; without it that is a fault.
-    A required field whose key is absent is taken from ``left_out``, or is a fault.
+    A callable default receives the fields that were read before it. ``overruled`` receives a sentence for each value
+    that another name of its key replaces in transformers; without it such a value is a fault. ``left_out`` contains
+    values of required fields without a key; other required fields without a key are faults.
     """
     fields: dict[str, Any] = {}
     usual = left_out or {}
@@ -262,7 +261,7 @@ def _cut(key: str) -> str:
 
 
 def _off(value: Any) -> bool:
-    """Return whether a value asks for nothing: null, false, or empty all the way down."""
+    """Return whether a value is off: null, false, empty, or only empty values."""
     if isinstance(value, Mapping):
         return all(map(_off, value.values()))
     return value is None or value is False or value == "" or (isinstance(value, list) and all(map(_off, value)))
@@ -270,16 +269,16 @@ def _off(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Triage:
-    """What decides about keys that no row reads.
+    """The rules for keys that no row reads.
 
     Args:
         rows: the family's rows and the shared ones.
-        inert: keys known to change nothing; a family's own come before the common ones.
+        inert: keys without effect, first of the family, then common ones.
         foreign: keys of other architectures, which change the numbers.
-        elsewhere: ``elsewhere(key)`` is the row of another family that reads a key, or None.
+        elsewhere: ``elsewhere(key)`` returns the row of another family that reads a key, or None.
         shared: keys read by other means than rows.
-        overruled: gets a sentence for each setting that contradicts the family's own and that transformers passes over;
-            None where no such rule says what the file means, and they are refused.
+        overruled: receives a sentence for each setting that contradicts the family's own and that transformers ignores;
+            None refuses such settings.
     """
 
     rows: Sequence[Row]
@@ -298,16 +297,16 @@ class Triage:
         *,
         strict: bool = False,
     ) -> list[str]:
-        """Return a note for each key without effect that a reader should know of; faults go to ``problems``.
+        """Return notes on keys without effect; faults are added to ``problems``.
 
-        Keys that start with an underscore are bookkeeping of whoever wrote the file. A key that is
-        unknown but switched off (null, false, or an empty list, text or table) asks for nothing.
+        Keys that begin with an underscore are ignored, and so are unknown keys that are switched off (null, false, or
+        an empty list, text or table).
 
         Args:
             source: the file.
             fields: what the rows read.
-            problems: gets what is refused.
-            ignore: keys that the caller passes over.
+            problems: receives the faults.
+            ignore: keys that the caller ignores.
             strict: also refuse keys that are unknown to every family.
         """
         used = {key for row in self.rows for key in (row.key, *row.aliases)} | set(self.shared)
@@ -326,8 +325,8 @@ class Triage:
             elif key in foreign:
                 problems.append(
                     f"{found}; expected it absent or off, for {foreign[key].what}. "
-                    "transformers without the repository's own code passes over it and gives other numbers than this "
-                    "model was made for"
+                    "transformers without the code of the repository ignores it and gives other numbers than the model "
+                    "was trained with"
                 )
             elif (row := self.elsewhere(key)) is not None:
                 self._elsewhere(row, key, value, fields, problems, notes)
@@ -335,11 +334,11 @@ class Triage:
                 self._contradiction(
                     f"{_cut(key)}: {shown(value, 60)}; {meant} is absent and takes its default",
                     f"{found}, a setting that is not understood; expected one that is, did you mean {meant!r}? "
-                    "transformers passes over it and takes the default",
+                    "transformers ignores it and uses the default",
                     problems,
                 )
             elif strict or (isinstance(value, Mapping) and source.get("auto_map")):
-                # Code of the repository may read a table; without any, transformers' own passes over it.
+                # Code of the repository may read a table; without such code transformers ignores it.
                 hint = nearest(key, [*used, *inert])
                 problems.append(f"{found}, a setting that is not understood; expected one that is{hint}")
             else:
@@ -361,7 +360,7 @@ class Triage:
                 self._contradiction(
                     f"{entry.key}: {shown(value, 60)}; the sizes say {expected!r}",
                     f"{entry.key}: found {shown(value, 60)}; expected {expected!r} ({entry.reason}); "
-                    "transformers passes over it",
+                    "transformers ignores it",
                     problems,
                 )
         elif entry.only is not None and value not in entry.only and not (None in entry.only and _off(value)):
@@ -375,12 +374,12 @@ class Triage:
     def _elsewhere(
         self, row: Row, key: str, value: Any, fields: Mapping[str, Any], problems: list[str], notes: list[str]
     ) -> None:
-        """Judge a key that another family reads and transformers passes over in this one."""
+        """Treat a key that another family reads and that transformers ignores in this one."""
         own = next((mine.key for mine in self.rows if mine.field == row.field), None)
         if row.field.endswith("dropout"):
             notes.append(f"{key}: {shown(value, 60)} is a dropout of other families and changes nothing")
             return
-        if own and row.field not in fields:  # wrong itself, and told already
+        if own and row.field not in fields:  # wrong itself, and reported already
             return
         expected = fields[row.field] if own else _usual(row, fields)
         try:
@@ -396,14 +395,14 @@ class Triage:
             )
 
     def _contradiction(self, said: str, fault: str, problems: list[str]) -> None:
-        """Tell of a setting that is passed over, or refuse it where nothing says that it is."""
+        """Report a setting that is ignored, or refuse it where no rule ignores it."""
         if self.overruled is None:
             problems.append(fault)
         else:
             self.overruled.append(said)
 
     def _misspelt(self, key: str, source: Mapping[str, Any]) -> str | None:
-        """Return the key that another looks like, which is read and which the file does not have."""
+        """Return the similar key that a row reads and that the file lacks; None without one."""
         absent = [row.key for row in self.rows if not any(name in source for name in (row.key, *row.aliases))]
         close = get_close_matches(key, absent, n=1, cutoff=0.88)
         return close[0] if close else None
@@ -413,7 +412,7 @@ def refuse(problems: Sequence[str], where: str, model_type: str) -> ConfigError:
     """Return the error that lists ``problems`` of one file."""
     return ConfigError(
         f"{where}: {len(problems)} problem(s) in this {model_type} configuration:\n{capped(list(problems))}\n"
-        "Correct the values, or remove what does not belong; a key that you know to be harmless can be passed over "
+        "Correct the values, or remove what does not belong; a key that you know to be harmless can be ignored "
         'with ignore_config_keys=("the_key",).',
         where=where,
         model_type=model_type,
@@ -422,7 +421,7 @@ def refuse(problems: Sequence[str], where: str, model_type: str) -> ConfigError:
 
 
 def _repeated(field: str, fields: Mapping[str, Any]) -> Any:
-    """Return a field of ours, or the width of a head, which is none; None where the file has a fault in it."""
+    """Return our field, or the width of a head; None if the file has a fault in it."""
     if field == "head_width":
         hidden, heads = fields.get("hidden_size"), fields.get("num_heads")
         return hidden // heads if hidden and heads else None
@@ -430,7 +429,7 @@ def _repeated(field: str, fields: Mapping[str, Any]) -> Any:
 
 
 def _usual(row: Row, fields: Mapping[str, Any]) -> Any:
-    """Return what a row of another family says of a file without its key; None where that depends on that family."""
+    """Return the value of another family's row for a file without its key; None if it depends on that family."""
     try:
         usual = row.default(fields) if callable(row.default) else row.default
     except KeyError:

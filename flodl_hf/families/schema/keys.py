@@ -1,9 +1,9 @@
-"""One table of names, read both ways.
+"""Names of tensors: one table that is read in both directions.
 
-A row pairs a module prefix of ours with the one Hugging Face files use; ``{i}`` stands for a layer.
-Rows name modules, so ``.weight`` and ``.bias`` ride along; a row may name a whole tensor where the
-two sides disagree about the leaf. The same rows rename on load, rename back on export, pair the
-modules to compare when parity fails, and become a table in the docs.
+A row pairs our prefix with the prefix in Hugging Face files; ``{i}`` stands for the number of a layer. Rows name
+modules and cover their ``.weight`` and ``.bias``; a row names a whole tensor where the last parts of the names differ.
+The same rows rename tensors when loading and exporting, pair modules when a parity check fails, and are a table in the
+documents.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ __all__ = ["KeyMap", "KeyRow", "Tie", "rows_under", "translated"]
 
 @dataclass(frozen=True)
 class KeyRow:
-    """``ours`` and ``theirs`` are prefixes (modules) or whole tensor names, with ``{holes}`` for repeated parts.
+    """``ours`` and ``theirs`` are prefixes (modules) or whole tensor names, with ``{placeholders}`` for repeated parts.
 
-    ``[0/3]`` behind a module of theirs names a part of its tensors (`flodl_hf.nn.layers.parts`).
+    ``[0/3]`` behind a module in ``theirs`` means a part of its tensors (`flodl_hf.nn.layers.parts`).
     """
 
     ours: str
@@ -29,9 +29,9 @@ class KeyRow:
 
 @dataclass(frozen=True)
 class Tie:
-    """Two of our names that hold one tensor when the configuration ties them.
+    """Two of our names that share one tensor when the configuration ties them.
 
-    ``kept`` is the name that a file must have at least; ``also`` the one that repeats it.
+    A file must contain ``kept``; ``also`` repeats it.
     """
 
     kept: str
@@ -39,12 +39,12 @@ class Tie:
 
 
 def rows_under(prefix: str, rows: Iterable[KeyRow], moved: Mapping[str, str | None] = {}) -> tuple[KeyRow, ...]:
-    """Return rows whose names of theirs begin with another prefix.
+    """Return rows with another first part of the names in files.
 
     Args:
-        prefix: stands where each name of theirs has its first part.
-        rows: of a family that this one resembles.
-        moved: by our name, what a row has in place of the rest of its name; None leaves the row out.
+        prefix: replaces the first part of each name in files.
+        rows: the rows of a similar family.
+        moved: our name -> the rest of the name in files; None removes the row.
     """
     found = []
     for row in rows:
@@ -55,15 +55,15 @@ def rows_under(prefix: str, rows: Iterable[KeyRow], moved: Mapping[str, str | No
 
 
 class KeyMap:
-    """The names of one model, ours to theirs and back.
+    """The names of one model in both directions.
 
     Args:
-        rows: the table; order is graph order, which the parity probe follows.
-        indices: what to fill the holes with, one mapping a layer: ``[{"i": 0}, {"i": 1}, ...]``.
-        also: rows of further names that files may have for the same modules.
+        rows: the table in the order of the graph, which the parity probe follows.
+        indices: the values of the placeholders, one mapping for each layer: ``[{"i": 0}, {"i": 1}, ...]``.
+        also: rows of further names of the same modules in files.
 
     Raises:
-        CheckpointError: two rows give one name on either side, so the table cannot be read backwards.
+        CheckpointError: two rows give the same name on one side.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class KeyMap:
         self._ours: dict[str, str] = {}
         self._theirs: dict[str, str] = {}
         clashes: list[str] = []
-        # Rows with holes are one block a layer, in layer order; that is the order of the graph.
+        # Rows with placeholders are repeated for each layer, in the order of the graph.
         for ours, theirs in _expand(rows, indices):
             if ours in self._ours or theirs in self._theirs:
                 clashes.append(f"{ours} <-> {theirs}")
@@ -87,7 +87,7 @@ class KeyMap:
 
     @property
     def pairs(self) -> Mapping[str, str]:
-        """Every prefix of ours with theirs, in graph order."""
+        """Our prefixes with those in files, in the order of the graph."""
         return self._ours
 
     def theirs(self, name: str) -> str:
@@ -102,15 +102,15 @@ class KeyMap:
         return found
 
     def ours(self, name: str) -> str | None:
-        """Return our name of a Hugging Face tensor, or None if no row covers it."""
+        """Return our name of a Hugging Face tensor; None if no row covers it."""
         return translated(name, self._theirs)
 
     def also(self, name: str) -> list[str]:
-        """Return the further names that files may have for our tensor."""
+        """Return the further names of our tensor in files."""
         return [found for ours, theirs in self._also if (found := translated(name, {ours: theirs})) is not None]
 
     def names(self, tensors: Iterable[str]) -> dict[str, str]:
-        """Return ``{our name: their name}`` for all ``tensors``, proven one to one.
+        """Return ``{our name: their name}`` for all ``tensors``; the names are unique.
 
         Raises:
             CheckpointError: a tensor has no row, or two tensors share a name.
@@ -138,7 +138,7 @@ def _expand(rows: Sequence[KeyRow], indices: Sequence[Mapping[str, int]]) -> Ite
 
 
 def translated(name: str, table: Mapping[str, str]) -> str | None:
-    """Return a tensor's name on the other side of a table of prefixes; None where no row covers it."""
+    """Return the name of a tensor on the other side of a table of prefixes; None if no row covers it."""
     whole = table.get(name)
     if whole is not None:
         return whole

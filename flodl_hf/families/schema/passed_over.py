@@ -1,7 +1,7 @@
-"""Tensors that files of any family carry and no layer computes with, by what their names end in.
+"""Tensors in files of any family that no layer uses, identified by the end of their names.
 
-Older releases of transformers, and training scripts, saved them with the weights; transformers passes them over today.
-A tensor that a family's own rows name is not looked up here.
+Older releases of transformers and training scripts saved them with the weights; transformers ignores them today. The
+rows of a family have precedence.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ PASSED_OVER: tuple[tuple[str, str], ...] = (
     ("criterion.weight", "class weights of a training loss"),
     ("class_weights", "class weights of a training loss"),
 )
-"""What a name ends in, whole words between dots and underscores, and why the tensor changes no number."""
+"""The last words of a name, between dots and underscores, and why the tensor has no effect on numbers."""
 
 WHOLE_NUMBERS = ("I64", "I32", "BOOL")
-"""Dtypes of counters and masks: no weight has them."""
+"""Dtypes of counters and masks; no weight has them."""
 
-# What libraries of adapters and of few bits call the tensors that they put beside a layer's own.
+# Names of tensors that libraries of adapters and quantisation add to a layer.
 _BESIDE = re.compile(
     r"(?:^|[._])(?:lora|ia3|vera|oft|hada|base_layer|modules_to_save|adapters?|prefix_tuning|prompt_encoder|prefix_encoder|"
     r"weight_scale|weight_format|input_scale|quant_map|quant_state|absmax|SCB|qweight|qzeros|scales|zero_point)(?:[._]|$)"
@@ -36,11 +36,11 @@ _ENDING = re.compile(rf"(?:^|[._])({'|'.join(re.escape(name) for name, _ in PASS
 
 
 def reason_to_pass_over(name: str, dtype: str) -> str | None:
-    """Return why a tensor that is no model's own changes no number; None where it may.
+    """Return why an unknown tensor has no effect on numbers; None if it may have one.
 
     Args:
-        name: as it is stored.
-        dtype: as a header names it.
+        name: the name in the file.
+        dtype: the dtype in the header.
     """
     if (found := _ENDING.search(name)) is not None:
         return dict(PASSED_OVER)[found[1]]
@@ -48,15 +48,15 @@ def reason_to_pass_over(name: str, dtype: str) -> str | None:
 
 
 def changes_a_layer(name: str) -> bool:
-    """Return whether a tensor is an adapter's or a quantiser's: without it the layer beside it computes another thing.
+    """Return whether a tensor belongs to an adapter or a quantised layer, which gives other numbers without it.
 
     Args:
-        name: as it is stored.
+        name: the name in the file.
     """
     return _BESIDE.search(name) is not None
 
 
 def repeated_bias(name: str) -> str | None:
-    """Return the name of the bias that a tensor called ``decoder.bias`` repeats; None of any other tensor."""
+    """Return the name of the bias that a tensor ``decoder.bias`` repeats; None for other tensors."""
     module = name.removesuffix(".decoder.bias")
     return None if module == name else f"{module}.bias"

@@ -1,8 +1,8 @@
-"""What a family has to state, and nothing about any particular one.
+"""The records that describe a family.
 
-A `Family` joins the tables of one architecture: how its configuration is read, how its tensors are
-named, how its encoder is chained, and which body each task takes. Everything else (loading, export,
-prediction, parity, the generated docs) is computed from these records.
+A `Family` contains the tables of one architecture: the rows of its configuration, the names of its tensors, the graph
+of its encoder, and the body of each head. Loading, export, prediction, parity checks and the generated documents are
+computed from these records.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Family", "FamilyHead", "FamilyTokenizer", "Ignored", "Kept"]
 
 @dataclass(frozen=True)
 class Ignored:
-    """A tensor that a file may hold and the model does not use, by its Hugging Face name, with the reason."""
+    """A tensor that a file may contain and the model does not use: its Hugging Face name and the reason."""
 
     name: str
     reason: str
@@ -31,12 +31,12 @@ class Ignored:
 
 @dataclass(frozen=True)
 class Kept:
-    """A tensor that no layer computes with and nobody trains: kept beside a model, and written for any head.
+    """A tensor that no layer uses and that is not trained; a model keeps it and writes it for any head.
 
     Args:
         name: its Hugging Face name.
-        reason: what it is.
-        also: names that files may have in its place.
+        reason: its meaning.
+        also: other names of it in files.
         module: our module that reads it (``take``); None where none does.
     """
 
@@ -48,20 +48,21 @@ class Kept:
 
 @dataclass(frozen=True)
 class FamilyHead:
-    """What one task looks like in one family.
+    """One task in one family.
 
     Args:
         body: ``body(config, num_labels)`` returns the head's graph: hidden states and ``layout`` in, logits out.
         keys: rows of the head's tensors, ours below ``head``.
         pooled: the head reads the pooler's output rather than the token states.
-        classifier: our name of the layer whose rows are the labels; a different label count renews this layer.
-        ties: tensors that are one when the configuration ties words.
-        aliases: Hugging Face names under which a file may repeat a tensor: ``(alias, canonical)``.
-        untyped_loss: ``loss(logits, labels)`` where the reference has a rule of its own for configurations
-            that state no problem type; None for the common rule.
-        relation: ``relation(config, num_labels)`` returns a second head beside the body (`bodies.Relation`), which
-            scores from the pooler's output how two texts belong together; None where there is none.
-        relation_output: what transformers calls those scores.
+        classifier: our name of the layer with one row for each label; another number of labels initialises it
+            again.
+        ties: tensors that are shared when the configuration ties words.
+        aliases: Hugging Face names under which a file may repeat a tensor, as ``(alias, canonical)``.
+        untyped_loss: ``loss(logits, labels)`` for configurations without a problem type, where the reference differs
+            from the common rule; None for the common rule.
+        relation: ``relation(config, num_labels)`` returns a second head (`bodies.Relation`), which
+            scores the relation of two texts from the pooler's output; None where there is none.
+        relation_output: the name of those scores in transformers.
     """
 
     body: Callable[[Any, int], Graph]
@@ -75,7 +76,7 @@ class FamilyHead:
     relation_output: str = "seq_relationship_logits"
 
     def scoring_choices(self) -> FamilyHead:
-        """Return multiple choice with this classifier's body: one score a choice."""
+        """Return the multiple choice head with this classifier's body: one score for each choice."""
         return replace(self, body=lambda config, _: self.body(config, 1), classifier=None, untyped_loss=None)
 
 
@@ -138,35 +139,35 @@ class Family:
 
     Args:
         model_type: the word in ``config.json``.
-        class_prefix: how class names of the family begin, as in ``BertForMaskedLM``.
-        base_prefix: what tensor names of the encoder begin with in a file of a task model.
-        config: the frozen dataclass of the encoder's settings, in our words.
-        rows: how ``config.json`` becomes ``config``.
-        inert: keys that change nothing in this family.
-        keys: rows of embeddings, layers and pooler; their names carry ``base_prefix``.
-        also: rows of other names that files may have in place of ``keys``' and the heads': older ones, or those that
-            transformers gives its modules and not its files.
-        prefixes: what names of the encoder may begin with in place of ``base_prefix``.
-        left_out: required field -> what transformers takes where a file leaves its key out; empty of families that
+        class_prefix: the first part of class names, as in ``BertForMaskedLM``.
+        base_prefix: the first part of the encoder's tensor names in the file of a task model.
+        config: the frozen dataclass of the encoder's settings.
+        rows: the rows that read ``config`` from ``config.json``.
+        inert: keys without effect in this family.
+        keys: rows of embeddings, layers and pooler; their names begin with ``base_prefix``.
+        also: rows of other names of the same tensors in files: older names, or transformers' names of modules where
+            those of its files differ.
+        prefixes: other prefixes of the encoder's names.
+        left_out: required field -> default of transformers where a file lacks its key; empty for families that
             transformers does not have.
-        claims: keys and their values, any value where none is listed, by which a ``config.json`` of another
-            ``model_type`` is this family's; empty where only its own ``model_type`` decides.
-        ignored: tensors that may be in a file and are not used; names may have ``{i}`` for the layer.
-        kept: tensors that are kept beside a model.
+        claims: keys with their values (any value where none is listed) that identify a ``config.json`` of another
+            ``model_type`` as this family; empty where only ``model_type`` decides.
+        ignored: tensors of files that are not used; ``{i}`` in a name stands for the layer.
+        kept: tensors that a model keeps without using them.
         encoder: ``encoder(config)`` returns the graph from ids to token states.
-        pooler: ``pooler(config)`` returns the graph from token states to one state a text, or None.
-        heads: what each task takes, by the task's name.
-        indices: what fills the holes of key rows, one mapping a layer.
-        pretraining: further class names found in ``architectures``, with the task each is read as.
-        unused_positions: ``unused_positions(config)`` is how many rows of the position table no token uses.
-        takes_prefix: whether transformers' model takes keys and values that stand before those of a text.
-        ties_words: whether the masked-word decoder is the word table where a file does not say.
-        tokenizer: what its tokenizers do where files do not say; None where only ``tokenizer.json`` is read.
-        tiny: variant -> settings beyond the common small sizes, in ``config.json``'s keys: what tests and
-            ``verify-matrix`` prove. More than one where the family's files differ in kind.
-        real: the same beyond the common base size, for ``verify-matrix --size real``.
-        checkpoints: task -> repository of the Hub on which ``verify-matrix --live`` proves it, of families from
-            outside of the package; its own stand in `flodl_hf.parity.published`.
+        pooler: ``pooler(config)`` returns the graph from token states to one state for each text, or None.
+        heads: the head of each task, by the name of the task.
+        indices: the values of the placeholders of key rows, one mapping for each layer.
+        pretraining: further class names in ``architectures``, with the task of each.
+        unused_positions: ``unused_positions(config)`` is the number of rows of the position table that no token uses.
+        takes_prefix: whether transformers' model accepts keys and values before those of a text.
+        ties_words: the default of ``tie_word_embeddings``.
+        tokenizer: the rules of its tokenizers where files do not specify them; None to read ``tokenizer.json`` only.
+        tiny: variant -> settings in keys of ``config.json``, added to the common small sizes, for tests and
+            ``verify-matrix``; several variants where the family's files differ in kind.
+        real: the same, added to the common base sizes, for ``verify-matrix --size real``.
+        checkpoints: task -> repository of the Hub for ``verify-matrix --live``, for families from outside of the
+            package; `flodl_hf.parity.published` lists the others.
     """
 
     model_type: str
@@ -222,12 +223,12 @@ class Family:
         return replace(self, model_type=model_type, class_prefix=class_prefix, **changes)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A family is code, so it travels by name; the table of names imports this file.
+        # A family contains functions, so it is pickled by name; the table of names imports this file.
         return import_module("flodl_hf.families")._pickled_by_name(self)
 
     def __copy__(self) -> Family:
         return self
 
     def __deepcopy__(self, memo: Any) -> Family:
-        # Frozen, and asked for by identity.
+        # A family is immutable and compared by identity.
         return self

@@ -58,7 +58,7 @@ def wavelength() -> Check:
 def rotary_rows(theta: float) -> tuple[Row, ...]:
     """Return the rows of families that turn all layers alike: fields ``theta``, ``rotary`` and ``scaling``.
 
-    Where a file has both tables the one of the older name, ``rope_scaling``, holds, as in transformers.
+    The table with the older name, ``rope_scaling``, has precedence, as in transformers.
 
     Args:
         theta: the family's own base of wavelengths.

@@ -1,6 +1,6 @@
-"""Keys of ``config.json`` that mean the same in every family: without effect, or another architecture's.
+"""Keys of ``config.json`` with the same meaning in every family: without effect, or of another architecture.
 
-Tables only; what is done with them is `flodl_hf.families.schema.config_rows`'. A family's own keys stand in its file.
+Only tables; `flodl_hf.families.schema.config_rows` applies them. The file of a family lists its own keys.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ _ATTENTION = "chooses kernels, not numbers; here it is the argument attention="
 _WIDTH = "the width of the states, which the tensors show"
 _DECODER = "only decoders that look at an encoder read it"
 _GENERATION = "a text generation setting; encoders do not generate"
-_OUTPUT = "chooses what a call returns in transformers; here it is an argument of the call"
+_OUTPUT = "selects the outputs of a call in transformers; here it is an argument of the call"
 
-# Of families whose heads transformers takes to be as wide as it says.
+# For families whose transformers model reads ``head_dim``.
 HEAD_WIDTH = Inert("head_dim", "heads of another width are not supported", repeats="head_width", read=True)
 
 COMMON_INERT: tuple[Inert, ...] = (
     Inert("transformers_version", "records who wrote the file"),
     Inert("architectures", "read by the dispatch"),
     Inert("model_type", "read by the dispatch"),
-    Inert("transformers_weights", "names the file that holds the weights, where it is not the usual one"),
+    Inert("transformers_weights", "names the file of the weights, where it has another name"),
     Inert("auto_map", _CODE, said=True),
     Inert("custom_pipelines", _CODE),
     Inert("attn_implementation", _ATTENTION, said=True),
@@ -31,8 +31,8 @@ COMMON_INERT: tuple[Inert, ...] = (
     Inert("_attn_implementation_autoset", _ATTENTION),
     Inert("sentence_transformers", "a cross-encoder's notes; `rerank` obeys its activation"),
     Inert("sbert_ce_default_activation_function", "a cross-encoder's activation, which `rerank` obeys"),
-    Inert("label_thresholds", "thresholds tuned on held-out data, which predict uses where asked for them"),
-    Inert("tie_weights_", "an old note of whether words are tied; tie_word_embeddings says it"),
+    Inert("label_thresholds", "tuned thresholds, which predict(threshold='tuned') uses"),
+    Inert("tie_weights_", "an old name of tie_word_embeddings"),
     Inert("eos_token_ids", "an old list of eos_token_id; the tokenizer places special tokens"),
     Inert("pad_token_ids", "an old list of pad_token_id"),
     Inert("embedding_size", _WIDTH, repeats="hidden_size", said=True),
@@ -44,7 +44,7 @@ COMMON_INERT: tuple[Inert, ...] = (
     Inert("attention_head_size", "a head is as wide as states are by heads", repeats="head_width"),
     Inert("padding", "an option of tokenizing"),
     Inert("truncation", "an option of tokenizing"),
-    Inert("classifiers_size", "label counts of a training of several tasks, whose other heads are not in the file"),
+    Inert("classifiers_size", "label counts of several tasks; the other heads are not in the file"),
     Inert("tasks", "names of the tasks of a training of several"),
     Inert("is_gpu", "where the training ran"),
     Inert("norm_mean", "how training labels were scaled; outputs are not scaled back, here or in transformers"),
@@ -54,8 +54,8 @@ COMMON_INERT: tuple[Inert, ...] = (
     Inert("pre_trained", "a note of the training script"),
     Inert("training", "a note of the training script"),
     Inert("tie_last_hidden_states", _OUTPUT),
-    Inert("torch_dtype", "the dtype that weights are cast to where dtype says none"),
-    Inert("dtype", "the dtype that weights are cast to, unless the caller says another; the report tells"),
+    Inert("torch_dtype", "the dtype of the weights where dtype is absent"),
+    Inert("dtype", "the dtype of the weights, unless the caller selects another; the load report lists it"),
     Inert("initializer_range", "only used when a new head is made", None),
     Inert("initializer_factor", "only used for new weights"),
     Inert("finetuning_task", "a note of the training script"),

@@ -1,4 +1,4 @@
-"""The sizes that every encoder has: their fields, and their rows under the keys that most files have."""
+"""The sizes of every encoder: their fields, and rows with the keys of most files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["BASE_SIZES", "SIZES", "EncoderSizes"]
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderSizes:
-    """What the settings of every family begin with."""
+    """The first settings of every family."""
 
     vocab_size: int
     """Rows of the word table."""
@@ -22,7 +22,7 @@ class EncoderSizes:
     num_heads: int
     """Attention heads of a block; divides ``hidden_size``."""
     intermediate_size: int
-    """Width inside the feed-forward part."""
+    """Width inside the feed-forward layer."""
 
 
 # fmt: off
@@ -36,4 +36,4 @@ SIZES = (
 # fmt: on
 
 BASE_SIZES = {"hidden_size": 768, "num_layers": 12, "num_heads": 12, "intermediate_size": 3072}
-"""What most families of transformers take where a file leaves these out."""
+"""The defaults of most families of transformers."""

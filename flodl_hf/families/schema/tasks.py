@@ -1,4 +1,4 @@
-"""The table of tasks: what each is called, which model class it uses, and what every entry point does for it.
+"""The table of tasks: their names, their model classes, and their uses in every entry point.
 
 Loading, fine-tuning, pipelines, files of texts, the server, the command line and the documents read this table, so that
 a word means the same in all of them. Upper and lower case, hyphens and underscores make no difference.
@@ -28,8 +28,8 @@ class Task:
 
     Args:
         name: our name; families, recipes and results use it.
-        head: the name of the task whose model class it uses; its own name for tasks with a class.
-        training: the name of the task that fine-tuning learns for it.
+        head: the name of the task that provides the model class; its own name if it has a class.
+        training: the name of the task in fine-tuning.
         model_class: module and name of the class of its models, in `flodl_hf.heads`.
         hf_suffix: what follows the class prefix in transformers' class names.
         short: the name in tables.
@@ -162,7 +162,7 @@ TASKS: tuple[Task, ...] = (
 )  # fmt: skip
 
 HEADS: tuple[Task, ...] = tuple(task for task in TASKS if task.model_class)
-"""The tasks that have a model class of their own."""
+"""The tasks with a model class."""
 
 
 def _names(task: Task) -> Iterator[str]:

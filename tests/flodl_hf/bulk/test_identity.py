@@ -73,7 +73,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "masked_lm": {"top_k": 2, "targets": ["cat"]},
     "base": {
         "pooling": "cls", "normalize": False, "truncate_dim": 4, "prompt": "a cat", "strict": True, "windows": True,
-        "task": "unknown", "route": "unknown",
+        "prompt_name": "unknown", "task": "unknown", "route": "unknown",
     },
     "encode": {
         "normalize_embeddings": True, "truncate_dim": 4, "prompt": "a cat", "prompt_name": "query", "store": "int8",

@@ -46,7 +46,7 @@ def test_the_test_of_a_project_is_valid(tmp_path: Path) -> None:
     found = runpy.run_path(str(tmp_path / "mine" / "test_recipe.py"))
     assert [name for name in found if name.startswith("test_")] == [
         "test_the_recipe_trains",
-        "test_what_was_written_is_whole",
+        "test_the_folder_is_complete",
     ]
 
 
@@ -62,7 +62,7 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "thesis.txt").write_text("years of work")
-    with pytest.raises(ExportError, match="not empty"):
+    with pytest.raises(ExportError, match="new or empty"):
         new_project(folder)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
     assert (folder / "thesis.txt").read_text() == "years of work"

@@ -264,7 +264,7 @@ def test_another_width_is_noted_for_tensors_show_the_width(model_type: str, key:
 def test_heads_that_are_stated_twice_are_those_of_the_sizes(model_type: str, key: str, same: int) -> None:
     assert made(model_type, **{key: same}).notes == ()
     if key not in read_by(model_type):
-        passed_over(model_type, {key: 1}, f"{key}: found 1; expected {same} .*transformers passes over it")
+        passed_over(model_type, {key: 1}, f"{key}: found 1; expected {same} .*transformers ignores it")
     elif any(entry.key == key and entry.read for entry in BY_TYPE[model_type].inert):
         with pytest.raises(ConfigError, match=f"{key}: found 1; expected {same} .*not supported"):
             made(model_type, **{key: 1})

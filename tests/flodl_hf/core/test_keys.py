@@ -92,7 +92,10 @@ def test_an_encoder_that_kept_another_class_loads_as_the_encoder(saved: Callable
     model = load(folder)
     assert model.head == "base"
     assert model.load_report is not None
-    assert f"architectures: '{named}', whose head is not there; this is the encoder alone" in model.load_report.notes
+    assert (
+        f"architectures: found '{named}' and no tensors of its head; loaded the encoder alone"
+        in model.load_report.notes
+    )
     with pytest.raises(CheckpointError, match="missing"):
         load(folder, head=head)
     held = load_file(folder / "model.safetensors")

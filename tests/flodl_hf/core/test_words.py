@@ -132,7 +132,7 @@ def test_batch_size_bounds_tokens_and_no_more(make: Maker) -> None:
 def test_two_words_for_one_thing_must_agree(make: Maker) -> None:
     model = make("bert", "token_classification")
     model.predict(TEXT, aggregation="max", aggregation_strategy="max")
-    with pytest.raises(PredictError, match="different things"):
+    with pytest.raises(PredictError, match="different values"):
         model.predict(TEXT, aggregation="max", aggregation_strategy="first")
 
 

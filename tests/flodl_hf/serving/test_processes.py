@@ -139,7 +139,7 @@ def test_a_worker_that_is_started_again_goes_when_all_are_loaded_anew_or_end(mon
 
 
 def test_a_model_whose_head_no_path_answers_is_refused_by_its_name() -> None:
-    answered = "base, masked_lm, sequence_classification, token_classification, question_answering"
+    answered = "base, sequence_classification, token_classification, question_answering, masked_lm"
     for head in HEADS:
         if head.name in answered.split(", "):
             check_head("mine", head.name)
