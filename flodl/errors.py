@@ -98,7 +98,7 @@ class CheckpointError(FlodlError):
 
 
 class UnsafeFileError(CheckpointError):
-    """A file that would run code when read, or that points outside its own folder."""
+    """A file that would run code, or that points outside its folder."""
 
 
 class DataError(FlodlError):
@@ -110,7 +110,7 @@ class TrainError(FlodlError):
 
 
 class TrainInterrupted(KeyboardInterrupt):
-    """Ctrl-C (SIGINT) ended a training run, after the current step was finished and saved.
+    """Ctrl-C (SIGINT) ended a training run after a complete, saved step.
 
     A model that was trained in this process has the trained weights.
 
@@ -138,7 +138,7 @@ class DeviceError(FlodlError):
 
 
 def capped(items: Sequence[str], limit: int = 20, indent: str = "  ") -> str:
-    """Return at most ``limit`` items, one per line, and the number of omitted ones."""
+    """Return items one per line, at most ``limit``, with the omitted count."""
     lines = [f"{indent}{item}" for item in items[:limit]]
     if len(items) > limit:
         lines.append(f"{indent}... and {len(items) - limit} more")
@@ -175,7 +175,7 @@ def visible(text: str, form: str | None = None) -> str:
 
 
 def printable(text: str, limit: int = 120) -> str:
-    """Return untrusted ``text`` quoted, with control characters escaped, at most ``limit`` characters of it."""
+    """Return the repr of untrusted text, cut to ``limit`` characters."""
     shown = text if len(text) <= limit else text[: limit - 3] + "..."
     return repr(shown)
 

@@ -36,7 +36,7 @@ POINTER_ADVICE = "found a git-lfs pointer, expected the file itself. Run `git lf
 
 
 def is_pointer(beginning: bytes) -> bool:
-    """Return whether a file with this beginning is a git-lfs pointer instead of the file itself."""
+    """Return whether a file with this beginning is a git-lfs pointer."""
     return beginning.startswith(_POINTER)
 
 
@@ -191,7 +191,7 @@ SEAL = "seal"
 
 
 def seal(value: Mapping[str, Any]) -> bytes:
-    """Return a mapping as JSON with a hash of its values as the last key, so that damage is detected.
+    """Return a mapping as JSON with a checksum as its last key.
 
     Raises:
         TypeError: a value that JSON cannot represent.

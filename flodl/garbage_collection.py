@@ -18,9 +18,9 @@ _FROZEN = False
 
 @contextmanager
 def gc_paused(*, settled: bool = False) -> Iterator[None]:
-    """Pause garbage collection while many lasting objects are created, or while freeing a tensor would do harm.
+    """Pause garbage collection.
 
-    Threads may overlap; collection is enabled again when the last one leaves, if it was enabled before. This is
+    Use it while many lasting objects are created, or while freeing a tensor would do harm. Threads may overlap; collection is enabled again when the last one leaves, if it was enabled before. This is
     also true if Ctrl-C arrives on entry or exit.
 
     Args:

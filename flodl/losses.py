@@ -20,7 +20,7 @@ def focal_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> Tensor:
-    """Return the focal loss ``-(1 - p) ** gamma * log(p)``, ``p`` being the probability of the label.
+    """Return the focal loss ``-(1 - p) ** gamma * log(p)`` of label probabilities ``p``.
 
     Easy examples get a small weight, which helps if most are easy (Lin et al. 2017, equation 4). ``gamma=0`` is
     bit-identical to the cross entropy.

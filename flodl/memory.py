@@ -81,7 +81,7 @@ def process_memory() -> tuple[int, int] | None:
 
 
 def live_tensors(device: str | torch.device | None = None) -> tuple[int, int]:
-    """Return the number of Python tensors, and the bytes of their storages, each counted once.
+    """Return the number of Python tensors and the bytes of their storages.
 
     Tensors that only torch refers to, such as those saved for a backward pass, are not included.
 

@@ -90,7 +90,7 @@ def read_header(path_or_fd: str | os.PathLike[str] | int, *, name: str = "") -> 
 
 
 def name_fault(name: str) -> str:
-    """Return why ``name`` cannot be the name of a tensor, or an empty string."""
+    """Return why ``name`` cannot name a tensor, or an empty string."""
     if not name:
         return "is empty"
     if name == "__metadata__":

@@ -105,7 +105,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def process_state(pid: int) -> str | None:
-    """Return the kernel's letter for the state of a process ("R", "S", "T", "Z", ...); None if it does not exist.
+    """Return the state of a process as the kernel's letter ("R", "S", "T", ...), or None.
 
     Always "R" on systems other than Linux.
     """

@@ -43,7 +43,7 @@ def verbosity() -> Verbosity:
 
 
 def set_verbosity(level: Verbosity | int | str) -> Verbosity:
-    """Set the level, also for processes started from now on, and return the previous one.
+    """Set the level, also for future child processes; return the previous one.
 
     Raises:
         ConfigError: an unknown level.

@@ -158,7 +158,7 @@ def _disagreements(named: Mapping[str, Tensor], staged: Mapping[str, Tensor]) ->
 def migrate_checkpoint(
     src: str | os.PathLike[str], dst: str | os.PathLike[str], named: Mapping[str, Tensor]
 ) -> MigrateReport:
-    """Copy the checkpoint ``src`` to ``dst`` with the names of ``named``, after parts of a model were renamed.
+    """Copy a checkpoint with the names of a model with renamed parts.
 
     Entries with an equal name and shape keep their name. Each remaining entry, in file order, gets the first
     remaining name of the model with its shape and dtype, which is a guess if several have the same shape: check

@@ -52,7 +52,7 @@ def write(path: str, tensors: Mapping[str, Tensor], structural_hash: str, metada
 
 
 def compose_head(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[bytes, list[str]]:
-    """Return the bytes before the data of a file, and the order of its tensors.
+    """Return the bytes before the data, and the order of the tensors.
 
     Raises:
         UnicodeEncodeError: a text contains a lone surrogate.
@@ -73,7 +73,7 @@ def compose_head(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> 
 
 
 def read(path: str) -> tuple[dict[str, Tensor], str, int, dict[str, str]]:
-    """Return the tensors, structural hash, version and metadata of a safetensors file of any writer."""
+    """Return tensors, structural hash, version and metadata of a safetensors file."""
     descriptor = open_regular(path)
     try:
         header = read_header(descriptor, name=path)

@@ -75,7 +75,7 @@ def check_saveable(path: str, tensors: Mapping[str, Tensor], dtypes: Mapping[tor
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the values of a tensor as little-endian bytes, without a copy if it is dense and on the CPU."""
+    """Return tensor values as little-endian bytes; a dense CPU tensor is not copied."""
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return dense.reshape(-1).view(torch.uint8).numpy().data
 

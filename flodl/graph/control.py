@@ -99,7 +99,7 @@ class Switch(nn.Module):
 
 
 class MapWhole(nn.Module):
-    """Applies its body once to the whole value, for bodies that treat rows independently.
+    """Applies its body once to the whole value, all rows together.
 
     Args:
         body: receives the value, and the map's references unchanged.
@@ -132,7 +132,7 @@ class MapRows(MapWhole):
 
 
 class MapSlices(MapWhole):
-    """Applies its body to equal slices of the last dimension, all as rows of one batch.
+    """Applies its body to equal slices of the last dimension, as one batch.
 
     Args:
         body: takes ``(rows * count, width / count)``.

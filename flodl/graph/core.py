@@ -67,7 +67,7 @@ def _refuse(name: str, *_: Any, **__: Any) -> NoReturn:
 
 
 class GraphCore(nn.Module):
-    """A module with a forward pass generated from its plan, and values kept between calls.
+    """A module with a forward pass generated from its plan.
 
     Children are named by ``name=``, else by tag, else by node id, so ``state_dict()`` reads
     ``<node name>.<leaf>``.
@@ -122,15 +122,15 @@ class GraphCore(nn.Module):
         raise GraphError("this graph has no forward pass; make graphs by FlowBuilder(...).build()")
 
     def source(self, *outputs: str) -> str:
-        """Return the generated forward pass as Python source, or its variant that also returns ``outputs``."""
+        """Return the generated forward pass, optionally with further ``outputs``, as Python source."""
         return forward_source(self._plan, outputs)
 
     # values on request
 
     def watch(self, *tags: str) -> Self:
-        """Keep the values of tags (or tag groups) from the next call on, for `tagged`.
+        """Keep the values of tags or tag groups from the next call on.
 
-        Watched values stay in memory until the next call or until `unwatch`.
+        `tagged` returns them. They stay in memory until the next call or until `unwatch`.
 
         Raises:
             GraphError: the graph has no such tag.
@@ -142,7 +142,7 @@ class GraphCore(nn.Module):
         return self
 
     def unwatch(self, *tags: str) -> Self:
-        """Stop keeping the values of these tags, or of all tags, and release the kept values."""
+        """Release the values of these tags, or of all tags."""
         gone = {m for tag in tags for m in self._plan.groups.get(tag, (tag,))} if tags else set(self._watched)
         self._watched -= gone
         self._captured = {tag: value for tag, value in self._captured.items() if tag not in gone}
@@ -169,7 +169,7 @@ class GraphCore(nn.Module):
         return bool(self._plan.memory)
 
     def reset_state(self) -> None:
-        """Clear the values kept for the next call, here and in the modules inside that have `reset`."""
+        """Clear kept values, also in modules inside that have `reset`."""
         self._memory[:] = [None] * len(self._memory)
         call_inside(self, "reset")
 
@@ -177,7 +177,7 @@ class GraphCore(nn.Module):
     """Loops call `reset` on their bodies."""
 
     def detach_state(self) -> None:
-        """Detach the values kept for the next call, here and in the modules inside that have `detach_state`."""
+        """Detach kept values, also in modules inside that have `detach_state`."""
         self._memory[:] = [_detached(value) for value in self._memory]
         self._captured = {tag: _detached(value) for tag, value in self._captured.items()}
         call_inside(self, "detach_state")
@@ -233,7 +233,7 @@ def graph_of(module: nn.Module) -> GraphCore | None:
 
 
 def nearest_graphs(module: nn.Module, name: str = "") -> list[tuple[str, GraphCore]]:
-    """Return the outermost graphs at or below a module, each with its module path after ``name``."""
+    """Return the outermost graphs in a module by path; paths start with ``name``."""
     graph = graph_of(module)
     if graph is not None:
         return [(name, graph)]
@@ -248,7 +248,7 @@ def nearest_graphs(module: nn.Module, name: str = "") -> list[tuple[str, GraphCo
 
 
 def labelled_children(module: nn.Module) -> Iterator[tuple[str, GraphCore]]:
-    """Yield label and graph of the outermost graphs at or below a module that have a label."""
+    """Yield the labelled outermost graphs in a module with their labels."""
     for _, graph in nearest_graphs(module):
         if graph.label is not None:
             yield graph.label, graph

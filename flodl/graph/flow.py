@@ -83,7 +83,7 @@ class FlowBuilder:
         return self._record("merge", how=how, dim=dim, name=name)
 
     def tag(self, name: str) -> FlowBuilder:
-        """Name the output of a directly preceding fork, else the stream, for `using` and paths."""
+        """Name the stream, or the output of a directly preceding fork."""
         return self._record("tag", tag=name)
 
     def tag_group(self, name: str) -> FlowBuilder:
@@ -200,7 +200,7 @@ class MapVerb(_OpenVerb):
         return self
 
     def each(self) -> FlowBuilder:
-        """Apply the body to every row of the stream, as a batch of one row, and concatenate the outputs."""
+        """Apply the body to each row of the stream, and concatenate the outputs."""
         return self._flow._record("each", batched=self._batched)
 
     def over(self, tag: str) -> FlowBuilder:
@@ -208,7 +208,7 @@ class MapVerb(_OpenVerb):
         return self._flow._record("over", tag=tag, batched=self._batched)
 
     def slices(self, count: int) -> FlowBuilder:
-        """Split the last dimension into ``count`` equal slices, apply the body to all, concatenate the outputs."""
+        """Apply the body to ``count`` equal slices of the last dimension."""
         return self._flow._record("slices", count=count)
 
 

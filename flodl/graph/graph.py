@@ -83,7 +83,7 @@ class Graph(GraphCore):
         return summary.tree_summary(self)
 
     def param_summary(self) -> str:
-        """Return a table with the number of trainable and frozen parameters of each child."""
+        """Return a table of trainable and frozen parameters by child."""
         return summary.param_summary(self)
 
     # paths
@@ -151,7 +151,7 @@ class Graph(GraphCore):
             write_atomically(file.with_name(f"{name}.config.json"), [self._source_config.encode()])
 
     def load_checkpoint(self, path: str | os.PathLike[str], *, allow_nonfinite: bool = False) -> LoadReport:
-        """Copy a checkpoint into this graph and return which names were loaded, skipped and missing.
+        """Load a checkpoint and return the loaded, skipped and missing names.
 
         Raises:
             CheckpointError: another structure, or values that are NaN or infinite. Nothing is copied then.
@@ -166,7 +166,7 @@ class Graph(GraphCore):
         )
 
     def load_subgraph_checkpoint(self, path: str, file: str | os.PathLike[str]) -> LoadReport:
-        """Copy the checkpoint of a graph that was saved alone into the sub-graph at ``path``.
+        """Load the checkpoint of a separate graph into the sub-graph at ``path``.
 
         Raises:
             GraphPathError: the path is not a graph.
@@ -194,11 +194,11 @@ class Graph(GraphCore):
         return observer_of(self)
 
     def record(self, tag: str, values: Iterable[float | Tensor]) -> None:
-        """Append values that are not outputs of the graph to the buffer of ``tag``."""
+        """Append values from outside the graph to the buffer of ``tag``."""
         self.observe.record(tag, values)
 
     def record_scalar(self, tag: str, value: float) -> None:
-        """Append a value that is not an output of the graph, such as a loss, to the buffer of ``tag``."""
+        """Append a value from outside the graph, such as a loss, to a buffer."""
         self.observe.record_scalar(tag, value)
 
     def collect(self, *tags: Any) -> None:
@@ -210,7 +210,7 @@ class Graph(GraphCore):
         self.observe.collect_with(*tags_and_reduce, reduce=reduce)
 
     def flush(self, *tags: Any) -> None:
-        """Move the mean of each buffer to its history, here and in labelled children."""
+        """Move buffer means to the histories, also in labelled children."""
         self.observe.flush(*tags)
 
     def trend(self, tag: str) -> Trend:
@@ -272,7 +272,7 @@ class Graph(GraphCore):
         fold: bool = True,
         layout: str | None = None,
     ) -> str:
-        """Return a picture of the graph as SVG text, and write it to ``path`` if one is given.
+        """Return a picture of the graph as SVG text; with ``path`` also write it.
 
         Other arguments and errors as for `dot`.
         """

@@ -16,7 +16,7 @@ from flodl.graph.nodes import call_inside, check_callable, check_forward, offere
 
 
 class TraceEmit:
-    """Receives the traces of a loop body, each name at most once per iteration."""
+    """Receives the traces of a loop body."""
 
     def __init__(self, traces: dict[str, list[Tensor]] | None = None) -> None:
         self._traces = traces
@@ -123,7 +123,7 @@ class WhileLoop(ForLoop):
 
 
 class UntilLoop(ForLoop):
-    """Evaluates its condition after each iteration but the last, so the body runs at least once."""
+    """Evaluates its condition after each iteration; the body runs at least once."""
 
     checks_after = True
 

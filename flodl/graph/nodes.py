@@ -255,7 +255,7 @@ def check_callable(
 
 
 def offered(module: nn.Module, name: str) -> Callable[..., Any] | None:
-    """Return the bound method ``name`` if the class of the module defines it, else None."""
+    """Return a bound method if the module's class defines it, else None."""
     return getattr(module, name) if callable(getattr(type(module), name, None)) else None
 
 

@@ -179,7 +179,7 @@ class ThresholdHalt(nn.Module):
 
 
 class LearnedHalt(nn.Module):
-    """Ends a loop when a linear layer returns a positive value for the first row of the state.
+    """Ends a loop when a linear layer of the first row is positive.
 
     The decision has no gradient. Train the weights by a separate loss on the output of this module.
 

@@ -28,7 +28,7 @@ class GraphSteps:
         self.refresh()
 
     def refresh(self) -> None:
-        """Find the graphs again after the model, or the watched values in it, changed."""
+        """Find the graphs again after the model or watched values changed."""
         self._graphs = [graph for _, graph in nearest_graphs(self.model) if isinstance(graph, Graph)]
         self._keeping = [graph for graph in self._graphs if _keeps(graph)]
 

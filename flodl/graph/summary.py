@@ -28,7 +28,7 @@ def _lines(graph: GraphCore, depth: int) -> list[str]:
 
 
 def param_summary(graph: GraphCore) -> str:
-    """Return a table with a row for each labelled child, one for the remaining parameters, and the total.
+    """Return a table of the parameters of labelled children, the rest and the total.
 
     Counts are elements, tied parameters once; a parameter of two children counts for the first.
     """

@@ -122,7 +122,7 @@ def module_at(part: Part) -> nn.Module:
 
 
 def parameters_at(model: nn.Module, path: str) -> dict[str, nn.Parameter]:
-    """Return the parameters at a path with their names in ``model``, tied ones once.
+    """Return the parameters at a path with their names in ``model``.
 
     Raises:
         GraphPathError: the path names nothing, or nothing with parameters.
@@ -233,7 +233,7 @@ def _describe(at: Part, graph: GraphCore | None) -> str:
 
 
 def children_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the direct children with their names, in graphs in the order of the plan."""
+    """Yield direct children with their names, in the order of a graph's plan."""
     if isinstance(module, GraphCore):
         for name in dict.fromkeys(node.name for node in module.plan.nodes if node.name):
             yield name, getattr(module, name)
@@ -242,7 +242,7 @@ def children_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def modules_of(model: nn.Module, path: str = "", depth: int = 0) -> list[tuple[str, nn.Module]]:
-    """Return the modules inside a model by path, parents before children, down to `MAX_DEPTH`."""
+    """Return the modules inside a model by path, down to `MAX_DEPTH`."""
     found: list[tuple[str, nn.Module]] = []
     for name, child in children_of(model) if depth < MAX_DEPTH else ():
         below = joined(path, name)
