@@ -20,8 +20,9 @@ _FROZEN = False
 def gc_paused(*, settled: bool = False) -> Iterator[None]:
     """Pause garbage collection.
 
-    Use it while many lasting objects are created, or while freeing a tensor would do harm. Threads may overlap; collection is enabled again when the last one leaves, if it was enabled before. This is
-    also true if Ctrl-C arrives on entry or exit.
+    Use it while many lasting objects are created, or while freeing a tensor would do harm. Threads may overlap;
+    collection is enabled again when the last one leaves, if it was enabled before, even if Ctrl-C arrives on entry or
+    exit.
 
     Args:
         settled: count the objects that exist on exit as old, so that no full collection is due soon.
