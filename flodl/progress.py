@@ -1,4 +1,4 @@
-"""Progress of long calls: a bar of rich in a terminal or notebook, a line now and then in a log.
+"""Progress of long calls: a bar of rich in a terminal or notebook, a line every 30 seconds in a log.
 
     with Progress("predict", total=len(texts), unit="texts") as progress:
         for part in parts:
@@ -79,7 +79,7 @@ class Progress:
     Args:
         what: the call.
         total: amount of work; None if unknown. More work than this makes it unknown.
-        unit: what is counted, in the plural.
+        unit: plural noun for the work, such as texts.
         done: work done before, for example by a resumed run.
         show: True also for short calls, False never, None for calls longer than a second, unless ``FLODL_PROGRESS=0``
             is in the environment or the verbosity level is quiet.

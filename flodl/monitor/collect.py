@@ -58,7 +58,7 @@ class Collector:
     """Values of one forward pass.
 
     Args:
-        owners: dotted name of each graph whose observer reports here, by ``id``.
+        owners: dotted name of each graph that reports here, by ``id``.
         adder: adds up tensors that it accepts; otherwise torch does.
 
     Attributes:

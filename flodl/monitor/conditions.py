@@ -38,7 +38,7 @@ class RuleContext:
     """Values that a condition reads; equal on all ranks.
 
     Attributes:
-        trends: histories by name: ``loss``, training metrics, watched values and evaluation metrics.
+        trends: histories with their names: ``loss``, training metrics, watched values and evaluation metrics.
         epochs: number of finished epochs.
         steps: number of finished steps.
     """
@@ -48,7 +48,7 @@ class RuleContext:
     steps: int = 0
 
     def trend(self, name: str) -> Trend:
-        """Return a history by name; an empty one if no value was recorded."""
+        """Return the history with this name; an empty one if no value was recorded."""
         return self.trends.get(name) or Trend((), name)
 
 

@@ -19,7 +19,7 @@ class EpochRecord:
     Attributes:
         epoch: counted from 0.
         duration_s: seconds it took.
-        metrics: values by name, in the given order.
+        metrics: names and values, in the given order.
         pace_s: seconds since the previous epoch ended, work between epochs included.
     """
 

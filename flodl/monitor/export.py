@@ -63,8 +63,8 @@ def write_trends(
             ``"html"``: a page with their curves; ``"log"``: a line for each epoch.
         trends: the histories.
         title: title of the page.
-        times_s: seconds at which epochs ended, for the log.
-        total: number of planned epochs, for the log.
+        times_s: seconds at which epochs ended; used by ``log``.
+        total: number of planned epochs; used by ``log``.
 
     Raises:
         GraphError: no history has a value.

@@ -131,7 +131,7 @@ class RunFolder:
 
 
 def _record_files(folder: Path) -> Iterator[Path]:
-    """Yield the record files below a folder, sorted by name."""
+    """Yield the record files below a folder in alphabetical order."""
     for here, below, files in os.walk(folder):
         is_deep = len(Path(here).parts) - len(folder.parts) >= MAX_DEPTH
         below[:] = [] if is_deep else sorted(name for name in below if not name.startswith("."))

@@ -1,7 +1,7 @@
 """Values of metrics: a buffer for the steps of the current epoch, and one value for each earlier epoch.
 
 Scalar tensors stay on their device until they are read, so recording a loss does not wait for the device; reading
-copies a whole buffer at once.
+copies a whole buffer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["History"]
 
 
 class History:
-    """Buffers and histories by name, in the order of first use.
+    """Buffers and histories of metrics, in the order of first use.
 
     Attributes:
         times_s: seconds from the first value to each flush.

@@ -58,7 +58,7 @@ class LiveRun:
         """Add parts of a delta; from any thread."""
         self.put(lambda run: run.recorder.update(**parts))
 
-    # ---- called by the monitor with its lock held ------------------------------------------------------
+    # ---- called by the monitor, which has acquired its lock ------------------------------------------------------
 
     def pump(self) -> None:
         """Process the queue: record, write and send."""

@@ -97,7 +97,7 @@ class Monitor:
     # ---- input ---------------------------------------------------------------------------------------
 
     def __call__(self, event: Any) -> None:
-        """Add an event of a run; returns at once."""
+        """Add an event of a run to the queue."""
         kind = type(event).__name__
         if kind == "RunStarted" and self._live is not None and self._live.is_over:
             self._new_run()
@@ -378,7 +378,7 @@ def _pump(reference: weakref.ref[Monitor]) -> None:
 
 
 def _flat_metrics(metrics: Any) -> dict[str, float]:
-    """Return metrics as numbers by name."""
+    """Return names and values of metrics as numbers."""
     if hasattr(metrics, "latest_metrics"):
         metrics = metrics.latest_metrics()
     elif hasattr(metrics, "epoch_ms"):

@@ -162,7 +162,7 @@ class Observer:
         self._metrics.replace(name, value)
 
     def latest_metrics(self) -> list[tuple[str, float]]:
-        """Return ``(name, newest value)``, those of sub-graphs as ``label.name``."""
+        """Return ``(name, newest value)``; a metric of a sub-graph is ``label.name``."""
         found = [(name, self.trend(name).latest()) for name in self._metrics.names()]
         for label, child in self._graph.tree_children().items():
             found += [(f"{label}.{name}", value) for name, value in observer_of(child).latest_metrics()]

@@ -44,7 +44,7 @@ class RunRecord:
         began: Unix time of its first delta.
         t: seconds from there to the newest delta.
         facts: constants by section.
-        series: curves by name.
+        series: curves and their names.
         state: current step, epoch, status and so on.
         log: ``[t, step, level, text]``.
         epochs: rows of the table of epochs.
@@ -68,10 +68,10 @@ class RunRecord:
         self.picture = ""
 
     def fold(self, delta: Mapping[str, Any]) -> None:
-        """Add a delta; parts with an unknown key or an unexpected shape are ignored."""
+        """Add a delta; unknown keys and values of an unexpected shape are ignored."""
         for key in sorted(delta, key=lambda key: key != "session"):
             value = delta[key]
-            # A record file may come from anywhere.
+            # A record file may be from another program.
             with contextlib.suppress(TypeError, ValueError, KeyError, AttributeError, IndexError):
                 if key in ("id", "name", "picture"):
                     setattr(self, key, "" + value[: None if key == "picture" else 200] or getattr(self, key))

@@ -1,6 +1,6 @@
 """Events of a run, converted to deltas of its record.
 
-Events are objects with ``to_dict()``; this module knows the names of those of `flodl.train.events` and none of their
+Events are objects with ``to_dict()``; this module knows the names of the events in `flodl.train.events`, not their
 classes, so runs without a Trainer have records too. Of an unknown event, ``values`` become curves and the rest a line
 of the log.
 """

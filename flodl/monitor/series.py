@@ -1,6 +1,6 @@
 """A curve of any length in bounded memory: neighbouring points are merged as it grows, and their range is kept.
 
-The page's script has the same rules, so that it can continue from what it received.
+The page's script has the same rules, so that it can continue a received curve.
 """
 
 from __future__ import annotations

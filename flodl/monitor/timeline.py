@@ -37,10 +37,10 @@ Span = dict[str, Any]
 
 
 class Timeline:
-    """Spans of one rank, and samples of the machine; `merge` combines those of all ranks.
+    """Spans of one rank, and samples of the machine; `merge` combines all ranks.
 
     A span is ``{"rank", "kind", "begin_ms", "end_ms", "step", "epoch"}``, with ``wait_ms`` and ``divergence`` for a
-    ``sync``. A sample is ``{"rank", "at_ms"}`` and values by name, such as ``system/cpu`` (percent). Times are
+    ``sync``. A sample is ``{"rank", "at_ms"}`` and named values such as ``system/cpu`` (percent). Times are
     milliseconds of the monotonic clock; after `merge` since the first span.
 
     Args:

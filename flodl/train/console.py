@@ -121,6 +121,6 @@ def _plural(number: int, what: str) -> str:
 
 
 def _main(figures: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics without those of single labels, such as ``f1/PER`` or ``dev/f1/PER``."""
+    """Return metrics except per-label ones such as ``f1/PER`` or ``dev/f1/PER``."""
     plain = {name: value for name, value in figures.items() if "/" not in name}
     return plain or {name: value for name, value in figures.items() if name.count("/") == 1}

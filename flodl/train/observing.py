@@ -1,8 +1,7 @@
-"""What a run knows of itself: values watched inside of the model, trends, and the rules that act on them.
+"""Watched values of a run, averaged over ranks, for the observers of graphs, for events, and for rules.
 
-`flodl.train.watching` collects values in forward passes, steps carry them beside their metrics, and
-`flodl.train.steplog` tells those of steps. Here figures of epochs are put together over ranks, the observers of graphs
-are given their values, and rules (`flodl.train.rules`) the trends that they ask about.
+`flodl.train.watching` collects values in forward passes, `flodl.train.steplog` emits the values of steps, and
+`flodl.train.rules` evaluates rules.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ __all__ = ["Observing"]
 
 
 class Observing:
-    """What is watched and decided in one run.
+    """Watched values and rules of one run.
 
     Args:
-        model: the model that is trained.
-        ranks: who trains it.
-        settings: of the run.
+        model: the trained model.
+        ranks: the ranks.
+        settings: settings of the run.
 
     Attributes:
         watching: collects values in forward passes.
-        graphs: the model's graphs, whose steps and epochs are ended.
-        deciding: the rules of the run.
-        epochs: what was watched in each epoch, merged over ranks.
+        graphs: the graphs in the model; the run ends their steps and epochs.
+        deciding: rules of the run.
+        epochs: watched values of each epoch, averaged over ranks.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks, settings: Settings) -> None:
@@ -49,34 +48,34 @@ class Observing:
         self._before = Tally().to_dict()
 
     def optimizer(self, make: Callable[[], torch.optim.Optimizer]) -> torch.optim.Optimizer:
-        """Return the optimiser that ``make`` makes, ready for what rules may do."""
+        """Return the optimiser of ``make()``, including parameters that a rule may unfreeze."""
         with self.deciding.thawed():
             optimizer = make()
         self.deciding.prepare(optimizer)
         return optimizer
 
     def refresh(self) -> None:
-        """Note that the model, or what is watched in it, may have changed."""
+        """Update after a change of the model or of its watched values."""
         self.graphs.refresh()
         self.watching.refresh()
 
-    # ---- what becomes known --------------------------------------------------------------------------
+    # ---- input ----------------------------------------------------------------------------------------
 
     def evaluated(self, figures: Mapping[str, float]) -> None:
-        """Take in the figures of an evaluation, the same on all ranks."""
+        """Add the metrics of an evaluation, equal on all ranks."""
         self.deciding.note("evaluation", {"eval_loss" if name == "loss" else name: v for name, v in figures.items()})
 
     def due(self, steps: int) -> bool:
-        """Return whether trends get a value after so many steps."""
+        """Return whether a window of ``trend_every`` steps has ended."""
         every = self.every
         return bool(every and self.deciding.rules and self._looked_at // every < steps // every)
 
     def end_window(self, tally: Tally, steps: int, *, shared_loss: bool) -> None:
-        """Give trends a value of the steps since the last one; all ranks call this after the same steps.
+        """Add a value of the last window of steps to each trend; all ranks must call this after the same step.
 
         Args:
-            tally: this rank's, all steps told.
-            shared_loss: each rank's loss already stands for all ranks.
+            tally: totals of this rank.
+            shared_loss: whether each rank has the loss of all ranks.
         """
         parts = self.ranks.gather(_less(tally.to_dict(), self._before))
         self._looked_at, self._before = steps, tally.to_dict()
@@ -84,15 +83,15 @@ class Observing:
         self._note(figures, means(parts, "observed"))
 
     def end_epoch(self, metrics: EpochMetrics, parts: Sequence[Mapping[str, Any]]) -> Observed | None:
-        """Close an epoch of all graphs, and return what was watched in it; None where nothing was.
+        """End an epoch of all graphs, and return its watched values; None if there are none.
 
         Args:
-            metrics: the figures of the epoch.
-            parts: the tallies of all ranks.
+            metrics: metrics of the epoch.
+            parts: totals of all ranks.
         """
         values = means(parts, "observed")
         self.epochs.append(values)
-        # Less than nothing, so that the first value of the next epoch has the steps since the last one of this.
+        # Negative totals: the first window of the next epoch includes the last steps of this one.
         self._before = _less(self._before, parts[self.ranks.rank])
         self.watching.hand_back(values)
         self.graphs.end_epoch()
@@ -111,25 +110,25 @@ class Observing:
         self.deciding.note("watched", values)
 
     def decide(self, steps: int, epochs: int) -> list[Decided]:
-        """Act on the rules that came true, and return what was done; all ranks call this at the same points."""
+        """Apply rules with a true condition and return them; all ranks must call this at the same points."""
         return self.deciding.decide(steps, epochs)
 
     def close(self) -> None:
-        """Watch no more than the graphs did before the run."""
+        """Stop watching values added by the run."""
         self.watching.close()
 
-    # ---- in checkpoints ------------------------------------------------------------------------------
+    # ---- checkpoints ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what all ranks share, as JSON values."""
+        """Return the state that is equal on all ranks, as JSON values."""
         return {"epochs": self.epochs, "looked_at": self._looked_at, **self.deciding.state_dict()}
 
     def own_state(self) -> dict[str, Any]:
-        """Return what is this rank's own, as JSON values."""
+        """Return the state of this rank, as JSON values."""
         return {"before": self._before}
 
     def load_state_dict(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` and `own_state` gave; the observers of graphs get their histories."""
+        """Restore `state_dict` and `own_state`, and the histories of graphs."""
         self.deciding.load_state_dict(state)
         self._looked_at = state.get("looked_at", 0)
         self._before = own.get("before", self._before)
@@ -138,7 +137,7 @@ class Observing:
 
 
 def _less(a: Any, b: Any) -> Any:
-    """Return sums less other sums, as `Tally.to_dict` gives them; what either lacks counts as 0."""
+    """Return the difference of two results of `Tally.to_dict`; missing values are 0."""
     if isinstance(a, Mapping) or isinstance(b, Mapping):
         return {key: _less((a or {}).get(key), (b or {}).get(key)) for key in {**(a or {}), **(b or {})}}
     if isinstance(a, list) or isinstance(b, list):

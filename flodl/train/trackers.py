@@ -5,7 +5,7 @@ tracker is imported when the run begins and must be installed. Values are ``trai
 ``train/grad_norm``, ``train/<metric>`` and ``watched/<name>`` of steps, ``epoch/<metric>`` of epochs and
 ``eval/<metric>`` of evaluations, at the number of the optimiser step.
 
-A resumed run continues in place: files lose the values after the checkpoint, and services continue their run, whose id
+A resumed run continues in place: files lose the values after the checkpoint, and services continue their run; its id
 is stored in ``trackers.json``.
 """
 
@@ -110,7 +110,7 @@ class Tracker:
 
 
 def figures_of(event: Any) -> dict[str, float]:
-    """Return the values of an event by name."""
+    """Return names and values of an event."""
     if isinstance(event, StepDone):
         own = {"loss": event.loss, "lr": event.lr, "grad_norm": event.grad_norm, "epoch": float(event.epoch)}
         return {f"train/{name}": value for name, value in {**own, **event.metrics}.items()}
@@ -246,9 +246,9 @@ class _Service(Tracker):
 
 
 class WandbTracker(_Service):
-    """Logs to Weights & Biases; project and mode come from its environment variables (``WANDB_...``).
+    """Logs to Weights & Biases; ``WANDB_...`` environment variables set project and mode.
 
-    ``step`` is the axis of all values. Values of steps that a resumed run repeats remain beside the new ones.
+    ``step`` is the axis of all values. Both values of a step that a resumed run repeats are kept.
     """
 
     package = "wandb"
@@ -286,7 +286,7 @@ class WandbTracker(_Service):
 
 
 class MlflowTracker(_Service):
-    """Logs to MLflow; server and experiment come from its environment variables (``MLFLOW_...``).
+    """Logs to MLflow; ``MLFLOW_...`` environment variables set server and experiment.
 
     A step that a resumed run repeats has both values, the newer one last.
     """
@@ -351,5 +351,5 @@ def make_tracker(name: str, folder: str | os.PathLike[str], config: Mapping[str,
 def make_trackers(
     wanted: Sequence[str | Subscriber], folder: str | os.PathLike[str], config: Mapping[str, Any] | None = None
 ) -> list[Subscriber]:
-    """Return trackers by name, and callables as they are; errors as of `make_tracker`."""
+    """Return the trackers for names, and callables unchanged; errors as of `make_tracker`."""
     return [one if callable(one) else make_tracker(one, folder, config) for one in wanted]

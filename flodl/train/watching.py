@@ -32,7 +32,7 @@ class Watching:
             its output. A range such as ``layers.0-3`` stands for each of its members.
 
     Attributes:
-        idle: collects what the model logs, if nothing is watched; None otherwise.
+        idle: collects logged values if nothing is watched; None otherwise.
 
     Raises:
         GraphError: an unknown reduction.
@@ -71,7 +71,7 @@ class Watching:
         self._undo.append(part.module.register_forward_hook(hook).remove)
 
     def close(self) -> None:
-        """Stop watching what was added here."""
+        """Stop watching values added here."""
         while self._undo:
             self._undo.pop()()
 
@@ -114,7 +114,7 @@ class Watching:
             self._is_inside, self._before = False, None
 
     def take(self) -> dict[str, Pair]:
-        """Return the collected values by name, as sums and weights."""
+        """Return names, sums and weights of the collected values."""
         collector, self._collector = self._collector, Collector()
         reported = collector.names()
         for graph, tags in self._tags:
@@ -127,7 +127,7 @@ class Watching:
         return collector.pack()
 
     def take_idle(self) -> dict[str, Pair]:
-        """Return what the model logged while nothing was watched, by name, as sums and weights."""
+        """Return names, sums and weights of values logged while nothing was watched."""
         assert self.idle is not None
         collector, self.idle = self.idle, Collector(self._owners)
         return collector.pack()

@@ -1,4 +1,4 @@
-"""The settings ``monitor`` and ``timeline``: a page for the run, and callbacks that record what it shows.
+"""The settings ``monitor`` and ``timeline``: a page for the run, and callbacks that record its contents.
 
 The monitor is in `flodl.monitor` and does not know the Trainer.
 
@@ -45,7 +45,7 @@ def monitor_of(settings: Settings, is_first: bool = True) -> Monitor | None:
 
 
 def callbacks_of(settings: Settings) -> tuple[Callback, ...]:
-    """Return the callbacks of a run, with those that record for a timeline or a monitor if requested."""
+    """Return the callbacks of a run, and a recorder for the timeline or the monitor if requested."""
     is_monitored = settings.monitor is not None and settings.monitor is not False
     if not is_monitored and not settings.timeline:
         return tuple(settings.callbacks)
@@ -56,6 +56,6 @@ def callbacks_of(settings: Settings) -> tuple[Callback, ...]:
     return (*settings.callbacks, activity, *([LayerProbe()] if is_monitored else []))
 
 
-def orders_of(settings: Settings, judged: bool) -> tuple[str, ...]:
-    """Return the commands that a run accepts; ``judged`` is whether it has an evaluation."""
-    return (*(("evaluate",) if judged else ()), *(("save",) if settings.folder else ()), "stop")
+def orders_of(settings: Settings, evaluates: bool) -> tuple[str, ...]:
+    """Return the commands that a run accepts; ``evaluates`` is whether it has an evaluation."""
+    return (*(("evaluate",) if evaluates else ()), *(("save",) if settings.folder else ()), "stop")

@@ -1,4 +1,4 @@
-"""Time, memory and gradients of the layers of a run, measured now and then for the monitor.
+"""Time, memory and gradients of the layers of a run, measured about every 20 seconds.
 
 A step that runs operation by operation is measured while it runs. A captured step cannot be: its first micro-batch is
 computed once more, without changing gradients, buffers or random numbers. This takes less than 0.5 % of the run.
@@ -32,7 +32,7 @@ FIRST_STEPS = 2
 
 
 class LayerProbe(Callback):
-    """Describes the model when a run begins, and measures its layers now and then, on the first rank."""
+    """Describes the model when a run begins, and measures its layers, on the first rank."""
 
     def on_train_begin(self, trainer: Any) -> None:
         """Describe the model."""
@@ -57,7 +57,7 @@ class LayerProbe(Callback):
             if device is not None and (device.captures or device.end) is not None:
                 self._compute_again(trainer, batches[0])
             else:
-                # Counting bytes slows the step down, so it has a step of its own, and the next step is timed.
+                # Counting bytes slows a step down, so bytes and times are measured in different steps.
                 memory = not self._has_memory and trainer.ranks.device.type == "cuda"
                 self._profiler = Profiler(trainer.model, modules_of(trainer.model), gradients=True, memory=memory)
                 self._num_passes = len(batches)
@@ -66,7 +66,7 @@ class LayerProbe(Callback):
             self._stop(trainer, fault)
 
     def on_step_end(self, trainer: Any, result: Any) -> None:
-        """Emit what was measured when the device has finished it."""
+        """Emit the measurement when the device has finished the step."""
         profiler = self._profiler
         if profiler is None:
             return
