@@ -1,6 +1,7 @@
 """Activity of each rank: spans for the timeline, and for a monitor twice a second.
 
-Steps that the host waits for are timed by its clock; `StepDone` has the durations of other steps, measured on the device.
+Steps that the host waits for are timed by its clock; `StepDone` has the durations of other steps, measured on the
+device.
 Ranks started by this process send their activity to it; under another launcher they write it to the shared store, from
 which the first rank reads it.
 """
