@@ -9,7 +9,7 @@ from torch.nn.functional import mse_loss
 
 from flodl.errors import ConfigError
 from flodl.progress import Progress
-from flodl.train import Trainer, sgd
+from flodl.train import Callback, Trainer, sgd
 from flodl.verbosity import Verbosity, parsed, set_verbosity, verbosity
 
 
@@ -44,6 +44,11 @@ def test_a_level_is_set_and_put_back():
     assert set_verbosity(Verbosity.QUIET) is Verbosity.DEBUG
 
 
+class Warns(Callback):
+    def on_train_begin(self, trainer):
+        trainer.warn("mind this")
+
+
 def run(tmp_path):
     torch.manual_seed(0)
     data = {"x": torch.randn(12, 3), "y": torch.randn(12, 1)}
@@ -53,7 +58,7 @@ def run(tmp_path):
 
     made = Trainer.builder(nn.Linear(3, 1), sgd(0.1), step).dataset(data).batch_size(4).num_epochs(1)
 
-    made.checkpoints(str(tmp_path / "run")).set(remarks=("mind this",))
+    made.checkpoints(str(tmp_path / "run")).set(callbacks=[Warns()])
     made.set(progress=None if verbosity() == Verbosity.QUIET else True).run()
 
 
