@@ -1,4 +1,4 @@
-"""Devices by name: what is there, what is not and why, and the best of them, on machines that have others than this."""
+"""Available and absent devices, and the best one, on simulated machines."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_mps_is_tried_before_it_is_taken(machine: Any, monkeypatch: pytest.Monke
         assert devices.mps_fault(), "here it has nothing"
 
 
-def test_what_is_absent_is_said_in_one_line(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_device_is_reported_in_one_line(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fault(name: str, **has: Any) -> str:
         machine(**has)
         with pytest.raises(DeviceError) as caught:

@@ -62,7 +62,7 @@ def test_what_is_frozen_is_not_counted_again(monkeypatch: pytest.MonkeyPatch) ->
         del counted[:]
         with gc_frozen(), gc_paused(settled=True):
             assert count()
-        assert count(), "what lies inside leaves it frozen"
+        assert count(), "a nested context leaves it frozen"
         assert not counted
     assert not count()
     with gc_paused(settled=True):

@@ -1,4 +1,4 @@
-"""Focal losses: what they are with gamma 0, what the formula says, and their gradients."""
+"""Focal losses: gamma 0, the formula of the paper, and gradients."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_without_focus_it_is_the_cross_entropy(reduction, weighted):
 
 @pytest.mark.parametrize("gamma", [0.5, 2.0, 5.0])
 @pytest.mark.parametrize("shape", [(7, 4), (3, 4, 5)])
-def test_it_is_what_the_paper_says(gamma, shape):
+def test_it_follows_the_formula_of_the_paper(gamma, shape):
     logits, labels = made(shape)
     weight = torch.tensor([0.25, 1.0, 2.0, 0.5], dtype=torch.float64)
     p = logits.softmax(1).gather(1, labels.unsqueeze(1)).squeeze(1)

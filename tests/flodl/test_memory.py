@@ -36,7 +36,7 @@ def test_a_device_that_fails_is_left_out(monkeypatch):
     assert usable_devices() == [torch.device("cpu")]
 
 
-def test_a_device_with_wrong_numbers_is_told_of(monkeypatch):
+def test_a_device_with_wrong_results_is_reported(monkeypatch):
     plain, calls = torch.allclose, []
     monkeypatch.setattr(
         torch, "allclose", lambda *args, **kwargs: calls.append(plain(*args, **kwargs)) is None and False
@@ -45,10 +45,10 @@ def test_a_device_with_wrong_numbers_is_told_of(monkeypatch):
     assert calls == [True]
 
 
-def test_a_process_holds_memory_and_held_the_most_of_it():
+def test_a_process_has_current_and_peak_memory():
     before = process_memory()
     if before is None:
-        pytest.skip("the system does not say")
+        pytest.skip("unknown on this system")
     kept = torch.ones(8 << 20)  # 32 MiB
     held, most = process_memory()
     assert most >= held > 1 << 20

@@ -1,4 +1,4 @@
-"""What the packages offer by name: complete, sorted, importable; and errors that travel between processes."""
+"""Public names: complete, sorted, importable, the only ones that flodl_hf uses; and errors that can be pickled."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_all_is_sorted_and_there(module: str) -> None:
 
 @pytest.mark.parametrize("module", packages())
 def test_all_of_a_package_is_complete(module: str) -> None:
-    """Every public name that a package's own file imports from the project, or defines, stands in ``__all__``."""
+    """Every public name that the file of a package imports from the project, or defines, is in ``__all__``."""
     found = loaded(module)
     tree = ast.parse(inspect.getsource(found))
     names: set[str] = set()
@@ -118,7 +118,7 @@ def test_all_of_a_package_is_complete(module: str) -> None:
         assert not own, "names without __all__"
         return
     used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
-    # What a file imports for its own use need not be offered.
+    # Imports that the file itself uses need not be public.
     assert own - listed - used == set()
 
 
@@ -166,7 +166,7 @@ def imports_from_flodl() -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="tested from a wheel: the repository is not here")
+@pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="tested from a wheel, without the repository")
 def test_flodl_hf_imports_only_public_names_of_flodl() -> None:
     public = public_names()
     deep = {module: names - public.get(module, set()) for module, names in imports_from_flodl().items()}
@@ -177,16 +177,16 @@ def test_flodl_hf_imports_only_public_names_of_flodl() -> None:
 EXPORTING = {"flodl.data", "flodl.distributed", "flodl.metrics", "flodl.monitor", "flodl.train"}
 
 
-@pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="tested from a wheel: the repository is not here")
+@pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="tested from a wheel, without the repository")
 def test_internal_modules_export_no_names() -> None:
-    """A package offers the names of its own file; other modules in it do not define ``__all__``."""
+    """Only the ``__init__`` of a package defines ``__all__``, and public modules in the reference."""
     public = public_names()
     internal = [name for name in modules() if name.startswith("flodl.") and name.count(".") > 1 and name not in public]
     exporting = [name for name in internal if not needed(name) and hasattr(loaded(name), "__all__")]
     assert {".".join(name.split(".")[:2]) for name in exporting} <= EXPORTING
 
 
-@pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="tested from a wheel: the repository is not here")
+@pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="tested from a wheel, without the repository")
 def test_the_reference_lists_the_public_packages_of_flodl() -> None:
     public = public_names()
     offered = {name for name in packages() if name.count(".") == 1 and name.startswith("flodl.")}

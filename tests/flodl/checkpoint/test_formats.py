@@ -1,4 +1,4 @@
-"""What is saved is read back bit by bit, and what is damaged is refused."""
+"""Saved tensors are read back bit by bit, and damaged files are refused."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_any_flipped_bit_is_refused_or_leaves_a_readable_file(tmp_path, suffix):
             load_tensors(path)
         except CheckpointError:
             refused += 1
-    # gzip carries a checksum, so there only bits of its own header (time, system) can go unnoticed.
+    # gzip has a checksum, so only bits of its header (time, system) can change unnoticed.
     assert refused > len(whole) * (7 if suffix == "fdl.gz" else 1)
 
 

@@ -1,4 +1,4 @@
-"""A load changes everything it says or nothing at all."""
+"""A load changes all reported tensors or none."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_every_misfit_is_listed_at_once():
 
 
 @pytest.mark.parametrize("into", [torch.float16, torch.bfloat16, torch.float64])
-def test_values_are_cast_to_the_dtype_of_the_model_and_it_is_told(into):
+def test_values_are_cast_to_the_dtype_of_the_model_and_reported(into):
     named = {"a": torch.zeros(3, dtype=into), "n": torch.zeros(3, dtype=into)}
     values = torch.tensor([0.1, float("inf"), -2.5])
     report = load_into(named, holding(a=values, n=torch.tensor([1, 2, 3])))
@@ -130,7 +130,7 @@ def test_migration_matches_dtype_too_and_may_write_over_its_source(tmp_path):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_parameters_that_are_no_numbers_are_refused_by_name_unless_asked(value: float, dtype: torch.dtype) -> None:
+def test_nonfinite_parameters_are_refused_unless_allowed(value: float, dtype: torch.dtype) -> None:
     named = {
         "good": torch.nn.Parameter(torch.zeros(2)),
         "bad": torch.nn.Parameter(torch.zeros(3)),

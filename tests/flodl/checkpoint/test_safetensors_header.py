@@ -118,7 +118,7 @@ def test_all_faulty_tensors_are_listed_at_once(tmp_path):
     assert [p.split(":")[0] for p in caught.value.problems] == ["tensor 't0'", "tensor 't1'", "tensor 't2'"]
 
 
-def test_a_good_header_says_where_everything_lies(tmp_path):
+def test_a_valid_header_has_the_position_of_every_tensor(tmp_path):
     header = {
         "__metadata__": {"k": "v"},
         "late": {"dtype": "I64", "shape": [], "data_offsets": [8, 16]},
@@ -147,7 +147,7 @@ def test_a_descriptor_is_read_in_place_and_left_open(tmp_path):
     os.close(descriptor)
 
 
-def test_a_fault_behind_a_descriptor_is_told_by_its_given_name(tmp_path):
+def test_a_fault_of_a_descriptor_has_the_given_name(tmp_path):
     descriptor = os.open(write(tmp_path / "x", b"[]"), os.O_RDONLY)
     with pytest.raises(CheckpointError, match="shard 1"):
         read_header(descriptor, name="shard 1")

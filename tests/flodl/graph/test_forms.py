@@ -53,7 +53,7 @@ def inner() -> Graph:
 
 @dataclass(frozen=True)
 class Form:
-    """A chain, what it is called with, and what comes of it."""
+    """A chain, its inputs, and the expected result."""
 
     name: str
     make: Callable[[], FlowBuilder]
@@ -115,7 +115,7 @@ def same(a: Graph, b: Graph, x: Tensor, named: dict[str, Tensor]) -> bool:
 
 
 def quiet(test: Callable[..., None]) -> Callable[..., None]:
-    """Let the compiler's own warnings pass: it looks at .grad of what it is given, and still uses torch.jit."""
+    """Ignore warnings of the compiler, which reads .grad of its inputs and uses torch.jit."""
     for text in ("The .grad attribute of a Tensor that is not a leaf", ".*torch.jit.*"):
         test = pytest.mark.filterwarnings(f"ignore:{text}")(test)
     return test

@@ -1,4 +1,4 @@
-"""Pictures of graphs: what they show, what they fold and open, and how measurements colour them."""
+"""Pictures of graphs: boxes, lines, folded and open parts, and colours of measurements."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_modules_are_opened_by_their_path():
 
 
 @pytest.mark.parametrize("options", [{}, {"open": True}, {"fold": False}, {"open": ["head"]}], ids=str)
-def test_lines_of_dot_join_what_is_there(options):
+def test_lines_of_dot_join_existing_boxes(options):
     graph = FlowBuilder(linear()).through(head(), name="head").through(linear()).build()
     text = graph.dot(**options)
     nodes = set(re.findall(r"^ *(n[0-9a-z_]+) \[label=", text, re.M))

@@ -1,6 +1,6 @@
-"""Random chains: each either builds and equals an interpreter that knows only what the verbs mean, or is refused.
+"""Random chains: each either builds and equals a simple interpreter of the verbs, or is refused.
 
-The interpreter runs the calls on values as they come, with no nodes, no plan and no generated source.
+The interpreter applies the verbs to values directly, without nodes, plan and generated source.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAMES = ["a", "b", "c"]
 
 
 class Affine(nn.Module):
-    """Any number of references, each with a weight of its own, so that no two wirings agree by accident."""
+    """Any number of references with different weights, so that no two wirings agree by accident."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

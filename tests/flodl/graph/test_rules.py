@@ -1,4 +1,4 @@
-"""What each verb means by its place in the chain, and every fault that `build()` reports."""
+"""The meaning of each verb depending on its position in the chain, and all faults of `build()`."""
 
 from __future__ import annotations
 
@@ -358,7 +358,7 @@ def test_the_traceback_shows_the_step_that_failed() -> None:
     assert "x = second(x)" in "".join(traceback.format_exception(caught.value))
 
 
-def test_values_are_let_go_after_their_last_use() -> None:
+def test_values_are_released_after_their_last_use() -> None:
     import gc
     import weakref
 
@@ -384,7 +384,7 @@ def test_values_are_let_go_after_their_last_use() -> None:
     assert max(counts) == 1
 
 
-def test_a_step_lets_go_of_all_that_it_was_the_last_to_use() -> None:
+def test_a_step_releases_all_values_that_it_uses_last() -> None:
     import weakref
 
     class Looks(nn.Module):
@@ -404,7 +404,7 @@ def test_a_step_lets_go_of_all_that_it_was_the_last_to_use() -> None:
     graph = flow.through(StateAdd()).using("used").through(Looks(4)).build()
     with torch.no_grad():
         graph(one())
-    # what is being worked on, and what is still to be used; a sum lets go of both its parts
+    # The current input and values with a later use are alive; a sum releases both operands.
     assert alive == [[], [0], [1], [1, 2], []]
 
 

@@ -55,7 +55,7 @@ def tree() -> Graph:
 
 
 class Layers(nn.Module):
-    """Numbered graphs, as an encoder holds its layers."""
+    """Numbered graphs, like the layers of an encoder."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def test_a_path_names(path: str, kind: PathKind) -> None:
         ("middle.leaf._hidden.x", ("internal",)),
     ],
 )  # fmt: skip
-def test_a_path_that_leads_nowhere_says_where_it_broke(path: str, words: tuple[str, ...]) -> None:
+def test_an_invalid_path_names_its_failing_segment(path: str, words: tuple[str, ...]) -> None:
     with pytest.raises(GraphPathError) as caught:
         tree().validate_path(path)
     assert caught.value.path == path
@@ -233,7 +233,7 @@ def test_a_part_trained_alone_is_loaded_into_a_tree(tmp_path: Path, ending: str)
         graph.load_subgraph_checkpoint("head", file)
 
 
-def test_a_checkpoint_of_tied_weights_holds_them_once(tmp_path: Path) -> None:
+def test_a_checkpoint_contains_tied_weights_once(tmp_path: Path) -> None:
     shared = lin()
     graph = FlowBuilder(shared, name="a").through(shared, name="b").build()
     graph.save_checkpoint(tmp_path / "tied.safetensors")
