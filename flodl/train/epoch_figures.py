@@ -1,4 +1,4 @@
-"""What an epoch amounts to: sums and counts of one rank, and the figures of all ranks together."""
+"""Figures of an epoch: sums and counts of one rank, and means over all ranks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["Tally", "epoch_metrics", "means"]
 
 @dataclass
 class Tally:
-    """Running sums of one rank over the part of an epoch that it has done.
+    """Running sums of one rank over the finished part of an epoch.
 
     Attributes:
-        loss_sum: sum of losses; under Sync that of all ranks.
-        count: items that the losses stand for, likewise.
+        loss_sum: sum of losses; under Sync of all ranks.
+        count: number of items of the losses; under Sync of all ranks.
         samples: samples of this rank.
-        compute_ms: its time in forward and backward.
-        wall_ms: its time in the epoch.
-        sums: ``name: [sum, count]`` of further figures of this rank.
-        observed: the same of what was watched inside of the model.
+        compute_ms: time in forward and backward.
+        wall_ms: time in the epoch.
+        sums: ``name: [sum, count]`` of metrics of this rank.
+        observed: ``name: [sum, count]`` of values watched inside of the model.
     """
 
     loss_sum: float = 0.0
@@ -36,7 +36,7 @@ class Tally:
     observed: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, result: StepResult, wall_ms: float) -> None:
-        """Count one step: no loss where it is no number or was not told, and nothing of a step that was left out."""
+        """Add one step; a skipped step adds no metrics, and an unknown or infinite loss is not added."""
         if result.applied and not math.isnan(result.loss):
             self.loss_sum += result.loss * result.count
             self.count += result.count
@@ -44,7 +44,7 @@ class Tally:
         self.compute_ms += result.compute_ms
         self.wall_ms += wall_ms
         if result.count and not result.applied:
-            return  # what is no number would be all that is told of the epoch
+            return  # a NaN would be the result of the whole epoch
         for name, (total, count) in result.metrics.items():
             self.record(name, total, count)
         for name, (total, count) in result.observed.items():
@@ -55,7 +55,7 @@ class Tally:
         _add(self.sums, name, total, count)
 
     def take_over(self, other: Tally, *, shared_loss: bool) -> None:
-        """Add what a rank did that is there no more; its loss stands for all ranks already under Sync."""
+        """Add the sums of a rank that no longer exists; under Sync its loss is already that of all ranks."""
         if not shared_loss:
             self.loss_sum += other.loss_sum
             self.count += other.count
@@ -79,10 +79,11 @@ def _add(sums: dict[str, list[float]], name: str, total: float, count: float) ->
 
 
 def means(parts: Sequence[Mapping[str, Any]], kind: str) -> dict[str, float]:
-    """Return the figures of all ranks together, as means weighted by count.
+    """Return means over all ranks, weighted by count.
 
     Args:
-        kind: ``"sums"`` or ``"observed"``; tallies that were saved before there were any lack the latter.
+        parts: tallies of all ranks; old checkpoints lack ``observed``.
+        kind: ``"sums"`` or ``"observed"``.
     """
     tables = [part.get(kind, {}) for part in parts]
     found = {}
@@ -99,7 +100,11 @@ def epoch_metrics(
     """Return the figures of an epoch from the tallies of all ranks.
 
     Args:
-        shared_loss: each rank's loss already stands for all ranks (Sync).
+        parts: tallies by rank.
+        shared_loss: whether the loss of each rank is already that of all ranks (Sync).
+        epoch: the epoch.
+        step: steps that are done.
+        evaluated: figures of the last evaluation.
     """
     losses = parts[:1] if shared_loss else parts
     count = sum(part["count"] for part in losses)

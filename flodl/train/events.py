@@ -1,6 +1,6 @@
-"""The typed records that a training run emits, and the bus that hands them to whoever subscribed.
+"""Events of a training run, and their distribution to subscribers.
 
-The loop knows no progress bar, monitor, log file or timeline; each of them is a subscriber.
+Progress, monitor, trackers and timeline are subscribers; the loop does not know them.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Anything that happened; ``at_s`` is the monotonic clock in seconds, comparable on one host."""
+    """An event; ``at_s`` is the monotonic clock in seconds, comparable on one host."""
 
     at_s: float = field(default_factory=time.monotonic)
     rank: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the record as JSON values, with its kind under ``event``."""
+        """Return the event as JSON values, with its class name as ``event``."""
         return {"event": type(self).__name__, **asdict(self)}
 
 
 @dataclass(frozen=True)
 class Past:
-    """What a run did before it was ended and taken up again; all of it, however often that was.
+    """What a run did before it was resumed, all earlier parts included.
 
     Attributes:
         losses: mean training loss of every optimiser step.
@@ -70,10 +70,7 @@ class Past:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """The run begins or goes on: how much work is known to lie ahead, and what lies behind.
-
-    ``total_steps`` is the best guess of all steps; ``policy_reason`` states why the policy was chosen.
-    """
+    """The run starts or resumes: its length, its policy with the reason, and what it did before."""
 
     world: int
     policy: str
@@ -88,7 +85,7 @@ class RunStarted(Event):
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run, those before a resume included: exact where all epochs have as many."""
+        """Steps of the whole run, those before a resume included; exact if all epochs have the same length."""
         whole = self.steps_per_epoch * self.epochs
         return whole if self.max_steps is None else min(whole, self.max_steps)
 
@@ -97,11 +94,11 @@ class RunStarted(Event):
 class StepDone(Event):
     """One optimiser step on this rank.
 
-    Where figures travel from the device in windows (``Settings.log_every``) these come in groups, in order, and
-    times are means over the window; ``at_s`` is when the step was given to the device.
+    If figures are read from the device in windows (``Settings.log_every``), these events come in groups, in order, and
+    times are means over the window; ``at_s`` is when the step was launched.
 
-    ``loss`` is the mean over all counted items of the step; ``count`` their number (over ranks under
-    Sync); ``samples`` those of this rank; ``compute_ms`` excludes waiting for other ranks.
+    ``loss`` is the mean over the counted items of the step, ``count`` their number (over ranks under Sync), ``samples``
+    the samples of this rank; ``compute_ms`` excludes waiting for other ranks.
     """
 
     step: int
@@ -119,11 +116,10 @@ class StepDone(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Observed(Event):
-    """What was watched inside of the model: values by dotted names, those of tags, groups and recorded scalars.
+    """Values watched inside of the model, by dotted names of tags, groups and recorded scalars.
 
-    With ``scope="step"`` these are one step's on this rank; they come in groups, in order, as `StepDone` does, right
-    after the `StepDone` of their step. With ``scope="epoch"`` they are those of an epoch, merged over ranks as metrics
-    are, and come right after the `EpochMetrics` of their epoch. A step or epoch without any has no such event.
+    With ``scope="step"`` they belong to one step of this rank and follow its `StepDone`. With ``scope="epoch"`` they
+    are merged over ranks like metrics and follow the `EpochMetrics` of the epoch. Without values there is no event.
     """
 
     step: int
@@ -134,10 +130,10 @@ class Observed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Decided(Event):
-    """A rule of the run came true and was acted on, on all ranks alike.
+    """A rule of the run was applied, on all ranks alike.
 
-    ``action`` is ``"stop"``, ``"freeze"``, ``"thaw"`` or ``"rate"``, ``path`` what it was done to, ``rule`` the rule
-    as it is written in recipes, ``reason`` the figures that made it come true, ``epoch`` how many were done.
+    ``action`` is ``"stop"``, ``"freeze"``, ``"thaw"`` or ``"rate"``, ``path`` its target, ``rule`` the rule as text,
+    ``reason`` the figures that met its condition, ``epoch`` the number of finished epochs.
     """
 
     step: int
@@ -150,8 +146,10 @@ class Decided(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Synced(Event):
-    """Parameters were averaged: ``batches`` and ``wall_ms`` of each rank since the last time,
-    ``sync_ms`` this rank's time in it, ``wait_ms`` the part spent waiting for peers.
+    """Parameters were averaged.
+
+    ``batches`` and ``work_ms`` are those of each rank since the last average, ``sync_ms`` is the time of this rank in
+    the average, and ``wait_ms`` the part of it spent waiting for other ranks.
     """
 
     step: int
@@ -171,7 +169,7 @@ class EvalDone(Event):
     """The model was evaluated.
 
     ``metrics`` are the figures; those of nested mappings have names such as ``report/macro avg/f1-score``. ``details``
-    are the results that are not numbers, such as a confusion matrix, as JSON values.
+    are results other than numbers, such as a confusion matrix, as JSON values.
     """
 
     step: int
@@ -188,11 +186,11 @@ def figures_in(evaluation: Mapping[str, Any]) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochMetrics(Event):
-    """One epoch over all ranks: means weighted by count, times in milliseconds of wall clock.
+    """Figures of an epoch over all ranks: means weighted by count, times in milliseconds.
 
-    ``share`` is each rank's part of the samples, ``throughput`` its samples per millisecond of compute. ``by_rank`` has
-    the figures of each rank: ``samples``, ``compute_ms``, ``wall_ms``, its metrics, and ``loss`` where ranks step on
-    their own.
+    ``share`` is the part of the samples of each rank, ``throughput`` its samples per millisecond of compute.
+    ``by_rank`` contains ``samples``, ``compute_ms``, ``wall_ms`` and metrics of each rank, and ``loss`` if ranks step
+    separately.
     """
 
     epoch: int
@@ -222,7 +220,7 @@ class Saved(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveFailed(Event):
-    """A checkpoint could not be written; earlier ones are untouched and the run goes on."""
+    """A checkpoint could not be written; earlier ones are unchanged and the run continues."""
 
     step: int
     path: str
@@ -231,7 +229,7 @@ class SaveFailed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Warned(Event):
-    """Something that the user should know and that does not stop the run."""
+    """A warning; the run continues."""
 
     step: int
     message: str
@@ -239,11 +237,11 @@ class Warned(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RunDone(Event):
-    """The run ended by itself: ``reason`` is ``"finished"``, ``"stopped"`` or ``"signal"``.
+    """The run ended without an error: ``reason`` is ``"finished"``, ``"stopped"`` or ``"signal"``.
 
-    ``recorded`` says how many steps of this rank were replayed from captured graphs, and why others were not; None on a
-    device that captures none. ``summed`` says by what ranks sum their gradients, and why not by what would be faster;
-    None where they sum none.
+    ``recorded`` contains how many steps of this rank were replayed from captured graphs, and why others were not; None
+    on a device without capture. ``summed`` is the transport of gradients, and why a faster one was not used; None if
+    ranks do not sum gradients.
     """
 
     step: int
@@ -254,25 +252,24 @@ class RunDone(Event):
 
 
 class Subscriber(Protocol):
-    """Whoever looks on at a run: anything that can be called with an event.
+    """A function or object that is called with events, passed to ``subscribe``.
 
-    The progress bar (`flodl.train.ShowProgress`), trackers (`flodl.train.trackers`), the monitor, the timeline and what
-    you write yourself are subscribers alike: given to ``subscribe``, called with each event when it happens, in the
-    process that asked. A subscriber changes nothing in the run; what it raises is warned of once, and training
-    continues. The last event of a run that ends by itself is `RunDone`.
+    Progress, trackers, the monitor and the timeline are subscribers. They are called in the process that subscribed and
+    change nothing in the run; an error in a subscriber is warned of once. The last event of a run without an error is
+    `RunDone`.
     """
 
     def __call__(self, event: Any, /) -> Any:
-        """Take in an event; what is returned is passed over."""
+        """Handle an event; the result is ignored."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFailed(Event):
-    """The run ended by an error, or a rank of it did: ``reason`` is the error's text.
+    """The run, or one of its ranks, ended with an error, whose text is ``reason``.
 
-    ``failed_rank`` and ``phase`` say which rank failed at what, where that is known; with ``restarts`` the ranks are
-    started again and the run goes on.
+    ``failed_rank`` and ``phase`` identify the rank and what it was doing, if known; with ``restarts`` the ranks are
+    restarted.
     """
 
     step: int
@@ -285,9 +282,9 @@ class RunFailed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RankWork(Event):
-    """What the rank ``of`` did since it told of it last: ``(kind, from, to)`` in Unix time, in order.
+    """Activity of the rank ``of`` since its last such event, for a monitor: ``(kind, from, to)`` in Unix time.
 
-    Kinds are ``compute``, ``sync``, ``wait`` and ``evaluation``. Told where a monitor looks on.
+    Kinds are ``compute``, ``sync``, ``wait`` and ``evaluation``.
     """
 
     of: int
@@ -306,10 +303,10 @@ class ModelDescribed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class LayersTimed(Event):
-    """Seconds of the forward pass, norms of the gradient and bytes by path of a part, of one step, now and then.
+    """Seconds of the forward pass, norms of the gradient and bytes of one step, by path, for a monitor.
 
-    Told where a monitor looks on. ``memory`` is what stays taken when a part is done, until backward. What was not
-    looked at in this step is empty.
+    ``memory`` is what remains allocated after a part until its backward pass. Mappings that were not measured in this
+    step are empty.
     """
 
     step: int
@@ -319,29 +316,39 @@ class LayersTimed(Event):
 
 
 class Events:
-    """Hands each record to its subscribers, in the order in which they subscribed."""
+    """Passes each event to its subscribers, in the order of their subscription."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
         self._subscribers: list[tuple[Subscriber, tuple[type, ...]]] = []
+        self._wanted: dict[type, bool] = {}
         self._failed: set[int] = set()
 
     def subscribe(self, call: Subscriber, *kinds: type[Event]) -> Callable[[], None]:
-        """Call ``call(event)`` for every event of these kinds (all when none is named).
+        """Call ``call(event)`` for each event of these kinds; all kinds by default.
 
         Returns:
             A function that ends the subscription.
         """
         entry = (call, kinds or (Event,))
         self._subscribers.append(entry)
-        return lambda: self._subscribers.remove(entry) if entry in self._subscribers else None
+        self._wanted.clear()
+        return lambda: self._end(entry)
+
+    def _end(self, entry: tuple[Subscriber, tuple[type, ...]]) -> None:
+        if entry in self._subscribers:
+            self._subscribers.remove(entry)
+        self._wanted.clear()
 
     def wanted(self, kind: type[Event]) -> bool:
-        """Return whether anybody listens to events of this kind."""
-        return any(issubclass(kind, kinds) for _, kinds in self._subscribers)
+        """Return whether anybody subscribed to events of this kind."""
+        found = self._wanted.get(kind)
+        if found is None:
+            found = self._wanted[kind] = any(issubclass(kind, kinds) for _, kinds in self._subscribers)
+        return found
 
     def emit(self, event: Event) -> None:
-        """Hand ``event`` on; a subscriber that raises is reported once and does not stop the run."""
+        """Pass ``event`` on; an error of a subscriber is reported once and does not end the run."""
         for call, kinds in tuple(self._subscribers):
             if not isinstance(event, kinds):
                 continue
@@ -351,7 +358,7 @@ class Events:
                 if id(call) not in self._failed:
                     self._failed.add(id(call))
                     warnings.warn(
-                        f"a subscriber of training events raised {type(error).__name__}: {error}; "
-                        "training continues; further errors of this subscriber are not shown",
+                        f"a subscriber of training events raised {type(error).__name__}: {error}; training continues, "
+                        "and further errors of this subscriber are not shown",
                         RuntimeWarning,
                     )

@@ -1,6 +1,6 @@
-"""How many rows fit into a device's memory at once: tried on the heaviest batch before the first step.
+"""Finds the number of rows that fit into the memory of a device, by trials on the heaviest batch before the first step.
 
-Micro-batches change nothing but memory, so a run whose micro-batches were found here is the run that was asked for.
+Micro-batches change memory only, so the result of the run does not depend on the size that is found.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["fit_micro_batch", "heaviest_turn", "try_turn"]
 
 
 def heaviest_turn(trainer: TrainerParts) -> int:
-    """Return the turn of this epoch with the most tokens, padded, where lengths are known; else the first."""
+    """Return the step of this epoch with the most padded tokens; the first one if lengths are unknown."""
     feed = trainer.feed
     if not isinstance(feed, RowFeed):
         return 0
@@ -40,16 +40,16 @@ def heaviest_turn(trainer: TrainerParts) -> int:
 
 
 def fit_micro_batch(trainer: TrainerParts) -> int | None:
-    """Have batches cut into micro-batches that fit; return the rows of one, None where whole batches fit.
+    """Divide batches into micro-batches that fit; return their number of rows, None if whole batches fit.
 
-    All ranks come to the same number. Random states, buffers and gradients are put back to what they were.
+    All ranks find the same number. Random states, buffers and gradients are restored.
 
     Raises:
-        TrainError: a single row does not fit, or the feed cannot cut batches.
+        TrainError: a single row does not fit, or the feed cannot divide batches.
     """
     feed: Any = trainer.feed
     if feed is None or not hasattr(feed, "micro_batch_size"):
-        raise TrainError("micro_batch_size: 'auto' needs data that the trainer cuts; found none. Give a number.")
+        raise TrainError("micro_batch_size: found 'auto' without data that the trainer divides; expected a number.")
     turn, size = heaviest_turn(trainer), None
     while True:
         feed.micro_batch_size = size
@@ -59,22 +59,22 @@ def fit_micro_batch(trainer: TrainerParts) -> int | None:
         if all(row[1] for row in table):
             break
         if trainer.ranks.device.type == "cuda":
-            torch.cuda.empty_cache()  # what the trial held is free since it returned
+            torch.cuda.empty_cache()
         most = int(max(row[0] for row in table))
         if most <= trainer.min_rows:
             raise TrainError(
-                f"micro_batch_size: {most} row(s) of the heaviest batch do not fit into the memory of "
-                f"{trainer.ranks.device}. Shorten rows, train in bf16, or checkpoint activations.",
+                f"micro_batch_size: {most} row(s) of the heaviest batch exceed the memory of {trainer.ranks.device}. "
+                "Shorten rows, train in bf16, or checkpoint activations.",
                 rows=most,
             )
         size = max(trainer.min_rows, most // 2)
     if size is not None:
-        trainer.warn(f"micro_batch_size: {size} rows go through the model at once, since twice as many do not fit")
+        trainer.warn(f"micro_batch_size: {size} rows, because twice as many exceed the memory")
     return size
 
 
 def _cut_to(feed: Any, size: int | None) -> None:
-    """Tell whoever makes batches how large they are, if that matters to it."""
+    """Pass the size to a collate function that depends on it."""
     data = getattr(getattr(feed, "loader", None), "data", None)
     cut: Callable[[int | None], Any] | None = getattr(getattr(data, "collate", None), "cut_to", None)
     if cut is not None:
@@ -82,7 +82,7 @@ def _cut_to(feed: Any, size: int | None) -> None:
 
 
 def try_turn(trainer: TrainerParts, turn: int) -> tuple[int, bool]:
-    """Send a turn forward and backward without a step; return rows of its largest micro-batch, and if it fits."""
+    """Run forward and backward of a step without an update; return rows of its largest micro-batch, and if it fits."""
     model, step, device = trainer.model, trainer.step_, trainer.ranks.device
     assert trainer.feed is not None
     assert trainer.train_step is not None
@@ -113,7 +113,7 @@ def try_turn(trainer: TrainerParts, turn: int) -> tuple[int, bool]:
 
 
 def _reserve(trainer: TrainerParts) -> list[torch.Tensor]:
-    """Return memory as large as the optimiser will take at its first step, held during the trial."""
+    """Return memory of the size that the optimiser allocates at its first step, reserved during the trial."""
     if trainer.optimizer.state or trainer.ranks.device.type != "cuda":
         return []
     copies = 1 if isinstance(trainer.optimizer, torch.optim.SGD) else 2

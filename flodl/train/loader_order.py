@@ -1,8 +1,8 @@
-"""The order of loaders that shuffle by random numbers: the same whenever an epoch is read, and on all ranks.
+"""The order of loaders that shuffle by random numbers: equal for each reading of an epoch, and on all ranks.
 
-A loader of ours computes its order from seed and epoch. One of torch draws it when iterating begins, from the process's
-random numbers or from a generator of its own, so a second reading (to go on inside an epoch, or on another rank) would
-have another order. Here these draws are made to follow from seed and epoch as well.
+`flodl.data.DataLoader` computes its order from seed and epoch. A torch loader draws it when iteration begins, from the
+global generators or its generator, so a second reading (after a resume, or on another rank) would have another order.
+Here these draws are determined by seed and epoch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flodl.train.saving.state import load_random, random_state
 __all__ = ["decide_order", "random_kept"]
 
 _SEEDS: WeakKeyDictionary[torch.Generator, tuple[int, int]] = WeakKeyDictionary()
-"""Of generators that were seeded here: the seed that they were given by whoever made them, and the one from here."""
+"""The original seed, and the one set here, of each generator that was seeded here."""
 
 
 @contextlib.contextmanager
@@ -37,11 +37,13 @@ def random_kept() -> Iterator[None]:
 
 
 def decide_order(loader: Any, seed: int, epoch: int) -> None:
-    """Have what a loader draws next follow from seed and epoch.
+    """Seed the generators that a loader draws its order from.
 
     Args:
-        loader: generators of its own, or of its samplers, go by the seed that they have; in epoch 0 just by that.
-        seed: decides all other random numbers of this host, which the caller puts back.
+        loader: its generators, and those of its samplers, are seeded by their original seed and the epoch; in epoch 0
+            by their original seed.
+        seed: determines the other random numbers of this host, which the caller restores.
+        epoch: the epoch.
     """
     drawn = Rng(seed, "loader", epoch)
     torch.default_generator.manual_seed(drawn.integer(1 << 53))
@@ -52,7 +54,7 @@ def decide_order(loader: Any, seed: int, epoch: int) -> None:
         if isinstance(generator, torch.Generator):
             given, last = _SEEDS.get(generator, (0, None))
             found = generator.initial_seed()
-            given = given if found == last else found  # unless somebody gave it another since
+            given = given if found == last else found  # unless it was seeded again
             chosen = given if epoch == 0 else Rng(given, "loader", epoch).integer(1 << 53)
             generator.manual_seed(chosen)
             _SEEDS[generator] = given, chosen

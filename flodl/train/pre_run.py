@@ -1,4 +1,4 @@
-"""A dry run: two steps of a copy, the heaviest batch among them, to see what a run will need before it is begun."""
+"""A dry run: some steps of a copy of the model, with the heaviest batch first, to measure what a run needs."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ class Copied:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a run will need.
+    """Requirements of a run.
 
     Attributes:
-        device: where it was tried.
-        parameters: numbers in the model.
-        learned: those that training changes.
-        steps: optimiser steps of the whole run, as far as the first epoch tells.
+        device: device of the dry run.
+        parameters: number of parameters.
+        learned: number of trainable parameters.
+        steps: optimiser steps of the whole run, estimated from the first epoch.
         rows_at_once: rows of the heaviest micro-batch.
         fits: whether forward and backward of the heaviest batch fit into memory.
-        step_seconds: time of a step, the first one left out.
-        seconds: time of all steps at that pace; evaluation not counted.
-        peak_bytes: most device memory in use; None on a CPU.
+        step_seconds: mean time of a step without the first one.
+        seconds: time of all steps, without evaluation.
+        peak_bytes: maximum of allocated device memory; None on a CPU.
     """
 
     device: str
@@ -72,27 +72,27 @@ class Rehearsal:
     peak_bytes: int | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as JSON values."""
+        """Return the fields as JSON values."""
         return asdict(self)
 
     def __str__(self) -> str:
-        memory = "" if self.peak_bytes is None else f", {self.peak_bytes / 1e9:.2f} GB at most"
+        memory = "" if self.peak_bytes is None else f", {self.peak_bytes / 1e9:.2f} GB"
         fits = "fits" if self.fits else "does NOT fit into memory"
         return (
-            f"{self.parameters:,} parameters, {self.learned:,} of them learn, on {self.device}\n"
-            f"the heaviest batch, {self.rows_at_once} rows at once, {fits}{memory}\n"
+            f"{self.parameters:,} parameters, {self.learned:,} of them trainable, on {self.device}\n"
+            f"the heaviest batch, {self.rows_at_once} rows, {fits}{memory}\n"
             f"{self.steps:,} steps of {self.step_seconds:.3g} s: {clock(self.seconds)}"
         )
 
 
 class _Watch(Callback):
-    """Tries the heaviest batch before the first step, and times the others."""
+    """Runs the heaviest batch before the first step, and times the steps."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
 
     def on_train_begin(self, trainer: TrainerParts) -> None:
-        # All held-out data would take as long as it does; one batch of each set tells whether judging works.
+        # One batch of each evaluation set shows that evaluation works; whole sets take too long.
         self.evals, trainer.callbacks.evals = trainer.callbacks.evals, {}
         device, model = trainer.ranks.device, trainer.model
         if device.type == "cuda":
@@ -132,10 +132,10 @@ class _Watch(Callback):
 
 
 def rehearse(plan: RunPlan, run: Callable[[RunPlan], Any], *, steps: int = 3) -> Rehearsal:
-    """Return what the run of ``plan`` will need; neither its model nor its folder is touched.
+    """Return the requirements of the run of ``plan``; its model and its folder do not change.
 
     Raises:
-        Exception: whatever the run itself would raise in its first steps.
+        Exception: any error of the run in its first steps.
     """
     watch, given = _Watch(), plan.settings
     own = {**ALONE, "devices": _first(given), "max_steps": steps, "capture": False}

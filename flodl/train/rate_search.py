@@ -1,4 +1,4 @@
-"""A learning-rate finder: some steps at ever higher rates, on a copy of the model (arXiv:1506.01186)."""
+"""A learning-rate finder: some steps at rising rates, on a copy of the model (arXiv:1506.01186)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ DIVERGED = 4.0
 
 @dataclass(frozen=True)
 class RateSearch:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
-        rates: learning rates of its steps, rising.
-        losses: mean loss of each.
-        smoothed: losses as a running mean.
-        suggestion: the rate at which the smoothed loss fell fastest; None where it never fell.
+        rates: learning rates of the steps, rising.
+        losses: mean loss of each step.
+        smoothed: running mean of the losses.
+        suggestion: the rate at which the smoothed loss fell fastest; None if it never fell.
     """
 
     rates: list[float] = field(repr=False)
@@ -40,12 +40,12 @@ class RateSearch:
 
     @classmethod
     def of(cls, rates: list[float], losses: list[float]) -> RateSearch:
-        """Return the search with these steps."""
+        """Return the result of these steps."""
         smoothed, mean = [], 0.0
         for number, loss in enumerate(losses, start=1):
             mean = SMOOTH * mean + (1 - SMOOTH) * loss
             smoothed.append(mean / (1 - SMOOTH**number))
-        # The first means are of few losses; what comes after the lowest point is on its way to diverging.
+        # The first means contain few losses; after the lowest point the loss diverges.
         count = len(smoothed)
         wide = max(1, count // 20)
         last = min(range(count), key=smoothed.__getitem__, default=0)
@@ -55,7 +55,7 @@ class RateSearch:
         return cls(rates, losses, smoothed, found)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as JSON values."""
+        """Return the fields as JSON values."""
         return {**vars(self)}
 
 
@@ -89,7 +89,7 @@ class _Rising:
 
 
 class _Stops(Callback):
-    """Notes losses, and stops where they are far above the lowest."""
+    """Collects losses, and stops the run when they are far above the lowest."""
 
     def __init__(self) -> None:
         self.rates: list[float] = []
@@ -112,7 +112,7 @@ class _Stops(Callback):
 def search_rates(
     plan: RunPlan, run: Callable[[RunPlan], Any], *, low: float = 1e-7, high: float = 1.0, steps: int = 100
 ) -> RateSearch:
-    """Return what a search over the run of ``plan`` finds; neither its model nor its folder is touched.
+    """Return the result of a search over the run of ``plan``; its model and its folder do not change.
 
     Raises:
         TrainError: the loss was never finite.

@@ -1,4 +1,4 @@
-"""What a model, an optimiser and a schedule have to do with the numbers of a run, and whether ranks built the same."""
+"""Values of model, optimiser and schedule that determine the numbers of a run; comparison of models over ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["check_same_model", "identity"]
 
 
 def check_same_model(ranks: Ranks, model: nn.Module) -> None:
-    """Compare names, shapes and dtypes of the model over ranks, before any collective would trip over them.
+    """Compare names, shapes and dtypes of the model over ranks, before any collective depends on them.
 
     Raises:
         TrainError: they differ; ``ranks_apart`` lists the ranks that differ from rank 0.
@@ -28,14 +28,14 @@ def check_same_model(ranks: Ranks, model: nn.Module) -> None:
     apart = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
     if apart:
         raise TrainError(
-            f"the model of rank {', '.join(map(str, apart))} has other parameters or buffers than that of rank 0. "
-            "Expected every rank to build the same model; look for code that depends on the rank.",
+            f"the model of rank {', '.join(map(str, apart))} has other parameters or buffers than that of rank 0; "
+            "expected equal models. Look for code that depends on the rank.",
             ranks_apart=apart,
         )
 
 
 def identity(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -> dict[str, Any]:
-    """Return what a model, an optimiser and a schedule that were just made have to do with the numbers of a run."""
+    """Return the values of a new model, optimiser and schedule that determine the numbers of a run."""
     dropouts: dict[str, int] = {}
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -45,11 +45,11 @@ def identity(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) 
         left_out.add("lr")  # the schedule has the rate
     options = {name: None for group in optimizer.param_groups for name in group if name not in left_out}
     groups = {f"optimizer.{name}": [_plain(group.get(name)) for group in optimizer.param_groups] for name in options}
-    return {"dropout": dropouts, "schedule": _told(schedule), **groups}
+    return {"dropout": dropouts, "schedule": _value_of(schedule), **groups}
 
 
-def _told(schedule: Any) -> Any:
-    """Return what a schedule is, without where it lies in memory."""
+def _value_of(schedule: Any) -> Any:
+    """Return the value of a schedule, without memory addresses."""
     text = repr(schedule)
     if " at 0x" not in text:
         return text

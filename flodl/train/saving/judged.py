@@ -1,4 +1,4 @@
-"""Which checkpoint is the best: the figure that decides, and the checkpoints of a folder in its order."""
+"""The order of checkpoints by a metric."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ __all__ = ["judged", "signed"]
 
 
 def signed(metric: str, figures: Mapping[str, float]) -> float | None:
-    """Return the figure that decides, greater where better; None where there is none, or it is no number.
+    """Return the value of a metric with greater values better; None if it is missing or NaN.
 
     Args:
-        metric: its name, ``-`` before it where less is better.
+        metric: its name, with a leading ``-`` where less is better.
+        figures: figures by name.
     """
     value = figures.get(metric.lstrip("-"))
     if value is None or math.isnan(value):
@@ -26,9 +27,9 @@ def signed(metric: str, figures: Mapping[str, float]) -> float | None:
 
 
 def judged(folder: str | os.PathLike[str], metric: str) -> list[tuple[float, int, Path]]:
-    """Return value (greater is better), step and path of the checkpoints with figures, the best first.
+    """Return value (greater is better), step and path of the checkpoints with this metric, the best first.
 
-    The earliest comes first on ties. Those whose manifest cannot be read are left out.
+    The earliest comes first on ties. Checkpoints with an unreadable manifest are skipped.
     """
     found = []
     for path in list_checkpoints(folder):

@@ -1,6 +1,6 @@
-"""Checkpoints read back: compared with their manifests before use, whole or by the part that a rank needs of one.
+"""Reads checkpoints: whole, or the part that a rank needs; files are compared with the manifest first.
 
-How they come to be is `flodl.train.saving.keeper`'s; what is in them is decided in `flodl.train.saving.resume`.
+`flodl.train.saving.keeper` writes them; `flodl.train.saving.resume` defines their contents.
 """
 
 from __future__ import annotations
@@ -28,15 +28,21 @@ __all__ = ["FORMAT", "Checkpoint", "list_checkpoints", "open_checkpoint", "read_
 
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?$")
 FORMAT = "flodl-run/1"
-"""Of the manifest."""
-_UNSEALED = ("format", "step", "world", "metrics", "files")  # all that manifests held before they were sealed
+"""Format of the manifest."""
+_UNSEALED = (
+    "format",
+    "step",
+    "world",
+    "metrics",
+    "files",
+)  # fields of manifests of old versions, which had no checksum
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint as read back: ``tensors`` and ``values`` by file name without suffix.
+    """A complete checkpoint: ``tensors`` and ``values`` by file name without suffix.
 
-    Of one that was opened rather than read, some tensors are `flodl.checkpoint.stored_rows.StoredRows`.
+    Some tensors of an opened checkpoint are `flodl.checkpoint.stored_rows.StoredRows`, which are not read yet.
     """
 
     path: Path
@@ -48,10 +54,10 @@ class Checkpoint:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return what the checkpoint at ``path`` says of itself.
+    """Return the manifest of the checkpoint at ``path``.
 
     Raises:
-        ValueError: it is not as it was written.
+        ValueError: its checksum differs.
         OSError: it cannot be read.
     """
     return unseal(read_regular(path / "manifest.json"), _UNSEALED)
@@ -62,8 +68,7 @@ def read_checkpoint(path: Path, *, weights_only: bool = False) -> Checkpoint:
 
     Args:
         path: its folder.
-        weights_only: of the tensors, return those of the model and of its average, and let go of all others: of a run
-            in shards a file is read and dropped after another.
+        weights_only: return only the tensors of the model and of its average; files are read one after another.
 
     Raises:
         CheckpointError: a file is missing, cut, changed or unreadable.
@@ -81,17 +86,18 @@ def read_checkpoint(path: Path, *, weights_only: bool = False) -> Checkpoint:
 
 
 def open_checkpoint(path: Path, rank: int = 0, world: int = 1) -> Checkpoint:
-    """Return the checkpoint at ``path`` with weights and optimiser unread: `flodl.checkpoint.stored_rows.StoredRows`.
+    """Return the checkpoint at ``path`` without reading weights and optimiser.
 
-    Files of tensors are compared with the manifest a piece at a time, and none is kept; each rank compares its share.
+    They are `flodl.checkpoint.stored_rows.StoredRows`. Each rank compares its share of the files with the manifest,
+    in pieces.
 
     Args:
         path: its folder.
-        rank: this one, whose own tensors (random states and such) are read.
-        world: how many ranks compare.
+        rank: this rank, for which its own tensors (such as random states) are read.
+        world: number of ranks.
 
     Raises:
-        CheckpointError: a file is missing, unreadable, or is among those that this rank compares and was changed.
+        CheckpointError: a file is missing or unreadable, or a file that this rank compares was changed.
     """
     turn = count()
 
@@ -116,7 +122,7 @@ def open_checkpoint(path: Path, rank: int = 0, world: int = 1) -> Checkpoint:
 
 
 def _opened(path: Path, take: Callable[[str, Mapping[str, Any]], Any]) -> Checkpoint:
-    """Return a checkpoint of what ``take`` makes of its files, each given by name with what the manifest says of it."""
+    """Return a checkpoint whose files were read by ``take(name, entry of the manifest)``."""
 
     def fault(what: str) -> CheckpointError:
         return CheckpointError(
@@ -137,7 +143,7 @@ def _opened(path: Path, take: Callable[[str, Mapping[str, Any]], Any]) -> Checkp
             try:
                 found = take(name, entry)
             except _Changed as changed:
-                raise fault(f"{changed} is not as it was written") from None
+                raise fault(f"{changed} was changed") from None
             (tensors if name.endswith(".safetensors") else values)[_stem(name)] = found
         return Checkpoint(path, manifest["step"], manifest["world"], manifest["metrics"], tensors, values)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
@@ -145,7 +151,7 @@ def _opened(path: Path, take: Callable[[str, Mapping[str, Any]], Any]) -> Checkp
 
 
 class _Changed(Exception):
-    """A file is not as it was written; the argument is its name."""
+    """A file was changed; the argument is its name."""
 
 
 def _compare(name: str, entry: Mapping[str, Any], size: int, digest: Any) -> None:
@@ -154,7 +160,7 @@ def _compare(name: str, entry: Mapping[str, Any], size: int, digest: Any) -> Non
 
 
 def _hashed(path: Path) -> tuple[int, Any]:
-    """Return length and hash of a file, of which a piece is in memory at a time."""
+    """Return length and hash of a file, read in pieces."""
     size, digest = 0, hashlib.sha256()
     with os.fdopen(open_regular(path), "rb") as file:
         while piece := file.read(1 << 20):
@@ -168,7 +174,7 @@ def _stem(name: str) -> str:
 
 
 def _weights_in(stem: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file that are weights, in memory of their own."""
+    """Return copies of the tensors of a file that are weights."""
     every = stem in ("model", "ema")
     return {name: tensor.clone() for name, tensor in tensors.items() if every or name.startswith(MODEL)}
 

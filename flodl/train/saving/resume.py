@@ -1,7 +1,7 @@
-"""Which parts of a trainer make up a checkpoint, and what must agree before one is taken up again.
+"""The contents of a checkpoint, and the comparison of settings when a run resumes from it.
 
-Rank 0 writes what all ranks share: weights, counters, settings, and under Sync the optimiser. Every
-rank writes what is its own: random states, unfinished turns, and under Cadence and Async its optimiser.
+Rank 0 writes what is equal on all ranks: weights, counters, settings, and under Sync the optimiser. Each rank writes
+its random states, its unfinished steps, and under Cadence and Async its optimiser.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 __all__ = ["past_of", "restore", "snapshot"]
 
-OPTIMIZER = f"{SHARDS}optimizer/"  # before the names of parts of optimiser state
+OPTIMIZER = f"{SHARDS}optimizer/"  # prefix of the names of shards of optimiser state
 
 
 def recipe(trainer: TrainerParts) -> dict[str, Any]:
-    """Return what decides the numbers of a run, as flat JSON values."""
+    """Return everything that determines the numbers of a run, as flat JSON values."""
     data = trainer.feed.identity() if trainer.feed is not None else {}
     found = {
         **trainer.settings.recipe(),
@@ -55,7 +55,7 @@ def recipe(trainer: TrainerParts) -> dict[str, Any]:
         **({} if trainer.ranks.solo else _knobs(trainer.settings.knobs)),
         **({"callbacks": [type(c).__name__ for c in trainer.hooks.around]} if trainer.hooks.around else {}),
     }
-    # As it comes back from a file: tuples are lists there.
+    # As read from a file, where tuples are lists.
     return json.loads(json.dumps(found))
 
 
@@ -66,19 +66,20 @@ def _schedule(trainer: TrainerParts) -> dict[str, Any]:
 
 
 def _knobs(knobs: Knobs) -> dict[str, Any]:
-    """Return settings of the policy that are not the usual ones."""
+    """Return the options of the policy that differ from the defaults and may not change."""
     usual = vars(Knobs())
     return {n: value for n, value in vars(knobs).items() if n not in MAY_CHANGE and value != usual[n]}
 
 
 def snapshot(trainer: TrainerParts, past: Past, best: Any) -> dict[str, Any]:
-    """Return this rank's files of a checkpoint, by name without suffix; contents are copies, on the device if they fit.
+    """Return the files of this rank by name without suffix; tensors are copied on their device if the copies fit.
 
-    The host does not wait for the device here, nor do other ranks for this one.
+    The host does not wait for the device, nor do ranks for each other.
 
     Args:
+        trainer: the trainer.
         past: what the run has done so far.
-        best: which checkpoint is the best one, as `flodl.train.saving.keeper.Keeper.best_record` has it.
+        best: `flodl.train.saving.keeper.Keeper.best_record`.
     """
     rank, shared = trainer.ranks.rank, trainer.policy.shares_gradients
     random_tensors, random_rest = random_state(trainer.ranks.device)
@@ -91,7 +92,7 @@ def snapshot(trainer: TrainerParts, past: Past, best: Any) -> dict[str, Any]:
     }
     files: dict[str, Any] = {}
     if trainer.sharded:
-        # Each rank writes its part of what is sharded, and rank 0 what is not.
+        # Each rank writes its shards, and rank 0 everything that is not sharded.
         tensors, rest = optimizer_state(trainer.model, trainer.optimizer)
         parts = {**{f"{OPTIMIZER}{k}": v for k, v in tensors.items()}, **_sharded(trainer)}
         own_tensors |= copies({name: local(tensor) for name, tensor in parts.items()})
@@ -137,16 +138,16 @@ def _sharded(trainer: TrainerParts) -> dict[str, torch.Tensor]:
 
 
 def past_of(saved: Checkpoint) -> Past:
-    """Return what the run had done; of checkpoints that do not say it, nothing."""
-    told = saved.values.get("past", {})
+    """Return what the run had done; empty for checkpoints of old versions."""
+    past = saved.values.get("past", {})
     losses = saved.tensors["losses"]["losses"].tolist() if "losses" in saved.tensors else []
     return Past(
-        tuple(losses), tuple(told.get("evaluations", ())), told.get("seconds", 0.0), tuple(told.get("changes", ()))
+        tuple(losses), tuple(past.get("evaluations", ())), past.get("seconds", 0.0), tuple(past.get("changes", ()))
     )
 
 
 def restore(trainer: TrainerParts, saved: Checkpoint) -> list[dict[str, object]]:
-    """Put the trainer where the checkpoint was taken, and return which settings have changed since.
+    """Load a checkpoint into the trainer, and return the settings that have changed since.
 
     Raises:
         CheckpointError: it does not fit the model or the optimiser.
@@ -161,8 +162,8 @@ def restore(trainer: TrainerParts, saved: Checkpoint) -> list[dict[str, object]]
     changes = _compare(trainer, run["recipe"], saved)
     if policy != trainer.policy.name and not _between_epochs(run["policy"]):
         raise TrainError(
-            f"resume: {saved.path} was taken inside an epoch under policy {policy!r}, whose place in the data "
-            f"{trainer.policy.name!r} cannot take up. Resume with {policy!r}, or from a checkpoint between epochs.",
+            f"resume: {saved.path} was written inside an epoch under policy {policy!r}, whose position in the data "
+            f"{trainer.policy.name!r} cannot use. Resume with {policy!r}, or from a checkpoint between epochs.",
             path=str(saved.path),
         )
     mine = min(trainer.ranks.rank, world - 1)
@@ -216,10 +217,10 @@ def _new_rank(trainer: TrainerParts, world: int) -> Any:
 
 
 def _compare(trainer: TrainerParts, saved: dict[str, Any], where: Checkpoint) -> list[dict[str, object]]:
-    """Return which settings differ from the saved ones, all of them accepted.
+    """Return the settings that differ from the saved ones.
 
     Raises:
-        TrainError: one is not.
+        TrainError: one of them is not in ``allow_change``.
     """
     present = recipe(trainer)
     if not trainer.feed:
@@ -228,15 +229,15 @@ def _compare(trainer: TrainerParts, saved: dict[str, Any], where: Checkpoint) ->
     unknown = sorted(present.keys() - saved.keys())
     if unknown and "dropout" not in saved:  # earlier versions did not write as much
         names -= set(unknown)
-        message = f"resume: {where.path.name} is of an older version and does not say {', '.join(unknown)}"
-        trainer.events.emit(Warned(rank=trainer.ranks.rank, step=where.step, message=f"{message}; not compared"))
+        message = f"resume: {where.path.name} is of an older version without {', '.join(unknown)}; not compared"
+        trainer.events.emit(Warned(rank=trainer.ranks.rank, step=where.step, message=message))
     changed = [name for name in sorted(names) if saved.get(name) != present.get(name)]
     refused = [name for name in changed if name not in trainer.settings.allow_change]
     problems = [f"{name}: was {saved.get(name)!r}, is {present.get(name)!r}" for name in refused]
     if problems:
         raise TrainError(
-            f"resume: the run in {where.path} was another:\n{capped(problems)}\nRestore these settings, or accept the "
-            f"differences with allow_change={refused!r}.",
+            f"resume: settings differ from the checkpoint {where.path}:\n{capped(problems)}\nRestore these settings, "
+            f"or accept the differences with allow_change={refused!r}.",
             problems=problems,
             names=refused,
             path=str(where.path),

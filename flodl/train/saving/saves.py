@@ -1,8 +1,7 @@
-"""When a run is saved, and how it is taken up again: the checkpoints of a trainer, as far as the loop knows them.
+"""When a run is saved, and from which checkpoint it resumes.
 
-What is in a checkpoint is decided in `flodl.train.saving.resume`, how it lies on disk in `flodl.train.saving.keeper`.
-Figures are written beside the weights that they were taken of and no others, so that the best checkpoint is the best
-model.
+`flodl.train.saving.resume` defines the contents of a checkpoint, `flodl.train.saving.keeper` its files. A checkpoint
+contains the figures of its own weights only, so the best checkpoint is the best model.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ class Saves:
     """The checkpoints of one trainer.
 
     Attributes:
-        keeper: writes and finds them; None where the run has no folder.
-        at_step: the step of the last one.
-        resumed_from: the checkpoint that the run went on from.
-        changes: settings that were changed on the way, by the step at which they were.
+        keeper: writes and finds checkpoints; None without a folder.
+        at_step: the step of the last checkpoint.
+        resumed_from: the checkpoint from which the run resumed.
+        changes: settings that were changed by a resume, with the step.
     """
 
     def __init__(self, trainer: TrainerParts) -> None:
@@ -45,7 +44,7 @@ class Saves:
         self._seconds, self._since = 0.0, time.monotonic()
 
     def past(self) -> Past:
-        """Return what the run has done so far, earlier parts of it included."""
+        """Return what the run has done so far, the parts before a resume included."""
         log, evaluator = self.trainer.log, self.trainer.evaluator
         seconds = self._seconds + time.monotonic() - self._since
         return Past(tuple(log.losses), tuple(evaluator.history), seconds, tuple(self.changes))
@@ -54,18 +53,18 @@ class Saves:
 
     @property
     def due(self) -> bool:
-        """Whether as many steps were taken as lie between two checkpoints."""
+        """Whether ``save_every`` steps were taken since the last checkpoint."""
         every = self.settings.save_every
         return bool(self.keeper and every and self.trainer.policy.steps // every > self.at_step // every)
 
     @property
     def best_due(self) -> bool:
-        """Whether the model was judged just now and found the best so far; all ranks ask this."""
+        """Whether the model was evaluated at this step and is the best so far; all ranks call this."""
         return self.keeper is not None and self.keeper.is_best(self.trainer.evaluator.of_step(self.step), self.step)
 
     @property
     def needless_at_end(self) -> bool:
-        """Whether a run that ended now would leave its end out; the first rank's word counts."""
+        """Whether the final save would be skipped; rank 0 decides."""
         wanted = self.settings.save_end
         if self.keeper is None or wanted is True:
             return False
@@ -73,14 +72,14 @@ class Saves:
 
     @property
     def at_epochs_end(self) -> bool:
-        """Whether this epoch's end is saved; it need not be while a save is under way that would be waited for."""
+        """Whether the end of this epoch is saved; with ``"idle"`` not during another save."""
         if not self.settings.save_epochs or self.keeper is None:
             return False
         return self.settings.save_epochs != "idle" or not self.keeper.is_writing
 
     @property
     def step(self) -> int:
-        """The step that a checkpoint made now is of."""
+        """The step of a checkpoint that is written now."""
         return self.trainer.policy.steps
 
     # ---- what ----------------------------------------------------------------------------------------
@@ -92,7 +91,7 @@ class Saves:
         if self.keeper is None:
             return
         trainer.ranks.phase("checkpoint")
-        self.keeper.join()  # before copies are made, so that there are never two sets of them
+        self.keeper.join()  # before the copies, so that there is one set of copies at a time
         self.keeper.settle_best()
         figures = trainer.evaluator.of_step(self.step)
         self.keeper.note_best(figures, self.step)
@@ -101,7 +100,7 @@ class Saves:
         self.keeper.save(files, step=self.step, metrics=figures, wait=wait)
 
     def restore(self) -> bool:
-        """Go on from the newest whole checkpoint if the settings say so and there is one.
+        """Resume from the newest complete checkpoint if ``resume`` is set and there is one.
 
         Raises:
             CheckpointError: the checkpoints are damaged, or do not fit the model or optimiser.
@@ -129,31 +128,31 @@ class Saves:
         return True
 
     def end(self) -> None:
-        """Save where the run ends, unless it is left out; all ranks call this."""
+        """Save the end of the run unless ``save_end`` skips it; all ranks call this."""
         if self.keeper is None:
             return
         left_out = self.trainer.ranks.tell(self.needless_at_end)
         if not (self.best_due and left_out):
             self.keeper.settle_best()
         if left_out:
-            if self.settings.save_epochs == "idle":  # else the caller asked for the save that is under way
-                self.keeper.drop()  # what is being written is not the best, or the model at hand is better
+            if self.settings.save_epochs == "idle":  # otherwise the save in progress was requested
+                self.keeper.drop()  # it is not the best, or the present model is better
         elif self.at_step != self.step or self.best_due:
             self.save()
 
     def begin(self) -> None:
-        """Note that the run begins now."""
+        """Start to measure the time of the run."""
         self._since = time.monotonic()
 
     def close(self) -> None:
-        """Finish writing, tell of it, and free the folder."""
+        """Finish writing, report it, and release the folder."""
         if self.keeper is not None:
             self.keeper.join()
             self.report_saves()
             self.keeper.close()
 
     def report_saves(self) -> None:
-        """Tell subscribers what happened in the background."""
+        """Emit the events of the background."""
         if self.keeper is not None:
             for event in self.keeper.news():
                 self.trainer.events.emit(event)

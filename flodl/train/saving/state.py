@@ -1,8 +1,7 @@
-"""Everything a run needs to go on to the bit, as tensors and JSON values: nothing is pickled.
+"""The state of a run as tensors and JSON values, without pickle, so that it resumes to the bit.
 
-Optimiser state is keyed by parameter name, so it does not depend on the order of groups. Random
-states are those of torch (CPU and this rank's device), numpy and Python. When states are taken and
-where they go is decided in `flodl.train.trainer` and `flodl.train.saving.keeper`.
+Optimiser state is stored by parameter name, so it does not depend on the order of groups. Random states are those of
+torch (CPU and the device of this rank), numpy and Python.
 """
 
 from __future__ import annotations
@@ -37,20 +36,20 @@ __all__ = [
 
 Tensors = dict[str, torch.Tensor]
 SHARDS = "shard/"
-"""Before the names of parts that a rank saves of what is sharded."""
+"""Prefix of the names of shards that a rank saves."""
 MODEL = f"{SHARDS}model/"
-"""Before the names of parts of weights."""
+"""Prefix of the names of shards of weights."""
 
 
 def model_state(model: nn.Module, *, keep: bool = True) -> Tensors:
-    """Return copies of what training may change by name, in host memory: see `learned_tensors`; of shards, the whole.
+    """Return copies of `learned_tensors` in host memory, with sharded tensors gathered.
 
     Args:
-        model: in shards, one that all ranks ask for together.
-        keep: False on ranks that only give their parts: a tensor is gathered after another and let go.
+        model: all ranks call this together for a sharded model.
+        keep: False on ranks that only contribute their shards; each tensor is released after it was gathered.
 
     Raises:
-        TrainError: the model keeps something other than tensors in its ``state_dict``.
+        TrainError: the ``state_dict`` of the model has values other than tensors.
     """
     found: Tensors = {}
     for name, value in learned_tensors(model).items():
@@ -61,57 +60,60 @@ def model_state(model: nn.Module, *, keep: bool = True) -> Tensors:
 
 
 def learned_tensors(model: nn.Module) -> Tensors:
-    """Return parameters and persistent buffers by name, themselves, without those that the model says are fixed.
-
-    A model whose ``fixed_names()`` gives names has these from elsewhere to the bit, as the base of an adapter is.
+    """Return the parameters and persistent buffers themselves by name, without those in `fixed_names`.
 
     Raises:
-        TrainError: the model keeps something other than tensors in its ``state_dict``.
+        TrainError: the ``state_dict`` of the model has values other than tensors.
     """
     fixed = fixed_names(model)
     return {name: value for name, value in model_tensors(model).items() if name not in fixed}
 
 
 def fixed_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of tensors that no training of the model changes, as it says itself."""
-    said: Any = getattr(model, "fixed_names", None)
-    names: Any = said() if callable(said) else ()
-    return frozenset(names)
+    """Return the names of tensors that training does not change, such as the base of an adapter.
+
+    The model lists them by a method ``fixed_names()``.
+    """
+    listed: Any = getattr(model, "fixed_names", tuple)
+    return frozenset(listed())
 
 
 def model_tensors(model: nn.Module) -> Tensors:
-    """Return all parameters and persistent buffers by name, themselves.
+    """Return all parameters and persistent buffers themselves by name.
 
     Raises:
-        TrainError: the model keeps something other than tensors in its ``state_dict``.
+        TrainError: the ``state_dict`` of the model has values other than tensors.
     """
     state = model.state_dict()
     odd = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
     if odd:
         raise TrainError(
-            f"checkpoint: the model's state holds other things than tensors: {', '.join(odd[:5])}. Expected tensors "
-            "only, since nothing is pickled; keep such values in buffers.",
+            f"checkpoint: the state_dict of the model has values other than tensors: {', '.join(odd[:5])}. Expected "
+            "tensors only, because nothing is pickled; store such values in buffers.",
             names=odd,
         )
     return dict(state)
 
 
 def whole_model(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the weights in a checkpoint by name, parts that ranks saved joined; ``tensors`` are by file.
+    """Return the weights of a checkpoint by name, with the shards of ranks joined.
 
-    Those that are stored (`flodl.checkpoint.stored_rows.StoredRows`) stay unread.
+    Tensors of the type `flodl.checkpoint.stored_rows.StoredRows` are not read.
+
+    Args:
+        tensors: by file.
     """
-    held = {name: tensor for name, tensor in tensors["model"].items() if name != "empty"}
-    return held | whole_parts(tensors, MODEL)
+    found = {name: tensor for name, tensor in tensors["model"].items() if name != "empty"}
+    return found | whole_parts(tensors, MODEL)
 
 
 def load_model(model: nn.Module, tensors: Mapping[str, Any]) -> None:
-    """Copy ``tensors`` into the model, after checking that names, shapes and dtypes are the same.
+    """Copy ``tensors`` into the model, after a check of names, shapes and dtypes.
 
-    Into shards, and of tensors that are stored, this rank's part alone.
+    A sharded model gets the shards of this rank.
 
     Raises:
-        CheckpointError: they are not; ``problems`` lists every difference and nothing was copied.
+        CheckpointError: they differ; ``problems`` lists every difference and nothing was copied.
     """
     check_fits(model, tensors)
     with torch.no_grad():
@@ -134,22 +136,20 @@ def check_fits(model: nn.Module, tensors: Mapping[str, Any]) -> None:
             problems.append(f"{name}: saved {b.dtype} {tuple(b.shape)}, the model has {a.dtype} {tuple(a.shape)}")
     if problems:
         raise CheckpointError(
-            "resume: the checkpoint does not fit the model:\n"
-            + capped(sorted(problems))
-            + "\nBuild the model as it was.",
+            "resume: the checkpoint does not fit the model:\n" + capped(sorted(problems)) + "\nBuild the same model.",
             problems=sorted(problems),
         )
 
 
 def _named(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
-    """Return the optimiser's parameters with their names, in the optimiser's own order."""
+    """Return the parameters of the optimiser with their names, in its order."""
     names = {id(p): name for name, p in model.named_parameters()}
     listed = [p for group in optimizer.param_groups for p in group["params"]]
     return [(names.get(id(p), f"unnamed.{i}"), p) for i, p in enumerate(listed)]
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Tensors, dict[str, Any]]:
-    """Return the optimiser's tensors, themselves, as ``"<parameter>::<entry>"``, and the rest as JSON values."""
+    """Return the tensors of the optimiser themselves as ``"<parameter>::<entry>"``, and its options as JSON values."""
     tensors: Tensors = {}
     plain: dict[str, dict[str, Any]] = {}
     for name, parameter in _named(model, optimizer):
@@ -193,14 +193,18 @@ def load_optimizer(
     rest: Mapping[str, Any],
     changed: Collection[str] = (),
 ) -> None:
-    """Put a saved state into the optimiser.
+    """Load a saved state into the optimiser.
 
     Args:
-        changed: options of groups that were changed since; they stay as they are.
+        model: the model.
+        optimizer: its optimiser.
+        tensors: as of `optimizer_state`.
+        rest: as of `optimizer_state`.
+        changed: options of groups that keep their present values.
 
     Raises:
-        CheckpointError: another kind of optimiser, or other parameters; ``problems`` lists them and
-            nothing was changed.
+        CheckpointError: another class of optimiser, or other parameters; ``problems`` lists them and nothing was
+            changed.
     """
     named = _named(model, optimizer)
     known = dict(named)
@@ -216,37 +220,37 @@ def load_optimizer(
     problems += [f"not optimised now: {name}" for name in sorted(saved) if name not in known]
     if problems:
         raise CheckpointError(
-            "resume: the saved optimiser state does not fit:\n" + capped(problems) + "\nBuild the optimiser as it was.",
+            "resume: the saved optimiser state does not fit:\n" + capped(problems) + "\nBuild the same optimiser.",
             problems=problems,
         )
     state: dict[nn.Parameter, dict[str, Any]] = {}
     for key, tensor in tensors.items():
         name, entry = key.rsplit("::", 1)
         parameter = known[name]
-        # Step counters live on the CPU unless the optimiser is fused or capturable.
+        # Step counters are on the CPU unless the optimiser is fused or capturable.
         group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
         counter = entry == "step" and not (group.get("fused") or group.get("capturable"))
         device = torch.device("cpu") if counter else parameter.device
         found = tensor[...] if entry == "step" else like(parameter, tensor)
-        # What is no part of a sharded parameter would else share memory with what was given.
+        # Tensors that are not sharded would otherwise share memory with the arguments.
         state.setdefault(parameter, {})[entry] = found if hasattr(found, "full_tensor") else found.clone().to(device)
     for name, entries in rest["plain"].items():
         state.setdefault(known[name], {}).update({k: _unjson(v) for k, v in entries.items()})
     optimizer.state.clear()
-    # In the order of parameters, as the optimiser itself would have filled it.
+    # In the order of parameters, as the optimiser fills it.
     for _, parameter in named:
         if parameter in state:
             optimizer.state[parameter] = state[parameter]
     for group, options in zip(optimizer.param_groups, rest["groups"], strict=True):
         for option, value in options.items():
-            # Which kernel computes the update is this device's affair.
+            # The kernel of the update depends on the device.
             if option in ("params", "fused", "foreach", "capturable") or option in changed:
                 continue
             group[option] = _like_before(group.get(option), _unjson(value))
 
 
 def _like_before(before: Any, value: Any) -> Any:
-    """Return a value of an option, put into the tensors that there are for it, themselves."""
+    """Return the value of an option, copied into its present tensors if there are any."""
     if isinstance(before, torch.Tensor):
         return before.fill_(value)
     if isinstance(before, tuple) and isinstance(value, tuple) and len(before) == len(value):

@@ -1,8 +1,7 @@
-"""Tensors of any device as the bytes of a safetensors file, a piece at a time.
+"""Tensors of any device as the bytes of a safetensors file, in pieces.
 
-A checkpoint is written while training continues, by a thread of the process that trains. So no tensor is copied to the
-host as a whole, and nothing here holds the interpreter for long: a piece comes over on a stream of its own into pinned
-memory that is used again, and hashing and writing release the interpreter while they work.
+A checkpoint is written while training continues, by a thread of the training process. Pieces are copied on a separate
+stream into two pinned buffers, and copying, hashing and writing release the interpreter.
 """
 
 from __future__ import annotations
@@ -18,14 +17,13 @@ from flodl.checkpoint.tensor_bytes import bytes_of
 __all__ = ["copies", "copies_on_host", "event_after", "safetensors_chunks", "to_cpu"]
 
 PIECE = 1 << 24
-"""Bytes that travel at once: long enough to keep the link busy, short enough to be hashed while in a cache."""
+"""Bytes of a piece: large enough for the transfer rate, small enough to be hashed while in a cache."""
 
 
 def copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return copies that later training does not change, where the tensors are if they fit there, else in host memory.
+    """Return copies of the tensors, on their device if they fit there, else in host memory.
 
-    On CUDA a copy on the device takes about a thousandth of the time that a copy to the host would keep training
-    waiting.
+    On CUDA a copy on the device takes about a thousandth of the time of a copy to the host.
     """
     found = {name: tensor.detach() for name, tensor in tensors.items()}
     on_cuda = [tensor for tensor in found.values() if tensor.is_cuda]
@@ -35,7 +33,7 @@ def copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy in host memory that later training does not change."""
+    """Return a contiguous copy in host memory."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
@@ -74,10 +72,11 @@ def _fits(tensors: list[torch.Tensor]) -> bool:
 def safetensors_chunks(
     tensors: Mapping[str, torch.Tensor], ready: torch.cuda.Event | None = None
 ) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a safetensors file that holds ``tensors``; each piece is valid until the next is asked for.
+    """Yield the bytes of a safetensors file of ``tensors``; each piece is valid until the next one.
 
     Args:
-        ready: recorded where the tensors were made; None where none is on CUDA.
+        tensors: tensors by name.
+        ready: event after which the tensors are complete; None without CUDA tensors.
     """
     head, order = compose_head(tensors, {"format": "pt"})
     yield head
@@ -95,7 +94,7 @@ def safetensors_chunks(
 
 
 class _Pieces:
-    """Brings tensors of one CUDA device over; the next piece travels while the caller works on this one."""
+    """Copies tensors of one CUDA device to the host; the next piece is copied while the caller uses this one."""
 
     def __init__(self, device: torch.device, ready: torch.cuda.Event | None) -> None:
         self.device = device

@@ -167,7 +167,7 @@ def test_two_ranks_agree_on_the_size() -> None:
 
 
 def test_a_row_that_does_not_fit_and_words_that_are_none() -> None:
-    with pytest.raises(TrainError, match=r"2 row\(s\) of the heaviest batch do not fit"):
+    with pytest.raises(TrainError, match=r"2 row\(s\) of the heaviest batch exceed"):
         builder(lambda device: Small(1), micro_batch_size="auto").run()
     with pytest.raises(TrainError, match="expected an integer of 1 or more, or 'auto'"):
         builder(micro_batch_size="some").run()
