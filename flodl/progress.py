@@ -12,6 +12,7 @@ Everything goes to standard error. There is no thread: the display changes when 
 from __future__ import annotations
 
 import os
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -189,15 +190,17 @@ _shown: list[Progress] = []
 
 
 def _display(stream: TextIO) -> _Bar | _Log:
+    state = random.getstate()  # rich draws random numbers at its import, and a run may be under way
     try:
         from rich.console import Console
 
         console = Console(file=stream, stderr=True)
+        draws = console.is_jupyter or (console.is_terminal and not console.is_dumb_terminal)
+        return _Bar(console) if draws else _Log(stream)
     except ImportError:
         return _Log(stream)
-    return (
-        _Bar(console) if console.is_jupyter or (console.is_terminal and not console.is_dumb_terminal) else _Log(stream)
-    )
+    finally:
+        random.setstate(state)
 
 
 class _Log:

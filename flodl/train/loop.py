@@ -57,18 +57,18 @@ class Loop:
     def train(self) -> None:
         """Run until the last epoch, or a reason to stop."""
         trainer = self.trainer
-        step, settings, requests = trainer.step_, trainer.settings, trainer.requests
+        settings, requests = trainer.settings, trainer.requests
         assert trainer.train_step is not None
         assert trainer.feed is not None
         with self.cleanup():
             trainer.model.train()
             trainer.saves.restore()
             self.begin()
+            step = trainer.step_  # another one if the policy of the checkpoint differs
             step.train_step = self._without_history(trainer.train_step)
             if settings.micro_batch_size == "auto":
                 fit_micro_batch(trainer)
             choose_route(trainer)
-            step = trainer.step_
             while trainer.epoch_number < settings.num_epochs and not trainer.stopping:
                 for position, batches in self.batches(trainer.feed):
                     result = step.run(batches, step=self.step_number, flags=requests.flags())
