@@ -35,7 +35,7 @@ from torch.nn.functional import cross_entropy
 
 from flodl.distributed import RankError, Ranks
 from flodl.errors import TrainError
-from flodl.train import Loss, Saved, SaveFailed, Trainer, Warned, adamw
+from flodl.train import Loss, Saved, SaveFailed, Step, Trainer, Warned, adamw
 from flodl.train.saving import keeper
 from flodl.train.saving.reading import list_checkpoints, read_checkpoint
 from flodl.train.schedule import Cosine
@@ -107,17 +107,26 @@ def apart(call: Callable[..., None], *args: Any) -> Any:
 
 def fall_in_phase(folder: Path, ranks: int, phase: str, number: int, victim: int, how: signal.Signals) -> None:
     """Train; the victim gets a signal when it enters ``phase`` for the ``number``-th time."""
-    enter, count = Ranks.phase, [0]
+    enter, take, count = Ranks.phase, Step.run, [0]
+
+    def strike() -> None:
+        count[0] += 1
+        if count[0] == number:
+            (folder / "fell").write_text(str(time.time()))
+            os.kill(os.getpid(), how)
 
     def watched(self: Ranks, name: str, step: int | None = None) -> None:
         enter(self, name, step)
         if name == phase and self.rank == victim:
-            count[0] += 1
-            if count[0] == number:
-                (folder / "fell").write_text(str(time.time()))
-                os.kill(os.getpid(), how)
+            strike()
+
+    def watched_step(self: Step, *args: Any, **named: Any) -> Any:
+        strike()
+        return take(self, *args, **named)
 
     Ranks.phase = watched  # type: ignore[method-assign]
+    if ranks == 1 and phase == "forward":  # one rank records no phases of its steps
+        Step.run = watched_step  # type: ignore[method-assign]
     try:
         run(folder, ranks).run().join()
     except RankError as error:
@@ -316,7 +325,7 @@ def faults() -> Iterator[tuple[str, int, Callable[[Path, random.Random], Outcome
     """Yield each fault with its name and its number of ranks."""
     for ranks in (1, 2):
         for phase in PHASES:
-            if ranks > 1 or phase not in ("backward", "reduce", "optimiser"):  # phases that other ranks report
+            if ranks > 1 or phase not in ("data", "backward", "reduce", "optimiser"):  # phases that other ranks report
                 yield f"SIGKILL in {phase}, {ranks} rank{'s' * (ranks > 1)}", ranks, killed_in(phase, ranks)
         yield f"SIGKILL of everything at any moment, {ranks} rank{'s' * (ranks > 1)}", ranks, anywhere(ranks)
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -6,6 +6,7 @@ different numbers of tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,12 @@ import torch
 
 from flodl.errors import TrainError
 
-__all__ = ["Loss", "as_loss", "batch_len", "is_column"]
+__all__ = ["GRADIENT_FAULT", "LOSS_FAULT", "NOTHING_COUNTED", "Loss", "as_loss", "batch_len", "decide", "is_column"]
+
+
+NOTHING_COUNTED = "nothing was counted in this step"
+LOSS_FAULT = "loss is not finite"
+GRADIENT_FAULT = "gradient is not finite"
 
 
 @dataclass(frozen=True)
@@ -155,3 +161,10 @@ def is_column(part: Any) -> bool:
     if isinstance(part, list):
         return bool(part) and all(isinstance(value, (str, bytes, int, float, type(None))) for value in part)
     return isinstance(part, tuple) and bool(part) and all(isinstance(value, (str, bytes)) for value in part)
+
+
+def decide(loss: float, count: float, grad_norm: float) -> str:
+    """Return why a step with these figures is not applied; an empty text if it is."""
+    if not count:
+        return NOTHING_COUNTED
+    return LOSS_FAULT if not math.isfinite(loss) else "" if math.isfinite(grad_norm) else GRADIENT_FAULT

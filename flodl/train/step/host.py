@@ -23,16 +23,13 @@ from flodl.distributed.sharded import whole
 from flodl.errors import TrainError
 from flodl.monitor.collect import COLLECTOR
 from flodl.train.callback import Hooks
-from flodl.train.loss import Loss, as_loss, batch_len
+from flodl.train.loss import GRADIENT_FAULT, NOTHING_COUNTED, Loss, as_loss, batch_len, decide
 from flodl.train.precision import Precision
 from flodl.train.step.fused import divide
 from flodl.train.step.outcome import (
-    GRADIENT_FAULT,
-    NOTHING_COUNTED,
     OBSERVED,
     Part,
     StepResult,
-    decide,
     not_finite,
     pack_metrics,
     read_metrics,
@@ -137,7 +134,8 @@ class HostStep:
             TrainError: loss or gradient is not finite and ``on_nan`` is ``"stop"``, or the loss depends on no
                 parameter.
         """
-        self.ranks.phase("forward", step)
+        if self._has_peers:
+            self.ranks.phase("forward", step)
         if self.runner is not None:
             return self.runner.run(batches, step, flags)
         timer = self.timer

@@ -10,16 +10,14 @@ from typing import Any
 import torch
 
 from flodl.errors import TrainError
+from flodl.train.loss import LOSS_FAULT, NOTHING_COUNTED, decide
 
 __all__ = [
-    "GRADIENT_FAULT",
-    "NOTHING_COUNTED",
     "OBSERVED",
     "Figures",
     "Outcome",
     "Part",
     "StepResult",
-    "decide",
     "not_finite",
     "outcome_of",
     "pack_metrics",
@@ -28,10 +26,6 @@ __all__ = [
 
 OBSERVED = "\0"
 """Prefix of the names of values collected inside the model, which travel with the metrics of a step."""
-
-NOTHING_COUNTED = "nothing was counted in this step"
-LOSS_FAULT = "loss is not finite"
-GRADIENT_FAULT = "gradient is not finite"
 
 Packed = tuple[tuple[str, float | None, float | None], ...]
 """Names of metrics, each with its sum and its count; None for a number that is in the row."""
@@ -84,13 +78,6 @@ class Figures:
     count: float
     grad_norm: float
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
-
-
-def decide(loss: float, count: float, grad_norm: float) -> str:
-    """Return why a step with these figures is not applied; an empty text if it is."""
-    if not count:
-        return NOTHING_COUNTED
-    return LOSS_FAULT if not math.isfinite(loss) else "" if math.isfinite(grad_norm) else GRADIENT_FAULT
 
 
 @dataclass(frozen=True)
