@@ -7,32 +7,6 @@ traced      the modules that are traced for them
 graph_file  a graph's own ``.fdl`` file, to a folder and back
 """
 
-from flodl_hf.checkpoints.saving import (
-    WritePlan,
-    WrittenFile,
-    is_model_file,
-    patch_json,
-    plan_state,
-    publish_folder,
-    verify_files,
-    write_bytes,
-    write_safetensors,
-    write_state,
-)
 from flodl_hf.export.convert import convert_bin
-from flodl_hf.models.saving import export_model
 
-__all__ = [
-    "WritePlan",
-    "WrittenFile",
-    "convert_bin",
-    "export_model",
-    "is_model_file",
-    "patch_json",
-    "plan_state",
-    "publish_folder",
-    "verify_files",
-    "write_bytes",
-    "write_safetensors",
-    "write_state",
-]
+__all__ = ["convert_bin"]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flodl_hf.checkpoints.saving.json_text import patch_json
 from flodl_hf.errors import ExportError
-from flodl_hf.export import patch_json
 
 CONFIG = """{
   "architectures": [

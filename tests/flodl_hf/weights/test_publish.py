@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from flodl_hf.checkpoints.saving import publish as publish_module
+from flodl_hf.checkpoints.saving.publish import is_model_file, publish_folder
 from flodl_hf.errors import ExportError
-from flodl_hf.export import is_model_file, publish_folder
 
 
 def write_version(stage: Path, version: str, files: int = 4) -> None:
