@@ -1,4 +1,4 @@
-"""Subscribers of a run that its settings request: progress, trackers and monitor, beside those of the user."""
+"""Subscribers of a run: progress, trackers and monitor as the settings request, and the subscribers of the user."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Audience:
 
     Args:
         settings: of the run.
-        subscribers: those of the user.
+        subscribers: the subscribers of the user.
         first: whether this is the first rank or starts the ranks; only there progress, trackers and monitor exist.
         total: optimiser steps of the whole run, if known.
 

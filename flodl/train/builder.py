@@ -1,4 +1,4 @@
-"""The fluent form of a run: `Trainer.builder(...)`, whose methods fill the settings."""
+"""The fluent form of a run: `Trainer.builder(...)` with methods that fill the settings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FORMS: dict[str, Callable[..., dict[str, Any]]] = {
     "shares": lambda shares: {"shares": shares if isinstance(shares, str) else tuple(shares)},
     "speed_hint": lambda slow, ratio: {"speed_hint": (slow, ratio)},
 }
-"""Methods whose arguments differ from the setting of the same name."""
+"""Methods with other arguments than the setting of the same name."""
 
 
 class TrainerBuilder:
@@ -52,7 +52,7 @@ class TrainerBuilder:
         return sorted({*super().__dir__(), *OPTIONS, *FORMS})
 
     def set(self, **settings: Any) -> TrainerBuilder:
-        """Set any settings by name.
+        """Set any settings by keyword.
 
         Raises:
             TrainError: an unknown name or an invalid value.
@@ -85,9 +85,9 @@ class TrainerBuilder:
 
         Args:
             step: ``step(model, batch)`` returns ``{name: (sum, count)}``, or a loss like a training step.
-            data: like that of `dataset`.
+            data: as for `dataset`.
             every: steps between evaluations; the last call determines it for all sets.
-            name: adds a set whose figures are named ``<name>/<figure>``; without it there is one set.
+            name: adds a set with figures named ``<name>/<figure>``; without it there is one set.
             **options: ``batch_size``, ``collate``, ``batches`` of this data.
         """
         self._plan = self._plan.with_evaluation(step, data, name, **options)
@@ -165,5 +165,5 @@ class TrainerBuilder:
         return self.trainer().find_lr(low, high, steps)
 
     def dry_run(self, steps: int = 3) -> Rehearsal:
-        """Return what the run needs; see `Trainer.dry_run`."""
+        """Return the requirements of the run; see `Trainer.dry_run`."""
         return self.trainer().dry_run(steps)

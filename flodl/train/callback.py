@@ -1,7 +1,7 @@
-"""Callbacks: user code that takes part in a run, at steps, at epochs and around the backward pass.
+"""Callbacks: user code inside of a run, at steps, at epochs and around the backward pass.
 
 Events (`flodl.train.events`) report what happened; callbacks run inside the loop, on every rank, and may change it. A
-callback that acts around the backward pass takes part in the arithmetic of the step, which a captured step would not
+callback that acts around the backward pass changes the arithmetic of the step, which a captured step would not
 repeat, so such a run captures no steps and logs the reason.
 """
 
@@ -27,7 +27,7 @@ class Callback:
     """Base class of callbacks; override the methods you need.
 
     Each rank calls its own copy at the same steps. An error in a callback ends the run; ``trainer.stop()`` ends it in
-    order. With ranks in processes of their own a callback must be picklable. ``trainer`` is the `flodl.train.Trainer`
+    order. If ranks are separate processes, a callback must be picklable. ``trainer`` is the `flodl.train.Trainer`
     of this rank.
     """
 
@@ -112,7 +112,7 @@ class CheckpointFunction(Callback):
 
 PREFIXES = ("on_", "before_", "after_")
 KNOWN = tuple(name for name in vars(Callback) if name.startswith(PREFIXES))
-"""Methods that are called by name; a method with one of the prefixes that is not among them is a mistake."""
+"""Methods that are called; a method with one of the prefixes that is not among them is a mistake."""
 
 
 class Hooks:

@@ -55,7 +55,7 @@ class Tally:
         _add(self.sums, name, total, count)
 
     def take_over(self, other: Tally, *, shared_loss: bool) -> None:
-        """Add the sums of a rank that no longer exists; under Sync its loss is already that of all ranks."""
+        """Add the sums of a rank that no longer exists; under Sync its loss already includes all ranks."""
         if not shared_loss:
             self.loss_sum += other.loss_sum
             self.count += other.count
@@ -101,7 +101,7 @@ def epoch_metrics(
 
     Args:
         parts: tallies by rank.
-        shared_loss: whether the loss of each rank is already that of all ranks (Sync).
+        shared_loss: whether the loss of each rank already includes all ranks (Sync).
         epoch: the epoch.
         step: steps that are done.
         evaluated: figures of the last evaluation.

@@ -53,7 +53,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Past:
-    """What a run did before it was resumed, all earlier parts included.
+    """The past of a resumed run, with all earlier parts.
 
     Attributes:
         losses: mean training loss of every optimiser step.
@@ -70,7 +70,7 @@ class Past:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """The run starts or resumes: its length, its policy with the reason, and what it did before."""
+    """The run starts or resumes: its length, its policy with the reason, and its past."""
 
     world: int
     policy: str

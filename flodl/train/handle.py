@@ -31,7 +31,7 @@ __all__ = ["Handle", "RankStatus", "SendEvents", "Trained"]
 
 @dataclass(frozen=True)
 class Trained(ModelWeights):
-    """The result of a run: its weights on the CPU by name, its figures, and the model.
+    """The result of a run: its weights on the CPU, its figures, and the model.
 
     Sharded weights are gathered on rank 0 only. On other ranks both dicts are empty, ``whole`` is False, and reading
     the weights raises an error.
@@ -40,7 +40,7 @@ class Trained(ModelWeights):
         parameters: all parameters.
         buffers: all persistent buffers.
         metrics: the figures of each epoch that this process received.
-        whole: whether the weights are here.
+        whole: whether the weights are on this rank.
         in_place: whether this process trained the model, which has the weights.
     """
 
@@ -130,7 +130,7 @@ class RankStatus:
 
 
 class Handle:
-    """A run in the background, whose ranks are processes; made by `Trainer.start`.
+    """A run in the background, with ranks in separate processes; made by `Trainer.start`.
 
     Messages of the ranks are read while a method of this object waits: call `join`, or `poll` repeatedly.
 
@@ -290,7 +290,7 @@ class Handle:
         self.ask("stop")
 
     def abort(self) -> None:
-        """End the ranks at once, without saving."""
+        """End the ranks immediately, without saving."""
         self._crew.stop()
 
     def snapshot(self, timeout_s: float = 60.0) -> ModelSnapshot:

@@ -40,8 +40,8 @@ def decide_order(loader: Any, seed: int, epoch: int) -> None:
     """Seed the generators that a loader draws its order from.
 
     Args:
-        loader: its generators, and those of its samplers, are seeded by their original seed and the epoch; in epoch 0
-            by their original seed.
+        loader: its generators, and the generators of its samplers, are seeded by their original seed and the epoch;
+            in epoch 0 by their original seed.
         seed: determines the other random numbers of this host, which the caller restores.
         epoch: the epoch.
     """

@@ -68,7 +68,7 @@ class OwnLoop:
             self._begun, trainer = True, self.trainer
             trainer.loop.begin()
             if trainer.ranks.device.type == "cuda" and trainer.settings.capture == "auto":
-                trainer.warn("capture: the steps of a loop of your own are not captured; those of Trainer.fit are")
+                trainer.warn("capture: the steps of a loop of your own are not captured; Trainer.fit captures them")
 
     def _refuse_own_step(self, *_: Any) -> None:
         """Refuse ``optimizer.step()`` in the loop, which would update the parameters twice.

@@ -78,7 +78,7 @@ class RunPlan:
         train_step: ``train_step(model, batch)`` returns the loss.
         settings: the settings.
         data: training data, any that `flodl.train.feed.as_feed` accepts with ``data_options``.
-        evals: step, data and options of each evaluation set, by name.
+        evals: step, data and options of each evaluation set.
         eval_fn: function of the model that returns figures.
         functions: callbacks of ``epoch_fn`` and ``checkpoint_fn``.
         metrics_fn: called in the starting process with the figures of each epoch; False stops the run.
@@ -162,7 +162,7 @@ class RunPlan:
                 observing.close()
 
     def calls(self, evals: Mapping[str, Any]) -> Callbacks:
-        """Return what the evaluator needs."""
+        """Return the functions of the evaluator."""
         saving = next((call.call for call in self.functions if isinstance(call, CheckpointFunction)), None)
         return Callbacks(eval_fn=self.eval_fn, evals=evals, checkpoint_fn=saving)
 

@@ -1,4 +1,4 @@
-"""A dry run: some steps of a copy of the model, with the heaviest batch first, to measure what a run needs."""
+"""A dry run: some steps of a copy of the model, with the heaviest batch first, to measure the requirements of a run."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Replicas:
 
     Args:
         models: the models.
-        ranks: the ranks that take part; None joins those of torchrun.
+        ranks: the ranks; None joins the ranks of torchrun.
 
     Attributes:
         world_size: number of ranks; with one rank the operations change nothing.
@@ -40,7 +40,7 @@ class Replicas:
 
     @torch.no_grad()
     def sync_params(self) -> None:
-        """Overwrite parameters and buffers of all ranks with those of rank 0."""
+        """Overwrite parameters and buffers of all ranks with the values of rank 0."""
         for model in self.models:
             self.ranks.copy_from(0, model_tensors(model))
 

@@ -20,7 +20,7 @@ def about(trainer: TrainerParts) -> dict[str, Any]:
 
 
 def report_start(trainer: TrainerParts) -> None:
-    """Report that the run starts or resumes, with what it did before."""
+    """Report that the run starts or resumes, with its past."""
     feed, settings = trainer.feed, trainer.settings
     started = RunStarted(
         **about(trainer),

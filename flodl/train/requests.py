@@ -1,4 +1,4 @@
-"""Requests to a running run: stop, evaluate, save. They come from this process or another one of the host.
+"""Requests to a running run: stop, evaluate, save. Any process of the host may send them.
 
 Requests travel with the flags that ranks exchange in each step, so all ranks act on them at the same step.
 """

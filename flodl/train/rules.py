@@ -1,4 +1,4 @@
-"""Rules: what a run does when its trends meet a condition: stop, freeze, thaw, change a learning rate.
+"""Rules: actions of a run when its trends meet a condition: stop, freeze, thaw, change a learning rate.
 
 A rule is an action and a condition (`flodl.monitor.conditions`), in Python or as text:
 ``freeze_when("encoder", stalled("loss", 3))`` and ``freeze encoder when stalled(loss, 3)``. Each rule acts once, where
@@ -85,7 +85,7 @@ def stop_when(condition: Question) -> Rule:
 
     Args:
         condition: one of `flodl.monitor.conditions`, or ``condition(context) -> bool``, which must be picklable where
-            ranks are processes; a resumed run identifies it by name.
+            ranks are processes; a resumed run identifies it by its qualified name.
     """
     return Rule("stop", condition)
 
@@ -192,7 +192,7 @@ class RuleEngine:
                 parameter.requires_grad_(False)
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give parameters whose rate may change groups of their own.
+        """Put parameters with a changing rate into separate groups.
 
         Raises:
             TrainError: the optimiser lacks a parameter that a rule thaws or whose rate it changes.
@@ -241,7 +241,7 @@ class RuleEngine:
     # ---- acting --------------------------------------------------------------------------------------
 
     def decide(self, step: int, epochs: int) -> list[Decided]:
-        """Apply the rules whose condition is met, and return them; all ranks call this at the same points.
+        """Apply the rules with a true condition, and return them; all ranks call this at the same points.
 
         Args:
             step: steps that are done.

@@ -1,7 +1,7 @@
 """Learning-rate schedules as functions of the step.
 
 ``Cosine(total=900)`` is a function ``step -> factor`` of the optimiser's learning rate, as are the functions that
-torch's ``LambdaLR`` takes; so any function of the step serves as a schedule. With a rate of its own
+torch's ``LambdaLR`` takes; so any function of the step serves as a schedule. With its absolute rate
 (``Cosine(1e-3, 1e-5, 900)``) ``schedule.lr(step)`` is the absolute rate, and the optimiser must have the same. Only
 `Plateau`, which reads a metric, has a state. Curves of fine-tuning recipes are in `flodl.train.warmed_up`.
 """

@@ -25,7 +25,7 @@ __all__ = ["MAY_CHANGE", "VALUES", "Settings", "make_settings"]
 
 _LENGTH = "length of the run; a schedule that depends on the length is compared"
 _SAVING = "which checkpoints are written"
-_SHOWN = "what is reported of the run"
+_SHOWN = "reports of the run"
 _ROUNDING = "differs by rounding at most, as another device does"
 _WAITING = "how long ranks wait"
 _MEETING = "when ranks average, which depends on measured times: no two such runs are equal"
@@ -153,7 +153,7 @@ class Settings:
     """The settings of a run. None of them depends on the number of ranks.
 
     Attributes:
-        num_epochs: passes over the data.
+        num_epochs: number of epochs.
         max_steps: bound of optimiser steps; None for no bound.
         batch_size: samples of a batch. Under Sync a batch is one optimiser step of all ranks together; under Cadence
             and Async each rank steps on its own batches.
@@ -164,7 +164,7 @@ class Settings:
         devices: number of devices, their names, or ``"auto"`` for all; each gets a process. Not needed under torchrun.
         policy: ``"sync"``, ``"cadence"`` or ``"async"``; None selects Sync, or Cadence for unequal devices.
         shard: ``"fsdp"`` splits weights, gradients and optimiser state over the ranks (`flodl.distributed.sharded`).
-        knobs: options of the policy; each may also be passed by its own name.
+        knobs: options of the policy; each may also be passed as a setting.
         precision: ``"fp32"``, ``"tf32"``, ``"bf16"`` or ``"fp16"``.
         max_grad_norm: clip the gradient of the whole step to this 2-norm.
         on_nan: ``"stop"`` or ``"skip"`` for a loss or gradient that is not finite. A skipped step changes no weights,
@@ -202,7 +202,7 @@ class Settings:
             instead; False never captures.
         compile: pass the model through ``torch.compile``.
         progress: True shows the progress, None shows it after one second, False never.
-        log_every: steps whose figures are read from a CUDA device together.
+        log_every: steps between reads of figures from a CUDA device.
         monitor: a page of the run: True, a port, or a `flodl.monitor.Monitor`.
         callbacks: see `flodl.train.callback`.
         watch: paths of values inside of the model that each step collects, with a reduction if not the mean
@@ -211,7 +211,7 @@ class Settings:
         trend_every: steps between values of the trends that rules read; None for one value an epoch.
         trackers: ``"csv"``, ``"jsonl"``, ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, or objects that are called with
             events; see `flodl.train.trackers`.
-        tracker_folder: where trackers write; None for beside ``folder``, else ``runs``.
+        tracker_folder: where trackers write; None for ``<folder>.logs``, or ``runs`` without a folder.
         ema: decay of an exponential moving average of the weights, or `flodl.train.Ema`; the average is evaluated and
             is the final model.
         max_restarts: how many times the ranks of a run are restarted after a failure.

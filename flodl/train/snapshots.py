@@ -33,7 +33,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class ModelWeights:
-    """Parameters and buffers of a model on the CPU, by name."""
+    """Parameters and buffers of a model on the CPU."""
 
     parameters: Tensors
     buffers: Tensors
@@ -156,7 +156,7 @@ class Snapshots:
         epoch: int,
         metrics: dict[str, float],
     ) -> None:
-        """Take a snapshot if one was requested, and send those that are complete.
+        """Take a snapshot if one was requested, and send complete ones.
 
         Args:
             model: the model.

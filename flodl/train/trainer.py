@@ -1,4 +1,4 @@
-"""The Trainer: one class for runs whose loop is here, and for loops that users write.
+"""The Trainer: one class for complete runs, and for loops that users write.
 
 `Trainer.fit` starts ranks if there are several devices. On each rank `prepare` creates the parts of the run, and
 `flodl.train.loop` is the loop. A step is computed in `flodl.train.step`; `flodl.distributed.policy` determines which
@@ -54,7 +54,7 @@ class Trainer(TrainerParts):
             the model's parameters.
         train_step: ``train_step(model, batch)`` returns a `flodl.train.Loss`, a pair ``(sum, count)``, or the mean over
             the samples of the batch.
-        ranks: the ranks that take part; None joins those of torchrun or of ``devices``.
+        ranks: ranks of the run; None joins the ranks of torchrun or starts one for each of ``devices``.
         **settings: fields of `flodl.train.Settings`.
 
     Attributes:
@@ -62,7 +62,7 @@ class Trainer(TrainerParts):
         optimizer: its optimiser.
         ranks: this process among the ranks.
         events: events of the run; subscribe here.
-        epoch_number: the epoch that is running or comes next, counted from 0.
+        epoch_number: the present or next epoch, counted from 0.
         policy_choice: name of the policy and the reason.
         stopping: no further step is taken.
 
@@ -120,7 +120,7 @@ class Trainer(TrainerParts):
             model: a model, moved to the device of this rank; a function of the device; or an object with a model as its
                 ``graph``. All ranks start from the weights of rank 0.
             optimizer: as for `Trainer`.
-            ranks: the ranks that take part; None joins those of torchrun.
+            ranks: ranks of the run; None joins the ranks of torchrun.
             **settings: fields of `flodl.train.Settings`.
 
         Raises:
@@ -154,7 +154,7 @@ class Trainer(TrainerParts):
     def fit(self, data: Any = None, *, eval_step: Any = None, eval_data: Any = None, **options: Any) -> Trained:
         """Train and return the result, on any number of devices.
 
-        With several devices, and without torchrun, ranks are processes of their own, which need picklable functions.
+        With several devices, and without torchrun, ranks are separate processes, which need picklable functions.
 
         Args:
             data: anything that `flodl.data.DataLoader` accepts, such a loader, or a torch loader.
@@ -190,7 +190,7 @@ class Trainer(TrainerParts):
         return self
 
     def start(self) -> Handle:
-        """Start the run in processes of their own and return its handle.
+        """Start the run in separate processes and return its handle.
 
         Raises:
             TrainError: data or train_step are missing, or a function cannot be sent to a new process.
@@ -207,7 +207,7 @@ class Trainer(TrainerParts):
             if audience is not None:
                 audience.listen(self.events, self.ask, evaluates=self.plan.evaluates)
             self.loop.train()
-            # Sharded weights are gathered while all ranks are here.
+            # Sharded weights are gathered before ranks leave.
             trained = Trained.of(self.model, keep=ranks.rank == 0 or not self.sharded)
         finally:
             if self._given_ranks is None:
@@ -227,7 +227,7 @@ class Trainer(TrainerParts):
         return search_rates(self._alone(), self._try, low=low, high=high, steps=steps)
 
     def dry_run(self, steps: int = 3) -> Rehearsal:
-        """Train a copy of the model for some steps, the heaviest batch first, and return what the run needs.
+        """Train a copy of the model for some steps, the heaviest batch first, and return the requirements of the run.
 
         The run is not changed and nothing is written; one device is used, in this process. One batch of each
         evaluation set is evaluated.

@@ -18,7 +18,7 @@ CURVE = choice("linear", "cosine", "1-sqrt")
 
 
 class _Curve(Schedule):
-    """A schedule whose rate is ``base`` times the factor of a step."""
+    """A schedule with the rate ``base`` times the factor of a step."""
 
     base: float
 

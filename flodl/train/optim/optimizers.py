@@ -80,7 +80,7 @@ def parameter_groups(
     """Return groups of the trainable parameters, for ``torch.optim``; each parameter in exactly one.
 
     Args:
-        rules: pairs of a path and the options of what lies there. A path is a prefix of a parameter's
+        rules: pairs of a path and its options. A path is a prefix of a parameter's
             name (``"encoder.layers.3"``) or a shell pattern (``"*.attention.*"``); of several that
             match, the last decides.
         no_decay: patterns of the parameters that get ``weight_decay=0``; biases and norms by default.
@@ -92,7 +92,7 @@ def parameter_groups(
     unused = [path for path, _ in rules if not any(_lies_in(name, path) for name, _ in named)]
     if unused:
         raise TrainError(
-            f"parameter_groups: no parameter lies at {', '.join(unused)}; "
+            f"parameter_groups: found no parameter at {', '.join(unused)}; "
             f"the model has names like {', '.join(name for name, _ in named[:4])}.",
             paths=unused,
         )
@@ -124,7 +124,7 @@ def layerwise_decay(
     lowest: Sequence[str] = ("encoder.embeddings",),
     no_decay: Sequence[str] = ("*bias", "*norm.weight", "*norm*.weight"),
 ) -> list[dict[str, Any]]:
-    """Return groups in which layer i of n learns at ``lr * decay ** (n - i)`` and the head at ``lr``.
+    """Return groups in which layer i of n has the rate ``lr * decay ** (n - i)`` and the head ``lr``.
 
     Embeddings, beneath layer 0, get ``lr * decay ** (n + 1)`` (discriminative fine-tuning, Howard and
     Ruder 2018). A schedule given to the trainer scales all groups alike.
@@ -157,16 +157,14 @@ OptimizerMaker = OptimizerFactory | Callable[[Any], torch.optim.Optimizer] | tor
 def make_optimizer(
     model: nn.Module, maker: OptimizerMaker, groups: GroupFactory | None = None
 ) -> torch.optim.Optimizer:
-    """Return the optimiser that ``maker`` is or makes, of the groups or of all parameters that learn.
+    """Return the optimiser ``maker``, or the one it creates for the groups or all trainable parameters.
 
     Raises:
         TrainError: nothing of the model learns, some of it by sparse gradients, the optimiser has other parameters
             than the model's, or ``maker`` makes none.
     """
     if not any(p.requires_grad for p in model.parameters()):
-        raise TrainError(
-            "optimizer: no parameter of the model learns; expected some with requires_grad. Freeze less of it."
-        )
+        raise TrainError("optimizer: found no trainable parameter of the model (requires_grad). Freeze less of it.")
     sparse = [
         name for name, module in model.named_modules()
         if getattr(module, "sparse", False) is True and any(p.requires_grad for p in module.parameters(recurse=False))

@@ -1,1 +1,1 @@
-"""Checkpoints of runs: what is in them (`state`, `resume`), how they get to disk (`keeper`, `tensor_stream`), when."""
+"""Checkpoints of runs: contents (`state`, `resume`), files (`keeper`, `reading`), times (`saves`)."""

@@ -76,7 +76,7 @@ class Keeper:
         folder: shared by all ranks; created if needed.
         ranks: the ranks of the run.
         keep_last: how many of the newest checkpoints are kept.
-        best: name of a metric whose best checkpoint is kept in addition; a leading ``-`` where less is better.
+        best: name of a metric; its best checkpoint is kept in addition; a leading ``-`` where less is better.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """The contents of a checkpoint, and the comparison of settings when a run resumes from it.
 
-Rank 0 writes what is equal on all ranks: weights, counters, settings, and under Sync the optimiser. Each rank writes
+Rank 0 writes everything equal on all ranks: weights, counters, settings, and under Sync the optimiser. Each rank writes
 its random states, its unfinished steps, and under Cadence and Async its optimiser.
 """
 
@@ -72,13 +72,13 @@ def _knobs(knobs: Knobs) -> dict[str, Any]:
 
 
 def snapshot(trainer: TrainerParts, past: Past, best: Any) -> dict[str, Any]:
-    """Return the files of this rank by name without suffix; tensors are copied on their device if the copies fit.
+    """Return the files of this rank by stem; tensors are copied on their device if the copies fit.
 
     The host does not wait for the device, nor do ranks for each other.
 
     Args:
         trainer: the trainer.
-        past: what the run has done so far.
+        past: the past of the run.
         best: `flodl.train.saving.keeper.Keeper.best_record`.
     """
     rank, shared = trainer.ranks.rank, trainer.policy.shares_gradients
@@ -138,7 +138,7 @@ def _sharded(trainer: TrainerParts) -> dict[str, torch.Tensor]:
 
 
 def past_of(saved: Checkpoint) -> Past:
-    """Return what the run had done; empty for checkpoints of old versions."""
+    """Return the past of the run; empty for checkpoints of old versions."""
     past = saved.values.get("past", {})
     losses = saved.tensors["losses"]["losses"].tolist() if "losses" in saved.tensors else []
     return Past(

@@ -1,7 +1,7 @@
 """When a run is saved, and from which checkpoint it resumes.
 
 `flodl.train.saving.resume` defines the contents of a checkpoint, `flodl.train.saving.keeper` its files. A checkpoint
-contains the figures of its own weights only, so the best checkpoint is the best model.
+contains the figures of its weights only, so the best checkpoint is the best model.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Saves:
         self._seconds, self._since = 0.0, time.monotonic()
 
     def past(self) -> Past:
-        """Return what the run has done so far, the parts before a resume included."""
+        """Return the past of the run, with the parts before a resume."""
         log, evaluator = self.trainer.log, self.trainer.evaluator
         seconds = self._seconds + time.monotonic() - self._since
         return Past(tuple(log.losses), tuple(evaluator.history), seconds, tuple(self.changes))

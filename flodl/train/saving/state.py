@@ -1,6 +1,6 @@
 """The state of a run as tensors and JSON values, without pickle, so that it resumes to the bit.
 
-Optimiser state is stored by parameter name, so it does not depend on the order of groups. Random states are those of
+Optimiser state is stored by parameter name, so it does not depend on the order of groups. Random states include
 torch (CPU and the device of this rank), numpy and Python.
 """
 

@@ -49,7 +49,7 @@ def event_after(values: Iterable[object]) -> torch.cuda.Event | None:
 
 
 def copies_on_host(tensors: Mapping[str, torch.Tensor], ready: torch.cuda.Event | None) -> dict[str, torch.Tensor]:
-    """Return the tensors in host memory, copied on a stream of their own once ``ready`` has passed."""
+    """Return the tensors in host memory, copied on a separate stream once ``ready`` has passed."""
     if ready is None:
         return dict(tensors)
     with torch.cuda.device(next(tensor.device for tensor in tensors.values() if tensor.is_cuda)):

@@ -65,7 +65,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "another's beside": (lambda: made(optimizer=lambda own: torch.optim.SGD([*own, nn.Parameter(X)], 0.1)), "1 parameters that the model does not have"),
     "a closure": (lambda: made(optimizer=torch.optim.LBFGS), "LBFGS computes the loss several times in a step"),
     "sparse": (lambda: made(nn.Sequential(nn.Embedding(3, 4, sparse=True), Net())), "0 would have sparse gradients"),
-    "frozen": (lambda: made(frozen()), "no parameter of the model learns"),
+    "frozen": (lambda: made(frozen()), "no trainable parameter"),
     "a float": (lambda: made().evaluate(lambda model, batch: {"a": 0.5}, ROWS), "the figure 'a' is float; expected a sum"),
     "callback": (lambda: made(callbacks=[Logs()]), "Logs.on_log is never called"),
 }  # fmt: skip
