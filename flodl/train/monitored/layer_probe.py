@@ -37,7 +37,7 @@ class LayerProbe(Callback):
     def on_train_begin(self, trainer: Any) -> None:
         """Describe the model."""
         self._next, self._num_steps = 0.0, 0
-        self._has_memory, self._num_passes = False, 1
+        self._has_memory = False
         self._profiler: Profiler | None = None
         self._is_off = trainer.ranks.rank != 0 or bool(trainer.settings.compile)
         if trainer.ranks.rank == 0:
@@ -57,13 +57,12 @@ class LayerProbe(Callback):
             if device is not None and (device.captures or device.end) is not None:
                 self._compute_again(trainer, batches[0])
             else:
-                # Counting bytes slows a step down, so bytes and times are measured in different steps.
-                memory = not self._has_memory and trainer.ranks.device.type == "cuda"
-                self._profiler = Profiler(trainer.model, modules_of(trainer.model), gradients=True, memory=memory)
-                self._num_passes = len(batches)
-                self._next = time.monotonic() + (0.0 if memory else EVERY_S)
+                self._profiler = Profiler(trainer.model, modules_of(trainer.model), gradients=True)
+                self._next = time.monotonic() + EVERY_S
         except Exception as fault:  # a measurement must not end a run
-            self._stop(trainer, fault)
+            if self._has_memory:
+                self._stop(trainer, fault)
+            self._has_memory = True  # some models do not support hooks on saved tensors: next time without
 
     def on_step_end(self, trainer: Any, result: Any) -> None:
         """Emit the measurement when the device has finished the step."""
@@ -77,8 +76,7 @@ class LayerProbe(Callback):
         of_step = profiler.measures_gradients
         try:
             gradients = profiler.scaled_gradient(result.grad_norm if of_step and result.outcome is None else None)
-            memory = {path: count / self._num_passes for path, count in profiler.memory.values.items()}
-            seconds = {} if memory and of_step else profiler.time.values
+            memory, seconds = profiler.memory.values, profiler.time.values
         except Exception as fault:
             self._stop(trainer, fault)
             return
@@ -112,7 +110,7 @@ class LayerProbe(Callback):
         pairs = zip(learned, found, strict=True)
         norms = {id(p): torch.linalg.vector_norm(g.detach().float()) for p, g in pairs if g is not None}
         profiler.set_norms(norms)
-        self._profiler, self._num_passes = profiler, 1
+        self._profiler = profiler
         self._next = time.monotonic() + IDLE_RATIO * (time.monotonic() - began)
 
 
