@@ -9,12 +9,13 @@ from flodl import monitor
 
 _NAMES = (
     "above", "after_epochs", "after_steps", "below", "converged", "improving", "log", "look_at", "no_better",
-    "stalled", "worsening",
+    "stalled", "worsening", "RuleContext", "Reduce", "Trend",
 )  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _NAMES:
+    now = "RuleContext" if name == "Outlook" else name
+    if now not in _NAMES:
         raise AttributeError(f"module 'flodl.observe' has no attribute {name!r}")
-    warnings.warn(f"flodl.observe.{name} is deprecated; use flodl.monitor.{name}", DeprecationWarning, stacklevel=2)
-    return getattr(monitor, name)
+    warnings.warn(f"flodl.observe.{name} is deprecated; use flodl.monitor.{now}", DeprecationWarning, stacklevel=2)
+    return getattr(monitor, now)

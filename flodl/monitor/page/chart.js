@@ -4,7 +4,7 @@ const AXES = { step: 0, epoch: 1, time: 2 };
 const HIGH = 210, RIGHT = 14, TOP = 10, LOW = 24;
 const charts = new Set();
 
-// What charts of one group share: the axis, the part that is shown, where the pointer is.
+// State shared by the charts of a group: axis, visible range, position of the pointer.
 class View {
   constructor(axis) {
     this.axis = axis;
@@ -21,7 +21,7 @@ class View {
 }
 
 class Chart {
-  // lines(): [{label, series, color, dash, dots, faint}]; format: a value as text; limit: a value no curve should pass.
+  // lines(): [{label, series, color, dash, dots, faint}]; format: a value as text; limit: the largest meaningful value.
   constructor(title, view, options) {
     Object.assign(this, { title, view, log: false, wide: 0, lines: [], shown: false, dirty: true, format: number, floor: null, ceiling: null, limit: null, unit: 1, left: 52 }, options);
     this.latest = h("span", { class: "latest" });
@@ -124,7 +124,7 @@ class Chart {
 
   rangeX() {
     if (this.view.range) return this.view.range;
-    // Charts of a group have one axis, so that what stands below each other belongs together.
+    // Charts of a group have the same axis.
     let low = Infinity, high = -Infinity;
     const axis = AXES[this.view.axis];
     for (const chart of charts) {
@@ -151,7 +151,7 @@ class Chart {
     const sure = this.log ? seen.filter((v) => v > 0) : seen;
     if (!sure.length) return this.log ? [0.1, 1] : [0, 1];
     sure.sort((a, b) => a - b);
-    // A few wild values at the sides do not flatten the rest; they are cut off by the frame.
+    // The range excludes a few outliers; the frame clips them.
     let low = sure[Math.floor(sure.length * 0.004)], high = sure[Math.ceil(sure.length * 0.996) - 1];
     if (this.log) return low === high ? [low / 2, high * 2] : [low / 1.15, high * 1.15];
     if (this.ceiling !== null) high = Math.max(high, this.ceiling);
@@ -209,7 +209,7 @@ class Chart {
     return Number.isInteger(value) ? (value >= 1e5 ? short(value) : count(value)) : "";
   }
 
-  // ---- words ----
+  // ---- texts ----
 
   tell(drawn) {
     const words = drawn.map((line) => {
@@ -289,7 +289,7 @@ class Chart {
     this.plot.addEventListener("blur", () => { this.own = false; this.view.hover = null; this.spread(); });
   }
 
-  // The crosshair stands in all charts of the group at once.
+  // All charts of the group show the crosshair.
   spread() {
     for (const chart of charts) if (chart.view === this.view && chart.shown) { if (chart.pull || chart === this) chart.paint(); else chart.drawCross(); }
   }
@@ -367,7 +367,7 @@ function nearest(points, x) {
   return low > 0 && x - points[low - 1].x < points[low].x - x ? low - 1 : low;
 }
 
-// Points of one pixel become one, with the range of all of them.
+// Points of one pixel are merged, with their range.
 function thinned(points, x0, x1, pixels) {
   const out = [], wide = (x1 - x0) / pixels;
   let place = NaN, kept = null;
@@ -383,7 +383,7 @@ function thinned(points, x0, x1, pixels) {
   return out;
 }
 
-// Round values between two; unit: what is round in it, such as a power of 2 for bytes.
+// Round values in a range; unit: base of round values, such as a power of 2 for bytes.
 function ticks(low, high, most, unit) {
   if (unit === 1024) {
     const whole = 1024 ** Math.floor(Math.log(Math.max(high, 1)) / Math.log(1024));
@@ -420,7 +420,7 @@ const sizing = new ResizeObserver((entries) => {
 });
 
 let waiting = false;
-addEventListener("beforeprint", () => { for (const chart of charts) if (chart.dirty) chart.paint(); });  // also those below
+addEventListener("beforeprint", () => { for (const chart of charts) if (chart.dirty) chart.paint(); });  // also charts outside the window
 function paintSoon() {
   if (waiting) return;
   waiting = true;

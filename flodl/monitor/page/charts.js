@@ -1,11 +1,11 @@
-// Which charts there are: made of the curves that the shown runs have.
+// The charts, one for each kind of curve of the selected runs.
 
 const FIRST = ["loss", "accuracy", "f1", "exact_match", "perplexity", "mcc", "pearson", "spearman", "precision", "recall", "lr", "grad_norm", "divergence"];
 const PALETTE = 8;
 
 const COLORS = Array.from({ length: PALETTE }, (_, i) => `var(--run-${i})`);
 
-// Curves of one figure, of all runs that are shown: [[title, {names of series: label}, options]].
+// Curves of one metric of all selected runs: [[title, {names of series: label}, options]].
 function figuresOf(runs) {
   const names = [...new Set(runs.flatMap((run) => [...run.series.keys()]))];
   const groups = { main: new Map(), more: new Map(), watched: new Map() };

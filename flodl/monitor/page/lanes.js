@@ -1,4 +1,4 @@
-// What each rank did when: folded as in flodl/monitor/lanes.py, and drawn as one lane a rank.
+// Activity of each rank over time: the same data as in flodl/monitor/lanes.py, one lane for each rank.
 
 const KINDS = ["compute", "sync", "wait", "evaluation"];
 const KIND_WORDS = { compute: "computing", sync: "averaging", wait: "waiting for others", evaluation: "evaluating", idle: "idle" };
@@ -58,7 +58,7 @@ class Lanes {
     }
   }
 
-  // Share of the time since its first work that a rank spent on each kind.
+  // Part of the time since the first activity of a rank, by kind.
   shares(lane, until) {
     const sums = KINDS.map((_, k) => lane.bins.reduce((sum, bin) => sum + bin[k], 0));
     const first = lane.bins.findIndex((bin) => bin.some((v) => v > 0));
@@ -76,7 +76,7 @@ class LanesPanel {
 
   draw(run, now) {
     const lanes = run.lanes;
-    if (!lanes || !Object.keys(lanes.ranks).length) return fill(this.box, h("p", { class: "empty", text: "No rank has told of its work yet." }));
+    if (!lanes || !Object.keys(lanes.ranks).length) return fill(this.box, h("p", { class: "empty", text: "No activity reported yet." }));
     const until = Math.max(lanes.bin, run.t);
     const ranks = Object.entries(lanes.ranks).sort(([a], [b]) => Number(a) - Number(b));
     const firsts = ranks.map(([, lane]) => lane.bins.findIndex((bin) => bin.some((v) => v > 0))).filter((i) => i >= 0);

@@ -1,4 +1,4 @@
-// The architecture as nested boxes, coloured by where the time goes or how large gradients are.
+// The architecture as nested boxes, coloured by time, memory, gradients or parameters.
 
 const HEATS = { time: "time", gradient: "gradient norm", memory: "memory until backward", parameters: "parameters" };
 
@@ -12,7 +12,7 @@ class ModelPanel {
 
   draw(run) {
     const tree = run.model;
-    if (!tree) { this.key = ""; return fill(this.box, h("p", { class: "empty", text: "Nobody has described the model." })); }
+    if (!tree) { this.key = ""; return fill(this.box, h("p", { class: "empty", text: "No model reported." })); }
     const there = ["time", "gradient", "memory"].filter((kind) => run.heat[kind] && Object.keys(run.heat[kind].of || {}).length);
     const kinds = [...there, "parameters"];
     const kind = kinds.includes(this.kind) ? this.kind : kinds[0];
@@ -30,7 +30,7 @@ class ModelPanel {
     return undefined;
   }
 
-  // Figures by path, and the largest of those that are compared.
+  // Values by path, and the largest one.
   heat(run, kind, tree) {
     const values = new Map();
     if (kind === "parameters") {
@@ -80,7 +80,7 @@ class ModelPanel {
     this.opened.add(isOpen ? "-" + path : path);
   }
 
-  // One cell for each of the layers that are drawn as one.
+  // One cell for each of the folded layers.
   strip(paths, heat, kind) {
     const values = paths.map((path) => heat.values.get(path) || 0), most = Math.max(...values);
     return h("div", { class: "strip", "aria-hidden": "true" }, values.map((value, i) => {

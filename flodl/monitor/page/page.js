@@ -1,4 +1,4 @@
-// The page put together: what comes in, what is shown of it, and what is asked of the run.
+// The page: receives messages, draws the panels, sends commands.
 
 const page = {
   runs: new Map(), chosen: new Set(), focus: null, live: false, kind: "live", control: false, skew: 0, stale: true, picked: false,
@@ -17,7 +17,7 @@ const page = {
     setInterval(() => this.tick(), 1000);
   },
 
-  // ---- what comes in ----
+  // ---- input ----
 
   connect() {
     const source = new EventSource("/events");
@@ -88,7 +88,7 @@ const page = {
     this.draw();
   },
 
-  // ---- what is shown ----
+  // ---- drawing ----
 
   build() {
     const main = document.getElementById("main");
@@ -104,7 +104,7 @@ const page = {
       block("speed", "Speed", box("speed")), block("ranks", "Ranks", h("div", { class: "card" }, box("ranks"))),
       block("machine", "Machine", box("machine")), block("model", "Model", h("div", { class: "card" }, box("tree"))),
       block("epochs", "Epochs", h("div", { class: "card scroll" }, box("table"))),
-      block("facts", "What was run", box("about")), block("log", "Log", h("div", { class: "card" }, box("lines"))), saving);
+      block("facts", "Configuration", box("about")), block("log", "Log", h("div", { class: "card" }, box("lines"))), saving);
     this.speedBox.classList.add("grid");
     this.machineBox.classList.add("grid");
     this.hero = new Hero(this.vitalsBox);
@@ -193,7 +193,7 @@ const page = {
       onclick: (event) => { event.preventDefault(); one.scrollIntoView(); one.querySelector("h2").setAttribute("tabindex", "-1"); one.querySelector("h2").focus({ preventScroll: true }); } })));
   },
 
-  // auto follows the system; the two others are kept for this browser.
+  // auto follows the system; the choice is stored in the browser.
   theme(mode) {
     this.mode = mode;
     if (mode === "auto") delete document.documentElement.dataset.theme; else document.documentElement.dataset.theme = mode;
@@ -204,7 +204,7 @@ const page = {
     button.title = { auto: "Colours as the system", light: "Light", dark: "Dark" }[mode];
   },
 
-  // ---- what is asked of the run ----
+  // ---- commands ----
 
   orders() {
     const box = document.getElementById("orders"), on = this.control && this.live && this.token && this.focus && this.focus.isGoing;
@@ -217,7 +217,7 @@ const page = {
 
   sure() {
     const dialog = document.getElementById("sure");
-    say(document.getElementById("sure-text"), "Stop this run? It saves its state where it has a folder, and can be taken up again.");
+    say(document.getElementById("sure-text"), "Stop this run? Its state is saved if it has a folder, so that it can be resumed.");
     document.getElementById("sure-no").onclick = () => dialog.close();
     document.getElementById("sure-yes").onclick = () => { dialog.close(); this.order("stop"); };
     dialog.showModal();
@@ -229,7 +229,7 @@ const page = {
       const said = answer.headers.get("Content-Type") === "application/json" ? (await answer.json()).said : await answer.text();
       this.answer = said;
     } catch {
-      this.answer = "the run could not be reached";
+      this.answer = "the run did not answer";
     }
     this.answerUntil = Date.now() + 8000;
     this.tell();
@@ -240,7 +240,7 @@ const page = {
     for (const run of this.ordered || []) for (const [name, series] of run.series) {
       for (const [step, epoch, t, mean, low, high, many] of series.points) rows.push([run.title, name, step, epoch, t, mean ?? "", low ?? "", high ?? "", many]);
     }
-    // A cell that begins like a formula is kept from being one where the file is opened as a sheet.
+    // A spreadsheet must not evaluate a cell as a formula.
     const cell = (value) => typeof value === "number" ? String(value) : `"${(/^[=+\-@\t\r]/.test(value) ? "'" : "") + String(value).replaceAll('"', '""')}"`;
     download("run.csv", "text/csv", rows.map((row) => row.map(cell).join(",")).join("\n") + "\n");
   },
@@ -252,7 +252,7 @@ const page = {
   },
 };
 
-// Storage may be forbidden; the page works without.
+// The browser may forbid storage.
 function read(key, store) {
   try { return store.getItem(key); } catch { return null; }
 }

@@ -1,4 +1,4 @@
-// What stands around the curves: the figures of now, facts, epochs, the log, the list of runs.
+// Panels: current values, facts, epochs, log, list of runs.
 
 class Hero {
   constructor(box) {
@@ -59,7 +59,7 @@ function lowest(run, name) {
   return "lowest " + number(Math.min(...points.map((p) => p[4])));
 }
 
-// The figure of the evaluation that a reader looks for first, and its best value so far.
+// The main metric of the evaluation, and its best value.
 function bestOf(run) {
   const names = [...run.series.keys()].filter((name) => name.startsWith("eval/") && !name.slice(5).includes("/"));
   if (!names.length) return [];
@@ -90,7 +90,7 @@ class Facts {
     };
     const cards = [...sections, ...others].map(card), isLong = (one) => one.classList.contains("long");
     fill(this.box, runs.length > 1 ? this.differences(runs) : null, h("div", { class: "columns" }, cards.filter((one) => !isLong(one))), cards.filter(isLong));
-    if (!cards.length) fill(this.box, h("p", { class: "empty", text: "Nothing was said of this run." }));
+    if (!cards.length) fill(this.box, h("p", { class: "empty", text: "No information." }));
   }
 
   differences(runs) {
@@ -134,12 +134,12 @@ class Log {
     const lines = run.log.filter((line) => !this.only || line[2] === "warning" || line[2] === "error").slice().reverse();
     fill(this.list, lines.length ? lines.map(([t, step, level, text]) => h("li", { class: "line " + (["warning", "error", "decision"].includes(level) ? level : "info") },
       h("span", { class: "when", text: span(t) }), h("span", { class: "at", text: step ? "step " + count(step) : "" }),
-      h("span", { class: "said" }, level === "info" ? null : h("b", { text: level + " " }), text))) : [h("li", { class: "empty", text: this.only ? "No warnings." : "Nothing was said yet." })],
-    run.leftOut ? h("li", { class: "empty", text: `${count(run.leftOut)} older lines were left out` }) : null);
+      h("span", { class: "said" }, level === "info" ? null : h("b", { text: level + " " }), text))) : [h("li", { class: "empty", text: this.only ? "No warnings." : "No messages yet." })],
+    run.leftOut ? h("li", { class: "empty", text: `${count(run.leftOut)} older lines were removed` }) : null);
   }
 }
 
-// All runs of a folder: which are drawn, and which one the rest of the page is about.
+// The runs of a folder, the selected ones, and the one that the other panels show.
 class RunList {
   constructor(box) { this.box = box; this.key = ""; }
 
@@ -165,4 +165,4 @@ class RunList {
   }
 }
 
-const STATUS = { waiting: "waiting", running: "running", finished: "finished", stopped: "stopped", signal: "stopped by a signal", failed: "failed", restarting: "starting again", silent: "silent" };
+const STATUS = { waiting: "waiting", running: "running", finished: "finished", stopped: "stopped", signal: "stopped by a signal", failed: "failed", restarting: "restarting", silent: "silent" };

@@ -1,4 +1,4 @@
-// Runs as they are known here, folded from the same deltas as on the other side (flodl/monitor/record.py).
+// Records of runs, built from the same deltas as in flodl/monitor/record.py.
 
 const MOST_POINTS = 2000, MOST_LINES = 400, MOST_EPOCHS = 1000;
 
@@ -89,6 +89,6 @@ class Run {
   get status() { return this.state.status || "waiting"; }
   get isGoing() { return ["running", "restarting", "waiting"].includes(this.status); }
 
-  // Seconds that it has been going on for, by the clock of the machine that runs it.
+  // Duration by the clock of the machine that runs it.
   elapsed(now) { return this.isGoing && now && this.began ? Math.max(this.t, now - this.began) : this.t; }
 }

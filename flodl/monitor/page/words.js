@@ -1,4 +1,4 @@
-// Numbers and times as short texts, and the making of elements. Text goes in by textContent alone.
+// Numbers and times as short texts, and elements whose text is set by textContent only.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -104,7 +104,7 @@ function clock(unix) {
     : "–";
 }
 
-// Today's times without their date.
+// Times of today without the date.
 function since(unix) {
   const date = new Date(unix * 1000);
   return date.toDateString() === new Date().toDateString()
@@ -121,7 +121,7 @@ function worded(name) {
   return NAMES[name] || name.replaceAll("_", " ");
 }
 
-// A value of the facts as people read it.
+// A fact as text.
 function fact(key, value) {
   if (value === null || value === undefined || value === "") return "–";
   if (typeof value === "boolean") return value ? "yes" : "no";

@@ -419,7 +419,7 @@ def test_the_page_asks_the_run_where_control_is_on(monitor: Monitor, page: Any) 
     until(page, "document.getElementById('link').textContent.includes('requested: save')")
     assert "token" not in page.url
     page.get_by_role("button", name="Stop").click()
-    page.get_by_role("button", name="Go on training").click()
+    page.get_by_role("button", name="Continue training").click()
     assert got == ["save"]
     page.get_by_role("button", name="Stop").click()
     page.locator("#sure-yes").click()

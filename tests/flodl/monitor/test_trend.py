@@ -101,3 +101,5 @@ def test_documented_names_of_the_former_package_warn():
     for name in ("stalled", "look_at", "log"):
         with pytest.warns(DeprecationWarning, match="flodl.monitor"):
             assert getattr(observe, name) is getattr(monitor, name)
+    with pytest.warns(DeprecationWarning, match="RuleContext"):
+        assert observe.Outlook is monitor.RuleContext
