@@ -77,7 +77,7 @@ def test_another_head_keeps_them_and_no_dtype_rounds_them(older: Path, tmp_path:
     assert torch.equal(rotary.frequencies(torch.device("cpu")), stored["esm.rotary_embeddings.inv_freq"])
 
 
-@pytest.mark.parametrize("way", ["onnx", "program"])
+@pytest.mark.parametrize("way", [pytest.param("onnx", marks=pytest.mark.slow), "program"])
 def test_frequencies_go_along_to_other_engines(older: Path, tmp_path: Path, way: str) -> None:
     for name in ("onnx", "onnxscript", "onnxruntime") if way == "onnx" else ():
         pytest.importorskip(name)
