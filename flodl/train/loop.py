@@ -120,7 +120,7 @@ class Loop:
         for hook in self._after_step:
             hook(result)
         self.step_number = policy.steps if isinstance(policy, Sync) else policy.lr_step
-        about: Any = {"epoch": trainer.epoch_number, "lr": trainer.rates.first, "wall_ms": self.wall_ms()}
+        about: Any = {"epoch": trainer.epoch_number, "rates": trainer.rates, "wall_ms": self.wall_ms()}
         trainer.log.note(trainer.tally, result, step=self.step_number, **about)
         for hook in trainer.hooks.on_step_end:
             hook(trainer, result)

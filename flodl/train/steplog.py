@@ -18,6 +18,7 @@ import torch
 
 from flodl.train.epoch_figures import Tally
 from flodl.train.events import Events, Observed, StepDone, Warned
+from flodl.train.optim.rates import Rates
 from flodl.train.step.decide import KEPT_ROWS
 from flodl.train.step.outcome import Outcome, StepResult, not_finite
 
@@ -56,14 +57,15 @@ class StepLog:
         self.before: Callable[[], object] = lambda: None
         self.losses: list[float] = []
 
-    def note(self, tally: Tally, result: StepResult, *, step: int, epoch: int, lr: float, wall_ms: float) -> None:
+    def note(self, tally: Tally, result: StepResult, *, step: int, epoch: int, rates: Rates, wall_ms: float) -> None:
         """Add one step, and report all steps with known figures.
 
         Raises:
             TrainError: a step that is reported now was not finite.
         """
         outcome = result.outcome
-        entry = _Entry(result, outcome, step, epoch, lr, wall_ms)
+        is_read = outcome is not None or self.events._wanted.get(StepDone, True)
+        entry = _Entry(result, outcome, step, epoch, rates.first if is_read else 0.0, wall_ms)
         if outcome is None:
             self._report(tally, entry)
             return
@@ -117,7 +119,7 @@ class StepLog:
         if not result.applied:
             message = f"step {entry.step}: not applied, {result.reason}"
             events.emit(Warned(rank=events.rank, step=entry.step, message=message))
-        if events.wanted(StepDone):
+        if events._wanted.get(StepDone, True) and events.wanted(StepDone):
             events.emit(_step_done(entry, events.rank))
         if result.observed and events.wanted(Observed):
             values = {name: total / weight for name, (total, weight) in result.observed.items() if weight}

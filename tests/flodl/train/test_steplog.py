@@ -1,5 +1,7 @@
 """What is told of steps in windows: figures in order, and the time of one step, not of the window."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -11,6 +13,8 @@ from flodl.train.step.decide import KEPT_ROWS
 from flodl.train.step.outcome import Outcome
 from flodl.train.steplog import StepLog
 
+RATES = SimpleNamespace(first=0.1)
+
 
 def done(loss):
     row = torch.tensor([loss, 0.5], dtype=torch.float64)
@@ -21,7 +25,7 @@ def told(log, events, count):
     found, tally = [], Tally()
     events.subscribe(found.append, StepDone)
     for number in range(count):
-        log.note(tally, done(float(number)), step=number + 1, epoch=0, lr=0.1, wall_ms=10.0 + number)
+        log.note(tally, done(float(number)), step=number + 1, epoch=0, rates=RATES, wall_ms=10.0 + number)
     log.settle(tally)
     return found, tally
 
@@ -39,7 +43,7 @@ def test_figures_are_copied_before_a_replay_can_overwrite_them():
     events.subscribe(found.append, StepDone)
     log = StepLog(events, every=100_000, on_nan="stop")
     for number in range(KEPT_ROWS - 1):
-        log.note(Tally(), done(float(number)), step=number + 1, epoch=0, lr=0.1, wall_ms=1.0)
+        log.note(Tally(), done(float(number)), step=number + 1, epoch=0, rates=RATES, wall_ms=1.0)
     assert found
 
 
