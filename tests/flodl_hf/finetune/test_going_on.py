@@ -17,7 +17,7 @@ from finetune_tables import labelled, questions, tagged
 from flodl.errors import TrainError, TrainInterrupted
 from flodl.train.saving.reading import list_checkpoints
 from flodl_hf import load
-from flodl_hf.training import finetune, identity, plan_job
+from flodl_hf.training import finetune, fingerprint, plan_job
 from flodl_hf.training.fingerprint import BY_HASH, BY_THE_TRAINER, CHANGES_NO_NUMBER, fingerprint_of
 from flodl_hf.training.options import Options, make_options
 from flodl_hf.training.result import FinetuneResult
@@ -238,14 +238,14 @@ def test_weights_are_hashed_beside_an_import_that_torch_needs(
     ranks: int, imported: list[str], base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads, names = [], []
-    start = identity._start
+    start = fingerprint._start
 
     def hashed(job: Any) -> str:
         threads.append(threading.current_thread())
         return start(job)
 
-    monkeypatch.setattr(identity, "_start", hashed)
-    monkeypatch.setattr(identity, "import_module", names.append)
+    monkeypatch.setattr(fingerprint, "_start", hashed)
+    monkeypatch.setattr(fingerprint, "import_module", names.append)
     job = plan_job(base, ROWS[:16], None, make_options({"devices": ["cpu"] * ranks}))
     found = fingerprint_of(job)
     assert found["model"] == start(job)
