@@ -13,7 +13,7 @@ import time
 from multiprocessing.context import BaseContext
 from typing import Any
 
-__all__ = ["PHASES", "WISHES", "Board"]
+__all__ = ["CELLS", "PHASES", "PHASE_NUMBERS", "WISHES", "Board"]
 
 PHASES = (
     "spawn",
@@ -32,9 +32,10 @@ PHASES = (
     "shutdown",
     "done",
 )
+PHASE_NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 WISHES = ("stop", "evaluate", "save")
 """Requests that another process of the host can send to a rank."""
-_CELLS = 4 + len(WISHES)  # pulse, phase, step, the number of requests of each kind, and of snapshots
+CELLS = 4 + len(WISHES)  # pulse, phase, step, the number of requests of each kind, and of snapshots
 
 
 class Board:
@@ -47,12 +48,12 @@ class Board:
 
     def __init__(self, world: int, cells: Any = None) -> None:
         self.world = world
-        self._cells = cells if cells is not None else (ctypes.c_double * (_CELLS * world))()
+        self.cells = cells if cells is not None else (ctypes.c_double * (CELLS * world))()
 
     @classmethod
     def shared(cls, world: int, context: BaseContext) -> Board:
         """Return a board that can be passed to a child process."""
-        return cls(world, context.Array(ctypes.c_double, _CELLS * world, lock=False))
+        return cls(world, context.Array(ctypes.c_double, CELLS * world, lock=False))
 
     @classmethod
     def to_be_mapped(cls, world: int) -> tuple[Board, int | None]:
@@ -61,45 +62,39 @@ class Board:
             return cls(world), None
         descriptor, size = os.memfd_create("flodl-board"), cls.bytes_of(world)
         os.ftruncate(descriptor, size)
-        return cls(world, (ctypes.c_double * (_CELLS * world)).from_buffer(mmap.mmap(descriptor, size))), descriptor
+        return cls(world, (ctypes.c_double * (CELLS * world)).from_buffer(mmap.mmap(descriptor, size))), descriptor
 
     @staticmethod
     def bytes_of(world: int) -> int:
         """Return the bytes of the cells of ``world`` ranks."""
-        return _CELLS * world * ctypes.sizeof(ctypes.c_double)
+        return CELLS * world * ctypes.sizeof(ctypes.c_double)
 
     def beat(self, rank: int) -> None:
         """Record that ``rank`` is alive now, by the monotonic clock of the host."""
-        self._cells[_CELLS * rank] = time.monotonic()
-
-    def enter(self, rank: int, phase: str, step: int | None = None) -> None:
-        """Record that ``rank`` enters a phase."""
-        self._cells[_CELLS * rank + 1] = PHASES.index(phase)
-        if step is not None:
-            self._cells[_CELLS * rank + 2] = step
+        self.cells[CELLS * rank] = time.monotonic()
 
     def phase(self, rank: int) -> str:
         """Return the last phase that ``rank`` entered."""
-        return PHASES[int(self._cells[_CELLS * rank + 1])]
+        return PHASES[int(self.cells[CELLS * rank + 1])]
 
     def step(self, rank: int) -> int:
         """Return the last step that ``rank`` entered."""
-        return int(self._cells[_CELLS * rank + 2])
+        return int(self.cells[CELLS * rank + 2])
 
     def ask(self, rank: int, wish: str) -> None:
         """Request one of `WISHES` of ``rank``, which acts on it at its next step."""
-        self._cells[_CELLS * rank + 3 + WISHES.index(wish)] += 1
+        self.cells[CELLS * rank + 3 + WISHES.index(wish)] += 1
 
     def requests_of(self, rank: int) -> Any:
         """Return the shared array of how many times each of `WISHES`, and then a snapshot, was requested."""
-        offset = (_CELLS * rank + 3) * ctypes.sizeof(ctypes.c_double)
-        return (ctypes.c_double * (len(WISHES) + 1)).from_buffer(self._cells, offset)
+        offset = (CELLS * rank + 3) * ctypes.sizeof(ctypes.c_double)
+        return (ctypes.c_double * (len(WISHES) + 1)).from_buffer(self.cells, offset)
 
     def ask_snapshot(self, rank: int) -> None:
         """Request the weights of ``rank``."""
-        self._cells[_CELLS * rank + 3 + len(WISHES)] += 1
+        self.cells[CELLS * rank + 3 + len(WISHES)] += 1
 
     def silence_s(self, rank: int) -> float:
         """Return the seconds since the last pulse of ``rank``; 0 before its first."""
-        beat = self._cells[_CELLS * rank]
+        beat = self.cells[CELLS * rank]
         return max(0.0, time.monotonic() - beat) if beat else 0.0

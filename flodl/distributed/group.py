@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
 from flodl.devices import pick_device
-from flodl.distributed.board import Board
+from flodl.distributed.board import CELLS, PHASE_NUMBERS, Board
 from flodl.distributed.peers import LocalPeers, PeerWatch, print_fault
 from flodl.errors import TrainError
 
@@ -57,6 +57,7 @@ class Ranks:
         board: phases and steps of the ranks of this host.
         attempt: number of restarts of the run.
         frozen_after_s: how long another rank of this host may be stopped before this one ends.
+        solo: True if this is the only rank.
     """
 
     rank: int = 0
@@ -71,11 +72,10 @@ class Ranks:
     _peers: LocalPeers | None = None
     _watch: PeerWatch | None = None
     _own_group: bool = False
+    solo: bool = field(init=False)
 
-    @property
-    def solo(self) -> bool:
-        """True if this is the only rank."""
-        return self.world == 1
+    def __post_init__(self) -> None:
+        self.solo = self.world == 1
 
     @property
     def row(self) -> int:
@@ -83,8 +83,11 @@ class Ranks:
         return self.rank % self.board.world
 
     def phase(self, phase: str, step: int | None = None) -> None:
-        """Record the phase that this rank enters, for the report if it dies."""
-        self.board.enter(self.rank % self.board.world, phase, step)
+        """Record that this rank enters a phase; the report of its death contains it."""
+        cells, first = self.board.cells, CELLS * (self.rank % self.board.world)
+        cells[first + 1] = PHASE_NUMBERS[phase]
+        if step is not None:
+            cells[first + 2] = step
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replace ``tensor`` by its sum over ranks, in place, and return it."""

@@ -19,7 +19,6 @@ from flodl.distributed.sharded import shard_model, spread
 from flodl.distributed.sync import Sync
 from flodl.errors import TrainError
 from flodl.train.callback import Hooks
-from flodl.train.epoch_figures import Tally
 from flodl.train.evaluate import Evaluator
 from flodl.train.events import Events
 from flodl.train.faults import check_settings
@@ -34,7 +33,7 @@ from flodl.train.saving.identity import check_same_model, identity
 from flodl.train.saving.saves import Saves
 from flodl.train.snapshots import Snapshots
 from flodl.train.step import Step
-from flodl.train.steplog import StepLog
+from flodl.train.steplog import StepLog, Tally
 
 if TYPE_CHECKING:
     from flodl.train.trainer_parts import TrainerParts

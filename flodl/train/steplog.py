@@ -1,4 +1,4 @@
-"""Reports of steps: immediately, or in windows while their figures are copied from the device.
+"""Totals of an epoch, and reports of steps: immediately, or in windows while their figures are copied from the device.
 
 A step that was decided on the device leaves a row of numbers there. Rows are kept until a window is full and then
 copied to the host together, without waiting. The steps of a window are reported in order when it has arrived. The end
@@ -7,22 +7,87 @@ of an epoch, an evaluation and a checkpoint need all figures and call `settle`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from flodl.train.epoch_figures import Tally
 from flodl.train.events import Events, Observed, StepDone, Warned
 from flodl.train.optim.rates import Rates
 from flodl.train.step.decide import KEPT_ROWS
 from flodl.train.step.outcome import Outcome, StepResult, not_finite
 
-__all__ = ["StepLog"]
+__all__ = ["StepLog", "Tally"]
+
+
+@dataclass
+class Tally:
+    """Running sums of one rank over the finished part of an epoch.
+
+    Attributes:
+        loss_sum: sum of losses; under Sync of all ranks.
+        count: number of items of the losses; under Sync of all ranks.
+        samples: samples of this rank.
+        compute_ms: time in forward and backward.
+        wall_ms: time in the epoch.
+        sums: ``name: [sum, count]`` of metrics of this rank.
+        observed: ``name: [sum, count]`` of values watched inside of the model.
+    """
+
+    loss_sum: float = 0.0
+    count: float = 0.0
+    samples: int = 0
+    compute_ms: float = 0.0
+    wall_ms: float = 0.0
+    sums: dict[str, list[float]] = field(default_factory=dict)
+    observed: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, result: StepResult, wall_ms: float) -> None:
+        """Add one step; a skipped step adds no metrics, and an unknown or infinite loss is not added."""
+        if result.applied and not math.isnan(result.loss):
+            self.loss_sum += result.loss * result.count
+            self.count += result.count
+        self.samples += result.samples
+        self.compute_ms += result.compute_ms
+        self.wall_ms += wall_ms
+        if result.count and not result.applied:
+            return  # a NaN would be the result of the whole epoch
+        for name, (total, count) in result.metrics.items():
+            self.record(name, total, count)
+        for name, (total, count) in result.observed.items():
+            _add(self.observed, name, total, count)
+
+    def record(self, name: str, total: float, count: float = 1.0) -> None:
+        """Add to the figure ``name``."""
+        _add(self.sums, name, total, count)
+
+    def take_over(self, other: Tally, *, shared_loss: bool) -> None:
+        """Add the sums of a rank that no longer exists; under Sync its loss already includes all ranks."""
+        if not shared_loss:
+            self.loss_sum += other.loss_sum
+            self.count += other.count
+        self.samples += other.samples
+        for mine, theirs in ((self.sums, other.sums), (self.observed, other.observed)):
+            for name, (total, count) in theirs.items():
+                _add(mine, name, total, count)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the sums as JSON values."""
+        return asdict(self)
+
+
+def _add(sums: dict[str, list[float]], name: str, total: float, count: float) -> None:
+    kept = sums.get(name)
+    if kept is None:
+        sums[name] = [0.0 + total, 0.0 + count]
+    else:
+        kept[0] += total
+        kept[1] += count
 
 
 @dataclass

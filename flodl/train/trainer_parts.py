@@ -15,7 +15,6 @@ from flodl.distributed.policy import Choice
 from flodl.distributed.sync import Sync
 from flodl.monitor.timeline import Timeline
 from flodl.train.callback import Hooks
-from flodl.train.epoch_figures import Tally
 from flodl.train.evaluate import Callbacks, Evaluator
 from flodl.train.events import EpochMetrics, Events
 from flodl.train.feed import Feed
@@ -27,7 +26,7 @@ from flodl.train.precision import Precision
 from flodl.train.requests import Requests
 from flodl.train.settings import Settings
 from flodl.train.step import Step, TrainStep
-from flodl.train.steplog import StepLog
+from flodl.train.steplog import StepLog, Tally
 
 __all__ = ["TrainerParts"]
 

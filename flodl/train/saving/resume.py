@@ -15,7 +15,6 @@ from flodl.distributed.policy import Choice
 from flodl.distributed.rounds import Knobs
 from flodl.distributed.sharded import local, whole_parts
 from flodl.errors import TrainError, capped
-from flodl.train.epoch_figures import Tally
 from flodl.train.events import Past, Warned
 from flodl.train.saving.reading import Checkpoint
 from flodl.train.saving.state import (
@@ -32,6 +31,7 @@ from flodl.train.saving.state import (
 )
 from flodl.train.saving.tensor_stream import copies
 from flodl.train.settings import MAY_CHANGE
+from flodl.train.steplog import Tally
 
 if TYPE_CHECKING:
     from flodl.train.trainer_parts import TrainerParts

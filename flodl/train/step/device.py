@@ -23,8 +23,8 @@ from flodl.train.loss import batch_len
 from flodl.train.step.capture import EndCaptures, StepCaptures
 from flodl.train.step.capturer import Capturer
 from flodl.train.step.decide import GradientCheck
-from flodl.train.step.fused import FusedUpdate, divide
-from flodl.train.step.host import HostStep
+from flodl.train.step.fused import FusedUpdate
+from flodl.train.step.host import HostStep, divide
 from flodl.train.step.outcome import Outcome, Part, StepResult, not_finite, outcome_of, pack_metrics
 from flodl.train.step.overlap import Overlap
 

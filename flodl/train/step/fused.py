@@ -6,7 +6,7 @@ waits for the decision, and a CUDA graph can contain it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from flodl.train.step.adam import AdamUpdate
 from flodl.train.step.decide import StepDecision
 
-__all__ = ["FusedUpdate", "divide", "largest_first", "why_unsupported"]
+__all__ = ["FusedUpdate", "largest_first", "why_unsupported"]
 
 KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimisers whose fused kernels can leave a step out and divide gradients."""
@@ -101,17 +101,6 @@ class FusedUpdate:
     def finish_capture(self) -> object:
         """Complete a capture; keep the returned object as long as the graph is replayed."""
         return self._adam.finish_capture()
-
-
-def divide(grads: Sequence[torch.Tensor], count: float | torch.Tensor) -> None:
-    """Divide gradients in place, each by the count in its own precision."""
-    if not isinstance(count, torch.Tensor):
-        if count != 1:
-            torch._foreach_div_(list(grads), float(count))  # pyright: ignore[reportPrivateImportUsage]
-        return
-    for dtype in dict.fromkeys(grad.dtype for grad in grads):
-        part = [grad for grad in grads if grad.dtype == dtype]
-        torch._foreach_div_(part, count.to(dtype))  # pyright: ignore[reportPrivateImportUsage]
 
 
 @contextmanager

@@ -25,7 +25,6 @@ from flodl.monitor.collect import COLLECTOR
 from flodl.train.callback import Hooks
 from flodl.train.loss import GRADIENT_FAULT, NOTHING_COUNTED, Loss, as_loss, batch_len, decide
 from flodl.train.precision import Precision
-from flodl.train.step.fused import divide
 from flodl.train.step.outcome import (
     OBSERVED,
     Part,
@@ -37,7 +36,7 @@ from flodl.train.step.outcome import (
 from flodl.train.step.timer import StepTimer
 from flodl.train.watching import Watching
 
-__all__ = ["HostStep", "TrainStep"]
+__all__ = ["HostStep", "TrainStep", "divide"]
 
 TrainStep = Callable[[nn.Module, Any], Any]
 MAX_OVERFLOWS = 50
@@ -371,3 +370,14 @@ class HostStep:
         if scaler is not None:
             scaler.update()
         return f"{reason} (first in {tensor})" if tensor else reason
+
+
+def divide(grads: Sequence[torch.Tensor], count: float | torch.Tensor) -> None:
+    """Divide gradients in place, each by the count in its own precision."""
+    if not isinstance(count, torch.Tensor):
+        if count != 1:
+            torch._foreach_div_(list(grads), float(count))  # pyright: ignore[reportPrivateImportUsage]
+        return
+    for dtype in dict.fromkeys(grad.dtype for grad in grads):
+        part = [grad for grad in grads if grad.dtype == dtype]
+        torch._foreach_div_(part, count.to(dtype))  # pyright: ignore[reportPrivateImportUsage]

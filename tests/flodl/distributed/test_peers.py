@@ -32,10 +32,10 @@ class Store(dict[str, bytes]):
 
 def rank_one(pipe: Any) -> None:
     board, descriptor = Board.to_be_mapped(2)
-    board.enter(1, "backward", 41)
+    Ranks(1, 2, board=board).phase("backward", 41)
     pipe.send(LocalPeers(1, 2, descriptor).address())
     pipe.recv()
-    board.enter(1, "optimiser", 42)
+    Ranks(1, 2, board=board).phase("optimiser", 42)
     pipe.send("done")
     time.sleep(600)
 
@@ -78,7 +78,7 @@ def test_a_rank_that_ended_is_given_up_after_a_while_unless_it_was_done(other: A
     time.sleep(0.25)
     assert "phase 'backward', step 41" in near.ended(0.2)[1]
     near._known[1].board = board = Board(2)
-    board.enter(1, "done", 42)
+    Ranks(1, 2, board=board).phase("done", 42)
     assert near.ended(0.0) == {}
 
 

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from flodl.train import StepDone, steplog
-from flodl.train.epoch_figures import Tally
 from flodl.train.events import Events
 from flodl.train.step import StepResult
 from flodl.train.step.decide import KEPT_ROWS
 from flodl.train.step.outcome import Outcome
-from flodl.train.steplog import StepLog
+from flodl.train.steplog import StepLog, Tally
 
 RATES = SimpleNamespace(first=0.1)
 
