@@ -91,7 +91,7 @@ class Loop:
         trainer.step_.invalidate_if_changed()
         self._check_learners()
         self.wall_ms()
-        total, times_steps, alone = feed.turns(epoch), ranks.device.type == "cuda", ranks.solo
+        total, times_steps = feed.turns(epoch), ranks.device.type == "cuda"
         self.step_number = policy.lr_step
         for turns, ratios in policy.turns(total):
             share = Share(ranks.rank, ratios, trainer.min_rows) if ratios else Share(0, (1.0,), trainer.min_rows)
@@ -105,8 +105,7 @@ class Loop:
                 if times_steps:
                     trainer.log.begin(ranks.device)
                 yield done, batches
-                if not alone:
-                    ranks.phase("data")
+                ranks.phase("data", self.step_number)
             if done != turns[-1]:
                 self._ran_out()
                 return

@@ -29,5 +29,6 @@ def test_all_of_it_runs_on_processors(tmp_path):
     assert [len(row["told"]) for row in rows if row["part"] in ("cli", "script")] == [4] * 5
     watched = [row for row in rows if row["part"] == "timeline"]
     assert [row["rank"] for row in watched] == [0, 0, 0, 1]
-    assert all({"forward", "data"} <= row["host_ms"].keys() for row in watched)
+    assert all("data" in row["host_ms"] for row in watched)
+    assert all("forward" in row["host_ms"] for row in watched[2:])  # one rank alone reports no phases of a step
     assert "reduce" in watched[2]["host_ms"]
