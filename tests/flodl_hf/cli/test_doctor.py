@@ -60,7 +60,7 @@ def test_a_device_with_wrong_numbers_is_a_problem(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.Tensor, "cpu", lambda self: self + 1)
     found = next(one for one in doctor._devices() if one.name == "cpu")
     assert found.state == "problem"
-    assert "differs by" in found.found
+    assert "differ by" in found.found
 
 
 def test_a_level_of_verbosity_that_does_not_exist_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ def test_an_output_that_cannot_be_written_is_told_before_a_model_is_opened(
     monkeypatch.setattr(tempfile, "TemporaryFile", refused)
     told = CliRunner().invoke(app_for(words), words)
     assert told.exit_code == 1
-    assert f"nothing can be written in {tmp_path} (Permission denied)" in told.stderr
+    assert f"cannot write in {tmp_path} (Permission denied)" in told.stderr
     assert "finished parts" not in told.stderr
     assert not list(tmp_path.glob(f"{name}*"))
 

@@ -68,7 +68,7 @@ def test_a_table_a_page_and_a_file(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (("--families", "brt"), "no family 'brt', did you mean 'bert'"),
-        (("--heads", "tokclss"), "no head 'tokclss', did you mean 'tokcls'"),
+        (("--heads", "tokclss"), "found 'tokclss', did you mean 'tokcls'"),
         (("--families", "bert", "--checks", "forwrd"), "no check 'forwrd', did you mean 'forward'"),
         (("--families", "brt"), "expected albert, bert"),
         (("--checks", "forwrd"), "expected config_triage"),
