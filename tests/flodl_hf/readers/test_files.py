@@ -319,7 +319,7 @@ def test_good_rows_before_a_fault_are_streamed(write):
     [
         ("nowhere/a.csv", {}, "folder"),
         ("a.cvs", {}, "a.csv"),
-        (".", {}, r"is a folder, which has \['a.csv', 'a.docx'\]; expected one of its files"),
+        (".", {}, "folder"),
         ("a.docx", {}, "suffix"),
         ("a.csv", {"format": "cvs"}, "did you mean 'csv'"),
         ({"a": [1], "b": [1, 2]}, {}, "lengths"),
@@ -409,5 +409,5 @@ def test_values_of_numpy_are_values_of_python():
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no pipes by name")
 def test_a_pipe_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match="pipe: is a pipe or a device; expected a file"):
+    with pytest.raises(DataError, match="a pipe or a device"):
         load_rows(tmp_path / "pipe")
