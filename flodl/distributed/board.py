@@ -13,7 +13,7 @@ import time
 from multiprocessing.context import BaseContext
 from typing import Any
 
-__all__ = ["CELLS", "PHASES", "PHASE_NUMBERS", "WISHES", "Board"]
+__all__ = ["PHASES", "PHASE_NUMBERS", "WISHES", "Board"]
 
 PHASES = (
     "spawn",
@@ -84,6 +84,11 @@ class Board:
     def ask(self, rank: int, wish: str) -> None:
         """Request one of `WISHES` of ``rank``, which acts on it at its next step."""
         self.cells[CELLS * rank + 3 + WISHES.index(wish)] += 1
+
+    def progress_of(self, rank: int) -> Any:
+        """Return the shared array of the number of the phase of ``rank``, and its step."""
+        offset = (CELLS * rank + 1) * ctypes.sizeof(ctypes.c_double)
+        return (ctypes.c_double * 2).from_buffer(self.cells, offset)
 
     def requests_of(self, rank: int) -> Any:
         """Return the shared array of how many times each of `WISHES`, and then a snapshot, was requested."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
 from flodl.devices import pick_device
-from flodl.distributed.board import CELLS, PHASE_NUMBERS, Board
+from flodl.distributed.board import PHASE_NUMBERS, Board
 from flodl.distributed.peers import LocalPeers, PeerWatch, print_fault
 from flodl.errors import TrainError
 
@@ -58,6 +58,7 @@ class Ranks:
         attempt: number of restarts of the run.
         frozen_after_s: how long another rank of this host may be stopped before this one ends.
         solo: True if this is the only rank.
+        progress: shared array of the number of the current phase and the step.
     """
 
     rank: int = 0
@@ -73,9 +74,11 @@ class Ranks:
     _watch: PeerWatch | None = None
     _own_group: bool = False
     solo: bool = field(init=False)
+    progress: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.solo = self.world == 1
+        self.progress = self.board.progress_of(self.row)
 
     @property
     def row(self) -> int:
@@ -84,10 +87,9 @@ class Ranks:
 
     def phase(self, phase: str, step: int | None = None) -> None:
         """Record that this rank enters a phase; the report of its death contains it."""
-        cells, first = self.board.cells, CELLS * (self.rank % self.board.world)
-        cells[first + 1] = PHASE_NUMBERS[phase]
+        self.progress[0] = PHASE_NUMBERS[phase]
         if step is not None:
-            cells[first + 2] = step
+            self.progress[1] = step
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replace ``tensor`` by its sum over ranks, in place, and return it."""

@@ -91,7 +91,7 @@ class Loop:
         trainer.step_.invalidate_if_changed()
         self._check_learners()
         self.wall_ms()
-        total, times_steps = feed.turns(epoch), ranks.device.type == "cuda"
+        total, times_steps, alone = feed.turns(epoch), ranks.device.type == "cuda", ranks.solo
         self.step_number = policy.lr_step
         for turns, ratios in policy.turns(total):
             share = Share(ranks.rank, ratios, trainer.min_rows) if ratios else Share(0, (1.0,), trainer.min_rows)
@@ -105,7 +105,10 @@ class Loop:
                 if times_steps:
                     trainer.log.begin(ranks.device)
                 yield done, batches
-                ranks.phase("data", self.step_number)
+                if alone:
+                    ranks.progress[1] = self.step_number
+                else:
+                    ranks.phase("data", self.step_number)
             if done != turns[-1]:
                 self._ran_out()
                 return
