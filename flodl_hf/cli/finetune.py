@@ -42,7 +42,6 @@ GROUPS = {
     "eval_every": "Evaluation",
     "concatenate": "Masked words and answers",
     "vector_loss": "Vectors",
-    "watch": "Watching and deciding",
     "trackers": "Trackers and traces",
     "save_every": "Checkpoints",
     "devices": "Devices",
@@ -56,7 +55,7 @@ IN_PARTS = (
     "devices",
 )
 """Options that may be given several times, a bit each."""
-LISTS = ("labels", "freeze", "lora_targets", "lora_kinds", "ia3", "allow_change", "trackers", "watch", "matryoshka")
+LISTS = ("labels", "freeze", "lora_targets", "lora_kinds", "ia3", "allow_change", "trackers", "matryoshka")
 TASK: dict[str, Any] = {
     "metavar": "|".join(head.short for head in HEADS[1:6]) + "|...",
     "parser": task_word,
@@ -292,8 +291,6 @@ def parse(name: str, text: Any) -> Any:
     Raises:
         ConfigError: the text is no map, or gives one name two values.
     """
-    if name == "rules":
-        return list(text) if text else None  # a rule may hold commas
     if isinstance(text, (list, tuple)):
         text = ",".join(text) or None
     if name in LISTS and text:

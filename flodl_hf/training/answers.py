@@ -1,7 +1,7 @@
 """The span of a context that answers a question, from data in the shape of SQuAD.
 
-A long context is read in overlapping windows. A window that does not hold the whole answer learns to point at its
-first token, which stands for "nothing here" (Devlin et al. 2018).
+A long context is read in overlapping windows. In a window without the whole answer, the target
+is the first token, which means "no answer" (Devlin et al. 2018).
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import numpy as np
 from torch import Tensor
 
 from flodl.errors import DataError, capped, printable
-from flodl.metrics import Metric
 from flodl_hf.inference.decode.metrics import AnswerF1
 from flodl_hf.readers.columns import Columns
 from flodl_hf.tokenization.alignment import answer_positions
-from flodl_hf.training.rows import EncodedRows, RowBuilder
+from flodl_hf.training.rows import RowBuilder
 from flodl_hf.training.step import Kind
-from flodl_hf.training.task import CHUNK, Examples, LengthLimits, Prepared, check_texts
+from flodl_hf.training.task import CHUNK, Examples, LengthLimits, MetricScorer, Prepared, UnweightedTask, check_texts
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
@@ -41,11 +40,11 @@ class _Truth:
 
 
 @dataclass(frozen=True)
-class AnswerTask:
+class AnswerTask(UnweightedTask):
     """The answer to a question in its context.
 
     Args:
-        columns: which columns hold questions, contexts and answers.
+        columns: the columns of questions, contexts and answers.
     """
 
     columns: Columns
@@ -62,7 +61,7 @@ class AnswerTask:
         assert question is not None
         assert context is not None
         if column is None:
-            raise DataError("finetune: found questions and no column with answers; say columns={'answers': ...}")
+            raise DataError("finetune: found questions and no column with answers; set columns={'answers': ...}")
         for name in (question, context):
             check_texts(examples, name, "finetune")
         builder, truth, faults = RowBuilder(limits.types), _Truth(), []
@@ -93,19 +92,15 @@ class AnswerTask:
         return Prepared(builder.build(), None if training else truth)
 
     def scorer(self, prepared: Prepared) -> _Scorer:
-        """Return a scorer that has seen nothing."""
+        """Return a new scorer."""
         return _Scorer(prepared.truth)
-
-    def label_counts(self, rows: EncodedRows) -> None:
-        """Return None: answers have no labels to weigh."""
-        return
 
 
 def _answers(value: Any, context: str) -> list[tuple[str, int]]:
     """Return the accepted answers with their starts.
 
     Raises:
-        DataError: an answer is not where it is said to be, or not in the context at all.
+        DataError: an answer is not at its stated start, or not in the context.
     """
     if isinstance(value, Mapping) and isinstance(value.get("text"), str):
         value = [value]
@@ -138,13 +133,17 @@ def _start(value: Any) -> int:
         raise DataError(f"the answer's start {printable(str(value), 60)} is no integer") from None
 
 
-class _Scorer:
+class _Scorer(MetricScorer):
     def __init__(self, truth: _Truth) -> None:
         self.truth, self.metric = truth, AnswerF1()
         self.no_answer = any(not answers for answers in truth.answers)
 
     def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
-        """Take in the scores of one question's windows, each ``(tokens, 2)``; return the answer and those accepted."""
+        """Add the scores of the windows of one question, each ``(tokens, 2)``.
+
+        Returns:
+            The predicted answer and the accepted answers.
+        """
         from flodl_hf.inference.decode import decode_answers_batch
 
         best = decode_answers_batch(
@@ -158,13 +157,3 @@ class _Scorer:
         said = best[0].text if best else ""
         self.metric.update([said], [self.truth.answers[example]])
         return said, list(self.truth.answers[example])
-
-    def metrics(self) -> Sequence[Metric]:
-        """Return the one metric."""
-        return [self.metric]
-
-    def compute(self) -> dict[str, float]:
-        """Return exact match and F1, in percent."""
-        figures = self.metric.compute()
-        figures.pop("count", None)
-        return figures

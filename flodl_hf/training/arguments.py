@@ -10,8 +10,8 @@ from torch import nn
 
 from flodl_hf.inference.graph_model.model import GraphModel
 from flodl_hf.models.adapters.settings import IA3, Lora, Prefix, Prompt, adapter_words
+from flodl_hf.training.option_checks import Problems
 from flodl_hf.training.options import Options, read_options
-from flodl_hf.training.task_options import Problems
 
 __all__ = ["read_arguments"]
 
@@ -33,7 +33,7 @@ def read_arguments(
         where: the function that was called, for messages.
         model: the model to start from.
         train: the training data.
-        given: the options by name.
+        given: the options.
         loss: the name of a loss, or a function.
         adapter: settings of a new adapter.
     """

@@ -1,6 +1,6 @@
-"""How many rows a batch has where nobody says: 32, and fewer where that would leave a run too few steps to learn in.
+"""The default batch size: 32, or less if a run would otherwise have too few steps.
 
-A new head learns nothing in some tens of steps at the usual rate, however many rows each of them has. What was compared
+A new head does not converge in a few dozen steps at the default rate, whatever the batch size. The comparison
 is in `docs/training-measured.md`.
 """
 
@@ -25,9 +25,9 @@ ENOUGH = {
     "token_classification": 1200,
     "question_answering": 1200,
 }
-"""Optimiser steps of a run for which no batch is made smaller. These are tasks whose rows are learned each for itself;
-others compare the rows of a batch with each other, or learn words, of which a row has many, and their batches stay as
-they are. Heads that mark tokens learn more slowly than those that label a text."""
+"""Number of optimiser steps from which the batch size stays 32. In these tasks, rows are independent.
+Other tasks compare the rows of a batch, or train on words, of which a row has many, and their batch size is constant.
+Heads for tokens need more steps than heads for whole texts."""
 
 NEW_HEADS = (*ENOUGH, "rank", "next_sentence")
 FEW = 100
@@ -44,7 +44,7 @@ def steps_of(rows: int, size: int, options: Options) -> int:
 def usual_batch_size(rows: int, enough: int, options: Options, ranks: int = 1) -> int:
     """Return the greatest of 32, 16, 8 and 4 that makes the steps enough, else the least of them.
 
-    Where ``max_steps`` ends the run, no more steps are asked for than that.
+    If ``max_steps`` ends the run, this number of steps is sufficient.
 
     Args:
         rows: training rows, windows of long texts counted one by one.
@@ -58,11 +58,11 @@ def usual_batch_size(rows: int, enough: int, options: Options, ranks: int = 1) -
 
 
 def settle_batch_size(options: Options, task: Task, rows: EncodedRows) -> tuple[Options, str | None]:
-    """Return the options with a batch size, and a line that says which and why; None where it was said or is 32.
+    """Return the options with a batch size, and a note with the reason; None if it was given or is 32.
 
     Args:
         options: the choices of the run.
-        task: what is learned.
+        task: the task of the run.
         rows: training data as tokens.
     """
     if options.batch_size is not None:
@@ -78,7 +78,7 @@ def settle_batch_size(options: Options, task: Task, rows: EncodedRows) -> tuple[
 
 
 def few_steps(steps: int, options: Options) -> str | None:
-    """Return what is said of a run that has hardly the steps to learn a new head; None of others.
+    """Return a note if a run has too few steps to train a new head; else None.
 
     Args:
         steps: of the whole run.
@@ -98,7 +98,7 @@ def few_steps(steps: int, options: Options) -> str | None:
 
 
 def as_before(options: Options, folder: Path | None) -> Options:
-    """Return the options with the batch size of the run that is gone on with, where none was said.
+    """Return the options with the batch size of the run that is resumed, unless one is given.
 
     Args:
         options: the choices of the run.
@@ -110,14 +110,14 @@ def as_before(options: Options, folder: Path | None) -> Options:
         try:
             found = json.loads(read_regular(path / "run.json"))["recipe"]["data.order.batch_size"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            continue  # what is wrong with it is told when it is taken up
+            continue  # the resume reports the damage
         if isinstance(found, int) and found > 0:
             return _of_size(options, found)
     return options
 
 
 def _of_size(options: Options, size: int) -> Options:
-    """Return the options with a batch size that nobody said; held-out rows are judged 32 at once as ever."""
+    """Return the options with a default batch size; evaluation batches keep 32 rows."""
     at_once = options.eval_batch_size
     if at_once is None and size < BATCH_SIZE and not isinstance(options.micro_batch_size, int):
         at_once = BATCH_SIZE

@@ -1,4 +1,4 @@
-"""How the rows of a run become batches: which come together, how they lie in memory, how many steps that makes."""
+"""Batches of a run: which rows form a batch, their layout in memory, and the number of steps."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from flodl_hf.training.vectors.task import EmbeddingTask
 __all__ = ["Batching", "batch_rows", "count_steps", "evaluation_layout", "micro_batch_rows"]
 
 LONG_EPOCH = 256
-"""Batches from which rows of similar length come together unasked: what that saves is time, which short runs have, and
-in few steps batches of one length each weigh more than in many (`docs/training-measured.md`)."""
+"""Number of batches from which rows of similar length are grouped by default. Grouping saves time in long runs;
+in short runs, single batches of one length have a larger effect (`docs/training-measured.md`)."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Batching:
     """How rows become batches.
 
     Attributes:
-        batches: which rows come together.
+        batches: which rows form each batch.
         collate: makes a batch of some rows.
-        layout: how they lie.
+        layout: the layout of rows in memory.
         unrecorded: why steps on CUDA are not recorded; None where they are.
-        notes: what the user should know of it.
+        notes: notes for the user.
     """
 
     batches: Any
@@ -50,10 +50,10 @@ def batch_rows(
     """Return how the rows of a task become batches.
 
     Args:
-        task: what is learned.
+        task: the task of the run.
         options: the choices of the run.
         rows: training data as tokens.
-        own: what the user brought.
+        own: functions of the user.
         pad_id: the padding token.
         masking: replaces tokens of a batch before it is learned from; None replaces nothing.
         max_tokens: the most that the model takes.
@@ -84,18 +84,18 @@ def _laid(rows: Any, vectors: EmbeddingTask | None) -> Laid:
 
 
 def _batch_layout(options: Options, own: Own, vectors: EmbeddingTask | None) -> tuple[Any, str | None]:
-    """Return how batches lie in memory, and why steps are not recorded; None where they are."""
+    """Return the layout of batches, and why steps are not captured; None if they are."""
     layout = _layout(options)
     unrecorded = None if vectors is None else vectors.unrecorded
     if own.loss is not None and vectors is None:
         unrecorded = "a loss of your own does not know of what batches are filled up with, so they are not"
     if layout == "bucketed" and (options.cache_tokens is not None or (unrecorded and vectors is None)):
-        layout = "packed"  # parts of a batch have shapes of their own
+        layout = "packed"  # parts of a batch have other shapes
     return layout, unrecorded
 
 
 def _layout(options: Options) -> Literal["padded", "packed", "bucketed"]:
-    """Return how rows lie in training: on CUDA packed ones are filled up to shapes that come again."""
+    """Return the layout of rows in training: on CUDA, packed rows are padded to a few shapes."""
     cuda = _on_cuda(options)
     if options.layout == "auto":
         return "bucketed" if cuda and options.precision in ("bf16", "fp16") else "padded"
@@ -105,12 +105,12 @@ def _layout(options: Options) -> Literal["padded", "packed", "bucketed"]:
 
 
 def evaluation_layout(options: Options) -> Literal["padded", "packed"]:
-    """Return the layout of rows in evaluation: that of training, without filling up to shapes."""
+    """Return the layout of rows in evaluation: that of training, without padding to shapes."""
     return "padded" if _layout(options) == "padded" else "packed"
 
 
 def _has_widths(options: Options, task: Task) -> bool:
-    """Return whether padded batches are filled up to widths that come again, for steps that are recorded."""
+    """Return whether padded batches have a few fixed widths, for captured steps."""
     # A loss that includes padding depends on the padded length of a batch, so that length is kept.
     return options.capture and _on_cuda(options) and (task.kind != "spans" or options.masks_padding)
 
@@ -135,7 +135,7 @@ def _shaped(collate: CollateRows, options: Options, laid: Laid, batches: Any, mo
 
 
 def micro_batch_rows(options: Options) -> int | None:
-    """Return the rows that are computed at once where that is stated as a number."""
+    """Return the micro-batch size if it is a number."""
     return None if isinstance(options.micro_batch_size, str) else options.micro_batch_size
 
 

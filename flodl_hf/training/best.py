@@ -1,4 +1,4 @@
-"""Which model a run ends with: the best of those that were judged, with the figures of that one and no other."""
+"""The best model of a run: its weights and its metrics."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Best:
         self._kept: tuple[float, int, dict[str, Any], dict[str, float]] | None = None
 
     def __call__(self, model: nn.Module, step: int, figures: Mapping[str, float]) -> None:
-        """Take in a model that was judged."""
-        value = signed(self.metric, figures) if step else None  # what was judged before the first step decides nothing
+        """Consider a model that was evaluated."""
+        value = signed(self.metric, figures) if step else None  # an evaluation before the first step is not considered
         if value is not None and (self._kept is None or value > self._kept[0]):
             self._kept = value, step, model_state(model), dict(figures)
 
     def take(self, model: nn.Module) -> tuple[int, dict[str, float]] | None:
-        """Put the best weights into ``model``; return their step and figures, None where nothing was judged."""
+        """Load the best weights into ``model``; return their step and metrics, None without an evaluation."""
         if self._kept is None:
             return None
         _, step, state, figures = self._kept
@@ -48,12 +48,12 @@ class Best:
 def take_best(
     metric: str, folder: Path, model: nn.Module, history: list[dict[str, Any]], last_step: int
 ) -> tuple[int, dict[str, float]] | None:
-    """Load the weights of the best whole checkpoint; return its step and figures, None where none was judged.
+    """Load the weights of the best complete checkpoint; return its step and metrics, None without an evaluation.
 
-    A better evaluation whose checkpoint is damaged or could not be written is warned of.
+    A warning reports a better evaluation whose checkpoint is damaged or missing.
     """
     taken, fault = None, ""
-    history = [row for row in history if row["step"]]  # what was judged before the first step decides nothing
+    history = [row for row in history if row["step"]]  # an evaluation before the first step is not considered
     values = [(value, row) for row in history if (value := signed(metric, row)) is not None]
     best = max((value for value, _ in values), default=None)
     first = next((row for value, row in values if value == best), None)
@@ -74,7 +74,7 @@ def take_best(
         step = first["step"] if first is not None else last_step
         warnings.warn(
             f"finetune: the best evaluation was that of step {step} ({metric.lstrip('-')} {abs(best):.6g}), whose "
-            f"checkpoint is damaged or was not kept; the model is that of step {taken[0] if taken else last_step}. "
+            f"checkpoint is damaged or was not kept; the model is from step {taken[0] if taken else last_step}. "
             f"{fault}".strip(),
             RuntimeWarning,
             stacklevel=3,

@@ -1,11 +1,13 @@
-"""The papers of a run: the model card, the recipe that reproduces it, and every figure as JSON.
+"""Metadata files of a run: the model card, the recipe that reproduces it, and all metrics as JSON.
 
-Says what happened and with what; claims nothing that was not measured in the run.
+They report only values that the run measured. The card starts with metadata for the Hub: base model, licence, task, and
+metrics as evaluation results. The licence and the base model of a local folder are copied from its own card.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flodl_hf.families.schema.tasks import task_named
-from flodl_hf.training.metadata import head_of_card, hub_name
 
 if TYPE_CHECKING:
     from flodl_hf.training.eval_predictions import EvalPredictions
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from flodl_hf.training.result import FinetuneResult
     from flodl_hf.training.thresholds import Tuned
 
-__all__ = ["papers"]
+__all__ = ["front_matter", "head_of_card", "hub_name", "papers"]
 
 SHOWN = (
     *("epochs", "max_steps", "batch_size", "accumulate", "tokens_per_batch", "layout", "max_length", "optimizer"),
@@ -31,22 +32,22 @@ SHOWN = (
     *("prompt_tokens", "prompt_text", "prompt_encoder", "prompt_encoder_kind"),
     *("prefix_tokens", "prefix_encoder"),
     *("class_weights", "label_smoothing", "dropout", "neftune", "ema", "precision", "seed"),
-    *("concatenate", "whole_words", "mask_probability", "generator", "discriminator_weight"),
-    *("vector_loss", "loss_options", "matryoshka", "adaptive_layers", "guide", "pooling", "normalize", "prompts"),
+    *("concatenate", "whole_words", "mask_probability", "generator"),
+    *("vector_loss", "loss_options", "matryoshka", "guide", "pooling", "normalize", "prompts"),
     *("cache_tokens",),
     "projection",
 )
 MASKED = ("masked_lm", "pretraining", "replaced_tokens")
-MASKING = ("concatenate", "whole_words", "mask_probability", "mask_padding", "generator", "discriminator_weight")
+MASKING = ("concatenate", "whole_words", "mask_probability", "generator")
 
 
-def papers(job: Job, result: FinetuneResult, judged: EvalPredictions | None = None) -> dict[str, bytes]:
-    """Return the files that go beside the weights, by name.
+def papers(job: Job, result: FinetuneResult, predictions: EvalPredictions | None = None) -> dict[str, bytes]:
+    """Return the metadata files of a trained model, as a mapping of file names to contents.
 
     Args:
-        job: what was asked for.
-        result: what came of it.
-        judged: what the model says of held-out data, for the report.
+        job: the planned run.
+        result: the result of the run.
+        predictions: predictions for the evaluation data, for the report.
     """
     facts = {
         "task": result.task,
@@ -73,11 +74,11 @@ def papers(job: Job, result: FinetuneResult, judged: EvalPredictions | None = No
         "recipe.yaml": recipe_text(result.recipe, result.changes, job.own.names).encode(),
         "training.json": (json.dumps(facts, indent=1, ensure_ascii=False) + "\n").encode(),
     }
-    return files | ({"report.html": report(job, result, judged).encode()} if job.options.report else {})
+    return files | ({"report.html": report(job, result, predictions).encode()} if job.options.report else {})
 
 
-def report(job: Job, result: FinetuneResult, judged: EvalPredictions | None) -> str:
-    """Return the page with curves, and what the model says of the held-out data."""
+def report(job: Job, result: FinetuneResult, predictions: EvalPredictions | None) -> str:
+    """Return the report as HTML: curves, and predictions for the evaluation data."""
     from flodl_hf.training.report import Run, report_page
 
     return report_page(
@@ -94,16 +95,16 @@ def report(job: Job, result: FinetuneResult, judged: EvalPredictions | None) -> 
             most=job.options.max_length or job.model.max_tokens,
             data=job.tables.facts,
             notes=job.notes,
-            predictions=None if judged is None else judged.predictions,
-            truth=None if judged is None else judged.truth,
-            held_out="" if judged is None else judged.name,
+            predictions=None if predictions is None else predictions.predictions,
+            truth=None if predictions is None else predictions.truth,
+            held_out="" if predictions is None else predictions.name,
             thresholds=None if result.tuned is None else result.tuned.thresholds,
         )
     )
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what took part."""
+    """Return the versions of the libraries."""
     found = {"python": platform.python_version()}
     for name in ("flodl-hf", "torch", "tokenizers", "safetensors", "numpy"):
         try:
@@ -148,10 +149,10 @@ def card(job: Job, result: FinetuneResult) -> str:
         lines.append(f"| {part} | {_cell(facts['name'])} | {facts['rows']:,} | {facts.get('sha256', '')[:16]} |")
     lines += ["", "## Evaluation", ""]
     if result.metrics:
-        lines += [f"On the held-out data, after step {result.best_step}:", "", "| figure | value |", "|---|---:|"]
+        lines += [f"On the evaluation data, after step {result.best_step}:", "", "| metric | value |", "|---|---:|"]
         lines += [f"| {_cell(name)} | {value:.4f} |" for name, value in result.metrics.items()]
     else:
-        lines.append("There was no held-out data, so nothing is claimed.")
+        lines.append("There was no evaluation data.")
     if result.tuned is not None:
         lines += _thresholds(result.tuned)
     if job.options.report:
@@ -164,18 +165,18 @@ def card(job: Job, result: FinetuneResult) -> str:
         value = result.recipe.get(name)
         if value not in (None, [], (), {}, 0) and (result.task in MASKED or name not in MASKING):
             lines.append(f"| {name} | {_cell(value)} |")
-    lines += ["", "All choices stand in `recipe.yaml`:", "", "```", "flodl-hf finetune --recipe recipe.yaml --out DIR"]
+    lines += ["", "All options are in `recipe.yaml`:", "", "```", "flodl-hf finetune --recipe recipe.yaml --out DIR"]
     lines += ["```", "", "## Versions", ""]
     lines += [", ".join(f"{name} {number}" for name, number in versions().items()) + ".", ""]
     return "\n".join(lines)
 
 
 def _thresholds(tuned: Tuned) -> list[str]:
-    """Return which score each label holds from, and what that is worth on the examples it was chosen on."""
+    """Return the thresholds of labels, and their F1 on the examples they were chosen on."""
     where = f" of {tuned.where}" if tuned.where else ""
     lines = [
         "",
-        f"Thresholds, chosen for the best F1 on the {tuned.examples:,} held-out examples{where}; on others they",
+        f"Thresholds, chosen for the best F1 on the {tuned.examples:,} evaluation examples{where}; on others they",
     ]
     lines[-1] += ' may do less well. `predict(threshold="tuned")` uses them.'
     lines += ["", "| label | threshold | F1 at 0.5 | F1 there |", "|---|---:|---:|---:|"]
@@ -192,3 +193,92 @@ def _cell(value: Any) -> str:
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+KINDS = {"mcc": "matthews_correlation", "pearson": "pearsonr", "spearman": "spearmanr", "eval_loss": "loss"}
+"""Names that the Hub has for figures, where they are not ours."""
+LONGEST = 1000
+MOST_READ = 1 << 20  # larger files are not model cards
+
+
+def hub_name(name: str) -> str | None:
+    """Return the repository that a model was named by, without its revision; None for a folder or a model in memory."""
+    if name.count("/") != 1 or Path(name).exists() or name.startswith((".", "/", "~")):
+        return None
+    return name.partition("@")[0]
+
+
+def head_of_card(job: Job, result: FinetuneResult) -> str:
+    """Return the lines between and with the ``---`` at the top of the card."""
+    import yaml
+
+    source = getattr(job.model, "source", None)
+    before = front_matter(source.folder) if source is not None else {}
+    base = hub_name(job.name) or before.get("base_model")
+    head: dict[str, Any] = {"base_model": base} if isinstance(base, (str, list)) else {}
+    further = {
+        "sparse": ["sentence-transformers", "sparse-encoder", "sparse", "splade"],
+        "multivector": ["sentence-transformers", "multi-vector", "ColBERT", "PyLate", "feature-extraction"],
+        "embedding": ["sentence-transformers", "sentence-similarity", "feature-extraction"],
+        "rank": ["sentence-transformers", "cross-encoder", "reranker"],
+    }
+    library = "sentence-transformers" if result.task in further else "transformers"
+    tags = [*further.get(result.task, []), "flodl-hf"]
+    if job.model.active_adapter is not None:  # reading the result's model would cast its base
+        kind = type(job.model.adapters[job.model.active_adapter]).__name__
+        library, tags = "peft", [*tags, kind.lower()]
+    head |= {"pipeline_tag": task_named(result.task).hub_tag, "library_name": library, "tags": tags}
+    kept = ("license", "license_name", "license_link", "language")
+    head |= {name: before[name] for name in kept if isinstance(before.get(name), (str, list))}
+    results = _hub_results(job, result)
+    if results:
+        head["metrics"] = sorted({metric["type"] for part in results for metric in part["metrics"]})
+        head["model-index"] = [{"name": job_name(job), "results": results}]
+    return f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True, width=110)}---\n"
+
+
+def job_name(job: Job) -> str:
+    """Return the name of a model that was trained from another one."""
+    return f"{hub_name(job.name) or Path(job.name).name}, fine-tuned"
+
+
+def _hub_results(job: Job, result: FinetuneResult) -> list[dict[str, Any]]:
+    """Return the metrics as evaluation results of the Hub, one entry per evaluation set."""
+    kind = task_named(result.task).hub_tag
+    sets: dict[str, dict[str, float]] = {}
+    for name, value in result.metrics.items():
+        at, _, figure = name.partition("/") if "" not in job.tables.evals else ("", "", name)
+        if math.isfinite(value) and "/" not in figure:  # without metrics of single labels
+            sets.setdefault(at, {})[figure] = value
+    entries = []
+    for at, figures in sets.items():
+        data = job.tables.facts.get(f"eval {at}".strip(), {})
+        metrics = [
+            {"type": KINDS.get(figure, figure), "value": round(v, 6), "name": figure} for figure, v in figures.items()
+        ]
+        about = {"name": data.get("name", "held-out data"), "type": at or "held-out"}
+        entries.append({"task": {"type": kind}, "dataset": about, "metrics": metrics})
+    return entries
+
+
+def front_matter(folder: Path) -> Mapping[str, Any]:
+    """Return the metadata at the top of the card in a folder; empty without a readable card."""
+    import yaml
+
+    path = Path(folder) / "README.md"
+    try:
+        if not path.is_file() or path.stat().st_size > MOST_READ:
+            return {}
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return {}
+    first, _, rest = text.partition("\n")
+    head, found, _ = rest.partition("\n---")
+    if first.strip() != "---" or not found:
+        return {}
+    try:
+        stated = yaml.safe_load(head)
+    except yaml.YAMLError:
+        return {}
+    clean = {k: v for k, v in stated.items() if isinstance(k, str)} if isinstance(stated, Mapping) else {}
+    return {name: value for name, value in clean.items() if len(str(value)) <= LONGEST}

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flodl.errors import ConfigError, DataError, capped, nearest
-from flodl.metrics import Accuracy, Metric
+from flodl.metrics import Accuracy
 from flodl.train import Loss
 from flodl_hf.training.lists import Candidates, CollateLists, ListObjective, collate_lists, prepare_lists
 from flodl_hf.training.options import Options
-from flodl_hf.training.rows import CollateRows, EncodedRows
+from flodl_hf.training.rows import CollateRows
 from flodl_hf.training.step import Kind
-from flodl_hf.training.task import Examples, LengthLimits, Prepared
+from flodl_hf.training.task import Examples, LengthLimits, MetricScorer, Prepared, UnweightedTask
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
@@ -42,11 +42,11 @@ ROLES = ("prompt", "stem", "choices", "label")
 
 @dataclass(frozen=True)
 class ChoiceColumns:
-    """Which columns hold a prompt and its choices.
+    """The columns of a prompt and its choices.
 
     Attributes:
         prompt: the first text of every choice.
-        stem: what every choice goes on from, put before it; None where there is none.
+        stem: the beginning of every choice; None if there is none.
         choices: one column of lists, or a column for each choice.
         label: the right choice: its number from 0, its letter or key, or its text.
     """
@@ -57,18 +57,18 @@ class ChoiceColumns:
     label: str
 
 
-def choice_columns(row: Mapping[str, Any], said: Mapping[str, str] | None = None) -> ChoiceColumns | None:
+def choice_columns(row: Mapping[str, Any], role_columns: Mapping[str, str] | None = None) -> ChoiceColumns | None:
     """Return the columns of a table of choices; None where it is no such table.
 
     Args:
         row: the first row.
-        said: columns by role: prompt, stem, choices (several as ``a+b``), label.
+        role_columns: columns by role: prompt, stem, choices (several as ``a+b``), label.
 
     Raises:
         ConfigError: a role that there is none of.
         DataError: a named column is absent.
     """
-    asked = dict(said or {})
+    asked = dict(role_columns or {})
     strange = [role for role in asked if role not in ROLES]
     if strange:
         raise ConfigError(
@@ -111,11 +111,11 @@ def _choices(row: Mapping[str, Any], lowered: Mapping[str, str]) -> tuple[str, .
 
 
 @dataclass(frozen=True)
-class ChoiceTask:
+class ChoiceTask(UnweightedTask):
     """The right one of several choices.
 
     Args:
-        columns: which columns hold prompts, choices and labels.
+        columns: the columns of prompts, choices and labels.
     """
 
     columns: ChoiceColumns
@@ -176,7 +176,7 @@ class ChoiceTask:
         return Candidates(prompt, tuple(lead + text for text in texts), ()), label
 
     def scorer(self, prepared: Prepared) -> _Scorer:
-        """Return a scorer that has seen nothing."""
+        """Return a new scorer."""
         return _Scorer(*prepared.truth)
 
     def objective(self) -> ChoiceObjective:
@@ -184,16 +184,12 @@ class ChoiceTask:
         return ChoiceObjective(None)
 
     def of_held_out(self, prepared: Prepared) -> ChoiceObjective:
-        """Return the loss of held-out rows."""
+        """Return the loss of evaluation rows."""
         return self.objective()
 
     def collate(self, usual: CollateRows, rows: Any) -> CollateLists:
-        """Return what makes batches of choices, laid out like the usual ones."""
+        """Return the collate function for choices, in the same layout as ``usual``."""
         return collate_lists(usual)
-
-    def label_counts(self, rows: EncodedRows) -> None:
-        """Return None: places of choices are not weighed."""
-        return
 
 
 def _right(label: Any, texts: Sequence[str], keys: Sequence[str]) -> int:
@@ -222,46 +218,36 @@ class ChoiceObjective(ListObjective):
     """The cross-entropy of the scores of a prompt's choices."""
 
     def of(self, scores: Tensor, batch: Any) -> Loss:
-        """Return the loss of scores that are known already."""
+        """Return the loss of computed scores."""
         lowest = torch.finfo(scores.dtype).min
         there = scores.masked_fill(batch["slots"] < 0, lowest)  # examples may have fewer choices than others
         return Loss.mean(F.cross_entropy(there, batch["labels"]), scores.shape[0])
 
 
-class _Scorer:
+class _Scorer(MetricScorer):
     def __init__(self, counts: Sequence[int], right: Sequence[int]) -> None:
         self.counts, self.right, self.metric = counts, right, Accuracy()
 
     def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
-        """Take in the scores of one prompt's choices; return them, and the number of the right one."""
+        """Add the scores of the choices of one prompt; return them, and the number of the right one."""
         found = scores[0].clone()
         found[self.counts[example] :] = float("-inf")
         self.metric.update(found[None], torch.tensor([self.right[example]]))
         return found.tolist(), self.right[example]
-
-    def metrics(self) -> Sequence[Metric]:
-        """Return the one metric."""
-        return [self.metric]
-
-    def compute(self) -> dict[str, float]:
-        """Return the accuracy."""
-        figures = self.metric.compute()
-        figures.pop("count", None)
-        return figures
 
 
 def plan_choices(rows: Sequence[Mapping[str, Any]], options: Options) -> ChoiceTask:
     """Return the task of choosing from a table.
 
     Raises:
-        DataError: columns that hold no choices.
+        DataError: no column contains choices.
     """
     columns = choice_columns(rows[0], options.columns)
     if columns is None:
         raise DataError(
             f"train: found the columns {list(rows[0])}, and no choices among them; expected a prompt (prompt, context, "
             "question), choices in a list (choices, endings, options) or in numbered columns (ending0, ending1), and a "
-            "label; or say which is which: columns={'prompt': ..., 'choices': ..., 'label': ...}",
+            "label; or set columns={'prompt': ..., 'choices': ..., 'label': ...}",
             names=list(rows[0]),
         )
     return ChoiceTask(columns)

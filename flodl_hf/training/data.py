@@ -1,7 +1,7 @@
-"""From what the caller gave to a task with its rows: files read, task inferred, labels named and ordered.
+"""Task and rows of a run from the arguments of the caller: files, the inferred task, and labels.
 
-Decides what is learned and under which names. How files are read is decided in
-`flodl.data`, what columns mean in `flodl_hf.readers.columns`, how a task makes tokens of rows in its file.
+This module decides the task and the label names. `flodl_hf.readers` reads files and infers columns; the module of a
+task converts rows to tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flodl_hf.readers.columns import NAMES, Columns, column_names, infer_columns
 from flodl_hf.training.answers import AnswerTask
 from flodl_hf.training.choices import choice_columns, plan_choices
 from flodl_hf.training.declared import aligned, drop_unlabelled, with_named_records
-from flodl_hf.training.generator.task import GeneratorTask, plan_generator
+from flodl_hf.training.generator import GeneratorTask, plan_generator
 from flodl_hf.training.losses.auxiliary import classifies, needs_layer
 from flodl_hf.training.losses.tsdae import denoises
 from flodl_hf.training.masked import MaskedTask
@@ -36,7 +36,7 @@ from flodl_hf.training.streams import stream_part
 from flodl_hf.training.task import Task
 from flodl_hf.training.task_inference import LOOKED_AT, refuse_lost_labels
 from flodl_hf.training.tokens import TokenTask, tag_names
-from flodl_hf.training.vectors.auxiliary import BesideTask
+from flodl_hf.training.vectors.auxiliary import AuxiliaryTask
 from flodl_hf.training.vectors.multivector import MultiVectorTask
 from flodl_hf.training.vectors.sparse import SparseTask
 from flodl_hf.training.vectors.tables import are_pairs, read_table, table_columns
@@ -46,9 +46,9 @@ from flodl_hf.training.vectors.tsdae import DenoisingTask
 __all__ = ["HEADED", "Known", "Tables", "choose_task", "is_several", "read_tables"]
 
 HEADED = (SequenceTask, TokenTask, AnswerTask, MaskedTask)
-"""Tasks of models with a head, whose columns may be read off their values."""
+"""Tasks of models with a head; their columns may be inferred from the values."""
 SPLITS = frozenset(("train", "validation", "valid", "dev", "test", "eval"))
-"""What the parts of a data set are called; such parts are no tables to learn from together."""
+"""Usual names of splits; a mapping of splits is not a mapping of training tables."""
 
 OTHER_VECTORS: dict[str, type[EmbeddingTask]] = {"sparse": SparseTask, "multivector": MultiVectorTask}
 
@@ -61,8 +61,8 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Known:
-    """What the starting model already says: its head, the names of its labels if it was trained with any, and whether
-    its family learns the order of two texts (ALBERT) rather than whether one follows the other.
+    """The starting model: its head, its label names if it was trained with any, and whether
+    its family predicts the order of two texts (ALBERT) or whether one follows the other.
     """
 
     head: str | None = None
@@ -76,10 +76,10 @@ class Tables:
 
     Attributes:
         train: training rows.
-        evals: sets of held-out rows by name, which is empty where there is one.
-        facts: for each of them what the model card says: name, rows, and the hash of a file.
-        parts: training tables by name, where there are several.
-        is_shared: whether the held-out rows are some of what was given to train on.
+        evals: evaluation sets; the name is empty if there is only one.
+        facts: for each table the values of the model card: name, rows, and the hash of a file.
+        parts: training tables, if there are several.
+        is_shared: whether the evaluation rows were split off the training data.
     """
 
     train: Table
@@ -90,11 +90,11 @@ class Tables:
 
     @property
     def labelled(self) -> list[dict[str, Any]]:
-        """The rows whose labels there are: those to train on, and those that were held out of them."""
+        """All rows with labels: the training rows and the evaluation rows that were split off them."""
         return [*self.train, *self.evals[""]] if self.is_shared else self.train
 
     def drop_unlabelled(self, column: str | None, labels: Sequence[str] | None = None) -> None:
-        """Remove rows whose label is -1, which means that there is none.
+        """Remove rows with the label -1, which marks a missing label.
 
         Raises:
             DataError: no row of a table has a label.
@@ -117,13 +117,13 @@ def read_tables(train: Any, held_out: Any, options: Options | None = None) -> Ta
     """Return the rows of the given files or objects; of a stream as many as the run can use.
 
     Args:
-        train: training data; None where a model is evaluated and not trained: the first held-out set stands for it.
-        held_out: data like ``train``; several by name; or a share (below 1) or number of training rows to hold out.
+        train: training data; None if a model is evaluated only: then the first evaluation set is used.
+        held_out: evaluation data; a mapping for several sets; or a share (below 1) or number of training rows.
         options: the choices of the run.
 
     Raises:
-        DataError: a file is absent or faulty, or holds no rows; all files are read before it is raised.
-        ConfigError: a share that leaves nothing, or an option that does not say how much of a stream is needed.
+        DataError: a file is absent or invalid, or has no rows; all files are read before it is raised.
+        ConfigError: a share that leaves no rows, or an option with which the required length of a stream is unknown.
     """
     options = options or Options()
     share = None if isinstance(held_out, bool) or not isinstance(held_out, (int, float)) else held_out
@@ -136,7 +136,7 @@ def read_tables(train: Any, held_out: Any, options: Options | None = None) -> Ta
     if several and {str(name).lower() for name in several} <= SPLITS:
         raise ConfigError(
             f"train: found the splits {', '.join(map(str, several))} of a data set; expected one of them, and another "
-            "one to judge by: train=data['train'], eval=data['validation']",
+            "one for the evaluation: train=data['train'], eval=data['validation']",
             problems=["train"],
         )
     learned = {f"train {name}": source for name, source in several.items()} if several else {"train": train}
@@ -160,12 +160,12 @@ def read_tables(train: Any, held_out: Any, options: Options | None = None) -> Ta
         return Tables(evals[first], {name: aligned(part, evals[first]) for name, part in evals.items()}, facts)
     if several:
         if share is not None:
-            raise ConfigError("eval: of several training tables no share is held out; expected data", problems=["eval"])
+            raise ConfigError("eval: found a share of several training tables; expected data", problems=["eval"])
         parts = {name: rows[f"train {name}"] for name in several}
         return Tables(Table(row for part in parts.values() for row in part), evals, facts, parts)
     if share is not None:
         rows["train"], evals[""] = _held_out(rows["train"], share, options.seed)
-        name = f"{facts['train']['name']}, {len(evals['']):,} rows held out"
+        name = f"{facts['train']['name']}, {len(evals['']):,} rows split off"
         facts["eval"] = {**facts["train"], "name": name, "rows": len(evals[""])}
         facts["train"]["rows"] = len(rows["train"])
         return Tables(rows["train"], evals, facts, is_shared=True)
@@ -173,7 +173,7 @@ def read_tables(train: Any, held_out: Any, options: Options | None = None) -> Ta
 
 
 def is_several(source: Any) -> TypeGuard[Mapping[str, Any]]:
-    """Return whether held-out data are several sets by name rather than columns by name."""
+    """Return whether evaluation data are a mapping of names to sets, not of names to columns."""
     if not isinstance(source, Mapping) or not source:
         return False
     return all(_is_table(value) for value in source.values())
@@ -186,7 +186,7 @@ def _is_table(value: Any) -> bool:
 
 
 def _held_out(rows: Table, share: float, seed: int) -> tuple[Table, Table]:
-    """Return the rows to train on and those held out, each in their order; the same ones for the same seed."""
+    """Return training rows and evaluation rows, each in order; the split depends only on the seed."""
     count = round(share * len(rows)) if share < 1 else int(share)
     if share <= 0 or not 0 < count < len(rows) or (share >= 1 and share != count):
         raise ConfigError(
@@ -211,7 +211,7 @@ def _facts(source: Any) -> dict[str, Any]:
 
 
 def choose_task(tables: Tables, options: Options, known: Known, own: Any = None) -> tuple[Task, Options]:
-    """Return what is to be learned, and the options with what follows from it.
+    """Return the task, and the options with inferred values.
 
     The columns of the data decide, unless the caller named the task.
 
@@ -240,7 +240,7 @@ def choose_task(tables: Tables, options: Options, known: Known, own: Any = None)
         options = replace(options, vector_loss="DenoisingAutoEncoderLoss", fused=False)
         return plan_embedding({"": tables.train}, options, own, DenoisingTask)
     if named == "embedding" and not tables.parts and own is None and _needs_layer(tables.train, options):
-        return plan_embedding({"": tables.train}, options, own, BesideTask)
+        return plan_embedding({"": tables.train}, options, own, AuxiliaryTask)
     if named == "embedding" or (named is None and (pairs or tables.parts)):
         return plan_embedding(tables.parts or {"": tables.train}, options, own)
     if named in OTHER_VECTORS:
@@ -262,7 +262,7 @@ def choose_task(tables: Tables, options: Options, known: Known, own: Any = None)
 
 
 def _needs_layer(rows: Sequence[Mapping[str, Any]], options: Options) -> bool:
-    """Return whether vectors are learned by a loss that has a layer of its own: named, or usual for such rows."""
+    """Return whether the loss of the embeddings has an additional layer."""
     if options.vector_loss is not None:
         return needs_layer(options.vector_loss, options.loss_options)
     return read_table(rows, options.columns).form == "pair_classes"
@@ -278,7 +278,7 @@ def _class_column(tables: Tables, options: Options) -> str | None:
 
 
 def _of_its_own(named: str | None, tables: Tables, options: Options, known: Known) -> Task | None:
-    """Return a task that has columns of its own; None for others."""
+    """Return a task with its own column names; None for others."""
     if named in ("next_sentence", "pretraining"):
         return plan_pairs(named, tables.train, options, ordered=known.ordered)
     if named == "replaced_tokens":
@@ -290,9 +290,9 @@ def _of_its_own(named: str | None, tables: Tables, options: Options, known: Know
 
 
 def _with_head(tables: Tables, options: Options, known: Known, named: str | None) -> Task:
-    """Return what is to be learned by a model with a head."""
-    said = dict(options.columns or {})
-    columns = infer_columns(tables.train[:LOOKED_AT], named, **said)
+    """Return the task of a model with a head."""
+    role_columns = dict(options.columns or {})
+    columns = infer_columns(tables.train[:LOOKED_AT], named, **role_columns)
     task = columns.task.replace("-", "_")
     if named is None:
         refuse_lost_labels(columns, tables.train, known.head)
@@ -309,7 +309,7 @@ def _with_head(tables: Tables, options: Options, known: Known, named: str | None
         names = column_names(tables.train[:LOOKED_AT])
         raise DataError(
             f"train: found questions and no column with answers among {names}; expected the answers as in SQuAD, "
-            "{'text': [...], 'answer_start': [...]}; say columns={'answers': ...}",
+            "{'text': [...], 'answer_start': [...]}; set columns={'answers': ...}",
             names=names,
         )
     return AnswerTask(columns) if task == "question_answering" else MaskedTask(columns, options.concatenate)
@@ -324,7 +324,7 @@ def _columns_for(named: str, columns: Columns, row: Mapping[str, Any]) -> Column
                 task="sequence-classification", text=columns.question, text_pair=columns.context, label=label
             )
     raise ConfigError(
-        f"task: {named} was asked for, and the columns {list(row)} are for {columns.task}; name the columns "
+        f"task: found {named}, and the columns {list(row)} are for {columns.task}; expected other columns "
         "(columns={'text': ..., 'label': ...}) or leave the task out",
         problems=["task"],
     )
@@ -348,7 +348,7 @@ def _same_columns(columns: Columns, rows: Sequence[Mapping[str, Any]], where: st
 
 def _sequence(tables: Tables, columns: Columns, options: Options, known: Known) -> SequenceTask:
     if columns.label is None:
-        raise DataError(f"train: found no column of labels among {list(tables.train[0])}; say columns={{'label': ...}}")
+        raise DataError(f"train: found no column of labels among {list(tables.train[0])}; set columns={{'label': ...}}")
     if options.problem_type in (None, "single_label_classification"):
         tables.drop_unlabelled(columns.label, options.labels)
     values = [row.get(columns.label) for row in tables.labelled]
@@ -363,8 +363,8 @@ def _sequence(tables: Tables, columns: Columns, options: Options, known: Known) 
         joined = next((v for v in values if isinstance(v, str) and any(sign in v for sign in ",;|")), None)
         if joined is not None:
             raise DataError(
-                f"train: column {columns.label!r} holds several labels in one text, such as {joined!r}; expected "
-                "lists, which JSON lines and Parquet hold, or a column of 0 and 1 for each label",
+                f"train: column {columns.label!r} contains several labels in one text, such as {joined!r}; expected "
+                "lists (JSON lines or Parquet), or a column of 0 and 1 for each label",
                 column=columns.label,
             )
         values = [v if isinstance(v, (list, tuple)) else [v] for v in values]
@@ -382,22 +382,21 @@ def _sequence(tables: Tables, columns: Columns, options: Options, known: Known) 
     stored, names = _names(found.names, options.labels, tables.train.classes.get(columns.label), own)
     if len(names) == 1 and found.kind == "single_label":
         raise DataError(
-            f"train: every row has the label {names[0]!r}; expected at least two labels to tell apart, or "
-            "problem_type='regression'",
+            f"train: every row has the label {names[0]!r}; expected at least two labels, or problem_type='regression'",
             labels=names,
         )
     return SequenceTask(columns, replace(found, names=stored), names)
 
 
 def _targets(values: Sequence[Any], kind: Any) -> Targets:
-    """Return what labels are; what a message advises is said as the options of a run say it."""
+    """Return the targets; error messages use the option names of a run."""
     try:
         return infer_targets(values, kind)
     except DataError as fault:
-        said = fault.message
+        message = fault.message
         for word, name in (("single_label", "single_label_classification"), ("regression", "regression")):
-            said = said.replace(f"kind='{word}'", f"problem_type='{name}'")
-        raise DataError(said, **fault.details) from None
+            message = message.replace(f"kind='{word}'", f"problem_type='{name}'")
+        raise DataError(message, **fault.details) from None
 
 
 def _tokens(tables: Tables, columns: Columns, options: Options, known: Known) -> TokenTask:
@@ -412,8 +411,8 @@ def _names(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the labels as the data has them, and as the result names them; both by number.
 
-    The caller's names come first, then those that a data set declares, then those of a model that is trained
-    on, and last what occurs in the data. Numbers in the data count into names.
+    The order of precedence is: names of the caller, names that a data set declares, names of the starting model,
+    and the values of the data. Numbers in the data are indices of names.
 
     Raises:
         ConfigError: the data has labels that the caller's names lack.
@@ -426,7 +425,7 @@ def _names(
             continue
         if given is asked and len(set(names)) < len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
-            raise ConfigError(f"labels: {twice} are there twice; expected each name once", problems=twice)
+            raise ConfigError(f"labels: found {twice} twice; expected each name once", problems=twice)
         if set(found) <= set(names):
             return names, names
         # a model with more labels than the data has numbers was trained for something else

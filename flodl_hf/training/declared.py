@@ -1,4 +1,4 @@
-"""Labels as the source of a table declares them: held-out classes numbered as in training, and rows without a label."""
+"""Labels that the source of a table declares: numbering of evaluation classes, and rows without a label."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def with_named_records(rows: Table) -> Table:
 
 
 def aligned(rows: Table, train: Table) -> Table:
-    """Return held-out rows with the classes of declared columns written as in the training rows.
+    """Return evaluation rows with the classes of declared columns written as in the training rows.
 
     Two files may number the same classes differently, or one may contain names and the other numbers.
 
     Args:
-        rows: held-out rows.
+        rows: evaluation rows.
         train: training rows.
     """
     changed = {}
@@ -65,7 +65,7 @@ def aligned(rows: Table, train: Table) -> Table:
 
 
 def numbered_as(rows: Table, names: Sequence[str]) -> Table:
-    """Return rows whose declared classes are numbered as in ``names``; columns with other classes are unchanged.
+    """Return rows with declared classes numbered as in ``names``; columns with other classes are unchanged.
 
     Args:
         rows: a table.
@@ -110,13 +110,13 @@ def _written(cell: Any, own: Sequence[str], wanted: Sequence[str]) -> Any:
 def drop_unlabelled(
     tables: Mapping[str, list[dict[str, Any]]], column: str | None, labels: Sequence[str] | None = None
 ) -> None:
-    """Remove rows whose label is -1, which means that there is none, and warn with their number.
+    """Remove rows with the label -1, which marks a missing label, and warn with their number.
 
     The label -1 is a class if the caller names it among the labels, or if the column has no declared classes and its
     other labels are not 0, 1 and further integers.
 
     Args:
-        tables: the rows of a run by name, changed in place.
+        tables: mapping of names to rows, changed in place.
         column: of the labels.
         labels: names of labels as the caller gave them.
 

@@ -1,11 +1,11 @@
-"""Before a run: what it will need (`dry_run`) and at which rate it learns (`find_lr`), on a copy of the model."""
+"""Runs on a copy of the model: required resources (`dry_run`) and a learning rate (`find_lr`)."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -31,7 +31,7 @@ __all__ = ["DryRun", "dry_run", "find_lr"]
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a fine-tune will do and need.
+    """Steps, rows and resources of a fine-tune.
 
     Attributes:
         task: the head's name.
@@ -39,11 +39,11 @@ class DryRun:
         rows: training rows, windows of long texts counted one by one.
         tokens: tokens of all of them.
         longest: tokens of the longest.
-        eval_rows: held-out rows by set.
+        eval_rows: number of evaluation rows of each set.
         batch_size: rows in a batch; None where tokens are counted.
         steps: optimiser steps of the whole run.
-        needs: time and memory; its ``steps`` are those of the first epoch times epochs.
-        metrics: figures that evaluation gave for some held-out rows.
+        needs: time and memory; its ``steps`` are the steps of the first epoch times the epochs.
+        metrics: metrics of some evaluation rows.
     """
 
     task: str
@@ -68,7 +68,7 @@ class DryRun:
             f"{self.task}{labels[:100]}",
             f"{self.rows:,} training rows, {self.tokens:,} tokens, the longest {self.longest}",
             *([] if self.batch_size is None else [f"batches of {self.batch_size} rows"]),
-            f"held out: {held}" if held else "nothing is held out",
+            f"evaluation: {held}" if held else "no evaluation data",
             str(self.needs),
         ]
         return "\n".join(lines)
@@ -90,26 +90,21 @@ def dry_run(
     adapter: Settings | None = None,
     **options: Unpack[FinetuneWords],
 ) -> DryRun:
-    """Return what ``finetune`` with the same arguments will do and need, after trying a little of all of it.
+    """Return what ``finetune`` with the same arguments will do and need, after a short trial of each part.
 
-    The data is read and tokenized whole; a copy of the model does the heaviest batch and three steps, evaluates some
-    held-out rows and is written to a folder that is removed again. Nothing else is written, no model is changed.
+    All data is read and tokenized; a copy of the model runs the largest batch and three steps, evaluates some
+    rows and is written to a temporary folder. Nothing else is written, and no model changes.
     All arguments of ``finetune`` are accepted. ``out`` is checked and not written; ``on_event``, ``progress``,
     ``monitor`` and ``callbacks`` are not used.
 
     Raises:
-        Exception: whatever `flodl_hf.training.finetune` would raise by then.
+        Exception: errors that `flodl_hf.training.finetune` would raise up to this point.
     """
+    own = Own(metrics=metrics, callbacks=tuple(callbacks))
     with ExitStack() as stack:
-        stack.enter_context(_vectors_kept(model))
-        job = _planned("dry_run", model, train, eval, out, overwrite, loss, adapter, options, metrics, callbacks)
-        cast_stored(job.model)  # tried here, on one device
-        stack.enter_context(settings_of_torch())
-        if not job.named and job.options.adapter is not None:
-            stack.callback(job.model.remove_adapter)
-        stack.callback(job.conclude, job.model)  # another run may put something else beside the model
-        needs = make_builder(job, lambda event: None, stack).set(eval_start=False).dry_run()
-        figures = _judge_some(job)
+        job = _plan_trial(stack, "dry_run", model, train, eval, options, adapter, loss, own, out, overwrite)
+        needs = make_builder(job, lambda event: None, stack).dry_run()
+        figures = _evaluate_some(job)
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flodl-hf-"))) / "model"
         job.model.save_pretrained(place)
     sets = _sets(job)
@@ -127,21 +122,28 @@ def dry_run(
     )
 
 
-def _planned(
-    where: str, model: Any, train: Any, held_out: Any, out: Any, overwrite: bool, loss: Any, adapter: Any,
-    given: Mapping[str, Any], metrics: Any, callbacks: Sequence[Callback],
+def _plan_trial(
+    stack: ExitStack, where: str, model: Any, train: Any, held_out: Any, given: Mapping[str, Any], adapter: Any,
+    loss: Any, own: Own, out: Any, overwrite: bool,
 ) -> Job:  # fmt: skip
-    """Return the job of `finetune` with the same arguments."""
+    """Return the job of `finetune` with the same arguments; ``stack`` restores a model in memory."""
+    stack.enter_context(_vectors_kept(model))
     options, loss, problems = read_arguments(where, model, train, given, loss=loss, adapter=adapter)
     if out is not None and not problems.found:
         check_free(Path(out), overwrite)
-    own = Own(loss, metrics, tuple(callbacks))
-    return plan_job(model, train, held_out, options, where=where, own=own, problems=problems)
+    own = replace(own, loss=loss)
+    job = plan_job(model, train, held_out, options, where=where, own=own, problems=problems)
+    cast_stored(job.model)  # a trial runs on one device, without shards
+    stack.enter_context(settings_of_torch())
+    if not job.named and job.options.adapter is not None:
+        stack.callback(job.model.remove_adapter)
+    stack.callback(job.conclude, job.model)  # another run may attach another module to the model
+    return job
 
 
 @contextmanager
 def _vectors_kept(model: str | Path | EncoderModel) -> Iterator[None]:
-    """Have a model in memory make vectors afterwards as it did before, whatever the options say of them."""
+    """Restore the embedding settings of a model in memory at the end."""
     if not isinstance(model, GraphModel):
         yield
         return
@@ -156,15 +158,15 @@ def _sets(job: Job) -> dict[str, Evaluation]:
     return {} if job.evaluation is None else dict(job.evaluation.sets)
 
 
-def _judge_some(job: Job) -> dict[str, float]:
-    """Return figures of a few held-out rows of each set, to see that judging works."""
+def _evaluate_some(job: Job) -> dict[str, float]:
+    """Return metrics of a few evaluation rows of each set, to check the evaluation."""
     figures: dict[str, float] = {}
     mode = job.model.training
     job.model.eval()
     try:
         for name, one in _sets(job).items():
             first = one.units()[0]
-            losses, scorer = one._judge(job.model, first)
+            losses, scorer = one._evaluate(job.model, first)
             found = one._figures(losses, scorer)
             figures |= {f"{name}/{figure}" if name else figure: float(np.float64(v)) for figure, v in found.items()}
     finally:
@@ -197,21 +199,16 @@ def find_lr(
 
     Args:
         train: data, as for `flodl_hf.training.finetune`.
-        eval: held-out data, likewise; nothing is judged, and rows that the run would hold out are not learned from.
+        eval: evaluation data; rows that the run would split off are not used for training.
         steps: optimiser steps at most; rates rise by the same factor at each.
         out: checked and not written; ``on_event``, ``progress``, ``monitor``, ``metrics`` and ``callbacks`` are not
-            used. The other arguments are those of `flodl_hf.training.finetune`.
+            used. The other arguments are described in `flodl_hf.training.finetune`.
 
     Raises:
         ConfigError, DataError: as in `finetune`; rates that do not rise.
         TrainError: the loss is not finite from the start.
     """
+    own = Own(metrics=metrics, callbacks=tuple(callbacks))
     with ExitStack() as stack:
-        stack.enter_context(_vectors_kept(model))
-        job = _planned("find_lr", model, train, eval, out, overwrite, loss, adapter, options, metrics, callbacks)
-        cast_stored(job.model)  # tried here, on one device
-        stack.enter_context(settings_of_torch())
-        if not job.named and job.options.adapter is not None:
-            stack.callback(job.model.remove_adapter)
-        stack.callback(job.conclude, job.model)
+        job = _plan_trial(stack, "find_lr", model, train, eval, options, adapter, loss, own, out, overwrite)
         return make_builder(job, lambda event: None, stack).find_lr(low, high, steps)

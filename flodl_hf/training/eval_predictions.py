@@ -1,4 +1,4 @@
-"""Predictions and gold labels of held-out examples, for the report and for tuned thresholds."""
+"""Predictions and gold labels of evaluation examples, for the report and for tuned thresholds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["EvalPredictions"]
+__all__ = ["CollectedPredictions", "CollectedValues", "EvalPredictions"]
 
 
 @dataclass
@@ -29,3 +29,38 @@ class EvalPredictions:
         """Store predictions and gold labels; return no metric."""
         self.predictions, self.truth = predictions, truth
         return {}
+
+
+class CollectedValues:
+    """Values of examples, collected for metrics that are no sums; subclasses are a `flodl.metrics.Metric`."""
+
+    def __init__(self) -> None:
+        self.items: dict[int, Any] = {}
+
+    def merge(self, other: Any) -> None:
+        """Add the examples of ``other``."""
+        self.items |= other.items
+
+    def compute(self) -> dict[str, float]:
+        """Return the number of examples."""
+        return {"count": float(len(self.items))}
+
+    def reset(self) -> None:
+        """Remove all examples."""
+        self.items = {}
+
+
+class CollectedPredictions(CollectedValues):
+    """Predictions and gold labels of examples."""
+
+    def update(self, example: int, prediction: Any, truth: Any) -> None:
+        """Add one example, as JSON values."""
+        self.items[example] = (prediction, truth)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        return {"items": [[example, *pair] for example, pair in self.items.items()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a saved state."""
+        self.items = {example: (prediction, truth) for example, prediction, truth in state["items"]}

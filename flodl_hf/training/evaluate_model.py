@@ -29,16 +29,16 @@ from flodl_hf.training.lists import has_lists
 from flodl_hf.training.losses.auxiliary import needs_layer
 from flodl_hf.training.losses.tsdae import denoises
 from flodl_hf.training.multilabel_columns import list_multilabel_columns
+from flodl_hf.training.option_checks import Problems
 from flodl_hf.training.options import Options, make_options
 from flodl_hf.training.report.figures import LabelTable, label_table
 from flodl_hf.training.sequence import SequenceTask
 from flodl_hf.training.start import known_of
 from flodl_hf.training.task import Task, name_of
-from flodl_hf.training.task_options import Problems
 from flodl_hf.training.tokens import TokenTask
 from flodl_hf.training.training_arguments import translated
 from flodl_hf.training.user_code import Own
-from flodl_hf.training.vectors.auxiliary import BesideTask
+from flodl_hf.training.vectors.auxiliary import AuxiliaryTask
 from flodl_hf.training.vectors.tables import are_pairs
 from flodl_hf.training.vectors.task import EmbeddingTask
 
@@ -69,16 +69,16 @@ def evaluate(
         result.metrics["accuracy"]
         print(result)
 
-    The metrics are those that `flodl_hf.finetune` reports for ``eval=data``. A folder that `flodl_hf.finetune` wrote is
+    The metrics are the same as in `flodl_hf.finetune` with ``eval=data``. A folder that `flodl_hf.finetune` wrote is
     evaluated with the task and the options of its ``recipe.yaml`` (such as ``max_length``), unless they are given here.
 
     Args:
         model: a folder or Hub name, or a model.
         data: labelled data, as ``eval`` of `flodl_hf.finetune`: a file, rows in memory, a Hugging Face data set, a data
-            frame, or several of these by name.
+            frame, or a mapping of names to several of these.
         device: where to compute. By default the device of a model in memory, else the best device.
-        devices: several devices, by number or by name: each evaluates a share of the data, with the same result.
-        metrics: ``metrics(predictions, truth)`` returns further metrics by name, as in `flodl_hf.finetune`.
+        devices: several devices, as a number or names: each evaluates a share of the data, with the same result.
+        metrics: ``metrics(predictions, truth)`` returns further metrics, as in `flodl_hf.finetune`.
         untrained: evaluate although parts of the model contain random values.
         **options: options of `flodl_hf.finetune` that concern data and evaluation: ``task``, ``columns``,
             ``problem_type``, ``max_length``, ``stride``, ``long_texts``, ``batch_size``, ``layout``, ``precision``,
@@ -161,7 +161,7 @@ FROM_RECIPE = (
 
 
 def _options(given: Mapping[str, Any], recipe: Mapping[str, Any]) -> Options:
-    """Return the options of an evaluation: those given, else those of the fine-tune that made the model.
+    """Return the options of an evaluation: the given ones, else the options of the fine-tune that trained the model.
 
     Raises:
         ConfigError: names that do not concern evaluation, or values that are not possible; ``problems`` lists them.
@@ -212,7 +212,7 @@ def _recipe_of(model: str | Path | EncoderModel) -> Mapping[str, Any]:
     if recipe is None and model.source is not None and model.active_adapter is None:
         recipe = _recipe_of(model.source.folder)
     task = (recipe or {}).get("task")
-    # A folder may have been loaded for another task than that of its recipe.
+    # A folder may have been loaded for another task than the task of its recipe.
     return recipe if recipe and task is not None and task_named(task).head == model.head else {}
 
 
@@ -277,7 +277,7 @@ def _plan(
     if name in ("sequence_classification", "token_classification"):
         options = _with_labels(model, name, options)
         if _has_names(model):
-            # Declared classes are compared by name: the model may number them in another order.
+            # Declared classes are compared by their names: the model may number them in another order.
             sets = {name: numbered_as(rows, model.config.labels) for name, rows in tables.evals.items()}
             tables = replace(tables, train=next(iter(sets.values())), evals=sets)
     tables, options = list_multilabel_columns(tables, replace(options, task=name))
@@ -288,11 +288,11 @@ def _plan(
             raise _other_labels(model, fault.details.get("problems", [])) from None
         if not is_loss_inherited:
             raise
-        # Data of another form than that of training: the usual loss of that form.
+        # Data of another form than the training data: the default loss of this form.
         options = replace(options, vector_loss=None, loss_options=None)
         task, options = choose_task(tables, options, known_of(model, options))
     _check_labels(model, task, tables)
-    if isinstance(task, BesideTask):
+    if isinstance(task, AuxiliaryTask):
         raise DataError(
             "evaluate: found pairs with classes, which are predicted by a layer that only training has. Give pairs "
             "with numbers that measure their similarity, or pairs or triplets without labels."
@@ -332,7 +332,7 @@ def _has_names(model: EncoderModel) -> bool:
 
 
 def _check_labels(model: EncoderModel, task: Task, tables: Tables) -> None:
-    """Refuse data whose labels are not those of the model, or of another kind."""
+    """Raise if the data have other labels than the model, or labels of another kind."""
     known = tuple(model.config.labels)
     column = task.columns.label or task.columns.tags if isinstance(task, (SequenceTask, TokenTask)) else None
     if column is not None and task.kind != "regression" and _has_names(model):

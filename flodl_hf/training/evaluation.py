@@ -1,7 +1,7 @@
-"""A model judged on held-out data: every window once, figures by example, no scores kept.
+"""Evaluation of a model: every window once, metrics by example, without storing scores.
 
-Windows of one example are brought together before they are judged. Several ranks share the data and add up their
-figures. What is judged, and by which figures, is decided by the task.
+The windows of one example are combined first. Several ranks share the data and sum their
+metrics. The task defines the metrics.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flodl.errors import ConfigError, nearest
 from flodl.metrics import merged
 from flodl.train.precision import Precision
 from flodl_hf.training.eval_predictions import EvalPredictions
-from flodl_hf.training.generator.step import JointObjective
+from flodl_hf.training.generator import JointObjective
 from flodl_hf.training.pairs import PretrainingObjective
 from flodl_hf.training.rows import CollateRows
 from flodl_hf.training.step import Objective, rows_of_scores
@@ -44,13 +44,13 @@ class Evaluation:
     """Called with a model, returns its figures on the prepared data; `on_ranks` does so with several ranks.
 
     Args:
-        task: what is learned.
+        task: the task.
         prepared: the data.
         collate: makes batches.
         objective: the loss, plain or as in training.
-        batch_size: rows at once.
+        batch_size: rows in a batch.
         precision: as in training.
-        seed: decides what is masked.
+        seed: seed of the masking.
         own: figures of the user's own, as in `flodl_hf.training.user_code.Own`.
         seen: is given predictions, truth and figures of each evaluation, where they are wanted again afterwards.
     """
@@ -71,24 +71,24 @@ class Evaluation:
         return {"": self}
 
     def scorer(self) -> Scorer:
-        """Return a scorer that has seen nothing."""
+        """Return a new scorer."""
         scorer = self.task.scorer(self.prepared)
         scorer = scorer if self.own is None else OwnScorer(scorer, self.task, self.own)
         return scorer if self.seen is None else OwnScorer(scorer, self.task, self.seen)
 
     def __call__(self, model: Any) -> dict[str, float]:
         """Return the figures, ``eval_loss`` first; the model must be in evaluation mode."""
-        losses, scorer = self._judge(model, [batch for unit in self.units() for batch in unit])
+        losses, scorer = self._evaluate(model, [batch for unit in self.units() for batch in unit])
         return self._figures(losses, scorer)
 
     def on_ranks(self, model: Any, ranks: Ranks, speeds: Sequence[float]) -> dict[str, float]:
-        """Return the figures, to which every rank contributes those of its share of the data.
+        """Return the metrics; every rank evaluates a share of the data.
 
-        The batches are those of one rank, and their losses are summed in the same order, so the loss is the same to the
-        bit; so are figures that are counts. Sums of numbers within figures may differ in the last bits.
+        The batches are those of one rank, and the losses are summed in the same order, so the loss is bit-equal;
+        so are metrics that are counts. Sums of numbers within metrics may differ in the last bits.
 
         Args:
-            ranks: who takes part; all call this at the same time, with equal weights.
+            ranks: the ranks; all call this at the same time, with equal weights.
             speeds: how fast ranks are in proportion, the same on all.
         """
         units = self.units()
@@ -97,24 +97,24 @@ class Evaluation:
         mine = [batch for unit, owner in zip(units, owners, strict=True) if owner == ranks.rank for batch in unit]
         more = 0
         if is_sharded(model):
-            # A pass over shards needs every rank, so all take as many as the one with the most.
+            # A forward pass with shards needs every rank, so all ranks run the same number of passes.
             more = int(max(row[0] for row in ranks.table([float(len(mine))]))) - len(mine)
-        losses, scorer = self._judge(model, mine, more)
+        losses, scorer = self._evaluate(model, mine, more)
         parts = ranks.gather({"losses": losses, "metrics": [metric.state_dict() for metric in scorer.metrics()]})
         whole = self.scorer()
         for i, metric in enumerate(whole.metrics()):
             merged(metric, [part["metrics"][i] for part in parts])
         return self._figures([loss for part in parts for loss in part["losses"]], whole)
 
-    def _judge(
+    def _evaluate(
         self, model: Any, batches: Sequence[Numbered], more: int = 0
     ) -> tuple[list[tuple[int, float, float]], Scorer]:
         """Return number, sum and count of each batch's loss, and a scorer that has seen the batches.
 
         Args:
-            model: to be judged.
+            model: the model.
             batches: number and rows of each.
-            more: passes whose scores are for nothing, which other ranks need.
+            more: additional passes for other ranks; their scores are discarded.
         """
         rows, scorer = self.prepared.rows, self.scorer()
         device = model.device
@@ -134,7 +134,7 @@ class Evaluation:
                     totals.append(self.objective.of(scores, batch).totals())
                 if isinstance(self.objective, (JointObjective, PretrainingObjective, VectorObjective)):
                     scores = self.objective.by_row(scores, batch)
-                if self.task.kind == "words":  # the loss says it all, and the scores are large
+                if self.task.kind == "words":  # the loss is sufficient, and the scores are large
                     continue
                 per_row = rows_of_scores(scores.float().cpu(), given, per_row=self.task.per_row)
                 for i, row in zip(indices.tolist(), per_row, strict=True):
@@ -180,7 +180,7 @@ class Evaluation:
         return [[(next(numbers), batch) for batch in unit] for unit in units]
 
     def check_metric(self, name: str) -> str:
-        """Return the name of a figure with its sign: ``-`` before those of which less is better.
+        """Return the name of a metric with its sign: ``-`` if lower is better.
 
         Raises:
             ConfigError: the task has no such figure.
@@ -203,10 +203,10 @@ LOWER_IS_BETTER = ("eval_loss", "perplexity", "mse", "rmse", "mae")
 
 @dataclass(frozen=True)
 class Evaluations:
-    """Several sets of held-out data, judged one after another; their figures come as ``<set>/<figure>``.
+    """Several evaluation sets; metrics are named ``<set>/<metric>``.
 
     Args:
-        sets: by name; the first one's main figure says which model is best, unless another is asked for.
+        sets: evaluations; the main metric of the first selects the best model by default.
     """
 
     sets: Mapping[str, Evaluation]

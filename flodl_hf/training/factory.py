@@ -1,7 +1,6 @@
-"""The model of a run: opened with the right head and labels, some parts frozen, made ready to train.
+"""The model of a run: opened with the head and labels of the task, with frozen parts and dropout.
 
-Decides what of a model is touched for training alone, and undoes it. Which tensors a checkpoint gives is decided
-in `flodl_hf.models.pretrained`.
+This module applies changes for training, and undoes them. `flodl_hf.models.pretrained` loads checkpoints.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ class ModelFactory:
         name: folder or Hub name.
         head: the head's name.
         labels: label names; None keeps the source's.
-        problem_type: what the labels are.
+        problem_type: kind of the labels.
         freeze: parts that do not learn.
         dropout: in place of the model's own.
         options: further options of ``from_pretrained``.
-        new_head: draw the head anew, though the source has one.
+        new_head: initialise a new head, even if the source has one.
         adapter: added, to learn in place of the base; None for none.
-        seed: of what is drawn; None leaves the generator as it is.
+        seed: seed of new weights; None keeps the state of the generator.
         start: gives the model further parts that learn; None for none.
         as_stored: leave weights in half precision as they are, for shards that are made float32 as they are cut: pages
             of a file that ranks share, instead of the whole in float32 on each.
@@ -90,7 +89,7 @@ class ModelFactory:
         return opened
 
     def _as_stored(self) -> EncoderModel:
-        """Return the model in the one dtype of its files, with what they lack drawn in float32 as always."""
+        """Return the model in the dtype of its files; missing tensors are initialised in float32."""
         from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPES
         from flodl_hf.nn.layers.parts import as_whole
 
@@ -99,7 +98,7 @@ class ModelFactory:
         stored = model.source.manifest.tensors
         kinds = {DTYPES[stored[as_whole(name)].dtype] for name in model.source.placed.values()}
         if kinds != {model.dtype}:
-            # What config.json says of them is not what a run begins with.
+            # config.json may state another dtype than the files have.
             model = self._read(kinds.pop() if kinds in ({torch.bfloat16}, {torch.float16}) else torch.float32)
         if model.dtype not in (torch.bfloat16, torch.float16):
             return model
@@ -121,7 +120,7 @@ class ModelFactory:
 
 
 def _draw(model: EncoderModel, names: Iterable[str]) -> None:
-    """Draw parameters of a model's graph anew, in float32: other numbers would be drawn in half precision."""
+    """Initialise parameters in float32: half precision would draw other numbers."""
     from flodl_hf.models.building import assign, initialise
 
     half = [name for name in names if model.graph.get_parameter(name).dtype != torch.float32]
@@ -134,8 +133,8 @@ def cast_stored(model: EncoderModel, replaced: Container[str] = (), left: Contai
 
     Args:
         model: as `ModelFactory` opens it with ``as_stored``; others are left as they are.
-        replaced: names of those that hold nothing then.
-        left: names of those that stay as they are stored, to be cast by a later call.
+        replaced: names of parameters that are replaced afterwards, so their values are dropped.
+        left: names of parameters that a later call casts.
     """
     dtype, model.dtype_in_shards = model.dtype_in_shards, None
     if dtype is None:
@@ -155,7 +154,7 @@ def take(model: EncoderModel, state: Mapping[str, Tensor]) -> None:
     What does not learn stays as it is stored, which `cast_stored` ends: an adapter is written without its base.
 
     Raises:
-        CheckpointError: they are not its own by name, shape and dtype.
+        CheckpointError: names, shapes or dtypes differ from the model.
     """
     cast_stored(model, state, fixed_names(model))
     check_fits(model, state)
@@ -178,7 +177,7 @@ class FixedModel:
 
 
 def set_dropout(model: nn.Module, probability: float) -> list[tuple[Any, str, float]]:
-    """Set every dropout of a model; return what they were, to be put back."""
+    """Set every dropout of a model; return the former values."""
     before: list[tuple[Any, str, float]] = []
     for module in model.modules():
         for name in ("p", "attention_dropout", "inner_dropout"):

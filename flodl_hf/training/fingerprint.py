@@ -1,8 +1,9 @@
-"""What makes a run the run that it is: choices by value, data and the start by hash.
+"""Identity of a training run, used to check that a checkpoint belongs to it.
 
-A run that is taken up again compares these with what its checkpoint says (`flodl.train.saving.resume`), beside what the
-trainer knows itself: order and size of batches, optimiser, schedule, precision, seed, ranks. An option is compared
-unless a table here says who else does, or why it changes no number.
+Options are compared as values, data and the starting model as hashes. A resumed run compares them with its checkpoint
+(`flodl.train.saving.resume`), in addition to the values of the trainer: order and size of batches, optimiser, schedule,
+precision, seed, ranks. An option is compared unless a table in this module states that the trainer compares it, or why
+it changes no number.
 """
 
 from __future__ import annotations
@@ -38,25 +39,25 @@ BY_THE_TRAINER = (
         "on_nan",
         "compat",
         "ema",
-        "ema_warmup",
-        "rules",
-        "trend_every",
     ),
 )
 BY_HASH = ("columns", "revision")
 CHANGES_NO_NUMBER: Mapping[str, str] = {
     **dict.fromkeys(("epochs", "max_steps"), MAY_CHANGE["num_epochs"]),
-    **dict.fromkeys(("gradient_checkpointing", "deterministic", "fused", "compile", "backend"), MAY_CHANGE["compile"]),
+    **dict.fromkeys(("gradient_checkpointing", "deterministic", "fused", "compile"), MAY_CHANGE["compile"]),
     **dict.fromkeys(("save_every", "checkpoints", "keep_checkpoints", "keep_last"), MAY_CHANGE["folder"]),
     **dict.fromkeys(("log_every", "trackers", "log_dir", "profile", "report"), MAY_CHANGE["trackers"]),
-    **{name: MAY_CHANGE[name] for name in ("capture", "resume", "allow_change", "watch", "eval_start")},
-    "eval_batch_size": "how many rows are judged at once",
+    **{name: MAY_CHANGE[name] for name in ("capture", "resume", "allow_change")},
+    "eval_batch_size": "how many rows are evaluated in a batch",
     "local_files_only": "where the start is read from, which is compared itself",
 }
 
+REMOVED = {"adaptive_layers": False, "eval_delay": 0}
+"""Options of earlier versions that checkpoints contain, with the value that corresponds to the current behaviour."""
+
 
 def fingerprint_of(job: Job) -> dict[str, Any]:
-    """Return what decides the numbers of a planned run besides what the trainer compares, as JSON values by name."""
+    """Return the values that define the numbers of a planned run, without the values of the trainer; JSON values."""
     passed = {*BY_THE_TRAINER, *BY_HASH, *CHANGES_NO_NUMBER, "class_weights", "metric"}
     asked = {name: _plain(value) for name, value in job.options.to_dict().items() if name not in passed}
     with ThreadPoolExecutor(1) as beside:
@@ -70,6 +71,7 @@ def fingerprint_of(job: Job) -> dict[str, Any]:
         for name, one in sets.items()
     }
     return {
+        **REMOVED,
         **asked,
         "loss": _plain(job.own.loss),
         "class_weights": job.objective.weights,
@@ -81,7 +83,7 @@ def fingerprint_of(job: Job) -> dict[str, Any]:
 
 
 def _start(job: Job) -> str:
-    """Return a hash of where a run begins: the weights, where the start was given by name."""
+    """Return a hash of the starting model: its config, and its weights if it was given as a name."""
     start = hashlib.sha256(repr(job.model.config.encoder).encode())
     if job.named:
         beside = job.model.beside
@@ -93,7 +95,7 @@ def _start(job: Job) -> str:
 
 
 def _digest(rows: EncodedRows, further: Any) -> str:
-    """Return a hash of tokens, labels and windows, and of what is judged besides."""
+    """Return a hash of tokens, labels and windows, and of further evaluation values."""
     digest = hashlib.sha256()
     for part in ({**rows.columns, "lengths": rows.lengths}, {**rows.values, "owners": rows.owners}):
         for name in sorted(part):

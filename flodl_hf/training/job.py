@@ -1,7 +1,7 @@
-"""Everything that a run needs to know before its first step, checked and tokenized.
+"""Plan of a run: task, rows, batches, loss and evaluation, checked and tokenized.
 
-Decides how options, data and model become a task, rows, batches, a loss and a judge. Nothing is trained here, so
-a mistake shows before it has cost anything.
+Options, data and model determine the task, rows, batches, loss and evaluation. Nothing is trained here, so
+errors are raised before the expensive part.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from flodl_hf.training.data import HEADED, Known, Tables, choose_task, read_tabl
 from flodl_hf.training.eval_predictions import EvalPredictions
 from flodl_hf.training.evaluation import Evaluation, Evaluations
 from flodl_hf.training.factory import FixedModel, ModelFactory
-from flodl_hf.training.generator.task import GeneratorTask
+from flodl_hf.training.generator import GeneratorTask
 from flodl_hf.training.multilabel_columns import list_multilabel_columns
+from flodl_hf.training.option_checks import ONE_ROW, Problems, task_faults, weight_faults
 from flodl_hf.training.options import Options
 from flodl_hf.training.pairs import PairTask, PretrainingObjective
 from flodl_hf.training.ranking import RankTask
 from flodl_hf.training.rates import make_schedule
 from flodl_hf.training.replaced import ReplacedTask
 from flodl_hf.training.rows import CollateRows, EncodedRows, Masking
-from flodl_hf.training.start import BESIDE, known_of, open_start, settle_head
+from flodl_hf.training.start import ATTACHING_TASKS, known_of, open_start, settle_head
 from flodl_hf.training.step import Objective
 from flodl_hf.training.task import LengthLimits, Prepared, Task, name_of
 from flodl_hf.training.task_inference import (
@@ -48,7 +49,6 @@ from flodl_hf.training.task_inference import (
     unlearned_labels,
     unused_texts,
 )
-from flodl_hf.training.task_options import ONE_ROW, Problems, task_faults, weight_faults
 from flodl_hf.training.thresholds import threshold_faults
 from flodl_hf.training.user_code import Own
 from flodl_hf.training.vectors.step import VectorObjective
@@ -58,7 +58,7 @@ from flodl_hf.training.vectors.task import EmbeddingTask
 if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel
 
-__all__ = ["BESIDE", "Job", "make_evaluation", "plan_job", "prepare_held_out", "row_limits"]
+__all__ = ["ATTACHING_TASKS", "Job", "make_evaluation", "plan_job", "prepare_held_out", "row_limits"]
 
 
 @dataclass
@@ -66,21 +66,21 @@ class Job:
     """All that is known before the first step; made by `plan_job`.
 
     Attributes:
-        options: the choices, with what was inferred filled in.
-        task: what is learned.
+        options: the options, with inferred values.
+        task: the task.
         tables: the rows as read.
         model: the model, on the CPU, with its new head.
         factory: opens the same model again, for ranks in other processes.
         rows: training data as tokens.
-        batches: which rows come together.
+        batches: which rows form each batch.
         collate: makes a batch.
         objective: the loss.
-        evaluation: judges a model; None without held-out data.
+        evaluation: the evaluation; None without evaluation data.
         steps: optimiser steps of the whole run.
-        name: what the start is called.
-        own: what the user brought.
-        named: whether the start was given by name, and not as a model.
-        notes: what the user should know of how all this was understood.
+        name: name of the starting model.
+        own: functions of the user.
+        named: whether the model was given as a name or folder.
+        notes: notes for the user.
         unrecorded: why steps on CUDA are not recorded; None where they are.
     """
 
@@ -103,20 +103,20 @@ class Job:
 
     @property
     def metric(self) -> str | None:
-        """The figure that says which model is better, ``-`` before it where less is; None without evaluation."""
+        """The metric that selects the best model, with ``-`` if lower is better; None without evaluation."""
         if self.evaluation is None:
             return None
         return self.evaluation.check_metric(self.options.metric or self.task.main_metric)
 
     def conclude(self, model: EncoderModel) -> Any:
-        """Put what was learned beside the graph where the model has it; return a generator, which is one of its own."""
-        return self.task.conclude(model) if isinstance(self.task, BESIDE) else None
+        """Detach additional modules and store trained parts in the model; return the generator, if any."""
+        return self.task.conclude(model) if isinstance(self.task, ATTACHING_TASKS) else None
 
     @property
     def schedule(self) -> Any:
         """The learning rates."""
         options = self.options
-        # Without held-out data a plateau is one of the training loss.
+        # Without evaluation data, the plateau schedule uses the training loss.
         lower = self.metric is None or self.metric.startswith("-")
         return make_schedule(
             options.schedule, options.lr, options.warmup, self.steps,
@@ -126,7 +126,7 @@ class Job:
 
 def _no_tokenizer(where: str) -> ConfigError:
     return ConfigError(
-        f"{where}: the model has no tokenizer; put its tokenizer files beside the weights, or set model.tokenizer",
+        f"{where}: the model has no tokenizer; add its tokenizer files to the folder, or set model.tokenizer",
         problems=["tokenizer"],
     )
 
@@ -147,13 +147,13 @@ def plan_job(
     Args:
         model: where training begins.
         train: training data.
-        held_out: held-out data.
+        held_out: evaluation data.
         options: the choices of the run.
-        where: what was called, for messages.
-        own: what the user brought.
-        tell: called with a line that says what will be learned, before the model is opened, and with one where that
+        where: name of the called function, for messages.
+        own: functions of the user.
+        tell: called with a line that describes the task, before the model is opened, and with a warning if there
             are few steps.
-        problems: problems of the arguments, which are raised with those of the plan.
+        problems: problems of the arguments, raised together with the problems of the plan.
 
     Raises:
         DataError, ConfigError, CheckpointError, HubError, TokenizerError: as in `finetune`.
@@ -192,7 +192,7 @@ def plan_job(
             if opened.tokenizer is None:
                 raise _no_tokenizer(where)
             _masking(task, opened.tokenizer, options, where)
-            if isinstance(task, BESIDE):
+            if isinstance(task, ATTACHING_TASKS):
                 notes += task.settle(opened)
     if problems.found and opened is model and options.adapter is not None and opened is not None:
         opened.remove_adapter()
@@ -254,7 +254,7 @@ def _used_columns(task: Task, rows: Sequence[Mapping[str, Any]]) -> Sequence[str
 def prepare_held_out(
     task: Task, sets: Mapping[str, list[dict[str, Any]]], tokenizer: Any, limits: LengthLimits
 ) -> dict[str, Prepared]:
-    """Return each set of held-out examples as rows of tokens.
+    """Return each evaluation set as rows of tokens.
 
     Raises:
         DataError: examples do not fit the task; the message names the set.
@@ -293,7 +293,7 @@ def make_evaluation(
 
 
 def _several(task: Task) -> Any:
-    """Return a task whose examples are several rows each: vectors, and lists of a question's candidates; else None."""
+    """Return a task with several rows per example (vectors, lists of candidates); else None."""
     listed = isinstance(task, ChoiceTask) or (isinstance(task, RankTask) and task.loss is not None)
     return task if isinstance(task, EmbeddingTask) or listed else None
 
@@ -327,7 +327,7 @@ def _objective(
 def _evaluation(
     task: Task, options: Options, own: Own, parts: Mapping[str, Prepared], objective: Any, collate: Any, layout: str
 ) -> Evaluation | Evaluations | None:
-    """Return what judges a model by each held-out set; None where there is none."""
+    """Return the evaluation of all evaluation sets; None if there is none."""
     judging = replace(collate, layout="packed" if layout == "bucketed" else layout, noise=False, widths=())
     found: dict[str, Evaluation] = {}
     for name, part in parts.items():
@@ -342,7 +342,7 @@ def _evaluation(
 def _evaluation_of(
     task: Task, part: Prepared, collate: Any, objective: Any, options: Options, own: Own, seen: EvalPredictions | None
 ) -> Evaluation:
-    """Return the evaluation of one set of held-out examples; ``objective`` is the loss of training."""
+    """Return the evaluation of one set; ``objective`` is the loss of training."""
     several = _several(task)
     if several is not None:
         judge = several.of_held_out(part)
@@ -353,7 +353,7 @@ def _evaluation_of(
     else:
         judge = _plain_objective(task)(task.kind, mask_padding=options.compat is None, own=own.loss)
     if _has_shares(task):
-        count = len(part.rows)  # both means are over all held-out rows
+        count = len(part.rows)  # both means are over all evaluation rows
         collate = task.shares(collate, part.rows, FixedBatches(SequentialSampler(count), count), sys.maxsize)
     size = options.eval_batch_size or micro_batch_rows(options) or options.rows_in_batch
     return Evaluation(task, part, collate, judge, size, options.precision, options.seed, own.metrics, seen)
@@ -363,7 +363,7 @@ def row_limits(task: Task, opened: EncoderModel, tokenizer: Any, options: Option
     """Return how long rows of tokens may be."""
     usual = 384 if task.kind == "spans" else None
     bounds = [n for n in (opened.max_tokens, options.max_length or usual) if n]
-    if isinstance(task, BESIDE):
+    if isinstance(task, ATTACHING_TASKS):
         bounds += task.bounds(opened)
     types = opened.config.uses_token_types and tokenizer.settings.type_ids
     return LengthLimits(min(bounds, default=None), options.stride, types, options.long_texts == "windows")
@@ -383,7 +383,7 @@ def _masking(task: Task, tokenizer: Any, options: Options, where: str) -> Any:
 
 
 def _cut_texts(prepared: Mapping[str, Prepared], limits: LengthLimits, task: Task) -> list[str]:
-    """Return what is to be said of texts that are longer than a row."""
+    """Return notes about texts that are longer than a row."""
     counts = [f"{part.cut:,} of {len(part.rows):,} texts of {name}" for name, part in prepared.items() if part.cut]
     if not counts:
         return []
@@ -413,8 +413,8 @@ def _plan_faults(task: Task | None, tables: Tables | None, options: Options, own
         if options.tune_thresholds:
             problems += threshold_faults(task)
     if tables is not None and not tables.evals:
-        needed = ("early_stopping", "eval_every", "eval_start", "eval_delay", "metric", "tune_thresholds")
-        problems += [f"{name}: there is no held-out data; give eval=" for name in needed if getattr(options, name)]
+        needed = ("early_stopping", "eval_every", "metric", "tune_thresholds")
+        problems += [f"{name}: found no evaluation data; set eval=" for name in needed if getattr(options, name)]
     return problems
 
 

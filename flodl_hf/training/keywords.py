@@ -1,4 +1,4 @@
-"""What ``finetune`` takes as keywords, for type checkers; what each means is in `flodl_hf.training.options`."""
+"""Keywords of ``finetune`` for type checkers; `flodl_hf.training.options` describes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["EvaluateOptions", "FinetuneOptions", "FinetuneWords"]
 
 
 class FinetuneOptions(TypedDict, total=False):
-    """The fields of `flodl_hf.training.options.Options` as keywords; a test holds the two together."""
+    """The fields of `flodl_hf.training.options.Options` as keywords; a test compares the two."""
 
     task: str | None
     columns: Mapping[str, str] | None
@@ -58,7 +58,6 @@ class FinetuneOptions(TypedDict, total=False):
     prefix_encoder: int | None
     neftune: float | None
     ema: float | None
-    ema_warmup: bool
     precision: str
     gradient_checkpointing: bool
     attention: str
@@ -72,8 +71,6 @@ class FinetuneOptions(TypedDict, total=False):
     compat: str | None
     eval_every: int | None
     eval_batch_size: int | None
-    eval_start: bool
-    eval_delay: int
     metric: str | None
     keep_best: bool
     tune_thresholds: bool
@@ -82,12 +79,9 @@ class FinetuneOptions(TypedDict, total=False):
     whole_words: bool
     mask_probability: float
     generator: str | None
-    discriminator_weight: float | None
-    mask_padding: bool | None
     vector_loss: Any
     loss_options: Mapping[str, Any] | None
     matryoshka: Sequence[str]
-    adaptive_layers: bool
     guide: str | None
     pooling: str | None
     normalize: bool | None
@@ -96,9 +90,6 @@ class FinetuneOptions(TypedDict, total=False):
     no_duplicates: bool
     mixing: str
     cache_tokens: int | None
-    watch: Sequence[str]
-    rules: Sequence[str]
-    trend_every: int | None
     trackers: Sequence[str]
     log_dir: str | None
     profile: str | None
@@ -112,17 +103,16 @@ class FinetuneOptions(TypedDict, total=False):
     devices: Any
     policy: str | None
     shard: str | None
-    backend: str | None
     revision: str | None
     local_files_only: bool
 
 
 class FinetuneWords(FinetuneOptions, TrainerWords, total=False):
-    """What `flodl_hf.training.finetune` takes as keywords besides its arguments."""
+    """Keywords of `flodl_hf.training.finetune`: its options and the names of transformers."""
 
 
 class EvaluateOptions(TypedDict, total=False):
-    """Options of `flodl_hf.evaluate` as keywords: those of `flodl_hf.finetune` that concern data and evaluation."""
+    """Keywords of `flodl_hf.evaluate`: the options of `flodl_hf.finetune` that concern data and evaluation."""
 
     task: str | None
     columns: Mapping[str, str] | None

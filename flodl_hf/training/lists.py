@@ -1,4 +1,4 @@
-"""Rankers that learn from a question with all its candidates: lists as rows, their losses, and what is judged.
+"""Rankers trained on a question with all its candidates: rows, losses and metrics.
 
 An example is a question with its candidates, each of which is a row of the model; lists may be of different lengths.
 Candidates come as a list in a column with their labels in another, as one candidate a row, or as a positive with
@@ -43,33 +43,33 @@ class Candidates:
     grades: tuple[float, ...]
 
 
-def _named(row: Mapping[str, Any], said: Mapping[str, str] | None) -> tuple[str | None, str | None, str | None]:
+def _named(row: Mapping[str, Any], role_columns: Mapping[str, str] | None) -> tuple[str | None, str | None, str | None]:
     """Return the columns of questions, documents and labels."""
-    asked, lowered = dict(said or {}), {name.lower(): name for name in row}
+    asked, lowered = dict(role_columns or {}), {name.lower(): name for name in row}
     found = []
     for role, names in (("anchor", ANCHORS), ("positive", DOCUMENTS), ("label", LABELS)):
         found.append(asked.get(role) or next((lowered[name] for name in names if name in lowered), None))
     return found[0], found[1], found[2]
 
 
-def has_lists(rows: Sequence[Mapping[str, Any]], said: Mapping[str, str] | None = None) -> bool:
-    """Return whether a column holds lists of documents and another their labels."""
-    question, documents, label = _named(rows[0], said)
+def has_lists(rows: Sequence[Mapping[str, Any]], role_columns: Mapping[str, str] | None = None) -> bool:
+    """Return whether one column contains lists of documents and another one their labels."""
+    question, documents, label = _named(rows[0], role_columns)
     several = [name for name in (documents, label) if name is not None and isinstance(rows[0].get(name), (list, tuple))]
     return question is not None and len(several) == 2
 
 
 def read_lists(
-    rows: Sequence[Mapping[str, Any]], said: Mapping[str, str] | None = None, where: str = "train"
+    rows: Sequence[Mapping[str, Any]], role_columns: Mapping[str, str] | None = None, where: str = "train"
 ) -> tuple[list[Candidates], Columns]:
-    """Return questions with their candidates, and the columns that hold them.
+    """Return questions with their candidates, and the columns.
 
     Raises:
-        DataError: columns whose meaning cannot be told, or rows with more or fewer labels than documents.
+        DataError: columns are ambiguous, or a row has different numbers of labels and documents.
     """
-    if has_lists(rows, said):
-        return _of_columns(rows, said, where)
-    table = read_table(rows, said, where).as_scores
+    if has_lists(rows, role_columns):
+        return _of_columns(rows, role_columns, where)
+    table = read_table(rows, role_columns, where).as_scores
     if table.form == "triplets":
         found = [Candidates(row[0], row[1:], (1.0, *[0.0] * (len(row) - 2))) for row in table.texts]
         return found, table.columns
@@ -93,9 +93,9 @@ def read_lists(
 
 
 def _of_columns(
-    rows: Sequence[Mapping[str, Any]], said: Mapping[str, str] | None, where: str
+    rows: Sequence[Mapping[str, Any]], role_columns: Mapping[str, str] | None, where: str
 ) -> tuple[list[Candidates], Columns]:
-    question, documents, label = _named(rows[0], said)
+    question, documents, label = _named(rows[0], role_columns)
     assert question is not None
     assert documents is not None
     found, wrong = [], []
@@ -163,7 +163,7 @@ def prepare_lists(
 
 @dataclass(frozen=True)
 class CollateLists(CollateTexts):
-    """Makes a batch of the candidates of some questions; ``slots``, ``(questions, most)``, says which row each is."""
+    """Collates the candidates of some questions; ``slots``, ``(questions, most)``, contains their row numbers."""
 
     is_ragged: bool = True
 
@@ -176,7 +176,7 @@ class CollateLists(CollateTexts):
 
 
 def collate_lists(usual: CollateRows) -> CollateLists:
-    """Return what makes batches of lists, laid out like the usual ones."""
+    """Return the collate function for lists, in the same layout as ``usual``."""
     return CollateLists(
         usual.pad_id, usual.layout, shapes=usual.shapes, widths=usual.widths, shapes_for=usual.shapes_for,
     )  # fmt: skip
@@ -200,10 +200,10 @@ class ListObjective:
         return self.of(self.score(model, batch), batch)
 
     def score(self, model: Any, batch: Any) -> Tensor:
-        """Return the scores of candidates, ``(questions, most)``; those that are not there have some number."""
+        """Return the scores of candidates, ``(questions, most)``; scores of missing ones are arbitrary."""
         return score(model, batch).reshape(-1)[batch["slots"].clamp(min=0)]
 
     def of(self, scores: Tensor, batch: Any) -> Loss:
-        """Return the loss of scores that are known already."""
+        """Return the loss of computed scores."""
         with torch.autocast(scores.device.type, enabled=False):
             return Loss(*self.loss(scores.float(), batch["labels"], batch["slots"] >= 0))

@@ -1,6 +1,6 @@
 """Words behind masks, learned from plain text: one row a line, a long line in several windows; or lines end to end.
 
-What is masked is drawn anew in each epoch for training, and always alike for evaluation.
+Masks are drawn again in each epoch of training, and are constant in evaluation.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 from flodl.errors import ConfigError
 from flodl.metrics import Metric
 from flodl_hf.readers.columns import Columns
-from flodl_hf.training.rows import SPECIAL, EncodedRows, RowBuilder
+from flodl_hf.training.rows import SPECIAL, RowBuilder
 from flodl_hf.training.step import Kind
-from flodl_hf.training.task import CHUNK, Examples, LengthLimits, Prepared, check_texts
+from flodl_hf.training.task import CHUNK, Examples, LengthLimits, Prepared, UnweightedTask, check_texts
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
@@ -25,11 +25,11 @@ __all__ = ["MaskedTask", "words_of"]
 
 
 @dataclass(frozen=True)
-class MaskedTask:
+class MaskedTask(UnweightedTask):
     """The words behind masks.
 
     Args:
-        columns: which column holds texts.
+        columns: the column of texts.
         concatenate: put lines end to end and cut them into full rows.
     """
 
@@ -66,12 +66,8 @@ class MaskedTask:
         return Prepared(builder.build(), None if training else ())
 
     def scorer(self, prepared: Prepared) -> _Scorer:
-        """Return a scorer that has seen nothing."""
+        """Return a new scorer."""
         return _Scorer()
-
-    def label_counts(self, rows: EncodedRows) -> None:
-        """Return None: words are not weighed."""
-        return
 
 
 @dataclass(frozen=True)
@@ -87,7 +83,7 @@ def _full_rows(texts: Sequence[str], tokenizer: Tokenizer, limits: LengthLimits)
     """Yield rows of exactly ``limits.max_tokens``, the last one as long as it comes; every token is in one of them.
 
     Raises:
-        ConfigError: nothing says how long a row is, or a row has no room for a token of a line.
+        ConfigError: the length of a row is unknown, or too small for a token.
     """
     frame = tokenizer.encode_rows(["a"], max_tokens=None)[0][0]
     inside = [place for place, special in enumerate(frame.special) if not special]
@@ -95,7 +91,7 @@ def _full_rows(texts: Sequence[str], tokenizer: Tokenizer, limits: LengthLimits)
     if limits.max_tokens is None or limits.max_tokens <= len(lead) + len(trail):
         raise ConfigError(
             f"concatenate: rows have {limits.max_tokens or 'any number of'} tokens; expected more than the "
-            f"{len(lead) + len(trail)} around a text, and a bound: say max_length",
+            f"{len(lead) + len(trail)} around a text, and a bound: set max_length",
             problems=["concatenate"],
         )
     size = limits.max_tokens - len(lead) - len(trail)
@@ -126,7 +122,7 @@ def _lines_end_to_end(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[li
             line: list[tuple[int, int]] = [] if is_first else list(between)
             last = None
             for token, word in zip(row.ids, row.word_ids, strict=True):
-                # A token that is in no word is a word of its own.
+                # A token outside of words is a separate word.
                 first_word += word is None or word != last
                 line.append((token, first_word))
                 last = word
@@ -136,7 +132,7 @@ def _lines_end_to_end(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[li
 
 
 def words_of(row: object) -> list[int]:
-    """Return the word of each token; tokens of the text that are in no word are words of their own."""
+    """Return the word number of each token; tokens of the text outside of words have separate numbers."""
     words: list[int] = []
     extra = 1_000_000  # beyond the words of any row
     for place, (word, special) in enumerate(zip(row.word_ids, row.special, strict=True)):  # type: ignore[attr-defined]
@@ -148,7 +144,7 @@ class _Scorer:
     """Has nothing to add to the loss, from which perplexity follows."""
 
     def update(self, example: int, scores: Sequence[Tensor]) -> None:
-        """Take in nothing: what was masked is known to the loss alone."""
+        """Do nothing: only the loss uses the masked tokens."""
 
     def metrics(self) -> Sequence[Metric]:
         """Return none."""

@@ -1,4 +1,4 @@
-"""A fine-tuning run on the monitor's page: its recipe, its data, its model, and what a step asks of the device."""
+"""Monitoring of a fine-tuning run: recipe, data, model, and operations per step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flodl_hf.training.job import Job
 if TYPE_CHECKING:
     from flodl.monitor import Monitor
 
-__all__ = ["RECORDS", "StepTokens", "monitor_of_job"]
+__all__ = ["RECORDS", "StepTokens", "flops_of_encoder", "monitor_of_job", "peak_of"]
 
 RECORDS = ".logs"
 """After the name of the folder that a run writes: where its record is kept."""
@@ -26,14 +26,14 @@ RECORDS = ".logs"
 def monitor_of_job(
     wanted: Any, job: Job, recipe: Mapping[str, Any], target: Path | None, *, is_first: bool = True
 ) -> Monitor | bool | None:
-    """Return the monitor of a planned job, told of it and with its page shown; None where none is wanted.
+    """Return the monitor of a planned job with its page; None if none is requested.
 
-    On other ranks than the first it is True: they tell of their work, and show nothing.
+    On other ranks than the first it is True: they report their work, without a page.
 
     Args:
         wanted: True, a port, or a `flodl.monitor.Monitor`.
-        recipe: what the run is made of.
-        target: the folder that it writes; its record and page are kept beside it.
+        recipe: the recipe of the run.
+        target: the folder of the result; record and page are written next to it.
         is_first: whether this process is the one that reports.
 
     Raises:
@@ -114,7 +114,7 @@ class StepTokens:
 
 
 def _flops(job: Job) -> Callable[[float], float]:
-    from flodl_hf.training.peaks import flops_of_encoder
+    from flodl_hf.training.monitoring import flops_of_encoder
 
     learned, frozen = _parameters(job.model)
     config = job.model.config
@@ -128,7 +128,7 @@ def _flops(job: Job) -> Callable[[float], float]:
 
 
 def _parameters(model: Any) -> tuple[int, int]:
-    """Return how many parameters are multiplied with: those that learn, and the others; shared ones count each time."""
+    """Return the number of parameters in matrix products, trained and frozen; shared ones count each time."""
     looked_up = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     counts = [0, 0]
     for module in _calls(model):
@@ -139,7 +139,7 @@ def _parameters(model: Any) -> tuple[int, int]:
 
 
 def _calls(module: nn.Module) -> Any:
-    """Yield modules as often as they stand in the tree."""
+    """Yield all modules of the tree; a shared module is repeated."""
     yield module
     for child in module._modules.values():
         if child is not None:
@@ -147,7 +147,7 @@ def _calls(module: nn.Module) -> Any:
 
 
 def _peak(job: Job) -> float | None:
-    from flodl_hf.training.peaks import peak_of
+    from flodl_hf.training.monitoring import peak_of
 
     places, ranks = job.options.places, job.options.ranks or 1
     named = places if isinstance(places, str) else places[0] if isinstance(places, (list, tuple)) else None
@@ -156,7 +156,7 @@ def _peak(job: Job) -> float | None:
 
         device = torch.device(named) if named is not None else pick_device(None, 0)
         found = peak_of(described(device), job.options.precision)
-    except Exception:  # a device that is not there is refused elsewhere, with its reason
+    except Exception:  # other code reports missing devices
         return None
     return None if found is None else found * ranks
 
@@ -167,7 +167,7 @@ def _data(job: Job) -> dict[str, Any]:
     if len(job.rows) != len(job.tables.train):
         facts["rows of tokens"] = len(job.rows)
     for name, rows in job.tables.evals.items():
-        facts[f"held out {name}".strip()] = len(rows)
+        facts[f"evaluation {name}".strip()] = len(rows)
     facts |= {
         "tokens": int(lengths.sum()),
         "mean tokens of a row": round(float(lengths.mean()), 1),
@@ -183,3 +183,42 @@ def _data(job: Job) -> dict[str, Any]:
 def _model(job: Job) -> dict[str, Any]:
     config = job.model.config
     return {"start": job.name, "layers": int(config.num_layers), "hidden_size": int(config.hidden_size)}
+
+
+# Part of a device's name, then dense operations per second: float32, TF32, half precision. The first match counts.
+_PEAKS: tuple[tuple[str, float | None, float | None, float | None], ...] = (
+    ("H100 PCIe", None, 378.2e12, 756.4e12),
+    ("H200", 66.9e12, 494.7e12, 989.4e12),
+    ("H100", 66.9e12, 494.7e12, 989.4e12),
+    ("A100", 19.5e12, 156e12, 312e12),
+    ("RTX 4090", 82.6e12, 82.6e12, 165.2e12),
+    ("V100", 15.7e12, None, 125e12),
+)
+_COLUMNS = {"fp32": 1, "tf32": 2, "bf16": 3, "fp16": 3}
+
+
+def peak_of(device: str, precision: str) -> float | None:
+    """Return the peak operations per second of a device from its name; None if unknown."""
+    for row in _PEAKS:
+        if row[0].lower() in device.lower():
+            found = row[_COLUMNS[precision]] if precision in _COLUMNS else None
+            return found if isinstance(found, float) else None
+    return None
+
+
+def flops_of_encoder(
+    tokens: float, mean_length: float, *, learned: int, frozen: int = 0, layers: int, hidden_size: int
+) -> float:
+    """Return the floating-point operations of a training step of an encoder.
+
+    A parameter costs 2 operations per token in the forward pass, and twice that in the backward pass if it is trained
+    (Kaplan et al. 2020, arXiv:2001.08361); attention costs ``4 x length x hidden_size`` per token and layer, and twice
+    that in the backward pass. Embeddings and padding cost nothing.
+
+    Args:
+        tokens: number of tokens of the step.
+        mean_length: mean number of tokens of a row.
+        learned: number of trained parameters of matrix products; layers that are used twice count twice.
+        frozen: number of the others.
+    """
+    return tokens * (6.0 * learned + 2.0 * frozen + 12.0 * mean_length * hidden_size * layers)

@@ -1,4 +1,4 @@
-"""Labels that stand in a column each: ``columns={"label": "toxic+insult"}`` makes one column of lists of them.
+"""Labels in separate columns: ``columns={"label": "toxic+insult"}`` combines them into one column of lists.
 
 A column contains 1 where a text has the label, else 0; for regression it contains a number for each text.
 """

@@ -2,9 +2,9 @@
 
 The noise of a number is drawn by a hash of its row's seed, its token's place in the row and its place in the vector,
 so that it depends on the row, the epoch and the run's seed alone: in padded or packed batches, micro-batches, on any
-rank and after a resume. It is uniform within ``alpha / sqrt(tokens * width)``, with the tokens of the row itself; a
-reference that pads takes the width of the batch instead, which depends on the neighbours. All of it is computed where
-the batch is, from what the batch holds, so steps are recorded as ever.
+rank and after a resume. It is uniform within ``alpha / sqrt(tokens * width)``, with the tokens of the row itself; the
+reference uses the padded width of the batch instead, which depends on the other rows. The noise is computed on the
+device of the batch from its contents, so steps can be captured.
 """
 
 from __future__ import annotations
@@ -80,12 +80,15 @@ def uniform_noise(seeds: Tensor, lengths: Tensor, places: Tensor, width: int) ->
     base = mixed(mixed(seeds) + places)
     columns = torch.arange(width, device=seeds.device) * STEP
     bits = mixed(base[..., None] + columns)
-    number = (bits >> 8).to(torch.float32) * 2.0**-23 - 1.0  # 24 bits are what float32 holds exactly
+    number = (bits >> 8).to(torch.float32) * 2.0**-23 - 1.0  # float32 represents 24 bits exactly
     return number * torch.rsqrt(lengths.to(torch.float32) * width)[..., None]
 
 
 def mixed(value: Tensor) -> Tensor:
-    """Return 32 bits, each of which depends on all of ``value``; factors below 2**31, so that int64 holds products."""
+    """Return 32 bits, each of which depends on all bits of ``value``.
+
+    Factors are below 2**31, so that int64 does not overflow.
+    """
     value = value & MASK
     value = ((value ^ (value >> 16)) * 0x7FEB352D) & MASK
     value = ((value ^ (value >> 15)) * 0x31848BAB) & MASK

@@ -1,76 +1,110 @@
-"""What a fine-tuning run watches and decides, from options as they are written: short paths, rules as text.
+"""Callbacks that record values inside the model and act on trends: `Watch` and `Rules`.
 
-``layers.0-3`` is a part of the encoder here, as for ``freeze``; the Trainer knows it by its whole path.
+Paths are short, as for ``freeze``: ``layers.0-3`` is a part of the encoder. The Trainer uses the full path.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flodl.errors import ConfigError, GraphPathError, capped
 from flodl.graph import parts_at
+from flodl.train import Callback
 
 if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel
-    from flodl_hf.training.job import Job
 
-__all__ = ["observed_of", "whole_path"]
+__all__ = ["Rules", "Watch", "observed_of", "whole_path"]
 
 ENCODER = "encoder"
 
 
-def observed_of(job: Job) -> dict[str, Any]:
-    """Return the settings of the Trainer for what is watched and decided in a planned run.
+@dataclass(frozen=True)
+class Watch(Callback):
+    """Record the outputs of parts of the model in each step, as `flodl.train.Observed` events.
+
+    Args:
+        paths: paths of parts, each with an optional reduction (the default is the mean): ``"layers.0-3:norm"``.
+    """
+
+    paths: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Rules(Callback):
+    """Freeze, thaw, change rates or stop when a condition on trends is true.
+
+    Args:
+        rules: rules as text: ``"freeze layers.0-3 when stalled(loss, 3)"``; actions are freeze, thaw, rate and stop.
+        trend_every: number of steps between the values of trends; by default an epoch.
+    """
+
+    rules: Sequence[str]
+    trend_every: int | None = None
+
+
+def observed_of(job: Any) -> dict[str, Any]:
+    """Return the settings of the Trainer for the `Watch` and `Rules` callbacks of a planned run.
 
     Raises:
-        ConfigError: a path leads nowhere, or a rule asks about a figure that there will not be; ``problems`` lists all.
+        ConfigError: a rule or path is invalid, or a metric does not exist; ``problems`` lists all.
     """
-    options, problems = job.options, []
-    if not options.watch and not options.rules:
+    watched = [path for callback in job.own.callbacks if isinstance(callback, Watch) for path in callback.paths]
+    decided = [callback for callback in job.own.callbacks if isinstance(callback, Rules)]
+    if not watched and not decided:
         return {}
     from flodl.train.rules import parse_rule
+
+    problems: list[str] = []
 
     def whole(path: str) -> str:
         try:
             return whole_path(job.model, path)
         except GraphPathError as fault:
-            problems.append(fault.message)
+            problems.append(f"watch: {fault.message}")
             return path
 
     watch = {}
-    for text in options.watch:
+    for text in watched:
         path, colon, how = text.partition(":")
         watch[text] = f"{whole(path)}{colon}{how}"
     rules = []
-    for text in options.rules:
-        rule = parse_rule(text)
-        asked: Any = rule.condition
-        rules.append(replace(rule, path=whole(rule.path) if rule.path else "", condition=asked.renamed(watch)))
-        problems += [f"rules: {text!r}: {fault}" for name in asked.names if (fault := _fault(job, name))]
+    for text in [text for callback in decided for text in callback.rules]:
+        try:
+            rule = parse_rule(text)
+        except ConfigError as fault:
+            problems.append(f"rules: {fault.message}")
+            continue
+        condition: Any = rule.condition
+        rules.append(replace(rule, path=whole(rule.path) if rule.path else "", condition=condition.renamed(watch)))
+        faults = (_metric_fault(job, name, bool(watched)) for name in condition.names)
+        problems += [f"rules: {text!r}: {fault}" for fault in faults if fault]
     if problems:
-        raise ConfigError(f"finetune: options that cannot be:\n{capped(problems)}", problems=problems)
-    return {"watch": tuple(watch.values()), "rules": tuple(rules), "trend_every": options.trend_every}
+        raise ConfigError(f"finetune: found invalid callbacks:\n{capped(problems)}", problems=problems)
+    trend_every = next((callback.trend_every for callback in decided if callback.trend_every), None)
+    return {"watch": tuple(watch.values()), "rules": tuple(rules), "trend_every": trend_every}
 
 
-def _fault(job: Job, name: str) -> str | None:
-    """Return why there will be no figure of this name; None where there will be, or may be."""
-    if name == "loss" or name.startswith("train/") or job.own.loss is not None or job.options.watch:
-        return None  # what is watched, and what a loss of the user's own tells, has names of its own
+def _metric_fault(job: Any, name: str, has_watched: bool) -> str | None:
+    """Return why no metric of this name exists; None if it exists, or may exist."""
+    if name == "loss" or name.startswith("train/") or job.own.loss is not None or has_watched:
+        return None  # watched values and losses of the user define further names
     if job.evaluation is None:
-        return f"{name!r} would be a figure of held-out data, and there are none; expected loss, or give eval="
+        return f"{name!r} is a metric of evaluation data, found none; expected loss, or eval="
     try:
         known = job.evaluation.check_metric(name).removeprefix("-")
     except ConfigError as fault:
         return fault.message.removeprefix("metric: ")
-    return None if known == name else f"{name!r} is called {known!r} here"
+    return None if known == name else f"{name!r} is named {known!r} here"
 
 
 def whole_path(model: EncoderModel, path: str) -> str:
-    """Return the path of a part from the model's graph on; that of the encoder's parts may be left out.
+    """Return the full path of a part of the graph; ``encoder.`` may be omitted.
 
     Raises:
-        GraphPathError: nothing lies there.
+        GraphPathError: there is no such part.
     """
     try:
         parts_at(model.graph, path)

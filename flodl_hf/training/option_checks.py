@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, get_args
 
-from flodl.errors import ConfigError, nearest
+from flodl.errors import ConfigError, FlodlError, capped, nearest
 from flodl_hf.models.adapters.settings import adapter_faults, adapter_of
 
-__all__ = ["SCHEDULES", "checked", "combination_faults", "schedule_values"]
+__all__ = ["SCHEDULES", "Problems", "checked", "combination_faults", "schedule_values", "task_faults", "weight_faults"]
 
 SCHEDULES: dict[str, dict[str, type]] = {
     "linear": {},
@@ -28,7 +30,7 @@ SCHEDULES: dict[str, dict[str, type]] = {
     "one_cycle": {"divisor": float},
     "plateau": {"patience": int, "factor": float, "floor": float},
 }
-"""Names of curves, and what each takes in ``schedule_options``; `flodl_hf.training.rates` makes them."""
+"""Schedules with their ``schedule_options``; `flodl_hf.training.rates` creates them."""
 
 
 def checked(value: Any, hint: Any, checks: Mapping[str, Any]) -> Any:
@@ -110,7 +112,7 @@ def combination_faults(options: Any) -> list[str]:
     prompts = options.prompts
     texts = [*prompts, *prompts.values()] if isinstance(prompts, Mapping) else [prompts or ""]
     if not all(isinstance(text, str) for text in texts):
-        problems.append(f"prompts: found {prompts!r}; expected a text, or a text for each column by its name")
+        problems.append(f"prompts: found {prompts!r}; expected a text, or a mapping of columns to texts")
     schedule = options.schedule
     if isinstance(schedule, str):
         if schedule not in SCHEDULES:
@@ -123,10 +125,9 @@ def combination_faults(options: Any) -> list[str]:
             if schedule == "plateau" and options.warmup:
                 problems.append("warmup: a plateau schedule takes none; expected 0")
     elif options.schedule_options:
-        problems.append("schedule_options: the schedule is an object; expected none, or the schedule by its name")
+        problems.append("schedule_options: found a schedule object; expected none, or the name of a schedule")
     elif not hasattr(schedule, "lr"):
         problems.append(f"schedule: found {type(schedule).__name__}; expected a name, or an object with lr(step)")
-    problems += _rule_faults(options)
     if options.ema and options.policy in ("cadence", "async"):
         problems.append(
             f"ema: ranks of policy={options.policy!r} step by themselves, without a common average; expected "
@@ -140,8 +141,6 @@ def combination_faults(options: Any) -> list[str]:
         problems.append("label_smoothing: found 1.0; expected less, or nothing of the target is left")
     if options.mask_probability == 0.0:
         problems.append("mask_probability: found 0.0; expected more, or nothing is learned")
-    if options.discriminator_weight is not None and options.generator is None:
-        problems.append("discriminator_weight: there is no generator whose loss it stands beside; expected generator")
     if options.warmup > 1 and options.warmup != int(options.warmup):
         problems.append(f"warmup: found {options.warmup!r}; expected an integer of steps, or a share below 1")
     return problems
@@ -163,7 +162,7 @@ def _curve_faults(options: Any, values: Mapping[str, Any]) -> list[str]:
 
 
 def schedule_values(schedule: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the options of a curve as numbers and texts, and what is wrong with them."""
+    """Return the options of a schedule as numbers and texts, and their problems."""
     known, values, problems = SCHEDULES[schedule], {}, []
     for name, value in given.items():
         if name not in known:
@@ -181,16 +180,146 @@ def schedule_values(schedule: str, given: Mapping[str, Any]) -> tuple[dict[str, 
     return values, problems
 
 
-def _rule_faults(options: Any) -> list[str]:
-    """Return what is wrong with the texts of rules."""
-    if not options.rules:
-        return ["trend_every: there are no rules that ask about trends; expected rules"] if options.trend_every else []
-    from flodl.train.rules import parse_rule
+VECTORS = ("embedding", "sparse", "multivector")
+WORDS = ("masked_lm", "replaced_tokens")
+LABELLED = ("sequence_classification", "token_classification")
+USED_BY: dict[str, tuple[str, ...]] = {
+    "labels": LABELLED,
+    "problem_type": ("sequence_classification",),
+    "class_weights": LABELLED,
+    "label_smoothing": (*LABELLED, "masked_lm", "next_sentence"),
+    "concatenate": WORDS,
+    "whole_words": (*WORDS, "pretraining"),
+    "projection": ("multivector",),
+    "prompts": ("embedding", "sparse"),
+    "vector_loss": (*VECTORS, "rank"),
+    "loss_options": (*VECTORS, "rank"),
+    **dict.fromkeys(("matryoshka", "guide", "pooling", "normalize", "cache_tokens"), VECTORS),
+}
+"""Options that only these tasks use."""
+UNUSED_BY: dict[str, tuple[str, ...]] = {
+    "neftune": (*VECTORS, "multiple_choice"),
+    **dict.fromkeys(("tokens_per_batch", "micro_batch_size", "group_by_length"), VECTORS),
+}
+"""Options that all tasks but these use."""
+WITH_GENERATOR = ("neftune", "label_smoothing")
+"""Options that replaced tokens with a generator do not use."""
+ONE_ROW = (*VECTORS, "rank", "multiple_choice", "next_sentence", "pretraining")
+"""Tasks whose texts are one row each, whatever their length."""
 
-    problems = []
-    for text in options.rules:
-        try:
-            parse_rule(text)
-        except ConfigError as fault:
-            problems.append(f"rules: {fault.message}")
+
+def task_faults(name: str, options: Any, refused: Iterable[str] = ()) -> list[str]:
+    """Return the problems of options that a task does not use.
+
+    Args:
+        name: the task.
+        options: the options of the run.
+        refused: further options that it does not use.
+    """
+    unused = [option for option, tasks in USED_BY.items() if name not in tasks]
+    unused += [option for option, tasks in UNUSED_BY.items() if name in tasks]
+    unused += [option for option in refused if option not in unused]
+    by_generator: dict[str, str] = {}
+    if name == "replaced_tokens":
+        generated = options.generator is not None
+        by_generator = dict.fromkeys(
+            WITH_GENERATOR if generated else ("concatenate", "whole_words"),
+            f" {'with' if generated else 'without'} a generator",
+        )
+        unused += by_generator
+    given = [option for option in dict.fromkeys(unused) if getattr(options, option) not in (None, (), False, 0.0)]
+    if name == "rank":
+        same = {"labels": ("LABEL_0",), "problem_type": "regression"}
+        given = [option for option in given if getattr(options, option) != same.get(option)]
+    problems = [f"{option}: {name}{by_generator.get(option, '')} takes none; leave it out" for option in given]
+    if options.long_texts == "windows" and name in ONE_ROW:
+        problems.append(
+            f"long_texts: found 'windows'; expected 'cut' for {name}, where each text is one row; a greater max_length "
+            "keeps more of it"
+        )
+    if name == "question_answering" and options.layout == "packed" and not options.masks_padding:
+        problems.append(
+            "layout: found 'packed', whose rows have no padding to include in the loss; expected 'padded' with "
+            "compat='transformers'"
+        )
+    if name in VECTORS and options.shard is not None:
+        problems.append(
+            "shard: vectors are compared over whole batches, which ranks with shards do not compute together; expected "
+            "another task, or no shard"
+        )
     return problems
+
+
+def weight_faults(task: Any, options: Any) -> list[str]:
+    """Return the problems of class weights and label smoothing for the labels of a task."""
+    problems, given = [], options.class_weights
+    if options.label_smoothing and task.kind in ("multi_label", "regression"):
+        problems.append(
+            f"label_smoothing: {task.kind} has no single right label to take a share from; expected 0, or "
+            "problem_type='single_label_classification'"
+        )
+    if given is None or task.labels is None:
+        return problems
+    if task.kind == "regression":
+        return [*problems, "class_weights: regression takes none; leave it out"]
+    names = list(task.labels)
+    if isinstance(given, Mapping):
+        unknown = [str(name) for name in given if str(name) not in names]
+        if unknown:
+            return [*problems, f"class_weights: {unknown} are no labels; expected some of {names[:20]}"]
+        given = list(given.values())
+    elif isinstance(given, str) or not hasattr(given, "__len__") or len(given) != len(names):
+        given = [] if given == "balanced" else None
+    if given is None or not all(isinstance(w, Real) and float(w) >= 0 for w in given):
+        problems.append(
+            f"class_weights: found {options.class_weights!r}; expected 'balanced', a weight for each of {names[:20]}, "
+            "or a mapping of labels to weights; none below 0"
+        )
+    return problems
+
+
+@dataclass
+class Problems:
+    """Collects the problems of a plan; as a context manager it collects errors that are raised inside.
+
+    Attributes:
+        where: name of the called function, for the message.
+        found: all problems, each with the name of its option.
+        first: the first error that was raised.
+    """
+
+    where: str
+    found: list[str] = field(default_factory=list)
+    first: FlodlError | None = None
+
+    def add(self, problems: Iterable[str]) -> None:
+        """Add further problems."""
+        self.found += [problem for problem in problems if problem not in self.found]
+
+    def __enter__(self) -> Problems:
+        return self
+
+    def __exit__(self, kind: Any, fault: BaseException | None, trace: Any) -> bool:
+        if not isinstance(fault, FlodlError):
+            return False
+        if self.first is None and not self.found:
+            self.first = fault
+        listed = list(fault.details.get("problems", ()))
+        named = isinstance(fault, ConfigError) and listed and all(": " in problem for problem in listed)
+        self.add(listed if named else [fault.message.removeprefix(f"{self.where}: ").removeprefix("finetune: ")])
+        return True
+
+    def check(self) -> None:
+        """Raise if there are problems.
+
+        Raises:
+            ConfigError: several problems, all of them in ``problems``; or problems of options.
+            FlodlError: the only problem, as it was raised.
+        """
+        if not self.found:
+            return
+        if self.first is not None and (len(self.found) == 1 or self.found == self.first.details.get("problems")):
+            raise self.first
+        several = f"{self.where}: found {len(self.found)} problems:\n{capped(self.found)}"
+        text = self.found[0] if len(self.found) == 1 else several
+        raise ConfigError(text, problems=list(self.found), where=self.where)

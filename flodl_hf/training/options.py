@@ -1,7 +1,7 @@
-"""Every choice of a fine-tuning run, with its default and one line that says what it is.
+"""Options of a fine-tuning run, each with its default and a one-line description.
 
-This table is what ``finetune`` takes, what the command line offers, what a recipe file may hold and what the
-model card prints. It checks single values; what only the data or the model can tell is checked where it is used.
+``finetune``, the command line, recipe files and the model card use this table.
+It checks single values; checks that need the data or the model are made where they are used.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from flodl_hf.training.training_arguments import TAKEN, translated
 __all__ = ["BATCH_SIZE", "Options", "make_options", "read_options"]
 
 BATCH_SIZE = 32
-"""Rows in a batch where nobody says how many and nothing asks for fewer."""
+"""Default number of rows in a batch."""
 TRACKERS = ("csv", "jsonl", "mlflow", "tensorboard", "wandb")
-"""Those of `flodl.train.trackers`, which is imported when a run begins."""
+"""Names of `flodl.train.trackers`, which is imported when a run starts."""
 
 
 def _opt(default: Any, says: str, **checks: Any) -> Any:
@@ -31,39 +31,39 @@ def _opt(default: Any, says: str, **checks: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The choices of one run; each field's ``help`` says what it is."""
+    """Options of one run; the ``help`` of each field describes it."""
 
     task: str | None = _opt(
         None,
         "seqcls, tokcls (ner), qa, mlm, choice, nsp, pretrain, replaced, embedding, sparse, multivector or rank; by "
-        "default the data's columns tell.",
+        "default inferred from the columns.",
     )
-    columns: Mapping[str, str] | None = _opt(None, "Which column holds what, by role: text=headline.")
+    columns: Mapping[str, str] | None = _opt(None, "Columns by role: text=headline.")
     labels: Sequence[str] | None = _opt(
         None, "Label names in the order of their numbers; by default those in the data."
     )
     new_head: bool | None = _opt(
         None,
         "Draw a new head though the start has one; by default where its labels have other names or another order; no "
-        "goes on with the old one under the new names.",
+        "keeps the old head with the new names.",
     )
     problem_type: str | None = _opt(
         None,
-        "regression, single_label_classification or multi_label_classification; by default the labels tell.",
+        "regression, single_label_classification or multi_label_classification; by default inferred from the labels.",
         among=("regression", "single_label_classification", "multi_label_classification"),
     )
 
-    epochs: int = _opt(3, "Passes over the training data.", least=1)
+    epochs: int = _opt(3, "Number of epochs.", least=1)
     max_steps: int | None = _opt(None, "Stop after so many optimiser steps.", least=1)
     batch_size: int | None = _opt(
         None,
-        "Rows in a batch, over all devices together; by default 32, or 16, 8 or 4 where a run that learns labels or "
-        "answers would have too few steps.",
+        "Rows in a batch, over all devices together; by default 32, or 16, 8 or 4 if a run for classification or "
+        "question answering would have too few steps.",
         least=1,
     )
     accumulate: int = _opt(1, "Batches in one optimiser step.", least=1)
     micro_batch_size: int | str | None = _opt(
-        None, "Most rows in the model at once, or auto for as many as fit; changes nothing but memory.",
+        None, "Maximum rows per forward pass, or auto for as many as fit; changes only the memory.",
         least=1, words=("auto",),
     )  # fmt: skip
     tokens_per_batch: int | None = _opt(None, "Fill batches up to so many tokens instead of counting rows.", least=1)
@@ -83,8 +83,8 @@ class Options:
     )
     long_texts: str = _opt(
         "cut",
-        "seqcls: cut texts that are longer than a row at their end, or read them in windows, each of which learns the "
-        "label; judged is their mean, as predict answers.",
+        "seqcls: cut texts that are longer than a row at their end, or read them in windows, each trained with the "
+        "label; the evaluation uses the mean of the windows, as predict does.",
         among=("cut", "windows"),
     )
 
@@ -95,7 +95,7 @@ class Options:
         "plateau.",
     )
     schedule_options: Mapping[str, Any] | None = _opt(
-        None, "What the schedule takes besides, such as power=2 (polynomial) or decay=0.2 (warmup_stable_decay)."
+        None, "Options of the schedule, such as power=2 (polynomial) or decay=0.2 (warmup_stable_decay)."
     )
     warmup: float = _opt(0.0, "Steps of rising rate; below 1 a share of all steps.", least=0.0)
     optimizer: str = _opt("adamw", "adamw or sgd.", among=("adamw", "sgd"))
@@ -105,10 +105,10 @@ class Options:
     eps: float = _opt(1e-8, "AdamW's epsilon.", least=0.0)
     max_grad_norm: float | None = _opt(1.0, "Clip the gradient to this 2-norm; 0 does not clip.", least=0.0)
     layerwise_decay: float | None = _opt(
-        None, "Each layer learns at this times the rate of the layer above.", least=0.0, most=1.0
+        None, "Factor of the learning rate from each layer to the layer below.", least=0.0, most=1.0
     )
-    freeze: Sequence[str] = _opt((), "Parts of the base model that do not learn: embeddings, layers.0-5, encoder.")
-    class_weights: Any = _opt(None, "Weights of the labels in the loss, by name or in order, or 'balanced'.")  # noqa: RUF009
+    freeze: Sequence[str] = _opt((), "Parts of the base model that are not trained: embeddings, layers.0-5, encoder.")
+    class_weights: Any = _opt(None, "Weights of the labels in the loss, as a mapping or in order, or 'balanced'.")  # noqa: RUF009
     label_smoothing: float = _opt(0.0, "Share of the target spread over all labels.", least=0.0, most=1.0)
     dropout: float | None = _opt(None, "Dropout everywhere, instead of the model's own.", least=0.0, most=0.99)
 
@@ -118,7 +118,7 @@ class Options:
     lora_alpha: float | None = _opt(None, "lora: its scale is alpha / rank; by default 1.")
     lora_dropout: float = _opt(0.0, "lora: dropout before it.", least=0.0, most=1.0)
     lora_targets: Sequence[str] = _opt(
-        (), "lora: projections by name or pattern, or all-linear; by default query and value."
+        (), "lora: names or patterns of projections, or all-linear; by default query and value."
     )
     lora_kinds: Sequence[str] = _opt(
         (), "lora: rslora (scale by the root of the rank), dora (learned lengths of rows).", each=("rslora", "dora")
@@ -131,9 +131,9 @@ class Options:
     prompt_tokens: int | None = _opt(
         None, "Train so many vectors before each text (prompt tuning) and the head.", least=1
     )
-    prompt_text: str | None = _opt(None, "prompt_tokens: the text whose words they begin as; else drawn words.")
+    prompt_text: str | None = _opt(None, "prompt_tokens: text that initialises them; by default random words.")
     prompt_encoder: int | None = _opt(None, "prompt_tokens: width of a network that makes them (P-tuning).", least=1)
-    prompt_encoder_kind: str = _opt("mlp", "prompt_encoder: what kind of network.", among=("mlp", "lstm"))
+    prompt_encoder_kind: str = _opt("mlp", "prompt_encoder: kind of network.", among=("mlp", "lstm"))
     prefix_tokens: int | None = _opt(
         None, "Train so many keys and values before each text in every layer (prefix tuning) and the head.", least=1
     )
@@ -144,11 +144,10 @@ class Options:
     )
     ema: float | None = _opt(
         None,
-        "Keep a moving average of the weights with this decay (0.999); it is judged and kept.",
+        "Evaluate and keep a moving average of the weights with this decay (0.999).",
         least=0.0,
         most=1.0,
     )
-    ema_warmup: bool = _opt(True, "Let the average follow faster at first.")
 
     precision: str = _opt("fp32", "fp32, tf32, bf16 or fp16.", among=("fp32", "tf32", "bf16", "fp16"))
     gradient_checkpointing: bool = _opt(False, "Compute layers twice instead of keeping their states.")
@@ -158,7 +157,7 @@ class Options:
     capture: bool = _opt(True, "Record steps as CUDA graphs, one for each shape of batch, where that is possible.")
     fused: bool = _opt(True, "Compute encoder layers by fused kernels on CUDA in half precision.")
     compile: bool = _opt(False, "Translate the model with torch.compile before training.")
-    log_every: int = _opt(20, "Steps whose figures are read from a CUDA device together.", least=1)
+    log_every: int = _opt(20, "Steps between reads of metrics from a CUDA device.", least=1)
     on_nan: str = _opt("stop", "stop or skip when loss or gradient is not finite.", among=("stop", "skip"))
     compat: str | None = _opt(
         None,
@@ -171,16 +170,14 @@ class Options:
         None, "Steps between evaluations; default: after each epoch. The last model is always evaluated.", least=1
     )
     eval_batch_size: int | None = _opt(
-        None, "Rows at once in evaluation; by default batch_size if given, else 32.", least=1
+        None, "Rows per evaluation batch; by default batch_size if given, else 32.", least=1
     )
-    eval_start: bool = _opt(False, "Evaluate before the first step too; decides nothing.")
-    eval_delay: int = _opt(0, "No evaluation before so many steps, but for the one at the end.", least=0)
-    metric: str | None = _opt(None, "Figure that says which model is best; '-name' where less is better.")
+    metric: str | None = _opt(None, "Metric that selects the best model; '-name' if lower is better.")
     keep_best: bool = _opt(True, "End with the best model instead of the last.")
     tune_thresholds: bool = _opt(
         False,
-        "Choose on the held-out data the score from which each of several labels holds, or the second of two; it is "
-        "kept with the model, for predict(threshold='tuned').",
+        "Choose decision thresholds (of each label, or of the second label of two) on the evaluation data; the model "
+        "stores them for predict(threshold='tuned').",
     )
     early_stopping: int | None = _opt(None, "Stop after so many evaluations without a better figure.", least=1)
 
@@ -191,21 +188,14 @@ class Options:
     )
     generator: str | None = _opt(
         None,
-        "replaced: folder or name of a model of masked words that learns besides and draws what tokens are replaced by "
-        "(ELECTRA's own training); by default they are drawn from the vocabulary.",
-    )
-    discriminator_weight: float | None = _opt(
-        None, "generator: weight of the loss of replaced tokens beside that of masked words; by default 50.", least=0.0
-    )
-    mask_padding: bool | None = _opt(
-        None,
-        "qa: exclude padding from the loss; by default yes, and no with compat=transformers.",
+        "replaced: folder or name of a masked language model that is trained jointly and samples the replacements "
+        "(the training of ELECTRA); by default they are drawn from the vocabulary.",
     )
 
     vector_loss: Any = _opt(  # noqa: RUF009
         None,
         "embedding, sparse, multivector, rank: the loss, by sentence-transformers' name (MultipleNegativesRankingLoss, "
-        "CoSENTLoss, LambdaLoss, ...), or one for each table by its name; by default as the columns suit.",
+        "CoSENTLoss, LambdaLoss, ...), or a mapping of tables to losses; the default depends on the columns.",
     )
     loss_options: Mapping[str, Any] | None = _opt(
         None,
@@ -214,21 +204,16 @@ class Options:
     matryoshka: Sequence[str] = _opt(
         (), "embedding: sizes that vectors may be cut to; the loss is learned at each of them."
     )
-    adaptive_layers: bool = _opt(
-        False, "embedding: learn the loss after each layer too, so that layers may be left out."
-    )
     guide: str | None = _opt(
         None, "embedding: folder or name of a second model: the guide of GISTEmbedLoss, the teacher of MSELoss."
     )
     pooling: str | None = _opt(
-        None, "embedding: mean, cls, max, ... or several (mean+max); by default as the folder says, else mean."
+        None, "embedding: mean, cls, max, ... or several (mean+max); by default that of the folder, else mean."
     )
-    normalize: bool | None = _opt(
-        None, "embedding: scale vectors to length 1; by default as the folder says, else yes."
-    )
+    normalize: bool | None = _opt(None, "embedding: scale vectors to length 1; by default as in the folder, else yes.")
     prompts: Any = _opt(  # noqa: RUF009
         None,
-        "embedding, sparse: a text that is put before each text of the loss, or one for each column by its name. "
+        "embedding, sparse: a text before each text of the loss, or a mapping of columns to such texts. "
         "Metrics use the prompts of the folder, as sentence-transformers does.",
     )
     projection: Mapping[str, Any] | None = _opt(
@@ -244,34 +229,21 @@ class Options:
     )
     cache_tokens: int | None = _opt(
         None,
-        "embedding: most tokens in the model at once; a batch goes through it twice, in parts, with the same step, so "
-        "that memory bounds vectors alone (gradient caching).",
+        "embedding: maximum tokens per forward pass; a batch is processed in parts, twice, with the same step, so "
+        "that memory limits only the vectors (gradient caching).",
         least=16,
     )
 
-    watch: Sequence[str] = _opt(
-        (), "What to tell of inside of the model in each step, with a reduction if not the mean: layers.0-3:norm."
-    )
-    rules: Sequence[str] = _opt(
-        (),
-        "What the run does by itself: 'freeze layers.0-3 when stalled(loss, 3)', stop, thaw, 'rate encoder 0.1 when'.",
-    )
-    trend_every: int | None = _opt(
-        None, "Steps between the values of trends that rules ask about; by default one an epoch.", least=1
-    )
-
-    trackers: Sequence[str] = _opt(
-        (), "Where figures are kept besides: csv, jsonl, tensorboard, wandb, mlflow.", each=TRACKERS
-    )
-    log_dir: str | None = _opt(None, "Folder for what trackers write; by default beside the result.")
+    trackers: Sequence[str] = _opt((), "Trackers of metrics: csv, jsonl, tensorboard, wandb, mlflow.", each=TRACKERS)
+    log_dir: str | None = _opt(None, "Folder of trackers; by default next to the result.")
     profile: str | None = _opt(None, "Folder for traces of torch.profiler over some steps.")
-    report: bool = _opt(True, "Write report.html beside the model: curves, and what it says of held-out data.")
+    report: bool = _opt(True, "Write report.html into the result: curves, and predictions for the evaluation data.")
 
-    save_every: int | None = _opt(None, "Steps between checkpoints, besides the one after each epoch.", least=1)
-    checkpoints: str | None = _opt(None, "Folder for checkpoints; by default beside the result.")
-    keep_last: int = _opt(1, "Newest checkpoints that stay, besides the best one.", least=1)
+    save_every: int | None = _opt(None, "Steps between checkpoints, in addition to one per epoch.", least=1)
+    checkpoints: str | None = _opt(None, "Folder of checkpoints; by default next to the result.")
+    keep_last: int = _opt(1, "Number of newest checkpoints to keep, in addition to the best one.", least=1)
     keep_checkpoints: bool = _opt(False, "Leave the checkpoints when the run is done.")
-    resume: bool = _opt(False, "Go on from the checkpoints of an interrupted run.")
+    resume: bool = _opt(False, "Resume an interrupted run from its checkpoints.")
     allow_change: Sequence[str] = _opt((), "With resume: settings that may differ from the run's, as it names them.")
 
     devices: Any = _opt(None, "Number of devices, their names (cpu,cpu), or auto for all; under torchrun not needed.")  # noqa: RUF009
@@ -283,7 +255,6 @@ class Options:
     shard: str | None = _opt(
         None, "fsdp: weights, gradients and optimiser state in a part for each device.", among=("fsdp",)
     )
-    backend: str | None = _opt(None, "nccl or cpu: how parameters are averaged.", among=("nccl", "cpu"))
 
     revision: str | None = _opt(None, "Branch, tag or commit of the model on the Hub.")
     local_files_only: bool = _opt(False, "Open no connection.")
@@ -295,20 +266,20 @@ class Options:
 
     @property
     def places(self) -> int | str | list[str] | None:
-        """What ``devices`` comes to on this machine; None leaves it to the launcher.
+        """The training devices of this machine; None leaves the choice to the launcher.
 
         Raises:
-            DeviceError: a device is not there.
+            DeviceError: a device is missing.
         """
         # With torch, which naming options does without.
         from flodl.devices import training_devices
 
-        return training_devices(self.devices, shared=self.backend == "cpu")
+        return training_devices(self.devices)
 
     @property
     def masks_padding(self) -> bool:
         """Whether the loss of answers excludes padding."""
-        return self.compat is None if self.mask_padding is None else self.mask_padding
+        return self.compat is None
 
     @property
     def rows_in_batch(self) -> int:
@@ -324,7 +295,7 @@ class Options:
         return places if isinstance(places, int) else len(places)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the choices by name, as JSON values where they are."""
+        """Return the options as a mapping, as JSON values where possible."""
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
 
 

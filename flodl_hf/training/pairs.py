@@ -1,8 +1,8 @@
-"""Pairs of texts as encoders are first trained with them: does the second follow, or are both in their order?
+"""Tasks on pairs of texts: next sentence prediction and pretraining.
 
-One head learns that alone (``BertForNextSentencePrediction``), another beside masked words (``BertForPreTraining``,
-``AlbertForPreTraining``). Pairs come with labels; or without, and half of them, drawn by the seed, are spoilt: by a
-second text from another row, or for ALBERT by exchanging both.
+One head predicts only the relation of both texts (``BertForNextSentencePrediction``), another one also masked words
+(``BertForPreTraining``, ``AlbertForPreTraining``). Without labels, half of the pairs, selected by the seed, are
+modified: their second text is from another row, or for ALBERT both texts are swapped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flodl_hf.training.options import Options
 from flodl_hf.training.rows import RELATED, CollateRows, EncodedRows, RowBuilder
 from flodl_hf.training.step import Kind, Objective, run_model
 from flodl_hf.training.step_counts import CollateShares
-from flodl_hf.training.task import CHUNK, Examples, LengthLimits, Prepared, check_texts
+from flodl_hf.training.task import CHUNK, Examples, LengthLimits, Prepared, UnweightedTask, check_texts
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 __all__ = ["FOLLOWS", "PairTask", "PretrainingObjective", "plan_pairs"]
 
 FOLLOWS = ("follows", "other")
-"""What the labels 0 and 1 stand for, as `flodl_hf.heads.next_sentence` answers them."""
+"""Names of the labels 0 and 1, as in `flodl_hf.heads.next_sentence`."""
 
 
 @dataclass(frozen=True)
-class PairTask:
-    """Whether two texts belong together, and with ``head="pretraining"`` the words behind masks besides.
+class PairTask(UnweightedTask):
+    """Whether two texts belong together, and with ``head="pretraining"`` also masked words.
 
     Args:
-        columns: which columns hold the texts, and the label where there is one.
+        columns: the columns of the texts, and of the label if there is one.
         head: ``"next_sentence"`` or ``"pretraining"``.
         ordered: pairs without a label are spoilt by exchanging both texts.
         seed: decides which of them are.
@@ -62,7 +62,7 @@ class PairTask:
 
     @property
     def kind(self) -> Kind:
-        """What the loss is of."""
+        """Kind of the loss."""
         return "pairs" if self.head == "pretraining" else "single_label"
 
     @property
@@ -88,7 +88,7 @@ class PairTask:
         return Prepared(builder.build(), None if training else labels, cut)
 
     def _pairs(self, examples: Examples, where: str) -> tuple[list[tuple[str, str]], list[int]]:
-        """Return pairs, and 0 for those that belong together, 1 for others.
+        """Return pairs, with 0 for related texts and 1 for others.
 
         Raises:
             DataError: values that are no texts, or labels that are neither.
@@ -102,9 +102,7 @@ class PairTask:
         if label is not None:
             return pairs, _read_labels([row.get(label) for row in examples], label, where)
         if len(pairs) < 2 and not self.ordered:
-            raise DataError(
-                f"{where}: found one pair and no label, and no other text to put beside it; expected more rows", rows=1
-            )
+            raise DataError(f"{where}: found one pair without a label; expected more rows to combine it with", rows=1)
         found, labels = [], []
         for i, (first, second) in enumerate(pairs):
             draw = Rng(self.seed, "pair", i)
@@ -118,16 +116,12 @@ class PairTask:
         return found, labels
 
     def scorer(self, prepared: Prepared) -> _Scorer:
-        """Return a scorer that has seen nothing."""
+        """Return a new scorer."""
         return _Scorer(prepared.truth, words=self.head == "pretraining")
 
     def shares(self, usual: CollateRows, rows: EncodedRows, batches: Any, accumulate: int) -> CollateShares:
         """Return the collate function of some batches, where a step has ``accumulate`` of them."""
         return CollateShares.of_step(usual, rows, batches, accumulate, by_rows=True)
-
-    def label_counts(self, rows: EncodedRows) -> None:
-        """Return None: the two labels are not weighed."""
-        return
 
 
 def _read_labels(values: Sequence[Any], column: str, where: str) -> list[int]:
@@ -167,7 +161,7 @@ class PretrainingObjective(Objective):
         return words, named["relation"]
 
     def of(self, scores: Any, batch: Any) -> Loss:
-        """Return the loss of scores that are known already."""
+        """Return the loss of computed scores."""
         words, related = scores
         pairs = F.cross_entropy(related.view(-1, 2), batch[RELATED], ignore_index=IGNORED_LABEL)
         count = batch["real"].sum() if "real" in batch else related.shape[0]
@@ -195,7 +189,7 @@ class _Scorer:
         self.words = Perplexity() if words else None
 
     def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
-        """Take in the scores of one pair; return them and its label."""
+        """Add the scores of one pair; return them and its label."""
         found = scores[0][-2:]
         self.pairs.update(found[None], torch.tensor([self.labels[example]]))
         if self.words is not None:
@@ -203,26 +197,26 @@ class _Scorer:
         return found.tolist(), self.labels[example]
 
     def metrics(self) -> Sequence[Metric]:
-        """Return what was counted."""
+        """Return the metrics."""
         return [self.pairs] if self.words is None else [self.pairs, self.words]
 
     def compute(self) -> dict[str, float]:
-        """Return how well pairs are told apart, and the perplexity of masked words."""
+        """Return the metrics of pairs, and the perplexity of masked words."""
         figures = self.pairs.compute()
         figures.pop("count", None)
         return figures if self.words is None else {**figures, "perplexity": self.words.compute()["perplexity"]}
 
 
 def plan_pairs(head: str, rows: Sequence[Mapping[str, Any]], options: Options, *, ordered: bool) -> PairTask:
-    """Return the task of telling pairs apart.
+    """Return the task of classifying pairs.
 
     Args:
         head: ``"next_sentence"`` or ``"pretraining"``.
         rows: the table.
         options: the run's.
-        ordered: whether the family's head learns the order of both texts.
+        ordered: whether the head of the family predicts the order of both texts.
 
     Raises:
-        DataError: columns that hold no pairs.
+        DataError: no columns contain pairs.
     """
     return PairTask(pair_columns(rows, options.columns, head), head, ordered, options.seed)

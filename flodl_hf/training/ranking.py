@@ -1,7 +1,7 @@
-"""Rankers: a question and a passage read together, and one score of how well they fit, as a cross-encoder gives it.
+"""Rankers (cross-encoders): one relevance score for a question and a passage.
 
-The usual loss is the cross-entropy of the score with what is said of the pair: 0 or 1, or a grade between. Others see
-all candidates of a question together (`flodl_hf.training.losses.lists`). What is judged is how these are ordered.
+The default loss is the binary cross-entropy of the score and the label of the pair: 0 to 1. Other losses use
+all candidates of a question together (`flodl_hf.training.losses.lists`). The metrics measure their order.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from flodl.errors import ConfigError, DataError
 from flodl.metrics import Metric
 from flodl_hf.readers.columns import Columns
-from flodl_hf.training.evaluators.pairs import average_precision
-from flodl_hf.training.evaluators.ranked import ranking_figures
+from flodl_hf.training.eval_predictions import CollectedPredictions
+from flodl_hf.training.evaluators import average_precision, ranking_figures
 from flodl_hf.training.lists import (
     Candidates,
     CollateTexts,
@@ -29,12 +29,11 @@ from flodl_hf.training.lists import (
 )
 from flodl_hf.training.losses import loss_named, make_loss
 from flodl_hf.training.losses.lists import LIST_LOSSES, MarginMSELoss
+from flodl_hf.training.option_checks import Problems, task_faults
 from flodl_hf.training.options import Options
-from flodl_hf.training.rows import CollateRows, EncodedRows, RowBuilder
+from flodl_hf.training.rows import CollateRows, RowBuilder
 from flodl_hf.training.step import Kind
-from flodl_hf.training.task import CHUNK, Examples, LengthLimits, Prepared
-from flodl_hf.training.task_options import Problems, task_faults
-from flodl_hf.training.user_code import CollectedPredictions
+from flodl_hf.training.task import CHUNK, Examples, LengthLimits, Prepared, UnweightedTask
 from flodl_hf.training.vectors.tables import read_table
 
 if TYPE_CHECKING:
@@ -49,18 +48,18 @@ OF_PAIRS: dict[str, Kind] = {"BinaryCrossEntropyLoss": "multi_label", "MSELoss":
 
 
 @dataclass(frozen=True)
-class RankTask:
+class RankTask(UnweightedTask):
     """How well a passage fits a question.
 
     Args:
-        columns: where questions, passages and labels stand.
-        said: columns as the caller named them, by role.
+        columns: the columns of questions, passages and labels.
+        role_columns: columns that the caller named, by role.
         loss: of all candidates of a question together; None where each pair has its own.
         activation: path of the activation that makes scores of the trained model's logits.
     """
 
     columns: Columns
-    said: Mapping[str, str] | None = None
+    role_columns: Mapping[str, str] | None = None
     loss: Any = None
     name: str = "rank"
     head: str = "sequence_classification"
@@ -74,7 +73,7 @@ class RankTask:
     def start(self, model: EncoderModel) -> None:
         """Have a model store the activation of its scores: its own, or this task's if it has none.
 
-        A problem type is removed: that of transformers would apply another function than sentence-transformers does.
+        The problem type is removed, because transformers would apply another function than sentence-transformers.
         """
         own = model.config.score_activation or self.activation
         model.config = model.config.changed(problem_type="", score_activation=own)
@@ -83,10 +82,10 @@ class RankTask:
         """Return a row for each question with each of its candidates, or one for each question with all of them."""
         where = "train" if training else "eval"
         if self.loss is not None:
-            lists, _ = read_lists(examples, self.said, where)
+            lists, _ = read_lists(examples, self.role_columns, where)
             listed, cut = prepare_lists(lists, tokenizer, limits)
             return Prepared(listed, None if training else _Lists(lists, self._worth(lists)), cut)  # type: ignore[arg-type]
-        pairs, grades, _ = _pairs(examples, self.said, where, bounded=self.kind == "multi_label")
+        pairs, grades, _ = _pairs(examples, self.role_columns, where, bounded=self.kind == "multi_label")
         builder, cut = RowBuilder(limits.types), 0
         for start in range(0, len(pairs), CHUNK):
             part = pairs[start : start + CHUNK]
@@ -107,7 +106,7 @@ class RankTask:
         return [tuple(max(0.0, grade) for grade in one.grades) for one in lists]
 
     def scorer(self, prepared: Prepared) -> Any:
-        """Return a scorer that has seen nothing."""
+        """Return a new scorer."""
         return _ListScorer(prepared.truth) if self.loss is not None else _Scorer(*prepared.truth)
 
     def objective(self) -> ListObjective:
@@ -115,16 +114,12 @@ class RankTask:
         return ListObjective(self.loss)
 
     def of_held_out(self, prepared: Prepared) -> ListObjective:
-        """Return the loss of held-out lists."""
+        """Return the loss of evaluation lists."""
         return self.objective()
 
     def collate(self, usual: CollateRows, rows: Any) -> CollateTexts:
-        """Return what makes batches of lists, laid out like the usual ones."""
+        """Return the collate function for lists, in the same layout as ``usual``."""
         return collate_lists(usual)
-
-    def label_counts(self, rows: EncodedRows) -> None:
-        """Return None: grades are not weighed."""
-        return
 
 
 def plan_ranking(rows: Sequence[Mapping[str, Any]], options: Options) -> RankTask:
@@ -132,13 +127,13 @@ def plan_ranking(rows: Sequence[Mapping[str, Any]], options: Options) -> RankTas
 
     Raises:
         ConfigError: an option that scores have no place for.
-        DataError: columns that do not say how well passages fit.
+        DataError: no columns contain relevance.
     """
     problems = Problems("finetune", task_faults("rank", options))
     word, loss, kind = options.vector_loss or "BinaryCrossEntropyLoss", None, None
     with problems:
         if not isinstance(word, str):
-            raise ConfigError("vector_loss: a ranker learns from one table; expected a name", problems=["vector_loss"])
+            raise ConfigError("vector_loss: found a mapping for a ranker; expected a name", problems=["vector_loss"])
         kind = OF_PAIRS.get(loss_named(word, {**OF_PAIRS, **LIST_LOSSES}))
         if kind is not None and options.loss_options:
             raise ConfigError(f"loss_options: {word} has none; leave it out", problems=["loss_options"])
@@ -156,25 +151,25 @@ def plan_ranking(rows: Sequence[Mapping[str, Any]], options: Options) -> RankTas
     assert columns is not None
     if kind is None:
         return RankTask(columns, options.columns, loss)
-    # The mean squared error is that of the logits themselves.
+    # The mean squared error applies to the logits.
     activation = "torch.nn.modules.linear.Identity" if kind == "regression" else RankTask.activation
     return RankTask(columns, options.columns, kind=kind, activation=activation)
 
 
 def _pairs(
-    rows: Sequence[Mapping[str, Any]], said: Mapping[str, str] | None, where: str, *, bounded: bool
+    rows: Sequence[Mapping[str, Any]], role_columns: Mapping[str, str] | None, where: str, *, bounded: bool
 ) -> tuple[list[tuple[str, str]], list[float], Columns]:
-    """Return questions with candidates, how well each fits, and the columns that say so.
+    """Return questions with candidates, their relevance, and the columns.
 
     Args:
         rows: the table.
-        said: columns by role.
-        where: what the table is called in messages.
+        role_columns: columns by role.
+        where: name of the table in messages.
         bounded: labels go from 0 to 1.
     """
-    table = None if has_lists(rows, said) else read_table(rows, said, where).as_scores
+    table = None if has_lists(rows, role_columns) else read_table(rows, role_columns, where).as_scores
     if table is None or table.form == "teacher_scores":
-        lists, columns = read_lists(rows, said, where)
+        lists, columns = read_lists(rows, role_columns, where)
         pairs = [(one.question, text) for one in lists for text in one.texts]
         grades = [grade for one in lists for grade in one.grades]
     elif table.form == "triplets":
@@ -201,7 +196,7 @@ def _pairs(
 
 @dataclass(frozen=True)
 class _Lists:
-    """Held-out lists, and what their candidates are worth."""
+    """Evaluation lists, and the relevance of their candidates."""
 
     lists: Sequence[Candidates]
     worth: Sequence[tuple[float, ...]]
@@ -212,12 +207,12 @@ class _ListScorer:
         self.truth, self.kept = truth, CollectedPredictions()
 
     def update(self, example: int, scores: Sequence[Tensor]) -> None:
-        """Take in the scores of one question's candidates, with those of none behind them."""
+        """Add the scores of the candidates of one question; padding is last."""
         count = len(self.truth.lists[example].texts)
         self.kept.update(example, scores[0][:count].tolist(), None)
 
     def metrics(self) -> Sequence[Metric]:
-        """Return what is kept."""
+        """Return the metrics."""
         return [self.kept]
 
     def compute(self) -> dict[str, float]:
@@ -232,11 +227,11 @@ class _Scorer:
         self.questions, self.grades, self.kept = questions, grades, CollectedPredictions()
 
     def update(self, example: int, scores: Sequence[Tensor]) -> None:
-        """Take in the score of one pair."""
+        """Add the score of one pair."""
         self.kept.update(example, float(scores[0].reshape(-1)[0]), None)
 
     def metrics(self) -> Sequence[Metric]:
-        """Return what is kept."""
+        """Return the metrics."""
         return [self.kept]
 
     def compute(self) -> dict[str, float]:

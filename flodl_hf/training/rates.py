@@ -1,7 +1,7 @@
-"""Learning rates over the steps of a run: the curves that recipes for Hugging Face models name.
+"""Learning rate schedules with the names of transformers.
 
-The curves are those of `flodl.train.warmed_up`, equal to transformers' to the bit; other shapes come from
-`flodl.train.schedule`. Which options a curve takes stands in `flodl_hf.training.options`.
+The schedules are `flodl.train.warmed_up`, bit-equal to transformers; others are in
+`flodl.train.schedule`. `flodl_hf.training.option_checks` lists the options of each schedule.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def make_schedule(
         warmup: see `warmup_steps`.
         lower_is_better: whether lower values of ``metric`` are better.
         metric: the figure that a plateau reads.
-        options: what the curve takes besides.
+        options: further options of the schedule.
 
     Raises:
         ConfigError: values that the curve cannot have.
@@ -71,7 +71,7 @@ def make_schedule(
         return InverseSqrt(base, rise, **given)
     if kind == "warmup_stable_decay":
         return _three_stages(base, rise, total, given)
-    # A constant rate does not depend on the length of a run, which may then change when it is gone on with.
+    # A constant rate does not depend on the length of a run, which may change when the run is resumed.
     return WarmedUp(kind, base, rise, rise if kind == "constant" else total)
 
 

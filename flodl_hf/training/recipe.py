@@ -1,9 +1,9 @@
-"""Recipes: options in a YAML file, inherited from others and laid over for an environment, each with its origin.
+"""Recipes: YAML files with options, with inheritance, overlays per environment, and the origin of each value.
 
-A recipe is a map. ``inherit-from`` names one or several recipes beneath it; ``run.ci.yaml`` beside ``run.yaml`` is laid
-over it when the environment is ``ci``. Layers are merged from the ground up: maps merge key by key, everything else
-replaces, and ``null`` removes what lies beneath, so that the default counts again. What the keys mean is the
-caller's affair.
+A recipe is a map. ``inherit-from`` names one or several base recipes. In the environment ``ci``, ``run.ci.yaml``
+overrides ``run.yaml``. Layers are merged from the base upwards: maps merge key by key, other values
+replace, and ``null`` removes the inherited value, so that the default applies. The caller
+defines the keys.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Recipe:
 
     Attributes:
         values: the options.
-        origins: where each value was written, by its dotted path; keys with dots stand in brackets.
+        origins: origin of each value; keys are dotted paths, with brackets around keys that contain dots.
         files: the files that were merged, from the ground up.
     """
 
@@ -68,14 +68,14 @@ class _Value:
 
 
 def load_recipe(path: str | Path, env: str | None = None) -> Recipe:
-    """Return the recipe in ``path``, with what it inherits beneath it and the overlay of ``env`` above.
+    """Return the recipe in ``path``, with the recipes that it inherits and the overlay of ``env``.
 
     Args:
         path: a YAML or JSON file.
-        env: name of the environment; ``run.<env>.yaml`` must then stand beside ``run.yaml``.
+        env: name of the environment; ``run.<env>.yaml`` must exist next to ``run.yaml``.
 
     Raises:
-        ConfigError: a file is absent, is no map, holds a key twice or values that recipes do not have, or files
+        ConfigError: a file is absent, is no map, contains a key twice or unsupported values, or files
             inherit from each other in a circle.
     """
     top = Path(path)
@@ -94,7 +94,7 @@ def overlay_path(path: Path, env: str) -> Path:
     """Return the overlay of a recipe for an environment.
 
     Raises:
-        ConfigError: it does not exist; those that do are named.
+        ConfigError: it does not exist; the message lists the existing ones.
     """
     name = f"{path.stem}.{env}{path.suffix}"
     place = path.parent / name
@@ -103,7 +103,7 @@ def overlay_path(path: Path, env: str) -> Path:
             p.name[len(path.stem) + 1 : -len(path.suffix)] for p in path.parent.glob(f"{path.stem}.*{path.suffix}")
         )
         raise ConfigError(
-            f"{name}: no such overlay beside {path}; expected a file of that name for the environment {env!r}. "
+            f"{name}: no such overlay of {path}; expected a file of that name for the environment {env!r}. "
             f"There are overlays for: {', '.join(known) or 'none'}",
             where=str(place),
             problems=[env],
@@ -112,7 +112,7 @@ def overlay_path(path: Path, env: str) -> Path:
 
 
 def _chain(path: Path, above: tuple[Path, ...]) -> list[tuple[Path, dict[str, Any]]]:
-    """Return a file's layers from the ground up: what it inherits, then itself."""
+    """Return the layers of a file: the recipes that it inherits, then itself."""
     place = path.resolve()
     if place in above:
         circle = [*above[above.index(place) :], place]
@@ -217,7 +217,7 @@ def _read(path: Path, asked_by: Path | None) -> dict[str, Any]:
             f"{where}: {what}; expected YAML with plain values", where=str(path), problems=[what]
         ) from None
     if not isinstance(tree, dict):
-        problems.append("it holds no map at its top")
+        problems.append("its top level is no map")
     if problems:
         raise ConfigError(
             f"{path}: {'; '.join(problems)}; expected a map of options", where=str(path), problems=problems
@@ -242,7 +242,7 @@ def _tree(loader: Any, node: Any, file: str, problems: list[str]) -> Any:
         # yes, no and numbers are read as other things than the words they were written as
         name = key_node.value
         if name in tree:
-            problems.append(f"line {line}: the key {name!r} stands twice")
+            problems.append(f"line {line}: the key {name!r} occurs twice")
             continue
         entry = _tree(loader, value_node, file, problems)
         tree[name] = _Value(entry.value, Origin(file, line)) if isinstance(entry, _Value) else entry

@@ -1,7 +1,7 @@
 """Which tokens of a text were replaced: ELECTRA's discriminator, as transformers computes its loss.
 
-From plain text, tokens are replaced by others drawn from the vocabulary, anew in each epoch and always alike for
-evaluation; or words come with tags that say which of them were.
+In plain text, tokens are replaced by random tokens of the vocabulary: again in each epoch of training, and constant in
+evaluation. Alternatively, words have tags that mark replaced ones.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from flodl.data import Rng, Where
 from flodl.errors import DataError, capped
-from flodl.metrics import Classification, Metric
+from flodl.metrics import Classification
 from flodl_hf.readers.columns import Columns, infer_columns
 from flodl_hf.tokenization.alignment import mask_tokens
 from flodl_hf.training.masked import words_of
 from flodl_hf.training.options import Options
-from flodl_hf.training.rows import SPECIAL, EncodedRows, RowBuilder
+from flodl_hf.training.rows import SPECIAL, RowBuilder
 from flodl_hf.training.step import Kind
-from flodl_hf.training.task import CHUNK, Examples, LengthLimits, Prepared, check_texts
+from flodl_hf.training.task import CHUNK, Examples, LengthLimits, MetricScorer, Prepared, UnweightedTask, check_texts
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
@@ -35,10 +35,10 @@ KNOWN = {0: 0, 1: 1, "0": 0, "1": 1, "original": 0, "replaced": 1}
 
 @dataclass(frozen=True)
 class Replacing:
-    """Replaces tokens of a row, drawn anew for each row and epoch; rows with labels stay as they are.
+    """Replaces tokens of a row, drawn again for each row and epoch; rows with labels are unchanged.
 
     Args:
-        others: ids that may stand in for a token's own.
+        others: ids of possible replacements.
         probability: share of tokens.
     """
 
@@ -62,11 +62,11 @@ class Replacing:
 
 
 @dataclass(frozen=True)
-class ReplacedTask:
+class ReplacedTask(UnweightedTask):
     """Whether each token is the text's own.
 
     Args:
-        columns: which column holds texts, or which hold words and their tags.
+        columns: the column of texts, or the columns of words and tags.
         probability: share of tokens that are replaced.
         seed: decides which ones are in evaluation.
     """
@@ -122,12 +122,8 @@ class ReplacedTask:
         return Prepared(builder.build(), None if training else truth)
 
     def scorer(self, prepared: Prepared) -> _Scorer:
-        """Return a scorer that has seen nothing."""
+        """Return a new scorer."""
         return _Scorer(prepared.truth)
-
-    def label_counts(self, rows: EncodedRows) -> None:
-        """Return None: the two labels are not weighed."""
-        return
 
 
 def _read_tags(examples: Examples, words: str, tags: str | None, where: str) -> list[list[int]]:
@@ -157,32 +153,22 @@ def _read_tags(examples: Examples, words: str, tags: str | None, where: str) -> 
     return found
 
 
-class _Scorer:
+class _Scorer(MetricScorer):
     def __init__(self, labels: Sequence[Sequence[int]]) -> None:
         self.labels, self.metric = labels, Classification(2, "binary")
 
     def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
-        """Take in the scores of one window's tokens; return what they are taken for, and what they are."""
+        """Add the scores of the tokens of one window; return predicted and true labels."""
         found, true = (scores[0] > 0).long(), list(self.labels[example])
         self.metric.update(found, torch.tensor(true))
         return found.tolist(), true
-
-    def metrics(self) -> Sequence[Metric]:
-        """Return the one metric."""
-        return [self.metric]
-
-    def compute(self) -> dict[str, float]:
-        """Return how well replaced tokens are found."""
-        figures = self.metric.compute()
-        figures.pop("count", None)
-        return figures
 
 
 def plan_replaced(rows: Sequence[Mapping[str, Any]], options: Options) -> ReplacedTask:
     """Return the task of finding replaced tokens.
 
     Raises:
-        DataError: columns that hold neither texts nor words with tags.
+        DataError: no columns contain texts, or words with tags.
     """
     columns = infer_columns(rows, **dict(options.columns or {}))
     if columns.words is None and columns.text is None:

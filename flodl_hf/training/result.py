@@ -1,8 +1,9 @@
-"""A finished run: what came of it, and how people look at it: in a line, as JSON types, drawn in a notebook."""
+"""The result of a run: summary line, JSON values and HTML for notebooks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from flodl.errors import TrainError
 from flodl.progress import clock, count
 from flodl.train.events import figures_in
-from flodl_hf.training.curve import curve_svg
 from flodl_hf.training.factory import cast_stored
 
 if TYPE_CHECKING:
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel
     from flodl_hf.training.thresholds import Tuned
 
-__all__ = ["FinetuneResult", "OnFirstRank"]
+__all__ = ["FinetuneResult", "OnFirstRank", "curve_svg"]
 
 
 class _WhenAsked:
-    """The trained model; a base in half precision that was in shards becomes float32 when somebody asks for it.
+    """The trained model; a half-precision base that was in shards is cast to float32 at the first access.
 
     An adapter is written without its base, which in float32 may be more than the first rank has memory for.
     """
@@ -46,25 +46,25 @@ class FinetuneResult:
     """A finished run.
 
     Attributes:
-        model: the trained model, ready to predict. Under torchrun with ``shard``, on the first rank alone: what is
-            asked of it elsewhere is refused.
+        model: the trained model, ready to predict. Under torchrun with ``shard`` only the first rank has it; on others,
+            access raises an error.
         folder: where it was written; None without ``out``.
         task: the head's name.
-        metrics: figures of the model on the held-out data; empty without any.
-        history: one record for each evaluation: ``step``, ``epoch`` and its figures; in ``details`` what the user's
-            metrics returned that is not a number, such as a confusion matrix.
+        metrics: metrics of the model on the evaluation data; empty without any.
+        history: one record per evaluation: ``step``, ``epoch`` and metrics; ``details`` contains values of the user's
+            metrics that are not numbers, such as a confusion matrix.
         losses: mean training loss of every optimiser step.
         steps: optimiser steps taken.
         best_step: the step that ``model`` is from.
         seconds: wall clock of the training.
         recipe: the options that reproduce the run, as written to ``recipe.yaml``.
-        changes: what was changed with ``allow_change`` when the run was taken up again: ``step``, ``name``, ``was``,
-            ``is``. Losses, history, steps and seconds are those of the whole run, however often it was ended.
+        changes: settings that were changed with ``allow_change`` when the run was resumed: ``step``, ``name``, ``was``,
+            ``is``. Losses, history, steps and seconds are those of the whole run, including interruptions.
         tuned: the thresholds that ``tune_thresholds`` chose, on the first rank; None without.
         recorded: how many steps were replayed from captured graphs, and why others were not; None on a processor.
-        summed: by what ranks summed their gradients, and why not by what would be faster; None where they sum none.
+        summed: how ranks summed their gradients, and why no faster way was used; None if they sum none.
         holds_model: whether the trained model is in this process.
-        generator: the model of masked words that was trained besides, written to ``generator`` inside of the folder;
+        generator: the masked language model that was trained jointly, written to ``generator`` in the folder;
             None without the option of that name.
         policy: ``name`` of the policy by which ranks shared the work, and the ``reason`` why it was chosen.
     """
@@ -102,14 +102,14 @@ FinetuneResult.model = _WhenAsked()  # type: ignore[assignment]
 
 
 class OnFirstRank:
-    """Stands for the trained model on a rank that held a part of it alone; whatever is asked of it is refused."""
+    """Placeholder for the trained model on a rank that has only a part of it; access raises an error."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         raise TrainError(
-            f"finetune: result.model.{name}: the weights were in shards and have been put together on rank 0 alone; "
-            "expected this to be asked there. Ask `result.holds_model` first, or load the folder that was written."
+            f"finetune: result.model.{name}: the weights were in shards and were combined on rank 0; "
+            "expected access on rank 0. Check `result.holds_model` first, or load the folder that was written."
         )
 
     def __call__(self, *args: Any, **named: Any) -> Any:
@@ -121,7 +121,7 @@ class OnFirstRank:
 
 
 def _run_line(run: FinetuneResult) -> str:
-    """Return what came of a run in one line."""
+    """Return a summary line of a run."""
     figures = ", ".join(f"{name} {value:.4g}" for name, value in list(run.metrics.items())[:4])
     loss = f", last loss {run.losses[-1]:.4g}" if run.losses else ""
     best = f", best at step {run.best_step:,}" if run.best_step != run.steps else ""
@@ -178,3 +178,51 @@ def _run_page(run: FinetuneResult) -> str:
 
 def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, (int, float)) else escape(str(value)) if value is not None else ""
+
+
+WIDE, HIGH, LEFT, LOW = 480, 160, 48, 20
+MOST = 400
+"""Most points that are drawn; of more, each is the mean of its neighbours."""
+
+
+def curve_svg(values: Sequence[float], *, marks: Mapping[int, str] | None = None, title: str = "loss") -> str:
+    """Return the curve of a value at each step from 1, with its least and largest at the side.
+
+    Args:
+        values: one value per step; values that are not finite leave a gap.
+        marks: labels of steps, each drawn as a vertical line.
+        title: title of the curve.
+    """
+    group = max(1, -(-len(values) // MOST))
+    points: list[tuple[float, float]] = []
+    for first in range(0, len(values), group):
+        part = [value for value in values[first : first + group] if math.isfinite(value)]
+        if part:
+            points.append((first + (len(values[first : first + group]) + 1) / 2, math.fsum(part) / len(part)))
+    if not points:
+        return ""
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    spread, last = (high - low) or 1.0, max(2, len(values))
+
+    def place(step: float, value: float) -> str:
+        x = LEFT + (WIDE - LEFT - 8) * (step - 1) / (last - 1)
+        return f"{x:.1f},{8 + (HIGH - LOW - 8) * (high - value) / spread:.1f}"
+
+    small = 'font-size="10" font-family="sans-serif" fill="#666"'
+    line = " ".join(place(x, y) for x, y in points)
+    drawn = [
+        f'<polyline fill="none" stroke="#4a90d9" stroke-width="1.5" points="{line}"/>',
+        f'<text x="2" y="14" {small}>{high:.4g}</text>',
+        f'<text x="2" y="{HIGH - LOW}" {small}>{low:.4g}</text>',
+        f'<text x="{LEFT}" y="{HIGH - 4}" {small}>{escape(title)}, steps 1 to {len(values):,}</text>',
+    ]
+    for step, words in (marks or {}).items():
+        x = place(step, low).partition(",")[0]
+        drawn.append(
+            f'<line x1="{x}" x2="{x}" y1="8" y2="{HIGH - LOW}" stroke="#d98e4a" stroke-dasharray="3 2">'
+            f"<title>{escape(words)}</title></line>"
+        )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDE}" height="{HIGH}" viewBox="0 0 {WIDE} {HIGH}" '
+        f'role="img">{"".join(drawn)}</svg>'
+    )

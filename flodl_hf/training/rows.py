@@ -1,7 +1,7 @@
 """Tokenized training data: rows kept flat in a few arrays, and how some of them become a batch.
 
-Decides how rows lie in memory and which parts a batch has. Which tokens and labels a row holds is decided by
-its task; which rows come together by `flodl.data.batches`; what they are filled up to by `flodl_hf.training.shapes`.
+This module defines the layout of rows in memory and the parts of a batch. The task defines tokens and labels;
+`flodl.data.batches` selects the rows of a batch; `flodl_hf.training.shapes` selects the shapes for padding.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from flodl_hf.training.shapes import Shapes
 __all__ = ["RELATED", "SPECIAL", "CollateRows", "EncodedRows", "Masking", "RowBuilder", "TakenRows"]
 
 RELATED = "related"
-"""The label of a pair of texts beside labels of its words: 0 where they belong together."""
+"""Name of the label of a pair of texts, in addition to labels of words: 0 for related texts."""
 
 
 class EncodedRows:
     """Rows of tokens with their labels: ``rows.get(i)`` is a dict of arrays.
 
     Args:
-        columns: per-token values of all rows end to end, by name; ``input_ids`` is one of them.
+        columns: mapping of names to per-token values of all rows, concatenated; one is ``input_ids``.
         lengths: tokens of each row.
-        values: one value or line of values for each row, by name.
+        values: mapping of names to one value or line of values per row.
         owners: the example that each row is a window of; None where a row is an example.
     """
 
@@ -60,7 +60,7 @@ class EncodedRows:
         return row | {name: column[index] for name, column in self.values.items()}
 
     def __getitems__(self, indices: Sequence[int]) -> TakenRows:
-        """Return several rows at once."""
+        """Return several rows."""
         which = np.asarray(indices, dtype=np.int64)
         lengths = self.lengths[which]
         # each token's place: where its row starts, less where it starts among those taken, and one by one from there
@@ -71,12 +71,12 @@ class EncodedRows:
 
 
 class TakenRows(Sequence[Mapping[str, Any]]):
-    """Some rows together: a sequence of dicts of arrays that lie end to end.
+    """Some rows: a sequence of dicts of slices of concatenated arrays.
 
     Args:
-        columns: values of all tokens by name, int64 ``(tokens,)``, ``input_ids`` first.
+        columns: mapping of names to values of all tokens, int64 ``(tokens,)``, ``input_ids`` first.
         lengths: tokens of each row.
-        values: by name, arrays ``(rows, ...)`` in the types that batches have, or lists.
+        values: mapping of names to arrays ``(rows, ...)`` in the types of batches, or lists.
     """
 
     def __init__(
@@ -145,14 +145,14 @@ class RowBuilder:
         ids: Any = None,
         **values: Any,
     ) -> None:
-        """Take in one window.
+        """Add one window.
 
         Args:
             row: a `flodl_hf.tokenization.rows.Row`.
             owner: the example that it is a window of.
             columns: further values, one for each token.
             ids: token ids in place of the row's.
-            **values: one value, or one line of values, for the row.
+            **values: one value, or one line of values, of the row.
         """
         self._put("input_ids", row.ids if ids is None else ids, np.int32)
         if self.types:
@@ -173,7 +173,7 @@ class RowBuilder:
             DataError: there are none.
         """
         if not self._owners:
-            raise DataError("finetune: no row of the data holds a token to learn from", rows=0)
+            raise DataError("finetune: found no tokens in the data, expected at least one row with tokens", rows=0)
         lengths = [part.size for part in self._parts["input_ids"]]
         columns = {name: np.concatenate(parts) for name, parts in self._parts.items()}
         values = {name: np.asarray(column) for name, column in self._values.items()}
@@ -182,7 +182,7 @@ class RowBuilder:
 
 @dataclass(frozen=True)
 class Masking:
-    """What a masked language model has to guess, drawn anew for each row and epoch.
+    """Masking for a masked language model, drawn again for each row and epoch.
 
     Args:
         mask_id: the mask token.
@@ -221,7 +221,7 @@ class Masking:
         return chosen_tokens(special, **choice).size
 
     def _choice(self, row: Mapping[str, Any], where: Where, index: int) -> tuple[list[bool], dict[str, Any]]:
-        """Return which tokens are special, and by what the others are chosen."""
+        """Return which tokens are special, and the arguments that select the others."""
         words = row["words"].tolist()
         whole = [None if word < 0 else word for word in words] if self.whole_words else None
         rng = where.rng("mask", index)
@@ -234,16 +234,16 @@ SPECIAL = -1
 
 @dataclass(frozen=True)
 class CollateRows:
-    """Makes a batch of rows: padded, packed end to end, or packed and filled up to a shape that comes again.
+    """Collates rows: padded, packed, or packed and padded to one of a few shapes (bucketed).
 
-    A bucketed batch has no part that is a matter of its rows' lengths, so that a training step can be recorded
-    for its shape: besides what `Packed` needs there are ``places``, ``opens`` and ``longest``, a number, and
-    ``real``, ``(texts,)``, 1 for rows and 0 for what fills up. Labels of fillers are -100 or 0.
+    The shapes of a bucketed batch do not depend on the lengths of its rows, so a training step can be captured
+    for its shape. In addition to the inputs of `Packed` it has ``places``, ``opens`` and ``longest``, a number, and
+    ``real``, ``(texts,)``, 1 for rows and 0 for padding. Labels of padding are -100 or 0.
 
     Args:
         pad_id: the padding token.
-        layout: how the rows lie.
-        masking: hides or replaces tokens, for what learns from plain text.
+        layout: the layout of rows.
+        masking: masks or replaces tokens, for tasks on plain text.
         shapes: bucketed: what batches are filled up to.
         least: bucketed: fewest tokens of a batch.
         widths: padded: what rows are filled up to, ascending; longer ones to their own longest.
@@ -266,11 +266,11 @@ class CollateRows:
         return self.layout == "bucketed" or (self.layout == "padded" and bool(self.widths))
 
     def cut_to(self, size: int | None) -> CollateRows:
-        """Return what makes micro-batches of so many rows; shapes to fill up to are chosen anew."""
+        """Return the collate function for micro-batches of this size, with new shapes."""
         return self if self.shapes_for is None else replace(self, shapes=self.shapes_for(micro_batch_size=size))
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
-        """Return the parts of one batch; packed ones have ``row_lengths``, a list, besides."""
+        """Return the parts of one batch; packed batches also have ``row_lengths``, a list."""
         if self.masking is not None:
             rows = [self.masking(row, where, index) for row, index in zip(rows, where.indices, strict=True)]
         taken = rows if isinstance(rows, TakenRows) else TakenRows.of(rows)

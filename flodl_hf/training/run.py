@@ -1,8 +1,8 @@
 """``finetune``: data and a model in, a trained model and its folder out.
 
-Puts together what others decide: the task (`data` and the task's file), the training (`flodl.train`), the folder
-(`flodl_hf.checkpoints.saving`) and the papers that go with it (`card`). The order of things here is what a user waits
-for: everything that can be wrong is looked at before anything is computed.
+It combines the task (`data` and the module of the task), the training (`flodl.train`), the folder
+(`flodl_hf.checkpoints.saving`) and the metadata files (`card`). All arguments are checked before
+anything is computed.
 """
 
 from __future__ import annotations
@@ -84,18 +84,18 @@ def finetune(
         result.metrics["accuracy"]
         result.model.predict(["I love this"])
 
-    The columns of the data say what is learned: a text and a label, words and tags, a text and spans, a question,
-    a context and answers, or a text alone (masked words). Labels, and what kind they are, are read off the data.
+    The columns of the data determine the task: a text and a label, words and tags, a text and spans, a question,
+    a context and answers, or a text alone (masked words). Labels and their kind are inferred.
 
     Args:
         model: a folder or Hub name, which gets a new head where its own does not fit, or a model.
         train: a file (CSV, TSV, JSON lines, JSON, Parquet, Arrow, CoNLL, SQuAD, text), a list of dicts, a dict of
-            columns, a Hugging Face data set, or a data frame; for vectors also several of these by name.
-        eval: held-out data of the same kind, judged after each epoch; the best model is kept. Several sets by name, of
-            which the first decides; or a share of ``train`` to hold out (0.2), or a number of its rows.
-        out: folder to write; holds the model, its tokenizer, ``README.md`` (the model card), ``recipe.yaml``
+            columns, a Hugging Face data set, or a data frame; for vectors also a mapping of names to several of these.
+        eval: evaluation data of the same kind, evaluated after each epoch; the best model is kept. A mapping of names
+            to several sets, of which the first selects the best model; or a share (0.2) or number of the training rows.
+        out: folder to write; contains the model, its tokenizer, ``README.md`` (the model card), ``recipe.yaml``
             (which reproduces the run) and ``training.json`` (every figure).
-        overwrite: replace a folder that holds a model.
+        overwrite: replace an existing model in the folder.
         on_event: called with the events of training (`flodl.train.events`) as they come.
         progress: print the task with its columns and labels, a line for each epoch and evaluation, all warnings and the
             progress of the run to standard error. None does so except where the verbosity level is quiet
@@ -104,14 +104,15 @@ def finetune(
             kept in ``<out>.logs`` (or ``log_dir``), with the page as one file when the run is over.
         loss: ``loss(scores, labels)`` in place of the task's loss; see `flodl_hf.training.user_loss.own_loss`. Of
             vectors its name, one of `flodl_hf.training.losses`, or ``loss(vectors, labels)`` of the whole batch.
-        metrics: ``metrics(predictions, truth)`` gives figures by name, beside the task's; or such functions by name.
+        metrics: ``metrics(predictions, truth)`` returns a mapping of metrics; or a mapping of names to functions.
             Predictions and truth are arrays ``(examples, ...)`` of scores and labels, lists of tags, or answers and
             lists of those accepted.
-        callbacks: take part in training; see `flodl.train.Callback`.
+        callbacks: hooks into the training loop, see `flodl.train.Callback`. `flodl_hf.training.observation` has
+            ``Watch`` (records values inside the model) and ``Rules`` (freezes, changes rates or stops on trends).
         adapter: the adapter to train in place of all weights; ``lora=8`` is the same as ``Lora(rank=8)``. Then ``out``
-            holds the adapter with its head, as peft reads it. A model with an adapter in it goes on training that.
-        **options: fields of `flodl_hf.training.Options`; their defaults are those of transformers, whose words for
-            them are taken too (``learning_rate``, ``num_train_epochs``; all in
+            contains the adapter with its head, readable by peft. A model with an adapter trains this adapter.
+        **options: fields of `flodl_hf.training.Options`; the defaults are the defaults of transformers, whose names
+            are accepted too (``learning_rate``, ``num_train_epochs``; all in
             `flodl_hf.training.training_arguments.TAKEN`).
 
     Raises:
@@ -141,7 +142,7 @@ def finetune(
     if target is not None and _is_first_rank():
         check_space(target, _bytes_to_write(job.model))
     for tracker in trackers:
-        tracker.config.update(_settings(job.options))  # with what the data decided
+        tracker.config.update(_settings(job.options))  # with values inferred from the data
     recipe = {"model": _named(model), "train": _named(train), "eval": _named(eval), **_recipe(job)}
     notes = _Notes(on_event, job.unrecorded)
     try:
@@ -159,7 +160,7 @@ def finetune(
         ended.beside if ended.is_whole else None, notes.policy,
     )  # fmt: skip
     if written is not None:
-        _write(job, ended.model, result, written, overwrite, ended.judged)
+        _write(job, ended.model, result, written, overwrite, ended.predictions)
         if ended.folder is not None and not chosen.keep_checkpoints and chosen.checkpoints is None:
             shutil.rmtree(ended.folder, ignore_errors=True)
     return result
@@ -171,7 +172,7 @@ def _stopped(stop: BaseException, job: Job, notes: _Notes, target: Path | None, 
         return
     folder = _kept_in(job.options, target)
     if _is_first_rank():
-        how = "run the same command with resume=True to go on" if folder else "there is no out= to resume from"
+        how = "run the same command with resume=True to continue" if folder else "there is no out= to resume from"
         print(in_words(f"stopped after step {notes.steps}; {how}"), file=sys.stderr, flush=True)
     if isinstance(stop, TrainInterrupted):
         stop.folder = None if folder is None else str(folder)
@@ -192,7 +193,7 @@ def _bytes_to_write(model: EncoderModel) -> int:
 
 @dataclass(frozen=True)
 class _Ended:
-    """What training came to.
+    """The outcome of training.
 
     Attributes:
         model: with the best weights, where it is whole.
@@ -200,9 +201,9 @@ class _Ended:
         best_step: the step of its weights.
         metrics: the figures of that step.
         seconds: all the time that was spent on it.
-        judged: what it says of held-out data, where somebody wants to know.
+        predictions: predictions for evaluation data, if requested.
         folder: where its checkpoints are.
-        beside: a second model that learned with it.
+        beside: a second model that was trained jointly.
     """
 
     model: EncoderModel
@@ -210,7 +211,7 @@ class _Ended:
     best_step: int
     metrics: dict[str, float]
     seconds: float
-    judged: EvalPredictions | None
+    predictions: EvalPredictions | None
     folder: Path | None
     beside: Any
 
@@ -225,7 +226,7 @@ def _train(
     trackers: Sequence[Tracker],
     monitor: Any,
 ) -> _Ended:
-    """Train a planned job, take its best weights and judge them; what is set for that alone is undone."""
+    """Train a planned job, load its best weights and evaluate them; temporary settings are undone."""
     with ExitStack() as stack:
         stack.enter_context(settings_of_torch())
         stack.callback(job.conclude, job.model)
@@ -233,7 +234,7 @@ def _train(
             stack.callback(tracker.end)
         folder = _checkpoint_folder(job, target, stack)
         if folder is None and job.metric is not None and job.options.keep_best:
-            # Under torchrun: every rank holds the best itself, since there is no folder that all of them see.
+            # Under torchrun every rank keeps the best weights, since there is no folder that all of them can read.
             if job.options.shard is None:
                 notes.keep_best(Best(job.metric), job.model)
             else:
@@ -246,24 +247,24 @@ def _train(
         model = job.model if trained is None else trained
         best_step, metrics = _take_best(job, model, folder, notes)
         model.eval()
-        judged = _judged(job, model, target, metrics)
+        predictions = _collected_predictions(job, model, target, metrics)
         beside = job.conclude(model)
-    return _Ended(model, trained is not None, best_step, metrics, seconds, judged, folder, beside)
+    return _Ended(model, trained is not None, best_step, metrics, seconds, predictions, folder, beside)
 
 
 def _tuned(ended: _Ended, options: Options) -> Any:
     """Return the thresholds that were chosen for the labels, and leave them with the model; None where none are."""
     model, tuned = ended.model, None
-    if options.tune_thresholds and ended.judged is not None:
-        tuned = tune_thresholds(ended.judged, tuple(model.config.labels))
+    if options.tune_thresholds and ended.predictions is not None:
+        tuned = tune_thresholds(ended.predictions, tuple(model.config.labels))
     if tuned is not None or model.config.label_thresholds is not None:
-        # Those of the start were chosen for other weights.
+        # Thresholds of the starting model were chosen for other weights.
         model.config = model.config.changed(label_thresholds={} if tuned is None else tuned.thresholds)
     return tuned
 
 
 class _Notes:
-    """Keeps what the result reports, and hands events on."""
+    """Collects the values of the result, and forwards events."""
 
     def __init__(self, on_event: Callable[[Any], Any] | None, unrecorded: str | None = None) -> None:
         self.on_event, self.unrecorded = on_event, unrecorded
@@ -288,7 +289,7 @@ class _Notes:
         self.best, self._model = best, model
 
     def __call__(self, event: Any) -> None:
-        if isinstance(event, RunStarted):  # comes again where ranks were started again
+        if isinstance(event, RunStarted):  # repeated if ranks were restarted
             self.policy = {"name": event.policy, "reason": event.policy_reason}
             self.past, self.losses = event.past, list(event.past.losses)
             self.history = [dict(row) for row in event.past.evaluations]
@@ -321,7 +322,7 @@ def _checkpoint_folder(job: Job, target: Path | None, stack: ExitStack) -> Path 
     """Return where checkpoints go; a temporary folder where they only serve to find the best model again.
 
     Raises:
-        TrainError: checkpoints are there already, and the run was not asked to go on from them.
+        TrainError: checkpoints exist, and ``resume`` is not set.
     """
     options = job.options
     folder = _kept_in(options, target)
@@ -331,7 +332,7 @@ def _checkpoint_folder(job: Job, target: Path | None, stack: ExitStack) -> Path 
         return None
     if not options.resume and folder.is_dir() and list_checkpoints(folder):
         raise TrainError(
-            f"finetune: {folder} holds the checkpoints of a run that did not end. Go on from them with resume=True, or "
+            f"finetune: {folder} contains checkpoints of an unfinished run. Resume it with resume=True, or "
             "remove the folder.",
             folder=str(folder),
         )
@@ -339,7 +340,7 @@ def _checkpoint_folder(job: Job, target: Path | None, stack: ExitStack) -> Path 
 
 
 def _kept_in(options: Options, target: Path | None) -> Path | None:
-    """Return where checkpoints of a run are that may be gone on with; None where it leaves none."""
+    """Return the folder of checkpoints for a resume; None if the run keeps none."""
     if options.checkpoints is not None:
         return Path(options.checkpoints)
     return None if target is None else target.with_name(target.name + CHECKPOINTS)
@@ -406,7 +407,7 @@ def check_free(target: Path, overwrite: bool) -> None:
     )
     if strange:
         raise ExportError(
-            f"{target} holds files that are no part of a model: "
+            f"{target} contains files that are no part of a model: "
             f"{', '.join(strange[:5])}. Expected a folder that may be "
             "replaced as a whole. Move them, or give another folder.",
             path=str(target),
@@ -416,8 +417,10 @@ def check_free(target: Path, overwrite: bool) -> None:
         raise ExportError(f"{target} is a file; expected a folder to write", path=str(target))
 
 
-def _judged(job: Job, model: EncoderModel, target: Path | None, metrics: dict[str, float]) -> EvalPredictions | None:
-    """Return what the model says of held-out data, on the first rank, where somebody wants to know."""
+def _collected_predictions(
+    job: Job, model: EncoderModel, target: Path | None, metrics: dict[str, float]
+) -> EvalPredictions | None:
+    """Return the predictions for evaluation data, on the first rank, if requested."""
     wanted = job.options.tune_thresholds or (job.options.report and target is not None)
     if not wanted or job.evaluation is None or not _is_first_rank():
         return None
@@ -426,10 +429,15 @@ def _judged(job: Job, model: EncoderModel, target: Path | None, metrics: dict[st
 
 
 def _write(
-    job: Job, model: EncoderModel, result: FinetuneResult, target: Path, overwrite: bool, judged: EvalPredictions | None
+    job: Job,
+    model: EncoderModel,
+    result: FinetuneResult,
+    target: Path,
+    overwrite: bool,
+    predictions: EvalPredictions | None,
 ) -> Path:
-    """Write a model, as it was trained, with the papers of its run."""
-    files = papers(job, result, judged)
+    """Write a trained model with its metadata files."""
+    files = papers(job, result, predictions)
     if result.generator is None:
         return model.save_pretrained(target, overwrite=overwrite, extra_files=files)
     both = {"": contents_of(model), GENERATOR: contents_of(result.generator)}
@@ -437,7 +445,7 @@ def _write(
 
 
 def _trackers(options: Options, target: Path | None) -> list[Tracker]:
-    """Return the trackers that were asked for, on the first rank; their packages are found.
+    """Return the requested trackers, on the first rank; their packages are imported.
 
     Raises:
         TrainError: a package is not installed.
@@ -449,12 +457,12 @@ def _trackers(options: Options, target: Path | None) -> list[Tracker]:
 
 
 def _settings(options: Options) -> dict[str, Any]:
-    """Return the options that say something."""
+    """Return the options with a value."""
     return {name: value for name, value in options.to_dict().items() if value not in (None, (), [], {})}
 
 
 def _named(source: Any) -> Any:
-    """Return how a recipe names data or a model: paths and shares; None for what is in memory."""
+    """Return the name of data or a model in a recipe: paths and shares; None for objects in memory."""
     if is_several(source):
         named = {name: _named(part) for name, part in source.items()}
         return named if None not in named.values() else None
@@ -464,7 +472,7 @@ def _named(source: Any) -> Any:
 
 
 def _recipe(job: Job) -> dict[str, Any]:
-    """Return the choices that make the run again: all that are set, without where files go on this machine."""
+    """Return the options that reproduce the run, without paths of this machine."""
     left_out = ("checkpoints", "keep_checkpoints", "resume", "allow_change", "local_files_only")
     left_out += ("trackers", "log_dir", "profile", "report")
     values = {k: v for k, v in job.options.to_dict().items() if k not in left_out and v is not None}

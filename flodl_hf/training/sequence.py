@@ -1,7 +1,7 @@
 """Labels for whole texts and pairs: one of several, any number of several, or numbers.
 
 A text that is longer than a row is cut at its end, as transformers' scripts do; of a pair the longer one gives way.
-Or it is read in windows, of which each learns the label; judged is their mean, as `predict` answers.
+Alternatively it is read in windows, each with the label; the evaluation uses their mean, as `predict` does.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SequenceTask:
     """A label for each text.
 
     Args:
-        columns: which columns hold texts and labels.
+        columns: the columns of texts and labels.
         targets: what labels are, and their names.
         names: names of the labels in the result, by number.
     """
@@ -54,7 +54,7 @@ class SequenceTask:
 
     @property
     def kind(self) -> Kind:
-        """What the loss is of."""
+        """Kind of the loss."""
         return self.targets.kind
 
     @property
@@ -64,7 +64,7 @@ class SequenceTask:
 
     @property
     def problem_type(self) -> str:
-        """What ``config.json`` says of the labels."""
+        """Value of ``problem_type`` in ``config.json``."""
         return _PROBLEM[self.kind]
 
     @property
@@ -124,7 +124,7 @@ class SequenceTask:
         return found
 
     def scorer(self, prepared: Prepared) -> _Scorer:
-        """Return a scorer that has seen nothing."""
+        """Return a new scorer."""
         return _Scorer(self.kind, len(self.names), prepared.truth)
 
     def label_counts(self, rows: EncodedRows) -> list[int] | None:
@@ -158,7 +158,7 @@ class _Scorer:
         self._scores: list[Tensor] = []
 
     def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
-        """Take in the scores of one text; return them and its label, a number or numbers."""
+        """Add the scores of one text; return them and its label, a number or numbers."""
         score = scores[0] if len(scores) == 1 else self._of_windows(torch.stack(list(scores)), self.weights[example])
         self._examples.append(example)
         self._scores.append(score)
@@ -167,7 +167,7 @@ class _Scorer:
         return score.tolist(), self.truth[example].tolist()
 
     def _of_windows(self, scores: Tensor, weights: Sequence[int]) -> Tensor:
-        """Return scores whose probabilities are the mean of those of the windows, as `predict` gives them."""
+        """Return scores with the mean probabilities of the windows, as `predict` computes them."""
         activation = activation_for(_PROBLEM[self.kind], scores.shape[-1])
         owners = np.zeros(len(scores), np.int64)
         mean = mean_over_windows(class_scores(scores, activation), owners, 1, weights)[0].double()
@@ -188,7 +188,7 @@ class _Scorer:
         self._examples, self._scores = [], []
 
     def metrics(self) -> Sequence[Metric]:
-        """Return the metrics with all that was taken in."""
+        """Return the metrics."""
         self._flush()
         return self._metrics
 

@@ -24,13 +24,13 @@ MOST_RECORDINGS = 8  # of a step with several micro-batches, each of which may h
 ENOUGH = 0.03  # filling, of all tokens, that no further shape is worth
 ROUGHLY = 0.1  # filling from which a further shape has to save more than its recording costs
 RECORDING = 1 << 16  # tokens that recorded steps compute in the time that recording another shape takes
-RUN = 10  # epochs in which a shape has to pay; those of a run do not count, since it may go on
-ENOUGH_SLOTS = 0.5  # an empty slot costs a few blocks of a kernel that end at once
+RUN = 10  # number of epochs in which a shape must save more than it costs; a run may be resumed with other epochs
+ENOUGH_SLOTS = 0.5  # an empty slot costs a few blocks of a kernel that finish immediately
 MOST_SEEN = 512  # batches looked at,
 MOST_EPOCHS = 16  # and epochs at most
 TOKENS, SLOTS, WIDTHS = 16, 8, 8  # sizes are multiples of these
 
-STEPS = 4  # of other batches: sizes from one power of two to the next; what is left of each epoch is one of them
+STEPS = 4  # of other batches: sizes per power of two; the rest of an epoch is such a batch
 LEAST_TOKENS = 128
 LEAST_TEXTS = 16
 
@@ -60,7 +60,7 @@ class Shapes:
         for tokens, texts in zip(self.tokens, self.texts, strict=True):
             if total <= tokens:
                 if 2 * total < self.tokens[0]:
-                    break  # the share of a rank, or what is left of an epoch
+                    break  # the share of a rank, or the rest of an epoch
                 need = _slots(len(lengths), tokens - int(lengths.sum()), longest)
                 return Bucket(tokens, next((n for n in texts if n >= need), _round_up(need)), longest)
         tokens = round_up(total, STEPS, LEAST_TOKENS)
@@ -90,7 +90,7 @@ def choose_shapes(
 
     Args:
         lengths: tokens of each row of the data.
-        batches: which rows come together, a `flodl.data.batches.BatchSource`.
+        batches: which rows form a batch, a `flodl.data.batches.BatchSource`.
         longest: upper bound of the lengths.
         micro_batch_size: rows that go through the model together at most.
         accumulate: batches of a step.
@@ -125,7 +125,7 @@ def choose_widths(
     Args:
         lengths: tokens of each row of the data.
         longest: of its longest text.
-        batches: which rows come together.
+        batches: which rows form a batch.
         micro_batch_size: rows that go through the model together at most.
         accumulate: batches of a step.
     """
@@ -176,7 +176,7 @@ def _sizes(totals: NDArray[Any], most: int, enough: float, grain: int, worth: fl
     choices: list[NDArray[Any]] = []
     spent = float((values * weights).sum())
     for _ in range(most):
-        # one more size, the last of the first j values, holds values i to j
+        # one more size, the last of the first j values, contains the values i to j
         table = cost[:-1, None] + (below[None, 1:] - below[:-1, None]) * values[None, :].astype(float)
         table = np.where(np.arange(len(values))[:, None] <= np.arange(len(values))[None, :], table, np.inf)
         before, cost = cost[-1], np.concatenate([[np.inf], table.min(0)])

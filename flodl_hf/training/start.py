@@ -1,4 +1,4 @@
-"""The model that a run begins with: what it already tells apart, whether its head stays, and how it is opened."""
+"""The starting model of a run: its labels, its head, and how it is opened."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from flodl.errors import ConfigError, visible
 from flodl_hf.training.data import Known
 from flodl_hf.training.factory import FixedModel, ModelFactory
-from flodl_hf.training.generator.task import GeneratorTask
+from flodl_hf.training.generator import GeneratorTask
 from flodl_hf.training.options import Options
 from flodl_hf.training.ranking import RankTask
 from flodl_hf.training.task import Task
@@ -18,10 +18,10 @@ from flodl_hf.training.vectors.task import EmbeddingTask
 if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel
 
-__all__ = ["BESIDE", "known_of", "open_start", "settle_head"]
+__all__ = ["ATTACHING_TASKS", "known_of", "open_start", "settle_head"]
 
-BESIDE = (EmbeddingTask, GeneratorTask)
-"""Tasks that put what learns besides beside a model, and take it away when the run is over."""
+ATTACHING_TASKS = (EmbeddingTask, GeneratorTask)
+"""Tasks that attach additional modules to a model for the run."""
 
 
 def known_of(model: Any, options: Options) -> Known:
@@ -47,17 +47,17 @@ def _hub(options: Options) -> dict[str, Any]:
 
 
 def settle_head(known: Known, task: Task, options: Options) -> tuple[Options, list[str]]:
-    """Return the options with ``new_head`` decided, and what is to be said of it.
+    """Return the options with ``new_head`` set, and notes for the user.
 
-    A classifier that was trained to tell others apart would go on under names that mean something else; so it is drawn
-    anew where the names differ, or stand in another order, unless the caller wants the old one.
+    A classification head is initialised again if the label names or their order
+    differ, unless the caller keeps the old head.
     """
     old, new = known.labels, task.labels
     if new is None or known.head != task.head or len(old) != len(new) or old == new:
         return options, []
     kept = options.new_head is False
     pairs = ", ".join(f"{visible(a)} -> {visible(b)}" for a, b in list(zip(old, new, strict=True))[:8])
-    what = "goes on under these names (new_head=False)" if kept else "is drawn anew (new_head=False keeps it)"
+    what = "is used with the new names (new_head=False)" if kept else "is initialised again (new_head=False keeps it)"
     return replace(options, new_head=not kept), [f"the start was trained with other labels ({pairs}); its head {what}"]
 
 
@@ -69,24 +69,24 @@ def open_start(model: Any, task: Task, options: Options) -> tuple[EncoderModel, 
         CheckpointError, HubError, TokenizerError: it cannot be opened.
     """
     if isinstance(model, (str, os.PathLike)):
-        # Ranks that keep a part look at the file, whose pages they share, rather than read a whole model each.
+        # Ranks with shards map the file and share its pages, instead of reading the whole model.
         cut = bool(options.shard) and options.ranks > 1
         shown = {"mapped": True} if cut else {}
         factory = ModelFactory(
             os.fspath(model), task.head, task.labels, task.problem_type, options.freeze, options.dropout,
             {**shown, "attention": options.attention, **_hub(options)}, bool(options.new_head), options.adapter,
             options.seed,
-            task.start if isinstance(task, (*BESIDE, RankTask)) else None,
-            as_stored=cut and not isinstance(task, BESIDE),
+            task.start if isinstance(task, (*ATTACHING_TASKS, RankTask)) else None,
+            as_stored=cut and not isinstance(task, ATTACHING_TASKS),
         )  # fmt: skip
         return factory.open(), factory
-    wrong = ["a new head is made of a folder or name alone"] if options.new_head else []
+    wrong = ["new_head requires a folder or name"] if options.new_head else []
     if options.adapter is not None and model.active_adapter is not None:
-        wrong.append(f"it computes with the adapter {model.active_adapter!r}, and lora= asks for a new one")
+        wrong.append(f"found the active adapter {model.active_adapter!r}, expected none with lora=")
     if model.head != task.head:
         wrong.append(f"its head is {model.head}, the task is {task.head}")
     elif task.labels is not None and tuple(model.config.labels) != task.labels:
-        wrong.append(f"its labels are {list(model.config.labels)[:8]}, those of the run {list(task.labels)[:8]}")
+        wrong.append(f"its labels are {list(model.config.labels)[:8]}, expected {list(task.labels)[:8]}")
     if wrong:
         raise ConfigError(
             f"finetune: the model does not fit the data: {'; '.join(wrong)}. Give its folder or name instead, so that "

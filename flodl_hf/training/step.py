@@ -56,13 +56,13 @@ def run_model(model: Any, batch: Any, outputs: Sequence[str] = ()) -> tuple[Tens
 
 
 def layout_of(batch: Any) -> Layout:
-    """Return how the tokens of a batch lie, anew for each pass."""
+    """Return the layout of the tokens of a batch, created for each pass."""
     if "places" in batch:
         return Packed(batch["cu_seqlens"], (), batch["longest"], batch["places"], batch["opens"])
     if "cu_seqlens" in batch:
         return Packed(batch["cu_seqlens"], tuple(batch["row_lengths"]))
     mask = batch["attention_mask"]
-    # Asking whether all is real would make the host wait for a device; the mask is kept instead.
+    # Checking for padding would synchronise with the device, so the mask is kept.
     return Padded(mask != 0) if mask.is_cuda else Padded.of(mask)
 
 
@@ -81,7 +81,7 @@ class Objective:
     """The loss of one task; called with a model and a batch it is a training step.
 
     Args:
-        kind: what is learned.
+        kind: kind of the loss.
         weights: weight of each label.
         smoothing: share of the target that is spread over all labels.
         mask_padding: spans only: exclude padding from the softmax. transformers includes padding, so that its loss
@@ -112,7 +112,7 @@ class Objective:
         return score(model, batch)
 
     def of(self, scores: Tensor, batch: Any) -> Loss:
-        """Return the loss of scores that are known already."""
+        """Return the loss of computed scores."""
         if self.kind == "spans":
             return self._spans(scores, batch)
         labels = batch["labels"]

@@ -62,7 +62,7 @@ class StepCounts:
     """Called with the place of a batch in a run, returns the counts of the optimiser step that it is part of.
 
     Args:
-        batches: which rows come together.
+        batches: which rows form a batch.
         items: counted items of each row.
         masked: returns how many tokens are masked.
         accumulate: batches of a step.
@@ -105,7 +105,7 @@ class CollateShares(CollateRows):
     def of_step(
         cls, usual: CollateRows, rows: EncodedRows, batches: Any, accumulate: int, *, by_rows: bool, **given: Any
     ) -> Self:
-        """Return a collate function laid out like ``usual``, for steps of ``accumulate`` batches."""
+        """Return a collate function with the layout of ``usual``, for steps of ``accumulate`` batches."""
         masking: Any = usual.masking
         items = np.ones(len(rows), np.int64) if by_rows else rows.lengths
         counts = StepCounts(batches, items, MaskedTokens(rows, masking), accumulate)

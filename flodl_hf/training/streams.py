@@ -15,7 +15,7 @@ from flodl_hf.training.options import BATCH_SIZE, Options
 __all__ = ["stream_part"]
 
 MANY = 1_000_000
-"""Rows after which it is said that a stream has not ended."""
+"""Number of rows after which a warning is logged."""
 
 
 def stream_part(source: Any, options: Options, share: float | None) -> Any:
@@ -24,10 +24,10 @@ def stream_part(source: Any, options: Options, share: float | None) -> Any:
     Args:
         source: data; a function is called for them.
         options: the choices of the run; without ``max_steps`` a stream is read to its end.
-        share: what is held out of the rows, a share below 1 or a number; None for nothing.
+        share: evaluation rows to split off, a share below 1 or a number; None for none.
 
     Raises:
-        ConfigError: an option makes other numbers of rows of a batch, so that nobody knows how many are needed.
+        ConfigError: with an option, the number of required rows is unknown.
     """
     if callable(source) and not isinstance(source, (str, os.PathLike, Mapping, Iterable)) and not _is_sized(source):
         source = source()
@@ -62,6 +62,6 @@ def _counted(source: Iterable[Any]) -> Iterator[Any]:
         if number == MANY:
             warnings.warn(
                 f"train: {MANY:,} rows are read, and the stream has not ended; one without an end needs max_steps=, "
-                "which says how much of it is read",
+                "which limits the number of rows",
                 stacklevel=2,
             )

@@ -1,7 +1,7 @@
-"""What a task has to state, and what all tasks share: limits of a row, scorers, and checks of the data.
+"""Interface of tasks, and code that all tasks share: row limits, scorers, and checks of the data.
 
-A task is one file beside this one: it turns rows of a table into rows of tokens with labels, names its loss,
-and judges scores. Which task a run has is decided in `data`.
+Each task is one module of this package: it converts rows of a table to rows of tokens with labels, names its loss,
+and computes metrics. `data` selects the task of a run.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from flodl_hf.training.step import Kind
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
 
-__all__ = ["CHUNK", "LengthLimits", "Prepared", "Scorer", "Task", "check_texts"]
+__all__ = ["CHUNK", "LengthLimits", "MetricScorer", "Prepared", "Scorer", "Task", "UnweightedTask", "check_texts"]
 
 CHUNK = 512
-"""Examples tokenized at once: enough for the tokenizer's threads, few enough to hold with their offsets."""
+"""Examples that are tokenized together: enough for the tokenizer's threads, with little memory for offsets."""
 
 Examples = Sequence[Mapping[str, Any]]
 
@@ -45,14 +45,14 @@ class LengthLimits:
     windows: bool = False
 
     def shared(self, usual: int, part: int) -> int:
-        """Return the tokens that windows share: as asked or as usual, at most a part of a row."""
+        """Return the overlap of windows: the requested or usual one, at most a part of a row."""
         wanted = usual if self.stride is None else self.stride
         return wanted if self.max_tokens is None else min(wanted, self.max_tokens // part)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Rows of tokens, what a scorer needs to know of each example besides (None for training data), and how many texts
+    """Rows of tokens, the values that a scorer needs for each example (None for training data), and how many texts
     were cut.
     """
 
@@ -62,23 +62,47 @@ class Prepared:
 
 
 class Scorer(Protocol):
-    """Judges a model example by example."""
+    """Computes metrics example by example."""
 
     def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any] | None:
-        """Take in the scores of all windows of one example, on the CPU.
+        """Add the scores of all windows of one example, on the CPU.
 
         Returns:
-            What is predicted and what is true, as JSON values, for figures of the user's own; None where nothing is.
+            The prediction and the gold label, as JSON values, for metrics of the user; None if there are none.
         """
         ...
 
     def metrics(self) -> Sequence[Metric]:
-        """Return what was counted so far; filled from other ranks, they are what ``compute`` goes by."""
+        """Return the current metrics; ``compute`` uses them after other ranks were merged into them."""
         ...
 
     def compute(self) -> dict[str, float]:
         """Return the figures."""
         ...
+
+
+class MetricScorer:
+    """Scorer with one metric; subclasses define ``update``."""
+
+    metric: Any
+
+    def metrics(self) -> Sequence[Metric]:
+        """Return the metric."""
+        return [self.metric]
+
+    def compute(self) -> dict[str, float]:
+        """Return the values of the metric, without its count."""
+        figures = self.metric.compute()
+        figures.pop("count", None)
+        return figures
+
+
+class UnweightedTask:
+    """Base class of tasks without weights of labels."""
+
+    def label_counts(self, rows: EncodedRows) -> list[int] | None:
+        """Return None: labels have no weights."""
+        return None
 
 
 class Task(Protocol):
@@ -91,7 +115,7 @@ class Task(Protocol):
 
     @property
     def kind(self) -> Kind:
-        """What the loss is of."""
+        """Kind of the loss."""
         ...
 
     @property
@@ -101,12 +125,12 @@ class Task(Protocol):
 
     @property
     def problem_type(self) -> str | None:
-        """What ``config.json`` says of the labels."""
+        """Value of ``problem_type`` in ``config.json``."""
         ...
 
     @property
     def main_metric(self) -> str:
-        """The figure that says which model is better; a leading ``-`` where less is."""
+        """The metric that selects the best model; with a leading ``-`` if lower is better."""
         ...
 
     @property
@@ -119,7 +143,7 @@ class Task(Protocol):
         ...
 
     def scorer(self, prepared: Prepared) -> Scorer:
-        """Return a scorer that has seen nothing."""
+        """Return a new scorer."""
         ...
 
     def label_counts(self, rows: EncodedRows) -> list[int] | None:
@@ -128,7 +152,7 @@ class Task(Protocol):
 
 
 def name_of(task: Task) -> str:
-    """Return what a task is called in options and results: its own name where it has one, else its head's."""
+    """Return the name of a task in options and results: its own name, else the name of its head."""
     return getattr(task, "name", task.head)
 
 

@@ -1,7 +1,7 @@
-"""What is said of the task that a table was taken for, and tables that may have been meant for another one.
+"""Notes about the inferred task, and errors for tables that may have been meant for another task.
 
-A text alone trains words behind masks. That is also what is left of a table whose labels were lost: cells divided by
-another sign, labels before the text, a column that some rows have. Such tables are refused unless the task was named.
+A text column alone trains a masked language model. A table whose labels were lost looks the same: cells divided by
+another sign, labels before the text, a column that some rows have. Such tables raise an error unless the task is given.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ NAMED = 8  # labels that a line names
 SIGNS = {"\t": "tabs", "|": "'|'", ";": "semicolons", ",": "commas"}
 PREFIX = "__label__"  # how fastText marks labels in lines of text
 TRAINED = ("sequence_classification", "token_classification", "question_answering", "multiple_choice")
-MEANT = "; or say task='masked_lm' to learn the words of these texts behind masks"
+MEANT = "; or set task='masked_lm' to train on masked words"
 
 
 def refuse_lost_labels(columns: Columns, rows: Sequence[Mapping[str, Any]], head: str | None) -> None:
-    """Refuse a table of texts alone that may have had labels; for tasks that nobody named.
+    """Raise for a table of texts alone that may have had labels, if the task is inferred.
 
     Args:
-        columns: what the columns were taken for.
+        columns: the inferred columns.
         rows: the table.
         head: of the starting model.
 
     Raises:
-        ConfigError: the start was trained to tell labels.
-        DataError: some rows have further columns, or the texts hold what may be labels.
+        ConfigError: the starting model is a classifier.
+        DataError: some rows have further columns, or the texts contain possible labels.
     """
     text = columns.text
     if columns.task != "masked-lm" or text is None:
         return
     if head in TRAINED:
         raise ConfigError(
-            f"train: found the texts of {text!r} and nothing else, for a model trained for {head}; expected labels "
-            f"beside the texts in a column of their own{MEANT}",
+            f"train: found only the texts of {text!r} for a model with the head {head}; expected labels "
+            f"in another column{MEANT}",
             problems=["task"],
         )
     further = [name for name in column_names(rows) if name != text]
@@ -77,28 +77,28 @@ def refuse_lost_labels(columns: Columns, rows: Sequence[Mapping[str, Any]], head
     if seen and all(line.startswith(PREFIX) for line in seen):
         raise DataError(
             f"train: each text of {text!r} begins with {PREFIX}, as labels do for fastText; expected labels in a "
-            f"column of their own{MEANT}",
+            f"separate column{MEANT}",
             names=[text],
         )
 
 
-def guessed_columns(columns: Columns, said: Mapping[str, str] | None) -> list[str]:
-    """Return, as notes, the columns whose meaning was read off their values, since no name tells it.
+def guessed_columns(columns: Columns, role_columns: Mapping[str, str] | None) -> list[str]:
+    """Return, as notes, columns whose role was inferred from their values instead of their names.
 
     Args:
-        columns: what the columns are taken for.
-        said: columns that the caller named, by role.
+        columns: the inferred columns.
+        role_columns: columns that the caller named, by role.
     """
     roles = {role: getattr(columns, role) for role in NAMES}
     guessed = {
         role: name
         for role, name in roles.items()
-        if name is not None and role not in (said or {}) and name.lower() not in NAMES[role]
+        if name is not None and role not in (role_columns or {}) and name.lower() not in NAMES[role]
     }
     if not guessed:
         return []
     read = " and ".join(f"{name!r} as the {role}" for role, name in guessed.items())
-    return [f"columns are read by what they hold: {read} (columns={guessed!r} would say so)"]
+    return [f"column roles were inferred from values: {read} (columns={guessed!r} sets them)"]
 
 
 def alike_labels(names: Sequence[str]) -> list[str]:
@@ -130,8 +130,8 @@ def float_classes(task: Task, rows: Sequence[Mapping[str, Any]], problem_type: s
     values = sorted({float(cell) for cell in floats})
     shown = ", ".join(map(str, values[:NAMED])) + (", ..." if len(values) > NAMED else "")
     return [
-        f"column {label!r} contains floats ({shown}), which are learned as {len(task.labels or ())} classes; "
-        "problem_type='regression' learns them as numbers"
+        f"column {label!r} contains floats ({shown}), which are used as {len(task.labels or ())} classes; "
+        "problem_type='regression' trains on them as numbers"
     ]
 
 
@@ -142,7 +142,7 @@ def _is_float(cell: Any) -> bool:
 
 
 def unused_texts(used: Sequence[str | None], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return, as notes, columns of texts that the task does not use, such as a title beside a body.
+    """Return, as notes, text columns that the task does not use, such as a title.
 
     Args:
         used: the columns that the task uses.
@@ -161,7 +161,7 @@ def unused_texts(used: Sequence[str | None], rows: Sequence[Mapping[str, Any]]) 
 
 
 def unlearned_labels(task: Task, rows: EncodedRows) -> list[str]:
-    """Return, as notes, labels of texts that no training row has, as when all that have them were held out."""
+    """Return, as notes, labels that occur in no training row, for example because the split removed them."""
     counts = (task.label_counts(rows) if task.head == "sequence_classification" else None) or ()
     absent = [printable(name, 40) for name, count in zip(task.labels or (), counts, strict=False) if not count]
     if not absent:
@@ -170,12 +170,12 @@ def unlearned_labels(task: Task, rows: EncodedRows) -> list[str]:
 
 
 def task_line(task: Task, rows: Sequence[Any], asked: str | None) -> str:
-    """Return one line that says what will be learned, from which columns, and how another task is asked for.
+    """Return one line that describes the task, its columns, and how to select another task.
 
     Args:
-        task: what was chosen.
+        task: the inferred task.
         rows: the training rows.
-        asked: the task as the caller named it.
+        asked: the task that the caller named.
     """
     columns: Any = task.columns  # type: ignore[attr-defined]
     found = {f.name: getattr(columns, f.name) for f in fields(columns) if f.name != "task"}
@@ -193,7 +193,7 @@ def task_line(task: Task, rows: Sequence[Any], asked: str | None) -> str:
         parts.append("the words behind masks are learned, no label")
     parts.append(f"{len(rows):,} row{'s' * (len(rows) != 1)}")
     line = "; ".join(parts)
-    return line if asked else f"{line} (as the columns say; task= names another)"
+    return line if asked else f"{line} (inferred from the columns; task= selects another)"
 
 
 def _named(name: Any) -> str:

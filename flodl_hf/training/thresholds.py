@@ -1,7 +1,7 @@
-"""The score from which a label holds, chosen on held-out data for the best F1.
+"""Decision thresholds of labels, chosen on evaluation data for the best F1.
 
-Of several labels each has its own; of two, the second one's decides between them. On the examples that it was chosen on
-a threshold does as well as it can, and on others perhaps less; the card says so.
+Each of several labels has a threshold; for two labels, only the second one. On the examples it was chosen on,
+a threshold is optimal, and may be worse on others; the card states this.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["Tuned", "threshold_faults", "tune_thresholds"]
 
 @dataclass(frozen=True)
 class Tuned:
-    """Thresholds, and what they come to on the examples that they were chosen on.
+    """Thresholds, and their F1 on the examples they were chosen on.
 
     Attributes:
         thresholds: by label.
-        usual: F1 of each label with 0.5; of two labels that of the second, under its name.
+        usual: F1 of each label with 0.5; for two labels the F1 of the second, under its name.
         tuned: F1 of each label with its threshold.
         examples: how many there were.
         where: name of the set; empty where there is one.
@@ -47,23 +47,23 @@ class Tuned:
 
 
 def threshold_faults(task: Task) -> list[str]:
-    """Return the problem of a task whose answers have no thresholds: neither several labels at once nor one of two."""
+    """Return the problem of a task without thresholds: neither several labels per text nor two labels."""
     if task.kind == "multi_label" or (task.kind == "single_label" and len(task.labels or ()) == 2):
         return []
     return [
         f"tune_thresholds: found {task.kind.replace('_', ' ')} with {len(task.labels or ())} labels; expected several "
-        "labels at once (multi_label_classification), or one of two"
+        "labels per text (multi_label_classification), or two labels"
     ]
 
 
-def tune_thresholds(judged: EvalPredictions, labels: tuple[str, ...]) -> Tuned:
+def tune_thresholds(predictions: EvalPredictions, labels: tuple[str, ...]) -> Tuned:
     """Return the thresholds of the best F1.
 
     Args:
-        judged: scores and truth of the held-out examples.
+        predictions: scores and gold labels of the evaluation examples.
         labels: label names by number.
     """
-    logits, truth = np.asarray(judged.predictions, np.float64), np.asarray(judged.truth)
+    logits, truth = np.asarray(predictions.predictions, np.float64), np.asarray(predictions.truth)
     is_binary = truth.ndim == 1
     if is_binary:
         # The probability of the second of two, as a softmax has it.
@@ -79,7 +79,7 @@ def tune_thresholds(judged: EvalPredictions, labels: tuple[str, ...]) -> Tuned:
     thresholds = dict(zip(named, found, strict=True))
     if is_binary:
         thresholds = {labels[0]: round(1 - found[0], 6), **thresholds}
-    return Tuned(thresholds, usual, tuned, len(scores), judged.name)
+    return Tuned(thresholds, usual, tuned, len(scores), predictions.name)
 
 
 def _sigmoid(logits: Any) -> Any:

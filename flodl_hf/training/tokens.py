@@ -1,7 +1,7 @@
 """Labels for words: named entities, parts of speech; from words with tags, or from spans of characters.
 
-The first token of a word carries its label. A long text is read in overlapping windows, and each word is learned
-and judged once, in the window that shows most around it.
+The first token of a word carries its label. A long text is read in overlapping windows; each word
+is used for training and evaluation once, in the window with the most context.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import numpy as np
 from torch import Tensor
 
 from flodl.errors import DataError, capped, nearest
-from flodl.metrics import Metric
 from flodl_hf.inference.decode.metrics import SpanF1
 from flodl_hf.readers.columns import NAMES, Columns, column_names
 from flodl_hf.tokenization.alignment import IGNORE, Units, align_tags, read_tags, tags_of_spans, word_units
 from flodl_hf.training.report.figures import conll_tags
 from flodl_hf.training.rows import EncodedRows, RowBuilder
 from flodl_hf.training.step import Kind
-from flodl_hf.training.task import CHUNK, Examples, LengthLimits, Prepared, check_texts
+from flodl_hf.training.task import CHUNK, Examples, LengthLimits, MetricScorer, Prepared, check_texts
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
@@ -68,7 +67,7 @@ def _tags(columns: Columns, examples: Examples = ()) -> str:
     if columns.tags is None:
         names = [name for name in column_names(examples[:100]) if name != columns.words]
         near = "".join(
-            f"; {name!r} holds lists of several kinds of values"
+            f"; {name!r} contains lists of several kinds of values"
             if name.lower() in NAMES["tags"]
             else f"; {name!r}{close}"
             for name in names
@@ -76,7 +75,7 @@ def _tags(columns: Columns, examples: Examples = ()) -> str:
         )
         raise DataError(
             f"finetune: found words in {columns.words!r} and no column with their tags among {names}{near}; expected "
-            "one, a list of as many tags as words: say columns={'tags': ...}",
+            "one, a list of as many tags as words: set columns={'tags': ...}",
             names=names,
         )
     return columns.tags
@@ -109,7 +108,7 @@ def read_character_spans(value: Any, row: int) -> list[tuple[int, int, str]]:
 
 @dataclass(frozen=True)
 class _Truth:
-    """For each example where its words lie, their tags, and its first row."""
+    """For each example the positions of its words, their tags, and its first row."""
 
     units: list[Units] = field(default_factory=list)
     tags: list[list[str]] = field(default_factory=list)
@@ -120,9 +119,9 @@ class TokenTask:
     """A label for each word.
 
     Args:
-        columns: which columns hold words and tags, or texts and spans.
+        columns: the columns of words and tags, or of texts and spans.
         names: names of the labels, by number.
-        stored: what the data calls them, by number, if that differs.
+        stored: label names of the data by number, if they differ.
     """
 
     columns: Columns
@@ -180,7 +179,7 @@ class TokenTask:
                     truth.units.append(units)
                     truth.tags.append(tags)
         if faults:
-            which = "sentences" if training else "held-out sentences"
+            which = "sentences" if training else "evaluation sentences"
             raise DataError(f"finetune: {which} that cannot be labelled:\n{capped(faults, 8)}", problems=faults)
         return Prepared(builder.build(), None if training else truth)
 
@@ -209,7 +208,7 @@ class TokenTask:
         return units, tags_of_spans(units.extents, spans).tags
 
     def scorer(self, prepared: Prepared) -> _Scorer:
-        """Return a scorer that has seen nothing."""
+        """Return a new scorer."""
         return _Scorer(self.names, prepared.truth, self.has_spans)
 
     def label_counts(self, rows: EncodedRows) -> list[int]:
@@ -218,13 +217,13 @@ class TokenTask:
         return np.bincount(labels[labels != IGNORE], minlength=len(self.names)).tolist()
 
 
-class _Scorer:
+class _Scorer(MetricScorer):
     def __init__(self, names: tuple[str, ...], truth: _Truth, has_spans: bool) -> None:
         self.names, self.truth, self.has_spans = names, truth, has_spans
         self.metric = SpanF1()
 
     def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
-        """Take in the scores of one text's windows; return the tags of its words, as predicted and as they are."""
+        """Add the scores of the windows of one text; return the predicted and true tags of its words."""
         said = [row.argmax(-1).tolist() for row in scores]
         fill = "O" if "O" in self.names else self.names[0]
         tags = read_tags(self.truth.units[example], said, self.names, fill=fill)
@@ -232,12 +231,7 @@ class _Scorer:
         self.metric.update([found], [true])
         return list(tags), list(self.truth.tags[example])
 
-    def metrics(self) -> Sequence[Metric]:
-        """Return the one metric."""
-        return [self.metric]
-
     def compute(self) -> dict[str, float]:
         """Return the figures."""
-        figures = self.metric.compute()
-        figures.pop("count", None)
+        figures = super().compute()
         return figures if self.has_spans else {"accuracy": figures["accuracy"]}

@@ -1,6 +1,6 @@
-"""A planned job as a run of `flodl.train`: its optimiser, groups and settings, and what is done to the model for it.
+"""A planned job as a run of `flodl.train`: optimiser, parameter groups, settings, and changes of the model.
 
-What is undone after the training is put on the stack that callers give.
+The exit stack of the caller undoes temporary changes after the training.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flodl_hf.training.fingerprint import fingerprint_of
 from flodl_hf.training.job import Job
 from flodl_hf.training.observation import observed_of
 from flodl_hf.training.options import Options
-from flodl_hf.training.start import BESIDE
+from flodl_hf.training.start import ATTACHING_TASKS
 
 if TYPE_CHECKING:
     from flodl.train.builder import TrainerBuilder
@@ -36,12 +36,12 @@ NO_DECAY = ("*bias", "*norm.weight", "*norm*.weight")
 
 
 UNSAVED_S = 30.0
-"""Seconds of work that a run may lose whose model cannot be written at its end; more is saved before it is tried."""
+"""Seconds of work that a run may lose if its model cannot be written; longer runs save a checkpoint first."""
 
 
 @dataclass(frozen=True)
 class _Groups:
-    """The optimiser's groups: no decay on biases and norms, and falling rates towards the input if asked for."""
+    """Parameter groups: no decay on biases and norms, and lower rates towards the input if requested."""
 
     lr: float
     layerwise: float | None
@@ -65,15 +65,15 @@ def train_job(
     trackers: Sequence[Callable[[Any], Any]] = (),
     monitor: Any = None,
 ) -> EncoderModel | None:
-    """Return the model of a planned job after its last step; None on ranks that held a part of it alone.
+    """Return the model of a planned job after its last step; None on ranks that have only a part of it.
 
     Args:
         job: from `plan_job`.
         on_event: called with the events of training.
-        stack: undoes what is set for training alone, when it is closed.
+        stack: undoes temporary changes when it is closed.
         folder: where checkpoints go.
         progress: as for `finetune`.
-        trackers: called with events too; what they raise is told and training continues.
+        trackers: called with events; their errors are logged and training continues.
         monitor: looks on.
     """
     builder = make_builder(job, on_event, stack, folder).progress(progress, total=job.steps).set(monitor=monitor)
@@ -126,22 +126,20 @@ def make_builder(
             schedule=job.schedule,
             parameter_groups=_Groups(options.lr, options.layerwise_decay),
             prepare_model=_arrangement(options),
-            callbacks=(*job.own.callbacks, *([Profiler(options.profile)] if options.profile else []), Notes(job.notes)),
-            ema=None if options.ema is None else Ema(options.ema, warmup=options.ema_warmup),
+            callbacks=(*job.own.hooks, *([Profiler(options.profile)] if options.profile else []), Notes(job.notes)),
+            ema=None if options.ema is None else Ema(options.ema),
             **observed_of(job),
         )
         .subscribe(on_event)
     )
     if job.evaluation is not None:
-        builder.eval_fn(job.evaluation).set(
-            eval_every=options.eval_every, eval_start=options.eval_start, eval_delay=options.eval_delay
-        )
+        builder.eval_fn(job.evaluation).set(eval_every=options.eval_every)
     if options.early_stopping is not None:
         builder.set(early_stopping=(job.metric, options.early_stopping))
     if folder is not None:
         builder.checkpoints(
             str(folder),
-            # every evaluation needs its weights, or the best could not be gone back to
+            # every evaluation needs a checkpoint to restore the best weights
             every=options.save_every or options.eval_every,
             keep_last=options.keep_last,
             keep_best=job.metric if options.keep_best else None,
@@ -164,20 +162,18 @@ def make_builder(
         )
     if options.shard is not None:
         builder.set(shard=options.shard)
-    if options.backend is not None:
-        builder.backend(options.backend)
     return builder
 
 
 def _saved_at_end(job: Job, folder: Path) -> bool | float:
-    """Return when the trainer saves the end of a run, where the model is written at once and checkpoints removed."""
+    """Return whether the trainer saves the end of a run, or after how many seconds of work."""
     if job.options.keep_checkpoints or job.options.checkpoints is not None:
         return True
     return UNSAVED_S if _is_kept(job, folder) else False
 
 
 def _is_kept(job: Job, folder: Path) -> bool:
-    """Return whether a run may be taken up again from ``folder``."""
+    """Return whether a run can be resumed from ``folder``."""
     return job.options.checkpoints is not None or folder.name.endswith(CHECKPOINTS)
 
 
@@ -211,7 +207,7 @@ class _Fuse:
     def __call__(self, model: Any) -> Callable[[], None]:
         from flodl_hf.nn.backends.choose import arrange_training
 
-        # A model may have another one beside it, such as a generator.
+        # A model may have an attached model, such as a generator.
         graphs = [part.graph for part in (model, model.beside) if isinstance(part, GraphModel)]
         each = [arrange_training(graph, self.dtype)[0] for graph in graphs]
 
@@ -224,7 +220,7 @@ class _Fuse:
 
 def _factory(job: Job, stack: ExitStack) -> Any:
     """Return what gives each rank its model: the one at hand where ranks are this process."""
-    # What is sharded is taken apart, so it is opened again and the model at hand stays whole.
+    # Sharding splits the model, so it is opened again and the model in memory stays whole.
     several = job.options.ranks > 1
     others = several and not isinstance(job.options.places, str | None)  # started here, rather than by a launcher
     if not others and not (job.options.shard and several):
@@ -241,7 +237,7 @@ def _factory(job: Job, stack: ExitStack) -> Any:
         opening["adapter"] = job.model.save_adapter(room / "adapter")
     with job.model.without_adapter() as base:
         base.save_pretrained(room / "model")
-    start = job.task.start if isinstance(job.task, BESIDE) else None
+    start = job.task.start if isinstance(job.task, ATTACHING_TASKS) else None
     return ModelFactory(
         room / "model", job.task.head, None, None, job.options.freeze, job.options.dropout, opening, start=start
     )
@@ -262,7 +258,7 @@ def _ready(job: Job, model: EncoderModel, stack: ExitStack) -> None:
 
 @contextmanager
 def settings_of_torch() -> Iterator[None]:
-    """Put torch's global switches back to what they were."""
+    """Restore torch's global settings at the end."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     products = torch.get_float32_matmul_precision()

@@ -1,7 +1,7 @@
-"""The words of transformers' ``TrainingArguments`` and of its scripts: ours where they mean the same, else the reason.
+"""Names of transformers' ``TrainingArguments`` and scripts, converted to our options.
 
-``finetune(learning_rate=2e-5, num_train_epochs=3, warmup_ratio=0.1)`` is what it says. A word that would mean
-something else here is refused, with ours. What changes no number and has no counterpart is taken and does nothing.
+``finetune(learning_rate=2e-5, num_train_epochs=3, warmup_ratio=0.1)`` works. A name with another
+meaning here raises an error with the replacement. A name that changes no number is accepted and ignored.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
-__all__ = ["INERT", "REFUSED", "TAKEN", "TrainerWords", "translated"]
+__all__ = ["INERT", "REFUSED", "REMOVED", "TAKEN", "TrainerWords", "translated"]
 
 
 class TrainerWords(TypedDict, total=False):
@@ -25,7 +25,6 @@ class TrainerWords(TypedDict, total=False):
     disable_tqdm: bool
     doc_stride: int
     early_stopping_patience: int
-    eval_on_start: bool
     eval_steps: int | None
     eval_strategy: Any
     evaluation_strategy: Any
@@ -64,7 +63,7 @@ class TrainerWords(TypedDict, total=False):
 
 
 class Refusal(ValueError):
-    """A word means something else here; the text says what to say instead."""
+    """The name has another meaning here; the text contains the replacement."""
 
 
 Found = dict[str, Any]
@@ -109,9 +108,9 @@ def _warmup_ratio(value: Any, given: Mapping[str, Any]) -> Found:
 def _schedule(value: Any, given: Mapping[str, Any]) -> Found:
     name = str(getattr(value, "value", value))
     if name in ("reduce_lr_on_plateau", "greedy"):
-        raise Refusal("schedule='plateau' is of epochs, with patience and factor of its own; say it if that is meant")
+        raise Refusal("schedule='plateau' counts epochs, with its own patience and factor; set it explicitly")
     if name == "constant" and (given.get("warmup_ratio") or given.get("warmup_steps") or given.get("warmup")):
-        raise Refusal("there it heeds no warmup, here it does; say constant_with_warmup, or leave the warmup out")
+        raise Refusal("transformers ignores its warmup; use constant_with_warmup, or remove the warmup")
     return {"schedule": {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}.get(name, name)}
 
 
@@ -153,7 +152,7 @@ def _strategy(ours: str, steps: str) -> Callable[[Any, Mapping[str, Any]], Found
         if name == "steps":
             return {} if given.get(steps) or given.get(ours) else {ours: 500}
         if name == "no" and ours == "eval_every":
-            raise Refusal("held-out data is judged after each epoch; leave eval= out to judge nothing")
+            raise Refusal("evaluation runs after each epoch; remove eval= to skip it")
         if name == "no":
             return {}
         raise Refusal(f"expected epoch, or steps with {ours}=")
@@ -174,7 +173,7 @@ def _metric(value: Any, given: Mapping[str, Any]) -> Found:
 
 def _greater(value: Any, given: Mapping[str, Any]) -> Found:
     if value is not None and not (given.get("metric_for_best_model")):
-        raise Refusal("say metric= with '-' before the name where less is better")
+        raise Refusal("use metric= with '-' before the name if lower is better")
     return {}
 
 
@@ -186,7 +185,7 @@ def _data_seed(value: Any, given: Mapping[str, Any]) -> Found:
 
 def _resume(value: Any, given: Mapping[str, Any]) -> Found:
     if isinstance(value, (str, os.PathLike)):
-        raise Refusal("say resume=True, and checkpoints= the folder of checkpoints; the newest one is taken")
+        raise Refusal("use resume=True, and checkpoints= for the folder; the newest checkpoint is loaded")
     return {"resume": bool(value)} if value else {}
 
 
@@ -213,7 +212,6 @@ TAKEN: dict[str, Callable[[Any, Mapping[str, Any]], Found]] = {
     "disable_tqdm": lambda value, given: {},  # `finetune` shows no progress then
     "doc_stride": _renamed("stride"),
     "early_stopping_patience": _renamed("early_stopping"),
-    "eval_on_start": _renamed("eval_start"),
     "eval_steps": _renamed("eval_every"),
     "eval_strategy": _strategy("eval_every", "eval_steps"),
     "evaluation_strategy": _strategy("eval_every", "eval_steps"),
@@ -266,43 +264,58 @@ INERT = frozenset({
 
 REFUSED = {
     "args": "give the values of TrainingArguments as keywords",
-    "bf16_full_eval": "evaluation computes as training does; say precision='bf16'",
-    "compute_loss_func": "say loss=, a function of scores and labels",
-    "compute_metrics": "say metrics=, a function of predictions and truth that gives figures by name",
+    "bf16_full_eval": "evaluation uses the precision of training; use precision='bf16'",
+    "compute_loss_func": "use loss=, a function of scores and labels",
+    "compute_metrics": "use metrics=, a function of predictions and truth that returns a mapping of metrics",
     "data_collator": "rows are put together as the task needs them",
     "dataloader_drop_last": "no row is left out here",
     "deepspeed": "weights are split among ranks by shard='fsdp' here, with torch's own FSDP2",
-    "device": "say devices=",
-    "device_map": "a model is not split among devices here; say devices= for how many train",
-    "dtype": "weights that learn are float32; say precision= for how they compute",
-    "eval_dataset": "say eval=",
+    "device": "use devices=",
+    "device_map": "a model is not split among devices; use devices= for the number of devices",
+    "dtype": "trained weights are float32; use precision= for the computation",
+    "eval_dataset": "use eval=",
+    "eval_on_start": "call flodl_hf.evaluate with the model before the run",
     "fp16_full_eval": "evaluation is in float32 under fp16",
-    "fsdp": "say shard='fsdp', which splits weights, gradients and the optimiser's state among ranks",
+    "fsdp": "use shard='fsdp', which splits weights, gradients and the optimiser's state among ranks",
     "hub_model_id": "call push_to_hub of the result's model",
     "hub_strategy": "call push_to_hub of the result's model",
-    "ignore_data_skip": "a run that goes on takes up its place in the data",
-    "include_for_metrics": "say metrics=, a function of predictions and truth",
-    "model_init": "give the name of a model, which is opened anew in each call",
-    "num_labels": "say labels=, their names; by default they are read off the data",
-    "optim_args": "say beta1=, beta2= and eps=",
-    "output_dir": "say out=, the folder for the trained model, and checkpoints= for those of the way",
-    "overwrite_output_dir": "say overwrite=True",
-    "preprocess_logits_for_metrics": "say metrics=, a function of predictions and truth",
+    "ignore_data_skip": "a resumed run continues at its position in the data",
+    "include_for_metrics": "use metrics=, a function of predictions and truth",
+    "model_init": "pass the name of a model, which is opened in each call",
+    "num_labels": "use labels=, their names; by default they are inferred from the data",
+    "optim_args": "use beta1=, beta2= and eps=",
+    "output_dir": "use out=, the folder of the trained model, and checkpoints= for the folder of checkpoints",
+    "overwrite_output_dir": "use overwrite=True",
+    "preprocess_logits_for_metrics": "use metrics=, a function of predictions and truth",
     "processing_class": "the tokenizer is the model's; set model.tokenizer for another",
     "push_to_hub": "call push_to_hub of the result's model",
     "tokenizer": "the tokenizer is the model's; set model.tokenizer for another",
-    "torch_dtype": "weights that learn are float32; say precision= for how they compute",
-    "train_dataset": "say train=",
-    "use_liger_kernel": "say fused=, which is on by default",
+    "torch_dtype": "trained weights are float32; use precision= for the computation",
+    "train_dataset": "use train=",
+    "use_liger_kernel": "use fused=, which is on by default",
 }
-"""Words that mean something else here, and what to say."""
+"""Names with another meaning here, and the replacement."""
+
+REMOVED: dict[str, tuple[Any, str]] = {
+    "adaptive_layers": (False, "pass loss=AdaptiveLayerLoss(...) of flodl_hf.training.losses"),
+    "backend": (None, "gradients are averaged by the backend of the device"),
+    "discriminator_weight": (None, "the weight is 50, as in ELECTRA"),
+    "ema_warmup": (True, "the moving average always warms up; flodl.train.Trainer has this setting"),
+    "eval_delay": (0, "set eval_every to a larger number of steps"),
+    "eval_start": (False, "call flodl_hf.evaluate with the model before the run"),
+    "mask_padding": (None, "compat='transformers' includes padding in the loss of answers"),
+    "rules": ((), "pass callbacks=[Rules(...)] of flodl_hf.training.observation"),
+    "trend_every": (None, "pass callbacks=[Rules(..., trend_every=...)] of flodl_hf.training.observation"),
+    "watch": ((), "pass callbacks=[Watch(...)] of flodl_hf.training.observation"),
+}
+"""Removed options: the former default, which recipes of earlier runs contain, and the replacement."""
 
 
 def translated(given: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return options in our words, and what is wrong with words of transformers among them.
+    """Return options with our names, and the problems of transformers' names.
 
     Args:
-        known: our options by name, which stay as they are.
+        known: our options, which are unchanged.
     """
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
@@ -310,8 +323,13 @@ def translated(given: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[dict
     for name, value in given.items():
         if name == "batch_size" and value == "auto":
             problems.append(
-                "batch_size: it decides the step; say micro_batch_size='auto' for as many rows as fit at once"
+                "batch_size: found 'auto', expected a number; micro_batch_size='auto' uses as many rows as fit"
             )
+            continue
+        if name in REMOVED:
+            default, replacement = REMOVED[name]
+            if value is not None and (tuple(value) if isinstance(value, list) else value) != default:
+                problems.append(f"{name}: this option was removed; {replacement}")
             continue
         if name in known:
             found = _ours(name, value)
@@ -337,7 +355,7 @@ def translated(given: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[dict
 
 
 def _ours(name: str, value: Any) -> Found:
-    """Return an option that both have by one name, where a value of theirs stands for ours."""
+    """Return an option that exists in both libraries, with transformers' values converted."""
     if name == "max_steps" and value == -1:
         return {name: None}
     if name == "gradient_checkpointing" and value is None:

@@ -1,7 +1,7 @@
-"""What the user brings to a run instead of or besides the task's: a loss, figures, callbacks.
+"""Functions of the user: a loss, metrics, callbacks.
 
-Decides what own functions are called with and how what they return adds up, so that a step with an own loss is the
-same however its rows are cut, and own figures are the same on any number of ranks.
+This module defines their arguments and how results are combined, so that a step with such a loss is the
+same for any micro-batch size, and metrics are the same on any number of ranks.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ from torch import Tensor
 from flodl.errors import TrainError
 from flodl.metrics import Metric
 from flodl.train import Callback
+from flodl_hf.training.eval_predictions import CollectedPredictions
+from flodl_hf.training.observation import Rules, Watch
 from flodl_hf.training.task import Scorer, Task
 from flodl_hf.training.user_loss import LossFunction
 
-__all__ = ["CollectedPredictions", "Own", "OwnScorer"]
+__all__ = ["Own", "OwnScorer"]
 
 MetricFunction = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
 class Own:
-    """What the user brings.
+    """Functions of the user.
 
     Attributes:
         loss: ``loss(scores, labels)``; see `flodl_hf.training.user_loss.own_loss`.
-        metrics: ``metrics(predictions, truth)`` gives figures by name; or such functions by name, each giving one.
-        callbacks: take part in training.
+        metrics: ``metrics(predictions, truth)`` returns a mapping of metrics; or a mapping of names to functions.
+        callbacks: hooks into the training loop.
     """
 
     loss: LossFunction | None = None
@@ -38,12 +40,17 @@ class Own:
     callbacks: Sequence[Callback] = field(default=())
 
     @property
+    def hooks(self) -> list[Callback]:
+        """The callbacks that the Trainer calls; `Watch` and `Rules` are settings of the Trainer instead."""
+        return [callback for callback in self.callbacks if not isinstance(callback, (Watch, Rules))]
+
+    @property
     def names(self) -> list[str]:
-        """What was given, by the names of the arguments."""
+        """Names of the given arguments."""
         return [name for name in ("loss", "metrics", "callbacks") if getattr(self, name)]
 
     def faults(self, task: Task, options: Any) -> list[str]:
-        """Return the problems of what the user brings, for a task and the options of a run."""
+        """Return the problems of the functions, for a task and the options of a run."""
         problems = []
         if self.loss is not None and not callable(self.loss):
             problems.append(f"loss: found {type(self.loss).__name__}; expected a function of scores and labels")
@@ -55,49 +62,18 @@ class Own:
             ]
         named = self.metrics.values() if isinstance(self.metrics, Mapping) else [self.metrics] if self.metrics else []
         if not all(callable(call) for call in named):
-            problems.append("metrics: expected a function of predictions and truth, or such functions by name")
+            problems.append("metrics: expected a function of predictions and truth, or a mapping of names to functions")
         if self.metrics is not None and task.kind == "words":
             problems.append("metrics: of masked words scores are too large to be kept; expected none")
         return problems
 
 
-class CollectedPredictions:
-    """Predictions and truth of examples, kept for figures that are no sums; a `flodl.metrics.Metric`."""
-
-    def __init__(self) -> None:
-        self.items: dict[int, tuple[Any, Any]] = {}
-
-    def update(self, example: int, prediction: Any, truth: Any) -> None:
-        """Take in one example, as JSON values."""
-        self.items[example] = (prediction, truth)
-
-    def merge(self, other: CollectedPredictions) -> None:
-        """Add what ``other`` has."""
-        self.items |= other.items
-
-    def compute(self) -> dict[str, float]:
-        """Return how many examples there are."""
-        return {"count": float(len(self.items))}
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.items = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that is kept."""
-        return {"items": [[example, *pair] for example, pair in self.items.items()]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was kept elsewhere."""
-        self.items = {example: (prediction, truth) for example, prediction, truth in state["items"]}
-
-
 class OwnScorer:
-    """A task's scorer, and beside its figures the user's own.
+    """Scorer of a task, with the metrics of the user.
 
     Args:
         scorer: the task's.
-        task: says in which form predictions are given.
+        task: the task, which defines the form of predictions.
         metrics: as in `Own`.
     """
 
@@ -105,18 +81,18 @@ class OwnScorer:
         self.scorer, self.task, self.own, self.kept = scorer, task, metrics, CollectedPredictions()
 
     def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any] | None:
-        """Take in the scores of one example."""
+        """Add the scores of one example."""
         pair = self.scorer.update(example, scores)
         if pair is not None:
             self.kept.update(example, *pair)
         return pair
 
     def metrics(self) -> Sequence[Metric]:
-        """Return the task's metrics, and what is kept."""
+        """Return the metrics of the task, and the collected predictions."""
         return [*self.scorer.metrics(), self.kept]
 
     def compute(self) -> dict[str, Any]:
-        """Return the task's figures and the user's own, which replace those of the same name.
+        """Return the metrics of the task and the user; the latter replace metrics of the same name.
 
         Results that are not numbers are returned as the user's function gave them.
         """
@@ -135,7 +111,7 @@ class OwnScorer:
         given = self.own(predictions, truth)
         if not isinstance(given, Mapping):
             raise TrainError(
-                f"metrics: found {type(given).__name__}; expected figures by name, such as {{'accuracy': 0.9}}",
+                f"metrics: found {type(given).__name__}; expected a mapping of metrics, such as {{'accuracy': 0.9}}",
                 found=type(given).__name__,
             )
         return figures | {str(name): value for name, value in given.items()}

@@ -1,4 +1,4 @@
-"""A loss of the user's in place of the task's: what it may return, and how that adds up.
+"""A loss function of the user: its return values, and how they are summed.
 
 A step with one is the same however its rows are cut.
 """
@@ -21,14 +21,14 @@ LossFunction = Callable[[Tensor, Tensor], Any]
 
 
 def own_loss(call: LossFunction, scores: Tensor, labels: Tensor, rows: Any) -> Loss:
-    """Return what a user's loss gives for some items, as a sum and a count.
+    """Return the loss of a user's function for some items, as a sum and a count.
 
-    A value for each item is added up; a mean is taken to be over the items, those of whole-number labels that are
-    not -100. Both, and a pair ``(sum, count)`` or a `Loss`, give the same step however rows are cut.
+    A value per item is summed; a mean is over the items, or over the items of whole-number labels that are
+    not -100. Both, and a pair ``(sum, count)`` or a `Loss`, give the same step for any micro-batch size.
 
     Args:
         call: called with scores ``(items, classes)`` and labels ``(items,)``, or ``(items, ...)`` as the task has them.
-        rows: how many items there are where labels do not tell.
+        rows: number of items, if labels do not define it.
 
     Raises:
         TrainError: it returns something else.

@@ -82,7 +82,7 @@ def loaded(module: str) -> ModuleType:
         *flodl_hf._MOVED.items(),
         ("finetuning.options", "training.options"),
         ("vectors.search", "inference.search"),
-        ("vectors.judging.pairs", "training.evaluators.pairs"),
+        ("vectors.judging", "training.evaluators"),
     ],
 )
 def test_former_names_of_modules_still_import(former: str, now: str) -> None:

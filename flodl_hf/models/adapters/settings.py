@@ -404,8 +404,6 @@ def adapter_faults(options: Any) -> list[str]:
         problems.append("prefix_encoder: expected prefix_tokens besides")
     if options.prompt_encoder_kind != "mlp" and options.prompt_encoder is None:
         problems.append("prompt_encoder_kind: expected prompt_encoder besides")
-    if options.prompt_tokens is not None and options.adaptive_layers:
-        problems.append("adaptive_layers: layers' states hold those of prompt_tokens too; expected one of the two")
     if options.prompt_tokens is not None and options.neftune:
         problems.append("neftune: prompt_tokens learns embeddings of its own; expected no noise")
     return problems

@@ -1,8 +1,8 @@
-"""A small model made from nothing on this machine: what ``flodl-hf demo`` trains, predicts with and exports.
+"""A small model that is trained on this machine for ``flodl-hf demo``.
 
-The sentences beside this file were written for the purpose. From them a WordPiece vocabulary is
-learned and a small BERT is trained to tell praise from complaint; it is a real checkpoint, only
-tiny, and stands in for a downloaded one wherever there is no network.
+The sentences in this folder were written for the purpose. A WordPiece vocabulary and a small BERT
+classifier (praise or complaint) are trained on them. The result is a complete, very small
+checkpoint for use without a network.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def write_demo(folder: str | Path, steps: int = STEPS) -> Path:
 
 
 def is_demo(folder: Path) -> bool:
-    """Return whether a folder holds a demo's model and nothing else, such as what fine-tuning leaves beside a model."""
+    """Return whether a folder contains only a demo model, without files that fine-tuning adds."""
     files = {path.name for path in folder.iterdir()}
     if not {"config.json", "model.safetensors"} <= files <= _FILES:
         return False

@@ -27,11 +27,11 @@ from flodl_hf.training.losses.pairs import (
 )
 from flodl_hf.training.losses.ranking import (
     GISTEmbedLoss,
+    GlobalOrthogonalRegularizationLoss,
     MegaBatchMarginLoss,
     MultipleNegativesRankingLoss,
     MultipleNegativesSymmetricRankingLoss,
 )
-from flodl_hf.training.losses.spread import GlobalOrthogonalRegularizationLoss
 from flodl_hf.training.losses.teachers import DistillKLDivLoss, EmbedDistillLoss, MarginMSELoss, MSELoss
 from flodl_hf.training.losses.wrapped import AdaptiveLayerLoss, MatryoshkaLoss
 
@@ -54,7 +54,7 @@ CACHED = {
     "CachedGISTEmbedLoss": "GISTEmbedLoss",
     "CachedMultiVectorMultipleNegativesRankingLoss": "MultiVectorMultipleNegativesRankingLoss",
 }
-"""Names of losses whose batch goes through the model in parts, which any loss can have here."""
+"""Names of losses that process a batch in parts; here, every loss can do so."""
 
 USUAL: dict[Form, str] = {
     "pairs": "MultipleNegativesRankingLoss",
@@ -96,7 +96,7 @@ def make_loss(word: str, settings: Mapping[str, Any] | None = None, table: Mappi
         word: a name of the table, or of `CACHED`.
         settings: its fields; numbers may be texts, as on a command line, and ``temperature`` may stand for
             ``scale``, its inverse.
-        table: losses by name.
+        table: mapping of names to losses.
 
     Raises:
         ConfigError: there is no such loss or setting, or a value cannot be; ``problems`` lists all.
@@ -134,5 +134,5 @@ def _as(usual: Any, value: Any) -> Any:
         return tuple(value.split("+")) if isinstance(value, str) else tuple(value)
     if isinstance(usual, float):
         return float(value)
-    # what is nothing by default is a word or an integer
+    # settings that are None by default are words or integers
     return None if value is None else int(value) if str(value).isdecimal() else str(value)

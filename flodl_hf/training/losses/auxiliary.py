@@ -1,7 +1,7 @@
-"""Losses that need a layer of their own beside the model, which learns for the run and is not kept.
+"""Losses with an additional layer, which is trained in the run and discarded after it.
 
-The layer is given the vectors of a batch, ``(examples, texts, size)``, and the loss what it makes of them: scores of
-classes of a pair (Reimers and Gurevych 2019, arXiv:1908.10084), or vectors as wide as a teacher's.
+The layer receives the vectors of a batch, ``(examples, texts, size)``, and returns the input of the loss: scores of
+classes of a pair (Reimers and Gurevych 2019, arXiv:1908.10084), or vectors of the size of a teacher's.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flodl_hf.training.losses.loss import Form
+from flodl_hf.training.losses.loss import Form, VectorLoss
 from flodl_hf.training.losses.teachers import EmbedDistillLoss
 
-__all__ = ["BESIDE", "SoftmaxLoss", "classifies", "needs_layer"]
+__all__ = ["AUXILIARY_LOSSES", "SoftmaxLoss", "classifies", "needs_layer"]
 
 OF_CLASSES: Form = "pair_classes"
 
@@ -46,8 +46,8 @@ class PairClassifier(nn.Module):
 
 
 @dataclass(frozen=True)
-class SoftmaxLoss:
-    """The cross-entropy of a pair's class, of scores that a layer beside the model gives.
+class SoftmaxLoss(VectorLoss):
+    """Cross-entropy of the class of a pair, from the scores of an additional layer.
 
     Attributes:
         concatenation_sent_rep: the layer sees both vectors.
@@ -60,8 +60,6 @@ class SoftmaxLoss:
     concatenation_sent_multiplication: bool = False
 
     forms: ClassVar[tuple[Form, ...]] = (OF_CLASSES,)
-    in_batch: ClassVar[bool] = False
-    by_guide: ClassVar[bool] = False
 
     @property
     def _parts(self) -> tuple[bool, bool, bool]:
@@ -72,7 +70,7 @@ class SoftmaxLoss:
         )
 
     def faults(self) -> list[str]:
-        """Return what cannot be among the settings."""
+        """Return the problems of the settings."""
         return [] if any(self._parts) else ["all of concatenation_sent_* are off; expected one of them"]
 
     def layer(self, size: int, classes: int) -> PairClassifier:
@@ -94,7 +92,7 @@ class ProjectedDistillLoss(EmbedDistillLoss):
         return nn.Linear(size, self.projection_dim or size)
 
 
-BESIDE: dict[str, Any] = {"SoftmaxLoss": SoftmaxLoss, "EmbedDistillLoss": ProjectedDistillLoss}
+AUXILIARY_LOSSES: dict[str, Any] = {"SoftmaxLoss": SoftmaxLoss, "EmbedDistillLoss": ProjectedDistillLoss}
 """By name."""
 
 
@@ -108,5 +106,5 @@ def classifies(word: Any) -> bool:
 
 
 def needs_layer(word: Any, settings: Mapping[str, Any] | None) -> bool:
-    """Return whether a loss of these settings needs a layer of its own."""
+    """Return whether a loss with these settings has an additional layer."""
     return classifies(word) or (_is(word, "embeddistill") and (settings or {}).get("projection_dim") is not None)

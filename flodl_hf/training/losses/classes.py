@@ -1,7 +1,7 @@
 """Losses of texts with classes: triplets that are found within the batch.
 
-All triplets that are not easy yet, the hardest of each text (Hermans et al. 2017, arXiv:1703.07737), or those that are
-harder than easy and easier than hard (Schroff et al. 2015, arXiv:1503.03832).
+All triplets that are not easy yet, the hardest of each text (Hermans et al. 2017, arXiv:1703.07737), or semi-hard
+triplets (Schroff et al. 2015, arXiv:1503.03832).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flodl_hf.inference.similarity import MEASURES
-from flodl_hf.training.losses.loss import Form
+from flodl_hf.training.losses.loss import Form, VectorLoss
 
 __all__ = ["BatchAllTripletLoss", "BatchHardSoftMarginTripletLoss", "BatchHardTripletLoss", "BatchSemiHardTripletLoss"]
 
@@ -37,8 +37,8 @@ TABLES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class _OfClasses:
-    """What the losses of this file share.
+class _OfClasses(VectorLoss):
+    """Base class of the losses of this module.
 
     Attributes:
         distance: "euclidean" or "cosine".
@@ -50,10 +50,9 @@ class _OfClasses:
 
     forms: ClassVar[tuple[Form, ...]] = ("classes",)
     in_batch: ClassVar[bool] = True
-    by_guide: ClassVar[bool] = False
 
     def faults(self) -> list[str]:
-        """Return what cannot be among the settings."""
+        """Return the problems of the settings."""
         known = self.distance in TABLES
         return [] if known else [f"distance is {self.distance!r}; expected one of {', '.join(TABLES)}"]
 

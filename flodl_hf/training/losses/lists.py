@@ -1,7 +1,7 @@
 """Losses of rankers that see all candidates of a question together: names and numbers of sentence-transformers.
 
 LambdaLoss (Wang et al. 2018), ListNet (Cao et al. 2007), ListMLE (Xia et al. 2008) and its position-aware form (Lan et
-al. 2014), RankNet (Burges et al. 2005), and margins of a teacher. Each gives a sum and what it is divided by, so that a
+al. 2014), RankNet (Burges et al. 2005), and margins of a teacher. Each returns a sum and its divisor, so that a
 step is the same however its questions are cut.
 """
 
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 __all__ = ["LIST_LOSSES"]
 
 ABSENT = -1e16
-"""Score of a candidate that is not there."""
+"""Score of a missing candidate."""
 SCHEMES = ("NoWeightingScheme", "NDCGLoss1Scheme", "NDCGLoss2Scheme", "LambdaRankScheme", "NDCGLoss2PPScheme")
 
 
@@ -31,7 +31,7 @@ def _scheme(word: str) -> str:
 
 @dataclass(frozen=True)
 class LambdaLoss:
-    """Of each two candidates the better one shall have the higher score; pairs weigh by what they mean for nDCG.
+    """Pairwise ranking loss: pairs are weighted by their effect on nDCG.
 
     Attributes:
         weighting_scheme: how: NDCGLoss2PPScheme, NDCGLoss2Scheme, NDCGLoss1Scheme, LambdaRankScheme, NoWeightingScheme.
@@ -39,7 +39,7 @@ class LambdaLoss:
         sigma: what differences of scores are multiplied by.
         eps: the least nDCG that gains are divided by.
         reduction_log: the base of the logarithm: "binary" or "natural".
-        mu: NDCGLoss2PPScheme: weight of NDCGLoss2 beside LambdaRank.
+        mu: NDCGLoss2PPScheme: weight of NDCGLoss2 relative to LambdaRank.
     """
 
     weighting_scheme: str = "NDCGLoss2PPScheme"
@@ -50,7 +50,7 @@ class LambdaLoss:
     mu: float = 10.0
 
     def faults(self) -> list[str]:
-        """Return what cannot be among the settings."""
+        """Return the problems of the settings."""
         wrong = []
         if _scheme(self.weighting_scheme) not in SCHEMES:
             wrong.append(f"weighting_scheme is {self.weighting_scheme!r}; expected one of {', '.join(SCHEMES)}")
@@ -80,7 +80,7 @@ class LambdaLoss:
         return -torch.where(counted, losses, 0.0).sum(), counted.sum()
 
     def _weights(self, scheme: str, gain: Tensor, discount: Tensor) -> Any:
-        """Return what each pair weighs, by the places of both."""
+        """Return the weight of each pair, from both positions."""
         if scheme == "NoWeightingScheme":
             return 1.0
         if scheme == "NDCGLoss1Scheme":
@@ -92,7 +92,7 @@ class LambdaLoss:
             return by_rank
         places = torch.arange(len(discount), device=gain.device)
         far = (places[:, None] - places[None]).abs()
-        # a distance of n lies between the discounts of the places n and n + 1, counted from 1
+        # the distance n is between the discounts of the positions n and n + 1, counted from 1
         by_distance = torch.where(far > 0, (shares[far - 1] - shares[far]).abs(), 0.0) * between
         return by_distance if scheme == "NDCGLoss2Scheme" else self.mu * by_distance + by_rank
 
@@ -106,7 +106,7 @@ class RankNetLoss(LambdaLoss):
 
 @dataclass(frozen=True)
 class ListNetLoss:
-    """The shares that candidates have of their scores' softmax shall be those of their labels'."""
+    """Cross-entropy between the softmax of scores and the softmax of labels."""
 
     def __call__(self, scores: Tensor, labels: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sum over questions and their number."""
@@ -117,10 +117,10 @@ class ListNetLoss:
 
 @dataclass(frozen=True)
 class ListMLELoss:
-    """The likelihood of the right order, each candidate being drawn from those that are left.
+    """Likelihood of the right order: each candidate is drawn from the remaining ones.
 
     Attributes:
-        respect_input_order: candidates stand in the right order already; else their labels put them there.
+        respect_input_order: candidates are in the right order; else their labels define it.
     """
 
     respect_input_order: bool = True
@@ -136,7 +136,7 @@ class ListMLELoss:
         return -likely.sum(), _lists(scores)
 
     def weights(self, present: Tensor) -> Any:
-        """Return what each place weighs."""
+        """Return the weight of each position."""
         return 1.0
 
 
@@ -148,7 +148,7 @@ class PListMLELoss(ListMLELoss):
         """Return shares of 1 that fall by half from place to place."""
         count = present.sum(1, keepdim=True)
         places = torch.arange(1, present.shape[1] + 1, device=present.device)
-        lowered = (count - 127).clamp(min=0)  # a float holds no higher power of two
+        lowered = (count - 127).clamp(min=0)  # the largest power of two in float32
         found = (torch.exp2((count - places - lowered).float()) - torch.exp2(-lowered.float())) * present
         return found / (found.sum(1, keepdim=True) + 1e-10)
 

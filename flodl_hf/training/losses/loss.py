@@ -1,9 +1,9 @@
-"""What a loss of vectors has to state: which data it takes, and whether its examples depend on each other."""
+"""Interface of losses of vectors: accepted data, and whether examples depend on each other."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -20,34 +20,38 @@ Form = Literal[
     "teacher_scores",
     "teacher_vectors",
 ]
-"""What an example is: two texts that belong together; these and texts that do not; two texts with a number of how
-alike they are; two texts that are alike (1) or not (0); two texts with the name of a class; a text of a class; a text;
-a question with candidates and a teacher's scores; texts with a teacher's vectors."""
+"""Form of an example: related texts; related and unrelated texts; two texts with a similarity; two texts that are
+similar (1) or not (0); two texts with a class name; a text with a class; a text; a question with candidates and
+scores of a teacher; texts with vectors of a teacher."""
 
 
-class VectorLoss(Protocol):
-    """A loss of the vectors of a batch.
+class VectorLoss:
+    """Base class of losses of the vectors of a batch.
 
     Attributes:
-        forms: the data that it takes.
-        in_batch: whether the loss of an example depends on the others of its batch. Where not, a step is the same
-            however its rows are cut; where it does, the same batch gives the same step on any number of ranks.
+        forms: accepted forms of data.
+        in_batch: whether the loss of an example depends on the other examples of its batch. If not, a step is the same
+            for any micro-batch size; if so, the same batch gives the same step on any number of ranks.
         by_guide: whether labels are the vectors of a guide, ``(examples, texts, size)``.
-
-    A loss with the attribute ``ragged`` takes examples with different numbers of texts, and the keyword ``there``,
-    ``(examples, texts)``, which is false for the texts that an example does not have.
+        ragged: whether examples may have different numbers of texts; the keyword ``there``, ``(examples, texts)``, is
+            false for missing texts.
     """
 
-    forms: ClassVar[tuple[Form, ...]]
-    in_batch: ClassVar[bool]
-    by_guide: ClassVar[bool]
+    forms: ClassVar[tuple[Form, ...]] = ()
+    in_batch: ClassVar[bool] = False
+    by_guide: ClassVar[bool] = False
+    ragged: ClassVar[bool] = False
+
+    def faults(self) -> list[str]:
+        """Return the problems of the settings."""
+        return []
 
     def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
         """Return the mean loss, a scalar.
 
         Args:
             vectors: one ``(examples, size)`` for each text of an example: anchors, positives, negatives.
-            labels: one for each example, where there are any.
-            own: the examples of this rank, whose mean is enough; a loss may return that of all.
+            labels: one for each example, if there are any.
+            own: the examples of this rank, whose mean is sufficient; a loss may return the mean of all.
         """
-        ...
+        raise NotImplementedError

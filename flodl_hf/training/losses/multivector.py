@@ -1,7 +1,7 @@
 """Losses of texts with a vector for each token, compared late: a query's tokens by their best matches (MaxSim).
 
 ColBERT (Khattab and Zaharia 2020, arXiv:2004.12832), its distillation (Santhanam et al. 2022, arXiv:2112.01488); names
-and numbers are those of sentence-transformers' MultiVectorEncoder. A row of zeros is a place without a vector.
+and values are equal to sentence-transformers' MultiVectorEncoder. A row of zeros is a position without a vector.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flodl.errors import TrainError
-from flodl_hf.training.losses.loss import Form
+from flodl_hf.training.losses.loss import Form, VectorLoss
 
 __all__ = ["MULTIVECTOR_LOSSES", "MULTIVECTOR_USUAL", "scores_of_all", "scores_of_pairs"]
 
 AT_ONCE = 1 << 26
-"""Products of tokens that are there at once; queries go in parts where there would be more."""
+"""Maximum number of token products in memory; larger sets of queries are processed in parts."""
 SIMILARITIES = ("maxsim", "meanmaxsim")
 
 
@@ -67,7 +67,7 @@ def _faults(similarity: str, **positive: float | None) -> list[str]:
 
 
 @dataclass(frozen=True)
-class MultiVectorMultipleNegativesRankingLoss:
+class MultiVectorMultipleNegativesRankingLoss(VectorLoss):
     """The document of a query against all other documents, and all negatives, of the batch.
 
     Attributes:
@@ -80,10 +80,9 @@ class MultiVectorMultipleNegativesRankingLoss:
 
     forms: ClassVar[tuple[Form, ...]] = ("pairs", "triplets")
     in_batch: ClassVar[bool] = True
-    by_guide: ClassVar[bool] = False
 
     def faults(self) -> list[str]:
-        """Return what cannot be among the settings."""
+        """Return the problems of the settings."""
         return _faults(self.similarity, scale=self.scale)
 
     def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
@@ -97,14 +96,14 @@ class MultiVectorMultipleNegativesRankingLoss:
         queries, *documents = vectors
         first, last = (0, len(queries)) if own is None else (own.start, own.stop)
         columns = [scores_of_all(queries[first:last], each, self.similarity) for each in documents]
-        # the documents of an example lie side by side
+        # the documents of an example are adjacent
         scores = torch.stack(columns, 2).reshape(last - first, -1)
         right = torch.arange(first, last, device=scores.device) * len(documents)
         return F.cross_entropy(scores * self.scale, right)
 
 
 @dataclass(frozen=True)
-class MultiVectorMarginMSELoss:
+class MultiVectorMarginMSELoss(VectorLoss):
     """How much better a query's document is than others, as a teacher has it.
 
     Labels are the differences, or the scores of the document and of each other.
@@ -116,11 +115,9 @@ class MultiVectorMarginMSELoss:
     similarity: str = "maxsim"
 
     forms: ClassVar[tuple[Form, ...]] = ("teacher_scores",)
-    in_batch: ClassVar[bool] = False
-    by_guide: ClassVar[bool] = False
 
     def faults(self) -> list[str]:
-        """Return what cannot be among the settings."""
+        """Return the problems of the settings."""
         return _faults(self.similarity)
 
     def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
@@ -140,14 +137,14 @@ class MultiVectorMarginMSELoss:
 
 
 @dataclass(frozen=True)
-class MultiVectorDistillKLDivLoss:
+class MultiVectorDistillKLDivLoss(VectorLoss):
     """The shares that a query's documents have of its scores, as a teacher's scores share them out.
 
     Attributes:
         similarity: "maxsim" or "meanmaxsim".
         temperature: what scores of both are divided by.
-        student_temperature: what the model's are divided by instead.
-        teacher_temperature: what the teacher's are divided by instead.
+        student_temperature: divisor of the scores of the model; overrides ``temperature``.
+        teacher_temperature: divisor of the scores of the teacher; overrides ``temperature``.
     """
 
     similarity: str = "maxsim"
@@ -156,8 +153,6 @@ class MultiVectorDistillKLDivLoss:
     teacher_temperature: float | None = None
 
     forms: ClassVar[tuple[Form, ...]] = ("teacher_scores",)
-    in_batch: ClassVar[bool] = False
-    by_guide: ClassVar[bool] = False
 
     @property
     def _student(self) -> float:
@@ -168,7 +163,7 @@ class MultiVectorDistillKLDivLoss:
         return self.temperature if self.teacher_temperature is None else float(self.teacher_temperature)
 
     def faults(self) -> list[str]:
-        """Return what cannot be among the settings."""
+        """Return the problems of the settings."""
         try:
             given = {"temperature": self.temperature, "student_temperature": self._student}
             return _faults(self.similarity, **given, teacher_temperature=self._teacher)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flodl_hf.inference.similarity import PAIRWISE
-from flodl_hf.training.losses.loss import Form
+from flodl_hf.training.losses.loss import Form, VectorLoss
 
 __all__ = [
     "AnglELoss",
@@ -38,7 +38,7 @@ def _distance_faults(name: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class CoSENTLoss:
+class CoSENTLoss(VectorLoss):
     """Of two pairs, the more alike one shall have the higher cosine.
 
     Attributes:
@@ -49,10 +49,9 @@ class CoSENTLoss:
 
     forms: ClassVar[tuple[Form, ...]] = ("scored", "binary")
     in_batch: ClassVar[bool] = True
-    by_guide: ClassVar[bool] = False
 
     def faults(self) -> list[str]:
-        """Return what cannot be among the settings."""
+        """Return the problems of the settings."""
         return [] if self.scale > 0 else [f"scale is {self.scale}; expected a number above 0"]
 
     def similarity(self, a: Tensor, b: Tensor) -> Tensor:
@@ -63,7 +62,7 @@ class CoSENTLoss:
         """Return the loss of all pairs of pairs together."""
         assert labels is not None
         scores = self.similarity(vectors[0], vectors[1]).float() * self.scale
-        # the score of a pair less that of one with a higher label, for all such two
+        # the score of a pair minus the score of a pair with a higher label, for all combinations
         table = (scores[:, None] - scores[None]).masked_fill(labels[:, None] >= labels[None], -torch.inf)
         return torch.logsumexp(torch.cat([scores.new_zeros(1), table.flatten()]), 0)
 
@@ -82,12 +81,10 @@ class AnglELoss(CoSENTLoss):
 
 
 @dataclass(frozen=True)
-class CosineSimilarityLoss:
+class CosineSimilarityLoss(VectorLoss):
     """The squared difference of a pair's cosine and its number, which is between -1 and 1."""
 
     forms: ClassVar[tuple[Form, ...]] = ("scored", "binary")
-    in_batch: ClassVar[bool] = False
-    by_guide: ClassVar[bool] = False
 
     def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
         """Return the mean over the pairs."""
@@ -96,7 +93,7 @@ class CosineSimilarityLoss:
 
 
 @dataclass(frozen=True)
-class ContrastiveLoss:
+class ContrastiveLoss(VectorLoss):
     """Pairs that are alike come near each other, others at least to a margin.
 
     Attributes:
@@ -108,11 +105,9 @@ class ContrastiveLoss:
     margin: float = 0.5
 
     forms: ClassVar[tuple[Form, ...]] = ("binary", "scored")
-    in_batch: ClassVar[bool] = False
-    by_guide: ClassVar[bool] = False
 
     def faults(self) -> list[str]:
-        """Return what cannot be among the settings."""
+        """Return the problems of the settings."""
         return _distance_faults(self.distance)
 
     def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
@@ -124,7 +119,7 @@ class ContrastiveLoss:
 
 
 @dataclass(frozen=True)
-class OnlineContrastiveLoss:
+class OnlineContrastiveLoss(VectorLoss):
     """The contrastive loss of the hard pairs of a batch alone: alike and far, or not alike and near.
 
     It is a sum over those pairs, as in sentence-transformers.
@@ -139,10 +134,9 @@ class OnlineContrastiveLoss:
 
     forms: ClassVar[tuple[Form, ...]] = ("binary",)
     in_batch: ClassVar[bool] = True
-    by_guide: ClassVar[bool] = False
 
     def faults(self) -> list[str]:
-        """Return what cannot be among the settings."""
+        """Return the problems of the settings."""
         return _distance_faults(self.distance)
 
     def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
@@ -150,7 +144,7 @@ class OnlineContrastiveLoss:
         assert labels is not None
         far = DISTANCES[self.distance](vectors[0], vectors[1])
         alike, apart = labels == 1, labels == 0
-        # the bounds are found without asking how many pairs there are, which would make a device wait
+        # the bounds are computed without counting pairs, which would synchronise with the device
         farthest = far.masked_fill(~alike, -torch.inf).max()
         nearest = far.masked_fill(~apart, torch.inf).min()
         mean = far.mean()  # of all, which are then of one kind
@@ -161,7 +155,7 @@ class OnlineContrastiveLoss:
 
 
 @dataclass(frozen=True)
-class TripletLoss:
+class TripletLoss(VectorLoss):
     """The anchor is nearer to the positive than to the negative, by a margin.
 
     Attributes:
@@ -173,11 +167,9 @@ class TripletLoss:
     triplet_margin: float = 5.0
 
     forms: ClassVar[tuple[Form, ...]] = ("triplets",)
-    in_batch: ClassVar[bool] = False
-    by_guide: ClassVar[bool] = False
 
     def faults(self) -> list[str]:
-        """Return what cannot be among the settings."""
+        """Return the problems of the settings."""
         return _distance_faults(self.distance)
 
     def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:

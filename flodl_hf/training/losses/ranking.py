@@ -2,7 +2,7 @@
 
 Multiple negatives ranking (Henderson et al. 2017, arXiv:1705.00652), with its symmetric and combined forms (Li et al.
 2023, arXiv:2308.03281) and weights of hard negatives (Lan et al. 2025); margins from the nearest other partner of a
-large batch (Wieting and Gimpel 2018, arXiv:1711.05732); GIST, which leaves out those that a guide finds
+large batch (Wieting and Gimpel 2018, arXiv:1711.05732); GIST, which excludes texts that a guide finds
 nearer than the partner (Solatorio 2024, arXiv:2402.16829).
 """
 
@@ -18,28 +18,29 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from flodl_hf.inference.similarity import MEASURES
-from flodl_hf.training.losses.loss import Form
+from flodl_hf.training.losses.loss import Form, VectorLoss
 
 __all__ = [
     "GISTEmbedLoss",
+    "GlobalOrthogonalRegularizationLoss",
     "MegaBatchMarginLoss",
     "MultipleNegativesRankingLoss",
     "MultipleNegativesSymmetricRankingLoss",
 ]
 
 AT_ONCE = 1 << 26
-"""Similarities that are kept at once; of larger batches they are computed in parts, and again for the gradient."""
+"""Maximum number of similarities in memory; larger batches are computed in parts, and again for the gradient."""
 DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 
 
 @dataclass(frozen=True)
-class MultipleNegativesRankingLoss:
+class MultipleNegativesRankingLoss(VectorLoss):
     """The partner of a text against all other partners, and all negatives, of the batch.
 
     Attributes:
         scale: what similarities are multiplied by, 1 / temperature.
         similarity: a name of `flodl_hf.inference.similarity.MEASURES`.
-        directions: what is ranked: "query_to_doc" always; "doc_to_query", "query_to_query", "doc_to_doc".
+        directions: ranked directions: "query_to_doc" always; "doc_to_query", "query_to_query", "doc_to_doc".
         partition_mode: "joint" ranks all directions together, "per_direction" each alone.
         hardness_mode: negatives that weigh more the nearer they are: "in_batch_negatives", "hard_negatives" or
             "all_negatives".
@@ -55,11 +56,10 @@ class MultipleNegativesRankingLoss:
 
     forms: ClassVar[tuple[Form, ...]] = ("pairs", "triplets", "texts")
     in_batch: ClassVar[bool] = True
-    by_guide: ClassVar[bool] = False
     ragged: ClassVar[bool] = True
 
     def faults(self) -> list[str]:
-        """Return what cannot be among the settings."""
+        """Return the problems of the settings."""
         found = []
         if not self.scale > 0:
             found.append(f"scale is {self.scale}; expected a number above 0")
@@ -71,7 +71,7 @@ class MultipleNegativesRankingLoss:
         if self.partition_mode not in ("joint", "per_direction"):
             found.append(f"partition_mode is {self.partition_mode!r}; expected joint or per_direction")
         elif self.partition_mode == "per_direction" and {"query_to_query", "doc_to_doc"} & {*self.directions}:
-            found.append("partition_mode is per_direction; query_to_query and doc_to_doc hold no partner to rank alone")
+            found.append("partition_mode is per_direction; query_to_query and doc_to_doc have no partner to rank alone")
         modes = (None, "in_batch_negatives", "hard_negatives", "all_negatives")
         if self.hardness_mode not in modes:
             found.append(f"hardness_mode is {self.hardness_mode!r}; expected one of {', '.join(map(str, modes))}")
@@ -133,7 +133,7 @@ class MultipleNegativesRankingLoss:
         return -(positive - among)
 
     def _extra(self, near: Tensor, of_mine: Tensor, queries: int) -> Tensor | None:
-        """Return what is added for negatives that are near, or None."""
+        """Return the terms that are added for hard negatives, or None."""
         if self.hardness_mode is None or not self.hardness_strength:
             return None
         partner = torch.arange(near.shape[1], device=near.device)[None] < queries
@@ -154,7 +154,7 @@ class MultipleNegativesSymmetricRankingLoss(MultipleNegativesRankingLoss):
 
 
 @dataclass(frozen=True)
-class MegaBatchMarginLoss:
+class MegaBatchMarginLoss(VectorLoss):
     """A text shall be near its partner, and the nearest other partner of the batch shall not be.
 
     Attributes:
@@ -167,7 +167,6 @@ class MegaBatchMarginLoss:
 
     forms: ClassVar[tuple[Form, ...]] = ("pairs", "texts")
     in_batch: ClassVar[bool] = True
-    by_guide: ClassVar[bool] = False
 
     def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
         """Return the mean over the anchors; with ``own`` over those alone, against the partners of all."""
@@ -191,8 +190,8 @@ class MegaBatchMarginLoss:
 
 
 @dataclass(frozen=True)
-class GISTEmbedLoss:
-    """Multiple negatives, without those that a guide finds nearer to the text than its partner.
+class GISTEmbedLoss(VectorLoss):
+    """Multiple negatives ranking without texts that a guide finds nearer to the text than its partner.
 
     Labels are the guide's vectors of all texts.
 
@@ -216,7 +215,7 @@ class GISTEmbedLoss:
     ragged: ClassVar[bool] = True
 
     def faults(self) -> list[str]:
-        """Return what cannot be among the settings."""
+        """Return the problems of the settings."""
         found = []
         if not self.temperature > 0:
             found.append(f"temperature is {self.temperature}; expected a number above 0")
@@ -239,7 +238,7 @@ class GISTEmbedLoss:
         here = torch.arange(own.start, own.stop, device=vectors[0].device)
         bound = _cosines(guide[0][own], guide[1]).gather(1, here[:, None])
         lowered = self.margin if self.margin_strategy == "absolute" else bound.abs() * self.margin
-        # sentence-transformers leaves anchors of other ranks out; of one batch all count, wherever they lie
+        # sentence-transformers excludes anchors of other ranks; here, all anchors of a batch count
         pairs = [(vectors[0], vectors[1], guide[0], guide[1])]
         if self.contrast_anchors:
             pairs.append((vectors[0], vectors[0], guide[0], guide[0]))
@@ -259,3 +258,57 @@ class GISTEmbedLoss:
 
 def _cosines(a: Tensor, b: Tensor) -> Tensor:
     return F.cosine_similarity(a[:, None], b[None], dim=-1)
+
+
+@dataclass(frozen=True)
+class GlobalOrthogonalRegularizationLoss(VectorLoss):
+    """Distance of the vectors of a batch from an even spread; used in addition to a ranking loss.
+
+    Attributes:
+        mean_weight: of the squared mean of similarities.
+        second_moment_weight: weight of the mean square above that of random directions.
+        aggregation: "mean" or "sum" over anchors, partners and negatives.
+        similarity: a name of `flodl_hf.inference.similarity.MEASURES`.
+        ranking_weight: of multiple negatives ranking, added to it; 0 for the spread alone.
+        scale: factor of similarities in the ranking.
+    """
+
+    mean_weight: float = 1.0
+    second_moment_weight: float = 1.0
+    aggregation: str = "mean"
+    similarity: str = "cosine"
+    ranking_weight: float = 0.0
+    scale: float = 20.0
+
+    forms: ClassVar[tuple[Form, ...]] = ("pairs", "triplets", "texts")
+    in_batch: ClassVar[bool] = True
+
+    def faults(self) -> list[str]:
+        """Return the problems of the settings."""
+        found = []
+        if self.aggregation not in ("mean", "sum"):
+            found.append(f"aggregation is {self.aggregation!r}; expected mean or sum")
+        if self.similarity not in MEASURES:
+            found.append(f"similarity is {self.similarity!r}; expected one of {', '.join(MEASURES)}")
+        if not self.mean_weight and not self.second_moment_weight:
+            found.append("mean_weight and second_moment_weight are 0; expected one of them above 0")
+        if not self.scale > 0:
+            found.append(f"scale is {self.scale}; expected a number above 0")
+        return found
+
+    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+        """Return the loss of the batch, in which each of an example's texts is spread among its like."""
+        terms = torch.stack([self._of(column) for column in vectors])
+        value = terms.sum() if self.aggregation == "sum" else terms.mean()
+        if not self.ranking_weight:
+            return value
+        return value + self.ranking_weight * MultipleNegativesRankingLoss(self.scale)(vectors, labels, own)
+
+    def _of(self, texts: Tensor) -> Tensor:
+        """Return what texts of one kind cost, a scalar."""
+        count, size = texts.shape
+        near = MEASURES[self.similarity](texts, texts)
+        near = near.masked_fill(torch.eye(count, dtype=torch.bool, device=near.device), 0.0)
+        among = max(count * (count - 1), 1)
+        mean, square = near.sum() / among, near.square().sum() / among
+        return self.mean_weight * mean.square() + self.second_moment_weight * torch.relu(square - 1.0 / size)

@@ -1,7 +1,7 @@
-"""Losses of sparse vectors: those of dense ones by the inner product, and what each word costs in a search.
+"""Losses of sparse vectors: dense losses with the inner product, and a penalty on active words.
 
 SPLADE (Formal et al. 2021, arXiv:2109.10086) with the FLOPS penalty (Paria et al. 2020, arXiv:2004.05665), which rises
-over the first steps; names and numbers are those of sentence-transformers' SparseEncoder.
+over the first steps; names and values are equal to sentence-transformers' SparseEncoder.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class SpladeLoss:
         return self.loss.forms
 
     def faults(self) -> list[str]:
-        """Return what cannot be among the settings."""
+        """Return the problems of the settings."""
         wrong = [
             f"{name} is {getattr(self, name)}; expected 0 or more"
             for name in ("document_regularizer_weight", "query_regularizer_weight")
@@ -161,7 +161,7 @@ class SpladeLoss:
         Args:
             vectors: one ``(examples, words)`` for each text of an example.
             labels: as the loss takes them.
-            own: the examples of this rank; the penalty is that of all.
+            own: the examples of this rank; the penalty includes all examples.
             strength: the share of the penalty that counts, a number or a scalar.
         """
         total = self.loss(vectors, labels, own)
@@ -180,11 +180,11 @@ PENALTIES: dict[str, type] = {
     "query_regularizer_threshold": int, "use_document_regularizer_only": bool, "scheduler_type": str,
     "warmup_ratio": float,
 }  # fmt: skip
-"""Settings of `SpladeLoss` besides its loss."""
+"""Settings of `SpladeLoss` other than its loss."""
 
 
 def penalties(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of the penalty, and those that are left for the loss.
+    """Return the settings of the penalty, and the remaining settings for the loss.
 
     Raises:
         ConfigError: a value cannot be; ``problems`` lists all.

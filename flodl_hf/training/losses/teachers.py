@@ -1,6 +1,6 @@
 """Losses against a teacher: its vectors, or its scores of candidates for a question.
 
-Margin-MSE is that of Hofstätter et al. 2020 (arXiv:2010.02666).
+Margin-MSE: Hofstätter et al. 2020 (arXiv:2010.02666).
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ from torch.nn import functional as F
 
 from flodl.errors import TrainError
 from flodl_hf.inference.similarity import PAIRWISE
-from flodl_hf.training.losses.loss import Form
+from flodl_hf.training.losses.loss import Form, VectorLoss
 
 __all__ = ["DistillKLDivLoss", "EmbedDistillLoss", "MSELoss", "MarginMSELoss"]
 
 
 @dataclass(frozen=True)
-class MSELoss:
+class MSELoss(VectorLoss):
     """The squared difference from a teacher's vectors; of several texts, each against the same ones or its own."""
 
     forms: ClassVar[tuple[Form, ...]] = ("teacher_vectors",)
-    in_batch: ClassVar[bool] = False
-    by_guide: ClassVar[bool] = False
 
     def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
         """Return the mean over all numbers."""
@@ -42,15 +40,15 @@ class EmbedDistillLoss(MSELoss):
 
     Attributes:
         distance_metric: "cosine", "l2" or "mse".
-        projection_dim: the size of the teacher's vectors, where it is another: a layer that learns with the run brings
-            vectors there, and is not kept.
+        projection_dim: size of the teacher's vectors, if it differs: an additional layer maps vectors to
+            this size; it is trained in the run and discarded.
     """
 
     distance_metric: str = "cosine"
     projection_dim: int | None = None
 
     def faults(self) -> list[str]:
-        """Return what cannot be among the settings."""
+        """Return the problems of the settings."""
         found = []
         if self.distance_metric not in ("cosine", "l2", "mse"):
             found.append(f"distance_metric is {self.distance_metric!r}; expected cosine, l2 or mse")
@@ -74,7 +72,7 @@ class EmbedDistillLoss(MSELoss):
 
 
 @dataclass(frozen=True)
-class MarginMSELoss:
+class MarginMSELoss(VectorLoss):
     """How much better a question's passage is than others, as a teacher has it.
 
     Labels are the differences, or the scores of the passage and of each other.
@@ -86,11 +84,9 @@ class MarginMSELoss:
     similarity: str = "dot"
 
     forms: ClassVar[tuple[Form, ...]] = ("teacher_scores",)
-    in_batch: ClassVar[bool] = False
-    by_guide: ClassVar[bool] = False
 
     def faults(self) -> list[str]:
-        """Return what cannot be among the settings."""
+        """Return the problems of the settings."""
         return _similarity_faults(self.similarity)
 
     def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
@@ -111,7 +107,7 @@ class MarginMSELoss:
 
 
 @dataclass(frozen=True)
-class DistillKLDivLoss:
+class DistillKLDivLoss(VectorLoss):
     """The shares that a question's candidates have of its similarity, as a teacher's scores share them out.
 
     Attributes:
@@ -123,11 +119,9 @@ class DistillKLDivLoss:
     temperature: float = 1.0
 
     forms: ClassVar[tuple[Form, ...]] = ("teacher_scores",)
-    in_batch: ClassVar[bool] = False
-    by_guide: ClassVar[bool] = False
 
     def faults(self) -> list[str]:
-        """Return what cannot be among the settings."""
+        """Return the problems of the settings."""
         wrong = [] if self.temperature > 0 else [f"temperature is {self.temperature}; expected a number above 0"]
         return wrong + _similarity_faults(self.similarity)
 

@@ -1,4 +1,4 @@
-"""Texts written again from the vectors of what is left of them: learning without labels.
+"""Training without labels: a decoder reconstructs a text from the vector of its damaged version.
 
 TSDAE (Wang et al. 2021, arXiv:2104.06979), under sentence-transformers' name. What decodes is
 `flodl_hf.training.vectors.decoder`; here are its settings.
@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from flodl_hf.training.losses.loss import Form
+from flodl_hf.training.losses.loss import Form, VectorLoss
 
 __all__ = ["DENOISING", "DenoisingAutoEncoderLoss", "denoises"]
 
 
 @dataclass(frozen=True)
-class DenoisingAutoEncoderLoss:
+class DenoisingAutoEncoderLoss(VectorLoss):
     """The words of a text shall be found again by a decoder that sees nothing of it but its damaged text's vector.
 
     Of texts alone words are deleted, others in each epoch; of pairs the first is the damaged text.
@@ -27,11 +27,9 @@ class DenoisingAutoEncoderLoss:
     del_ratio: float = 0.6
 
     forms: ClassVar[tuple[Form, ...]] = ("texts", "pairs")
-    in_batch: ClassVar[bool] = False
-    by_guide: ClassVar[bool] = False
 
     def faults(self) -> list[str]:
-        """Return what cannot be among the settings."""
+        """Return the problems of the settings."""
         right = 0 <= self.del_ratio < 1
         return [] if right else [f"del_ratio is {self.del_ratio}; expected 0 or more and less than 1"]
 

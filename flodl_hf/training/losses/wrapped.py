@@ -19,7 +19,7 @@ __all__ = ["AdaptiveLayerLoss", "MatryoshkaLoss"]
 
 @dataclass(frozen=True)
 class _Wrapped:
-    """What is the wrapped loss's."""
+    """Properties of the wrapped loss."""
 
     loss: Any
 
@@ -53,7 +53,7 @@ class MatryoshkaLoss(_Wrapped):
     weights: tuple[float, ...] | None = None
 
     def faults(self) -> list[str]:
-        """Return what cannot be among the settings."""
+        """Return the problems of the settings."""
         wrong = [] if self.dims and min(self.dims) > 0 else [f"dims are {list(self.dims)}; expected numbers above 0"]
         if self.weights is not None and len(self.weights) != len(self.dims):
             wrong.append(f"{len(self.weights)} weights for {len(self.dims)} dims; expected one each")
@@ -103,7 +103,7 @@ class AdaptiveLayerLoss(_Wrapped):
     layer_weighting: str = "uniform"
 
     def faults(self) -> list[str]:
-        """Return what cannot be among the settings."""
+        """Return the problems of the settings."""
         known = ("uniform", "log", "linear")
         wrong = self.layer_weighting not in known
         return [f"layer_weighting is {self.layer_weighting!r}; expected one of {', '.join(known)}"] if wrong else []

@@ -1,6 +1,6 @@
-"""How a trained model does on held-out data, as one page: figures, pictures, and nothing that needs a network.
+"""The report of a trained model as one HTML page, without external resources.
 
-`figures` counts, `charts` draws, `page` puts together; a model is asked by `flodl_hf.training.evaluation`.
+`figures` computes, `charts` draws, `page` combines; `flodl_hf.training.evaluation` collects the predictions.
 """
 
 from __future__ import annotations

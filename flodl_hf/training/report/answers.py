@@ -30,14 +30,14 @@ h1 {{ font-size: 1.4rem; overflow-wrap: anywhere; }}
 
 
 def map_page(vectors: Any, texts: Sequence[str]) -> str:
-    """Return vectors as points in two dimensions, each with its text where the mouse rests.
+    """Return vectors as points in two dimensions, each with its text as a tooltip.
 
-    The plane is that of the two directions in which the vectors differ most (their first two principal
-    components), so what lies close there need not be close; the caption says how much of all differences it shows.
+    The plane contains the first two principal components of the vectors,
+    so points that are close may be distant in other dimensions; the caption states the explained share of the variance.
 
     Args:
         vectors: ``(n, size)``.
-        texts: what each is of.
+        texts: the text of each vector.
     """
     points = np.asarray(vectors, np.float64)
     centred = points - points.mean(0)
@@ -55,7 +55,7 @@ def map_page(vectors: Any, texts: Sequence[str]) -> str:
     return (
         f'<svg viewBox="0 0 640 440" width="640" role="img" aria-label="{len(texts)} vectors as points">'
         f'<rect width="640" height="440" fill="#8881"/>{dots}</svg>'
-        f"<div>{len(texts):,} vectors; the plane holds {kept:.0%} of their differences</div>"
+        f"<div>{len(texts):,} vectors; the plane explains {kept:.0%} of the variance</div>"
     )
 
 
@@ -63,7 +63,7 @@ def write_page(path: Path, title: str, answers: Sequence[tuple[str, Any]]) -> No
     """Write answers as a page that opens anywhere: no script, nothing from outside.
 
     Args:
-        path: the file; written beside and renamed.
+        path: the file; replaced atomically.
         title: of the page, such as the model's name.
         answers: texts, each with a result, or with the numbers of its vector.
     """

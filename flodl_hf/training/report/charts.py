@@ -1,7 +1,7 @@
-"""Charts as SVG for a page of ours: colours from the page's style, so that they follow light and dark; a table can say
-all they show.
+"""Charts as SVG: colours from the style of the page, for light and dark. Tables show
+the same values.
 
-Each has a title that a screen reader reads, and marks have one of their own where the mouse rests. Texts are escaped.
+Each chart has a title for screen readers, and marks have tooltips. Texts are escaped.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def line_chart(
     diagonal: bool = False,
     dots: bool = False,
 ) -> str:
-    """Return lines through points, up to eight of them told apart by colour and named below.
+    """Return lines through points, at most eight, with colours and a legend.
 
     Args:
-        lines: points by name; what is not finite leaves a gap.
-        title: what is shown, for those who cannot see it.
-        across: what the horizontal axis is.
-        up: what the vertical axis is.
-        x: ends of the horizontal axis; None for those of the points.
+        lines: mapping of names to points; points that are not finite leave a gap.
+        title: description of the chart, for screen readers.
+        across: label of the horizontal axis.
+        up: label of the vertical axis.
+        x: ends of the horizontal axis; None for the range of the points.
         y: ends of the vertical axis.
         diagonal: draw the line on which both are equal.
         dots: mark the points.
@@ -74,10 +74,10 @@ def bars(values: Mapping[str, float], *, title: str, across: str, up: str) -> st
     """Return upright bars side by side, such as a histogram's; at most every fifth or so is named.
 
     Args:
-        values: height by name, in order.
-        title: what is shown.
-        across: what the names are.
-        up: what the heights are.
+        values: mapping of names to heights, in order.
+        title: description of the chart.
+        across: label of the names.
+        up: label of the heights.
     """
     if not values or max(values.values()) <= 0:
         return ""
@@ -100,7 +100,7 @@ def stacked_bars(rows: Mapping[str, Mapping[str, int]], *, title: str) -> str:
 
     Args:
         rows: counts by part, by row.
-        title: what is shown.
+        title: description of the chart.
     """
     rows = {name: parts for name, parts in list(rows.items())[:30] if sum(parts.values())}
     if not rows:
@@ -131,7 +131,7 @@ def heat_map(table: Sequence[Sequence[int]], names: Sequence[str], *, title: str
     Args:
         table: ``(truth, predicted)``.
         names: of the classes.
-        title: what is shown.
+        title: description of the chart.
     """
     if not names:
         return ""

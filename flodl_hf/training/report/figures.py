@@ -1,5 +1,5 @@
-"""What is counted of predictions and truth: pure functions of arrays and tags, checked against other libraries' in
-tests.
+"""Statistics of predictions and gold labels: pure functions, compared with other libraries in
+the tests.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def label_table(kind: str, predictions: Any, truth: Any, names: Sequence[str]) -
     """Return precision, recall and F1 of each label with the confusion matrix; None for tasks without labels.
 
     Args:
-        kind: what the loss is of, as `flodl_hf.training.step.Kind`.
+        kind: kind of the loss, as `flodl_hf.training.step.Kind`.
         predictions: scores ``(examples, labels)``, or tags or label numbers of each token.
         truth: label numbers ``(examples,)``, flags ``(examples, labels)``, or tags or label numbers of each token.
         names: label names by number.
@@ -139,7 +139,7 @@ def conll_tags(tags: Sequence[str], names: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Calibration:
-    """How often a model is right beside how sure it is.
+    """Confidence and accuracy of predictions.
 
     Attributes:
         sure: mean confidence of each bin; NaN where it is empty.
@@ -209,7 +209,7 @@ def precision_recall(scores: Numbers, truth: Numbers) -> Curve:
 
 
 def best_thresholds(scores: Numbers, truth: Numbers) -> Numbers:
-    """Return for each label the threshold whose F1 is best, halfway to the next lower score; 0.5 for labels without
+    """Return for each label the threshold with the best F1, halfway to the next lower score; 0.5 for labels without
     examples.
 
     Of several that are as good the one nearest to 0.5 is taken.
@@ -240,9 +240,9 @@ class SpanErrors:
     Attributes:
         right: found as they are.
         wrong_label: with the right borders under another label.
-        wrong_border: overlapping one that is there, of the same label.
-        missed: there and not found at all.
-        spurious: found and not there at all, or over one of another label and other borders.
+        wrong_border: overlap with a true span of the same label.
+        missed: true spans that were not found.
+        spurious: predicted spans without a true span, or over one with another label and other borders.
     """
 
     right: dict[str, int] = field(default_factory=dict)
@@ -265,9 +265,8 @@ class SpanErrors:
 def span_errors(predicted: Sequence[Sequence[str]], truth: Sequence[Sequence[str]]) -> SpanErrors:
     """Return what became of the spans of tagged sentences.
 
-    Every true span is counted once, under its own label, by the best that was said of it; a predicted span that touches
-    none
-    of those it could have meant is spurious, under the label that it was given.
+    Every true span is counted once, under its own label, with the best match; a predicted span that overlaps
+    no candidate is spurious, under its predicted label.
 
     Args:
         predicted: tags of each sentence.

@@ -1,9 +1,8 @@
-"""The report of a run: one page that opens anywhere, with the run's curves, what held-out data say, and the data's
+"""The report of a run: one page with the curves of the run, statistics of the evaluation data, and the
 lengths.
 
-No script, nothing from outside (the page's policy forbids both), no text of the data: what a report shows may be
-published with
-the model.
+The page has no script, no external resources (its policy forbids both) and no text of the data: it may be
+published with the model.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ MOST_CLASSES = 20
 
 @dataclass(frozen=True)
 class Run:
-    """What a report is made of.
+    """Contents of a report.
 
     Attributes:
-        title: what was trained.
+        title: name of the model.
         task: the head's name.
-        kind: what the loss is of: "single_label", "multi_label", "regression", "tokens", "spans" or "words".
+        kind: kind of the loss: "single_label", "multi_label", "regression", "tokens", "spans" or "words".
         labels: names of classes, by id.
         metrics: figures of the model that was kept.
         best_step: its step.
@@ -46,8 +45,8 @@ class Run:
         lengths: tokens of each training row.
         most: most tokens of a row; None for no bound.
         data: name, rows and hash of each part.
-        notes: what the user was told.
-        predictions: of held-out examples, as scorers give them; None where nothing was judged.
+        notes: notes for the user.
+        predictions: predictions for evaluation examples; None without an evaluation.
         truth: of the same.
         held_out: name of the set they are of.
         thresholds: by label, where some were chosen on these examples and are kept with the model.
@@ -84,7 +83,7 @@ def report_page(run: Run) -> str:
     ]
     if run.predictions is not None and len(run.predictions):
         where = f" of {run.held_out}" if run.held_out else ""
-        title = f"Held-out data: {len(run.predictions):,} example{'s' * (len(run.predictions) != 1)}{where}"
+        title = f"Evaluation data: {len(run.predictions):,} example{'s' * (len(run.predictions) != 1)}{where}"
         parts.append(_section(title, _KINDS.get(run.kind, lambda run: [])(run)))
     parts.append(_section("Data", [_lengths(run), _data(run)]))
     if run.notes:
@@ -118,7 +117,7 @@ def _figure(title: str, picture: str, caption: str = "", table: str = "") -> str
 
 def _figures(metrics: Mapping[str, float]) -> str:
     cards = "".join(f"<li><b>{value:.4g}</b><span>{escape(name)}</span></li>" for name, value in metrics.items())
-    return f'<ul class="figures">{cards}</ul>' if cards else "<p>Nothing was held out, so nothing is claimed.</p>"
+    return f'<ul class="figures">{cards}</ul>' if cards else "<p>There was no evaluation data.</p>"
 
 
 def _share(value: float) -> str:
@@ -156,9 +155,9 @@ def _evaluations(run: Run) -> list[str]:
     lines = {name: points for name, points in lines.items() if len(points) > 1}
     if not lines:
         return []
-    chart = line_chart(lines, title="Figures on held-out data", across="step", up="figure", dots=True)
+    chart = line_chart(lines, title="Metrics of evaluation data", across="step", up="metric", dots=True)
     rows = [[str(row["step"]), *(_share(row.get(n, math.nan)) for n in lines)] for row in run.history]
-    return [_figure("Figures on held-out data", chart, table=_table(["step", *lines], rows))]
+    return [_figure("Metrics of evaluation data", chart, table=_table(["step", *lines], rows))]
 
 
 def _lengths(run: Run) -> str:
@@ -174,7 +173,7 @@ def _lengths(run: Run) -> str:
         f"{len(lengths):,} rows, {int(lengths.sum()):,} tokens; half are of {int(np.median(lengths))} tokens or fewer."
     )
     if run.most:
-        caption += f" A row holds {run.most:,} tokens; {full:,} are full ({full / len(lengths):.1%})."
+        caption += f" The maximum is {run.most:,} tokens; {full:,} rows have this length ({full / len(lengths):.1%})."
     return _figure("Tokens of training rows", bars(values, title="Lengths", across="tokens", up="rows"), caption)
 
 
@@ -184,12 +183,10 @@ def _data(run: Run) -> str:
         for part, facts in run.data.items()
     ]
     table = _table(["part", "data", "rows", "SHA-256"], rows)
-    return (
-        f'<figure><h3>What it was trained and judged on</h3><div class="scroll">{table}</div></figure>' if rows else ""
-    )
+    return f'<figure><h3>Training and evaluation data</h3><div class="scroll">{table}</div></figure>' if rows else ""
 
 
-# ---- held-out data, by kind ------------------------------------------------------------------------------
+# ---- evaluation data, by kind ----------------------------------------------------------------------------
 
 
 def _softmax(scores: Any) -> Any:
@@ -243,14 +240,14 @@ def _multi(run: Run) -> list[str]:
     kept = " They are kept with the model." if run.thresholds else ""
     return [
         f'<figure><h3>By label</h3><div class="scroll">{by_label}</div><figcaption>Thresholds are chosen on these '
-        f"examples, so their F1 is what could be had at best.{kept}</figcaption></figure>",
+        f"examples, so their F1 is an upper bound.{kept}</figcaption></figure>",
         _reliability(np.where(scores >= 0.5, scores, 1 - scores).ravel(), ((scores >= 0.5) == truth).ravel()),
         _curves({names[i]: precision_recall(scores[:, i], truth[:, i]) for i in frequent}),
     ]
 
 
 def _chosen(run: Run) -> str:
-    """Return what is to be said of the threshold between two labels."""
+    """Return a caption for the threshold between two labels."""
     if not run.thresholds:
         return ""
     name, value = list(run.thresholds.items())[-1]
@@ -269,7 +266,7 @@ def _regression(run: Run) -> list[str]:
         _figure(
             "Predicted and true", scatter(points, title="Predicted and true values", across="true", up="predicted")
         ),
-        _figure("Errors", bars(values, title="How errors lie", across="predicted - true", up="examples")),
+        _figure("Errors", bars(values, title="Distribution of errors", across="predicted - true", up="examples")),
     ]
 
 
@@ -281,7 +278,7 @@ def _tokens(run: Run) -> list[str]:
     }
     head = ["label", *(kind.replace("_", " ") for kind in kinds)]
     table = _table(head, [[label, *map(str, parts.values())] for label, parts in rows.items()])
-    caption = "Each true span once, by the best that was said of it; spurious ones are those that touch none."
+    caption = "Each true span is counted once, with its best match; spurious spans match no true span."
     by_word = label_table("tokens", run.predictions, run.truth, run.labels)
     assert by_word is not None
     names, words = by_word.labels, np.asarray(by_word.confusion)

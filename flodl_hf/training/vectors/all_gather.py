@@ -32,7 +32,7 @@ def max_over_ranks(numbers: Sequence[int], device: torch.device) -> list[int]:
 def gather(own: Tensor, shares: list[int]) -> Tensor:
     """Return the rows of all ranks, ``(sum of shares, ...)``, in the order of ranks.
 
-    Their gradient is summed over ranks, each of which has a loss of its own of them.
+    Gradients are summed over ranks, each of which computes its own loss.
 
     Args:
         own: this rank's rows.

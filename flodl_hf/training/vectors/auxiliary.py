@@ -1,4 +1,4 @@
-"""Vectors learned with a layer beside the model: classes of pairs, and teachers whose vectors have another size."""
+"""Embeddings trained with an additional layer: classes of pairs, and teachers with another vector size."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from flodl.errors import DataError
 from flodl.metrics import Metric
+from flodl_hf.training.eval_predictions import CollectedPredictions
 from flodl_hf.training.losses import USUAL, make_loss
-from flodl_hf.training.losses.auxiliary import BESIDE, OF_CLASSES, classifies
+from flodl_hf.training.losses.auxiliary import AUXILIARY_LOSSES, OF_CLASSES, classifies
 from flodl_hf.training.options import Options
 from flodl_hf.training.task import Examples, Prepared
-from flodl_hf.training.user_code import CollectedPredictions
 from flodl_hf.training.vectors.scorer import VectorScorer
 from flodl_hf.training.vectors.step import VectorObjective
 from flodl_hf.training.vectors.tables import TextTable
@@ -25,15 +25,15 @@ from flodl_hf.training.vectors.task import EmbeddingTask
 if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel
 
-__all__ = ["BesideTask", "LayerStart"]
+__all__ = ["AuxiliaryTask", "LayerStart"]
 
 
 @dataclass(frozen=True)
 class LayerStart:
-    """Puts a loss's layer beside a model; does nothing where it is there already.
+    """Attach the layer of a loss to a model, unless it has one.
 
     Args:
-        loss: whose.
+        loss: the loss.
         classes: how many classes pairs have.
         pooling: as in the options of the run.
         seed: of the layer.
@@ -56,12 +56,12 @@ class LayerStart:
 
 
 @dataclass(frozen=True)
-class BesideTask(EmbeddingTask):
-    """Vectors learned with a layer beside the model; arguments as of `EmbeddingTask`."""
+class AuxiliaryTask(EmbeddingTask):
+    """Embeddings trained with an additional layer; arguments as for `EmbeddingTask`."""
 
     usual: ClassVar[Mapping[Any, str]] = {OF_CLASSES: "SoftmaxLoss", "teacher_vectors": "EmbedDistillLoss"}
-    table: ClassVar[Mapping[str, Any]] = BESIDE
-    refused: ClassVar[tuple[str, ...]] = ("matryoshka", "adaptive_layers")
+    table: ClassVar[Mapping[str, Any]] = AUXILIARY_LOSSES
+    refused: ClassVar[tuple[str, ...]] = ("matryoshka",)
 
     @classmethod
     def read(cls, examples: Examples, options: Options, where: str) -> TextTable:
@@ -73,7 +73,7 @@ class BesideTask(EmbeddingTask):
         return table
 
     def held_out(self, examples: Examples) -> TextTable:
-        """Return held-out examples, classes by the numbers that they have in training.
+        """Return evaluation examples, with classes numbered as in training.
 
         Raises:
             DataError: there are classes that training does not have.
@@ -105,11 +105,11 @@ class BesideTask(EmbeddingTask):
 
     @property
     def start(self) -> LayerStart:
-        """What puts the layer beside a model, on every rank."""
+        """Attaches the layer to a model, on every rank."""
         return LayerStart(self.losses[0], self._classes, self.options.pooling, self.options.seed)
 
     def settle(self, model: EncoderModel) -> list[str]:
-        """Have the model make vectors as the options say, and give it the layer; return what is to be said of it."""
+        """Configure the embeddings of the model, and attach the layer; return notes for the user."""
         notes = super().settle(model)
         self.start(model)
         return notes
@@ -118,36 +118,36 @@ class BesideTask(EmbeddingTask):
         """Take the layer away."""
         model.beside = None
 
-    def objective(self) -> BesideObjective:
+    def objective(self) -> AuxiliaryObjective:
         """Return the loss of training."""
         recipe, options = self._guides["recipe"], self.options
-        return BesideObjective(
+        return AuxiliaryObjective(
             self.losses, recipe.pooling, recipe.normalize, shared=options.ranks > 1, cache_tokens=options.cache_tokens
         )
 
     def of_held_out(self, prepared: Prepared) -> VectorObjective:
-        """Return the loss of held-out data: that of training where it takes such data, else what is usual."""
+        """Return the loss of evaluation data: the loss of training if it accepts such data, else the default."""
         form, recipe = prepared.truth.form, self._guides["recipe"]
         if form in self.losses[0].forms:
-            return BesideObjective(self.losses, recipe.pooling, recipe.normalize)
+            return AuxiliaryObjective(self.losses, recipe.pooling, recipe.normalize)
         return VectorObjective((make_loss(USUAL[form]),), recipe.pooling, recipe.normalize)
 
     def scorer(self, prepared: Prepared) -> Any:
-        """Return a scorer that has seen nothing."""
+        """Return a new scorer."""
         return ClassScorer(prepared.truth.labels) if prepared.truth.form == OF_CLASSES else VectorScorer(prepared.truth)
 
 
 @dataclass(frozen=True)
-class BesideObjective(VectorObjective):
-    """The loss of what the layer makes of vectors; arguments as of `VectorObjective`."""
+class AuxiliaryObjective(VectorObjective):
+    """The loss of the outputs of the layer; arguments as for `VectorObjective`."""
 
     def score(self, model: Any, batch: Any) -> Tensor:
-        """Return what the layer gives, ``(examples, texts or 1, size or classes)``."""
+        """Return the outputs of the layer, ``(examples, texts or 1, size or classes)``."""
         return model.beside(super().score(model, batch)).float()
 
 
 class ClassScorer:
-    """Judges scores of classes of pairs.
+    """Accuracy of the classes of pairs.
 
     Args:
         labels: the class of each pair.
@@ -157,14 +157,14 @@ class ClassScorer:
         self.labels, self.kept = labels, CollectedPredictions()
 
     def update(self, example: int, scores: Sequence[Tensor]) -> None:
-        """Take in the scores of one pair, ``[(1, classes)]``."""
+        """Add the scores of one pair, ``[(1, classes)]``."""
         self.kept.update(example, int(scores[0].reshape(-1).argmax()), int(self.labels[example]))
 
     def metrics(self) -> Sequence[Metric]:
-        """Return what is kept."""
+        """Return the metrics."""
         return [self.kept]
 
     def compute(self) -> dict[str, float]:
-        """Return the share of pairs whose class is right."""
+        """Return the accuracy."""
         found = list(self.kept.items.values())
         return {"accuracy": sum(a == b for a, b in found) / len(found) if found else float("nan")}

@@ -1,4 +1,4 @@
-"""Which examples come together: those of one table, no text twice, tables mixed in proportion or in turn.
+"""Batches of examples from one table each, without repeated texts; tables are mixed in proportion or alternate.
 
 A pure function of seed and epoch, like all batches.
 """
@@ -20,16 +20,16 @@ __all__ = ["TextBatches"]
 
 @dataclass(frozen=True)
 class TextBatches:
-    """Batches of examples whose losses are of the whole batch.
+    """Batches for losses over the whole batch.
 
     Args:
-        texts: for each table which text each one is, ``(rows, texts)``; -1 for one that is not there.
+        texts: for each table the text numbers, ``(rows, texts)``; -1 for a missing text.
         batch_size: examples of a batch.
         seed: decides the order.
         apart: for each table whether no text may come twice in a batch.
         mixing: "proportional" takes all batches of all tables in random order; "round_robin" one of each table in
             turn, until one is used up.
-        least: fewer examples than this make no batch: what is left of an epoch, if it is less, is left out of it.
+        least: minimum number of examples in a batch; a smaller rest of an epoch is dropped.
     """
 
     texts: Sequence[NDArray[np.int64]] = field(repr=False)
@@ -98,7 +98,7 @@ class TextBatches:
 def _cut_apart(order: NDArray[np.int64], texts: NDArray[np.int64], size: int) -> list[list[int]] | None:
     """Return batches in which no text comes twice, as near to the order as that allows; None where none ever would.
 
-    An example that has to wait is the first to be asked when the next batch begins.
+    A postponed example is the first candidate for the next batch.
     """
     there = texts[texts >= 0]
     if len(np.unique(there)) == there.size:

@@ -1,8 +1,8 @@
-"""A decoder beside an encoder, which writes a text again from its vector: the encoder's layers, read from the left.
+"""A decoder that reconstructs a text from its vector, with the layers of the encoder and causal attention.
 
-Its layers are those of the encoder, so that both learn; between attention and feed-forward each looks at the vector.
+It shares the layers of the encoder, so that both are trained. Each layer attends to the vector before its feed-forward.
 Where there is one thing to look at, weights of attention are 1, and queries and keys decide nothing: they are left out.
-What is new (values of the vector, the words' head where the folder has none) learns for the run and is not kept.
+New weights (values of the vector, the LM head if the folder has none) are trained in the run and discarded.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ __all__ = ["Decoder", "DecoderStart"]
 
 
 class Crossing(nn.Module):
-    """What a decoder's layer takes from the vector.
+    """Cross-attention of a decoder layer to the vector.
 
     Args:
-        attention: the layer's own, which says how wide it is and what it drops.
+        attention: the self-attention of the layer, which defines width and dropout.
         eps: of the norm.
     """
 
@@ -53,7 +53,7 @@ class Crossing(nn.Module):
 
 
 class Decoder(nn.Module):
-    """What a decoder has besides the encoder's own layers.
+    """The weights of a decoder other than the layers of the encoder.
 
     Args:
         model: the encoder's.
@@ -79,7 +79,7 @@ class Decoder(nn.Module):
         """Return for each text the sum of its tokens' losses and their number, ``(texts, 2)``.
 
         Args:
-            model: whose layers decode.
+            model: the model whose layers decode.
             vectors: of damaged texts, ``(texts, size)``.
             batch: has ``target_ids``, ``(texts, tokens)``, and of each token that is to be found ``target_places``,
                 ``target_labels`` and ``target_texts``; with the label -100 none is to be found.
@@ -116,10 +116,10 @@ def layers_of(model: EncoderModel) -> list[Any]:
 
 @dataclass(frozen=True)
 class DecoderStart:
-    """Puts a decoder beside a model; does nothing where it is there already.
+    """Attach a decoder to a model, unless it has one.
 
     Args:
-        seed: of what is new.
+        seed: seed of new weights.
     """
 
     seed: int
@@ -145,7 +145,7 @@ class DecoderStart:
 
 
 def _head_of(model: EncoderModel) -> Any:
-    """Return a head of masked words: that of the model's folder where it holds one, else a new one."""
+    """Return a masked-LM head: from the folder of the model if it has one, else a new one."""
     from flodl_hf.auto import head_named
 
     kind: Any = head_named("masked_lm").model

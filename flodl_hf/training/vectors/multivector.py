@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import base64
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
+from flodl.metrics import Metric
 from flodl_hf.checkpoints.sentence.multivector import LateRecipe, marker_id
+from flodl_hf.inference.similarity import max_sim
+from flodl_hf.training.eval_predictions import CollectedValues
+from flodl_hf.training.evaluators import figures_of_found
 from flodl_hf.training.losses import make_loss
 from flodl_hf.training.losses.multivector import MULTIVECTOR_LOSSES, MULTIVECTOR_USUAL
 from flodl_hf.training.rows import CollateRows, EncodedRows, RowBuilder
 from flodl_hf.training.task import CHUNK, LengthLimits, Prepared
-from flodl_hf.training.vectors.multivector_scorer import LateScorer
 from flodl_hf.training.vectors.multivector_step import CollateLate, LateObjective
 from flodl_hf.training.vectors.projection import LateStart, take_out
 from flodl_hf.training.vectors.rows import PARTS, Laid, TextRows
+from flodl_hf.training.vectors.scorer import NAMES, RETRIEVAL, HeldOut
 from flodl_hf.training.vectors.task import EmbeddingTask
 
 if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel
     from flodl_hf.tokenization.tokenizer import Tokenizer
 
-__all__ = ["MultiVectorTask"]
+__all__ = ["LateScorer", "MultiVectorTask"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,7 @@ class MultiVectorTask(EmbeddingTask):
 
     usual: ClassVar[Mapping[Any, str]] = MULTIVECTOR_USUAL
     table: ClassVar[Mapping[str, Any]] = MULTIVECTOR_LOSSES
-    refused: ClassVar[tuple[str, ...]] = ("matryoshka", "adaptive_layers", "pooling", "normalize", "guide")
+    refused: ClassVar[tuple[str, ...]] = ("matryoshka", "pooling", "normalize", "guide")
     takes_ragged: ClassVar[bool] = False
 
     @property
@@ -44,7 +53,7 @@ class MultiVectorTask(EmbeddingTask):
         return LateStart(options.projection, options.max_length, options.seed)
 
     def settle(self, model: EncoderModel) -> list[str]:
-        """Have the model make vectors of tokens, as its folder says or anew; return what is to be said of it."""
+        """Configure token vectors as in the folder of the model, or new ones; return notes for the user."""
         notes = self.start(model)
         self._guides["recipe"] = model.sentence_recipe
         self._guides["most"] = model.max_tokens
@@ -90,7 +99,7 @@ class MultiVectorTask(EmbeddingTask):
         return EncodedRows(builder.build().columns, parts.sum(1).tolist(), {PARTS: parts}), cut
 
     def laid(self, rows: TextRows) -> Laid:
-        """Return what lies in a batch: documents alone."""
+        """Return the lengths of documents in a batch."""
         parts = [table.values[PARTS][:, 1:] for table in rows.tables]
         sums, widest = (np.concatenate([count(part, 1) for part in parts]) for count in (np.sum, np.max))
         return Laid(sums, widest, rows.width - 1)
@@ -110,7 +119,7 @@ class MultiVectorTask(EmbeddingTask):
         return self._objective(self.losses, shared=options.ranks > 1, cache_tokens=options.cache_tokens)
 
     def of_held_out(self, prepared: Prepared) -> LateObjective:
-        """Return the loss of held-out data: that of training where it takes such data."""
+        """Return the loss of evaluation data: the loss of training if it accepts such data."""
         form = prepared.truth.form
         fitting = [loss for loss in self.losses if form in loss.forms]
         return self._objective((fitting[0] if fitting else make_loss(self.usual[form], None, self.table),))
@@ -119,5 +128,101 @@ class MultiVectorTask(EmbeddingTask):
         return LateObjective(losses, **further)
 
     def scorer(self, prepared: Prepared) -> LateScorer:
-        """Return a scorer that has seen nothing."""
+        """Return a new scorer."""
         return LateScorer(prepared.truth)
+
+
+QUERIES = 64
+"""Number of queries that are scored together."""
+
+
+class _CollectedScores(CollectedValues):
+    """Vectors of tokens by example, a `flodl.metrics.Metric` that ranks exchange."""
+
+    def update(self, example: int, vectors: Tensor) -> None:
+        """Add the vectors of one example, ``(texts, tokens, size)``; zeros mark missing vectors."""
+        self.items[example] = [text[(text != 0).any(-1)].numpy() for text in vectors]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, as JSON values."""
+        whole = [text for texts in self.items.values() for text in texts]
+        data = np.concatenate(whole) if whole else np.zeros((0, 0), np.float32)
+        return {
+            "examples": list(self.items),
+            "texts": len(whole) // max(1, len(self.items)),
+            "tokens": [len(text) for text in whole],
+            "size": data.shape[1],
+            "data": base64.b64encode(data.tobytes()).decode(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a saved state."""
+        self.reset()
+        if not state["examples"]:
+            return
+        data = np.frombuffer(base64.b64decode(state["data"]), np.float32).reshape(-1, state["size"])
+        texts = np.split(data, np.cumsum(state["tokens"])[:-1])
+        for place, example in enumerate(state["examples"]):
+            self.items[example] = texts[place * state["texts"] : (place + 1) * state["texts"]]
+
+
+class LateScorer:
+    """Metrics of token vectors with MaxSim.
+
+    Args:
+        truth: the gold labels of the examples.
+    """
+
+    def __init__(self, truth: HeldOut) -> None:
+        self.truth, self.kept = truth, _CollectedScores()
+
+    def update(self, example: int, scores: Sequence[Tensor]) -> None:
+        """Add the vectors of one example, ``[(texts, tokens, size)]``."""
+        self.kept.update(example, scores[0])
+
+    def metrics(self) -> Sequence[Metric]:
+        """Return the metrics."""
+        return [self.kept]
+
+    def compute(self) -> dict[str, float]:
+        """Return the metrics; NaN without examples."""
+        names = NAMES[self.truth.form]
+        if not self.kept.items:
+            return dict.fromkeys(names, math.nan)
+        examples = sorted(self.kept.items)
+        vectors = [[torch.from_numpy(text.copy()) for text in self.kept.items[i]] for i in examples]
+        figures: dict[str, float] = {}
+        if "ndcg@10" in names:
+            figures |= _retrieval(vectors, self.truth.texts[examples])
+        if "triplet_accuracy" in names:
+            figures["triplet_accuracy"] = _triplets(vectors)
+        return figures
+
+
+def _retrieval(vectors: Sequence[Sequence[Tensor]], texts: NDArray[np.int64]) -> dict[str, float]:
+    """Return how well queries find their documents among all documents, each distinct text once."""
+    corpus, places = np.unique(texts[:, 1:], return_inverse=True)
+    places = places.reshape(texts[:, 1:].shape)
+    documents: list[Any] = [None] * len(corpus)
+    for row, at in zip(vectors, places, strict=True):
+        for vector, place in zip(row[1:], at.tolist(), strict=True):
+            documents[place] = vector
+    queries, first, group = np.unique(texts[:, 0], return_index=True, return_inverse=True)
+    relevant: list[set[int]] = [set() for _ in queries]
+    for query, place in zip(group.tolist(), places[:, 0].tolist(), strict=True):
+        relevant[query].add(place)
+    deepest = max(k for numbers in RETRIEVAL.values() for k in numbers)
+    found = []
+    for start in range(0, len(first), QUERIES):
+        scores = max_sim([vectors[i][0] for i in first[start : start + QUERIES]], documents)
+        found += scores.topk(min(deepest, len(documents)), dim=1).indices.tolist()
+    return figures_of_found(found, relevant, RETRIEVAL)
+
+
+def _triplets(vectors: Sequence[Sequence[Tensor]]) -> float:
+    """Return how often a query is nearer to its first document than to each other one."""
+    won = []
+    for query, right, *others in vectors:
+        scores = max_sim([query], [right, *others])[0]
+        won.append((scores[0] > scores[1:]).double().mean().item())
+    return float(np.mean(won))

@@ -1,8 +1,8 @@
 """One batch of texts through the model to a vector for each token, and its loss.
 
-Queries are filled up with mask tokens to one length, whose vectors count too though no other token attends to them;
-that takes a mask, so queries are padded rows, while documents lie as all other tasks' texts. Which tokens have a vector
-is said by the batch, so that nothing has to be asked of a device.
+Queries are padded with mask tokens to one length. These tokens have vectors although no other token attends to them,
+which needs a mask, so queries are padded rows; documents have the layout of other tasks. The batch contains
+which tokens have a vector, so that no synchronisation with the device is necessary.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ QUERY_STEPS, LEAST_QUERY = 2, 16
 class CollateLate(CollateTexts):
     """Makes a batch of queries and documents.
 
-    The documents of all examples are what `CollateTexts` makes of texts, with ``counted``, which of their tokens have a
-    vector; besides there are ``query_ids``, ``query_mask`` (what is attended to), ``query_counted`` (what has a
+    The documents of all examples are collated by `CollateTexts`, with ``counted``, a mask of tokens with a
+    vector; further parts are ``query_ids``, ``query_mask`` (the attention mask), ``query_counted`` (tokens with a
     vector), all ``(examples, tokens)``.
 
     Args:
         mask_id: what queries are filled up with; None leaves them as they are.
-        query_tokens: up to how many tokens, and most tokens of any query; None for those of the longest.
-        attended: other tokens attend to what is filled up.
+        query_tokens: length of padded queries, and the maximum length of a query; None for the longest query.
+        attended: other tokens attend to the padding.
         skipped: tokens of which documents keep no vector.
         first: whether the first token of a document keeps its vector.
     """
@@ -109,7 +109,7 @@ class LateObjective(VectorObjective):
         return torch.cat([queries[:, None], documents.view(count, width - 1, tokens, -1)], 1)
 
     def of(self, vectors: Tensor, batch: Any) -> Loss:
-        """Return the loss of vectors that are known already: a mean over the examples of this rank."""
+        """Return the loss of computed vectors: a mean over the examples of this rank."""
         loss, own = self.losses[batch[TABLE]], None
         count, labels = len(vectors), batch.get("labels")
         queries = vectors[:, 0, : batch["query_ids"].shape[1]]
@@ -117,7 +117,7 @@ class LateObjective(VectorObjective):
         if "cu_seqlens" in batch:
             longest = batch["longest"] if "places" in batch else max(batch["row_lengths"])
         documents = vectors[:, 1:, :longest]
-        # similarities in half precision would tell few of them apart
+        # half precision cannot represent small differences of similarities
         with torch.autocast(vectors.device.type, enabled=False):
             if self.shared and loss.in_batch:
                 shares = rows_per_rank(count, vectors.device)

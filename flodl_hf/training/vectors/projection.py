@@ -1,7 +1,7 @@
-"""The projection of token vectors as a part of the model that learns: put beside the graph, and taken out again.
+"""The projection of token vectors as a trained module: attached for the run, and detached after it.
 
-A run begins with the projection that the model's folder has, or with a new one; what was learned is kept in the model's
-recipe, with the small files that say so.
+A run starts with the projection of the model's folder, or with a new one; the trained one is stored in the model's
+recipe, with its small files.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ SETTINGS: dict[str, Any] = {
     "size": 128, "query_length": 32, "document_length": 180, "query_marker": None, "document_marker": None,
     "expanded": True, "attended": False, "punctuation": False,
 }  # fmt: skip
-"""Of a new projection, with what is usual."""
+"""Settings of a new projection, with defaults."""
 MARKERS = (("[Q]", "[D]"), ("[unused0]", "[unused1]"))
 """Markers of queries and documents; the first of which the tokenizer has both are taken."""
 LEAST_LENGTH = 4
 
 
 class Learning(nn.Module):
-    """A dense layer whose weight learns.
+    """A dense layer with a trained weight.
 
     Args:
-        layer: what it begins with.
+        layer: the initial layer.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -64,7 +64,7 @@ class Projections(nn.ModuleList):
 
     Args:
         layers: one after another.
-        notes: what the user should know of how they began.
+        notes: notes for the user.
     """
 
     def __init__(self, layers: Sequence[Learning], notes: Sequence[str]) -> None:
@@ -74,10 +74,10 @@ class Projections(nn.ModuleList):
 
 @dataclass(frozen=True)
 class LateStart:
-    """Puts the projection into a model as a part that learns; does nothing where it is there already.
+    """Attach the projection to a model as a trained module, unless it has one.
 
     Args:
-        settings: of a new one, as `SETTINGS`; None where none was asked for.
+        settings: settings of a new projection, as `SETTINGS`; None if none are given.
         max_length: most tokens of a document of a new one.
         seed: of a new one.
     """
@@ -87,7 +87,7 @@ class LateStart:
     seed: int
 
     def __call__(self, model: EncoderModel) -> list[str]:
-        """Return what the user should know of it.
+        """Attach it; return notes for the user.
 
         Raises:
             ConfigError: settings for a model that has a projection, or that cannot be.
@@ -112,7 +112,7 @@ class LateStart:
         return notes
 
     def _new(self, model: EncoderModel) -> tuple[LateRecipe, list[str]]:
-        """Return the recipe of a new projection, drawn as torch draws a linear layer, and what is said of it."""
+        """Return the recipe of a new projection, initialised as torch's linear layers, and notes."""
         tokenizer: Any = model.tokenizer
         given, problems = _settings(self.settings or {})
         markers = given["query_marker"], given["document_marker"]
@@ -148,7 +148,7 @@ class LateStart:
 
 
 def _settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return all settings, those given as numbers, words and truths, and what is wrong with them."""
+    """Return all settings as numbers, words and booleans, and their problems."""
     found, problems = dict(SETTINGS), []
     for name, value in given.items():
         if name not in SETTINGS:
@@ -174,7 +174,7 @@ def _settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def take_out(model: EncoderModel) -> None:
-    """Keep what was learned in the model's recipe, and take the part that learned out of the model."""
+    """Store the trained projection in the model's recipe, and detach the module."""
     if model.beside is None:
         return
     layers: Any = list(model.beside.children())
@@ -191,7 +191,7 @@ def _files(model: EncoderModel, recipe: SentenceRecipe, late: LateRecipe) -> dic
     layers: Any = late.projections
     files = dict(recipe.files)
     carried = {} if model.source is None else model.source.carried
-    if "colbert_linear.pt" in files:  # bge-m3's, beside its other kinds of vectors
+    if "colbert_linear.pt" in files:  # bge-m3 has further kinds of vectors
         room = io.BytesIO()
         values = {"weight": layers[0].weight, "bias": layers[0].bias}
         torch.save({name: value for name, value in values.items() if value is not None}, room)
@@ -203,5 +203,5 @@ def _files(model: EncoderModel, recipe: SentenceRecipe, late: LateRecipe) -> dic
             files |= dense_files(part, layer)
         return files
     if any(name in carried for name in ("linear.weight", "module.linear.weight")):
-        return files  # ColBERT's class: the weight lies among the model's own
+        return files  # the class of ColBERT: the weight is part of the model's own tensors
     return pylate_files(late)

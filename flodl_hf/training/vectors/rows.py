@@ -1,7 +1,7 @@
 """Examples of several texts as rows of tokens: tables side by side, and how examples become a batch of texts.
 
 A row is an example: its texts end to end, with the length of each. In a batch the texts are rows of the model, in the
-order of the examples, so that padding, packing and shapes that come again are those of all other tasks.
+order of the examples, so that padding, packing and shapes are the same as for all other tasks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PARTS = "parts"
 
 @dataclass(frozen=True)
 class Laid:
-    """What of the rows lies in a batch: all texts of each, or some.
+    """Lengths of the texts in a batch: all texts of each row, or some.
 
     Attributes:
         lengths: tokens of each row.
@@ -43,7 +43,7 @@ class TextRows:
 
     Args:
         tables: rows of each, with the lengths of their texts as the value ``parts``, ``(rows, texts)``; 0 for one that
-            is not there.
+            is missing.
         texts: for each table which text each one is, ``(rows, texts)``: equal numbers are equal texts.
     """
 
@@ -78,7 +78,7 @@ class TextRows:
 
     @property
     def laid(self) -> Laid:
-        """What lies in a batch: all texts of each row."""
+        """Lengths of all texts of each row."""
         return Laid(self.lengths, np.concatenate([table.values[PARTS].max(1) for table in self.tables]), self.width)
 
     def get(self, index: int) -> dict[str, Any]:
@@ -100,12 +100,12 @@ class TextRows:
 class CollateTexts(CollateRows):
     """Makes a batch of the texts of some examples.
 
-    Besides what `CollateRows` gives of the texts there are ``examples``, how many, ``width``, the texts of each, and
+    In addition to the parts of `CollateRows` there are ``examples``, their number, ``width``, the texts of each, and
     ``table``, all numbers; ``labels`` and ``guide``, ``(examples, ...)``, where there are any. If examples have
     different numbers of texts, ``there``, ``(examples, width)``, is true for the texts that an example has.
 
     Args:
-        lengths: say how long each text is, for batches that go through the model in parts.
+        lengths: add the length of each text, for batches that are processed in parts.
         is_ragged: whether some examples have fewer texts than others; every rank's batches contain ``there`` then.
         further: gives parts that depend on the place of a batch in the run.
     """

@@ -1,4 +1,4 @@
-"""Vectors of held-out examples, kept until all are there, and what they are worth by the form of the data."""
+"""Vectors of evaluation examples, collected for metrics that depend on the form of the data."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flodl.metrics import Metric
+from flodl_hf.training.eval_predictions import CollectedValues
 from flodl_hf.training.evaluators import (
     binary_figures,
     clustering_figures,
@@ -36,7 +37,7 @@ MAIN: dict[Form, str] = {
     "teacher_scores": "triplet_accuracy",
     "teacher_vectors": "-eval_loss",
 }
-"""The figure that says which model is better."""
+"""The metric that selects the best model."""
 
 RETRIEVAL = {"accuracy": (), "precision": (), "recall": (1, 10), "mrr": (10,), "ndcg": (10,), "map": (100,)}
 FOUND = ("recall@1", "recall@10", "mrr@10", "ndcg@10", "map@100")
@@ -55,13 +56,13 @@ NAMES: dict[Form, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What is known of held-out examples.
+    """Gold labels of evaluation examples.
 
     Attributes:
-        form: what they are.
+        form: the form of the data.
         texts: which text each one is, ``(examples, texts)``: equal numbers are equal texts, -1 is none.
-        labels: what is said of them.
-        prompted: whether each text occurs twice in a row: with the prompt of the loss, then with that of the metrics.
+        labels: the labels of the examples.
+        prompted: whether each text occurs twice: with the prompt of the loss, then with the prompt of the metrics.
     """
 
     form: Form
@@ -70,49 +71,34 @@ class HeldOut:
     prompted: bool = False
 
 
-class _CollectedScores:
-    """Vectors by example, a `flodl.metrics.Metric` that ranks hand each other."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.vectors: dict[int, NDArray[np.float32]] = {}
+class _CollectedScores(CollectedValues):
+    """Vectors by example, a `flodl.metrics.Metric` that ranks exchange."""
 
     def update(self, example: int, vectors: Tensor) -> None:
-        """Take in the vectors of one example, ``(texts, size)``."""
-        self.vectors[example] = vectors.numpy()
-
-    def merge(self, other: _CollectedScores) -> None:
-        """Add what ``other`` has."""
-        self.vectors |= other.vectors
-
-    def compute(self) -> dict[str, float]:
-        """Return how many examples there are."""
-        return {"count": float(len(self.vectors))}
+        """Add the vectors of one example, ``(texts, size)``."""
+        self.items[example] = vectors.numpy()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that is kept, as JSON values."""
-        if not self.vectors:
+        """Return the state, as JSON values."""
+        if not self.items:
             return {"examples": [], "shape": [], "data": ""}
-        whole = np.stack(list(self.vectors.values()))
+        whole = np.stack(list(self.items.values()))
         data = base64.b64encode(whole.tobytes()).decode()
-        return {"examples": list(self.vectors), "shape": list(whole.shape), "data": data}
+        return {"examples": list(self.items), "shape": list(whole.shape), "data": data}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was kept elsewhere."""
+        """Load a saved state."""
         self.reset()
         if state["examples"]:
             whole = np.frombuffer(base64.b64decode(state["data"]), np.float32).reshape(state["shape"])
-            self.vectors = dict(zip(state["examples"], whole, strict=True))
+            self.items = dict(zip(state["examples"], whole, strict=True))
 
 
 class VectorScorer:
-    """Judges vectors by the form of the data.
+    """Metrics of vectors, which depend on the form of the data.
 
     Args:
-        truth: what is known of the examples.
+        truth: the gold labels of the examples.
         measure: how alike two vectors are, a name of `flodl_hf.inference.similarity.MEASURES`.
     """
 
@@ -120,23 +106,23 @@ class VectorScorer:
         self.truth, self.measure, self.kept = truth, measure, _CollectedScores()
 
     def update(self, example: int, scores: Sequence[Tensor]) -> None:
-        """Take in the vectors of one example, ``[(texts, size)]``."""
+        """Add the vectors of one example, ``[(texts, size)]``."""
         self.kept.update(example, scores[0])
 
     def metrics(self) -> Sequence[Metric]:
-        """Return what is kept."""
+        """Return the metrics."""
         return [self.kept]
 
     def compute(self) -> dict[str, float]:
-        """Return the figures; NaN each where nothing was taken in."""
-        if not self.kept.vectors:
+        """Return the metrics; NaN without examples."""
+        if not self.kept.items:
             return dict.fromkeys(NAMES[self.truth.form], math.nan)
-        examples = sorted(self.kept.vectors)
-        columns = torch.from_numpy(np.stack([self.kept.vectors[i] for i in examples])).unbind(1)
+        examples = sorted(self.kept.items)
+        columns = torch.from_numpy(np.stack([self.kept.items[i] for i in examples])).unbind(1)
         texts = self.truth.texts[examples]
         labels = None if self.truth.labels is None else self.truth.labels[examples]
         figures: dict[str, float] = {}
-        for judge in _JUDGES[self.truth.form]:
+        for judge in _METRICS[self.truth.form]:
             figures |= judge(columns, texts, labels, self.measure)
         return figures
 
@@ -169,7 +155,7 @@ def _triplets(columns: Sequence[Tensor], texts: Any, labels: Any, measure: str) 
 
 
 _Judge = Callable[[Sequence[Tensor], NDArray[np.int64], Any, str], dict[str, float]]
-_JUDGES: dict[Form, tuple[_Judge, ...]] = {
+_METRICS: dict[Form, tuple[_Judge, ...]] = {
     "pairs": (_retrieval,),
     "triplets": (_retrieval, _triplets),
     "scored": (lambda columns, _, labels, by: similarity_figures(columns[0], columns[1], labels, measure=by),),

@@ -43,12 +43,12 @@ class SparseTask(EmbeddingTask):
 
     usual: ClassVar[Mapping[Any, str]] = SPARSE_USUAL
     table: ClassVar[Mapping[str, Any]] = SPARSE_LOSSES
-    refused: ClassVar[tuple[str, ...]] = ("matryoshka", "adaptive_layers", "pooling", "normalize", "guide")
+    refused: ClassVar[tuple[str, ...]] = ("matryoshka", "pooling", "normalize", "guide")
     takes_ragged: ClassVar[bool] = False
 
     @classmethod
     def loss_named(cls, word: str, options: Options) -> Any:
-        """Return the loss of a name with its penalty; the settings of the run are those of both."""
+        """Return the loss with this name and its penalty; the settings of the run include both."""
         penalty, settings = penalties(options.loss_options or {})
         loss = SpladeLoss(make_loss(word, settings, SPARSE_LOSSES), **penalty)
         problems = loss.faults()
@@ -57,7 +57,7 @@ class SparseTask(EmbeddingTask):
         return loss
 
     def settle(self, model: EncoderModel) -> list[str]:
-        """Have the model make sparse vectors, as its folder says or as SPLADE does."""
+        """Configure sparse vectors as in the folder of the model, or as in SPLADE."""
         before = model.sentence_recipe
         if before is None or before.splade is None:
             before = SentenceRecipe(max_tokens=self.options.max_length, splade=SpladePooling())
@@ -73,7 +73,7 @@ class SparseTask(EmbeddingTask):
         )
 
     def of_held_out(self, prepared: Prepared) -> SparseObjective:
-        """Return the loss of held-out data, with the whole penalty."""
+        """Return the loss of evaluation data, with the whole penalty."""
         form = prepared.truth.form
         fitting = [loss for loss in self.losses if form in loss.forms]
         loss = (
@@ -86,7 +86,7 @@ class SparseTask(EmbeddingTask):
         return self._guides["recipe"].splade
 
     def collate(self, usual: CollateRows, rows: TextRows) -> CollateTexts:
-        """Return what makes batches, which say how much of the penalty counts."""
+        """Return the collate function, which adds the share of the penalty."""
         options, plan = self.options, self.batches(rows)
         starts, steps = [], 0
         for epoch in range(options.epochs):
@@ -104,7 +104,7 @@ class SparseTask(EmbeddingTask):
         return super().collate(usual, rows)
 
     def scorer(self, prepared: Prepared) -> SparseScorer:
-        """Return a scorer that has seen nothing."""
+        """Return a new scorer."""
         form = prepared.truth.form
         return SparseScorer(prepared.truth, "cosine" if form in BY_COSINE else "dot")
 
@@ -139,7 +139,7 @@ class SparseObjective(VectorObjective):
 
     Args:
         splade: how scores of words become weights.
-        rising: the batch says how much of the penalty counts.
+        rising: the batch contains the share of the penalty.
     """
 
     splade: SpladePooling = field(default_factory=SpladePooling)
@@ -171,12 +171,12 @@ class SparseObjective(VectorObjective):
 
 
 class SparseScorer(VectorScorer):
-    """Judges sparse vectors by the form of the data, and says how many words they have."""
+    """Metrics of sparse vectors, with the number of active words."""
 
     def compute(self) -> dict[str, float]:
         """Return the figures, with the mean number of words of first texts and of the others."""
         figures = super().compute()
-        kept = self.kept.vectors.values()
+        kept = self.kept.items.values()
         for name, part in zip(WORDS, (slice(0, 1), slice(1, None)), strict=True):
             counts = [int((vectors[part] != 0).sum()) / max(1, len(vectors[part])) for vectors in kept]
             figures[name] = sum(counts) / len(counts) if counts else float("nan")

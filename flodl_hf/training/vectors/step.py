@@ -1,8 +1,8 @@
 """One batch of texts through the model, pooled to vectors, and its loss.
 
-A batch goes through the model at once, or in parts of so many tokens: then nothing of a part is kept but its vectors,
+A batch is processed as a whole or in parts of a number of tokens; a part keeps only its vectors,
 and each part is computed again for its gradient (Gao et al. 2021, arXiv:2101.06983), with the same dropout. On a
-processor the columns of padded batches go one after the other, since questions and passages differ in length.
+CPU, the columns of padded batches are processed separately, since questions and passages differ in length.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class VectorObjective:
         pooling: as in `flodl_hf.inference.decode.pooling`.
         normalize: scale vectors to length 1.
         layers: take vectors after each layer, for `AdaptiveLayerLoss`.
-        shared: ranks share a batch, whose texts are all there for each of them.
-        cache_tokens: most tokens in the model at once.
+        shared: ranks share a batch, and each has all of its texts.
+        cache_tokens: maximum number of tokens per forward pass.
         dense: dense layers of the folder behind the pooling, in evaluation.
-        prompted: each text occurs twice: first with the prompt of the loss, then with that of the metrics.
+        prompted: each text occurs twice: first with the prompt of the loss, then with the prompt of the metrics.
     """
 
     losses: tuple[Any, ...]
@@ -68,7 +68,7 @@ class VectorObjective:
     def score(self, model: Any, batch: Any) -> Tensor:
         """Return the vectors, ``(examples, texts, size)``; with `layers` ``(examples, texts, layers, size)``.
 
-        The vector of a text that is not there is 0.
+        The vector of a missing text is 0.
         """
         found, order = [], []
         for rows, part in self._parts(batch):
@@ -91,14 +91,14 @@ class VectorObjective:
         return whole.view(batch["examples"], batch["width"], *whole.shape[1:])
 
     def of(self, vectors: Tensor, batch: Any) -> Loss:
-        """Return the loss of vectors that are known already: a mean over the examples of this rank."""
+        """Return the loss of computed vectors: a mean over the examples of this rank."""
         loss, own = self.losses[batch[TABLE]], None
         count = len(vectors)
         labels = batch["guide"] if loss.by_guide else batch.get("labels")
         there = batch.get("there")
         if self.prompted:
             vectors, there = vectors[:, ::2], there if there is None else there[:, ::2]
-        # similarities in half precision would tell few of them apart
+        # half precision cannot represent small differences of similarities
         with torch.autocast(vectors.device.type, enabled=False):
             if self.shared and loss.in_batch:
                 shares = rows_per_rank(count, vectors.device)

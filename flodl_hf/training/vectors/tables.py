@@ -1,7 +1,7 @@
-"""What the columns of a table mean for vectors: which texts belong together, and what is said of them.
+"""Columns of a table for embeddings: which texts belong together, and their labels.
 
-Decides the form of a table's examples, and with it the loss that is usual for them. Columns are known by name, or come
-in the order of the table: anchor, positive, negatives, with a label by its name.
+The form of the examples selects the default loss. Columns are identified by their names, or by their
+order: anchor, positive, negatives, and a label with one of the label names.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ ROLES = ("anchor", "positive", "negative", "label")
 
 @dataclass(frozen=True)
 class TextTable:
-    """A table whose examples are texts that a loss puts beside each other.
+    """A table of examples with several texts.
 
     Attributes:
         texts: for each example its texts, anchor first; examples may have different numbers of negatives.
-        labels: what is said of each example, ``(examples, ...)``; None where nothing is.
-        form: what an example is.
-        columns: where texts and labels stand.
+        labels: the label of each example, ``(examples, ...)``; None without labels.
+        form: the form of an example.
+        columns: the columns of texts and labels.
         names: of classes by number, where labels are names.
         declared: whether the source of the table declares the classes.
         sources: for each example the columns of its texts.
@@ -87,26 +87,26 @@ class TextTable:
 
 
 def are_pairs(names: Sequence[str]) -> bool:
-    """Return whether columns say by their names that they hold texts that belong together."""
+    """Return whether the names of columns are those of texts that belong together."""
     lowered = {name.lower() for name in names}
     return {"anchor", "positive"} <= lowered or {"query", "positive"} <= lowered
 
 
 def read_table(
-    rows: Sequence[Mapping[str, Any]], said: Mapping[str, str] | None = None, where: str = "train"
+    rows: Sequence[Mapping[str, Any]], role_columns: Mapping[str, str] | None = None, where: str = "train"
 ) -> TextTable:
     """Return the texts and labels of a table.
 
     Args:
         rows: the table.
-        said: columns by role: anchor, positive, negative (several as ``a+b``), label.
-        where: what the table is called in messages.
+        role_columns: columns by role: anchor, positive, negative (several as ``a+b``), label.
+        where: name of the table in messages.
 
     Raises:
         ConfigError: a role that there is none of.
-        DataError: columns whose meaning cannot be told, or values that cannot be.
+        DataError: columns are ambiguous, or contain invalid values.
     """
-    columns, label = table_columns(rows, said, where)
+    columns, label = table_columns(rows, role_columns, where)
     cells = [] if label is None else [row.get(label) for row in rows]
     names, declared = getattr(rows, "classes", {}).get(label, ()), True
     if label is None:
@@ -142,7 +142,7 @@ def read_table(
 
 
 def expect_equal_widths(table: TextTable, where: str) -> TextTable:
-    """Return a table whose examples have equal numbers of texts.
+    """Return a table if all examples have the same number of texts.
 
     Raises:
         DataError: some have fewer negatives than others.
@@ -160,10 +160,10 @@ def expect_equal_widths(table: TextTable, where: str) -> TextTable:
 
 
 def table_columns(
-    rows: Sequence[Mapping[str, Any]], said: Mapping[str, str] | None = None, where: str = "train"
+    rows: Sequence[Mapping[str, Any]], role_columns: Mapping[str, str] | None = None, where: str = "train"
 ) -> tuple[list[str], str | None]:
-    """Return the columns of texts in their order, and that of labels; arguments and errors as of `read_table`."""
-    return _columns(column_names(rows[:1]), rows, dict(said or {}), where)
+    """Return the columns of texts in order, and the column of labels; arguments and errors as in `read_table`."""
+    return _columns(column_names(rows[:1]), rows, dict(role_columns or {}), where)
 
 
 def _texts(row: Mapping[str, Any], columns: Sequence[str]) -> tuple[list[Any], list[str]]:
@@ -178,12 +178,12 @@ def _texts(row: Mapping[str, Any], columns: Sequence[str]) -> tuple[list[Any], l
 
 
 def _columns(
-    names: list[str], rows: Sequence[Mapping[str, Any]], said: dict[str, str], where: str
+    names: list[str], rows: Sequence[Mapping[str, Any]], role_columns: dict[str, str], where: str
 ) -> tuple[list[str], str | None]:
-    strange = [role for role in said if role not in ROLES]
+    strange = [role for role in role_columns if role not in ROLES]
     if strange:
         raise ConfigError(f"columns: no role {strange[0]!r}; expected {', '.join(ROLES)}", problems=strange)
-    asked = {role: said[role].split("+") for role in ROLES if said.get(role)}
+    asked = {role: role_columns[role].split("+") for role in ROLES if role_columns.get(role)}
     absent = [name for part in asked.values() for name in part if name not in rows[0]]
     if absent:
         raise DataError(f"{where}: no column {', '.join(map(repr, absent))}; it has {names}", names=absent)
@@ -203,7 +203,7 @@ def _columns(
     if strange or not texts:
         raise DataError(
             f"{where}: which of the columns {names} are texts that belong together is not clear. Expected anchor and "
-            "positive (and negative, label), or nothing but texts and a label; or say which is which: "
+            "positive (and negative, label), or only texts and a label; or set "
             "columns={'anchor': ..., 'positive': ...}",
             names=names,
         )

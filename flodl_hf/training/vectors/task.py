@@ -17,7 +17,7 @@ from flodl_hf.training.losses import CACHED, LOSSES, USUAL, AdaptiveLayerLoss, M
 from flodl_hf.training.losses.teachers import MSELoss
 from flodl_hf.training.options import Options
 from flodl_hf.training.rows import CollateRows, EncodedRows, RowBuilder
-from flodl_hf.training.task import CHUNK, Examples, LengthLimits, Prepared, Scorer
+from flodl_hf.training.task import CHUNK, Examples, LengthLimits, Prepared, Scorer, UnweightedTask
 from flodl_hf.training.vectors.batches import TextBatches
 from flodl_hf.training.vectors.rows import PARTS, CollateTexts, Laid, TextRows
 from flodl_hf.training.vectors.scorer import MAIN, NAMES, HeldOut, VectorScorer
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 __all__ = ["EmbeddingTask", "plan_embedding"]
 
 CACHE = 32_768
-"""Tokens at once where a loss is asked for by its cached name alone."""
+"""Tokens per forward pass for a loss with a cached name."""
 
 
 @dataclass(frozen=True)
-class EmbeddingTask:
+class EmbeddingTask(UnweightedTask):
     """Vectors of texts.
 
     Args:
-        tables: training tables by name.
+        tables: mapping of names to training tables.
         losses: for each of them its loss.
         options: the choices of the run.
-        recipe: how vectors are made; filled in when the model is there.
+        recipe: settings of the embeddings; set when the model is known.
     """
 
     tables: Mapping[str, TextTable]
@@ -89,10 +89,10 @@ class EmbeddingTask:
         return read_table(examples, options.columns, where)
 
     def held_out(self, examples: Examples) -> TextTable:
-        """Return held-out examples.
+        """Return evaluation examples.
 
         Raises:
-            DataError: they are judged by a layer that only a loss of theirs would give.
+            DataError: their metrics need a layer that only another loss would train.
         """
         table = self.read(examples, self.options, "eval")
         forms = {one.form for one in self.tables.values()}
@@ -111,12 +111,12 @@ class EmbeddingTask:
         return table if takes_ragged else expect_equal_widths(table, "eval")
 
     def _fitting(self, form: Any) -> list[Any]:
-        """Return the losses of training that take held-out data of a form, of the last layer alone."""
+        """Return the losses of training that accept evaluation data of a form, for the last layer only."""
         plain = [loss.loss if isinstance(loss, AdaptiveLayerLoss) else loss for loss in self.losses]
         return [loss for loss in plain if form in loss.forms or (self._teaches and form in ("texts", "pairs"))]
 
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
-        """Return the examples as rows; those of training are the task's own tables."""
+        """Return the examples as rows; for training, the tables of the task."""
         tables = [*self.tables.values()] if training else [self.held_out(examples)]
         numbers: dict[str, int] = {}
         parts, texts, cut, prompted = [], [], 0, False
@@ -145,7 +145,7 @@ class EmbeddingTask:
         return Prepared(TextRows(parts, texts), truth, cut)  # type: ignore[arg-type]
 
     def _evaluated_texts(self, table: TextTable) -> list[tuple[str, ...]]:
-        """Return held-out texts with the prompts that sentence-transformers' evaluators use.
+        """Return evaluation texts with the prompts of sentence-transformers' evaluators.
 
         Anchors and candidates of retrieval are encoded as by `encode_query` and `encode_document`, other texts as by
         `encode`. Forms without metrics have the prompts of the loss.
@@ -188,12 +188,8 @@ class EmbeddingTask:
         return vectors.float().numpy()[places]
 
     def scorer(self, prepared: Prepared) -> Scorer:
-        """Return a scorer that has seen nothing."""
+        """Return a new scorer."""
         return VectorScorer(prepared.truth)
-
-    def label_counts(self, rows: EncodedRows) -> None:
-        """Return None: labels of vectors are not weighed."""
-        return
 
     # --- the run ------------------------------------------------------------------------------------------------
 
@@ -204,7 +200,7 @@ class EmbeddingTask:
             return "texts go through the model in parts (cache_tokens), cut by their lengths"
         if any(table.is_ragged for table in self.tables.values()):
             return "examples have different numbers of texts"
-        return "ranks ask each other for vectors in the midst of a step" if self.options.ranks > 1 else None
+        return "ranks exchange vectors within a step" if self.options.ranks > 1 else None
 
     @property
     def start(self) -> Callable[[EncoderModel], Any] | None:
@@ -212,7 +208,7 @@ class EmbeddingTask:
         return
 
     def settle(self, model: EncoderModel) -> list[str]:
-        """Have the model make vectors as the options say, and keep it with it; return what is to be said of it.
+        """Configure the embeddings of the model from the options; return notes for the user.
 
         Raises:
             ConfigError: a pooling, or a size of vectors, that cannot be.
@@ -231,7 +227,7 @@ class EmbeddingTask:
             problems.append("the folder's vectors go through further modules than pooling, which are not trained here")
         if before is not None and before.routes:
             ways = ", ".join(before.routes)
-            problems.append(f"the folder has routes ({ways}) with modules of their own, which are not trained here")
+            problems.append(f"the folder has routes ({ways}) with separate modules, which cannot be trained")
         if options.prompts and before is not None and not before.include_prompt:
             problems.append("prompts: the folder's pooling excludes the tokens of prompts, which is not trained here")
         if "pooler" in names:
@@ -267,7 +263,7 @@ class EmbeddingTask:
         return [f"prompts: found {', '.join(absent)}, expected columns of texts: {', '.join(sorted(names))}"]
 
     def settle_held_out(self, model: EncoderModel) -> list[str]:
-        """Have the model make vectors as the options say, to evaluate it as it is; arguments as of `settle`."""
+        """Configure the embeddings for an evaluation without training; arguments as in `settle`."""
         self._guides["evaluated"] = True
         return self.settle(model)
 
@@ -276,12 +272,12 @@ class EmbeddingTask:
         return bool(self._guides.get("evaluated"))
 
     def bounds(self, model: EncoderModel) -> list[int]:
-        """Return the most tokens of a text, as far as the folder says."""
+        """Return the maximum tokens of a text in the folder, if stated."""
         recipe = model.sentence_recipe
         return [recipe.max_tokens] if recipe is not None and recipe.max_tokens is not None else []
 
     def conclude(self, model: EncoderModel) -> None:
-        """Put what was learned where the model has it."""
+        """Store trained parts in the model."""
 
     @property
     def _dims(self) -> list[int]:
@@ -290,20 +286,21 @@ class EmbeddingTask:
     def objective(self) -> VectorObjective:
         """Return the loss of training."""
         options, recipe = self.options, self._guides["recipe"]
-        layers, shared = options.adaptive_layers, options.ranks > 1
+        shared = options.ranks > 1
+        layers = any(isinstance(loss, AdaptiveLayerLoss) for loss in self.losses)
         return VectorObjective(
             self.losses, recipe.pooling, recipe.normalize, layers, shared, options.cache_tokens
         )  # fmt: skip
 
     def of_held_out(self, prepared: Prepared) -> VectorObjective:
-        """Return the loss of held-out data: that of training where it takes such data, of the last layer alone."""
+        """Return the loss of evaluation data: the loss of training if it accepts such data, for the last layer only."""
         form, recipe = prepared.truth.form, self._guides["recipe"]
         fitting = self._fitting(form)
         loss = fitting[0] if fitting else make_loss(USUAL[form])
         return VectorObjective((loss,), recipe.pooling, recipe.normalize, dense=recipe.dense)
 
     def laid(self, rows: TextRows) -> Laid:
-        """Return what lies in a batch."""
+        """Return the lengths of texts in a batch."""
         return rows.laid
 
     def collate_held_out(self, usual: CollateRows, rows: TextRows) -> CollateTexts:
@@ -311,7 +308,7 @@ class EmbeddingTask:
         return self.collate(usual, rows)
 
     def collate(self, usual: CollateRows, rows: TextRows) -> CollateTexts:
-        """Return what makes batches, laid out like the usual ones."""
+        """Return the collate function, in the same layout as ``usual``."""
         lengths = (usual.layout == "padded" and not usual.settled) or self.options.cache_tokens is not None
         return CollateTexts(
             usual.pad_id,
@@ -323,7 +320,7 @@ class EmbeddingTask:
         )
 
     def batches(self, rows: TextRows) -> TextBatches:
-        """Return which examples come together.
+        """Return the batches.
 
         Raises:
             DataError: a table of which no batch can be made.
@@ -393,7 +390,7 @@ def plan_embedding(
     """Return the task of learning vectors from these tables, and the options with what follows from them.
 
     Args:
-        train: tables by name; one table has an empty name.
+        train: mapping of names to tables; the name of a single table is empty.
         options: the choices of the run.
         own: a loss of the user's own.
         kind: which vectors.
@@ -426,7 +423,7 @@ def plan_embedding(
             loss = word
         if table.form not in loss.forms and table.as_scores.form in loss.forms:
             table = tables[name] = table.as_scores
-        if not (kind.takes_ragged and getattr(loss, "ragged", False)) or options.adaptive_layers:
+        if not (kind.takes_ragged and getattr(loss, "ragged", False)):
             expect_equal_widths(table, name or "train")
         fits = table.form in loss.forms or (isinstance(loss, MSELoss) and options.guide is not None)
         if not fits:
@@ -436,11 +433,14 @@ def plan_embedding(
                 f"{name or 'train'} has {said}"
             )
         if loss.by_guide and options.guide is None:
-            problems.append(f"guide: {type(loss).__name__} asks a second model; expected its folder or name")
+            problems.append(f"guide: {type(loss).__name__} needs a second model; expected its folder or name")
         if options.matryoshka and "matryoshka" not in kind.refused:
-            loss = MatryoshkaLoss(loss, tuple(int(dim) for dim in options.matryoshka))
-        layered = options.adaptive_layers and "adaptive_layers" not in kind.refused
-        losses.append(AdaptiveLayerLoss(loss) if layered else loss)
+            dims = tuple(int(dim) for dim in options.matryoshka)
+            if isinstance(loss, AdaptiveLayerLoss):
+                loss = replace(loss, loss=MatryoshkaLoss(loss.loss, dims))
+            else:
+                loss = MatryoshkaLoss(loss, dims)
+        losses.append(loss)
     if options.rows_in_batch < _least(losses, options):
         shared = f"shared by {options.ranks} ranks" if options.ranks > 1 else "of a loss that compares examples"
         problems.append(f"batch_size: {options.rows_in_batch}, {shared}; expected at least {_least(losses, options)}")
@@ -450,7 +450,7 @@ def plan_embedding(
         options = replace(options, cache_tokens=CACHE)
     if options.ranks > 1:
         options = replace(options, policy="sync")
-    if options.adaptive_layers:
+    if any(isinstance(loss, AdaptiveLayerLoss) for loss in losses):
         options = replace(options, fused=False)
     guide = None if options.guide is None else os.fspath(options.guide)
     options = replace(options, guide=guide)

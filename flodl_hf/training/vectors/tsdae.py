@@ -35,7 +35,7 @@ __all__ = ["DenoisingTask"]
 
 WORDS = "words"
 SLACK = 1.08
-"""Room for tokens to be found beyond their mean share: another drawing deletes some more or fewer."""
+"""Factor for the number of target tokens above its mean: random deletions vary."""
 TARGET_STEPS, LEAST_TARGETS = 2, 16
 """Lengths that whole texts are filled up to: steps from one power of two to the next, and the least."""
 
@@ -46,16 +46,16 @@ class DenoisingTask(EmbeddingTask):
 
     usual: ClassVar[Mapping[Any, str]] = dict.fromkeys(("texts", "pairs"), "DenoisingAutoEncoderLoss")
     table: ClassVar[Mapping[str, Any]] = DENOISING
-    refused: ClassVar[tuple[str, ...]] = ("matryoshka", "adaptive_layers", "guide", "prompts", "cache_tokens")
+    refused: ClassVar[tuple[str, ...]] = ("matryoshka", "guide", "prompts", "cache_tokens")
     takes_ragged: ClassVar[bool] = False
 
     @property
     def start(self) -> DecoderStart:
-        """What puts the decoder beside a model, on every rank."""
+        """Attaches the decoder to a model, on every rank."""
         return DecoderStart(self.options.seed)
 
     def settle(self, model: EncoderModel) -> list[str]:
-        """Have the model make vectors as the options say, and give it a decoder; return what is to be said of it."""
+        """Configure the embeddings of the model, and attach a decoder; return notes for the user."""
         self.start(model)
         return super().settle(model)
 
@@ -64,7 +64,7 @@ class DenoisingTask(EmbeddingTask):
         model.beside = None
 
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
-        """Return the examples as rows; those that are written again have the words of their tokens."""
+        """Return the examples as rows; rows that are reconstructed include the word numbers of their tokens."""
         self._guides["written"] = training or read_table(examples, self.options.columns, "eval").form == "texts"
         return super().prepare(examples, tokenizer, limits, training=training)
 
@@ -88,12 +88,12 @@ class DenoisingTask(EmbeddingTask):
         return EncodedRows(builder.build().columns, parts.sum(1).tolist(), {PARTS: parts}), cut
 
     def laid(self, rows: TextRows) -> Laid:
-        """Return what lies in a batch: texts without the words that one drawing deletes."""
+        """Return the lengths of texts in a batch after one random deletion."""
         table, share = rows.tables[0], self._share
         parts = table.values[PARTS]
         lengths = parts[:, 0].copy()
         if share is not None:
-            # A word's tokens stand side by side; what is drawn here says how long texts are, not which words are left.
+            # The tokens of a word are adjacent; this deletion defines only lengths, not the deleted words.
             words = table.columns[WORDS]
             begins = np.diff(words, prepend=SPECIAL) != 0
             left = np.random.default_rng(self.options.seed).random(int(begins.sum())) >= share
@@ -122,7 +122,7 @@ class DenoisingTask(EmbeddingTask):
         return DenoisingObjective(self.losses, recipe.pooling, recipe.normalize)
 
     def of_held_out(self, prepared: Prepared) -> VectorObjective:
-        """Return the loss of held-out data: that of training of texts alone, else what is usual."""
+        """Return the loss of evaluation data: the loss of training for texts alone, else the default."""
         form, whole = prepared.truth.form, self.objective()
         if form == "texts":
             return whole
@@ -131,17 +131,17 @@ class DenoisingTask(EmbeddingTask):
 
 @dataclass(frozen=True)
 class CollateDamaged(CollateTexts):
-    """Makes a batch of damaged texts, and of what is to be found of the whole ones.
+    """Collates damaged texts and the targets of their reconstruction.
 
-    Examples are the text to be damaged and the whole one; rows without the words of their tokens stay what they are.
-    Besides what `CollateTexts` gives there are ``target_ids`` and ``target_mask``, ``(examples, tokens)``, and for each
-    token after the first its place in them, less one, its id and its example. Where batches are filled up to shapes,
-    these are too: with the id -100.
+    An example is the text to damage and the original text; rows without word numbers are unchanged.
+    In addition to `CollateTexts` there are ``target_ids`` and ``target_mask``, ``(examples, tokens)``, and for
+    each token after the first its position minus one, its id and its example. If batches have few shapes,
+    these are padded with the id -100.
 
     Args:
         del_ratio: the share of words that are deleted; None where texts are damaged already.
         longest: most tokens of a whole text, less one.
-        targets: room for tokens that are to be found, for each token of the damaged texts.
+        targets: number of target slots per token of the damaged texts.
     """
 
     del_ratio: float | None = None
@@ -175,7 +175,7 @@ class CollateDamaged(CollateTexts):
         return {**batch, **self._targets(columns["input_ids"][owner % 2 == 1], lengths[:, 1], room)}
 
     def _targets(self, ids: NDArray[np.int64], lengths: NDArray[np.int64], room: int | None) -> dict[str, Tensor]:
-        """Return the whole texts, less their last token, and what follows each token, filled up to some room."""
+        """Return the original texts without their last token, and the next token of each position, padded."""
         most = int(lengths.max()) - 1
         if room is not None:
             most = max(most, min(round_up(most, TARGET_STEPS, LEAST_TARGETS), self.longest))
@@ -194,7 +194,7 @@ class CollateDamaged(CollateTexts):
 
 
 def _kept(words: NDArray[np.int64], rng: Rng, ratio: float) -> NDArray[np.bool_]:
-    """Return which tokens of a text stay: special ones, and those of words that are not deleted, one at least."""
+    """Return the remaining tokens of a text: special tokens, and words that are not deleted (at least one)."""
     numbers = np.unique(words[words != SPECIAL])
     if not len(numbers):
         return np.ones(len(words), bool)
@@ -213,6 +213,6 @@ class DenoisingObjective(VectorObjective):
         return model.beside(model, vectors, batch)[:, None]
 
     def of(self, vectors: Tensor, batch: Any) -> Loss:
-        """Return the loss of sums that are known already, over all tokens that are to be found."""
+        """Return the loss of computed sums, over all tokens that are to be found."""
         total, count = vectors.sum((0, 1)).unbind()
         return Loss(total, count)

@@ -14,7 +14,7 @@ from flodl.errors import ConfigError, DataError
 from flodl_hf import load
 from flodl_hf.training import finetune
 from flodl_hf.training.losses import make_loss
-from flodl_hf.training.losses.auxiliary import BESIDE
+from flodl_hf.training.losses.auxiliary import AUXILIARY_LOSSES
 
 TEXTS = sentences()
 NAMES: tuple[str, ...] = ("entailment", "neutral", "contradiction")
@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_refused(base: Path) -> None:
         finetune(base, train=ROWS, matryoshka=sizes, **RUN)
     off = {f"concatenation_sent_{name}": False for name in ("rep", "difference", "multiplication")}
     with pytest.raises(ConfigError, match="concatenation_sent"):
-        make_loss("Softmax", off, BESIDE)
+        make_loss("Softmax", off, AUXILIARY_LOSSES)
 
 
 @pytest.mark.parametrize("parts", [(True, True, False), (False, True, True)])
@@ -92,7 +92,7 @@ def test_classes_of_pairs_are_those_of_sentence_transformers(parts: tuple[bool, 
     settings = dict(zip(names, parts, strict=True))
     torch.manual_seed(1)
     reference = theirs.SoftmaxLoss(Model(), 8, 3, **settings)
-    ours = make_loss("Softmax", settings, BESIDE)
+    ours = make_loss("Softmax", settings, AUXILIARY_LOSSES)
     layer = ours.layer(8, 3)
     layer.classifier.load_state_dict(reference.classifier.state_dict())
     mine = torch.randn(9, 2, 8).requires_grad_()

@@ -145,7 +145,6 @@ def test_padded_batches_come_in_few_widths(base: Path, monkeypatch: pytest.Monke
         ("sequence_classification", {}, True),
         ("sequence_classification", {"capture": False}, False),
         ("question_answering", {}, True),
-        ("question_answering", {"mask_padding": False}, False),
         ("question_answering", {"compat": "transformers"}, False),
     ):
         for cuda in (True, False):

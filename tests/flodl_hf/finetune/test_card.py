@@ -12,7 +12,7 @@ from finetune_tables import TABLES, labelled
 
 from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.training import finetune
-from flodl_hf.training.metadata import front_matter, hub_name
+from flodl_hf.training.card import front_matter, hub_name
 
 
 def card_of(base: Path, out: Path, **given: Any) -> tuple[dict[str, Any], str]:

@@ -30,18 +30,18 @@ CHANGED: dict[str, Any] = {
     "label_smoothing": 0.1, "dropout": 0.3, "lora": 2, "lora_alpha": 3.0, "lora_dropout": 0.1,
     "lora_targets": ["query"], "lora_kinds": ["rslora"], "ia3": ["usual"], "prompt_tokens": 2,
     "prompt_text": "a terrible morning", "prompt_encoder": 8, "prompt_encoder_kind": "lstm", "prefix_tokens": 2,
-    "prefix_encoder": 8, "neftune": 5.0, "ema": 0.9, "ema_warmup": False, "precision": "bf16",
+    "prefix_encoder": 8, "neftune": 5.0, "ema": 0.9, "precision": "bf16",
     "gradient_checkpointing": True, "attention": "eager", "seed": 3, "deterministic": True, "capture": False,
     "fused": False, "compile": True, "log_every": 3, "on_nan": "skip", "compat": "transformers", "eval_every": 3,
-    "eval_batch_size": 3, "eval_start": True, "eval_delay": 3, "metric": "eval_loss", "keep_best": False,
+    "eval_batch_size": 3, "metric": "eval_loss", "keep_best": False,
     "tune_thresholds": True, "early_stopping": 2, "concatenate": True, "whole_words": True, "mask_probability": 0.3,
-    "generator": None, "discriminator_weight": None, "mask_padding": False,
-    "vector_loss": "MultipleNegativesSymmetricRankingLoss", "loss_options": {"scale": 50}, "matryoshka": ["8"], "adaptive_layers": True, "guide": None, "pooling": "cls",
+    "generator": None,
+    "vector_loss": "MultipleNegativesSymmetricRankingLoss", "loss_options": {"scale": 50}, "matryoshka": ["8"], "guide": None, "pooling": "cls",
     "normalize": False, "prompts": "a cat", "projection": None, "no_duplicates": False, "mixing": "round_robin", "cache_tokens": 64,
-    "watch": ["layers.0"], "rules": ["stop when stalled(loss, 3)"], "trend_every": 2, "trackers": ["csv"],
+    "trackers": ["csv"],
     "log_dir": "x", "profile": "x", "report": False, "save_every": 3, "checkpoints": "x", "keep_last": 3,
     "keep_checkpoints": True, "resume": True, "allow_change": ["seed"], "devices": 2, "policy": "cadence",
-    "shard": "fsdp", "backend": "cpu", "revision": None, "local_files_only": True,
+    "shard": "fsdp", "revision": None, "local_files_only": True,
 }  # fmt: skip
 """Another value of each; None where it takes a second model, a Hub or a task of its own."""
 WITH: dict[str, dict[str, Any]] = {
@@ -51,11 +51,11 @@ WITH: dict[str, dict[str, Any]] = {
     "prompt_encoder_kind": {"prompt_tokens": 2, "prompt_encoder": 8}, "prefix_encoder": {"prefix_tokens": 2},
     **{name: {"schedule": "constant"} for name in ("epochs", "max_steps")},
     "columns": {"columns": {"text": "text", "label": "label"}},
-    "schedule_options": {"schedule": "polynomial"}, "ema_warmup": {"ema": 0.9},
-    "trend_every": {"rules": ["stop when stalled(loss, 3)"]}, "stride": {"long_texts": "windows"},
+    "schedule_options": {"schedule": "polynomial"},
+    "stride": {"long_texts": "windows"},
 }  # fmt: skip
 VECTORS = (
-    *("vector_loss", "loss_options", "matryoshka", "adaptive_layers", "pooling", "normalize", "no_duplicates"),
+    *("vector_loss", "loss_options", "matryoshka", "pooling", "normalize", "no_duplicates"),
     *("prompts", "mixing", "cache_tokens"),
 )
 SEVERAL = ("devices", "policy", "shard")

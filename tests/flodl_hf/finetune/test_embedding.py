@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from flodl.errors import ConfigError, DataError
 from flodl_hf import load
 from flodl_hf.training import finetune, plan_job
-from flodl_hf.training.losses import LOSSES
+from flodl_hf.training.losses import LOSSES, AdaptiveLayerLoss
+from flodl_hf.training.losses.ranking import MultipleNegativesRankingLoss
 from flodl_hf.training.options import make_options
 from flodl_hf.training.vectors.batches import TextBatches
 from flodl_hf.training.vectors.tables import read_table
@@ -185,7 +186,9 @@ def test_dropout_is_the_same_when_a_part_is_computed_again(base: Path) -> None:
 
 
 def test_sizes_and_layers_are_learned_on_request(base: Path) -> None:
-    wrapped = finetune(base, train=rows("pairs"), **ONE, matryoshka=[16, 8], adaptive_layers=True)
+    wrapped = finetune(
+        base, train=rows("pairs"), **ONE, matryoshka=[16, 8], loss=AdaptiveLayerLoss(MultipleNegativesRankingLoss())
+    )
     plain = finetune(base, train=rows("pairs"), **ONE)
     assert wrapped.losses[0] > 2 * plain.losses[0]
     assert wrapped.recipe["matryoshka"] == ["16", "8"]

@@ -79,7 +79,7 @@ def test_what_the_last_evaluation_saw_is_not_judged_again(
     name: str, several: bool, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, judged, found = TABLES[name](12), [], []
-    inner, judge = Evaluation._judge, collect_predictions
+    inner, judge = Evaluation._evaluate, collect_predictions
 
     def counted(self: Evaluation, *args: Any) -> Any:
         judged.append(self)
@@ -89,7 +89,7 @@ def test_what_the_last_evaluation_saw_is_not_judged_again(
         found.append((judge(model, evaluation, figures), len(judged), judge(model, evaluation)))
         return found[-1][0]
 
-    monkeypatch.setattr(Evaluation, "_judge", counted)
+    monkeypatch.setattr(Evaluation, "_evaluate", counted)
     monkeypatch.setattr("flodl_hf.training.run.collect_predictions", kept)
     held = {"a": rows[:7], "b": rows[5:]} if several else rows[:7]
     options: dict[str, Any] = {**SMALL, "keep_best": False}

@@ -59,8 +59,8 @@ def test_a_misspelt_role_of_a_named_column_too() -> None:
 @pytest.mark.parametrize(
     ("rows", "head", "kind", "says"),
     [
-        (ALONE, "sequence_classification", ConfigError, "for a model trained for sequence_classification"),
-        (ALONE, "token_classification", ConfigError, "for a model trained for token_classification"),
+        (ALONE, "sequence_classification", ConfigError, "for a model with the head sequence_classification"),
+        (ALONE, "token_classification", ConfigError, "for a model with the head token_classification"),
         ([*(ALONE * 20), {"text": "a", "label": "b"}], None, DataError, r"'label' \(1 of 241 rows\)"),
         ([{"text,label": f"{text},a"} for text in TEXTS], None, DataError, "divided by commas"),
         ([{"text": f"{text}\t1"} for text in TEXTS], None, DataError, "divided by tabs"),
@@ -119,7 +119,7 @@ def test_what_is_learned_is_said_in_a_line_with_its_columns(task: str, said: str
         "batch_size: 4 (12 rows: 9 steps in place of 3; batch_size=32 to overrule)",
         "9 optimiser steps are few for a head that is new: more epochs or more rows would make more of them",
     ]
-    learned = f"task {task} {said} (as the columns say; task= names another)"
+    learned = f"task {task} {said} (inferred from the columns; task= selects another)"
     assert lines == [learned, *(few if task != "masked_lm" else [])]
     lines.clear()
     for enough in ({"epochs": 2000}, {"max_steps": 1}):
@@ -159,7 +159,7 @@ ASKED = {"question": "which?", "context": "a b", "answers": {"text": ["a"], "ans
     [
         ([*WORDS, {"words": ["d"], "tags": None}], {}, "column 'tags' has values that are no lists of tags:\n  row 2: None"),
         ([*WORDS, {"words": ["d"]}], {}, "row 2: NoneType"),
-        ([{"words": ["a", "b"], "tags": ["O", None]}], {}, "'tags' holds lists of several kinds of values"),
+        ([{"words": ["a", "b"], "tags": ["O", None]}], {}, "'tags' contains lists of several kinds of values"),
         ([{"tokens": ["a"], "ner_tag": ["O"]}], {}, "'ner_tag', did you mean 'ner_tags'"),
         ([{"tokens": "a b", "tags": "O O"}] * 4, {}, "Words and tags come as lists"),
         ([{"question": "a?", "context": "b", "title": "c"}] * 4, {}, "no column with answers among"),
@@ -167,7 +167,7 @@ ASKED = {"question": "which?", "context": "a b", "answers": {"text": ["a"], "ans
         ([{"anchor": text, "postive": text} for text in TEXTS], {}, "'postive', did you mean 'positive'"),
         (with_column("label", ("a", 1)), {}, "label: number and text"),
         (with_column("label", ("a", " ")), {}, "labels: found none in 6 of 12 rows, first in row 1"),
-        (with_column("label"), {"labels": ["a", "a", "b"]}, r"\['a'\] are there twice"),
+        (with_column("label"), {"labels": ["a", "a", "b"]}, r"found \['a'\] twice"),
         (with_column("label", ("a,b", "a")), {"problem_type": "multi_label_classification"}, "several labels in one text"),
         (
             [{"I love this": text, "good": ("good", "bad")[i % 2]} for i, text in enumerate(TEXTS)],

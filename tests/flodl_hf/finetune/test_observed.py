@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,9 @@ from finetune_tables import TABLES, labelled
 from flodl.errors import ConfigError
 from flodl.train import Decided, Observed, RunDone, trackers
 from flodl_hf import finetune
-from flodl_hf.training.options import TRACKERS
+from flodl_hf.training.observation import Rules, Watch
+from flodl_hf.training.options import TRACKERS, make_options
+from flodl_hf.training.training_arguments import REMOVED
 
 torch.set_num_threads(1)
 QUICK: dict[str, Any] = {"epochs": 3, "batch_size": 8, "lr": 1e-3, "progress": False}
@@ -32,7 +33,9 @@ def decisions(seen: list[Any]) -> list[tuple[str, str, int]]:
 
 @pytest.mark.parametrize("task", TABLES)
 def test_states_of_layers_are_told_for_every_task(base: Path, task: str) -> None:
-    seen, _ = told(base, TABLES[task](16), task=task, epochs=1, watch=["layers.0-1:norm", "embeddings", "head:max"])
+    seen, _ = told(
+        base, TABLES[task](16), task=task, epochs=1, callbacks=[Watch(["layers.0-1:norm", "embeddings", "head:max"])]
+    )
     found = [event for event in seen if isinstance(event, Observed)]
     names = {"encoder.layers.0:norm", "encoder.layers.1:norm", "encoder.embeddings", "head:max"}
     assert found[-1].scope == "epoch"
@@ -47,7 +50,9 @@ def test_rules_act_on_short_paths_and_the_model_is_given_back_as_it_came(base: P
         "thaw encoder when after_epochs(2)",
         "stop when above(accuracy, -1) and after_epochs(2)",
     ]
-    seen, result = told(base, labelled(32), eval=labelled(16), rules=rules, watch=["layers.1:norm"], epochs=5)
+    seen, result = told(
+        base, labelled(32), eval=labelled(16), callbacks=[Rules(rules), Watch(["layers.1:norm"])], epochs=5
+    )
     assert decisions(seen) == [
         ("freeze", "encoder.layers.0", 4),
         ("rate", "encoder.embeddings", 4),
@@ -59,8 +64,12 @@ def test_rules_act_on_short_paths_and_the_model_is_given_back_as_it_came(base: P
 
 
 def test_a_part_that_is_frozen_from_the_start_is_thawed_by_a_rule(base: Path) -> None:
-    seen, result = told(base, labelled(32), freeze=["encoder"], rules=["thaw encoder when after_epochs(1)"], epochs=1)
-    still, moved = told(base, labelled(32), freeze=["encoder"], rules=["thaw encoder when after_epochs(1)"], epochs=2)
+    seen, result = told(
+        base, labelled(32), freeze=["encoder"], callbacks=[Rules(["thaw encoder when after_epochs(1)"])], epochs=1
+    )
+    still, moved = told(
+        base, labelled(32), freeze=["encoder"], callbacks=[Rules(["thaw encoder when after_epochs(1)"])], epochs=2
+    )
     assert decisions(seen) == decisions(still)
     at_first = finetune(base, train=labelled(32), freeze=["encoder"], epochs=1, batch_size=8, lr=1e-3, progress=False)
     for name, p in result.model.network.encoder.named_parameters():
@@ -72,64 +81,41 @@ def test_a_part_that_is_frozen_from_the_start_is_thawed_by_a_rule(base: Path) ->
 
 
 def test_trends_by_steps_decide_inside_of_an_epoch(base: Path) -> None:
-    seen, _ = told(base, labelled(64), rules=["stop when stalled(loss, 2, 100)"], trend_every=2, epochs=1)
+    seen, _ = told(base, labelled(64), callbacks=[Rules(["stop when stalled(loss, 2, 100)"], trend_every=2)], epochs=1)
     assert decisions(seen) == [("stop", "", 4)]
 
 
 @pytest.mark.parametrize(
-    ("options", "part"),
+    ("callback", "held_out", "part"),
     [
-        ({"rules": "stop when stalled(los, 2)"}, "'los' would be a figure of held-out data, and there are none"),
-        ({"rules": ["stop when above(acuracy, 1)"], "eval": 0.25}, "did you mean 'accuracy'"),
-        ({"rules": ["stop when above(accuracy, 1)"], "eval": "several"}, "'accuracy' is called 'dev/accuracy' here"),
-        ({"rules": ["stop when"]}, "found no condition"),
-        ({"rules": ["stop when stalled(loss, 1)", "frieze a when after_epochs(1)"]}, "did you mean 'freeze'"),
-        ({"rules": ["freeze layers.0-9 when after_epochs(1)"]}, "has no '0-9'"),
-        ({"watch": ["layer.0"]}, "has no 'layer'"),
-        ({"trend_every": 5}, "there are no rules"),
-        ({"trend_every": 0, "rules": ["stop when after_steps(1)"]}, "trend_every"),
+        (Rules(["stop when stalled(los, 2)"]), None, "'los' is a metric of evaluation data"),
+        (Rules(["stop when above(acuracy, 1)"]), 0.25, "did you mean 'accuracy'"),
+        (Rules(["stop when above(accuracy, 1)"]), "several", "'accuracy' is named 'dev/accuracy' here"),
+        (Rules(["stop when stalled(loss, 1)", "frieze a when after_epochs(1)"]), None, "did you mean 'freeze'"),
+        (Rules(["freeze layers.0-9 when after_epochs(1)"]), None, "has no '0-9'"),
+        (Watch(["layer.0"]), None, "has no 'layer'"),
     ],
 )
-def test_what_cannot_be_is_refused_before_training(base: Path, options: dict[str, Any], part: str) -> None:
-    if options.get("eval") == "several":
-        options = {**options, "eval": {"dev": labelled(8), "test": labelled(8)}}
+def test_an_invalid_callback_raises_before_training(base: Path, callback: Any, held_out: Any, part: str) -> None:
+    if held_out == "several":
+        held_out = {"dev": labelled(8), "test": labelled(8)}
     with pytest.raises(ConfigError) as caught:
-        told(base, labelled(16), **options)
-    assert part in str(caught.value)
+        told(base, labelled(16), eval=held_out, callbacks=[callback])
+    assert any(part in problem for problem in caught.value.problems)
 
 
-def test_recipes_and_the_command_line_say_rules_and_trackers(base: Path, tmp_path: Path) -> None:
-    runner = pytest.importorskip("typer.testing").CliRunner()
-    from flodl_hf.cli.app import app
-
-    data = tmp_path / "train.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in labelled(32)))
-    recipe = tmp_path / "run.yaml"
-    recipe.write_text(
-        f"model: {base}\ntrain: {data}\nepochs: 4\nbatch_size: 8\nlr: 1e-3\n"
-        "watch: ['layers.0:norm']\nrules:\n  - stop when stalled(loss, 2, 100) and after_epochs(3)\n"
-        "  - freeze layers.0 when after_epochs(1)\n"
-    )
-    out = tmp_path / "out"
-    said = runner.invoke(app, ["finetune", "--recipe", str(recipe), "--out", str(out), "--trackers", "csv,jsonl"])
-    assert said.exit_code == 0, said.output
-    told_events = [json.loads(line) for line in (tmp_path / "out.logs" / "events.jsonl").read_text().splitlines()]
-    decided = [(event["action"], event["step"]) for event in told_events if event["event"] == "Decided"]
-    assert decided == [("freeze", 4), ("stop", 12)]
-    assert (out / "recipe.yaml").read_text().count("when") == 2
-    flags = ["finetune", str(base), "--train", str(data), "--batch-size", "8", "--epochs", "3"]
-    flags += ["--rules", "stop when stalled(loss, 2, 100)", "--rules", "freeze layers.0 when after_epochs(1)"]
-    said = runner.invoke(app, [*flags, "--json"])
-    assert said.exit_code == 0, said.output
-    assert json.loads(said.stdout[said.stdout.index("{") :])["steps"] == 8
-    said = runner.invoke(app, [*flags, "--rules", "stop when stall(loss, 2)"])
-    assert said.exit_code == 1
-    assert "did you mean 'stalled'" in " ".join(said.output.split())
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_option_names_its_replacement_and_its_former_default_is_ignored(name: str) -> None:
+    default, replacement = REMOVED[name]
+    assert make_options({name: default}) == make_options({})
+    with pytest.raises(ConfigError) as caught:
+        make_options({name: "other"})
+    assert caught.value.problems == [f"{name}: this option was removed; {replacement}"]
 
 
 def test_a_run_that_goes_on_decides_and_writes_as_one_left_alone(base: Path, tmp_path: Path) -> None:
-    options = {
-        "rules": ["freeze layers.0 when after_epochs(1)", "stop when after_epochs(2)"],
+    options: dict[str, Any] = {
+        "callbacks": [Rules(["freeze layers.0 when after_epochs(1)", "stop when after_epochs(2)"])],
         "trackers": ["csv", "jsonl"],
     }
 

@@ -218,7 +218,7 @@ def test_the_best_model_is_by_an_own_figure_and_an_unknown_one_is_named(base: Pa
         finetune(base, train=rows[:24], eval=rows[24:], metrics=errors, metric="-wrongs", max_steps=1)
     with pytest.raises((ConfigError, TrainError), match="did you mean 'wrong'"):
         finetune(base, train=rows[:24], eval=rows[24:], metrics={"wrong": len}, metric="-wrongs", max_steps=1)
-    with pytest.raises(TrainError, match="expected figures by name"):
+    with pytest.raises(TrainError, match="expected a mapping of metrics"):
         finetune(base, train=rows[:24], eval=rows[24:], metrics=lambda said, truth: 0.5, max_steps=1)
 
 
@@ -317,7 +317,7 @@ def test_a_share_of_the_training_rows_is_held_out(share: float, count: int, base
     assert first.metrics == second.metrics
     assert first.recipe["eval"] == share
     card = (tmp_path / "a" / "README.md").read_text()
-    assert f"| eval | list in memory, {count} rows held out | {count} |" in card
+    assert f"| eval | list in memory, {count} rows split off | {count} |" in card
     assert f"| train | list in memory | {40 - count} |" in card
     job = plan_job(base, rows, share, make_options({}))
     (held,) = job.tables.evals.values()
@@ -332,15 +332,6 @@ def test_a_share_of_the_training_rows_is_held_out(share: float, count: int, base
 def test_a_share_that_leaves_nothing_is_refused(share: float, base: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"eval: found {share!r} of 40")):
         finetune(base, train=labelled(40), eval=share)
-
-
-def test_evaluation_at_the_start_and_delayed(base: Path) -> None:
-    rows = labelled(32)
-    given: dict[str, Any] = {"train": rows[:24], "eval": rows[24:], "batch_size": 8, "epochs": 2}
-    assert [entry["step"] for entry in finetune(base, **given, eval_start=True).history] == [0, 3, 6]
-    assert [entry["step"] for entry in finetune(base, **given, eval_every=2, eval_delay=4).history] == [4, 6]
-    with pytest.raises(ConfigError, match="no held-out data"):
-        finetune(base, train=rows, eval_start=True)
 
 
 # ---- callbacks, averages, checkpoints, progress -----------------------------------------------------------

@@ -106,12 +106,12 @@ def test_a_trained_head_is_not_kept_under_other_names_without_a_word(name: str, 
         again = plan_job(trained[name], renamed(name), None, options).model
         assert all(torch.equal(value, again.graph.state_dict()[key]) for key, value in after.items())
         [note] = job.notes
-        assert ("is drawn anew" in note) == (asked is not False)
+        assert ("is initialised again" in note) == (asked is not False)
     said: list[str] = []
     told = finetune(
         trained[name], train=renamed(name), on_event=lambda e: said.append(getattr(e, "message", "")), **QUICK
     )
-    assert "is drawn anew" in "".join(said)
+    assert "is initialised again" in "".join(said)
     assert told.recipe["new_head"] is True
 
 
@@ -185,7 +185,7 @@ def test_one_name_with_two_values_is_refused() -> None:
 
 def test_held_out_sentences_with_tags_that_are_no_labels_are_named_as_such(base: Path) -> None:
     held_out = [*tagged(2), {"words": ["nowhere"], "tags": ["B-NEW"]}]
-    with pytest.raises(DataError, match="eval: held-out sentences that cannot be labelled") as caught:
+    with pytest.raises(DataError, match="eval: evaluation sentences that cannot be labelled") as caught:
         finetune(base, train=tagged(8), eval=held_out, **QUICK)
     assert "row 2" in str(caught.value)
     assert "'B-NEW'" in str(caught.value)

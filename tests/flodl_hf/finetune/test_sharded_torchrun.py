@@ -60,7 +60,7 @@ else:
         try:
             ask()
         except TrainError as fault:
-            assert "put together on rank 0 alone" in str(fault)
+            assert "combined on rank 0" in str(fault)
         else:
             raise AssertionError
 """
@@ -99,7 +99,7 @@ else:
         try:
             ask()
         except TrainError as fault:
-            assert "put together on rank 0 alone" in str(fault)
+            assert "combined on rank 0" in str(fault)
         else:
             raise AssertionError
 """

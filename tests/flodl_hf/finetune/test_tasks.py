@@ -165,7 +165,7 @@ def test_lines_end_to_end_need_a_length_that_leaves_room(base: Path) -> None:
     task = MaskedTask(Columns(task="masked-lm", text="text"), concatenate=True)
     tokenizer = job(base, lines()).model.tokenizer
     for bound in (None, 2):
-        with pytest.raises(ConfigError, match="say max_length"):
+        with pytest.raises(ConfigError, match="set max_length"):
             task.prepare(lines(), tokenizer, LengthLimits(bound, None, True), training=True)
 
 
@@ -232,7 +232,7 @@ def test_pairs_are_read_as_pairs(base: Path) -> None:
         (two("a", "b"), two("a", "c"), {}, DataError, "found 'c', expected one of"),
         (two("a", "b"), [{"sentence": "x", "label": "a"}], {}, DataError, "no column 'text'"),
         (two("a", "b"), None, {"labels": ["a", "z"]}, ConfigError, r"the data has \['b'\]"),
-        (two("a", "b"), None, {"early_stopping": 2}, ConfigError, "no held-out data"),
+        (two("a", "b"), None, {"early_stopping": 2}, ConfigError, "no evaluation data"),
         (two("a", "b"), two("a", "b"), {"metric": "acuracy"}, ConfigError, "did you mean 'accuracy'"),
         (two("a", "b"), None, {"class_weights": {"z": 2}}, ConfigError, r"\['z'\] are no labels"),
         (two("a", "b"), None, {"class_weights": [1.0]}, ConfigError, "a weight for each"),
@@ -312,7 +312,7 @@ def test_checkpoints_of_another_run_are_not_trampled_on(base: Path, tmp_path: Pa
     rows = labelled(32)
     options: dict[str, Any] = {**QUICK, "checkpoints": str(tmp_path / "run")}
     finetune(base, train=rows, **options)
-    with pytest.raises(TrainError, match="did not end"):
+    with pytest.raises(TrainError, match="unfinished run"):
         finetune(base, train=rows, **options)
 
 

@@ -18,9 +18,8 @@ from flodl.errors import ConfigError, TrainError
 from flodl.monitor import Monitor, read_record
 from flodl.monitor.folder import RunFolder
 from flodl_hf.training import finetune, plan_job
-from flodl_hf.training.monitoring import StepTokens, _parameters
+from flodl_hf.training.monitoring import StepTokens, _parameters, flops_of_encoder, peak_of
 from flodl_hf.training.options import make_options
-from flodl_hf.training.peaks import flops_of_encoder, peak_of
 
 torch.set_num_threads(1)
 QUICK: dict[str, Any] = {"epochs": 2, "batch_size": 8, "devices": "cpu", "progress": False}
@@ -37,7 +36,7 @@ def test_a_fine_tune_is_told_with_its_recipe_data_and_model(base: Path, tmp_path
     facts = record.facts
     assert facts["recipe"]["batch_size"] == 8
     assert facts["data"]["rows"] == 32
-    assert facts["data"]["held out"] == 8
+    assert facts["data"]["evaluation"] == 8
     assert sum(facts["data"]["labels"].values()) == 32
     assert facts["model"]["layers"] == 2
     assert facts["model"]["parameters"] == sum(p.numel() for p in result.model.parameters())

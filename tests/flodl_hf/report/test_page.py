@@ -103,7 +103,7 @@ def test_a_page(kind: str) -> None:
     assert found.open == []
     assert "<script" not in page
     assert "default-src 'none'" in page
-    for title in ("Loss", "Tokens of training rows", "Figures on held-out data", *KINDS[kind]):
+    for title in ("Loss", "Tokens of training rows", "Metrics of evaluation data", *KINDS[kind]):
         assert title in page, title
     pictures = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
     assert len(pictures) >= 3
@@ -117,7 +117,7 @@ def test_a_page(kind: str) -> None:
 def test_a_run_without_anything() -> None:
     page = report_page(Run("empty", "masked_lm", "words", (), {}, 0, [], [], np.zeros(0), None))
     assert checked(page).faults == []
-    assert "nothing is claimed" in page
+    assert "There was no evaluation data" in page
 
 
 def test_it_is_written_beside_the_model(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_it_is_written_beside_the_model(tmp_path: Path) -> None:
 def test_a_label_without_examples_has_no_figures_and_no_curve() -> None:
     run = replace(run_of("single_label"), labels=["a", "b"], predictions=np.array([[0.2, 0.9]]), truth=np.array([1]))
     page = report_page(run)
-    assert "Held-out data: 1 example</h2>" in page
+    assert "Evaluation data: 1 example</h2>" in page
     assert "<td>a</td><td>–</td><td>–</td><td>–</td><td>0</td>" in page
     assert "nan" not in page
     assert report_page(replace(run, labels=["b", "a"], truth=np.array([0]))).count("<svg") < page.count("<svg")

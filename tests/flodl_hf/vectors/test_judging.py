@@ -109,7 +109,7 @@ def test_pairs_by_hand() -> None:
 
 
 def test_thresholds_by_hand() -> None:
-    from flodl_hf.training.evaluators.pairs import threshold_figures
+    from flodl_hf.training.evaluators import threshold_figures
 
     scores, truth = np.array([0.9, 0.8, 0.8, 0.5, 0.4, 0.1]), np.array([1, 1, 0, 1, 0, 0], bool)
     found = threshold_figures(scores, truth)

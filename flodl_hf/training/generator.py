@@ -1,0 +1,439 @@
+"""``task="replaced"`` with a generator, the pretraining of ELECTRA (Clark et al. 2020, arXiv:2003.10555).
+
+A small masked language model samples tokens for masked positions; the discriminator predicts for each
+token whether it was replaced. One step trains both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flodl.data import Where
+from flodl.errors import ConfigError
+from flodl.metrics import Accuracy, Classification, Metric
+from flodl.train import Loss
+from flodl_hf.inference.decode.metrics import Perplexity
+from flodl_hf.models.building import tie_tensors
+from flodl_hf.nn.adapter_layers.prompts import lead_of
+from flodl_hf.nn.encoder.losses import IGNORED_LABEL, token_loss
+from flodl_hf.readers.columns import Columns, infer_columns
+from flodl_hf.tokenization.alignment import IGNORE
+from flodl_hf.training.masked import MaskedTask
+from flodl_hf.training.noise import STEP, mixed, row_seeds
+from flodl_hf.training.options import Options
+from flodl_hf.training.rows import CollateRows, EncodedRows, Masking, TakenRows
+from flodl_hf.training.step import Kind, Objective, layout_of, score
+from flodl_hf.training.step_counts import CollateShares
+from flodl_hf.training.task import Prepared
+
+if TYPE_CHECKING:
+    from flodl_hf.heads.masked_lm import MaskedLM
+    from flodl_hf.models.adapters.settings import Settings
+    from flodl_hf.models.encoder_model import EncoderModel
+    from flodl_hf.tokenization.tokenizer import Tokenizer
+
+__all__ = [
+    "CollateMasked",
+    "GeneratorStart",
+    "GeneratorTask",
+    "JointObjective",
+    "Scored",
+    "drawn",
+    "plan_generator",
+    "taken_out",
+]
+
+AT_ONCE = 512
+"""Positions whose noise is computed together: hashes of a whole vocabulary need several times the memory of scores."""
+
+
+@torch.no_grad()
+def drawn(scores: Tensor, seeds: Tensor, places: Tensor) -> Tensor:
+    """Return a class for each row of scores, drawn by their softmax, int64 ``(rows,)``.
+
+    Args:
+        scores: ``(rows, classes)``.
+        seeds: of the text that each row belongs to, int64 ``(rows,)``.
+        places: of the rows in their texts.
+    """
+    columns = torch.arange(scores.shape[1], device=scores.device) * STEP
+    found = []
+    for part, base in zip(scores.split(AT_ONCE), mixed(mixed(seeds) + places).split(AT_ONCE), strict=True):
+        # Between 0 and 1; near 0, where noise is large, float32 represents all 32 bits.
+        number = (mixed(base[:, None] + columns).to(torch.float32) + 0.5) * 2.0**-32
+        found.append((part.float() - torch.log(-torch.log1p(-number))).argmax(1))
+    return torch.cat(found)
+
+
+@dataclass(frozen=True)
+class CollateMasked(CollateShares):
+    """Makes a batch of masked texts; ``labels`` contains the masked words.
+
+    For each mask there are also ``mask_places``, its position in the batch, ``mask_labels``, its token,
+    ``mask_offsets``, its position in its row, and ``mask_seeds``, the seed of its row. ``attended`` marks tokens
+    that are no padding. If batches have few shapes, masks are padded to the maximum number of a shape, with the label
+    -100.
+
+    Args:
+        probability: share of tokens that are masked.
+    """
+
+    probability: float = 0.15
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
+        """Return the parts of one batch."""
+        batch = super().__call__(rows, where)
+        lengths = np.asarray(
+            rows.lengths if isinstance(rows, TakenRows) else [len(row["input_ids"]) for row in rows], np.int64
+        )
+        labels = batch["labels"].numpy().reshape(-1)
+        flat = np.flatnonzero(labels != IGNORE)
+        if "attention_mask" in batch:
+            attended = batch["attention_mask"].numpy() != 0
+            row, offsets = np.divmod(flat, attended.shape[1])
+            slots = len(attended)
+        else:
+            attended = np.arange(len(labels)) < lengths.sum()
+            ends = np.cumsum(lengths)
+            row = np.searchsorted(ends, flat, side="right")
+            offsets = flat - (ends - lengths)[row]
+            slots = len(batch["cu_seqlens"]) - 1
+        # of each row a share, and one at least; more where the shortest word has more
+        room = max(int(self.probability * labels.size) + slots, len(flat)) if self.settled else len(flat)
+        seeds = row_seeds(where, where.indices, "sample")
+        per_mask = {
+            "mask_places": flat,
+            "mask_labels": labels[flat],
+            "mask_offsets": offsets,
+            "mask_seeds": seeds[row],
+        }
+        for name, value in per_mask.items():
+            filler = IGNORE if name == "mask_labels" else 0
+            batch[name] = torch.from_numpy(np.pad(value, (0, room - len(flat)), constant_values=filler))
+        batch["attended"] = torch.from_numpy(attended)
+        return batch
+
+
+EMBEDDINGS = "encoder.embeddings"
+
+
+@dataclass(frozen=True)
+class GeneratorStart:
+    """Attach a generator to a model, unless it has one.
+
+    Args:
+        name: folder or Hub name.
+        seed: seed of the masked-LM head, if the folder has none.
+        options: further options of ``from_pretrained``.
+        adapter: added to the generator and trained instead of its weights; None for none.
+    """
+
+    name: str
+    seed: int
+    options: dict[str, Any]
+    adapter: Settings | None = None
+
+    def __call__(self, model: EncoderModel) -> None:
+        """Give the model its generator.
+
+        Raises:
+            ConfigError: the two are of different families or read different words, or the adapter does not fit.
+        """
+        there: Any = model.beside
+        if there is not None and there.__dict__.get("begun_from") == self:
+            return
+        from flodl_hf.auto import head_named
+
+        kind: Any = head_named("masked_lm").model
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            generator = kind.from_pretrained(
+                self.name, dtype=torch.float32, **{"weights": "memory", **self.options}
+            )  # fmt: skip
+            self._check(model, generator)
+            if generator.tokenizer is None:
+                generator.tokenizer = model.tokenizer
+            if self.adapter is not None:
+                self._adapt(generator)
+        if model.active_adapter is None and generator.active_adapter is None:
+            _share(model, generator)  # an adapter belongs to its own base, so a base shares no embeddings
+        generator.__dict__["begun_from"] = self
+        model.beside = generator
+
+    def _adapt(self, generator: MaskedLM) -> None:
+        try:
+            generator.add_adapter(self.adapter)
+        except ConfigError as fault:
+            raise ConfigError(f"generator: {self.name}: {fault.message}", problems=fault.problems) from None
+
+    def _check(self, model: EncoderModel, generator: MaskedLM) -> None:
+        """Raise if the vocabularies of generator and discriminator differ.
+
+        Raises:
+            ConfigError: all that is wrong.
+        """
+        own, other, problems = model.config, generator.config, []
+        if other.model_type != own.model_type:
+            problems.append(f"found a {other.model_type} model; expected {own.model_type}, as the discriminator is")
+        if other.encoder.vocab_size != own.encoder.vocab_size:
+            problems.append(
+                f"found a vocabulary of {other.encoder.vocab_size:,} words; expected the {own.encoder.vocab_size:,} of "
+                "the discriminator"
+            )
+        elif generator.tokenizer is not None and model.tokenizer is not None:
+            theirs, ours = generator.tokenizer.get_vocab(), model.tokenizer.get_vocab()
+            apart = [word for word, number in theirs.items() if ours.get(word) != number]
+            if apart:
+                problems.append(
+                    f"found {len(apart):,} words under other numbers than the discriminator has them, such as "
+                    f"{apart[0]!r} as {theirs[apart[0]]}; expected one vocabulary"
+                )
+        if problems:
+            raise ConfigError(f"generator: {self.name}: {'; '.join(problems)}", problems=problems)
+
+
+def _share(model: EncoderModel, generator: MaskedLM) -> None:
+    """Have the generator's embeddings be the discriminator's where they are as wide."""
+    ours = dict(model.graph.get_submodule(EMBEDDINGS).named_parameters())
+    theirs = dict(generator.graph.get_submodule(EMBEDDINGS).named_parameters())
+    alike = [name for name, value in theirs.items() if name in ours and ours[name].shape == value.shape]
+    _put(generator, {name: ours[name] for name in alike})
+
+
+def shared_names(model: EncoderModel, generator: MaskedLM) -> list[str]:
+    """Return the names of the embeddings that a generator shares with the discriminator."""
+    ours = dict(model.graph.get_submodule(EMBEDDINGS).named_parameters())
+    theirs = generator.graph.get_submodule(EMBEDDINGS).named_parameters()
+    return [name for name, value in theirs if ours.get(name) is value]
+
+
+def _put(generator: MaskedLM, tables: dict[str, nn.Parameter]) -> None:
+    """Give the generator's embeddings these parameters, and its decoder the words where it had them before."""
+    graph = generator.graph
+    parameters = dict(graph.named_parameters(remove_duplicate=False))
+    ties = generator.config.family.heads["masked_lm"].ties
+    tied = [tie for tie in ties if parameters[tie.kept] is parameters[tie.also]]
+    embeddings = graph.get_submodule(EMBEDDINGS)
+    for name, table in tables.items():
+        inside, _, leaf = name.rpartition(".")
+        setattr(embeddings.get_submodule(inside), leaf, table)
+    tie_tensors(graph, tied)
+
+
+def taken_out(model: EncoderModel) -> MaskedLM | None:
+    """Detach the generator of a model and return it, with its own copy of the embeddings; None without one."""
+    generator: Any = model.beside
+    if generator is None:
+        return None
+    model.beside = None
+    theirs = dict(generator.graph.get_submodule(EMBEDDINGS).named_parameters())
+    names = shared_names(model, generator)
+    _put(generator, {name: nn.Parameter(theirs[name].detach().clone()) for name in names})
+    return generator
+
+
+class Scored(NamedTuple):
+    """Outputs of both models for a batch.
+
+    Attributes:
+        tokens: the discriminator's score of each token, in the layout of the batch.
+        replaced: 1 for tokens that were replaced, 0 for a text's own, -100 for what fills up; like ``tokens``.
+        words: the generator's scores of words at each mask, ``(masks, words)``.
+    """
+
+    tokens: Tensor
+    replaced: Tensor
+    words: Tensor
+
+
+@dataclass(frozen=True)
+class JointObjective(Objective):
+    """The generator's mean loss over masks, and ``weight`` times the discriminator's over all tokens of the texts.
+
+    No gradient goes through the words that are drawn. Micro-batches of a step weigh by their tokens; ``words_share`` of
+    a batch has the mean over its masks count as it does in the whole step.
+
+    Args:
+        weight: of the discriminator's loss.
+    """
+
+    kind: Kind = field(default="replaced")
+    weight: float = 50.0
+
+    def score(self, model: Any, batch: Any) -> Any:
+        """Return `Scored`."""
+        return model.one_pass(self._scored, batch)
+
+    def _scored(self, model: Any, batch: Any) -> Scored:
+        ids, labels = batch["input_ids"], batch["labels"]
+        words = _words(model.beside, batch)
+        chosen = drawn(words.detach(), batch["mask_seeds"], batch["mask_offsets"])
+        masked = labels != IGNORED_LABEL
+        slots = (masked.flatten().cumsum(0) - 1).clamp(min=0)
+        own = torch.where(masked, labels, ids)
+        filled = torch.where(masked, chosen[slots].view_as(ids), ids)
+        replaced = torch.where(batch["attended"], (filled != own).to(labels.dtype), IGNORED_LABEL)
+        return Scored(score(model, {**batch, "input_ids": filled}), replaced, words)
+
+    def of(self, scores: Any, batch: Any) -> Loss:
+        """Return the loss of computed scores, with both parts of it as further figures."""
+        labels = batch["mask_labels"]
+        words = token_loss(scores.words, labels, upcast=scores.words.dtype != torch.float64)
+        tokens = self._replaced(
+            scores.tokens.reshape(-1), scores.replaced.reshape(-1), settled="places" in batch or scores.tokens.is_cuda
+        )
+        value = words * batch["words_share"][0].to(words.dtype) + self.weight * tokens.as_mean()
+        masks = (labels != IGNORED_LABEL).sum()
+        parts = {"generator_loss": (words * masks, masks), "discriminator_loss": (tokens.as_sum(), tokens.count)}
+        return Loss.mean(value, tokens.count, parts)
+
+    def by_row(self, scores: Any, batch: Any) -> Tensor:
+        """Return four numbers for each token, in the layout of the batch.
+
+        These are the discriminator's score, whether the token was replaced, whether the generator's first word is the
+        text's own (-1 where nothing was masked), and the generator's loss.
+        """
+        labels, masked = batch["mask_labels"], batch["labels"] != IGNORED_LABEL
+        words = scores.words.float()
+        slots = (masked.flatten().cumsum(0) - 1).clamp(min=0)
+        right = (words.argmax(-1) == labels).float()[slots].view_as(masked)
+        lost = F.cross_entropy(words, labels, reduction="none")[slots].view_as(masked)
+        found = [scores.tokens.float(), scores.replaced.float()]
+        return torch.stack([*found, torch.where(masked, right, -1.0), torch.where(masked, lost, 0.0)], -1)
+
+
+def _words(generator: Any, batch: Any) -> Tensor:
+    """Return the generator's scores of words at the masks of a batch, and of no other tokens."""
+    layout, graph = layout_of(batch), generator.graph
+    ids, types, led, lead = batch["input_ids"], batch.get("token_type_ids"), layout, lead_of(graph)
+    if lead is not None:
+        ids, types, led = lead.rows(ids, types, layout)
+    states = graph.get_submodule("encoder")(ids, token_type_ids=types, layout=led)
+    if lead is not None:
+        states = layout.behind(lead.count, states)
+    flat = states.reshape(-1, states.shape[-1])
+    return graph.get_submodule("head")(flat.index_select(0, batch["mask_places"]), layout=layout)
+
+
+MASK_SHARE = 0.85
+"""Share of the selected tokens that are masked; the others are unchanged, as published."""
+
+
+@dataclass(frozen=True)
+class GeneratorTask(MaskedTask):
+    """Replaced-token detection with a generator, which is trained as a masked language model.
+
+    Args:
+        columns: the column of texts.
+        concatenate: put lines end to end and cut them into full rows.
+        options: the run's.
+    """
+
+    head: str = "replaced_tokens"
+    kind: Kind = "replaced"
+    options: Options = field(default_factory=Options)
+
+    @property
+    def start(self) -> GeneratorStart:
+        """Attaches the generator to a model, on every rank."""
+        options = self.options
+        opening = {"attention": options.attention, "local_files_only": options.local_files_only}
+        shown = {"mapped": True} if options.shard and options.ranks > 1 else {}  # as the discriminator is opened
+        return GeneratorStart(str(options.generator), options.seed, {**shown, **opening}, options.adapter)
+
+    def settle(self, model: EncoderModel) -> list[str]:
+        """Attach the generator to the model; return notes for the user."""
+        self.start(model)
+        generator: Any = model.beside
+        shared = shared_names(model, generator)
+        own, other = model.config.encoder, generator.config.encoder
+        widths = f"the generator is {other.hidden_size} wide, the discriminator {own.hidden_size}"
+        adapted = [name for name, part in (("discriminator", model), ("generator", generator)) if part.active_adapter]
+        if adapted:
+            return [f"{widths}; embeddings are not shared: an adapter of the {' and of the '.join(adapted)} is trained"]
+        if not shared:
+            return [f"{widths}; embeddings are not shared, since one has {other.embedding_size} features, the other "
+                    f"{own.embedding_size}"]  # fmt: skip
+        names = sorted({name.partition(".")[0] for name in shared})
+        return [f"{widths}; they share the discriminator's embeddings ({', '.join(names)})"]
+
+    def bounds(self, model: EncoderModel) -> list[int]:
+        """Return the most tokens of a row that the generator takes, where anything bounds it."""
+        generator: Any = model.beside
+        return [] if generator.max_tokens is None else [generator.max_tokens]
+
+    def conclude(self, model: EncoderModel) -> MaskedLM | None:
+        """Take the generator away and return it; None where it was taken already."""
+        return taken_out(model)
+
+    def masking(self, tokenizer: Tokenizer) -> Masking:
+        """Return what masks tokens."""
+        return Masking(
+            tokenizer.mask_token_id or 0, tokenizer.vocab_size, self.options.mask_probability, self.options.whole_words,
+            mask_share=MASK_SHARE, random_share=0.0,
+        )  # fmt: skip
+
+    def objective(self) -> JointObjective:
+        """Return the loss."""
+        return JointObjective()
+
+    def shares(self, usual: CollateRows, rows: EncodedRows, batches: Any, accumulate: int) -> CollateMasked:
+        """Return the collate function of some batches, where a step has ``accumulate`` of them."""
+        probability = self.options.mask_probability
+        return CollateMasked.of_step(usual, rows, batches, accumulate, by_rows=False, probability=probability)
+
+    def scorer(self, prepared: Prepared) -> Any:
+        """Return a new scorer."""
+        return _Scorer()
+
+
+class _Scorer:
+    def __init__(self) -> None:
+        self.tokens, self.first, self.words = Classification(2, "binary"), Accuracy(), Perplexity()
+
+    def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
+        """Add the outputs of both models for one row; return the predicted and the true replacements."""
+        score, replaced, right, lost = scores[0].unbind(-1)
+        found, true = (score > 0).long(), replaced.long()
+        self.tokens.update(found, true)
+        masked = right >= 0
+        self.first.update(right[masked].long(), torch.ones_like(right[masked], dtype=torch.long))
+        self.words.add(lost.sum(dtype=torch.float64), masked.sum())
+        return found.tolist(), true.tolist()
+
+    def metrics(self) -> Sequence[Metric]:
+        """Return the metrics."""
+        return [self.tokens, self.first, self.words]
+
+    def compute(self) -> dict[str, float]:
+        """Return how well replaced tokens are found, and how well the generator finds words behind masks."""
+        figures = self.tokens.compute()
+        figures.pop("count", None)
+        return {
+            **figures,
+            "generator_accuracy": self.first.compute()["accuracy"],
+            "generator_perplexity": self.words.compute()["perplexity"],
+        }
+
+
+def plan_generator(rows: Sequence[Mapping[str, Any]], options: Options) -> GeneratorTask:
+    """Return the task of a generator and a discriminator.
+
+    Raises:
+        ConfigError: columns that are no texts.
+    """
+    columns = infer_columns(rows, **dict(options.columns or {}))
+    text = columns.text if columns.words is None else None
+    if text is None:
+        raise ConfigError(
+            f"generator: found the columns {list(rows[0])}; expected texts",
+            problems=["generator"],
+        )
+    return GeneratorTask(Columns(task="masked-lm", text=text), options.concatenate, options=options)
