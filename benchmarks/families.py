@@ -45,7 +45,7 @@ from flodl_hf.inference.passes import Pooled
 from flodl_hf.parity.cell import Cell
 from flodl_hf.parity.reference import load_reference, make_checkpoint
 from flodl_hf.parity.shapes import settings_of
-from flodl_hf.serving.peak import operations_of_token, peak_of
+from flodl_hf.serving.throughput import operations_of_token, peak_of
 
 # Tokens of a batch of theirs, padding included; what fits into a processor's caches is faster there.
 BUDGET = {"cuda": 32_768, "cpu": 1_024}

@@ -177,7 +177,7 @@ def answering(pids: list[int]) -> list[int]:
     found = []
     for pid in pids:
         try:
-            if b"several.answers" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"multiprocess.http_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
         except OSError:
             continue

@@ -282,11 +282,11 @@ def heads_page() -> str:
     rows = []
     sections = []
     for head in HEADS:
-        door = door_of(head)
+        route = door_of(head)
         found = [name for name in METHODS if hasattr(head.model, name)]
-        rows.append((code(head.name), code(head.short), code(door), ", ".join(map(code, found))))
+        rows.append((code(head.name), code(head.short), code(route), ", ".join(map(code, found))))
         shared = sum(other.hf_suffix == head.hf_suffix for other in HEADS) > 1
-        sections.append(f"## {door}" + (f", {head.short}" if shared else ""))
+        sections.append(f"## {route}" + (f", {head.short}" if shared else ""))
         sections.append((inspect.getdoc(inspect.getmodule(head.model)) or "").split("\n\n")[0])
         for name in found:
             method = getattr(head.model, name)
@@ -420,15 +420,20 @@ def errors_page() -> str:
 
 def routes_page() -> str:
     """Return the fields of each path of the server."""
-    from flodl_hf.serving.doors import DOORS
+    from flodl_hf.serving.routes import ROUTES
 
     parts = []
-    for door in DOORS:
+    for route in ROUTES:
         rows = [
-            (code(name), kind, "required" if field.needed else "applied" if field.effect else "no effect", field.says)
-            for name, kind, field in fields_of(door.fields)
+            (
+                code(name),
+                kind,
+                "required" if field.required else "applied" if field.effect else "no effect",
+                field.description,
+            )
+            for name, kind, field in fields_of(route.fields)
         ]
-        parts += [f"## `{door.path}` ({door.group})", f"{door.says[0].upper()}{door.says[1:]}."]
+        parts += [f"## `{route.path}` ({route.group})", f"{route.summary[0].upper()}{route.summary[1:]}."]
         parts.append(table(("field", "value", "use", "meaning"), rows))
     return joined(
         "# Routes",
@@ -442,7 +447,7 @@ def routes_page() -> str:
 
 def fields_of(fields: Iterable[Any], path: str = "") -> Iterator[tuple[str, str, Any]]:
     """Yield the name, the kind of value and the record of each field, and of the fields of objects."""
-    from flodl_hf.serving.doors.fields import KINDS
+    from flodl_hf.serving.routes.fields import KINDS
 
     for field in fields:
         yield path + field.name, KINDS[field.kind][1].replace("|", "\\|"), field

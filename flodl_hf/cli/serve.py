@@ -14,40 +14,41 @@ from flodl_hf.cli.shared import Local, reporting, say
 from flodl_hf.errors import PredictError
 
 
-def _limit(*names: str, says: str, **more: Any) -> Any:
-    return typer.Option(*names, help=says, rich_help_panel="Limits", **more)
+def _limit(*names: str, summary: str, **options: Any) -> Any:
+    return typer.Option(*names, help=summary, rich_help_panel="Limits", **options)
 
 
 @reporting
 def command(
     models: Annotated[
         list[str],
-        typer.Argument(metavar="MODEL...", help="Local folders or Hub names; NAME=MODEL says what clients call one."),
+        typer.Argument(
+            metavar="MODEL...", help="Local folders or Hub names; NAME=MODEL sets the name that clients use."
+        ),
     ],
-    host: Annotated[
-        str, typer.Option(help="Address to listen at; 0.0.0.0 is every one of this machine.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", "-p", help="Port; 0 takes one that is free.", min=0, max=65535)] = 8080,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all interfaces.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", "-p", help="Port; 0 selects a free one.", min=0, max=65535)] = 8080,
     device: Annotated[
-        list[str] | None, typer.Option("--device", help="Device; again for more. By default the best.")
+        list[str] | None,
+        typer.Option("--device", help="Device to serve on; repeat for several (default: best available)."),
     ] = None,
     workers: Annotated[
         int | None,
         typer.Option(
             "--workers",
-            help="Worker processes for each device, each with the models; by default two on a GPU with memory.",
+            help="Worker processes per device, each with all models (default: two on a GPU with enough memory).",
             min=1,
         ),
     ] = None,
     http_processes: Annotated[
         int,
         typer.Option(
-            "--http-processes", help="Processes that answer HTTP, at one port; more for many small requests.", min=1
+            "--http-processes", help="HTTP processes on one port; use several for many small requests.", min=1
         ),
     ] = 1,
-    precision: Annotated[PrecisionWord | None, typer.Option(help="By default that of the weights.")] = None,
+    precision: Annotated[PrecisionWord | None, typer.Option(help="Default: the type of the weights.")] = None,
     batch_invariant: Annotated[
-        bool, typer.Option("--batch-invariant", help="Let an answer depend on its text alone, bit for bit; slower.")
+        bool, typer.Option("--batch-invariant", help="Results do not depend on other requests, bit for bit; slower.")
     ] = False,
     head: Head = "auto",
     adapters: Annotated[
@@ -55,40 +56,44 @@ def command(
         typer.Option(
             "--adapters",
             metavar="DIR",
-            help="Serve every adapter in DIR by its folder's name; NAME=DIR: of that model.",
+            help="Serve each adapter folder in DIR under its name; NAME=DIR selects the base.",
         ),
     ] = None,
     mix_adapters: Annotated[
-        bool, typer.Option("--mix-adapters", help="Let adapters of a base share batches, without merged weights.")
+        bool, typer.Option("--mix-adapters", help="Adapters of one base share batches, without merged weights.")
     ] = False,
     api_key: Annotated[
         list[str] | None,
-        typer.Option("--api-key", help="A key that clients need; again for more. Or FLODL_HF_API_KEYS, with commas."),
+        typer.Option("--api-key", help="API key; repeat for several, or set FLODL_HF_API_KEYS (comma-separated)."),
     ] = None,
-    api_key_file: Annotated[Path | None, typer.Option("--api-key-file", help="A file with a key a line.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option("--api-key-file", help="File with one API key per line.")] = None,
     max_batch_tokens: Annotated[
-        int | None, _limit("--max-batch-tokens", says="Most tokens that run together; by default by the device.", min=1)
+        int | None, _limit("--max-batch-tokens", summary="Maximum tokens of a batch (default: by device).", min=1)
     ] = None,
     max_concurrent: Annotated[
-        int, _limit("--max-concurrent", says="Most requests at a time; more are refused (429).", min=1)
+        int, _limit("--max-concurrent", summary="Maximum concurrent requests; more are refused (429).", min=1)
     ] = 512,
     max_key_concurrent: Annotated[
-        int | None, _limit("--max-key-concurrent", says="Most requests of one key at a time.", min=1)
+        int | None, _limit("--max-key-concurrent", summary="Maximum concurrent requests per key.", min=1)
     ] = None,
     max_key_tokens: Annotated[
-        int | None, _limit("--max-key-tokens", says="Most tokens of one key in a minute.", min=1)
+        int | None, _limit("--max-key-tokens", summary="Maximum tokens per key and minute.", min=1)
     ] = None,
-    max_inputs: Annotated[int, _limit("--max-inputs", says="Most texts of a request.", min=1)] = 2048,
-    max_tokens: Annotated[int, _limit("--max-tokens", says="Most tokens of a request, about.", min=1)] = 300_000,
-    max_body: Annotated[int, _limit("--max-body", says="Most bytes of a request.", min=1)] = 16 << 20,
-    max_queue: Annotated[float, _limit("--max-queue-s", says="Refuse requests when more than this waits.")] = 10.0,
-    max_wait: Annotated[
-        float, _limit("--max-wait-s", says="Refuse requests when more than this waits all the time.")
-    ] = 0.5,
-    timeout: Annotated[float, _limit("--timeout-s", says="Give a request up after so long.")] = 60.0,
-    drain: Annotated[float, _limit("--drain-s", says="How long requests may go on when told to stop.")] = 30.0,
+    max_inputs: Annotated[int, _limit("--max-inputs", summary="Maximum texts of a request.", min=1)] = 2048,
+    max_tokens: Annotated[
+        int, _limit("--max-tokens", summary="Approximate maximum tokens of a request.", min=1)
+    ] = 300_000,
+    max_body: Annotated[int, _limit("--max-body", summary="Maximum bytes of a request.", min=1)] = 16 << 20,
+    max_queue: Annotated[
+        float, _limit("--max-queue-s", summary="Reject (429) when the queue exceeds this many seconds of work.")
+    ] = 10.0,
+    max_wait: Annotated[float, _limit("--max-wait-s", summary="Reject when the queue stays above this.")] = 0.5,
+    timeout: Annotated[float, _limit("--timeout-s", summary="Request timeout in seconds.")] = 60.0,
+    drain: Annotated[
+        float, _limit("--drain-s", summary="Time for current requests to finish at shutdown, in seconds.")
+    ] = 30.0,
     log_texts: Annotated[
-        bool, typer.Option("--log-texts", help="Let the log say what was asked; by default it holds no texts.")
+        bool, typer.Option("--log-texts", help="Log the fields of requests (default: no texts).")
     ] = False,
     otlp_endpoint: Annotated[
         str | None,
@@ -96,10 +101,10 @@ def command(
     ] = None,
     local: Local = False,
 ) -> None:
-    """Serve models over HTTP: every head, the doors of TEI, OpenAI, Cohere, Jina and vLLM, and a page to try them.
+    """Serve models over HTTP: all heads, APIs compatible with TEI, OpenAI, Cohere, Jina and vLLM, and a test page.
 
-    Requests are answered when all models are warm. SIGTERM lets requests finish, SIGHUP loads all models anew without
-    losing one. The log is a line of JSON for each request, on stderr.
+    Requests are answered when all models are warm. SIGTERM finishes requests, SIGHUP reloads all models without losing
+    requests. The log on stderr has one JSON line for each request.
     """
     from flodl_hf.serving import serve
 
@@ -137,11 +142,11 @@ def command(
 
 
 def _keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
-    """Return the keys of the command line, of the environment and of a file."""
+    """Return the API keys of the command line, the environment and a file."""
     keys = [*given, *os.environ.get("FLODL_HF_API_KEYS", "").split(",")]
     if file is not None:
         try:
             keys += file.read_text("utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as fault:
-            raise PredictError(f"serve: {file} cannot be read ({fault}); expected a key a line") from None
+            raise PredictError(f"serve: {file} cannot be read ({fault}), expected one API key per line") from None
     return tuple(key.strip() for key in keys if key.strip())

@@ -1,7 +1,7 @@
-"""Several devices that share one queue of batches.
+"""Several devices with a common queue of batches.
 
-Each device has a thread that takes the next batch when it is done with its last, so unequal devices are all
-kept busy. What a batch is and how it runs stays with `flodl_hf.inference.engine`.
+Each device has a thread that takes the next batch when it has finished one, so devices of different speed are all used.
+`flodl_hf.inference.engine` runs the batches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flodl_hf.inference.precision import multiplying
 
 __all__ = ["Fleet"]
 
-# Batches that a device may have before it finished the first: enough that it never waits for its thread.
+# Batches that are started ahead on a device, so that it never waits for its thread.
 _AHEAD = 2
 
 
@@ -28,14 +28,14 @@ class Fleet:
     """Runs rows on several engines.
 
     Args:
-        engines: one for each device; a device may stand there several times.
+        engines: an engine for each device; devices may be repeated.
     """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = list(engines)
 
     def start(self, table: TokenTable, work: Work, places: Sequence[Sequence[int]] | None = None) -> Pending:
-        """Send all rows on their way and return at once; see `Engine.start`."""
+        """Start the prediction of all rows and return immediately; see `Engine.start`."""
         pending = Pending(len(table))
         budget = min(engine.budget for engine in self.engines)
         smallest = min(self.engines, key=lambda engine: engine.budget)
@@ -72,5 +72,5 @@ def _serve(
                     sent.append(event)
                     if len(sent) > _AHEAD:
                         sent.popleft().synchronize()
-    except BaseException as fault:  # raised again where the results are asked for
+    except BaseException as fault:  # raised again when results are requested
         pending.faults.append(fault)

@@ -1,7 +1,7 @@
-"""A process that answers for one device: windows of texts in, arrays of scores out.
+"""Worker process of one device: texts in, arrays of scores out.
 
-Started by `flodl_hf.inference.workers`, it ends when the other side of its connection is gone. Three threads overlap as
-in `flodl_hf.inference.stream`: texts are tokenised, run, and sent home.
+Started by `flodl_hf.inference.workers`; ends when its connection is closed. Tokenization, computation and sending
+overlap in three threads.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from flodl_hf.inference.worker_messages import packed, receive, send, unpacked
 
 __all__ = ["serve"]
 
-# Windows that may wait for the device beside the one that it runs.
+# Windows that wait for the device in addition to the running one.
 _AHEAD = 2
-# Calls at a time, from several threads of the caller.
+# Maximum number of concurrent calls, from several threads of the caller.
 _CALLS = 64
 
 
 def serve(descriptor: int) -> None:
-    """Answer until the connection is closed.
+    """Process requests until the connection is closed.
 
     Args:
-        descriptor: of the connection.
+        descriptor: file descriptor of the connection.
     """
-    # The caller's Ctrl-C reaches the whole group; what it means is for the caller to say.
+    # Ctrl-C reaches the whole process group; the caller handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A caller may end while threads compute, which no one waits for any more.
+    # The caller may end while threads compute; their results are not needed.
     connection = Connection(descriptor)
     code = 0
     try:
@@ -57,10 +57,10 @@ def serve(descriptor: int) -> None:
 
 
 class Worker:
-    """What one process does.
+    """The model of one process.
 
     Args:
-        connection: to the caller.
+        connection: connection to the caller.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -72,10 +72,10 @@ class Worker:
         self._running: Queue[tuple[int, Any]] = Queue(_AHEAD)
 
     def run(self) -> None:
-        """Read messages until there are no more."""
+        """Read messages until the connection is closed."""
         for work in (self._start_all, self._send_all):
             Thread(target=work, daemon=True).start()
-        # Two, for the reason that `flodl_hf.inference.stream` has.
+        # Two threads, so that one window is tokenized while another is decoded.
         pool = ThreadPoolExecutor(2)
         while True:
             kind, *message = receive(self._connection)
@@ -98,12 +98,12 @@ class Worker:
             number, future, work, options = self._encoding.get()
             try:
                 encoded = future.result()
-                # Which device is current is a matter of each thread; the first would get a context of its own.
+                # The current device is a property of each thread; device 0 would get an additional context.
                 with current(self._device):
                     pending = Engine.of(self._model, options, self._device).start(encoded.table, work)
                 self._running.put((number, (encoded, work, pending)))
             except BaseException as fault:
-                self._running.put((number, self._told(fault)))
+                self._running.put((number, self._picklable(fault)))
 
     def _send_all(self) -> None:
         while True:
@@ -113,19 +113,19 @@ class Worker:
                     encoded, work, pending = found
                     found = (slim(encoded) if work.per_text else encoded, pending.arrays())
             except BaseException as fault:
-                found = self._told(fault)
+                found = self._picklable(fault)
             try:
                 send(self._connection, (number, found))
             except OSError:
-                return  # the caller is gone, which whoever reads finds out too
+                return  # the caller has ended, which the reader detects too
             except Exception as fault:
-                # Pickled before anything is written, so nothing of it is on its way.
+                # The error occurs before anything is written, so the connection is intact.
                 send(self._connection, (number, RuntimeError(f"{type(fault).__name__}: {fault}")))
 
-    def _told(self, fault: BaseException) -> BaseException:
+    def _picklable(self, fault: BaseException) -> BaseException:
         note = f"in the process for {self._device}:\n{''.join(traceback.format_tb(fault.__traceback__))}"
         try:
-            # Not every exception can be made anew from what it holds.
+            # Not every exception can be unpickled.
             unpacked(packed(fault))
         except Exception:
             fault = RuntimeError(f"{type(fault).__name__}: {fault}")
@@ -134,7 +134,7 @@ class Worker:
 
 
 def slim(encoded: Encoded) -> Encoded:
-    """Return rows without their tokens, for scores of whole texts."""
+    """Return rows without tokens, for scores of whole texts."""
     table = encoded.table
     none = np.zeros(0, np.int32)
     bare = TokenTable(

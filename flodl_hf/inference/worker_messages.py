@@ -1,6 +1,6 @@
-"""Objects between a process and its workers: arrays and weights beside the pickle, a model by a word.
+"""Messages between a process and its workers: pickled objects with arrays and weights as separate bytes.
 
-Decides how a message lies in a pipe. Only processes of one program write and read these; nothing here opens a file.
+The model is replaced by a name. Only processes of one program exchange these messages; no file is read.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ __all__ = ["packed", "receive", "send", "unpacked"]
 
 
 class _Writer(pickle.Pickler):
-    """Writes tensors as bytes beside the pickle, and what both sides have as a word."""
+    """Pickler that writes tensors as separate bytes and objects known to both sides as names."""
 
     def __init__(self, file: io.BytesIO, buffers: list[pickle.PickleBuffer] | None, known: dict[str, Any]) -> None:
         super().__init__(file, protocol=5, buffer_callback=None if buffers is None else buffers.append)
-        self._known = {id(value): word for word, value in known.items() if value is not None}
+        self._known = {id(value): name for name, value in known.items() if value is not None}
 
     def persistent_id(self, obj: Any) -> str | None:
         return self._known.get(id(obj))
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Tensor):
-            # Of any device; a worker has its own.
+            # Tensors are copied from their device; the worker has another one.
             held = obj.detach().cpu().contiguous()
             array: Any = held.reshape(-1).view(torch.uint8).numpy() if held.numel() else np.zeros(0, np.uint8)
             return _tensor, (pickle.PickleBuffer(array), held.dtype, tuple(held.shape), isinstance(obj, nn.Parameter))
@@ -52,15 +52,15 @@ def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...], parameter: bo
 
 
 def known_of(model: Any) -> dict[str, Any]:
-    """Return what both sides have, by the word that stands for it."""
+    """Return the objects known to both sides, by name."""
     return {} if model is None else {"model": model, "tokenizer": model.tokenizer}
 
 
 def packed(obj: Any, model: Any = None) -> bytes:
-    """Return an object as bytes, the model and its tokenizer as words.
+    """Return a pickled object; the model and its tokenizer are replaced by names.
 
     Raises:
-        Exception: whatever an object that cannot be pickled raises.
+        Exception: the object cannot be pickled.
     """
     file = io.BytesIO()
     _Writer(file, None, known_of(model)).dump(obj)
@@ -68,17 +68,17 @@ def packed(obj: Any, model: Any = None) -> bytes:
 
 
 def unpacked(data: bytes, model: Any = None) -> Any:
-    """Return the object that `packed` gave."""
+    """Return the object of `packed`."""
     return _Reader(data, [], known_of(model)).load()
 
 
 def send(connection: Connection, obj: Any, *, weights: bool = False) -> None:
-    """Write an object; arrays are not copied on the way.
+    """Send an object without copying its arrays.
 
     Args:
-        connection: where to.
+        connection: the connection.
         obj: the object.
-        weights: it holds tensors.
+        weights: whether it contains tensors.
     """
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
@@ -98,7 +98,7 @@ def receive(connection: Connection) -> Any:
     """Return the next object.
 
     Raises:
-        EOFError: the other side is gone.
+        EOFError: the connection is closed.
     """
     head = connection.recv_bytes()
     sizes = unpack(f"<{len(head) // 8}Q", head) if head != b"-" else ()

@@ -1,8 +1,7 @@
-"""A process for each of several devices, where one interpreter could not keep them all busy.
+"""A process for each of several devices, for which one interpreter would be too slow.
 
-Decides when processes are worth their start, which device a window of texts goes to, and what happens when one ends or
-the model changes. They start beside the work, which threads do until then (`flodl_hf.inference.fleet`), are sent the
-model once, by its state, and end with the program or with the model. What they do is `flodl_hf.inference.worker`'s.
+Processes are started in the background while threads predict (`flodl_hf.inference.fleet`). They receive the model once,
+and end with the program or with the model. `flodl_hf.inference.worker` is the code of a process.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Call", "Workers", "call_of"]
 
-# A process imports torch and makes a context, which takes seconds; so many texts take a device longer than that.
-LEAST = 50_000
-# Windows that a worker has at a time: one that it tokenises, one that waits, one that runs.
-DEEP = 3
-# Texts of a window: a batch or two, so that no device has the last one for long by itself.
-TEXTS = 2048
+# A process needs seconds to import torch and create a context; a device needs longer for this number of texts.
+MIN_TEXTS = 50_000
+# Windows of a worker at a time: one is tokenized, one waits, one runs.
+WINDOWS_AHEAD = 3
+# Texts of a window: one or two batches, so that all devices finish at about the same time.
+WINDOW_TEXTS = 2048
 
-# The driver makes the device's context while torch is imported.
+# The device's context is created while torch is imported.
 _SERVE = """
 import sys
 sys.path[:] = {path!r}
@@ -62,28 +61,28 @@ _LOCK = Lock()
 
 
 def worth_it(devices: Sequence[torch.device]) -> bool:
-    """Return whether these devices wait for the interpreter: several that work by themselves, each named once."""
+    """Return whether several distinct CUDA devices are given."""
     return len(set(devices)) == len(devices) > 1 and all(device.type == "cuda" for device in devices)
 
 
 def _started(descriptor: int, cores: int, device: torch.device) -> subprocess.Popen[bytes]:
-    # Each tokenises what it answers; all cores for each would have them wait for each other.
+    # Each process tokenizes; with all cores in each they would compete.
     share = {"RAYON_NUM_THREADS": str(cores)} | os.environ
-    # Not by multiprocessing, which would run the caller's program again up to where it starts processes.
+    # Not multiprocessing, which would run the caller's program again up to the start of processes.
     place = device.index or 0 if device.type == "cuda" else None
     code = _SERVE.format(path=sys.path, descriptor=descriptor, place=place)
-    # In a group of its own, which Ctrl-C does not reach while it still imports.
+    # A separate process group, which Ctrl-C does not reach during the imports.
     return subprocess.Popen(
         [sys.executable, "-c", code], pass_fds=[descriptor], stdin=subprocess.DEVNULL, process_group=0, env=share
     )
 
 
-class _One:
+class _Process:
     """The process of one device.
 
     Args:
         device: the device.
-        cores: how many cores are its share.
+        cores: number of cores for it.
     """
 
     def __init__(self, device: torch.device, cores: int) -> None:
@@ -102,16 +101,16 @@ class _One:
         self._listener = Thread(target=self._listen, name=f"flodl-hf-{device}", daemon=True)
         self._listener.start()
 
-    def tell(self, *message: Any, weights: bool = False) -> None:
+    def send(self, *message: Any, weights: bool = False) -> None:
         with self._lock:
             send(self.connection, message, weights=weights)
 
     def ask(self, number: int, size: int, *message: Any, weights: bool = False) -> Future[Any]:
-        """Send what has an answer; the future gives it or raises."""
+        """Send a message that has a result; return its future."""
         future: Future[Any] = Future()
         with self._asking:
             self.waiting += size
-            # Nobody would hear an answer once the listener has ended.
+            # No result is received after the listener has ended.
             if self._ended:
                 self.waiting -= size
                 future.set_exception(self._fault())
@@ -119,7 +118,7 @@ class _One:
             self.asked[number] = future
         future.add_done_callback(lambda _: self._less(size))
         try:
-            self.tell(*message, weights=weights)
+            self.send(*message, weights=weights)
         except OSError:
             self._gone()
         return future
@@ -135,7 +134,7 @@ class _One:
             except (EOFError, OSError):
                 self._gone()
                 return
-            except BaseException as fault:  # what came cannot be read, and what comes behind it may not be either
+            except BaseException as fault:  # neither this message nor later ones can be read
                 self._gone(fault)
                 return
             with self._asking:
@@ -143,14 +142,14 @@ class _One:
             if future is None:
                 continue
             if isinstance(found, BaseException):
-                # What is not the texts' fault may have left the device in a state that nothing runs in.
+                # Other errors than those of texts may leave the device unusable.
                 self.sound = self.sound and isinstance(found, FlodlError)
                 future.set_exception(found)
             else:
                 future.set_result(found)
 
     def _gone(self, cause: BaseException | None = None) -> None:
-        """Give up the process: who waits for an answer, and who asks from now on, is told so."""
+        """Fail all current and later requests of the process."""
         if cause is None:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(1)
@@ -162,20 +161,20 @@ class _One:
                 future.set_exception(self._fault(cause))
 
     def _fault(self, cause: BaseException | None = None) -> PredictError:
-        how = f"ended (exit code {self.process.returncode}); its messages are above"
+        how = f"ended (exit code {self.process.returncode}); its stderr is above"
         if cause is not None:
-            how = f"sent what cannot be read ({type(cause).__name__}: {cause})"
+            how = f"sent an invalid message ({type(cause).__name__}: {cause})"
         return PredictError(
-            f"the process that answered for {self.device} {how}; the next call starts without it",
+            f"the worker process of {self.device} {how}; the next call starts a new one",
             device=str(self.device),
         )
 
     def close(self) -> None:
-        """End the process, whatever it does."""
-        # Once, also where garbage collection comes in between; the number of a closed line is soon another's.
+        """End the process."""
+        # Once, also if garbage collection intervenes: the file descriptor of a closed connection is soon reused.
         if not self._closing.acquire(blocking=False):
             return
-        # Closing alone would leave the thread that reads.
+        # Closing does not wake the reading thread.
         with suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as line:
             line.shutdown(socket.SHUT_RDWR)
         try:
@@ -183,7 +182,7 @@ class _One:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        # Its number goes to the next line that is opened, which nobody may read or write by mistake.
+        # The file descriptor is reused by the next connection, which no thread may use by mistake.
         if self._listener is not current_thread():
             self._listener.join(30)
             if self._listener.is_alive():
@@ -193,18 +192,17 @@ class _One:
 
 
 class Workers:
-    """The processes of one model; starting them takes place in a thread.
+    """The processes of one model; they are started in a thread.
 
     Args:
-        model: what they run.
-        devices: one for each.
-        data: of the call that they are started for, see `packed`.
-        texts: some of its texts, which are answered for nothing, so that kernels are loaded and passes recorded when
-            answers are waited for.
+        model: the model.
+        devices: device of each process.
+        data: the call for which they are started, see `packed`.
+        texts: sample of its texts, which is predicted to load kernels and record graphs before results are needed.
 
     Attributes:
-        ready: whether they can be asked.
-        failed: whether they could not be started.
+        ready: whether they accept requests.
+        failed: whether their start failed.
     """
 
     def __init__(
@@ -217,7 +215,7 @@ class Workers:
         self._owner = os.getpid()
         self._stamp = Stamp(model.graph)
         self._read = (model.tokenizer, model.sentence_recipe)
-        self._ones: list[_One] = []
+        self._processes: list[_Process] = []
         self._numbers = count(1)
         self._lock = Lock()
         self._starting = Thread(
@@ -231,9 +229,9 @@ class Workers:
         threads = max(1, torch.get_num_threads() // len(self.devices))
         try:
             for device in self.devices:
-                self._ones.append(_One(device, share))
-            told = [one.ask(0, 0, "model", model, one.device, threads, weights=True) for one in self._ones]
-            for future in told:
+                self._processes.append(_Process(device, share))
+            answers = [one.ask(0, 0, "model", model, one.device, threads, weights=True) for one in self._processes]
+            for future in answers:
                 future.result()
             if texts:
                 self._rehearse(self.call(data), texts)
@@ -243,29 +241,29 @@ class Workers:
             self.close()
             if not closed:
                 warnings.warn(
-                    f"prediction on {len(self.devices)} devices continues in one process, which uses them less fully: "
+                    f"prediction on {len(self.devices)} devices continues in one process, at a lower speed: "
                     f"{type(fault).__name__}: {fault}",
                     stacklevel=2,
                 )
 
     def _rehearse(self, call: int, texts: list[Any]) -> None:
-        # Twice: shapes that came once are recorded.
-        told = []
-        for one in [*self._ones, *self._ones]:
+        # Twice, because shapes are recorded at their second occurrence.
+        answers = []
+        for one in [*self._processes, *self._processes]:
             number = next(self._numbers)
-            told.append(one.ask(number, 0, "texts", number, call, texts))
-        for future in told:
-            # A fault of the texts is told by the call that they are of.
-            if (fault := future.exception()) is not None and not all(one.sound for one in self._ones):
+            answers.append(one.ask(number, 0, "texts", number, call, texts))
+        for future in answers:
+            # An error of the texts is reported by their own call.
+            if (fault := future.exception()) is not None and not all(one.sound for one in self._processes):
                 raise fault
 
     def wait(self) -> None:
-        """Return when they have started, or failed to."""
+        """Return when they were started, or their start failed."""
         self._starting.join()
 
     def fits(self, model: GraphModel, devices: Sequence[torch.device]) -> bool:
-        """Return whether they run this model, as it is now, on these devices."""
-        alive = not self.ready or all(one.sound and one.process.poll() is None for one in self._ones)
+        """Return whether they have this model, unchanged, on these devices."""
+        alive = not self.ready or all(one.sound and one.process.poll() is None for one in self._processes)
         same = all(a is b for a, b in zip(self._read, (model.tokenizer, model.sentence_recipe), strict=True))
         return (
             self._owner == os.getpid()
@@ -277,11 +275,11 @@ class Workers:
         )
 
     def close(self) -> None:
-        """End all of them."""
+        """End all processes."""
         self.closed, self.ready = True, False
         if self._owner != os.getpid():
-            return  # a fork has the same lines to them, but they are not its own
-        for one in self._ones:
+            return  # a fork shares the connections but does not own the processes
+        for one in self._processes:
             one.close()
 
     def __del__(self) -> None:
@@ -289,31 +287,31 @@ class Workers:
             self.close()
 
     def call(self, data: bytes) -> int:
-        """Announce a call, and return its number."""
+        """Announce a call and return its number."""
         number = next(self._numbers)
-        for one in self._ones:
-            # One that is gone says so when it is asked.
+        for one in self._processes:
+            # An ended process is reported by its next request.
             with suppress(OSError):
-                one.tell("call", number, data)
+                one.send("call", number, data)
         return number
 
     def ask(self, call: int, texts: list[Any]) -> Future[Any]:
-        """Have texts answered by the device with the least to do."""
-        # Length in characters, which is what a device takes its time by.
+        """Send texts to the device with the least load."""
+        # Load is measured in characters.
         plain = set(map(type, texts)) == {str}
         size = sum(map(len, texts)) if plain else sum(len(t) if isinstance(t, str) else sum(map(len, t)) for t in texts)
         number = next(self._numbers)
         with self._lock:
-            one = min(self._ones, key=lambda one: one.waiting)
+            one = min(self._processes, key=lambda one: one.waiting)
             return one.ask(number, size, "texts", number, call, texts)
 
 
 class Call:
-    """One call's windows, each sent to a worker once there are some, and run here until then.
+    """Windows of one call: sent to workers as soon as they are ready, run in this process until then.
 
     Args:
         workers: the processes.
-        data: what a worker has to know of the call, see `packed`.
+        data: description of the call, see `packed`.
     """
 
     def __init__(self, workers: Workers, data: bytes) -> None:
@@ -324,13 +322,13 @@ class Call:
 
     @property
     def ready(self) -> bool:
-        """Whether windows are sent."""
+        """Whether windows are sent to workers."""
         return self._workers.ready
 
     @property
     def windows(self) -> tuple[int, int]:
-        """How many windows are sent before one has to be back, and of how many texts they are."""
-        return DEEP * len(self._workers.devices), TEXTS
+        """Number of windows that are sent ahead, and their number of texts."""
+        return WINDOWS_AHEAD * len(self._workers.devices), WINDOW_TEXTS
 
     def ask(self, texts: list[Any]) -> Future[Any]:
         """Send a window."""
@@ -343,21 +341,21 @@ class Call:
 def call_of(
     model: GraphModel, options: RunOptions, items: Any, encode: Callable[[list[Any]], Any], work: Work
 ) -> Call | None:
-    """Return what sends a call's windows to workers; None where there is one interpreter for all devices.
+    """Return the connection of a call to workers; None if one process serves all devices.
 
     Args:
-        model: what runs.
-        options: how; with several devices.
-        items: the texts; of an iterator nobody knows how many there are.
-        encode: the call's, which a worker does too.
-        work: likewise.
+        model: the model.
+        options: options of the run, with several devices.
+        items: the texts; an iterator has an unknown number of them.
+        encode: encoding function of the call, also used by workers.
+        work: the computation.
     """
     devices = options.devices
     if devices is None or os.name != "posix" or not worth_it(devices):
         return None
     known = isinstance(items, Sequence)
     with _LOCK:
-        _TEXTS[model] = _TEXTS.get(model, 0) + (len(items) if known else LEAST)
+        _TEXTS[model] = _TEXTS.get(model, 0) + (len(items) if known else MIN_TEXTS)
         workers = _OF.get(model)
         if workers is not None and workers.failed:
             return None
@@ -365,15 +363,15 @@ def call_of(
             del _OF[model]
             workers.close()
             workers = None
-        if workers is None and _TEXTS[model] < LEAST:
+        if workers is None and _TEXTS[model] < MIN_TEXTS:
             return None
         try:
             data = packed((encode, work, options), model)
         except Exception:
-            # Made of functions that no other process has.
+            # Contains functions that cannot be pickled.
             return None
         if workers is None:
-            sample = list(islice(items, TEXTS)) if known else []
+            sample = list(islice(items, WINDOW_TEXTS)) if known else []
             workers = _OF[model] = Workers(model, devices, data, sample)
     return Call(workers, data)
 

@@ -1,20 +1,21 @@
-"""A file of texts in, a file of answers out: any number of rows in bounded memory, resumed where it was ended.
+"""File jobs: a file of texts in, a file of results out, in bounded memory, resumable after any interruption.
 
-tables     Parquet and Arrow files of answers
-columns    which columns the model reads, and which are kept
-tasks      what each task gives for a row
-write      rows with answers as JSON lines, CSV, TSV or Parquet
-identity   what a run is of
-parts      the folder of finished parts, and the step that makes a file of them
-ranks      several processes on one file
-plan       all that is decided before the first row
-run        one part after the other
-results    what a run tells of itself
-counting   tokens, for rates
-vectors    what parts hold of vectors in few bytes, and what becomes of them
-file       `predict_file` and `encode_file`: what a call means
-partitions rows of tables that other engines hold
-worker     the process of a further rank
+file               `predict_file` and `encode_file`
+plan               decisions before the first row: columns, task, writer, identity
+run                processing of one part after another
+columns            columns that the model reads, and columns that are kept
+column_collisions  input columns with the name of a result column
+tasks              method and result columns of each task
+write              rows with results as JSON lines, CSV, TSV or Parquet
+tables             Parquet and Arrow files
+vectors            vectors with few bytes
+parts              folder of finished parts, and their join
+identity           everything that determines the results of a job
+ranks              several processes on one file
+worker             process of a further rank
+results            progress and result of a run
+token_counts       counts of tokens and truncated texts
+partitions         rows of Ray and Spark tables
 """
 
 from flodl_hf.jobs.file import encode_file, predict_file

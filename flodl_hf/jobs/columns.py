@@ -1,7 +1,7 @@
-"""Which columns of the input are read by the model, and which go on to the output.
+"""Columns of the input that the model reads, and columns that are copied to the output.
 
-Decides from what the caller said, then from the names that training data goes by (`flodl_hf.readers.columns`); refuses
-where that leaves a doubt. What the model does with a text is decided in `tasks`.
+They are determined by the caller's arguments, then by usual names (`flodl_hf.readers.columns`); ambiguous input is
+refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Choice", "ColumnArgs", "choose_columns", "is_doubtful", "item_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnArgs:
-    """What the caller said about columns; None where nothing."""
+    """The caller's arguments about columns; None if not given."""
 
     text_column: str | None = None
     pair_column: str | None = None
@@ -35,14 +35,14 @@ class ColumnArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What is read, and what is kept.
+    """The columns of a job.
 
     Attributes:
         task: "classes", "relevance", "entities", "answers", "masks" or "vectors".
-        first: the column of the text, of the first of a pair, of the question, or of the query; None if it is `fixed`.
-        second: the column of the second text, the context, or the document; None for single texts.
-        fixed: a question or query that is the same for all rows.
-        keep: columns that go on to the output, in order; None for whatever a row has.
+        first: column of the text, of the first text of a pair, of the question, or of the query; None if it is `fixed`.
+        second: column of the second text, the context, or the document; None for single texts.
+        fixed: a question or query for all rows.
+        keep: columns that are copied to the output, in order; None for all columns of each row.
     """
 
     task: str
@@ -53,7 +53,7 @@ class Choice:
 
     @property
     def read(self) -> tuple[str, ...]:
-        """The columns that the model reads."""
+        """Columns that the model reads."""
         return tuple(name for name in (self.first, self.second) if name is not None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -61,44 +61,44 @@ class Choice:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
 
-def choose_columns(head: str, names: Sequence[str], said: ColumnArgs, own: bool) -> Choice:
-    """Return which columns are for what.
+def choose_columns(head: str, names: Sequence[str], args: ColumnArgs, own: bool) -> Choice:
+    """Return the role of each column.
 
     Args:
         head: the model's head.
-        names: the columns of the input, or those of its first rows.
-        said: what the caller said.
-        own: whether each row has its own columns; "all" then means whatever it has.
+        names: columns of the input, or of its first rows.
+        args: the caller's arguments.
+        own: whether each row has its own columns; "all" then means the columns of the row.
 
     Raises:
-        DataError: a column is not there, cannot be told, or makes no sense for the head; all faults at once.
+        DataError: a column is missing, ambiguous, or unsuitable for the head; lists all problems.
     """
-    faults = _absent(names, said)
-    ask = said.query is not None or said.query_column is not None
+    faults = _absent(names, args)
+    ask = args.query is not None or args.query_column is not None
     wanted = task_named(head)
     task = "relevance" if ask and wanted.answers == "classes" else wanted.answers
-    faults += _senseless(task, said)
-    first, second, fixed = said.text_column, said.pair_column, None
+    faults += _senseless(task, args)
+    first, second, fixed = args.text_column, args.pair_column, None
     if task in ("answers", "relevance"):
-        fixed = said.question if task == "answers" else said.query
-        first = said.question_column if task == "answers" else said.query_column
+        fixed = args.question if task == "answers" else args.query
+        first = args.question_column if task == "answers" else args.query_column
         if first is None and fixed is None:
             first = _look("question", names, [])
-        second = said.context_column or said.text_column
+        second = args.context_column or args.text_column
         second = second or _look("context", names, [first]) or _look("text", names, [first])
         if first is None and fixed is None:
-            faults.append("no column of questions; say question_column=, or question= for one question to all")
+            faults.append("no column of questions. Set question_column=, or question= for one question for all rows.")
         if second is None:
-            faults.append(f"no column of {'contexts' if task == 'answers' else 'documents'}; say text_column=")
+            faults.append(f"no column of {'contexts' if task == 'answers' else 'documents'}. Set text_column=")
     else:
-        first = first or _look("text", names, [said.pair_column])
+        first = first or _look("text", names, [args.pair_column])
         if first is None and len(found := data_columns(names)) == 1:
             first = found[0]
         if first is None:
-            faults.append("which column holds the texts is not clear; name it: text_column=")
-        if task == "classes" and second is None and said.text_column is None:
+            faults.append("the column of texts is ambiguous. Set text_column=")
+        if task == "classes" and second is None and args.text_column is None:
             second = _look("text_pair", names, [first])
-    keep, more = _kept(names, said, own)
+    keep, more = _kept(names, args, own)
     faults += more
     if faults:
         raise DataError(
@@ -109,32 +109,33 @@ def choose_columns(head: str, names: Sequence[str], said: ColumnArgs, own: bool)
     return Choice(task=task, first=first, second=second, fixed=fixed, keep=keep)
 
 
-def is_doubtful(names: Sequence[str], said: ColumnArgs) -> bool:
-    """Return whether the only column goes by no usual name and nobody named it: it may be the first text."""
-    return len(data_columns(names)) == 1 and said == ColumnArgs(keep=said.keep) and _look("text", names, []) is None
+def is_doubtful(names: Sequence[str], args: ColumnArgs) -> bool:
+    """Return whether the only column has an unusual name and was not selected: it may be the first text."""
+    return len(data_columns(names)) == 1 and args == ColumnArgs(keep=args.keep) and _look("text", names, []) is None
 
 
-def _absent(names: Sequence[str], said: ColumnArgs) -> list[str]:
+def _absent(names: Sequence[str], args: ColumnArgs) -> list[str]:
+    """-"""
     roles = ("text_column", "pair_column", "question_column", "context_column", "query_column", "id_column")
     return [
         f"{role}: no column {name!r}{nearest(name, names)}"
         for role in roles
-        if (name := getattr(said, role)) is not None and name not in names
+        if (name := getattr(args, role)) is not None and name not in names
     ]
 
 
-def _senseless(task: str, said: ColumnArgs) -> list[str]:
-    """Return what was said that the task has no use for, or that contradicts itself."""
+def _senseless(task: str, args: ColumnArgs) -> list[str]:
+    """Return arguments that the task does not use, or that contradict each other."""
     takes = next(each.columns for each in TASKS if each.answers == task)
     given = [
         role
-        for role, value in asdict(said).items()
+        for role, value in asdict(args).items()
         if value is not None and role not in ("id_column", "keep") and role not in takes
     ]
-    faults = [f"{role}: this model has no use for it" for role in given]
+    faults = [f"{role}: not used by this model" for role in given]
     for one, other in (("question", "question_column"), ("query", "query_column"), ("text_column", "context_column")):
-        if getattr(said, one) is not None and getattr(said, other) is not None:
-            faults.append(f"{one} and {other}: expected one of the two")
+        if getattr(args, one) is not None and getattr(args, other) is not None:
+            faults.append(f"{one} and {other}: expected only one of them")
     return faults
 
 
@@ -146,10 +147,10 @@ def _look(role: str, names: Sequence[str], taken: Sequence[str | None]) -> str |
     return None
 
 
-def _kept(names: Sequence[str], said: ColumnArgs, own: bool) -> tuple[tuple[str, ...] | None, list[str]]:
-    """Return the columns to keep, the id first, and what is wrong with them."""
-    keep = said.keep if said.keep is not None else "none" if said.id_column is not None else "all"
-    lead = () if said.id_column is None else (said.id_column,)
+def _kept(names: Sequence[str], args: ColumnArgs, own: bool) -> tuple[tuple[str, ...] | None, list[str]]:
+    """Return the columns to keep, the id first, and problems with them."""
+    keep = args.keep if args.keep is not None else "none" if args.id_column is not None else "all"
+    lead = () if args.id_column is None else (args.id_column,)
     if keep == "all":
         return (None if own else (*lead, *(name for name in names if name not in lead))), []
     if keep == "none":
@@ -160,7 +161,7 @@ def _kept(names: Sequence[str], said: ColumnArgs, own: bool) -> tuple[tuple[str,
 
 
 def item_of(choice: Choice) -> Callable[[Mapping[str, Any]], Any]:
-    """Return the function from a row's values to what the model takes: a text, or a pair of texts."""
+    """Return the function from a row's values to the model's input: a text, or a pair of texts."""
     first, second, fixed = choice.first, choice.second, choice.fixed
 
     def text(values: Mapping[str, Any], column: str) -> str:
@@ -170,7 +171,7 @@ def item_of(choice: Choice) -> Callable[[Mapping[str, Any]], Any]:
         if not isinstance(value, str):
             if column not in values:
                 raise RowFault(f"found no column {column!r}, expected one with a text")
-            found = "nothing" if value is None else type(value).__name__
+            found = "null" if value is None else type(value).__name__
             raise RowFault(f"column {column!r}: found {found}, expected a text")
         return value
 

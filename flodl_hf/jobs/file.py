@@ -1,6 +1,6 @@
-"""`predict_file`: a file of texts to a file of answers; `encode_file`: to a file of vectors.
+"""`predict_file` writes a file of results, `encode_file` a file of vectors.
 
-Decides what a call means: which process this is, which model, which input. How the rows are answered is `run`'s.
+This module determines rank, model and input; `run` processes the rows.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from flodl_hf.errors import PredictError
 from flodl_hf.inference.quantize import PRECISIONS
 from flodl_hf.inference.vector_files import SUFFIXES
 from flodl_hf.jobs.columns import ColumnArgs
-from flodl_hf.jobs.counting import counting_tokens
 from flodl_hf.jobs.parts import Parts
 from flodl_hf.jobs.plan import make_plan
 from flodl_hf.jobs.ranks import Heartbeat, LostRank, Rank, Workers, device_names
 from flodl_hf.jobs.results import FileResult, Progress
 from flodl_hf.jobs.run import Run
 from flodl_hf.jobs.tasks import VECTOR
+from flodl_hf.jobs.token_counts import counting_tokens
 from flodl_hf.jobs.write import output_format
 from flodl_hf.readers.path_checks import path_fault
 from flodl_hf.readers.rows import STDIN, open_rows
@@ -64,48 +64,50 @@ def predict_file(
     parent: int | None = None,
     **options: Any,
 ) -> FileResult:
-    """Answer every row of a file into another file, and return what came of it.
+    """Predict every row of a file, write the results to another file, and return a summary.
 
-    Memory does not grow with the file. Finished parts are kept in a folder beside ``target``, so the same call goes on
-    after any kind of end, and writes what an uninterrupted one would have written.
+    Memory use does not depend on the size of the file. Finished parts are stored in a folder next to ``target``. The
+    same call resumes after any interruption and writes what an uninterrupted run would have written.
 
-    Under torchrun, or wherever RANK and WORLD_SIZE are set, each process does its share of the parts, and rank 0
-    writes the file.
+    Under torchrun, or if RANK and WORLD_SIZE are set, each process predicts its share of the parts, and rank 0 writes
+    the file.
 
     Args:
-        model: a model, or the folder or Hub name of one.
-        source: a CSV, TSV, JSON lines, text, Parquet or Arrow file, also packed (``.gz``); ``"-"`` is standard input.
+        model: a model, or its folder or Hub name.
+        source: a CSV, TSV, JSON lines, text, Parquet or Arrow file, optionally compressed (``.gz``); ``"-"`` is
+            standard input.
         target: a ``.jsonl``, ``.csv``, ``.tsv``, ``.parquet`` or ``.arrow`` file.
-        format: what ``source`` is; by default its suffix says, and standard input is text.
-        header: whether a CSV or TSV file has a header; None decides by its looks.
-        text_column: the column of texts; by default the first with a usual name.
-        pair_column: the column of second texts, for models of pairs.
-        question: one question to all texts.
-        question_column: the column of questions.
-        context_column: the column of the texts that hold the answers.
-        query: score each text by how well it fits this query, with a model of one label.
-        query_column: the column of queries.
-        id_column: a column that is kept, and comes first.
-        keep: "all", "none", or the columns that go on to the output; "all" unless there is an ``id_column``.
-        on_error: what becomes of a row that cannot be answered: "stop", "skip" it, or write it with "null" answers and
-            a column ``error``.
-        part_rows: rows of a part; None takes 2,048 on a CPU and 32,768 on CUDA.
-        restart: throw away what an earlier run left, output included.
-        devices: how many processes on this host, the device of each, or "auto" for all; ``model`` is then a name.
-        head: the task, where the model is a name; "auto" takes what it was written for.
-        device: where to load it.
+        format: format of ``source``; default: by its suffix, and text for standard input.
+        header: whether a CSV or TSV file has a header; None detects it.
+        text_column: column of texts; default: the first one with a usual name.
+        pair_column: column of second texts, for models of pairs.
+        question: one question for all texts.
+        question_column: column of questions.
+        context_column: column of contexts.
+        query: a query; each text gets its relevance, by a model with one label.
+        query_column: column of queries.
+        id_column: a column that is kept, as the first one.
+        keep: "all", "none", or the columns to keep; default: "all" unless ``id_column`` is given.
+        on_error: rows that cannot be predicted: "stop", "skip", or write with "null" results and a column ``error``.
+        part_rows: rows of a part; None is 2,048 on a CPU and 32,768 on CUDA.
+        restart: remove the parts and the output of an earlier run.
+        devices: number of processes on this host, the device of each, or "auto" for all devices; ``model`` must be a
+            folder or name.
+        head: task of a model that is given by name; "auto" is the task of its folder.
+        device: device on which to load it.
         revision: branch, tag or commit on the Hub.
         local_files_only: open no connection.
-        weights: where the model is a name: "disk" reads it layer by layer from its files, "memory" holds it; None as
-            there is room.
-        on_progress: called some times a second.
-        should_stop: asked after each part; True ends the run with what is done.
-        parent: end with this process; for ranks that another one started.
-        **options: of the model's method: ``top_k``, ``strict``, ``threshold``, ``aggregation``, ``no_answer``, ...
+        weights: for a model that is given by name: "disk" reads it layer by layer, "memory" loads it; None decides by
+            the available memory.
+        on_progress: called several times a second.
+        should_stop: called after each part; True ends the run.
+        parent: process id; this process ends together with it. For ranks that were started by another one.
+        **options: options of the model's method: ``top_k``, ``strict``, ``threshold``, ``aggregation``, ``no_answer``,
+            ...
 
     Raises:
-        DataError: the input or a row of it is faulty; ``rows`` lists the rows.
-        PredictError: parts of another run, an output that is there, a full disk, an option that makes no sense.
+        DataError: the input or a row of it is invalid; ``rows`` lists the rows.
+        PredictError: parts of another job or an output exist, the disk is full, or an option is invalid.
     """
     job = {k: v for k, v in locals().items() if k not in (*_OWN, "options")} | options
     rank = Rank() if devices is not None else Rank.from_env()
@@ -130,7 +132,7 @@ def predict_file(
         hub = {"revision": revision, "local_files_only": local_files_only}
         model = load(str(model), head=head, device=device or rank.device, weights=weights, **hub)
     model.ready("predict_file", untrained=bool(options.get("untrained")))
-    said = ColumnArgs(**{name: job[name] for name in ColumnArgs.__dataclass_fields__})
+    columns = ColumnArgs(**{name: job[name] for name in ColumnArgs.__dataclass_fields__})
     run: Run | None = None
     with ExitStack() as stack:
         heart = Heartbeat(parts, rank, lambda: {} if run is None else run.figures(), parent)
@@ -144,7 +146,7 @@ def predict_file(
             warnings.warn(f"{out}: its parts were begun with {size} rows each; part_rows={part_rows} has no effect")
         rows = open_rows(source, format, header)
         stack.callback(rows.close)
-        plan = make_plan(model, rows, path, format, kind, parts, said, on_error, size, options)
+        plan = make_plan(model, rows, path, format, kind, parts, columns, on_error, size, options)
         if rank.rank:
             parts.expect(plan.identity)
         else:
@@ -172,10 +174,10 @@ def predict_file(
         if workers is not None:
             workers.stop(finish=not result.is_whole)
     if result.truncated and result.is_whole:
-        how = "pairs whose texts are both long, the longer text first, as transformers does"
+        how = "pairs of long texts, the longer text first, as transformers does"
         if plan.answerer.columns.keys() & {"embedding", VECTOR}:
-            how = "texts to the length that the model takes, as sentence-transformers does. --windows (windows=True) "
-            how += "reads all of a text in windows instead"
+            how = "texts to the model's maximum length, as sentence-transformers does. --windows (windows=True) "
+            how += "reads whole texts in windows instead"
         warnings.warn(f"{source}: truncated {result.truncated:,} of {result.rows:,} {how}.", stacklevel=2)
     return result
 
@@ -189,30 +191,29 @@ def encode_file(
     keep: str | Sequence[str] | None = None,
     **how: Any,
 ) -> FileResult:
-    """Write the vector of every row's text, as ``encode`` makes it, and return what came of it.
+    """Write the vector of every row's text, as ``encode`` returns it, and return a summary.
 
-    As `predict_file`: memory does not grow with the file, and the same call goes on after any kind of end.
+    Like `predict_file`, it uses bounded memory, and the same call resumes after any interruption.
 
     Args:
-        model: a model, or the folder or Hub name of one; several ``devices`` need a name.
-        source: as in `predict_file`.
-        target: a ``.npy`` file, which holds vectors alone; or ``.parquet``, ``.arrow`` or ``.jsonl``, where they are in
-            the column "vector".
-        store: how numbers are kept, one of `flodl_hf.inference.quantize.PRECISIONS`. "int8" and "uint8" count in 255
-            steps from the least to the greatest number of each feature in the whole file; these ranges are written
-            beside it, to ``TARGET.ranges.npy``.
-        keep: columns that go on to the output; "all" where the format has columns.
-        **how: of ``encode`` (``truncate_dim``, ``prompt``, ``prompt_name``, ``task``, ``precision`` ...), and of
+        model: a model, or its folder or Hub name; several ``devices`` need a folder or name.
+        source: as for `predict_file`.
+        target: a ``.npy`` file with vectors only; or ``.parquet``, ``.arrow`` or ``.jsonl`` with a column "vector".
+        store: type of the stored numbers, one of `flodl_hf.inference.quantize.PRECISIONS`. "int8" and "uint8" have 255
+            steps from the minimum to the maximum of each feature in the whole file; these ranges are written to
+            ``TARGET.ranges.npy``.
+        keep: columns to keep; default: "all" if the format has columns.
+        **how: options of ``encode`` (``truncate_dim``, ``prompt``, ``prompt_name``, ``task``, ``precision`` ...) and of
             `predict_file` (``text_column``, ``on_error``, ``part_rows``, ``restart``, ``devices``, ``device`` ...).
 
     Raises:
-        DataError: the input or a row of it is faulty, or the output's format holds no vectors.
-        PredictError: as `predict_file`.
+        DataError: the input or a row of it is invalid, or the output's format does not support vectors.
+        PredictError: as for `predict_file`.
     """
     out = Path(target)
     if out.suffix.lower() not in SUFFIXES:
         raise DataError(
-            f"{out}: the suffix {out.suffix or '(none)'!r} names no format of vectors; expected {', '.join(SUFFIXES)}",
+            f"{out}: the suffix {out.suffix or '(none)'!r} does not support vectors, expected {', '.join(SUFFIXES)}",
             path=str(out),
         )
     if store not in PRECISIONS:
@@ -220,7 +221,7 @@ def encode_file(
             f"encode_file: store is {store!r}{nearest(store, PRECISIONS)}; expected one of {', '.join(PRECISIONS)}"
         )
     if not isinstance(model, (str, os.PathLike)) and getattr(model, "head", None) != "base":
-        raise PredictError("encode_file: the model makes no vectors; load it as an encoder (AutoModel, head='base')")
+        raise PredictError("encode_file: the model has no vectors. Load it as an encoder (AutoModel, head='base').")
     kept = "none" if keep is None and out.suffix.lower() == ".npy" else keep
     return predict_file(model, source, out, keep=kept, head="base", store=store, **how)
 
@@ -229,17 +230,17 @@ _OWN = ("devices", "device", "restart", "on_progress", "should_stop", "parent", 
 
 
 def _check(path: Path, out: Path, on_error: str, part_rows: int | None, rank: Rank, processes: int) -> None:
-    """Refuse what makes no sense whatever the model is."""
+    """Raise for arguments that are invalid for every model."""
     faults = []
     if on_error not in ("stop", "skip", "null"):
         faults.append(f"on_error is {on_error!r}; expected stop, skip or null")
     if part_rows is not None and part_rows < 1:
         faults.append(f"part_rows is {part_rows}; expected at least 1")
     if str(path) == STDIN and (rank.world > 1 or processes > 1):
-        faults.append("standard input can be read by one process only; write it to a file first")
+        faults.append("standard input can be read by only one process. Write it to a file first")
     if fault := path_fault(out):
-        faults.append(f"no file can be written to {printable(str(out), 400)}, because {fault}; name another output")
+        faults.append(f"{printable(str(out), 400)} cannot be written: {fault}. Select another output")
     elif os.path.exists(path) and os.path.exists(out) and path.samefile(out):
-        faults.append(f"input and output are one file, {printable(str(out), 400)}; name another output")
+        faults.append(f"input and output are the same file, {printable(str(out), 400)}. Select another output")
     if faults:
         raise PredictError(f"predict_file: {'; '.join(faults)}", problems=faults)

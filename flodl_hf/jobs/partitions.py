@@ -1,7 +1,7 @@
-"""The rows of a table that another engine holds, answered some at a time: one partition in, the same with answers out.
+"""Predictions for batches of tables of other engines: the columns of a batch in, result columns out.
 
-Decides what a batch of columns becomes, by the columns and tasks of `predict_file`. Which rows come together, what is
-run again after a loss, and when outputs count is the engine's business: an answer depends on its row alone.
+Columns and tasks are those of `predict_file`. The engine determines batches, retries and commits; a result depends only
+on its row.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ __all__ = ["Partitions", "split_words"]
 
 
 class Partitions:
-    """A model that answers rows of a table, loaded once and called with one batch after another.
+    """A model that is loaded once and predicts batches of rows of a table.
 
     Args:
-        model: a model, or the folder or Hub name of one.
-        names: the columns of the table.
-        on_error: what becomes of a row that cannot be answered: "stop" ends the engine's task with its reason; "null"
-            gives it null answers, and all rows a column ``error``.
-        head: the task, where the model is a name.
-        device: where to load it.
-        **words: the columns, as in `predict_file` (``text_column``, ``question_column``, ...), and options of the
-            model's method (``top_k``, ``threshold``, ``normalize``, ``precision``, ...).
+        model: a model, or its folder or Hub name.
+        names: columns of the table.
+        on_error: rows that cannot be predicted: "stop" raises an error; "null" gives null results, and adds a column
+            ``error``.
+        head: task of a model that is given by name.
+        device: device on which to load it.
+        **words: columns as for `predict_file` (``text_column``, ``question_column``, ...), and options of the model's
+            method (``top_k``, ``threshold``, ``normalize``, ``precision``, ...).
 
     Raises:
-        DataError: columns cannot be told, or an answer's name is taken.
+        DataError: columns are ambiguous, or have the name of a result column.
         PredictError: the model has no such option.
 
     Attributes:
-        kinds: what each column of an answer holds.
-        read: the columns that are read.
+        kinds: type of each result column.
+        read: the columns that the model reads.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class Partitions:
             model = load(str(model), head=head, device=device).runtime(progress=False)
         model.ready("answers", untrained=bool(words.get("untrained")))
         if on_error not in ("stop", "null"):
-            raise DataError(f"answers: on_error is {on_error!r}; expected stop or null", problems=["on_error"])
-        said, options = split_words(words)
-        choice = choose_columns(model.head, names, said, own=False)
+            raise DataError(f"answers: on_error is {on_error!r}, expected stop or null", problems=["on_error"])
+        args, options = split_words(words)
+        choice = choose_columns(model.head, names, args, own=False)
         self._model = model
         self._answerer = answerer_for(model, choice, options)
         self._item = item_of(choice)
@@ -71,16 +71,15 @@ class Partitions:
         taken = [name for name in self.kinds if name in names]
         if taken:
             raise DataError(
-                f"answers: the table has columns {', '.join(taken)} already, expected none of the answer's; "
-                "rename them",
+                f"answers: the table has columns {', '.join(taken)} already, like the result. Rename them.",
                 problems=taken,
             )
 
     def answers(self, columns: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-        """Return the columns of the answers of some rows, given by column.
+        """Return the result columns of some rows, given by column.
 
         Raises:
-            DataError: rows cannot be answered, and ``on_error`` is "stop"; they are listed.
+            DataError: rows cannot be predicted, and ``on_error`` is "stop"; lists the rows.
         """
         rows = list(zip(*(columns[name] for name in self.read), strict=True))
         faults: dict[int, str] = {}
@@ -92,12 +91,12 @@ class Partitions:
                 faults[place] = str(fault)
         found = {} if faults and not self._null else self._found(items, faults)
         if faults and not self._null:
-            told = [f"row {place} of the batch: {reason}" for place, reason in sorted(faults.items())]
+            messages = [f"row {place} of the batch: {reason}" for place, reason in sorted(faults.items())]
             raise DataError(
-                f"answers: {len(told)} rows cannot be answered:\n{capped(told)}\nexpected a text in every row; "
-                "leave such rows out, or have them null with on_error='null'",
+                f"answers: {len(messages)} rows cannot be predicted:\n{capped(messages)}\nexpected a text "
+                "in every row. Omit such rows, or set on_error='null'.",
                 rows=sorted(faults),
-                problems=told,
+                problems=messages,
             )
         nothing = (None,) * len(self._answerer.columns)
         lines = [found.get(place, nothing) for place in range(len(rows))]
@@ -105,7 +104,7 @@ class Partitions:
         return by_column | ({"error": [faults.get(place) for place in range(len(rows))]} if self._null else {})
 
     def _found(self, items: Mapping[int, Any], faults: dict[int, str]) -> dict[int, tuple[Any, ...]]:
-        """Return the values of each item by its place, and note in ``faults`` what the model refuses."""
+        """Return the values of each input by its index, and add refused inputs to ``faults``."""
         from flodl.errors import FlodlError
 
         places = list(items)
@@ -121,7 +120,7 @@ class Partitions:
         return {place: self._answerer.values(one) for place, one in zip(places, answers, strict=True)}
 
     def arrow(self, table: Any) -> Any:
-        """Return an Arrow table or record batch with the answers' columns behind its own."""
+        """Return an Arrow table or record batch with the result columns after its own columns."""
         arrow = need_pyarrow("answers")
         found = self.answers({name: table.column(name).to_pylist() for name in self.read})
         arrays = [arrow.array(values, arrow_type(self.kinds[name])) for name, values in found.items()]
@@ -130,7 +129,7 @@ class Partitions:
 
 
 def split_words(words: Mapping[str, Any]) -> tuple[ColumnArgs, dict[str, Any]]:
-    """Return what was said of columns, and the options that are left; every column of the table is kept."""
+    """Return the arguments about columns and the other options; every column of the table is kept."""
     known = [name for name in asdict(ColumnArgs()) if name not in ("keep", "id_column")]
-    said = ColumnArgs(**{name: words[name] for name in known if name in words})
-    return said, {name: value for name, value in words.items() if name not in known}
+    args = ColumnArgs(**{name: words[name] for name in known if name in words})
+    return args, {name: value for name, value in words.items() if name not in known}

@@ -1,9 +1,9 @@
-"""The folder beside the output in which a run lays down its parts, and the one step that makes a file of them.
+"""Folder of the finished parts of a job, next to its output, and the join of the parts to one file.
 
-Decides when a part is there: its record is written last, and without its record a part does not exist. So a run can be
-ended at any point, by any means, and goes on from the parts that are there. Records and manifest are sealed, and a
-record holds the SHA-256 of its part, which is compared when a run goes on and again while parts are joined: bytes that
-changed on the disk are never part of an output. The folder is gone when the output is written.
+A part exists if its record exists, which is written after it. So a job can be interrupted at any point and resumes from
+its parts. Records and manifest are sealed. A record contains the SHA-256 of its part, which is compared when a job
+resumes and again when parts are joined, so damaged bytes never reach the output. The folder is removed after the output
+was written.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = ["DamagedPart", "Parts"]
 MANIFEST = "manifest.json"
 JOINING = "joining"
 BLOCK_BYTES = 1 << 20
-MOST = 16 << 20
-"""Bytes of a manifest or a record."""
+MAX_RECORD_BYTES = 16 << 20
+"""Maximum bytes of a manifest or a record."""
 _OWN_NAME = re.compile(r"(manifest|part-\d{8}|rank-\d{5})\.[a-z]+|joining|\..*").fullmatch
 
 
 class DamagedPart(Exception):
-    """A finished part that is not as it was written: its ``number``. Handled by run, never seen by a caller."""
+    """A finished part (``number``) differs from its record. Handled by `run`, never raised to callers."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"part {number}")
@@ -43,27 +43,27 @@ class DamagedPart(Exception):
 
 
 class Parts:
-    """The parts of one output file.
+    """The parts of an output file.
 
     Args:
         target: the output file.
-        suffix: of the parts.
+        suffix: suffix of the parts.
     """
 
     def __init__(self, target: Path, suffix: str) -> None:
         self.target, self.suffix = target, suffix
         self.folder = target.with_name(target.name + ".parts")
 
-    # ---- laying out, and going on ----------------------------------------------------------------------
+    # ---- creation and resumption -----------------------------------------------------------------------
 
     def known(self) -> dict[str, Any] | None:
-        """Return the manifest of a run that was begun, or None.
+        """Return the manifest of an interrupted job, or None.
 
         Raises:
-            PredictError: the folder is there and is no such folder.
+            PredictError: the folder exists and belongs to something else.
         """
         try:
-            return unseal(read_regular(self.folder / MANIFEST, MOST))
+            return unseal(read_regular(self.folder / MANIFEST, MAX_RECORD_BYTES))
         except FileNotFoundError:
             strays = [p.name for p in self.folder.iterdir()][:5] if self.folder.is_dir() else []
             if [name for name in strays if not name.startswith((".", "rank-"))]:
@@ -71,21 +71,21 @@ class Parts:
             return None
         except (ValueError, OSError) as error:
             self._not_ours(
-                f"its {MANIFEST} cannot be used ({error})", "; --restart (restart=True) removes it and begins anew"
+                f"its {MANIFEST} cannot be used ({error})", "; --restart (restart=True) removes it and starts over"
             )
 
     def _not_ours(self, found: str, more: str = "") -> NoReturn:
         raise PredictError(
-            f"{self.folder}: {found}; expected the parts of an earlier run, or nothing. Move the folder away, or name "
+            f"{self.folder}: {found}; expected the parts of an earlier run, or no folder. Move the folder, or select "
             f"another output{more}",
             path=str(self.folder),
         )
 
     def clear(self) -> None:
-        """Remove the parts of an earlier run, whole or damaged.
+        """Remove the parts of an earlier job, complete or damaged.
 
         Raises:
-            PredictError: the folder holds something else.
+            PredictError: the folder contains other files.
         """
         if not self.folder.is_dir():
             return
@@ -95,35 +95,36 @@ class Parts:
         self._remove()
 
     def _remove(self) -> None:
-        """Remove the folder: renamed first, because other ranks may write into it while it is emptied."""
+        """Remove the folder; rename it first, because other ranks may write into it meanwhile."""
         gone = self.folder.with_name(f".{self.folder.name[:200]}.{os.getpid()}.gone")
         self.folder.rename(gone)
         sync_folder(gone.parent)  # or a power loss could restore its name without its content
         shutil.rmtree(gone, ignore_errors=True)
 
     def begin(self, identity: Mapping[str, Any], part_rows: int, *, replace: bool) -> None:
-        """Lay out the folder, or resume in an existing one.
+        """Create the folder, or resume in an existing one.
 
         Args:
             identity: identity of the job.
             part_rows: rows of a part.
-            replace: the output may exist already.
+            replace: whether an existing output may be replaced.
 
         Raises:
-            PredictError: the output is there, or parts of a run of something else are.
+            PredictError: the output exists, or the parts belong to another job.
         """
         manifest = self.known()
         if self.target.is_dir():
-            raise PredictError(f"{self.target}: is a folder; expected the name of a file", path=str(self.target))
+            raise PredictError(f"{self.target}: is a folder, expected a file name", path=str(self.target))
         if not self.target.parent.is_dir():
             raise PredictError(
-                f"{self.target}: there is no folder {self.target.parent}; make it first", path=str(self.target)
+                f"{self.target}: the folder {self.target.parent} does not exist. Create it first.",
+                path=str(self.target),
             )
         may_replace = replace if manifest is None else manifest["replace"] or (self.folder / JOINING).exists()
         if self.target.exists() and not may_replace:
             raise PredictError(
-                f"{self.target}: exists already; name another output, or start over with --restart (restart=True), "
-                "which replaces it",
+                f"{self.target}: exists already. Select another output, or start over with --restart (restart=True), "
+                "which replaces it.",
                 path=str(self.target),
             )
         if manifest is not None and self.has_parts():
@@ -137,30 +138,30 @@ class Parts:
             make_folders(self.folder)
             if manifest != content:
                 write_atomically(self.folder / MANIFEST, [seal(content)])
-            # Files of an earlier run's ranks; ranks that wait for this run write theirs again.
+            # Status files of earlier ranks; ranks that wait for this job write theirs again.
             old = (*self.folder.glob("rank-*"), *self.folder.glob(".*.tmp"))
             for leftover in (*old, *self.target.parent.glob(f".{self.target.name[:200]}.*.tmp")):
                 if leftover.is_dir() and not leftover.is_symlink():
                     shutil.rmtree(leftover, ignore_errors=True)
                 else:
                     leftover.unlink(missing_ok=True)
-            # Finished parts that a kill kept from being removed.
+            # Removed folders whose deletion was interrupted.
             prefix = f".{self.folder.name[:200]}."
             for entry in self.target.parent.iterdir():
                 if entry.name.startswith(prefix) and entry.name.endswith(".gone") and entry.is_dir():
                     shutil.rmtree(entry, ignore_errors=True)
 
     def expect(self, identity: Mapping[str, Any]) -> None:
-        """Check that the folder, laid out by the first rank, is of this job.
+        """Check that the folder, created by rank 0, belongs to this job.
 
         Raises:
-            PredictError: it is of another one.
+            PredictError: it belongs to another job.
         """
         if (manifest := self.known()) is not None:
             self._compare(manifest, identity)
 
     def drop_if_empty(self) -> None:
-        """Remove the folder if nothing was finished in it."""
+        """Remove the folder if it contains no finished part."""
         if (self.folder / MANIFEST).exists() and not self.has_parts():
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -169,14 +170,14 @@ class Parts:
         return next(self.folder.glob("part-*.json"), None) is not None
 
     def _compare(self, manifest: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-        parted = differences({k: v for k, v in manifest.items() if k not in ("replace", "part_rows")}, identity)
-        # Parts that were finished under "stop" contain no faulty row and are what "skip" would have written.
-        if parted and parted != {"options.on_error": ("stop", "skip")}:
-            lines = [f"{name}: begun with {was!r}, now {now!r}" for name, (was, now) in parted.items()]
+        changed = differences({k: v for k, v in manifest.items() if k not in ("replace", "part_rows")}, identity)
+        # Parts of "stop" contain no invalid row, so they equal those of "skip".
+        if changed and changed != {"options.on_error": ("stop", "skip")}:
+            lines = [f"{name}: was {was!r}, now {now!r}" for name, (was, now) in changed.items()]
             raise PredictError(
-                f"{self.folder}: holds the parts of a run with other input, model or options:\n{capped(lines)}\n"
-                "expected the same; give the options of that run to continue it, or start over with --restart "
-                "(restart=True)",
+                f"{self.folder}: found the parts of a job with another input, model or options:\n{capped(lines)}\n"
+                "expected the same. Use the options of that job to resume it, or start over with --restart "
+                "(restart=True).",
                 path=str(self.folder),
                 problems=lines,
             )
@@ -187,11 +188,11 @@ class Parts:
         return self.folder / f"part-{number:08d}.{self.suffix}"
 
     def data_name(self, number: int) -> str:
-        """Return the name of a part's file."""
+        """Return the file name of a part."""
         return self._data(number).name
 
     def numbers(self) -> list[int]:
-        """Return the numbers of all parts that have a record, whole or not."""
+        """Return the numbers of all parts with a record, complete or not."""
         return sorted(
             int(path.stem.removeprefix("part-")) for path in self.folder.glob("part-" + "[0-9]" * 8 + ".json")
         )
@@ -200,19 +201,19 @@ class Parts:
         return self.folder / f"part-{number:08d}.json"
 
     def record(self, number: int) -> dict[str, Any] | None:
-        """Return what is known of a finished part; None if it is not finished."""
+        """Return the record of a finished part, or None."""
         try:
-            record = unseal(read_regular(self._record(number), MOST))
+            record = unseal(read_regular(self._record(number), MAX_RECORD_BYTES))
             whole = self._data(number).stat().st_size == record["bytes"]
         except (OSError, ValueError, KeyError):
             return None
         return record if whole else None
 
     def commit(self, number: int, chunks: Iterable[bytes], record: dict[str, Any]) -> None:
-        """Write a part, and then its record, which is filled in while ``chunks`` are made.
+        """Write a part and then its record, which is completed while ``chunks`` are produced.
 
         Raises:
-            PredictError: it cannot be written.
+            PredictError: writing failed.
         """
         digest, size = hashlib.sha256(), 0
 
@@ -232,7 +233,7 @@ class Parts:
         """Yield the bytes of a finished part.
 
         Raises:
-            DamagedPart: after the last of them, that they are not what was written; or there is no such part.
+            DamagedPart: after the last block, if the bytes differ from the record, or there is no such part.
         """
         record = self.record(number)
         try:
@@ -248,7 +249,7 @@ class Parts:
             raise DamagedPart(number)
 
     def is_whole(self, number: int) -> bool:
-        """Return whether a part is finished and its bytes are those that were written."""
+        """Return whether a part is finished and its bytes agree with its record."""
         try:
             for _ in self.blocks(number):
                 pass
@@ -257,23 +258,23 @@ class Parts:
         return True
 
     def discard(self, number: int) -> None:
-        """Have a part be unfinished.
+        """Mark a part as unfinished.
 
         Raises:
-            PredictError: it cannot be removed.
+            PredictError: its record cannot be removed.
         """
         with self.writing():
             self._record(number).unlink(missing_ok=True)
 
     def finish(self, count: int, writer: Writer) -> None:
-        """Make one file of the parts, and remove them.
+        """Join the parts to the output file, and remove them.
 
         Raises:
-            DamagedPart: one of them is not as it was written; there is no file then.
-            PredictError: it cannot be written.
+            DamagedPart: a part differs from its record; no output is written.
+            PredictError: writing failed.
         """
         with self.writing():
-            # Whoever finds an output beside these parts may replace it: it is theirs.
+            # An output next to these parts belongs to this job and may be replaced.
             write_atomically(self.folder / JOINING, ())
             sizes = [(self.record(number) or {}).get("bytes") for number in range(count)]
             if None in sizes:
@@ -285,32 +286,32 @@ class Parts:
 
     @property
     def again(self) -> str:
-        """What to do to go on, in words."""
+        """How to resume the job, for messages."""
         try:
-            begun_anew = bool((self.known() or {}).get("replace"))
+            restarted = bool((self.known() or {}).get("replace"))
         except PredictError:
-            begun_anew = False
-        # What was begun anew over an output would be begun anew once more.
-        return f"run the same command again{' without --restart (restart=True)' if begun_anew else ''}"
+            restarted = False
+        # With --restart the job would start over again.
+        return f"run the same command again{' without --restart (restart=True)' if restarted else ''}"
 
     def writing(self) -> _Writing:
-        """Return a context that turns failures of the disk into errors that say what is left."""
+        """Return a context that converts errors of the disk to errors that describe the remaining parts."""
         return _Writing(self)
 
     # ---- ranks -----------------------------------------------------------------------------------------
 
-    def tell(self, rank: int, state: Mapping[str, Any]) -> None:
-        """Write what a rank has to say of itself; nothing happens where the folder is gone."""
+    def write_rank_status(self, rank: int, state: Mapping[str, Any]) -> None:
+        """Write the status of a rank; does nothing if the folder was removed."""
         with suppress(OSError):
             path = self.folder / f"rank-{rank:05d}.json"
-            beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-            beside.write_bytes(seal(state))
-            beside.replace(path)
+            temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+            temporary.write_bytes(seal(state))
+            temporary.replace(path)
 
-    def told(self, rank: int) -> dict[str, Any]:
-        """Return what a rank last said of itself."""
+    def read_rank_status(self, rank: int) -> dict[str, Any]:
+        """Return the last status of a rank."""
         try:
-            return unseal(read_regular(self.folder / f"rank-{rank:05d}.json", MOST))
+            return unseal(read_regular(self.folder / f"rank-{rank:05d}.json", MAX_RECORD_BYTES))
         except (OSError, ValueError):
             return {}
 
@@ -329,10 +330,10 @@ class _Writing:
         whole = len(self._parts.numbers())
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         found = f"no space is left ({error.strerror})" if full else f"writing failed ({error.strerror or error})"
-        advice = "Free some space" if full else "Check the disk, and that the folder may be written,"
+        advice = "Free some space" if full else "Check the disk and the permissions of the folder,"
         raise PredictError(
-            f"{folder.parent}: {found}; expected to write a part; the {whole} finished parts are kept in "
-            f"{folder.name}. {advice} and {self._parts.again}, which goes on from there",
+            f"{folder.parent}: {found}; expected to write a part. The {whole} finished parts are kept in "
+            f"{folder.name}. {advice} and {self._parts.again}, which resumes from them",
             path=str(folder.parent),
             errno=error.errno,
             finished=whole,

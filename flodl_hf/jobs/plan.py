@@ -1,4 +1,4 @@
-"""All that is decided before the first row is answered: columns, task, writer, and what the run is of."""
+"""Decisions before the first row: columns, task, writer, and identity of the job."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from flodl.errors import DataError, printable
+from flodl_hf.jobs.column_collisions import colliding_columns, renamed
 from flodl_hf.jobs.columns import ColumnArgs, choose_columns, is_doubtful, item_of
 from flodl_hf.jobs.identity import input_identity, model_identity, option_identity
 from flodl_hf.jobs.parts import Parts
-from flodl_hf.jobs.renamed import renamed_writer
 from flodl_hf.jobs.tasks import Answerer, answerer_for, method_of
 from flodl_hf.jobs.vectors import vector_writer
 from flodl_hf.jobs.write import Writer
@@ -21,19 +21,20 @@ from flodl_hf.readers.rows import STDIN, Row, Rows, format_of
 
 __all__ = ["Plan", "make_plan"]
 
-# Rows of a part: few enough that little is lost when a run is ended, many enough to fill a device.
+# Rows of a part: few, so that little is lost by an interruption, but enough to occupy the device.
 CPU_PART = 2048
 CUDA_PART = 32_768
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is decided before the first row is answered."""
+    """Decisions before the first row."""
 
     model: Any
     source: Path
     answerer: Answerer
     writer: Writer
+    rename: Mapping[str, str]
     item: Callable[[Mapping[str, Any]], Any]
     on_error: str
     part_rows: int
@@ -42,7 +43,7 @@ class Plan:
     identity: dict[str, Any]
 
     def open(self, rows: Rows) -> Rows:
-        """Return ``rows`` after saying which columns will be asked for."""
+        """Request the required columns of ``rows``, and return it."""
         if self.columns is not None:
             rows.want(list(self.columns))
         return rows
@@ -55,15 +56,15 @@ def make_plan(
     format: str | None,
     kind: str,
     parts: Parts,
-    said: ColumnArgs,
+    args: ColumnArgs,
     on_error: str,
     part_rows: int | None,
     options: Mapping[str, Any],
 ) -> Plan:
-    """Return the plan of a run.
+    """Return the plan of a job.
 
     Raises:
-        DataError: the columns cannot be told, or clash with those of the answer.
+        DataError: columns are ambiguous, or have the name of a result column.
         PredictError: the model has no such option.
     """
     from flodl_hf.checkpoints.version import own_version
@@ -78,29 +79,36 @@ def make_plan(
         if first and not names:
             raise DataError(f"{source}: {first[0].place}: {first[0].fault or 'no columns'}", problems=[first[0].fault])
     if names:
-        choice = choose_columns(model.head, names, said, own)
-        if rows.guessed_header and is_doubtful(names, said):
+        choice = choose_columns(model.head, names, args, own)
+        if rows.guessed_header and is_doubtful(names, args):
             warnings.warn(
-                f"{source}: the first line, {printable(names[0], 60)}, is taken for a header; if it is a text, say "
-                "header=False; if it is none, text_column= with its name",
+                f"{source}: the first line, {printable(names[0], 60)}, is used as a header. If it is a text, set "
+                "header=False; otherwise set text_column= to its name.",
                 stacklevel=3,
             )
     else:
-        # An empty file has nothing to tell columns by; the answer's alone make the empty output.
-        choice = choose_columns(model.head, ["text", "question"], ColumnArgs(query=said.query, keep="none"), own)
+        # An empty file has no columns; the output contains the result columns only.
+        choice = choose_columns(model.head, ["text", "question"], ColumnArgs(query=args.query, keep="none"), own)
     answerer = answerer_for(model, choice, options)
     with_errors = on_error == "null"
 
-    def make(keep: tuple[str, ...] | None, **columns: Any) -> Writer:
-        return vector_writer(kind, keep, answerer.columns, parts.target, with_errors=with_errors, **columns)
-
-    # Who names columns to keep is told where they clash; where all are kept, none is lost.
-    everything = said.keep == "all" or (said.keep is None and said.id_column is None)
-    taken = (*answerer.columns, *(["error"] if with_errors else [])) if everything else ()
-    writer = renamed_writer(
-        make, taken, keep=choice.keep, lead=said.id_column, names=names, types=rows.types, first=first
-    )  # fmt: skip
-    # Tables are read by column.
+    # Explicitly kept columns must not collide with result columns; if all are kept, colliding ones are renamed.
+    keeps_all = args.keep == "all" or (args.keep is None and args.id_column is None)
+    taken = (*answerer.columns, *(["error"] if with_errors else [])) if keeps_all else ()
+    rename = colliding_columns(names, taken)
+    new_name = {name: rename.get(name, name) for name in (*names, *(rows.types or ()))}
+    writer = vector_writer(
+        kind,
+        None if choice.keep is None else tuple(new_name[name] for name in choice.keep),
+        answerer.columns,
+        parts.target,
+        with_errors=with_errors,
+        lead=None if args.id_column is None else new_name.get(args.id_column, args.id_column),
+        names=[new_name[name] for name in names],
+        types=None if rows.types is None else {new_name[name]: kind for name, kind in rows.types.items()},
+        first=[renamed(row, rename) for row in first],
+    )
+    # Tables are read column by column.
     wanted = None if rows.types is None else tuple(dict.fromkeys((*choice.read, *(choice.keep or ()))))
     method = method_of(model, choice.task, stored="store" in options)
     identity = {
@@ -113,6 +121,6 @@ def make_plan(
             "format": kind, "on_error": on_error,
         },
     }  # fmt: skip
-    # As it is read back from the folder, so that equal values compare equal.
+    # As after reading the manifest, so that equal values compare equal.
     identity = json.loads(json.dumps(identity))
-    return Plan(model, source, answerer, writer, item_of(choice), on_error, size, wanted, choice.read, identity)
+    return Plan(model, source, answerer, writer, rename, item_of(choice), on_error, size, wanted, choice.read, identity)

@@ -1,8 +1,8 @@
 """Several processes on one file: assignment of parts, heartbeats, and worker processes on this host.
 
-Part ``n`` is predicted by rank ``n % world``. Ranks share only the folder of parts: each writes there that it is alive.
-The first rank lays out the folder and acknowledges there the ranks that it has seen; the others wait for that, so they
-never take an earlier run's folder for this run's. The first rank then waits for the parts of the others.
+Part ``n`` is predicted by rank ``n % world``. Ranks share only the folder of parts, in which each writes its status.
+Rank 0 creates the folder and acknowledges there the ranks that it has seen; the others wait for that, so they never use
+the folder of an earlier run. Rank 0 then waits for the parts of the others.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from flodl_hf.jobs.parts import Parts
 __all__ = ["Heartbeat", "LostRank", "Rank", "Workers", "device_names", "wait_for_parts"]
 
 PULSE_S = 1.0
-SEEK_S = 0.05  # between two looks for other ranks
-FROZEN_S = 60.0  # a rank that wrote nothing for this time is taken for dead
+SEEK_S = 0.05  # interval of checks for other ranks
+FROZEN_S = 60.0  # a rank that wrote nothing for this time is considered dead
 START_S = 600.0  # a rank that wrote nothing yet may still be loading its model
 JOIN_S = 120.0  # time for the first rank to lay out the folder
-TAIL = 8192  # bytes of a worker's last messages that are reported
+TAIL = 8192  # reported bytes of a worker's stderr
 
 
 class LostRank(Exception):
-    """Another rank failed: its ``fault``. Not a library error, so no handler takes it for the fault of a row."""
+    """Another rank failed with ``fault``. Not a library error, so it is never attributed to a row."""
 
     def __init__(self, fault: PredictError) -> None:
         super().__init__(str(fault))
@@ -48,7 +48,7 @@ class LostRank(Exception):
 
 @dataclass(frozen=True)
 class Rank:
-    """Which of several processes this is."""
+    """Rank of this process."""
 
     rank: int = 0
     world: int = 1
@@ -56,10 +56,10 @@ class Rank:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Rank:
-        """Return what RANK, WORLD_SIZE and LOCAL_RANK say, as torchrun sets them.
+        """Return the rank of the environment variables RANK, WORLD_SIZE and LOCAL_RANK, as torchrun sets them.
 
         Raises:
-            PredictError: they are no numbers that fit together.
+            PredictError: their values are invalid.
         """
         env = os.environ if env is None else env
         if "RANK" not in env or "WORLD_SIZE" not in env:
@@ -75,26 +75,26 @@ class Rank:
             )
         return cls(rank, world, local)
 
-    def takes(self, part: int) -> bool:
-        """Return whether a part is this rank's."""
+    def owns(self, part: int) -> bool:
+        """Return whether this rank predicts a part."""
         return part % self.world == self.rank
 
     @property
     def device(self) -> str | None:
-        """The device of one of several ranks; None for the usual one."""
+        """Device of one of several ranks; None for the default device."""
         if self.world == 1 or not torch.cuda.is_available():
             return None
         return f"cuda:{self.local % torch.cuda.device_count()}"
 
 
 class Heartbeat:
-    """Writes into the folder, as long as it is entered, that this rank is alive and its figures.
+    """Writes the status and figures of this rank periodically while the context is active.
 
     Args:
         parts: the folder.
         rank: the rank of this process.
         figures: returns the figures to write.
-        parent: end this process when its parent is no longer this one.
+        parent: process id; this process ends if it is no longer its parent.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Heartbeat:
     ) -> None:
         self._parts, self._rank, self._figures, self._parent = parts, rank, figures, parent
         self._life = f"{os.getpid()}-{time.time_ns()}"
-        self._seen: dict[str, str] = {}  # by other rank, the life that the first rank has acknowledged
+        self._seen: dict[str, str] = {}  # acknowledged process of each other rank
         self._beats = 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -118,23 +118,23 @@ class Heartbeat:
         self._write("" if error is None else f"{kind.__name__}: {error}")
 
     def join(self, should_stop: Callable[[], bool]) -> bool:
-        """Wait until the first rank has laid out the folder and acknowledged this rank.
+        """Wait until rank 0 has created the folder and acknowledged this rank.
 
         Returns False if there is nothing to do: the output is complete, or a stop was requested.
 
         Raises:
-            PredictError: the first rank does not begin.
+            PredictError: rank 0 does not start.
         """
         until = time.monotonic() + JOIN_S
-        while self._parts.told(0).get("seen", {}).get(str(self._rank.rank)) != self._life:
+        while self._parts.read_rank_status(0).get("seen", {}).get(str(self._rank.rank)) != self._life:
             if should_stop():
                 return False
             if time.monotonic() > until:
                 if self._parts.target.exists():
                     return False
                 raise PredictError(
-                    f"{self._parts.folder}: the first rank (RANK=0) has not begun within {JOIN_S:.0f} s; start it "
-                    "with the same command",
+                    f"{self._parts.folder}: rank 0 has not started within {JOIN_S:.0f} s. Start it with the "
+                    "same command and RANK=0.",
                     path=str(self._parts.folder),
                 )
             self._write()
@@ -142,7 +142,7 @@ class Heartbeat:
         return True
 
     def wait_for_ranks(self, most_s: float) -> None:
-        """Wait until all other ranks were acknowledged, so that none waits for a folder that was removed."""
+        """Wait until all other ranks were acknowledged, so that none waits for a removed folder."""
         until = time.monotonic() + most_s
         while len(self._seen) + 1 < self._rank.world and time.monotonic() < until:
             time.sleep(SEEK_S)
@@ -150,29 +150,29 @@ class Heartbeat:
     def _write(self, fault: str | None = None) -> None:
         self._beats += 1
         state = {"life": self._life, "beat": self._beats, "fault": fault or "", "over": fault is not None}
-        self._parts.tell(self._rank.rank, {**state, "seen": self._seen, **self._figures()})
+        self._parts.write_rank_status(self._rank.rank, {**state, "seen": self._seen, **self._figures()})
 
     def _run(self) -> None:
         while not self._over.wait(PULSE_S if self._rank.rank or len(self._seen) + 1 >= self._rank.world else SEEK_S):
             if self._parent is not None and os.getppid() != self._parent:
                 os._exit(1)
             if self._rank.rank == 0:
-                others = {r: self._parts.told(r) for r in range(1, self._rank.world)}
-                self._seen = {str(r): told["life"] for r, told in others.items() if "life" in told}
+                others = {r: self._parts.read_rank_status(r) for r in range(1, self._rank.world)}
+                self._seen = {str(r): status["life"] for r, status in others.items() if "life" in status}
             self._write()
 
 
 def wait_for_parts(parts: Parts, rank: Rank, missing: Sequence[int], on_wait: Callable[[int], bool]) -> bool:
-    """Wait until other ranks have finished their parts; False if a stop was requested.
+    """Wait until other ranks have finished their parts; return False if a stop was requested.
 
     Args:
         parts: the folder.
         rank: this rank.
-        missing: parts that were not finished.
+        missing: numbers of the unfinished parts.
         on_wait: called repeatedly with the number of missing parts; True ends the wait.
 
     Raises:
-        PredictError: a rank failed, was ended, or wrote nothing for too long.
+        PredictError: a rank failed, was stopped, or wrote no status for too long.
     """
     last: dict[int, Any] = {}
     started = time.monotonic()
@@ -182,16 +182,16 @@ def wait_for_parts(parts: Parts, rank: Rank, missing: Sequence[int], on_wait: Ca
         if on_wait(len(left)):
             return False
         for other in sorted({number % rank.world for number in left}):
-            told = parts.told(other)
-            if told != last.get(other, {}):
-                last[other], since[other] = told, time.monotonic()
-            if told.get("over"):
+            status = parts.read_rank_status(other)
+            if status != last.get(other, {}):
+                last[other], since[other] = status, time.monotonic()
+            if status.get("over"):
                 if all(parts.record(number) is not None for number in left if number % rank.world == other):
                     continue
-                _lost(parts, other, told.get("fault") or "it was stopped before its parts were done", left)
+                _lost(parts, other, status.get("fault") or "it was stopped before its parts were finished", left)
             silent = time.monotonic() - since.get(other, started)
-            if silent > (FROZEN_S if told else START_S):
-                _lost(parts, other, f"it gave no sign for {silent:.0f} s", left)
+            if silent > (FROZEN_S if status else START_S):
+                _lost(parts, other, f"no status for {silent:.0f} s", left)
         time.sleep(SEEK_S)
     return True
 
@@ -199,7 +199,7 @@ def wait_for_parts(parts: Parts, rank: Rank, missing: Sequence[int], on_wait: Ca
 def _lost(parts: Parts, rank: int, reason: str, left: Sequence[int]) -> None:
     raise PredictError(
         f"rank {rank}: {reason}; {len(left)} parts are missing. All finished parts are kept in {parts.folder}: "
-        f"{parts.again}, which goes on from there",
+        f"{parts.again}, which resumes from them",
         rank=rank,
         missing=list(left),
         reason=reason,
@@ -213,7 +213,7 @@ def device_names(devices: int | str | Sequence[str]) -> list[str]:
     """Return the device of each rank.
 
     Raises:
-        DeviceError: there are fewer devices, or none were named.
+        DeviceError: there are fewer devices, or none is given.
     """
     if isinstance(devices, str):
         if devices == "auto":
@@ -222,12 +222,12 @@ def device_names(devices: int | str | Sequence[str]) -> list[str]:
     if not isinstance(devices, int):
         names = [str(name) for name in devices]
         if not names or not all(names):
-            raise DeviceError(f"devices: found {devices!r}; expected a number, or names such as cuda:0,cuda:1")
+            raise DeviceError(f"devices: found {devices!r}, expected a number, or names such as cuda:0,cuda:1")
         return [str(find_device(name)) for name in names]
     there = cuda_count()
     if devices < 1 or (there and devices > there):
-        expected = f"1 to {there}, one for each CUDA device here" if there else "a number of processes, 1 or more"
-        raise DeviceError(f"devices: found {devices}; expected {expected}")
+        expected = f"1 to {there}, one for each CUDA device" if there else "a number of processes, 1 or more"
+        raise DeviceError(f"devices: found {devices}, expected {expected}")
     return [f"cuda:{k}" for k in range(devices)] if there else ["cpu"] * devices
 
 
@@ -256,19 +256,19 @@ class Workers:
             env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, env.get("PYTHONPATH"))))
             command = [sys.executable, "-m", "flodl_hf.jobs.worker", json.dumps({**job, "device": device})]
             self._messages[rank] = messages = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop
-            # In a group of its own: a Ctrl-C at the terminal reaches it through rank 0, once.
+            # A separate process group: Ctrl-C reaches it through rank 0, once.
             self._running[rank] = subprocess.Popen(
                 command, env=env, stdin=subprocess.DEVNULL, stderr=messages, start_new_session=True
             )
 
     def check(self, again: str = "run the same command again") -> None:
-        """Raise if a worker ended before its parts were done.
+        """Raise if a worker ended before its parts were finished.
 
         Args:
-            again: how to resume the job, in words.
+            again: how to resume the job, for messages.
 
         Raises:
-            LostRank: a worker ended by a signal or with another status than 0.
+            LostRank: a worker was ended by a signal, or with another status than 0.
         """
         for rank, process in self._running.items():
             if code := process.poll():
@@ -286,7 +286,7 @@ class Workers:
                 )
 
     def _message(self, rank: int) -> str:
-        """Return the last messages of a worker; of a traceback, the exception."""
+        """Return the last lines of a worker's stderr; of a traceback, the exception."""
         file = self._messages[rank]
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
         text = file.read().decode("utf-8", "replace").strip()
@@ -298,7 +298,7 @@ class Workers:
         """End all workers and wait for them.
 
         Args:
-            finish: let each finish the part it is predicting; otherwise they are killed, and unfinished parts are lost.
+            finish: let each worker finish its current part; otherwise they are killed, and unfinished parts are lost.
         """
         for process in self._running.values():
             with contextlib.suppress(ProcessLookupError):

@@ -1,13 +1,10 @@
-"""Ray: a dataset answered by actors, a file answered by a cluster in resumable parts, and every head over HTTP by many.
+"""Ray: datasets predicted by actors, files predicted by a cluster in resumable parts, and Ray Serve.
 
-Two ways to outputs in which no row is missing or doubled:
-
-* `answers` adds columns to a Ray dataset. Ray runs a batch again where an actor is lost, and each batch's rows are in
-  the dataset once; whether a job's files are all there is for the job to say (Ray writes them without a last step).
-* `predict_file` answers a file in the parts of `flodl_hf.predict_file`, one rank a worker, on a file system that all
-  see: a part counts when its record is there, the output appears in one step, and the same call goes on after any end.
-
-`deployment` is for Ray Serve: each replica is the application of `flodl-hf serve`, with all its paths.
+* `answers` adds columns to a Ray dataset. Ray repeats a batch of a lost actor, and each row appears once in the
+dataset. The job has to check that all output files exist, because Ray writes them without a final commit.
+* `predict_file` predicts a file in the parts of `flodl_hf.predict_file`, one rank for each worker, on a shared file
+system: a part counts when its record exists, the output appears in one step, and the same call resumes.
+* `deployment` runs the application of `flodl-hf serve` as a replica of Ray Serve.
 """
 
 from __future__ import annotations
@@ -24,11 +21,11 @@ __all__ = ["Answers", "answers", "deployment", "predict_file"]
 
 
 class Answers:
-    """The class that Ray's actors hold: a model, loaded once, that is called with Arrow tables.
+    """Callable for Ray's actors: a model, loaded once, that is called with Arrow tables.
 
     Args:
         model: a folder or Hub name that every node can read.
-        **words: as in `flodl_hf.jobs.partitions.Partitions`.
+        **words: as for `flodl_hf.jobs.partitions.Partitions`.
     """
 
     def __init__(self, model: str, **words: Any) -> None:
@@ -36,7 +33,7 @@ class Answers:
         self._partitions: Partitions | None = None
 
     def __call__(self, table: Any) -> Any:
-        """Return the table with the answers' columns."""
+        """Return the table with the result columns."""
         if self._partitions is None:
             self._partitions = Partitions(self._model, table.schema.names, **self._words)
         return self._partitions.arrow(table)
@@ -52,25 +49,24 @@ def answers(
     batch_size: int = 2048,
     **words: Any,
 ) -> Any:
-    """Return a Ray dataset with the answers' columns behind its own: those of `flodl_hf.predict_file`.
+    """Return a Ray dataset with the result columns of `flodl_hf.predict_file` after its own columns.
 
     Args:
-        dataset: with a column of texts.
+        dataset: dataset with a column of texts.
         model: a folder or Hub name that every node can read.
-        workers: most actors that hold the model. Ray starts one, and more while rows wait; what comes before them needs
-            processors besides theirs.
-        num_gpus: of each actor; one that has any loads the model on its GPU.
-        num_cpus: of each actor.
-        batch_size: rows that an actor gets at a time.
-        **words: as in `flodl_hf.jobs.partitions.Partitions`: columns, ``on_error``, options of the model's method.
+        workers: maximum number of actors with a model. Ray starts one, and more while rows wait; reading the input
+            needs further processors.
+        num_gpus: GPUs of each actor; with any, the model is loaded on a GPU.
+        num_cpus: CPUs of each actor.
+        batch_size: rows of one call of an actor.
+        **words: as for `flodl_hf.jobs.partitions.Partitions`: columns, ``on_error``, options of the model's method.
 
     Raises:
         PredictError: Ray is not installed.
     """
     data = _ray("data")
     given = {"device": "cuda" if num_gpus else None, **words}
-    # As many as there is work for: a pool of fixed size would take the processors that Ray needs to read and cut rows
-    # before a worker has any, and both would wait for ever.
+    # A pool of fixed size could take all processors that Ray needs to read the input, so that neither could proceed.
     pool = data.ActorPoolStrategy(min_size=1, max_size=workers)
     return dataset.map_batches(
         Answers, fn_constructor_args=(os.fspath(model),), fn_constructor_kwargs=given, batch_format="pyarrow",
@@ -88,22 +84,22 @@ def predict_file(
     num_cpus: float = 1,
     **options: Any,
 ) -> FileResult:
-    """Answer a file by a cluster; see `flodl_hf.predict_file`, of whose ranks each worker is one.
+    """Predict a file by a cluster; see `flodl_hf.predict_file`. Each worker is one of its ranks.
 
-    Model, source and target are paths that every node sees. A worker that is lost is started again by Ray, and goes on
-    from the parts that are there.
+    Model, source and target are paths on a shared file system. Ray restarts a lost worker, which resumes from the
+    finished parts.
 
     Args:
         model: a folder or Hub name.
-        source: the file of texts.
-        target: the file of answers.
-        workers: tasks that run at the same time.
-        num_gpus: of each worker.
-        num_cpus: of each worker.
-        **options: of `flodl_hf.predict_file`.
+        source: file of texts.
+        target: file of results.
+        workers: number of concurrent tasks.
+        num_gpus: GPUs of each worker.
+        num_cpus: CPUs of each worker.
+        **options: options of `flodl_hf.predict_file`.
 
     Raises:
-        PredictError: Ray is not installed, or the cluster has no room for so many workers at once.
+        PredictError: Ray is not installed, or the cluster cannot run so many workers at a time.
     """
     ray = _ray("")
     need = {"CPU": num_cpus, **({"GPU": num_gpus} if num_gpus else {})}
@@ -112,9 +108,9 @@ def predict_file(
     short = [name for name, each in need.items() if ray.cluster_resources().get(name, 0) < each * workers]
     if short:
         raise PredictError(
-            f"predict_file: {workers} workers at once need {need} each, and the cluster has "
-            f"{ {name: ray.cluster_resources().get(name, 0) for name in need} }; expected room for all, because they "
-            "share the file's parts; ask for fewer workers",
+            f"predict_file: {workers} concurrent workers need {need} each, and the cluster has "
+            f"{ {name: ray.cluster_resources().get(name, 0) for name in need} }, expected enough for all. "
+            "Use fewer workers.",
             problems=short,
         )
     job = {**options, "model": os.fspath(model), "source": os.fspath(source), "target": os.fspath(target)}
@@ -131,39 +127,40 @@ def deployment(
     options: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Any:
-    """Return an application for ``ray.serve.run``: replicas that answer what `flodl-hf serve` answers.
+    """Return an application for ``ray.serve.run`` whose replicas run `flodl-hf serve`.
 
-    Ray's proxies take the requests and choose a replica; batching, limits and metrics are those of each.
+    Ray's proxies distribute the requests; each replica has its own batches, limits and metrics.
 
     Args:
-        models: folders or Hub names that every node can read; ``"NAME=FOLDER"`` says what clients call one.
-        replicas: how many there are.
-        num_gpus: of each replica; one that has any runs on its GPU.
-        num_cpus: of each replica.
-        options: further options of ``ray.serve.deployment``, such as ``autoscaling_config`` (leave out ``replicas``).
-        **settings: of `flodl_hf.serving.Settings`.
+        models: folders or Hub names that every node can read; ``"NAME=FOLDER"`` sets the name that clients use.
+        replicas: number of replicas.
+        num_gpus: GPUs of each replica; with any, it runs on a GPU.
+        num_cpus: CPUs of each replica.
+        options: further options of ``ray.serve.deployment``, such as ``autoscaling_config`` (then without
+            ``replicas``).
+        **settings: fields of `flodl_hf.serving.Settings`.
 
     Raises:
         PredictError: Ray Serve is not installed.
-        ConfigError: settings that make no sense.
+        ConfigError: settings are invalid.
     """
     from flodl_hf.serving.settings import Settings, served
 
     ray_serve = _ray("serve")
     listed = [models] if isinstance(models, str) else models
     given: dict[str, Any] = {"devices": ("cuda",) if num_gpus else ("cpu",), **settings}
-    said = Settings(models=served(listed), **given)
+    server = Settings(models=served(listed), **given)
 
     def application() -> Any:
         from flodl_hf.serving.app import create_app
 
-        return create_app(said)
+        return create_app(server)
 
     class Heads:
         pass
 
     resources = {"num_cpus": num_cpus, "num_gpus": num_gpus}
-    words: dict[str, Any] = {"max_ongoing_requests": said.max_concurrent, "ray_actor_options": resources}
+    words: dict[str, Any] = {"max_ongoing_requests": server.max_concurrent, "ray_actor_options": resources}
     words |= dict(options or {})
     if "autoscaling_config" not in words:
         words["num_replicas"] = replicas
@@ -171,20 +168,20 @@ def deployment(
 
 
 def _rank(job: dict[str, Any], rank: int, world: int) -> FileResult:
-    """Return what came of one rank; Ray shows a task its own devices alone, of which it takes the first."""
+    """Run one rank. Ray shows a task only its own devices, of which it uses the first."""
     from flodl_hf.jobs import predict_file
 
-    said = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
-    os.environ.update(said)
+    variables = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
+    os.environ.update(variables)
     try:
         return predict_file(**job)
-    finally:  # Ray uses its processes again
-        for name in said:
+    finally:  # Ray reuses its processes
+        for name in variables:
             os.environ.pop(name, None)
 
 
 def _ray(part: str) -> Any:
-    """Return Ray, or a part of it.
+    """Return Ray, or a submodule of it.
 
     Raises:
         PredictError: it is not installed.
@@ -195,6 +192,6 @@ def _ray(part: str) -> Any:
         return import_module(f"ray.{part}" if part else "ray")
     except ImportError as error:
         raise PredictError(
-            f"flodl_hf.jobs.ray: {error}; expected Ray with its data and serve libraries: pip install 'flodl-hf[ray]'",
+            f"flodl_hf.jobs.ray: {error}. Install Ray with its data and serve libraries: pip install 'flodl-hf[ray]'",
             problems=["ray"],
         ) from error

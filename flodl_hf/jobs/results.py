@@ -1,4 +1,4 @@
-"""What a run tells of itself: how far it is, and what came of it."""
+"""Progress and result of a job."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["FileResult", "Progress"]
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is.
+    """Progress of a job.
 
     Attributes:
-        rows: rows done by all ranks in this run.
-        tokens: tokens that went through this process's model in this run.
-        done: how far the input is read, in bytes or rows.
-        total: how far it goes, in the same unit; None where that is not known.
-        seconds: since the first part was begun.
-        waiting: parts of other ranks that this one waits for.
+        rows: rows that all ranks predicted in this run.
+        tokens: tokens of the model of this process in this run.
+        done: position in the input, in bytes or rows.
+        total: size of the input in the same unit; None if unknown.
+        seconds: time since the start of the first part.
+        waiting: number of parts of other ranks that this one waits for.
     """
 
     rows: int
@@ -32,23 +32,23 @@ class Progress:
 
 @dataclass
 class FileResult:
-    """What came of a run.
+    """Result of a job.
 
     Attributes:
         target: the output file.
-        is_whole: whether it was written; False for a run that was stopped, and for all ranks but the first.
-        rows: rows of the input, by all ranks and runs as far as this one knows.
+        is_whole: whether the output was written; False for a stopped run, and for all ranks but 0.
+        rows: rows of the input, of all ranks and runs as far as known.
         written: rows of the output.
-        faulty: rows that could not be answered, left out or written without an answer.
-        faults: the first of them, in words.
-        empty: rows whose texts are empty or white space alone; they are answered as the model answers an empty text.
-        truncated: rows whose text was longer than the model takes and was truncated.
+        faulty: rows that could not be predicted; omitted, or written without a result.
+        faults: messages of the first of them.
+        empty: rows with empty or blank texts; they get the result of an empty text.
+        truncated: rows whose text was truncated.
         parts: parts of the output.
-        resumed: parts that were there when this run began.
-        seconds: time this run took, loading left out.
-        new_rows: rows answered in this run, by all ranks.
-        tokens: tokens that went through the models in this run, by all ranks.
-        columns: the columns of the input that the model read, in its order.
+        resumed: parts that existed when this run started.
+        seconds: time of this run without loading.
+        new_rows: rows that all ranks predicted in this run.
+        tokens: tokens of all ranks in this run.
+        columns: columns of the input that the model read, in its order.
     """
 
     target: Path

@@ -1,7 +1,6 @@
-"""One process's way through the input, part after part.
+"""Run of one process over the input, part after part.
 
-Decides how a run goes on and what becomes of faulty rows. A part is predicted by itself, so that what it holds does not
-depend on where a run was ended before, or on which rank did its neighbours.
+Each part is predicted separately, so its content does not depend on interruptions or on the ranks of other parts.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Any
 
 from flodl.errors import DataError, FlodlError, capped
 from flodl_hf.errors import PredictError
+from flodl_hf.jobs.column_collisions import renamed
 from flodl_hf.jobs.identity import input_identity
 from flodl_hf.jobs.parts import DamagedPart, Parts
 from flodl_hf.jobs.plan import Plan
@@ -26,15 +26,15 @@ from flodl_hf.readers.rows import Row, RowFault, Rows
 
 __all__ = ["Run"]
 
-TOLD = 20  # faults whose text is kept
-QUICKER_S = 15.0  # ranks that are started together begin within this time
-TICK_S = 0.2  # between two reports of progress
-BLOCK = 64  # answers that are put into one text together
-MENDED = 3  # times that parts damaged after they were finished are made again before the disk is given up
+MAX_FAULTS = 20  # invalid rows whose message is stored
+START_SKEW_S = 15.0  # ranks that are started together start within this time
+PROGRESS_S = 0.2  # interval of progress reports
+BLOCK_ROWS = 64  # results that are encoded together
+MAX_REPAIRS = 3  # repetitions of damaged parts before the disk is considered faulty
 
 
 class Run:
-    """One process's way through the input."""
+    """One process's run over the input."""
 
     def __init__(
         self,
@@ -53,44 +53,44 @@ class Run:
         self._reopen = reopen
         self._on_progress, self._should_stop, self._workers = on_progress, should_stop, workers
         self._wait_for_ranks = wait_for_ranks
-        self._takes = rank.takes
+        self._takes = rank.owns
         self._tokens = self._new_rows = self._truncated = 0
-        self._started = self._told = time.monotonic()
+        self._started = self._last_report = time.monotonic()
         self._began = time.time()
 
     def count(self, tokens: int) -> None:
-        """Count tokens that go through the model; also called after each batch, so that lost workers are noticed."""
+        """Count tokens; called after each batch, and also detects lost workers."""
         self._tokens += tokens
         self._check()
 
     def count_truncated(self, texts: int, tokens: int) -> None:
-        """Add to the number of truncated texts."""
+        """Count truncated texts."""
         self._truncated += texts
 
     def figures(self) -> dict[str, Any]:
-        """Return how much this rank did."""
+        """Return the numbers of rows and tokens of this rank."""
         return {"rows": self._new_rows, "tokens": self._tokens}
 
     def go(self) -> FileResult:
-        """Do this rank's parts; the first rank then waits for the others and makes one file of all."""
+        """Predict this rank's parts; rank 0 then waits for the others and joins all parts."""
         result = FileResult(self._parts.target, columns=self._plan.read)
         there: set[int] = set()
         number, stopped = self._walk(there)
         if not stopped and self._rank.rank == 0 and self._all_there(number, there):
             if self._wait_for_ranks is not None:
-                self._wait_for_ranks(QUICKER_S)
-            for turn in range(MENDED + 1):
+                self._wait_for_ranks(START_SKEW_S)
+            for turn in range(MAX_REPAIRS + 1):
                 damaged = self._join(number)
                 if not damaged:
                     result.is_whole = True
                     break
                 there -= damaged
-                if not self._mend(damaged, last=turn == MENDED):
+                if not self._repair(damaged, last=turn == MAX_REPAIRS):
                     break
         return self._result(result, range(number), there)
 
     def _walk(self, there: set[int]) -> tuple[int, bool]:
-        """Go through the rows and do what is not done; return how many parts there are, and whether it was stopped."""
+        """Predict all unfinished parts of this rank; return the number of parts, and whether a stop was requested."""
         number = 0
         parts = self._read()
         with closing(_ahead(parts) if self._is_ahead() else parts) as parts:
@@ -104,22 +104,22 @@ class Run:
                 elif part.rows:
                     self._predict(part)
                 number = part.number + 1
-                self._tell()
+                self._report_progress()
         return number, False
 
     def _join(self, count: int) -> set[int]:
-        """Make the output; if parts are damaged there is none, and they are returned."""
+        """Write the output; if parts are damaged, return their numbers instead."""
         try:
             self._finish(count)
         except DamagedPart as damaged:
             return {damaged.number} | {number for number in range(count) if not self._parts.is_whole(number)}
         return set()
 
-    def _mend(self, damaged: set[int], *, last: bool) -> bool:
-        """Make parts again that changed after they were finished, whoever's they were; False if told to stop.
+    def _repair(self, damaged: set[int], *, last: bool) -> bool:
+        """Predict damaged parts again, of any rank; return False if a stop was requested.
 
         Raises:
-            PredictError: the input cannot be read again, or the disk does not keep what is written.
+            PredictError: the input cannot be read again, or the disk is faulty.
         """
         for number in damaged:
             self._parts.discard(number)
@@ -127,9 +127,9 @@ class Run:
             names = ", ".join(map(str, sorted(damaged)[:10]))
             todo = "send the same input again" if self._reopen is None else f"check the disk, then {self._parts.again}"
             raise PredictError(
-                f"{self._parts.folder}: {len(damaged)} finished parts are not as they were written ({names}); expected "
-                f"the bytes that their records name. Nothing was joined, and the other parts are kept: {todo}, and "
-                "they are made again",
+                f"{self._parts.folder}: {len(damaged)} finished parts were damaged ({names}); expected the bytes "
+                f"of their records. No output was written, and the other parts are kept: {todo}, and "
+                "they are predicted again",
                 path=str(self._parts.folder),
                 parts=sorted(damaged),
             )
@@ -138,16 +138,16 @@ class Run:
             return not self._walk(set())[1]
 
     def _is_old(self, part: _Part) -> bool:
-        """Return whether a finished part is of an earlier run, and not of a rank that was quicker in this one."""
-        mine = self._rank.world == 1 or self._rank.takes(part.number)
-        return mine or (part.record or {}).get("time", 0.0) < self._began - QUICKER_S
+        """Return whether a finished part belongs to an earlier run, and not to a faster rank of this run."""
+        mine = self._rank.world == 1 or self._rank.owns(part.number)
+        return mine or (part.record or {}).get("time", 0.0) < self._began - START_SKEW_S
 
     def _is_ahead(self) -> bool:
-        # An accelerator would stand still while rows are read; a processor would read with the same cores.
+        # An accelerator would idle while rows are read; a CPU would read with the same cores.
         return self._plan.model.device.type != "cpu"
 
     def _read(self) -> Generator[_Part, None, None]:
-        """Yield the parts in order, those that this rank does with their rows."""
+        """Yield all parts in order, with the rows of those that this rank predicts."""
         number, size = 0, self._plan.part_rows
         while True:
             record, mine = self._parts.record(number), self._takes(number)
@@ -168,18 +168,18 @@ class Run:
         identity = self._plan.identity["input"]
         if "stream" not in identity and input_identity(self._plan.source) != identity:
             raise DataError(
-                f"{self._plan.source}: was changed while it was read; expected one and the same file. Begin anew with "
-                "--restart (restart=True)",
+                f"{self._plan.source}: was changed while it was read, expected an unchanged file. Start over with "
+                "--restart (restart=True).",
                 path=str(self._plan.source),
             )
         self._records = [self._parts.record(number) or {} for number in range(count)]
         self._parts.finish(count, self._plan.writer)
 
     def _all_there(self, count: int, there: set[int]) -> bool:
-        others = [n for n in range(count) if not self._rank.takes(n) and n not in there]
+        others = [n for n in range(count) if not self._rank.owns(n) and n not in there]
 
         def on_wait(left: int) -> bool:
-            self._tell(waiting=left)
+            self._report_progress(waiting=left)
             return self._is_over()
 
         return wait_for_parts(self._parts, self._rank, others, on_wait)
@@ -197,7 +197,7 @@ class Run:
         result.rows = sum(r.get("rows", 0) for r in records)
         result.written = sum(r.get("written", 0) for r in records)
         result.faulty = sum(r.get("faulty", 0) for r in records)
-        result.faults = [fault for r in records for fault in r.get("faults", ())][:TOLD]
+        result.faults = [fault for r in records for fault in r.get("faults", ())][:MAX_FAULTS]
         result.empty = sum(r.get("empty", 0) for r in records)
         result.truncated = sum(r.get("truncated", 0) for r in records)
         result.parts, result.resumed = sum(map(bool, records)), len(there)
@@ -208,11 +208,11 @@ class Run:
         return result
 
     def _compare(self, part: _Part) -> None:
-        """Refuse an input that cannot be looked at beforehand and is not what it was."""
+        """Raise if a stream differs from the one of the earlier run."""
         if part.record is not None and part.record.get("digest") != part.digest:
             raise DataError(
-                f"{self._plan.source}: the rows of part {part.number} are not those that were read before; expected "
-                "the same input. Send it again, or start over with --restart (restart=True)",
+                f"{self._plan.source}: the rows of part {part.number} differ from those of the earlier run, expected "
+                "the same input. Send it again, or start over with --restart (restart=True).",
                 part=part.number,
             )
 
@@ -232,7 +232,7 @@ class Run:
             except _Refusal as refusal:
                 raise refusal.fault from None
             except PredictError as fault:
-                if hasattr(fault, "finished"):  # the disk's, not the model's
+                if hasattr(fault, "finished"):  # an error of the disk
                     raise
                 self._explain(fault, items, good, faults)
             except FlodlError as fault:
@@ -240,15 +240,15 @@ class Run:
         self._new_rows += len(part.rows)
 
     def _items(self, rows: Sequence[Row]) -> tuple[list[Any], list[Any], dict[int, str]]:
-        """Return what the model takes and what is kept of each row, and the faults by place."""
+        """Return the model's input and the kept cells of each row, and the errors by index."""
         items: list[Any] = []
         kept: list[Any] = []
         faults: dict[int, str] = {}
-        writer, item = self._plan.writer, self._plan.item
+        writer, item, rename = self._plan.writer, self._plan.item, self._plan.rename
         for place, row in enumerate(rows):
             cells = given = None
             try:
-                cells = writer.keep(row)
+                cells = writer.keep(renamed(row, rename))
                 if row.fault is not None or row.values is None:
                     raise RowFault(row.fault or "no values")
                 given = item(row.values)
@@ -256,22 +256,22 @@ class Run:
                 faults[place] = str(fault)
             items.append(given)
             kept.append(cells)
-        for place, reason in writer.misfits(rows).items():
+        for place, reason in writer.misfits([renamed(row, rename) for row in rows] if rename else rows).items():
             faults[place], kept[place] = reason, None
         return items, kept, faults
 
     def _lines(self, part: _Part, answers: Iterator[Any], record: dict[str, Any]) -> Iterator[Any]:
-        """Yield the part's lines as answers come, and fill in its record at the end."""
+        """Yield the lines of a part as results arrive, and complete its record."""
         plan, tokens, truncated, late = self._plan, self._tokens, self._truncated, dict(part.faults)
         rows, kept, faults = part.rows, part.kept, part.faults
         writer, values = plan.writer, plan.answerer.values
         written = 0
-        for first in range(0, len(rows), BLOCK):
-            self._tell(more=first)
-            places = range(first, min(first + BLOCK, len(rows)))
+        for first in range(0, len(rows), BLOCK_ROWS):
+            self._report_progress(more=first)
+            places = range(first, min(first + BLOCK_ROWS, len(rows)))
             found = list(map(values, islice(answers, sum(place not in faults for place in places))))
             if len(found) == len(places):
-                with suppress(RowFault):  # which row it is shows when they are written one by one
+                with suppress(RowFault):  # the row is identified below, where rows are written separately
                     lines = writer.lines(kept[first : places.stop], found)
                     written += len(found)
                     yield from lines
@@ -293,16 +293,16 @@ class Run:
                     cells = kept[place] if kept[place] is not None else writer.keep(None)
                     written += 1
                     yield writer.line(cells, None, f"{rows[place].place}: {reason}")
-        told = [f"{rows[place].place}: {late[place]}" for place in sorted(late)]
+        messages = [f"{rows[place].place}: {late[place]}" for place in sorted(late)]
         record |= {
-            "rows": len(rows), "written": written, "faulty": len(late), "faults": told[:TOLD],
+            "rows": len(rows), "written": written, "faulty": len(late), "faults": messages[:MAX_FAULTS],
             "tokens": self._tokens - tokens, "digest": part.digest, "time": time.time(),
             "empty": sum(plan.answerer.empty(item) for item in part.items if item is not None),
             "truncated": self._truncated - truncated,
         }  # fmt: skip
 
     def _explain(self, fault: FlodlError, items: Sequence[Any], good: Sequence[int], faults: dict[int, str]) -> None:
-        """Find the rows that a failure is due to, or raise it again."""
+        """Find the rows that caused an error, or raise it again."""
         found = faulty_items(self._plan.model, self._plan.answerer, [items[place] for place in good])
         if not found:
             raise fault
@@ -313,20 +313,20 @@ class Run:
         lines = [f"{rows[place].place}: {faults[place]}" for place in places]
         undecoded = any("expected UTF-8" in fault for fault in faults.values())
         return DataError(
-            f"{self._plan.source}: {len(lines)} row{'s' * (len(lines) > 1)} cannot be answered:\n{capped(lines)}\n"
-            "expected a text in every row; leave such rows out with --on-error skip, which goes on from the finished "
-            "parts, write them without an answer with --on-error null, or correct the file "
+            f"{self._plan.source}: {len(lines)} row{'s' * (len(lines) > 1)} cannot be predicted:\n{capped(lines)}\n"
+            "expected a text in every row. Omit such rows with --on-error skip, which resumes from the finished "
+            "parts, write them without a result with --on-error null, or correct the file "
             f"{'(iconv -f LATIN1 -t UTF-8 converts one) ' if undecoded else ''}and start over with --restart",
             rows=[rows[place].number for place in places],
             problems=lines,
         )
 
-    def _tell(self, more: int = 0, waiting: int = 0) -> None:
+    def _report_progress(self, more: int = 0, waiting: int = 0) -> None:
         now = time.monotonic()
-        if self._on_progress is None or now - self._told < TICK_S:
+        if self._on_progress is None or now - self._last_report < PROGRESS_S:
             return
-        self._told = now
-        others = [self._parts.told(r) for r in range(self._rank.world) if r != self._rank.rank]
+        self._last_report = now
+        others = [self._parts.read_rank_status(r) for r in range(self._rank.world) if r != self._rank.rank]
         rows = self._new_rows + more + sum(o.get("rows", 0) for o in others if not o.get("over") or waiting)
         tokens = self._tokens + sum(o.get("tokens", 0) for o in others if not o.get("over") or waiting)
         done, total = self._rows.position()
@@ -335,7 +335,7 @@ class Run:
 
 @dataclass(frozen=True)
 class _Part:
-    """One part as it is read: of another rank, finished before, or with its rows and what is to be done with them."""
+    """A part: of another rank, finished earlier, or with its rows and their inputs."""
 
     number: int
     record: dict[str, Any] | None
@@ -347,7 +347,7 @@ class _Part:
 
 
 def _ahead(parts: Iterator[_Part]) -> Generator[_Part, None, None]:
-    """Yield ``parts``, the next one read meanwhile."""
+    """Yield ``parts``, reading the next one in a thread."""
     with ThreadPoolExecutor(1, thread_name_prefix="flodl-hf-read") as pool:
         coming = pool.submit(next, parts, None)
         while (part := coming.result()) is not None:
@@ -356,7 +356,7 @@ def _ahead(parts: Iterator[_Part]) -> Generator[_Part, None, None]:
 
 
 class _Refusal(Exception):
-    """Carries the fault of a row through the writing of its part."""
+    """Carries the error of a row out of the generator of lines."""
 
     def __init__(self, fault: DataError) -> None:
         super().__init__(str(fault))

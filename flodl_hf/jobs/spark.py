@@ -1,7 +1,7 @@
-"""Spark: a data frame answered partition by partition, by one model in each Python worker.
+"""Spark: a data frame predicted partition by partition, with one model in each Python worker.
 
-Outputs are exactly once by Spark's own commit protocol: a task that is run again, or twice, writes to a place of its
-own, and of each partition one attempt is committed. Answers depend on their row alone, so attempts are alike.
+Spark's commit protocol makes the output exactly-once: of several attempts of a task, one is committed. Results depend
+only on their row, so all attempts are equal.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ __all__ = ["answers", "spark_type"]
 
 
 def answers(frame: Any, model: str | os.PathLike[str], **words: Any) -> Any:
-    """Return a Spark data frame with the answers' columns behind its own: those of `flodl_hf.predict_file`.
+    """Return a Spark data frame with the result columns of `flodl_hf.predict_file` after its own columns.
 
-    The model is loaded here once, to learn what its answers hold, and once in each Python worker of the executors,
-    which Spark keeps (``spark.python.worker.reuse``). Give each worker its share of a host's processors with
-    ``spark.executorEnv.OMP_NUM_THREADS``; ``spark.sql.execution.arrow.maxRecordsPerBatch`` says how many rows come
-    together.
+    The model is loaded once here, to determine the columns, and once in each Python worker of the executors
+    (``spark.python.worker.reuse``). Set the processors of each worker with ``spark.executorEnv.OMP_NUM_THREADS``, and
+    the rows of a batch with ``spark.sql.execution.arrow.maxRecordsPerBatch``.
 
     Args:
-        frame: with a column of texts.
+        frame: data frame with a column of texts.
         model: a folder or Hub name that every executor can read.
-        **words: as in `flodl_hf.jobs.partitions.Partitions`: columns, ``on_error``, options of the model's method,
-            all of them of JSON's types.
+        **words: as for `flodl_hf.jobs.partitions.Partitions`: columns, ``on_error``, options of the model's method;
+            JSON types only.
 
     Raises:
-        DataError: columns cannot be told.
+        DataError: columns are ambiguous.
         PredictError: the model has no such option.
     """
     names = list(frame.columns)
-    kinds = _held(os.fspath(model), json.dumps(names), json.dumps(words)).kinds
+    kinds = _partitions(os.fspath(model), json.dumps(names), json.dumps(words)).kinds
     added = ", ".join(f"`{name}` {spark_type(kind)}" for name, kind in kinds.items())
     own = ", ".join(f"{_quoted(field.name)} {field.dataType.simpleString()}" for field in frame.schema.fields)
     run = partial(_batches, os.fspath(model), json.dumps(names), json.dumps(words))
@@ -45,7 +44,7 @@ def answers(frame: Any, model: str | os.PathLike[str], **words: Any) -> Any:
 
 
 def spark_type(kind: Kind) -> str:
-    """Return a kind of value in Spark's language of schemas."""
+    """Return a kind of value as a Spark type."""
     if isinstance(kind, list):
         return f"array<{spark_type(kind[0])}>"
     if isinstance(kind, dict):
@@ -58,14 +57,14 @@ def _quoted(name: str) -> str:
 
 
 def _batches(model: str, names: str, words: str, batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield each record batch of a partition with its answers."""
-    held = _held(model, names, words)
+    """Yield each record batch of a partition with its results."""
+    partitions = _partitions(model, names, words)
     for batch in batches:
-        yield held.arrow(batch)
+        yield partitions.arrow(batch)
 
 
 @lru_cache(maxsize=2)
-def _held(model: str, names: str, words: str) -> Partitions:
-    """Return the model of this process, loaded once for all partitions that it is given."""
+def _partitions(model: str, names: str, words: str) -> Partitions:
+    """Return the model of this process, loaded once for all its partitions."""
     found: Sequence[str] = json.loads(names)
     return Partitions(model, found, **json.loads(words))

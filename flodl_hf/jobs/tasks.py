@@ -1,7 +1,6 @@
-"""What each task gives for a row: the model's method, the columns of its answer, and an answer as their values.
+"""Tasks of file jobs: the model's method, the columns of its results, and the conversion of a result to values.
 
-Every task goes through the model's public methods with an iterator in and an iterator out. Which texts these are is
-decided in `columns`; how values are written, in `write`.
+Each task uses the model's public methods. `columns` selects the texts, `write` formats the values.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from flodl_hf.jobs.tables import Kind
 __all__ = ["VECTOR", "Answerer", "answerer_for", "faulty_items", "method_of"]
 
 VECTOR = "vector"
-"""The column of vectors that are stored as `encode_file` was asked to."""
+"""Column of vectors of `encode_file`."""
 
 LABEL = {"label": "text", "score": "float"}
 ENTITY = {"label": "text", "score": "float", "word": "text", "start": "int", "end": "int"}
@@ -34,14 +33,14 @@ FILL = {"token": "text", "score": "float", "sequence": "text"}
 
 @dataclass(frozen=True)
 class Answerer:
-    """One task of one model.
+    """One task of a model.
 
     Attributes:
-        columns: what each column of an answer holds.
-        run: answers of some items, in their order.
-        values: an answer as one value for each column.
-        strict: whether items longer than a window are refused.
-        empty: whether an item is counted as empty.
+        columns: type of each result column.
+        run: function from inputs to their results, in order.
+        values: function from a result to one value for each column.
+        strict: whether inputs longer than a window are refused.
+        empty: whether an input is counted as empty.
     """
 
     columns: dict[str, Kind]
@@ -56,15 +55,15 @@ def _second_is_empty(item: tuple[str, str]) -> bool:
 
 
 def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any]) -> Answerer:
-    """Return the task that a model does.
+    """Return the task of a job.
 
     Args:
         model: the model.
-        choice: what is read.
-        options: of the model's method: ``top_k``, ``strict``, ``threshold`` and so on; None is as good as not given.
+        choice: the columns.
+        options: options of the model's method: ``top_k``, ``strict``, ``threshold``, ...; None is ignored.
 
     Raises:
-        PredictError: the method has no such option, or the model is not made for the task.
+        PredictError: the method has no such option, or the model does not support the task.
     """
     given = {name: value for name, value in options.items() if value is not None}
     stored = given.pop("store", None) if choice.task == "vectors" else None
@@ -79,11 +78,11 @@ def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any]) -> Answ
     if choice.task == "relevance":
         if model.num_labels != 1:
             raise PredictError(
-                f"predict_file: the model has {model.num_labels} labels; ranking by a query needs a model of one label"
+                f"predict_file: the model has {model.num_labels} labels, ranking by a query needs one label"
             )
         return Answerer(
             {"score": "float"},
-            # The run over the file shows how far it is.
+            # The job reports the progress.
             lambda items: iter(_relevance(partial(method, **given, progress=False), items)),
             lambda found: (found,),
             strict,
@@ -107,14 +106,14 @@ def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any]) -> Answ
 
 
 def method_of(model: Any, task: str, *, stored: bool) -> Any:
-    """Return the method of a model that does a task; ``stored`` vectors are made by ``encode``."""
+    """Return the model's method for a task; ``encode`` for ``stored`` vectors."""
     return getattr(model, "encode" if stored else next(each.methods[0] for each in TASKS if each.answers == task))
 
 
 def _keywords(method: Any, task: str) -> list[str]:
-    """Return the options of a method that make sense for rows of a file."""
+    """Return the options of a method that apply to rows of a file."""
     parameters = inspect.signature(method).parameters
-    # Options of the form of the answers are left out, because columns have their own; a row's score has no rank.
+    # Options of the result's form do not apply to columns, and a row's score has no rank.
     left_out = {"compat", "words", "convert_to_tensor", "convert_to_numpy", "output_value", "batch_size"} | (
         {"top_k"} if task == "relevance" else set()
     )
@@ -122,13 +121,13 @@ def _keywords(method: Any, task: str) -> list[str]:
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         from flodl_hf.inference.options import RunKeywords
 
-        # How it runs; devices are shared out by process here.
+        # Options of the run; jobs distribute devices by process.
         known += [name for name in RunKeywords.__annotations__ if name not in ("devices", "progress")]
     return known
 
 
 def _stored(encode: Any, precision: str, given: dict[str, Any]) -> Answerer:
-    """Return vectors as arrays; those that become bytes later are integers, see `flodl_hf.jobs.vectors`."""
+    """Return vectors as arrays; those for int8 are quantized later, see `flodl_hf.jobs.vectors`."""
     from flodl_hf.inference.quantize import quantize_embeddings
 
     first = "float32" if precision in ("int8", "uint8") else precision
@@ -139,7 +138,7 @@ def _stored(encode: Any, precision: str, given: dict[str, Any]) -> Answerer:
     def run(items: Sequence[Any]) -> Iterator[Any]:
         whole = encode(list(items), progress=False)
         sound = np.isfinite(whole).all(1)
-        # What is no number shows where it is written, with its row.
+        # Vectors with NaN are detected by the writer, with their row.
         yield from (
             quantize_embeddings(whole, first)
             if sound.all()
@@ -153,10 +152,10 @@ def _stored(encode: Any, precision: str, given: dict[str, Any]) -> Answerer:
 
 
 def _classes(model: Any, method: Any, given: dict[str, Any], strict: bool) -> Answerer:
-    """Return one label and its score where a text has one; else a list."""
+    """Return one label with its score if a text has one, otherwise a list."""
     several = model.config.problem_type == "multi_label_classification" or "threshold" in given
     alone = given.get("top_k", None if several else 1) == 1 and "threshold" not in given
-    # The model's own threshold between two labels gives one of them.
+    # A tuned threshold between two labels selects one of them.
     alone |= given.get("threshold") == "tuned" and model.config.problem_type != "multi_label_classification"
     if alone:
         given = {**given, "top_k": 1}
@@ -178,7 +177,7 @@ def _answers(method: Any, given: dict[str, Any], strict: bool) -> Answerer:
         return method(iter(items), **given)
 
     def best(found: Sequence[Any]) -> tuple[Any, ...]:
-        # Nothing, or the statement that there is no answer, is null with its probability.
+        # No result, and "no answer" with its probability, are null.
         if not found or found[0].no_answer:
             return None, found[0].score if found else None, None, None
         return found[0].text, found[0].score, found[0].start, found[0].end
@@ -194,7 +193,7 @@ def _records(found: Sequence[Any], kinds: Mapping[str, Any]) -> list[dict[str, A
 
 
 def _relevance(rerank: Any, items: Sequence[tuple[str, str]]) -> list[float]:
-    """Return the score of each pair of query and document, as ranking the documents of a query gives it."""
+    """Return the score of each pair of query and document, as `rerank` computes it for the documents of a query."""
     queries: dict[str, list[int]] = {}
     for place, (query, _) in enumerate(items):
         queries.setdefault(query, []).append(place)
@@ -206,9 +205,9 @@ def _relevance(rerank: Any, items: Sequence[tuple[str, str]]) -> list[float]:
 
 
 def faulty_items(model: Any, answerer: Answerer, items: Sequence[Any]) -> dict[int, str]:
-    """Return the places of items that the model refuses, each with its reason.
+    """Return the indices of inputs that the model refuses, with the reasons.
 
-    Called when a run over ``items`` failed; what is not refused alone is no item's fault.
+    Called after a run over ``items`` failed; an error without any refused input has another cause.
     """
     found: dict[int, str] = {}
     if answerer.strict and model.max_tokens is not None:
@@ -230,14 +229,14 @@ def faulty_items(model: Any, answerer: Answerer, items: Sequence[Any]) -> dict[i
 
 
 def _too_long(model: Any, items: Sequence[Any]) -> dict[int, str]:
-    # One pass of the tokenizer instead of a search: where texts are long, many are.
+    # One pass of the tokenizer instead of a bisection, since many long texts may occur.
     found: dict[int, str] = {}
     for place, item in enumerate(items):
         texts, pairs = ([item], None) if isinstance(item, str) else ([item[0]], [item[1]])
         try:
             (windows,) = model.tokenizer.encode_rows(texts, pairs, offsets=False)
         except FlodlError:
-            continue  # the search will say what is wrong with it
+            continue  # the bisection reports the error
         if (tokens := len(windows[0].ids)) > model.max_tokens:
-            found[place] = f"the text has {tokens} tokens, {model.max_tokens} fit into one window, and strict is set"
+            found[place] = f"the text has {tokens} tokens, expected at most {model.max_tokens} (strict is set)"
     return found

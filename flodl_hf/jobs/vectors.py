@@ -1,9 +1,8 @@
-"""Vectors of a file's texts in few bytes: what a part holds of them, and the file that parts become.
+"""Vectors with few bytes: their form in parts and in the output of `flodl_hf.jobs.encode_file`.
 
-Decides how `flodl_hf.jobs.encode_file` keeps numbers. What each number becomes alone (halves, bits) is so in parts
-already; bytes (int8, uint8) need the least and greatest number of every feature, so that parts hold integers and
-become bytes when all are there. The ranges then lie beside the output (`ranges_path`). `.npy` is written here; rows of
-other formats are `write`'s.
+float16 and bits are final in parts. int8 and uint8 need the minimum and maximum of every feature, so parts contain
+float32 numbers that are quantized when all parts are finished; the ranges are written next to the output
+(`ranges_path`). `.npy` is written here, rows of other formats by `write`.
 """
 
 from __future__ import annotations
@@ -41,25 +40,25 @@ def vector_writer(
     with_errors: bool,
     **rows: Any,
 ) -> Writer:
-    """Return the writer of a run: `write.writer_for`'s, with what vectors in few bytes need.
+    """Return the writer of a job: that of `write.writer_for`, with support of vectors with few bytes.
 
     Args:
-        format: of the output.
-        keep: columns of the input that are kept; None for whatever a row has.
-        answer: columns of the answer; of kind "vector:PRECISION:NUMBERS" where vectors are stored.
+        format: format of the output.
+        keep: columns of the input that are kept; None for all columns of each row.
+        answer: result columns; of type "vector:PRECISION:SIZE" for stored vectors.
         target: the output.
-        with_errors: add a column that says why a row has no answer.
+        with_errors: add a column with the error of rows without a result.
         **rows: see `write.writer_for`.
 
     Raises:
-        DataError: the format cannot hold what is asked.
+        DataError: the format does not support the columns.
     """
     kind = answer.get(VECTOR)
     stored = isinstance(kind, str) and kind.startswith("vector:")
     if format == "npy" and (not stored or keep or keep is None or with_errors):
-        found = "answers" if not stored else "a column error (on_error is 'null')" if with_errors else "columns to keep"
+        found = "results" if not stored else "a column error (on_error is 'null')" if with_errors else "columns to keep"
         raise DataError(
-            f"{target}: .npy holds vectors alone, and found {found}; keep none, or write Parquet, Arrow or JSON lines",
+            f"{target}: found {found}, expected only vectors for .npy. Keep no columns, or write another format.",
             path=str(target),
         )
     if not stored:
@@ -76,11 +75,11 @@ def vector_writer(
     of_lines = format == "jsonl"
     parts = make({VECTOR: "packed" if of_lines else f"vector:float32:{size}"})
     swap = _swapped_lines if of_lines else partial(swapped_column, name=VECTOR)
-    return _Counted(parts, make({VECTOR: f"vector:{final}:{size}"}), swap, precision, target)
+    return _QuantizedLater(parts, make({VECTOR: f"vector:{final}:{size}"}), swap, precision, target)
 
 
-def _counted_by(precision: str, target: Path, arrays: Iterable[Vectors]) -> Callable[[Vectors], Vectors]:
-    """Return what makes bytes of vectors, by the ranges of all, which are written beside the output."""
+def _quantizer(precision: str, target: Path, arrays: Iterable[Vectors]) -> Callable[[Vectors], Vectors]:
+    """Return the quantization by the ranges of all vectors, which are written next to the output."""
     ranges: Vectors | None = None
     for vectors in arrays:
         if len(vectors):
@@ -94,7 +93,7 @@ def _counted_by(precision: str, target: Path, arrays: Iterable[Vectors]) -> Call
 
 
 class _Numpy:
-    """An array of all vectors, row after row."""
+    """Writer of an array with all vectors."""
 
     def __init__(self, target: Path, held: np.dtype[Any], final: np.dtype[Any], size: int, counted: str | None) -> None:
         self._target, self._held, self._final, self._size, self._counted = target, held, final, size, counted
@@ -112,7 +111,7 @@ class _Numpy:
     def lines(self, kept: Sequence[None], answers: Sequence[tuple[Any, ...]]) -> list[bytes]:
         rows = np.stack([vector for (vector,) in answers])
         if rows.dtype.kind == "f" and not np.isfinite(rows).all():
-            raise RowFault("the vector holds values that are no numbers")
+            raise RowFault("the vector contains values that are not finite")
         return [rows.astype(self._held, copy=False).tobytes()]
 
     def part(self, lines: Iterable[bytes]) -> Iterator[bytes]:
@@ -128,7 +127,7 @@ class _Numpy:
             for part in parts:
                 yield from part
             return
-        count = _counted_by(self._counted, self._target, map(self._array, parts))
+        count = _quantizer(self._counted, self._target, map(self._array, parts))
         for part in parts:
             yield count(self._array(part)).tobytes()
 
@@ -136,8 +135,8 @@ class _Numpy:
         return np.frombuffer(b"".join(part), self._held).reshape(-1, self._size)
 
 
-class _Counted:
-    """Rows whose vectors become bytes when all parts are there."""
+class _QuantizedLater:
+    """Writer that quantizes vectors when all parts are finished."""
 
     def __init__(
         self, parts: Writer, whole: Writer, swap: Callable[..., tuple[bytes, Vectors]], precision: str, target: Path
@@ -148,15 +147,15 @@ class _Counted:
 
     def joined(self, parts: Pieces) -> Iterator[bytes]:
         found = (self._swap(b"".join(part), None)[1] for part in parts)
-        count = _counted_by(self._precision, self._target, found)
+        count = _quantizer(self._precision, self._target, found)
         yield from self._whole.joined(Pieces(lambda: ([self._swap(b"".join(part), count)[0]] for part in parts)))
 
 
 def _swapped_lines(part: bytes, change: Callable[[Vectors], Vectors] | None) -> tuple[bytes, Vectors]:
-    """Return lines with other vectors, and the vectors that were in them; without ``change`` the lines are empty."""
+    """Return lines with other vectors, and the previous vectors; without ``change`` no lines."""
     lead = f'"{VECTOR}": '.encode()
     lines = [line + b"\n" for line in part.split(b"\n")[:-1]]
-    # What is kept stands before the answer, and quotation marks within texts are written with a sign before them.
+    # Kept columns precede the result, and quotation marks in texts are escaped.
     starts = [line.rindex(lead) + len(lead) for line in lines]
     ends = [line.index(b'"', start + 1) + 1 if line[start : start + 1] == b'"' else 0
             for line, start in zip(lines, starts, strict=True)]  # fmt: skip

@@ -1,4 +1,4 @@
-"""``python -m flodl_hf.jobs.worker JOB``: one rank of a job that another process has begun."""
+"""``python -m flodl_hf.jobs.worker JOB``: one rank of a job that another process started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__: list[str] = []
 
 
 def main() -> None:
-    """Do this rank's parts of the job that the command line holds."""
+    """Predict this rank's parts of the job on the command line."""
     job = json.loads(sys.argv[1])
     with StopSignals() as signals:
         try:

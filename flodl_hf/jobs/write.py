@@ -1,7 +1,7 @@
-"""Rows with their answers as bytes: JSON lines, CSV, TSV, Parquet and Arrow, in parts and put together.
+"""Rows with results as JSON lines, CSV, TSV, Parquet and Arrow: in parts, and joined.
 
-Decides how a value looks in each format: scores are the shortest text of their 32-bit number, nested answers are JSON
-in cells and lists of structs in Parquet, line ends are single. Where the bytes go is decided in `parts`.
+Scores are the shortest text of their 32-bit number; nested results are JSON in cells and lists of structs in Parquet;
+line ends are "\\n". `parts` writes the bytes to disk.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ ERROR = "error"
 
 
 def output_format(target: Path) -> str:
-    """Return the format that a file's suffix names.
+    """Return the format of a file name.
 
     Raises:
-        DataError: it names none.
+        DataError: its suffix is not supported.
     """
     found = _SUFFIXES.get(target.suffix.lower())
     if found is None:
         raise DataError(
-            f"{target}: the suffix {target.suffix or '(none)'!r} names no format that can be written"
-            f"{nearest(target.suffix, _SUFFIXES)}; expected one of {', '.join(sorted(_SUFFIXES))}",
+            f"{target}: found the suffix {target.suffix or '(none)'!r}"
+            f"{nearest(target.suffix, _SUFFIXES)}, expected one of {', '.join(sorted(_SUFFIXES))}",
             path=str(target),
         )
     return found
 
 
 class Pieces:
-    """Finished parts in their order, each in blocks of bytes, as often as they are asked for.
+    """Finished parts in order, each as blocks of bytes; can be iterated repeatedly.
 
     Args:
-        parts: begins anew with the first.
-        size: bytes of all together.
+        parts: function that returns the parts from the first one.
+        size: total bytes.
     """
 
     def __init__(self, parts: Callable[[], Iterable[Iterable[bytes]]], size: int = 0) -> None:
@@ -62,33 +62,33 @@ class Pieces:
 
 
 class Writer(Protocol):
-    """One format with the columns of one run."""
+    """Writer of one format and the columns of one job."""
 
     def keep(self, row: Row | None) -> Any:
-        """Return the kept cells of a row, ready to be written; without a row or its values, empty ones.
+        """Return the formatted cells of a row's kept columns; empty ones without a row or values.
 
         Raises:
-            RowFault: a value that the format cannot hold.
+            RowFault: the format does not support a value.
         """
         ...
 
     def misfits(self, rows: Sequence[Row]) -> dict[int, str]:
-        """Return the places of rows whose kept cells are of another type than their columns."""
+        """Return the indices of rows whose kept cells do not have the type of their columns."""
         ...
 
     def line(self, kept: Any, answer: tuple[Any, ...] | None, error: str | None) -> Any:
-        """Return a whole row; without an answer, an empty one.
+        """Return a complete row; without a result, an empty one.
 
         Raises:
-            RowFault: an answer that the format cannot hold.
+            RowFault: the format does not support the result.
         """
         ...
 
     def lines(self, kept: Sequence[Any], answers: Sequence[tuple[Any, ...]]) -> Iterable[Any]:
-        """Return what `part` takes for several rows at once, the same bytes as their lines.
+        """Return input of `part` for several rows, with the same bytes as their single lines.
 
         Raises:
-            RowFault: an answer of some row that the format cannot hold.
+            RowFault: the format does not support a result.
         """
         ...
 
@@ -97,7 +97,7 @@ class Writer(Protocol):
         ...
 
     def joined(self, parts: Pieces) -> Iterator[bytes]:
-        """Yield the bytes of the whole file."""
+        """Yield the bytes of the complete file."""
         ...
 
 
@@ -112,28 +112,28 @@ def writer_for(
     types: Mapping[str, Any] | None,
     first: Sequence[Row],
 ) -> Writer:
-    """Return the writer of a run.
+    """Return the writer of a job.
 
     Args:
-        format: one of `OUTPUTS`, and not "npy".
-        keep: columns of the input that are kept; None for whatever a row has.
-        answer: columns of the answer.
-        with_errors: add a column that says why a row has no answer.
-        lead: the column that comes first, where a row's own columns are kept.
-        names: columns of the input's first rows.
-        types: Arrow types of the input's columns, where it has some.
-        first: the first rows, whose values decide the types where nothing else does.
+        format: one of `OUTPUTS` except "npy".
+        keep: columns of the input that are kept; None for all columns of each row.
+        answer: result columns.
+        with_errors: add a column with the error of rows without a result.
+        lead: the first column, if all columns of a row are kept.
+        names: columns of the first rows of the input.
+        types: Arrow types of the input's columns, if it has any.
+        first: the first rows; their values determine types if nothing else does.
 
     Raises:
-        DataError: a kept column has the name of an answer's.
+        DataError: a kept column has the name of a result column.
     """
     added = {**answer, **({ERROR: "text"} if with_errors else {})}
     taken = [name for name in (names if keep is None else keep) if name in added]
     if taken:
         rest = [name for name in names if name not in added]
         raise DataError(
-            f"columns: the answer has {', '.join(map(repr, taken))}, and so has the input; expected names of their "
-            f"own. Keep other columns (keep={','.join(rest) or 'none'}), or rename these",
+            f"columns: both the result and the input have {', '.join(map(repr, taken))}, expected distinct "
+            f"names. Keep other columns (keep={','.join(rest) or 'none'}), or rename these.",
             problems=taken,
         )
     if format == "jsonl":
@@ -154,20 +154,20 @@ def _json(value: Any) -> str:
 
 
 def _as_text(value: Any) -> Any:
-    """Return values of tables that JSON does not know as text."""
+    """Return values without a JSON form as text."""
     if isinstance(value, (datetime.date, datetime.time)):
         return value.isoformat()
     if isinstance(value, bytes):
-        raise RowFault("bytes cannot be written as text; keep other columns, or write Parquet")
+        raise RowFault("bytes cannot be written as text. Keep other columns, or write Parquet.")
     return str(value)
 
 
 def _short(value: float | None) -> str:
-    """Return the shortest text that reads back as the same 32-bit number."""
+    """Return the shortest text of a 32-bit number."""
     if value is None:
         return "null"
     if not math.isfinite(value):
-        raise RowFault(f"the score is {value}; expected a number")
+        raise RowFault(f"the score is {value}, expected a number")
     return str(np.float32(value))
 
 
@@ -177,8 +177,8 @@ def _text(value: str | None) -> str:
 
 def _vector(value: Any) -> str:
     if not np.isfinite(value).all():
-        raise RowFault("the embedding holds values that are no numbers")
-    # Halves as the 32-bit number that they are, so that all who read them find the same.
+        raise RowFault("the embedding contains values that are not finite")
+    # float16 numbers are written as 32-bit numbers, so that all readers get the same values.
     return "[" + ", ".join((value.astype(np.float32) if value.dtype.kind == "f" else value).astype(str)) + "]"
 
 
@@ -206,7 +206,7 @@ def _column(kind: Kind) -> Callable[[Sequence[Any]], Sequence[str]]:
 
 
 def json_of(kind: Kind) -> Callable[[Any], str]:
-    """Return the function from values of a kind to JSON."""
+    """Return the function from a value of a kind to JSON."""
     if isinstance(kind, list):
         inner = json_of(kind[0])
         return lambda value: "[" + ", ".join(map(inner, value)) + "]"
@@ -219,7 +219,7 @@ def json_of(kind: Kind) -> Callable[[Any], str]:
 
 
 def _finite(kind: Kind, value: Any) -> None:
-    """Refuse scores that are no numbers."""
+    """Raise for scores that are not finite."""
     if value is None:
         return
     if kind == "float":
@@ -239,7 +239,7 @@ def _bytes(text: str) -> bytes:
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError:
-        raise RowFault("half of a surrogate pair, which is no character; expected text") from None
+        raise RowFault("found a lone surrogate, expected valid Unicode") from None
 
 
 def _strays(values: Mapping[str, Any], columns: Sequence[str]) -> None:
@@ -247,7 +247,7 @@ def _strays(values: Mapping[str, Any], columns: Sequence[str]) -> None:
         stray = [name for name in values if name not in columns]
         if stray:
             raise RowFault(
-                f"columns {stray[:5]} were in none of the first rows; keep named columns, or write JSON lines"
+                f"columns {stray[:5]} were in none of the first rows. Select columns with keep, or write JSON lines."
             )
 
 
@@ -255,7 +255,7 @@ def _strays(values: Mapping[str, Any], columns: Sequence[str]) -> None:
 
 
 class _JsonLines:
-    """One object a line."""
+    """Writer of one JSON object for each line."""
 
     def __init__(
         self, keep: tuple[str, ...] | None, answer: Mapping[str, Kind], added: Mapping[str, Kind], lead: str | None
@@ -279,9 +279,9 @@ class _JsonLines:
         else:
             if not self._added.isdisjoint(values):
                 again = [name for name in values if name in self._added]
-                raise RowFault(f"the row has a column {again[0]!r}, which is the answer's name; keep named columns")
+                raise RowFault(f"the row has a column {again[0]!r}, like the result. Select columns with keep.")
             if row.text is not None and self._lead not in values:
-                return row.text[1:-1].strip()  # an object as it was written, opened for more
+                return row.text[1:-1].strip()  # the original text of the object, without its braces
             if self._lead is not None and self._lead in values:
                 values = {self._lead: values[self._lead], **values}
             text = _encode(values)[1:-1]
@@ -319,7 +319,7 @@ class _JsonLines:
 
 
 def _quoted(text: str) -> bool:
-    # Four searches for one sign each take a tenth of one search for any of them.
+    # Four searches for single characters take a tenth of the time of one regular expression.
     return "," in text or '"' in text or "\n" in text or "\r" in text
 
 
@@ -327,7 +327,7 @@ _UNFIT = re.compile("[\\t\\r\\n]").search
 
 
 class _Cells:
-    """Cells with commas or tabs between them, under a header."""
+    """Writer of CSV or TSV with a header."""
 
     def __init__(
         self, keep: tuple[str, ...], answer: Mapping[str, Kind], added: Mapping[str, Kind], own: bool, delimiter: str
@@ -358,7 +358,7 @@ class _Cells:
             return '"' + text.replace('"', '""') + '"' if _quoted(text) else text
         if _UNFIT(text):
             raise RowFault(
-                f"a tab or line end in {printable(text, 40)}, which TSV cannot hold; write CSV or JSON lines"
+                f"a tab or line end in {printable(text, 40)}, which TSV does not support. Write CSV or JSON lines."
             )
         return text
 
@@ -391,7 +391,7 @@ class _Cells:
         if self._with_errors:
             cells.append("" if error is None else self._cell(" ".join(error.split())))
         text = self._delimiter.join(cells)
-        # An empty line would be no row to whoever reads this.
+        # Readers would ignore an empty line.
         return _bytes((text or '""') + "\n")
 
     def lines(self, kept: Sequence[list[str]], answers: Sequence[tuple[Any, ...]]) -> list[bytes]:
@@ -416,7 +416,7 @@ class _Cells:
 
 
 class _Tables:
-    """Columns of one type each: the input's where it has types, else those of the first rows."""
+    """Writer of Parquet or Arrow: types are those of the input, otherwise of the first rows."""
 
     def __init__(
         self,
@@ -439,7 +439,7 @@ class _Tables:
                 continue
             found = inferred_type([row.values.get(name) for row in first if row.values is not None])
             if found is None:
-                # Values of many types have one in common: they came out of JSON.
+                # Values of several types come from JSON, and are written as JSON.
                 self._as_json.add(name)
             self._types[name] = arrow_type("text") if found is None else found
         self._types |= {name: arrow_type(kind) for name, kind in added.items()}
@@ -463,7 +463,7 @@ class _Tables:
                 kind = self._types[name]
                 found.setdefault(
                     place,
-                    f"column {name!r}: {reason}; the first rows hold {kind}, keep other columns or write JSON lines",
+                    f"column {name!r}: {reason}; the first rows have {kind}. Keep other columns, or write JSON lines.",
                 )
         return found
 
@@ -485,5 +485,5 @@ class _Tables:
         yield parquet_bytes(self._types, dict(zip(self._types, columns, strict=True)))
 
     def joined(self, parts: Pieces) -> Iterator[bytes]:
-        # A whole part before a value of it is read: what is damaged goes to no parser.
+        # Damaged bytes must not reach the Parquet parser, so each part is read completely.
         yield from joined_tables(self._format, self._types, map(b"".join, parts))

@@ -1,7 +1,6 @@
-"""Which adapters there are beside the models that are served: every folder in a directory, under its name.
+"""Adapters in the configured directories: every folder is one adapter under the folder's name.
 
-Nothing is opened here but the file that says which base an adapter is for; that is the workers'
-(`flodl_hf.serving.adapted`).
+Only the configuration file is read here; workers load the adapters (`flodl_hf.serving.adapter_models`).
 """
 
 from __future__ import annotations
@@ -17,27 +16,28 @@ __all__ = ["find_adapters"]
 
 
 def find_adapters(settings: Settings) -> list[dict[str, str]]:
-    """Return name, folder and base of each adapter; files, and folders with a dot first, are passed over.
+    """Return name, folder and base of each adapter; files and folders with a leading dot are ignored.
 
     Raises:
-        ConfigError: a directory is not there, a folder in it is no adapter, a name is taken, or a base is not served.
+        ConfigError: a directory cannot be listed, a folder is not an adapter, a name is not unique, or a base is not
+            served.
     """
     found: list[dict[str, str]] = []
     problems: list[str] = []
     taken = {model.name: f"the model {model.name}" for model in settings.models}
     for given in settings.adapters:
-        where, base = _place(settings, given)
+        where, base = _directory(settings, given)
         try:
             names = sorted(entry.name for entry in os.scandir(where) if entry.is_dir() and entry.name[0] != ".")
         except OSError as fault:
-            problems.append(f"{where} cannot be listed ({fault.strerror}); expected a directory of adapters")
+            problems.append(f"{where} cannot be listed ({fault.strerror}), expected a directory of adapters")
             continue
         for name in names:
             folder = where / name
             if not (folder / ADAPTER_CONFIG).is_file():
-                problems.append(f"{folder} is no adapter: it holds no {ADAPTER_CONFIG}")
+                problems.append(f"{folder} is not an adapter: it contains no {ADAPTER_CONFIG}")
             elif name in taken:
-                problems.append(f"{folder}: {name!r} is the name of {taken[name]}")
+                problems.append(f"{folder}: the name {name!r} is already used by {taken[name]}")
             else:
                 taken[name] = str(folder)
                 try:
@@ -46,15 +46,15 @@ def find_adapters(settings: Settings) -> list[dict[str, str]]:
                     problems.append(str(fault))
     if problems:
         raise ConfigError(
-            f"serve: adapters:\n{capped(problems)}\nexpected directories that hold one folder for each adapter; take "
-            "out what is none, and name the base with NAME=DIR where several models are served",
+            f"serve: adapters:\n{capped(problems)}\nexpected directories with one folder for each adapter. Remove "
+            "other folders, and select the base with NAME=DIR if several models are served.",
             problems=problems,
         )
     return found
 
 
-def _place(settings: Settings, given: str) -> tuple[Path, str | None]:
-    """Return a directory and the model that is named for it; ``NAME=DIR`` names one, and a single model is the base."""
+def _directory(settings: Settings, given: str) -> tuple[Path, str | None]:
+    """Return a directory and its base: the model of ``NAME=DIR``, or the only served model, or None."""
     names = [model.name for model in settings.models]
     name, equal, where = given.partition("=")
     if equal and name in names:
@@ -69,7 +69,7 @@ def _place(settings: Settings, given: str) -> tuple[Path, str | None]:
 
 
 def _base_of(settings: Settings, folder: Path) -> str:
-    """Return the name of the served model that an adapter's file names as its base."""
+    """Return the name of the served model that an adapter's configuration names as its base."""
     from flodl_hf.checkpoints.config.file import MAX_CONFIG_BYTES, read_json
     from flodl_hf.checkpoints.weights.checkpoint.members import read_member
 

@@ -1,11 +1,11 @@
-"""Which requests are let in: what is refused is refused at once, with a time after which to come again.
+"""Admission of requests: limits and overload. Refusals are immediate and contain a time to retry.
 
-Tokens are counted before they are known, by the characters a token has had so far; how long the queue takes is
-reckoned from how fast full batches have run, and for a key from what is before it: keys take turns, so that one waits
-for no more of another than it has itself.
+Tokens are estimated from characters before tokenization. The waiting time is estimated from the speed of full batches,
+for each API key from the queue before it: keys take turns, so a key waits for no more tokens of another key than it has
+itself.
 
-A queue that comes and goes is let grow, and one that stays is kept short: a wait that everybody has serves nobody
-(Nichols and Jacobson 2012).
+A short burst may fill the queue up to ``max_queue_s``; a standing queue is limited to ``max_wait_s``, because it delays
+all requests without raising the throughput (Nichols and Jacobson 2012).
 """
 
 from __future__ import annotations
@@ -18,134 +18,134 @@ from collections.abc import Sequence
 from typing import Any
 
 from flodl.errors import FlodlError
-from flodl_hf.serving.ledger import Ledger
 from flodl_hf.serving.settings import Settings
+from flodl_hf.serving.shared_counters import SharedCounters
 
-__all__ = ["Admission", "OverloadedError", "known_key", "weigh", "words_of"]
+__all__ = ["Admission", "OverloadedError", "count_characters", "key_id", "key_ids"]
 
-# English in word pieces has four to five characters a token; what is measured soon takes its place.
-CHARACTERS = 4.0
-# A queue stays when it has not been below this part of what it may be for so long.
-CALM, STAYS_S = 0.25, 1.0
-# A device is kept busy by so many batches at a time, and a queue of fewer requests is none.
-BATCHES, FEW = 4, 8
+# Initial estimate for English word pieces; measurements replace it.
+CHARACTERS_PER_TOKEN = 4.0
+# The queue is overloaded if it has not fallen below this share of its limit for this time.
+LOAD_THRESHOLD, OVERLOAD_GRACE_S = 0.25, 1.0
+# Batches that keep a device busy; a queue of fewer requests than MIN_QUEUE is not overloaded.
+BUSY_BATCHES, MIN_QUEUE = 4, 8
 
 
 class OverloadedError(FlodlError):
-    """A request that is not let in now; ``after_s`` says when to come again."""
+    """A request that is refused because of load; ``after_s`` is the time to retry."""
 
     after_s: float
 
 
-def known_key(keys: Sequence[str], given: str | None) -> str | None:
-    """Return a word for the key that a client gave, or None where it is none of them.
+def key_id(keys: Sequence[str], given: str | None) -> str | None:
+    """Return an identifier of the client's API key, or None if the key is not accepted.
 
-    All keys are compared, each in a time that does not depend on what is given.
+    All keys are compared, each in constant time.
     """
     if not keys:
         return ""
-    told = hashlib.sha256((given or "").encode()).digest()
+    digest = hashlib.sha256((given or "").encode()).digest()
     found = None
     for key in keys:
-        held = hashlib.sha256(key.encode()).digest()
-        if hmac.compare_digest(held, told):
-            found = held.hex()[:12]
+        known = hashlib.sha256(key.encode()).digest()
+        if hmac.compare_digest(known, digest):
+            found = known.hex()[:12]
     return found
 
 
-def words_of(keys: Sequence[str]) -> list[str]:
-    """Return what `known_key` says of each key, once."""
-    return list(dict.fromkeys(known_key(keys, key) or "" for key in keys)) or [""]
+def key_ids(keys: Sequence[str]) -> list[str]:
+    """Return the distinct identifiers of all accepted keys."""
+    return list(dict.fromkeys(key_id(keys, key) or "" for key in keys)) or [""]
 
 
-def weigh(items: Any) -> int:
-    """Return how many characters, or ids, some items have."""
+def count_characters(items: Any) -> int:
+    """Return the number of characters of some texts; token ids count as CHARACTERS_PER_TOKEN characters."""
     if isinstance(items, str):
         return len(items)
     if isinstance(items, list):
         if set(map(type, items)) == {str}:
             return sum(map(len, items))
         if items and isinstance(items[0], int):
-            return int(len(items) * CHARACTERS)
-        return sum(map(weigh, items))
+            return int(len(items) * CHARACTERS_PER_TOKEN)
+        return sum(map(count_characters, items))
     return 0
 
 
 class Admission:
-    """What is let in.
+    """Limits of the current requests.
 
     Args:
         settings: the limits.
-        ledger: what is inside; None is nothing, and nobody shares it.
+        counters: counters of current requests; None creates counters for this process only.
     """
 
-    def __init__(self, settings: Settings, ledger: Ledger | None = None) -> None:
+    def __init__(self, settings: Settings, counters: SharedCounters | None = None) -> None:
         self.settings = settings
-        self.ledger = ledger or Ledger(words_of(settings.api_keys))
+        self.counters = counters or SharedCounters(key_ids(settings.api_keys))
         self.rate = 0.0
-        """Tokens a second that the devices run together when there is enough to run; 0 while nobody knows."""
+        """Tokens per second of all devices at full load; 0 while unknown."""
         self.full = 0
-        """Tokens of a full batch of each worker, together."""
-        self._characters = CHARACTERS
+        """Tokens of one full batch of every worker."""
+        self._characters = CHARACTERS_PER_TOKEN
 
     @property
     def inside(self) -> int:
-        """Requests that are inside."""
-        return self.ledger.inside
+        """Number of current requests."""
+        return self.counters.inside
 
     @property
     def tokens(self) -> int:
-        """Tokens of those, about."""
-        return self.ledger.tokens
+        """Estimated tokens of the current requests."""
+        return self.counters.tokens
 
     def tokens_of(self, characters: int) -> int:
-        """Return about how many tokens so many characters are."""
+        """Return the estimated number of tokens of some characters."""
         return int(characters / self._characters) + 1
 
-    def learn(self, characters: int, tokens: int) -> None:
-        """Note how many tokens some characters were."""
+    def update_estimate(self, characters: int, tokens: int) -> None:
+        """Update the estimate of characters per token."""
         if tokens > 16:
             self._characters += 0.05 * (min(20.0, max(0.5, characters / tokens)) - self._characters)
 
     @property
     def wait_s(self) -> float:
-        """How long what is inside takes, about."""
+        """Estimated time in seconds to process all current requests."""
         return self.tokens / self.rate if self.rate else 0.0
 
     def wait_of(self, key: str, tokens: int) -> float:
-        """Return about how long what is before another request of a key takes.
+        """Return the estimated waiting time of a new request in seconds.
 
         Args:
-            key: whose it is.
-            tokens: about how many it has.
+            key: identifier of its API key.
+            tokens: its estimated tokens.
         """
         if not self.rate:
             return 0.0
-        mine = self.ledger.tokens_of_key(key)
+        mine = self.counters.tokens_of_key(key)
         if mine == self.tokens:
             return mine / self.rate
-        return (mine + sum(min(held, mine + tokens) for held in self.ledger.tokens_of_others(key))) / self.rate
+        return (mine + sum(min(others, mine + tokens) for others in self.counters.tokens_of_others(key))) / self.rate
 
     def longest_wait(self, now: float) -> float:
-        """Return the longest wait with which a request is let in now.
+        """Return the longest waiting time with which a request is admitted now.
 
         Args:
-            now: by ``time.monotonic``.
+            now: time of ``time.monotonic``.
         """
         settings = self.settings
-        short = max(settings.max_wait_s, BATCHES * self.full / self.rate if self.rate else 0.0)
-        if self.wait_s < CALM * short:
-            self.ledger.calm = now
-        stays = now - self.ledger.calm > STAYS_S and self.inside >= FEW
+        short = max(settings.max_wait_s, BUSY_BATCHES * self.full / self.rate if self.rate else 0.0)
+        if self.wait_s < LOAD_THRESHOLD * short:
+            self.counters.calm = now
+        stays = now - self.counters.calm > OVERLOAD_GRACE_S and self.inside >= MIN_QUEUE
         return min(short, settings.max_queue_s) if stays else settings.max_queue_s
 
-    def entering(self, key: str, tokens: int, left_s: float = math.inf) -> _Inside:
-        """Let a request in until what this returns has been left.
+    def admit(self, key: str, tokens: int, left_s: float = math.inf) -> _Inside:
+        """Admit a request until the returned context is left.
 
         Args:
-            key: whose it is.
-            tokens: about how many it has.
-            left_s: when its time is over; what cannot be answered by then is not begun.
+            key: identifier of its API key.
+            tokens: its estimated tokens.
+            left_s: time to its deadline; a request that cannot finish by then is refused.
 
         Raises:
             OverloadedError: a limit is reached.
@@ -154,55 +154,55 @@ class Admission:
         if others:
             wait, longest = self.wait_of(key, tokens), self.longest_wait(time.monotonic())
         else:
-            self.ledger.calm = time.monotonic()
-        # Counted before it is looked at: of processes whose requests come at the same instant, each sees that of the
-        # other or is seen by it, so that together they never let in more than there may be.
+            self.counters.calm = time.monotonic()
+        # Counted before the check: of simultaneous requests in several processes, each is visible to the other or sees
+        # it, so that together they never exceed a limit.
         self.count(key, 1, tokens)
         try:
             self._check(key)
             if wait > longest or wait > left_s > 0:
-                raise self._refused(f"what waits takes {wait:.1f} s")
+                raise self._refused(f"the queue takes {wait:.1f} s")
             if self.settings.max_key_tokens is not None:
-                with self.ledger.alone():
-                    self._spend(key, tokens, self.settings.max_key_tokens)
+                with self.counters.exclusive_lock():
+                    self._take_from_token_bucket(key, tokens, self.settings.max_key_tokens)
         except OverloadedError:
             self.count(key, -1, -tokens)
             raise
         return _Inside(self, key, tokens)
 
     def _check(self, key: str) -> None:
-        """Raise where a request that is counted already is one too many."""
+        """Raise if a request, which is already counted, exceeds a limit."""
         settings, others = self.settings, self.inside - 1
         if others >= settings.max_concurrent:
-            raise self._refused(f"{others} requests are being answered, and no more are at a time")
+            raise self._refused(f"{others} concurrent requests, the maximum")
         most = settings.max_key_concurrent
-        if most is not None and (mine := self.ledger.of_key(key) - 1) >= most:
-            raise self._refused(f"{mine} requests of this key are being answered, and no more are")
+        if most is not None and (mine := self.counters.of_key(key) - 1) >= most:
+            raise self._refused(f"{mine} concurrent requests of this key, the maximum")
 
     def count(self, key: str, requests: int, tokens: int) -> None:
-        """Note that requests came in, or went."""
-        self.ledger.count(key, requests, tokens)
+        """Update the counters when requests start or end."""
+        self.counters.count(key, requests, tokens)
         if requests < 0 and not self.inside:
-            self.ledger.calm = time.monotonic()
+            self.counters.calm = time.monotonic()
 
-    def _spend(self, key: str, tokens: int, most: int) -> None:
-        """Take tokens from what a key may have in a minute, which comes back all the time."""
+    def _take_from_token_bucket(self, key: str, tokens: int, most: int) -> None:
+        """Take tokens from the key's per-minute token bucket."""
         now = time.monotonic()
-        left = most - max(0.0, self.ledger.whole_at(key) - now) * most / 60
-        # One request may be larger than a minute's part: it is let in when nothing else was.
+        left = most - max(0.0, self.counters.whole_at(key) - now) * most / 60
+        # A request larger than the limit per minute is admitted if the bucket is full.
         if left < min(tokens, most):
             raise self._refused(
-                f"this key has had its {most} tokens of this minute", (min(tokens, most) - left) * 60 / most
+                f"this key has used its {most} tokens per minute", (min(tokens, most) - left) * 60 / most
             )
-        self.ledger.spend(key, now + (most - left + tokens) * 60 / most)
+        self.counters.spend(key, now + (most - left + tokens) * 60 / most)
 
     def _refused(self, why: str, after_s: float | None = None) -> OverloadedError:
         after = math.ceil(max(1.0, min(60.0, self.wait_s / 2 if after_s is None else after_s)))
-        return OverloadedError(f"too many requests: {why}; ask again in {after} s", after_s=float(after))
+        return OverloadedError(f"too many requests: {why}. Retry in {after} s.", after_s=float(after))
 
 
 class _Inside:
-    """A request that was let in; what it had is free again when this ends."""
+    """Context of an admitted request; leaving it releases its share of the limits."""
 
     __slots__ = ("_admission", "_key", "_tokens")
 

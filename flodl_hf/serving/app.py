@@ -1,12 +1,15 @@
-"""The ASGI application: doors, what is said of the server, and the workers' life around it."""
+"""ASGI application: routes, status pages, and start and stop of the workers."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from starlette.applications import Starlette
@@ -14,31 +17,30 @@ from starlette.routing import Route
 
 from flodl.errors import nearest
 from flodl_hf.serving.admission import Admission
-from flodl_hf.serving.doors import DOORS
-from flodl_hf.serving.doors.door import Gathered, House
 from flodl_hf.serving.endpoint import (
     Endpoint,
     Headers,
     Receive,
     Scope,
     Send,
-    checked_key,
+    check_key,
     encoded,
-    fault_answer,
-    send_whole,
+    send_error,
+    send_response,
 )
-from flodl_hf.serving.faults import RefusedError
-from flodl_hf.serving.frames import as_json
-from flodl_hf.serving.ledger import Ledger
+from flodl_hf.serving.http_errors import RefusedError
+from flodl_hf.serving.messages import as_json
 from flodl_hf.serving.metrics import Metrics
 from flodl_hf.serving.openapi import below_model, openapi
-from flodl_hf.serving.page import page
-from flodl_hf.serving.processes import Processes
+from flodl_hf.serving.routes import ROUTES
+from flodl_hf.serving.routes.route import AppState, CollectMetrics
 from flodl_hf.serving.settings import Settings
+from flodl_hf.serving.shared_counters import SharedCounters
 from flodl_hf.serving.traces import Traces
+from flodl_hf.serving.worker_processes import Processes
 from flodl_hf.serving.workers import Workers
 
-__all__ = ["app_of", "closed", "create_app", "new_house", "reload_on"]
+__all__ = ["close_state", "create_app", "make_app", "new_state", "reload_on"]
 
 LOG = logging.getLogger("flodl_hf.serving")
 _CSP = (
@@ -48,174 +50,185 @@ _CSP = (
 
 
 def create_app(settings: Settings) -> Starlette:
-    """Return the application; its workers live from its startup to its shutdown.
+    """Return the ASGI application; its workers run from startup to shutdown.
 
-    ``app.state.house`` is what its doors share, ``app.state.processes`` the processes of the workers;
-    ``processes.reload()`` loads all models anew.
+    ``app.state.server`` is the shared `AppState`, ``app.state.processes`` the worker processes; ``processes.reload()``
+    reloads all models.
 
     Args:
-        settings: what is served, and how.
+        settings: the server's settings.
 
     Raises:
         ConfigError: traces cannot be sent.
     """
-    house = new_house(settings)
-    processes = Processes(settings, house.workers)
+    state = new_state(settings)
+    processes = Processes(settings, state.workers)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        if not house.workers.ready:
+        if not state.workers.ready:
             await processes.start()
         try:
             yield
         finally:
             await processes.close()
-            await closed(house)
+            await close_state(state)
 
-    app = app_of(house, lifespan)
+    app = make_app(state, lifespan)
     app.state.processes = processes
     return app
 
 
-def new_house(settings: Settings, ledger: Ledger | None = None, gathered: Gathered | None = None) -> House:
-    """Return what doors share.
+def new_state(
+    settings: Settings, counters: SharedCounters | None = None, collect_metrics: CollectMetrics | None = None
+) -> AppState:
+    """Return the state that all routes share.
 
     Args:
-        settings: what is served, and how.
-        ledger: what is inside, shared with other processes; None is nothing, shared with nobody.
-        gathered: gives what all processes counted; None where there is this one.
+        settings: the server's settings.
+        counters: counters of current requests; None creates counters for this process only.
+        collect_metrics: function that returns the metrics of all HTTP processes; None if there is one process.
 
     Raises:
         ConfigError: traces cannot be sent.
     """
     metrics = Metrics()
-    admission = Admission(settings, ledger)
+    admission = Admission(settings, counters)
     queue, fill = metrics.counter("flodl_queue_tokens"), metrics.counter("flodl_batch_fill")
     sizes, lengths = metrics.histogram("te_batch_next_size"), metrics.histogram("te_batch_next_tokens")
     times = metrics.histogram("flodl_batch_seconds")
 
-    def heard(ran: list[Any], queued: int) -> None:
+    def on_batches(ran: list[Any], queued: int) -> None:
         queue.value = queued
-        admission.rate = house.workers.rate
-        admission.full = house.workers.max_batch_tokens * len(house.workers.pids)
+        admission.rate = state.workers.rate
+        admission.full = state.workers.max_batch_tokens * len(state.workers.pids)
         if ran:
-            metrics.heard = time.monotonic()
+            metrics.last_batch = time.monotonic()
         for rows, tokens, seconds in ran:
             sizes.add(rows)
             lengths.add(tokens)
             times.add(seconds)
-            fill.value = tokens / house.workers.max_batch_tokens
+            fill.value = tokens / state.workers.max_batch_tokens
 
     traces = None if settings.otlp_endpoint is None else Traces(settings.otlp_endpoint)
-    house = House(settings, Workers(settings, heard), admission, metrics, traces, gathered)
-    return house
+    state = AppState(settings, Workers(settings, on_batches), admission, metrics, traces, collect_metrics)
+    return state
 
 
-def app_of(house: House, lifespan: Any) -> Starlette:
-    """Return an application of doors.
+def make_app(state: AppState, lifespan: Any) -> Starlette:
+    """Return an application with all routes.
 
     Args:
-        house: what they share.
-        lifespan: of Starlette.
+        state: the shared state.
+        lifespan: Starlette's lifespan.
     """
-    doors = {door.path: Endpoint(house, door) for door in DOORS}
-    app = _App(doors, routes=[*_answered(doors), *_told(house), *_answered_below(house)], lifespan=lifespan)
+    endpoints = {route.path: Endpoint(state, route) for route in ROUTES}
+    app = _App(
+        endpoints, routes=[*_post_routes(endpoints), *_status_routes(state), *_model_routes(state)], lifespan=lifespan
+    )
     app.router.redirect_slashes = False
-    app.add_exception_handler(404, _nowhere)
-    app.add_exception_handler(405, _nowhere)
-    app.state.house = house
+    app.add_exception_handler(404, _not_found)
+    app.add_exception_handler(405, _not_found)
+    app.state.server = state
     return app
 
 
-async def closed(house: House) -> None:
-    """Send what is left of traces."""
-    if house.traces is not None:
-        await asyncio.to_thread(house.traces.close)
+async def close_state(state: AppState) -> None:
+    """Send the remaining traces."""
+    if state.traces is not None:
+        await asyncio.to_thread(state.traces.close)
 
 
 class _App(Starlette):
-    """An application whose doors are found by their path alone, before all that Starlette does for a request.
+    """Application that resolves its POST routes by exact path, before Starlette's routing.
 
     Args:
-        doors: by path.
-        **words: of Starlette.
+        endpoints: endpoint of each path.
+        **options: of Starlette.
     """
 
-    def __init__(self, doors: Mapping[str, Endpoint], **words: Any) -> None:
-        super().__init__(**words)
-        self._doors = doors
+    def __init__(self, endpoints: Mapping[str, Endpoint], **options: Any) -> None:
+        super().__init__(**options)
+        self._endpoints = endpoints
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer one request."""
         if scope["type"] == "http" and scope["method"] == "POST" and not scope.get("root_path"):
-            endpoint = self._doors.get(scope["path"])
+            endpoint = self._endpoints.get(scope["path"])
             if endpoint is not None:
                 await endpoint(scope, receive, send)
                 return
         await super().__call__(scope, receive, send)
 
 
-def _answered(doors: Mapping[str, Endpoint]) -> list[Route]:
-    """Return the doors."""
-    return [Route(path, endpoint, methods=["POST"]) for path, endpoint in doors.items()]
+def _post_routes(routes: Mapping[str, Endpoint]) -> list[Route]:
+    """Return the POST routes."""
+    return [Route(path, endpoint, methods=["POST"]) for path, endpoint in routes.items()]
 
 
-def _answered_below(house: House) -> list[Route]:
-    """Return the doors once more, below a model's name."""
+def _model_routes(state: AppState) -> list[Route]:
+    """Return the POST routes below ``/models/NAME``."""
     return [
-        Route(below_model(door.path).replace("{name}", "{name:path}"), Endpoint(house, door), methods=["POST"])
-        for door in DOORS
+        Route(below_model(route.path).replace("{name}", "{name:path}"), Endpoint(state, route), methods=["POST"])
+        for route in ROUTES
     ]
 
 
-async def _nowhere(request: Any, fault: Any) -> Any:
+async def _not_found(request: Any, fault: Any) -> Any:
     from starlette.responses import Response
 
     path, headers = request.url.path[:200], dict(fault.headers or {})
     if taken := ", ".join(sorted(filter(None, headers.get("Allow", "").split(", ")))):
-        said = f"{request.method} is not what {path} takes; expected {taken}"
+        said = f"{path}: found method {request.method}, expected {taken}"
     else:
-        said = f"{request.method} {path} leads nowhere{nearest(path, [door.path for door in DOORS])}; see /openapi.json"
+        hint = nearest(path, [route.path for route in ROUTES])
+        said = f"{request.method} {path}: no such route{hint}; see /openapi.json"
     body = {"error": said, "error_type": "Validation"}
     return Response(as_json(body), status_code=fault.status_code, headers=headers, media_type="application/json")
 
 
-class _Told:
-    """A path that says something of the server."""
+class _StatusPage:
+    """A GET route with information about the server."""
 
-    def __init__(self, house: House, what: Any, kind: str = "application/json", *, open_to_all: bool = True) -> None:
-        self.house = house
+    def __init__(self, state: AppState, what: Any, kind: str = "application/json", *, public: bool = True) -> None:
+        self.state = state
         self.what = what
         self.kind = kind
-        self.open_to_all = open_to_all
+        self.public = public
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            if not self.open_to_all:
-                checked_key(self.house, Headers(scope))
+            if not self.public:
+                check_key(self.state, Headers(scope))
             found = self.what()
             status, body = found if isinstance(found, tuple) else await found
         except RefusedError as fault:
-            await fault_answer(send, fault, "tei")
+            await send_error(send, fault, "tei")
             return
         data = body if isinstance(body, bytes) else as_json(body)
         headers = {"content-security-policy": _CSP, "referrer-policy": "no-referrer"} if "html" in self.kind else {}
-        await send_whole(send, status, self.kind, data, encoded(headers))
+        await send_response(send, status, self.kind, data, encoded(headers))
 
 
-def _told(house: House) -> list[Route]:
-    """Return the paths that say something of the server."""
+def _status_routes(state: AppState) -> list[Route]:
+    """Return the GET routes with information about the server."""
 
     def ready() -> tuple[int, Any]:
-        there = house.workers.ready
-        return (200, {"ready": True}) if there else (503, {"error": "no worker is there", "error_type": "Unhealthy"})
+        there = state.workers.ready
+        return (
+            (200, {"ready": True})
+            if there
+            else (503, {"error": "no worker process is running", "error_type": "Unhealthy"})
+        )
 
-    async def counted() -> tuple[int, Any]:
-        workers = house.workers
-        metrics, processes, restarts = (house.metrics, 1, 0) if house.gathered is None else await house.gathered()
-        metrics.set("te_queue_size", house.admission.inside)
-        metrics.set("flodl_queue_seconds", house.admission.wait_s)
-        metrics.set("flodl_tokens_per_second", house.admission.rate)
+    async def metrics_text() -> tuple[int, Any]:
+        workers = state.workers
+        metrics, processes, restarts = (
+            (state.metrics, 1, 0) if state.collect_metrics is None else await state.collect_metrics()
+        )
+        metrics.set("te_queue_size", state.admission.inside)
+        metrics.set("flodl_queue_seconds", state.admission.wait_s)
+        metrics.set("flodl_tokens_per_second", state.admission.rate)
         metrics.set("flodl_device_peak_operations", workers.peak)
         metrics.set("flodl_device_share", metrics.operations.now() / workers.peak if workers.peak else 0.0)
         metrics.set("flodl_worker_restarts_total", workers.restarts)
@@ -228,41 +241,53 @@ def _told(house: House) -> list[Route]:
     text = "text/plain; version=0.0.4; charset=utf-8"
 
     def described() -> tuple[int, Any]:
-        said = [(path, says, told.open_to_all) for path, says, told in listed]
-        return 200, openapi(DOORS, said, keys=bool(house.settings.api_keys))
+        pages = [(path, summary, page.public) for path, summary, page in listed]
+        return 200, openapi(ROUTES, pages, keys=bool(state.settings.api_keys))
 
     listed = [
-        ("/health", "200 where requests are answered", _Told(house, ready)),
-        ("/ready", "200 where requests are answered", _Told(house, ready)),
-        ("/ping", "200 where requests are answered", _Told(house, ready)),
-        ("/live", "200 while this process runs", _Told(house, lambda: (200, {"live": True}))),
-        ("/metrics", "for Prometheus", _Told(house, counted, text)),
-        ("/info", "models, limits and version", _Told(house, lambda: (200, _info(house)), open_to_all=False)),
-        ("/v1/models", "the models that are served", _Told(house, lambda: (200, _models(house)), open_to_all=False)),
-        ("/openapi.json", "this document", _Told(house, described)),
+        ("/health", "200 if requests are answered", _StatusPage(state, ready)),
+        ("/ready", "200 if requests are answered", _StatusPage(state, ready)),
+        ("/ping", "200 if requests are answered", _StatusPage(state, ready)),
+        ("/live", "200 while the HTTP process runs", _StatusPage(state, lambda: (200, {"live": True}))),
+        ("/metrics", "metrics in Prometheus' text format", _StatusPage(state, metrics_text, text)),
+        ("/info", "models, limits and version", _StatusPage(state, lambda: (200, _info(state)), public=False)),
+        ("/v1/models", "served models", _StatusPage(state, lambda: (200, _models(state)), public=False)),
+        ("/openapi.json", "this document", _StatusPage(state, described)),
         (
             "/",
-            "a page to try each model",
-            _Told(house, lambda: (200, page(house.workers.models).encode()), "text/html; charset=utf-8"),
+            "HTML page to try each model",
+            _StatusPage(state, lambda: (200, _page(state.workers.models)), "text/html; charset=utf-8"),
         ),
     ]
-    return [Route(path, told, methods=["GET"]) for path, _, told in listed]
+    return [Route(path, page, methods=["GET"]) for path, _, page in listed]
 
 
-def _models(house: House) -> dict[str, Any]:
+@cache
+def _page_template() -> str:
+    return (files("flodl_hf.serving") / "page.html").read_text("utf-8")
+
+
+def _page(models: Mapping[str, dict[str, Any]]) -> bytes:
+    """Return the HTML page to try each model."""
+    known = {name: {part: info[part] for part in ("head", "tasks", "mask")} for name, info in models.items()}
+    # A model name must not end the script element, so "<" is escaped.
+    return _page_template().replace("@MODELS@", json.dumps(known).replace("<", "\\u003c")).encode()
+
+
+def _models(state: AppState) -> dict[str, Any]:
     data = [
         {"id": name, "object": "model", "created": 0, "owned_by": "flodl-hf", "parent": info.get("base"), **info}
-        for name, info in house.workers.models.items()
+        for name, info in state.workers.models.items()
     ]
     return {"object": "list", "data": data}
 
 
-def _info(house: House) -> dict[str, Any]:
-    """Return text-embeddings-inference's fields for the first model, and what is known of all."""
+def _info(state: AppState) -> dict[str, Any]:
+    """Return the fields of text-embeddings-inference for the first model, and information about all models."""
     from flodl_hf.checkpoints.version import own_version
 
-    settings = house.settings
-    (name, info), *_ = house.workers.models.items()
+    settings = state.settings
+    (name, info), *_ = state.workers.models.items()
     labels = {"id2label": dict(enumerate(info["labels"])), "label2id": {n: i for i, n in enumerate(info["labels"])}}
     if info["head"] == "base":
         kind: dict[str, Any] = {"embedding": {"pooling": info["pooling"][0]}}
@@ -275,7 +300,7 @@ def _info(house: House) -> dict[str, Any]:
         "model_type": kind,
         "max_concurrent_requests": settings.max_concurrent,
         "max_input_length": info["max_tokens"],
-        "max_batch_tokens": house.workers.max_batch_tokens,
+        "max_batch_tokens": state.workers.max_batch_tokens,
         "max_batch_requests": None,
         "max_client_batch_size": settings.max_inputs,
         "auto_truncate": False,
@@ -283,18 +308,18 @@ def _info(house: House) -> dict[str, Any]:
         "version": own_version(),
         "sha": None,
         "docker_label": None,
-        "models": house.workers.models,
+        "models": state.workers.models,
         "devices": list(settings.devices),
-        "workers": house.workers.devices,
+        "workers": state.workers.devices,
     }
 
 
 async def reload_on(processes: Processes, asked: asyncio.Event) -> None:
-    """Load all models anew whenever it is asked for.
+    """Reload all models whenever an event is set.
 
     Args:
-        processes: of the workers.
-        asked: set to ask.
+        processes: the worker processes.
+        asked: the event.
     """
     while True:
         await asked.wait()
@@ -303,4 +328,4 @@ async def reload_on(processes: Processes, asked: asyncio.Event) -> None:
             await processes.reload()
             LOG.info("reloaded")
         except Exception:
-            LOG.exception("not reloaded; the models that were loaded before go on")
+            LOG.exception("reload failed; the previous models remain in use")

@@ -1,15 +1,14 @@
-"""Rows of many requests through one device together.
+"""Batches with rows of many requests, on one device.
 
-Decides which rows run next: of the key that has had least, those of the request that is least far (start-time fair
-queueing, Goyal, Vin and Cheng 1996, first among keys and then among a key's requests). So neither a long request nor a
-key with many of them keeps others waiting; priorities decide among a key's requests alone. Rows of the same model,
-options and work join a batch up to a number of tokens; requests that were given up leave it.
+The next rows are those of the API key with the least processed tokens, and of its requests the least advanced one
+(start-time fair queueing, Goyal, Vin and Cheng 1996, first between keys, then between requests). Neither a long request
+nor a key with many requests delays others; priorities affect only requests of one key. Rows with the same model,
+options and work form a batch up to a number of tokens; cancelled requests leave it.
 
-On an accelerator, rows that come while nothing waits and nothing runs are run at once by the thread that brings them: a
-request alone is not handed from thread to thread.
+On an accelerator, rows that arrive while the queue and the device are empty are started by the thread that brings them,
+without a thread switch.
 
-How a batch runs is `flodl_hf.inference.engine`'s, sorted by length and packed; what a request is stands in
-`flodl_hf.serving.tasks`.
+`flodl_hf.inference.engine` runs a batch, sorted by length and packed.
 """
 
 from __future__ import annotations
@@ -33,47 +32,48 @@ from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.engine import Engine, Pending
 from flodl_hf.inference.options import RunOptions
 from flodl_hf.inference.passes import Work
-from flodl_hf.serving.adapted import Together
-from flodl_hf.serving.peak import Pace
-from flodl_hf.serving.ticket import Awaited, Ticket
+from flodl_hf.serving.adapter_models import MixedAdapters
+from flodl_hf.serving.request import AwaitedResults, WorkerRequest
+from flodl_hf.serving.throughput import TokenRate
 
 __all__ = ["Batcher"]
 
-# So many batches an accelerator may have before the first is finished: it never waits, and nothing is decided early.
-AHEAD = 2
-# Most tokens that run at once when they come alone: with more, the next batch would not be prepared meanwhile.
-ALONE = 2048
-# Tokens of a request that run in one turn, at least: a row at a time costs the interpreter more than the device.
+# Batches that are started on an accelerator before the first one finishes: it never idles, and the order is decided
+# late.
+BATCHES_AHEAD = 2
+# Maximum tokens that the bringing thread starts itself: with more, the next batch would not be prepared meanwhile.
+MAX_DIRECT_TOKENS = 2048
+# Minimum tokens of a request's turn: single rows cost the interpreter more time than the device.
 QUANTUM = 512
-# Threads that may run what comes alone, at least: each has a workspace of the accelerator's libraries. Of those who ask
-# by a link of their own, each has two threads that do everything while little is asked.
-CALLERS, OF_LINK = 4, 2
-# How many requests of its key, at most, one of high priority goes before, and one of low priority lets pass.
-PASSES = 1000
+# Minimum number of threads that may start rows themselves, since each needs a workspace of the accelerator's libraries;
+# and such threads for each connection, which uses two threads at low load.
+MIN_DIRECT_THREADS, DIRECT_THREADS_PER_LINK = 4, 2
+# Number of requests of its key that a request of high priority overtakes, and that overtake one of low priority.
+PRIORITY_SHIFT = 1000
 
 
 @dataclass(eq=False)
-class _Sent:
-    """Rows of one call that wait."""
+class _QueuedRows:
+    """Waiting rows of one call."""
 
-    ticket: Ticket
+    request: WorkerRequest
     table: TokenTable
     places: Sequence[Sequence[int]] | None
-    pending: Awaited
+    pending: AwaitedResults
     ends: np.ndarray
-    """Tokens up to and with each row, ``(rows,)``."""
+    """Cumulative tokens, ``(rows,)``."""
     start: float
     at: int = 0
     since: float = field(default_factory=time.perf_counter)
 
     @property
     def tag(self) -> float:
-        """How far its flow is: what the next row is compared by."""
+        """Progress of the request's flow, by which rows are ordered."""
         return self.start + self._ran
 
     @property
     def waiting(self) -> int:
-        """Tokens that have not run."""
+        """Number of tokens that have not run."""
         return int(self.ends[-1]) - self._ran
 
     @property
@@ -81,9 +81,9 @@ class _Sent:
         return int(self.ends[self.at - 1]) if self.at else 0
 
     def take(self, room: int, tag: float) -> int:
-        """Take the rows that fit into ``room`` tokens before the turn of a flow at ``tag``; return their tokens.
+        """Take rows of up to ``room`` tokens, before the turn of a flow at ``tag``, and return their tokens.
 
-        One row at least, and a quantum where there is room.
+        Takes at least one row, and a quantum if there is room.
         """
         before = self._ran
         fit, turn, turns = np.searchsorted(
@@ -94,48 +94,49 @@ class _Sent:
 
 
 @dataclass(eq=False, slots=True)
-class _Taken:
-    """Rows of one call that run next: from the first to before the last."""
+class _BatchRows:
+    """Rows ``first`` to ``last`` (exclusive) of a call in the next batch."""
 
-    sent: _Sent
+    sent: _QueuedRows
     first: int
     last: int
 
 
 class Batcher:
-    """The queue of one device, and the threads that run it.
+    """The queue of a device and the threads that run it.
 
     Args:
-        device: where the models are.
-        max_tokens: most tokens of a batch.
-        alone: whether rows that come alone are run by the thread that brings them; None on accelerators. On a processor
-            each such thread would have threads of torch's own.
-        links: how many ask.
+        device: device of the models.
+        max_tokens: maximum tokens of a batch.
+        direct: whether the bringing thread may start rows itself; None is True on accelerators. On a CPU each such
+            thread would create its own threads of torch.
+        links: number of connections.
     """
 
-    def __init__(self, device: torch.device, max_tokens: int, *, alone: bool | None = None, links: int = 1) -> None:
+    def __init__(self, device: torch.device, max_tokens: int, *, direct: bool | None = None, links: int = 1) -> None:
         self.device = device
         self.max_tokens = max_tokens
-        self.pace = Pace()
+        self.pace = TokenRate()
         self._ran: deque[tuple[int, int, float]] = deque(maxlen=10_000)
         self._ended = 0.0
         self.queued_tokens = 0
         self._models: dict[Any, tuple[Any, RunOptions]] = {}
-        self._engines: dict[Any, Engine | Together] = {}
-        self._waiting: dict[Any, dict[str, list[tuple[float, float, _Sent]]]] = {}
+        self._engines: dict[Any, Engine | MixedAdapters] = {}
+        self._waiting: dict[Any, dict[str, list[tuple[float, float, _QueuedRows]]]] = {}
         self._active: Counter[str] = Counter()
         self._numbers = count()
-        # How many tokens each key has had, counted from where the others were when it came; and how far its requests
-        # are. Both only grow, so that who waited is served before who comes.
+        # Processed tokens of each key, counted from the level of the others when the key became active, and the
+        # progress of its requests. Both only grow, so that waiting requests precede new ones.
         self._had: dict[str, float] = {}
         self._far: dict[str, float] = {}
         self._now = 0.0
         self._changed = Condition()
-        self._running: Queue[Any] = Queue(AHEAD)
-        self._alone = device.type != "cpu" if alone is None else alone
+        self._running: Queue[Any] = Queue(BATCHES_AHEAD)
+        self._direct = device.type != "cpu" if direct is None else direct
         self._callers: set[int] = set()
-        self._most_callers = max(CALLERS, OF_LINK * links)
-        # Batches that are being started, by either kind of thread, and those that were and are not finished.
+        self._most_callers = max(MIN_DIRECT_THREADS, DIRECT_THREADS_PER_LINK * links)
+        # Whether a batch is being started, by either kind of thread, and the number of started batches that are not
+        # finished.
         self._starting = False
         self._unfinished = 0
         Thread(target=self._run, name="flodl-hf-batches", daemon=True).start()
@@ -144,55 +145,55 @@ class Batcher:
 
     def send(
         self,
-        ticket: Ticket,
+        request: WorkerRequest,
         model: Any,
         options: RunOptions,
         table: TokenTable,
         work: Work,
         places: Sequence[Sequence[int]] | None,
     ) -> Pending:
-        """Queue rows of a request; the results can be waited for.
+        """Queue the rows of a request and return their pending results.
 
         Args:
-            ticket: the request.
-            model: whose rows.
-            options: how to run.
+            request: the request.
+            model: the model.
+            options: options of the run.
             table: the rows.
-            work: what to compute.
+            work: the computation.
             places: see `Engine.start`.
         """
         check_rows(table)
-        if ticket.timeline is not None:
-            ticket.timeline.sent()
-        pending = Awaited(len(table), ticket)
+        if request.timeline is not None:
+            request.timeline.sent()
+        pending = AwaitedResults(len(table), request)
         if not len(table):
             return pending
         ends = np.cumsum(table.lengths)
-        ticket.rows += len(table)
-        ticket.longest = max(ticket.longest, int(table.lengths.max()))
-        ticket.tokens += int(ends[-1])
+        request.rows += len(table)
+        request.longest = max(request.longest, int(table.lengths.max()))
+        request.tokens += int(ends[-1])
         if self._claimed(int(ends[-1])):
-            self._run_alone(_Sent(ticket, table, places, pending, ends, 0.0), (model, options), work)
+            self._run_directly(_QueuedRows(request, table, places, pending, ends, 0.0), (model, options), work)
             return pending
         with self._changed:
-            key = ticket.key
+            key = request.key
             if not self._active[key]:
                 self._had[key] = max(self._had.get(key, 0.0), self._now)
             self._active[key] += 1
             self.queued_tokens += int(ends[-1])
-            sent = _Sent(ticket, table, places, pending, ends, self._far.get(key, 0.0))
+            sent = _QueuedRows(request, table, places, pending, ends, self._far.get(key, 0.0))
             self._models[id(model), options] = (model, options)
             group = self._waiting.setdefault((id(model), options, work), {})
-            # Never equal: the shift of each priority ends in a fraction of its own.
-            number = next(self._numbers) - (PASSES + 0.25) * ticket.priority
+            # Numbers are unique: each priority shifts them by a fraction of its own.
+            number = next(self._numbers) - (PRIORITY_SHIFT + 0.25) * request.priority
             heappush(group.setdefault(key, []), (sent.tag, number, sent))
             self._changed.notify()
-        ticket.read_on()
+        request.read_on()
         return pending
 
     def _claimed(self, tokens: int) -> bool:
-        """Return whether this thread may run some rows at once; nothing else is started until it has."""
-        if not self._alone or tokens > min(ALONE, self.max_tokens):
+        """Return whether this thread may start rows itself; if so, nothing else is started until it has."""
+        if not self._direct or tokens > min(MAX_DIRECT_TOKENS, self.max_tokens):
             return False
         caller = get_ident()
         with self._changed:
@@ -205,16 +206,16 @@ class Batcher:
             self._starting = True
             return True
 
-    def _run_alone(self, sent: _Sent, of: tuple[Any, RunOptions], work: Work) -> None:
+    def _run_directly(self, sent: _QueuedRows, of: tuple[Any, RunOptions], work: Work) -> None:
         started = time.perf_counter()
         key = (id(of[0]), of[1])
-        taken = [_Taken(sent, 0, len(sent.ends))]
+        taken = [_BatchRows(sent, 0, len(sent.ends))]
         try:
             self._models[key] = of
             _note(taken, sent.table, started)
             running = self._engine(key).start(sent.table, work, sent.places)
-            sent.ticket.read_on()
-            _share_out(taken, running)
+            sent.request.read_on()
+            _distribute(taken, running)
         except Exception as fault:
             self._failed(taken, fault)
         else:
@@ -228,28 +229,28 @@ class Batcher:
             self._changed.notify()
 
     def drained(self) -> list[tuple[int, int, float]]:
-        """Return rows, tokens and seconds of the batches that have run since this was last asked."""
+        """Return rows, tokens and seconds of the batches that finished since the last call."""
         found = []
         with suppress(IndexError):
             while True:
                 found.append(self._ran.popleft())
         return found
 
-    def _engine(self, key: Any) -> Engine | Together:
-        # Models that are served do not change: their graphs are prepared once and never compared again.
+    def _engine(self, key: Any) -> Engine | MixedAdapters:
+        # Served models do not change, so their prepared graphs are never compared again.
         if key not in self._engines:
             model, options = self._models[key]
-            self._engines[key] = model if isinstance(model, Together) else Engine.of(model, options)
+            self._engines[key] = model if isinstance(model, MixedAdapters) else Engine.of(model, options)
         return self._engines[key]
 
-    def _next(self) -> tuple[Any, list[_Taken]]:
-        """Return what the next batch computes, and its rows."""
+    def _next(self) -> tuple[Any, list[_BatchRows]]:
+        """Return the work and the rows of the next batch."""
         with self._changed:
             while self._starting or not self._waits():
                 self._changed.wait()
             self._starting = True
             work, group = min(self._waiting.items(), key=lambda waiting: min(map(self._turn, waiting[1].items())))
-            room, taken = self.max_tokens, dict[_Sent, _Taken]()
+            room, taken = self.max_tokens, dict[_QueuedRows, _BatchRows]()
             while room > 0 and self._cleaned(group):
                 key, heap = min(group.items(), key=self._turn)
                 tag, number, sent = heap[0]
@@ -259,9 +260,9 @@ class Batcher:
                 self._far[key] = max(self._far.get(key, 0.0), tag)
                 self._now = max(self._now, self._had[key])
                 if not sent.at:
-                    sent.ticket.waited_s += time.perf_counter() - sent.since
-                # What a request had in earlier turns of this batch, and what it has now, is one range of rows.
-                rows = taken.setdefault(sent, _Taken(sent, sent.at, sent.at))
+                    sent.request.waited_s += time.perf_counter() - sent.since
+                # All turns of a request in this batch form one range of rows.
+                rows = taken.setdefault(sent, _BatchRows(sent, sent.at, sent.at))
                 tokens = sent.take(room // len(group), heap[0][0] if heap else float("inf"))
                 rows.last = sent.at
                 self._had[key] += tokens
@@ -278,7 +279,7 @@ class Batcher:
         return (self._had[key], *heap[0][:2])
 
     def _waits(self) -> bool:
-        """Return whether anything waits that somebody waits for; forget the rest."""
+        """Remove cancelled rows, and return whether others wait."""
         for work, group in list(self._waiting.items()):
             if not self._cleaned(group):
                 del self._waiting[work]
@@ -292,11 +293,11 @@ class Batcher:
                 del group[key]
         return bool(group)
 
-    def _left(self, sent: _Sent) -> bool:
-        """Return whether nobody waits for these rows, and forget them then."""
-        if not sent.ticket.over and not sent.pending.faults:
+    def _left(self, sent: _QueuedRows) -> bool:
+        """Return whether a request was cancelled, and if so remove its rows."""
+        if not sent.request.over and not sent.pending.faults:
             return False
-        self._active[sent.ticket.key] -= 1
+        self._active[sent.request.key] -= 1
         self.queued_tokens -= sent.waiting
         return True
 
@@ -306,7 +307,7 @@ class Batcher:
             self._start(key, taken)
             self._started()
 
-    def _start(self, key: Any, taken: list[_Taken]) -> None:
+    def _start(self, key: Any, taken: list[_BatchRows]) -> None:
         started = time.perf_counter()
         try:
             table, places = _joined(taken)
@@ -317,10 +318,10 @@ class Batcher:
                     self._unfinished += 1
                 self._running.put((taken, table, found, started))
                 return
-            _share_out(taken, found)
+            _distribute(taken, found)
         except Exception as fault:
             if len(taken) > 1:
-                # One of them may be at fault, and the others are not.
+                # The error may be caused by one request, so each runs separately.
                 for rows in taken:
                     self._start(key, [rows])
                 return
@@ -332,7 +333,7 @@ class Batcher:
         while True:
             taken, table, found, started = self._running.get()
             try:
-                _share_out(taken, found)
+                _distribute(taken, found)
             except Exception as fault:
                 self._failed(taken, fault)
             else:
@@ -341,20 +342,20 @@ class Batcher:
                 self._unfinished -= 1
 
     def _count(self, table: TokenTable, started: float) -> None:
-        # While one batch runs the next is begun, and waits.
+        # A batch may be started before the previous one has finished.
         began, self._ended = max(started, self._ended), time.perf_counter()
         tokens, seconds = int(table.lengths.sum()), self._ended - began
         self._ran.append((len(table), tokens, seconds))
         self.pace.ran(tokens, seconds, full=2 * tokens >= self.max_tokens or len(self._waiting) > 1)
 
-    def _failed(self, taken: list[_Taken], fault: Exception) -> None:
+    def _failed(self, taken: list[_BatchRows], fault: Exception) -> None:
         for rows in taken:
             rows.sent.pending.faults.append(fault)
             rows.sent.pending.here.set()
 
 
-def _joined(taken: list[_Taken]) -> tuple[TokenTable, list[Sequence[int]] | None]:
-    """Return the rows of all calls as one table; of what only decoders read there is nothing."""
+def _joined(taken: list[_BatchRows]) -> tuple[TokenTable, list[Sequence[int]] | None]:
+    """Return the rows of all calls as one table without the columns that only decoders read."""
     ids, types, lengths = [], [], []
     typed = any(rows.sent.table.types is not None for rows in taken)
     places: list[Sequence[int]] | None = None if taken[0].sent.places is None else []
@@ -378,26 +379,26 @@ def _joined(taken: list[_Taken]) -> tuple[TokenTable, list[Sequence[int]] | None
     return found, places
 
 
-def _note(taken: list[_Taken], table: TokenTable, started: float) -> None:
-    """Tell the calls that are traced which batch they are in."""
+def _note(taken: list[_BatchRows], table: TokenTable, started: float) -> None:
+    """Record the batch in the timelines of traced requests."""
     for part in taken:
-        if part.sent.ticket.timeline is not None:
-            part.sent.ticket.timeline.taken(started, len(table), int(table.lengths.sum()))
+        if part.sent.request.timeline is not None:
+            part.sent.request.timeline.taken(started, len(table), int(table.lengths.sum()))
 
 
-def _share_out(taken: list[_Taken], found: Pending) -> None:
-    """Hand each call its rows' results."""
+def _distribute(taken: list[_BatchRows], found: Pending) -> None:
+    """Assign results to their calls."""
     if len(taken) == 1:
         (part,) = taken
         for rows, sizes, values in found.arrays():
             part.sent.pending.add(rows + part.first, sizes, torch.from_numpy(values), None)
-        _shared(part)
+        _delivered(part)
         return
     counts = [part.last - part.first for part in taken]
     owner = np.repeat(np.arange(len(taken)), counts)
     offset = np.concatenate([np.arange(part.first, part.last) for part in taken])
     for rows, sizes, values in found.arrays():
-        # All results change places at once, so that those of a call stand together.
+        # Results are sorted by call in one step.
         order = np.argsort(owner[rows], kind="stable")
         starts = (np.cumsum(sizes) - sizes)[order]
         rows, sizes = rows[order], sizes[order]
@@ -409,14 +410,14 @@ def _share_out(taken: list[_Taken], found: Pending) -> None:
             if a < b:
                 part.sent.pending.add(places[a:b], sizes[a:b], torch.from_numpy(values[ends[a] : ends[b]]), None)
     for part in taken:
-        _shared(part)
+        _delivered(part)
 
 
-def _shared(part: _Taken) -> None:
-    """Note that the results of some rows are with their call."""
+def _delivered(part: _BatchRows) -> None:
+    """Mark results of rows as delivered."""
     sent = part.sent
-    if sent.ticket.timeline is not None:
-        sent.ticket.timeline.ran()
+    if sent.request.timeline is not None:
+        sent.request.timeline.ran()
     sent.pending.left -= part.last - part.first
     if not sent.pending.left:
         sent.pending.here.set()

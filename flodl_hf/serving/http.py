@@ -1,4 +1,4 @@
-"""HTTP by uvicorn with the limits of a server, signals, and the log: what every process that answers has."""
+"""uvicorn server with limits, signal handlers and log; used by every HTTP process."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from typing import Any
 import uvicorn
 
 from flodl_hf.serving.log import Lines, Log
-from flodl_hf.serving.protocol import MAX_HEAD, guarded
+from flodl_hf.serving.protocol import MAX_HEAD, limited_protocol
 from flodl_hf.serving.settings import Settings
 
-__all__ = ["HttpServer", "http_server", "listened", "logged", "runner", "settled"]
+__all__ = ["HttpServer", "freeze_gc", "http_server", "runner", "server_log", "signal_handlers"]
 
 Calls = Mapping[signal.Signals, Callable[[], Any]]
 
 
 class HttpServer(uvicorn.Server):
-    """Stops at the first signal when all is answered, and at the second at once; the status is then 0.
+    """Server that finishes requests at the first signal and stops at the second; its exit status is 0.
 
     Args:
-        config: uvicorn's.
-        calls: what is done at signals instead, or beside.
+        config: uvicorn's configuration.
+        calls: additional signal handlers, or replacements of the default ones.
     """
 
     def __init__(self, config: uvicorn.Config, calls: Calls) -> None:
@@ -39,18 +39,18 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Take signals for as long as this holds."""
+        """Install the signal handlers while the context is active."""
         stopping = {number: partial(self.handle_exit, number, None) for number in (signal.SIGINT, signal.SIGTERM)}
-        with listened({**stopping, **self._calls}):
+        with signal_handlers({**stopping, **self._calls}):
             yield
 
 
 @contextlib.contextmanager
-def listened(calls: Calls) -> Iterator[None]:
-    """Have something called at each signal for as long as this holds; in another thread than the first, nothing is.
+def signal_handlers(calls: Calls) -> Iterator[None]:
+    """Install signal handlers while the context is active; only in the main thread.
 
     Args:
-        calls: by signal.
+        calls: function of each signal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -69,9 +69,9 @@ def http_server(app: Any, settings: Settings, calls: Calls, closed: Callable[[],
     """Return a server of an application.
 
     Args:
-        app: of `flodl_hf.serving.app`.
-        settings: its limits; connections are shared between the processes that answer HTTP.
-        calls: what is done at signals; SIGINT and SIGTERM stop it where nothing else is said.
+        app: the application.
+        settings: its limits; the HTTP processes share the maximum number of connections.
+        calls: signal handlers; SIGINT and SIGTERM stop the server unless they are given.
         closed: called whenever a connection has ended.
     """
     try:
@@ -79,7 +79,7 @@ def http_server(app: Any, settings: Settings, calls: Calls, closed: Callable[[],
     except ImportError:
         from uvicorn.protocols.http.h11_impl import H11Protocol as Protocol
     config = uvicorn.Config(
-        app, http=guarded(Protocol, settings, closed), log_config=None, access_log=False, server_header=False,
+        app, http=limited_protocol(Protocol, settings, closed), log_config=None, access_log=False, server_header=False,
         timeout_keep_alive=int(settings.idle_s), timeout_graceful_shutdown=int(settings.drain_s), ws="none",
         limit_concurrency=math.ceil(settings.max_connections / settings.http_processes),
         h11_max_incomplete_event_size=MAX_HEAD, lifespan="on", proxy_headers=False, backlog=2048,
@@ -88,8 +88,8 @@ def http_server(app: Any, settings: Settings, calls: Calls, closed: Callable[[],
 
 
 @contextlib.contextmanager
-def logged() -> Iterator[None]:
-    """Write the log of a server to stderr for as long as this holds."""
+def server_log() -> Iterator[None]:
+    """Write the server's log to stderr while the context is active."""
     logger = logging.getLogger("flodl_hf.serving")
     handler = Lines(sys.stderr)
     handler.setFormatter(Log())
@@ -104,13 +104,13 @@ def logged() -> Iterator[None]:
 
 
 def runner() -> asyncio.Runner:
-    """Return what runs an event loop: uvloop's where it is installed."""
-    # A configuration of uvicorn's own would have requests logged, beside what `logged` says.
+    """Return an event loop runner; uvloop's if it is installed."""
+    # uvicorn's default configuration would log requests in addition to `server_log`.
     quiet = uvicorn.Config(runner, log_config=None, access_log=False)
     return asyncio.Runner(loop_factory=quiet.get_loop_factory())
 
 
-def settled() -> None:
-    """Let what is there now stay: to look through it again and again takes a twentieth of the doors' time."""
+def freeze_gc() -> None:
+    """Exclude existing objects from garbage collection, whose scans take a twentieth of an HTTP process's time."""
     gc.collect()
     gc.freeze()

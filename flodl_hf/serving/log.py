@@ -1,4 +1,4 @@
-"""The log of a server: a line of JSON for each record, and lines of many requests written together."""
+"""JSON log of a server; lines of many requests are written together."""
 
 from __future__ import annotations
 
@@ -10,68 +10,68 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
-from flodl_hf.serving.frames import as_json
+from flodl_hf.serving.messages import as_json
 
-__all__ = ["Lines", "Log", "told"]
+__all__ = ["Lines", "Log", "log_event"]
 
-# So long lines of requests may wait for others.
-LATE_S = 0.1
-# So many bytes are written to a pipe in one piece (POSIX asks for 512, Linux has 4096): lines of several processes that
-# share it stay whole.
-WHOLE: int = getattr(select, "PIPE_BUF", 4096)
+# Delay of request lines, so that several are written together.
+FLUSH_DELAY_S = 0.1
+# Pipes write this many bytes atomically (at least 512 by POSIX, 4096 on Linux), so that lines of several processes that
+# share a pipe stay whole.
+ATOMIC_BYTES: int = getattr(select, "PIPE_BUF", 4096)
 
 
 class Log(logging.Formatter):
-    """A line of JSON for each record: when, how grave, what, and what is said of it."""
+    """Formatter with one JSON line for each record: time, level, message and fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
-        said = {"at": round(record.created, 3), "level": record.levelname.lower(), "what": record.getMessage()}
-        said |= getattr(record, "said", {})
+        """Return the line of a record."""
+        fields = {"at": round(record.created, 3), "level": record.levelname.lower(), "what": record.getMessage()}
+        fields |= getattr(record, "said", {})
         if record.exc_info:
-            said["fault"] = self.formatException(record.exc_info)
-        return _line(said)
+            fields["fault"] = self.formatException(record.exc_info)
+        return _line(fields)
 
 
 class Lines(logging.StreamHandler[TextIO]):
-    """Writes lines to a stream; what is no more than information waits a moment for others, which costs one write."""
+    """Stream handler that buffers lines of level INFO for a moment and writes them together."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
         self._held: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, or keep it for a moment."""
+        """Write or buffer a record."""
         try:
-            self._keep(self.format(record), record.levelno > logging.INFO)
+            self._buffer(self.format(record), record.levelno > logging.INFO)
         except Exception:
             self.handleError(record)
 
-    def say(self, what: str, said: Mapping[str, Any]) -> None:
-        """Keep a line of information for a moment, without a record: a server writes one for each request.
+    def add_line(self, what: str, fields: Mapping[str, Any]) -> None:
+        """Buffer a line of level INFO without creating a log record, once for each request.
 
         Args:
-            what: as of a record.
-            said: likewise.
+            what: the message.
+            fields: the fields.
         """
         self.acquire()
         try:
-            self._keep(_line({"at": round(time.time(), 3), "level": "info", "what": what, **said}), False)
+            self._buffer(_line({"at": round(time.time(), 3), "level": "info", "what": what, **fields}), False)
         finally:
             self.release()
 
-    def _keep(self, line: str, now: bool) -> None:
+    def _buffer(self, line: str, now: bool) -> None:
         self._held.append(line + self.terminator)
         if now:
             self.flush()
         elif len(self._held) == 1:
             try:
-                asyncio.get_running_loop().call_later(LATE_S, self.flush)
-            except RuntimeError:  # no loop runs here
+                asyncio.get_running_loop().call_later(FLUSH_DELAY_S, self.flush)
+            except RuntimeError:  # outside of an event loop
                 self.flush()
 
     def flush(self) -> None:
-        """Write what was kept."""
+        """Write the buffered lines."""
         self.acquire()
         try:
             lines, self._held = self._held, []
@@ -82,35 +82,35 @@ class Lines(logging.StreamHandler[TextIO]):
             self.release()
 
 
-def told(logger: logging.Logger, what: str, said: Mapping[str, Any]) -> None:
-    """Log some information; where the log is ours alone, no record is made.
+def log_event(logger: logging.Logger, what: str, fields: Mapping[str, Any]) -> None:
+    """Log an event of level INFO, without a log record if only this module's handler is installed.
 
     Args:
-        logger: whose log.
-        what: as of a record.
-        said: what is said of it.
+        logger: the logger.
+        what: the message.
+        fields: the fields.
     """
     if len(logger.handlers) == 1 and not (logger.propagate or logger.filters):
         handler = logger.handlers[0]
         if type(handler) is Lines and not handler.filters and type(handler.formatter) is Log:
-            handler.say(what, said)
+            handler.add_line(what, fields)
             return
-    logger.info(what, extra={"said": said})
+    logger.info(what, extra={"said": fields})
 
 
-def _line(said: Mapping[str, Any]) -> str:
+def _line(fields: Mapping[str, Any]) -> str:
     try:
-        return as_json(said).decode()
+        return as_json(fields).decode()
     except TypeError:
-        return json.dumps(said, ensure_ascii=False, default=str)
+        return json.dumps(fields, ensure_ascii=False, default=str)
 
 
 def _pieces(lines: Sequence[str]) -> Iterator[str]:
-    """Yield lines put together, up to what is written in one piece; a longer one alone."""
+    """Yield joined lines of at most ATOMIC_BYTES; a longer line separately."""
     held, size = list[str](), 0
     for line in lines:
         more = len(line) if line.isascii() else len(line.encode(errors="replace"))
-        if held and size + more > WHOLE:
+        if held and size + more > ATOMIC_BYTES:
             yield "".join(held)
             held, size = [], 0
         held.append(line)

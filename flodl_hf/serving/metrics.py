@@ -1,7 +1,6 @@
-"""What Prometheus is told: counters, gauges and histograms, under the names of text-embeddings-inference and ours.
+"""Prometheus metrics with the names of text-embeddings-inference (``te_*``) and ``flodl_*``.
 
-Decides names and buckets, and how what several processes counted adds up. Everything is counted in the event loop's
-thread.
+Own code instead of prometheus_client: see docs/decisions. All updates happen in the event loop's thread.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from flodl_hf.serving.peak import Rate
+from flodl_hf.serving.throughput import Rate
 
 __all__ = ["Counter", "Histogram", "Metrics", "merged"]
 
@@ -20,43 +19,47 @@ SIZES = tuple(float(1 << power) for power in range(18))
 Labels = tuple[tuple[str, str], ...]
 
 _KNOWN: dict[str, tuple[str, str, Sequence[float]]] = {
-    "te_request_count": ("counter", "requests that arrived", ()),
-    "te_request_success": ("counter", "requests that were answered", ()),
-    "te_request_failure": ("counter", "requests that were not, by error", ()),
-    "te_request_duration": ("histogram", "seconds from the head of a request to its answer", SECONDS),
-    "te_request_queue_duration": ("histogram", "seconds that a request waited for its batch", SECONDS),
-    "te_request_inference_duration": ("histogram", "seconds of a request in the worker behind the queue", SECONDS),
+    "te_request_count": ("counter", "received requests", ()),
+    "te_request_success": ("counter", "successful requests", ()),
+    "te_request_failure": ("counter", "failed requests, by error", ()),
+    "te_request_duration": ("histogram", "seconds from a request's headers to its response", SECONDS),
+    "te_request_queue_duration": ("histogram", "seconds in which a request waited for its batch", SECONDS),
+    "te_request_inference_duration": ("histogram", "seconds of a request in the worker after the queue", SECONDS),
     "te_request_input_length": ("histogram", "tokens of a request", SIZES),
     "te_batch_next_size": ("histogram", "rows of a batch", SIZES),
     "te_batch_next_tokens": ("histogram", "tokens of a batch", SIZES),
-    "te_queue_size": ("gauge", "requests that are being answered", ()),
-    "te_embed_count": ("counter", "texts that were embedded", ()),
-    "te_predict_count": ("counter", "texts that were classified", ()),
-    "te_rerank_count": ("counter", "texts that were ranked", ()),
+    "te_queue_size": ("gauge", "current requests", ()),
+    "te_embed_count": ("counter", "embedded texts", ()),
+    "te_predict_count": ("counter", "classified texts", ()),
+    "te_rerank_count": ("counter", "ranked texts", ()),
     "flodl_requests_total": ("counter", "requests to each model or adapter, by status", ()),
-    "flodl_request_seconds": ("histogram", "seconds of requests that were answered, by model", SECONDS),
-    "flodl_texts_total": ("counter", "texts of requests that were answered, by model", ()),
-    "flodl_tokens_total": ("counter", "tokens that ran, by model", ()),
-    "flodl_rows_total": ("counter", "windows that ran, by model", ()),
-    "flodl_dropped_tokens_total": ("counter", "tokens cut off as asked, by model", ()),
+    "flodl_request_seconds": ("histogram", "seconds of successful requests, by model", SECONDS),
+    "flodl_texts_total": ("counter", "texts of successful requests, by model", ()),
+    "flodl_tokens_total": ("counter", "processed tokens, by model", ()),
+    "flodl_rows_total": ("counter", "processed windows, by model", ()),
+    "flodl_dropped_tokens_total": ("counter", "truncated tokens, by model", ()),
     "flodl_batch_seconds": ("histogram", "seconds of a batch", SECONDS),
-    "flodl_batch_fill": ("gauge", "tokens of the last batch as a share of the most", ()),
-    "flodl_queue_tokens": ("gauge", "tokens that wait in the last worker that spoke", ()),
-    "flodl_queue_seconds": ("gauge", "seconds that what is inside takes, about", ()),
-    "flodl_tokens_per_second": ("gauge", "tokens a second that the workers run when there is enough to run", ()),
+    "flodl_batch_fill": ("gauge", "tokens of the last batch as a share of the maximum", ()),
+    "flodl_queue_tokens": ("gauge", "queued tokens of the worker that reported last", ()),
+    "flodl_queue_seconds": ("gauge", "estimated seconds to process the current requests", ()),
+    "flodl_tokens_per_second": ("gauge", "tokens per second of the workers at full load", ()),
     "flodl_operations_total": ("counter", "operations of the encoders' projections, by model", ()),
-    "flodl_device_peak_operations": ("gauge", "operations a second that the devices reached in a product at start", ()),
-    "flodl_device_share": ("gauge", "operations of about the last ten seconds as a share of that peak", ()),
-    "flodl_worker_restarts_total": ("counter", "workers that ended and were replaced", ()),
-    "flodl_workers": ("gauge", "workers that answer", ()),
-    "flodl_http_processes": ("gauge", "processes that answer HTTP", ()),
-    "flodl_http_process_restarts_total": ("counter", "processes that answered HTTP, ended and were replaced", ()),
-    "flodl_ready": ("gauge", "1 where requests are answered", ()),
+    "flodl_device_peak_operations": (
+        "gauge",
+        "measured peak operations per second of the devices",
+        (),
+    ),
+    "flodl_device_share": ("gauge", "operations of about the last ten seconds as a share of the measured peak", ()),
+    "flodl_worker_restarts_total": ("counter", "replaced workers", ()),
+    "flodl_workers": ("gauge", "active workers", ()),
+    "flodl_http_processes": ("gauge", "HTTP processes", ()),
+    "flodl_http_process_restarts_total": ("counter", "replaced HTTP processes", ()),
+    "flodl_ready": ("gauge", "1 if requests are answered", ()),
 }
 
 
 class Counter:
-    """A number that grows, or a gauge."""
+    """A counter or gauge."""
 
     __slots__ = ("value",)
 
@@ -65,7 +68,7 @@ class Counter:
 
 
 class Histogram:
-    """How often values were up to each of some bounds."""
+    """Counts of values up to each of some bounds."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -75,34 +78,34 @@ class Histogram:
         self.sum = 0.0
 
     def add(self, value: float) -> None:
-        """Count a value."""
+        """Add a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
 
 class Metrics:
-    """All that is counted."""
+    """All metrics of a process."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, dict[Labels, Counter]] = {}
         self._histograms: dict[str, dict[Labels, Histogram]] = {}
         self.operations = Rate()
-        """Of the encoders' projections."""
-        self.heard = 0.0
-        """When a batch was heard of for the last time, by ``time.monotonic``."""
+        """Rate of operations of the encoders' projections."""
+        self.last_batch = 0.0
+        """Time of the last batch, by ``time.monotonic``."""
 
     def counter(self, name: str, **labels: str) -> Counter:
-        """Return a counter, to be kept by who counts often."""
-        held = self._numbers.setdefault(name, {})
-        return held.setdefault(_key(labels), Counter())
+        """Return a counter; callers keep it if they count often."""
+        counters = self._numbers.setdefault(name, {})
+        return counters.setdefault(_key(labels), Counter())
 
     def histogram(self, name: str, **labels: str) -> Histogram:
-        """Return a histogram, to be kept by who counts often."""
-        held = self._histograms.setdefault(name, {})
+        """Return a histogram; callers keep it if they count often."""
+        histograms = self._histograms.setdefault(name, {})
         key = _key(labels)
-        if key not in held:
-            held[key] = Histogram(_KNOWN[name][2])
-        return held[key]
+        if key not in histograms:
+            histograms[key] = Histogram(_KNOWN[name][2])
+        return histograms[key]
 
     def add(self, name: str, value: float = 1, **labels: str) -> None:
         """Add to a counter."""
@@ -117,9 +120,9 @@ class Metrics:
         self.histogram(name, **labels).add(value)
 
     def dump(self) -> dict[str, Any]:
-        """Return all of it as JSON types, for `merged`."""
+        """Return all metrics as JSON types, for `merged`."""
         return {
-            "heard": self.heard,
+            "last_batch": self.last_batch,
             "operations": self.operations.now(),
             "numbers": [
                 [name, labels, held.value] for name, by in self._numbers.items() for labels, held in by.items()
@@ -132,13 +135,13 @@ class Metrics:
         }
 
     def take(self, dump: Mapping[str, Any]) -> None:
-        """Add what another process counted; of gauges the one stays that heard of a batch last.
+        """Add the metrics of another process; gauges are those of the process with the last batch.
 
         Args:
-            dump: of `dump`.
+            dump: the result of `dump`.
         """
-        later = dump["heard"] >= self.heard
-        self.heard = max(self.heard, dump["heard"])
+        later = dump["last_batch"] >= self.last_batch
+        self.last_batch = max(self.last_batch, dump["last_batch"])
         self.operations.add(dump["operations"] * self.operations.over_s)
         for name, labels, value in dump["numbers"]:
             held = self.counter(name, **dict(labels))
@@ -152,10 +155,10 @@ class Metrics:
             found.sum += total
 
     def text(self) -> str:
-        """Return all of it in Prometheus' text format (version 0.0.4)."""
+        """Return all metrics in Prometheus' text format (version 0.0.4)."""
         lines: list[str] = []
-        for name, (kind, says, bounds) in _KNOWN.items():
-            lines += [f"# HELP {name} {says}", f"# TYPE {name} {kind}"]
+        for name, (kind, summary, bounds) in _KNOWN.items():
+            lines += [f"# HELP {name} {summary}", f"# TYPE {name} {kind}"]
             if kind != "histogram":
                 for labels, held in self._numbers.get(name, {} if kind == "counter" else {(): Counter()}).items():
                     lines.append(f"{name}{_braced(dict(labels))} {_number(held.value)}")
@@ -171,10 +174,10 @@ class Metrics:
 
 
 def merged(dumps: Iterable[Mapping[str, Any]]) -> Metrics:
-    """Return what several processes counted, as one.
+    """Return the sum of the metrics of several processes.
 
     Args:
-        dumps: of `Metrics.dump`.
+        dumps: results of `Metrics.dump`.
     """
     whole = Metrics()
     for dump in dumps:
@@ -187,8 +190,8 @@ def _key(labels: Mapping[str, str]) -> Labels:
 
 
 def _braced(labels: Mapping[str, str]) -> str:
-    told = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
-    return f"{{{told}}}" if told else ""
+    pairs = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
+    return f"{{{pairs}}}" if pairs else ""
 
 
 def _number(value: float) -> str:

@@ -1,4 +1,4 @@
-"""The OpenAPI document, computed from the doors."""
+"""The OpenAPI document, derived from the routes."""
 
 from __future__ import annotations
 
@@ -6,36 +6,40 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
-from flodl_hf.serving.doors.door import Door
-from flodl_hf.serving.doors.fields import schema_of
-from flodl_hf.serving.faults import statuses
+from flodl_hf.serving.http_errors import statuses
+from flodl_hf.serving.routes.fields import schema_of
+from flodl_hf.serving.routes.route import Route
 
-__all__ = ["Told", "below_model", "openapi"]
-
-Told = tuple[str, str, bool]
+__all__ = ["below_model", "openapi"]
 
 
-def openapi(doors: Sequence[Door], told: Sequence[Told], *, keys: bool) -> dict[str, Any]:
-    """Return the document.
+def openapi(routes: Sequence[Route], pages: Sequence[tuple[str, str, bool]], *, keys: bool) -> dict[str, Any]:
+    """Return the OpenAPI document.
 
     Args:
-        doors: all doors.
-        told: paths that say something of the server: what, and whether without a key.
+        routes: all routes.
+        pages: path, summary and whether it is accessible without a key, of each GET route.
         keys: whether requests need an API key.
     """
     from flodl_hf.checkpoints.version import own_version
 
-    paths: dict[str, Any] = {door.path: {"post": _operation(door)} for door in doors}
-    for path, says, open_to_all in told:
-        described: dict[str, Any] = {"summary": says, "responses": {"200": {"description": says}}}
-        if keys and open_to_all:
+    paths: dict[str, Any] = {route.path: {"post": _operation(route)} for route in routes}
+    for path, summary, public in pages:
+        described: dict[str, Any] = {"summary": summary, "responses": {"200": {"description": summary}}}
+        if keys and public:
             described["security"] = []
         paths.setdefault(path, {})["get"] = described
-    name = {"name": "name", "in": "path", "required": True, "description": "a model", "schema": {"type": "string"}}
-    for door in doors:
-        operation = _operation(door)
+    name = {
+        "name": "name",
+        "in": "path",
+        "required": True,
+        "description": "name of a served model",
+        "schema": {"type": "string"},
+    }
+    for route in routes:
+        operation = _operation(route)
         operation |= {"operationId": f"model_{operation['operationId']}", "parameters": [name]}
-        paths[below_model(door.path)] = {"post": operation}
+        paths[below_model(route.path)] = {"post": operation}
     found: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "flodl-hf serve", "version": own_version(), "description": "Encoders with every head."},
@@ -48,23 +52,23 @@ def openapi(doors: Sequence[Door], told: Sequence[Told], *, keys: bool) -> dict[
 
 
 def below_model(path: str) -> str:
-    """Return a door's path below the name of a model."""
+    """Return a route's path below the name of a model."""
     return f"/models/{{name}}/-{'' if path == '/' else path}"
 
 
-def _operation(door: Door) -> dict[str, Any]:
-    schema = schema_of(door.fields)
-    answers = {str(status): HTTPStatus(status).phrase for status in statuses(door.style)}
+def _operation(route: Route) -> dict[str, Any]:
+    schema = schema_of(route.fields)
+    answers = {str(status): HTTPStatus(status).phrase for status in statuses(route.style)}
     answers |= {
-        "200": "the answer; also as application/msgpack, and vectors as application/x-npy",
-        "429": "too many requests; Retry-After says when to come again",
-        "503": "no worker is there, or it ended",
-        "504": "too late",
+        "200": "the result; also as application/msgpack, and vectors as application/x-npy",
+        "429": "too many requests; Retry-After contains the time to retry",
+        "503": "no worker process is running, or it ended",
+        "504": "timeout",
     }
     return {
-        "summary": door.says,
-        "tags": [door.group],
-        "operationId": door.path.strip("/").replace("/", "_").replace("-", "_") or "root",
+        "summary": route.summary,
+        "tags": [route.group],
+        "operationId": route.path.strip("/").replace("/", "_").replace("-", "_") or "root",
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
-        "responses": {status: {"description": says} for status, says in sorted(answers.items())},
+        "responses": {status: {"description": text} for status, text in sorted(answers.items())},
     }

@@ -1,7 +1,7 @@
-"""Connections that keep others from being served are closed: heads that do not come or do not end, answers not read.
+"""Limits of connections: slow or endless request headers, and clients that do not read responses.
 
-What uvicorn does of HTTP stays its own; here are the limits that it has no options for, and that an answer's head and
-its body are sent together.
+uvicorn parses HTTP. This module adds limits that uvicorn has no options for, and sends the head and body of a response
+in one packet.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from typing import Any
 
 from flodl_hf.serving.settings import Settings
 
-__all__ = ["LARGE", "MAX_HEAD", "MAX_HEADERS", "MAX_WAITING", "Whole", "guarded"]
+__all__ = ["LARGE", "MAX_HEAD", "MAX_HEADERS", "MAX_WAITING", "SingleWrite", "limited_protocol"]
 
 MAX_HEAD = 64 << 10
-"""Most bytes of a request's line and headers."""
+"""Maximum bytes of a request's line and headers."""
 MAX_HEADERS = 128
-"""Most headers of a request."""
+"""Maximum number of headers."""
 MAX_WAITING = 128
-"""Most requests of a connection that wait for the answer to one before them."""
+"""Maximum number of pipelined requests of a connection."""
 
 LARGE = 1 << 16
-"""From so many bytes a body is not copied behind its head."""
+"""Bodies of at least this size are not copied behind their head."""
 
-# What headers may hold, and the ends of their lines; and headers that say how an answer is sent.
+# Bytes allowed in headers and at line ends; and headers that determine the transfer.
 _USUAL = bytes(byte for byte in range(256) if byte in b"\t\r\n" or not (byte < 32 or byte == 127))
 _SENDING = (b"\nconnection:", b"\ntransfer-encoding:")
 
 
-def guarded(kind: type[Any], settings: Settings, closed: Callable[[], None] | None = None) -> type[Any]:
-    """Return a protocol of uvicorn with limits.
+def limited_protocol(kind: type[Any], settings: Settings, closed: Callable[[], None] | None = None) -> type[Any]:
+    """Return a protocol class of uvicorn with limits.
 
     Args:
-        kind: uvicorn's.
+        kind: uvicorn's class.
         settings: the limits.
         closed: called whenever a connection has ended.
     """
@@ -49,7 +49,7 @@ def guarded(kind: type[Any], settings: Settings, closed: Callable[[], None] | No
             self._expect()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._heard()
+            self._head_received()
             self.resume_writing()
             super().connection_lost(exc)
             if closed is not None:
@@ -59,8 +59,8 @@ def guarded(kind: type[Any], settings: Settings, closed: Callable[[], None] | No
             before = self.cycle
             super().data_received(data)
             if self.cycle is not before or (self.cycle is not None and not self.cycle.response_complete):
-                # There is a head; what comes is its body, whose time the endpoint watches.
-                self._heard()
+                # The head is complete; the endpoint limits the time of the body.
+                self._head_received()
                 return
             self._head_size += len(data)
             if self._head_size > MAX_HEAD:
@@ -71,21 +71,21 @@ def guarded(kind: type[Any], settings: Settings, closed: Callable[[], None] | No
         def on_message_begin(self) -> None:
             self._head_size = self._headers = 0
             if len(getattr(self, "pipeline", ())) >= MAX_WAITING:
-                raise ValueError("too many requests at once")  # answered with 400, and the connection ends
+                raise ValueError("too many requests")  # answered with 400, and the connection is closed
             super().on_message_begin()
 
         def on_header(self, name: bytes, value: bytes) -> None:
             self._headers += 1
             self._head_size += len(name) + len(value)
             if self._headers > MAX_HEADERS or self._head_size > MAX_HEAD:
-                raise ValueError("too many headers")  # the parser ends with it, which is answered with 400
+                raise ValueError("too many headers")  # the parser fails, which is answered with 400
             super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
             before = self.cycle
             super().on_headers_complete()
             if self.cycle is not before:
-                Whole(self.cycle)
+                SingleWrite(self.cycle)
 
         def pause_writing(self) -> None:
             super().pause_writing()
@@ -102,7 +102,7 @@ def guarded(kind: type[Any], settings: Settings, closed: Callable[[], None] | No
             if self._late is None:
                 self._late = self.loop.call_later(settings.header_s, self.transport.close)
 
-        def _heard(self) -> None:
+        def _head_received(self) -> None:
             self._head_size = 0
             if self._late is not None:
                 self._late.cancel()
@@ -111,14 +111,14 @@ def guarded(kind: type[Any], settings: Settings, closed: Callable[[], None] | No
     return Guarded
 
 
-class Whole:
-    """The way out of one answer: head and body leave together, in one packet where they are small.
+class SingleWrite:
+    """Sends the head and body of a small response in one packet.
 
-    uvicorn writes a head before there is a body, and looks at each header for itself, which takes a tenth of a small
-    request. What is no plain answer is left to it.
+    uvicorn writes the head before the body and checks each header separately, which takes a tenth of the time of a
+    small request. Other responses are left to uvicorn.
 
     Args:
-        cycle: of uvicorn's parser; it sends by this from now on.
+        cycle: request cycle of uvicorn's parser; its ``send`` is replaced.
     """
 
     __slots__ = ("_cycle", "_send", "_start")
@@ -129,7 +129,7 @@ class Whole:
         cycle.send = self.send
 
     async def send(self, message: dict[str, Any]) -> None:
-        """Take a message of ASGI, as uvicorn does."""
+        """Handle an ASGI message."""
         cycle = self._cycle
         if message["type"] == "http.response.start" and not cycle.response_started:
             self._start = message
@@ -151,7 +151,7 @@ class Whole:
         await self._send(message)
 
     def _plain(self, start: dict[str, Any], size: int) -> bytes | None:
-        """Return the head of a plain answer; None of another."""
+        """Return the encoded head of a plain response; None for others."""
         cycle, status, headers = self._cycle, start["status"], start.get("headers", ())
         if cycle.scope["method"] == "HEAD" or not cycle.keep_alive or cycle.disconnected or cycle.flow.write_paused:
             return None
@@ -160,17 +160,17 @@ class Whole:
             parts += (name, b": ", value, b"\r\n")
         parts.append(b"\r\n")
         head = b"".join(parts)
-        said = head.lower()
-        sized = b"\ncontent-length: %d\r\n" % size in said and status not in (204, 304)
-        if not sized or said.translate(None, _USUAL) or any(name in said for name in _SENDING):
+        lower = head.lower()
+        sized = b"\ncontent-length: %d\r\n" % size in lower and status not in (204, 304)
+        if not sized or lower.translate(None, _USUAL) or any(name in lower for name in _SENDING):
             return None
-        # As many lines as headers: no header holds the end of a line.
+        # No header may contain a line end.
         lines = len(cycle.default_headers) + len(headers) + 2
         return head if head.count(b"\n") == head.count(b"\r") == lines else None
 
 
 @cache
 def _line(status: int) -> bytes:
-    # A status of ours that no standard names, 499, has no phrase.
+    # The unofficial status 499 has no phrase.
     phrase = next((known.phrase for known in HTTPStatus if known == status), "")
     return f"HTTP/1.1 {status} {phrase}\r\n".encode()

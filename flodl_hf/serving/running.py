@@ -1,4 +1,4 @@
-"""A server run: its socket, its loop, and the processes that answer HTTP: this one, or several of its children."""
+"""Run of a server: its socket, its event loop, and one or several HTTP processes."""
 
 from __future__ import annotations
 
@@ -13,58 +13,59 @@ from typing import Any, Protocol
 
 from flodl.errors import DeviceError
 from flodl_hf.serving.app import create_app, reload_on
-from flodl_hf.serving.http import http_server, listened, logged, runner, settled
+from flodl_hf.serving.http import freeze_gc, http_server, runner, server_log, signal_handlers
+from flodl_hf.serving.multiprocess.parent import Parent
 from flodl_hf.serving.settings import Settings
-from flodl_hf.serving.several.parent import Parent
 
 __all__ = ["run", "running"]
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound and does not listen yet, so that nobody is accepted before all is warm.
+    """Return a bound socket that does not listen yet, so that no client connects before the models are warm.
 
     Raises:
-        DeviceError: the address cannot be had.
+        DeviceError: the address cannot be bound.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    held = socket.socket(family)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        held.bind((host, port))
+        listener.bind((host, port))
     except (OSError, UnicodeError) as fault:
-        held.close()
+        listener.close()
         elsewhere = isinstance(fault, (socket.gaierror, UnicodeError)) or fault.errno == errno.EADDRNOTAVAIL
-        choose = "--host, an address of this machine" if elsewhere else "--port"
-        said = fault.strerror if isinstance(fault, OSError) else fault
-        raise DeviceError(f"serve: {host}:{port} cannot be had ({said}); choose another {choose}") from None
-    return held
+        choose = "--host: an address of this machine" if elsewhere else "--port"
+        reason = fault.strerror if isinstance(fault, OSError) else fault
+        raise DeviceError(f"serve: cannot bind {host}:{port} ({reason}). Choose another {choose}.") from None
+    return listener
 
 
 class _Server(Protocol):
-    """What runs: one process, or the parent of several."""
+    """A server of one HTTP process, or the parent of several."""
 
-    async def serve(self, held: socket.socket, here: Callable[[], None]) -> None:
-        """Serve until it is told to stop; ``here`` is called when requests are answered."""
+    async def serve(self, listener: socket.socket, here: Callable[[], None]) -> None:
+        """Serve until a stop is requested; call ``here`` when requests are answered."""
 
     def stop(self) -> None:
-        """Stop when all is answered; from any thread."""
+        """Finish current requests and stop; thread-safe."""
 
 
-class _Alone:
-    """HTTP and the workers' processes held by this one."""
+class _SingleProcess:
+    """A server with one HTTP process: this one."""
 
     def __init__(self, settings: Settings) -> None:
         self.app = create_app(settings)
-        self._asked = asyncio.Event()
-        self._server = http_server(self.app, settings, {signal.SIGHUP: self._asked.set})
+        self._reload = asyncio.Event()
+        self._server = http_server(self.app, settings, {signal.SIGHUP: self._reload.set})
 
-    async def serve(self, held: socket.socket, here: Callable[[], None]) -> None:
+    async def serve(self, listener: socket.socket, here: Callable[[], None]) -> None:
         processes, server = self.app.state.processes, self._server
-        # From the beginning: a reload that is asked for while models are loaded comes after that, and is no end.
-        with listened({signal.SIGHUP: self._asked.set}):
+        # SIGHUP is handled from the start, so that a reload requested while models are loaded follows later instead of
+        # ending the process.
+        with signal_handlers({signal.SIGHUP: self._reload.set}):
             await processes.start()
-            reloading = asyncio.ensure_future(reload_on(processes, self._asked))
-            task = asyncio.ensure_future(server.serve([held]))
+            reloading = asyncio.ensure_future(reload_on(processes, self._reload))
+            task = asyncio.ensure_future(server.serve([listener]))
             while not server.started and not task.done():
                 await asyncio.sleep(0.005)
             here()
@@ -78,82 +79,81 @@ class _Alone:
 
 
 def _server(settings: Settings) -> _Server:
-    return _Alone(settings) if settings.http_processes == 1 else Parent(settings)
+    return _SingleProcess(settings) if settings.http_processes == 1 else Parent(settings)
 
 
-def _address(held: socket.socket) -> str:
-    host, port = held.getsockname()[:2]
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def run(settings: Settings, host: str, port: int, here: Any = lambda url: None) -> None:
-    """Serve until a signal says to stop.
+    """Serve until SIGINT or SIGTERM.
 
     Args:
-        settings: what, and how.
-        host: the address to listen at.
-        port: 0 takes one that is free.
-        here: called with the address when all is warm and requests are answered.
+        settings: the server's settings.
+        host: address to listen on.
+        port: port to listen on; 0 selects a free one.
+        here: called with the URL when all models are warm and requests are answered.
 
     Raises:
         WorkersError: a model cannot be served.
-        ConfigError: traces cannot be sent, or a directory of adapters holds what is none.
-        DeviceError: the address cannot be had.
+        ConfigError: traces cannot be sent, or a directory of adapters is invalid.
+        DeviceError: the address cannot be bound.
     """
-    with logged(), _bound(host, port) as held:
+    with server_log(), _bound(host, port) as listener:
         server = _server(settings)
 
         def warm() -> None:
-            settled()
-            here(_address(held))
+            freeze_gc()
+            here(_address(listener))
 
         with runner() as loop:
-            loop.run(server.serve(held, warm))
+            loop.run(server.serve(listener, warm))
 
 
 @contextlib.contextmanager
 def running(settings: Settings, host: str = "127.0.0.1", port: int = 0) -> Iterator[tuple[str, Any]]:
-    """Serve in a thread for as long as this holds; gives the address and the application.
+    """Serve in a background thread; a context manager that returns the URL and the application.
 
-    Where several processes answer HTTP it is the parent in its place, a
-    `flodl_hf.serving.several.parent.Parent`.
+    With several HTTP processes the second value is the `flodl_hf.serving.multiprocess.parent.Parent`.
 
     Args:
-        settings: what, and how.
-        host: the address to listen at.
-        port: 0 takes one that is free.
+        settings: the server's settings.
+        host: address to listen on.
+        port: port to listen on; 0 selects a free one.
 
     Raises:
         WorkersError: a model cannot be served.
-        ConfigError: traces cannot be sent, or a directory of adapters holds what is none.
-        DeviceError: the address cannot be had.
+        ConfigError: traces cannot be sent, or a directory of adapters is invalid.
+        DeviceError: the address cannot be bound.
     """
     server = _server(settings)
-    held = _bound(host, port)
-    there = threading.Event()
-    told: list[Any] = []
+    listener = _bound(host, port)
+    started = threading.Event()
+    outcome: list[Any] = []
 
     def here() -> None:
-        told.append(_address(held))
-        there.set()
+        outcome.append(_address(listener))
+        started.set()
 
     def served() -> None:
         try:
             with runner() as loop:
-                loop.run(server.serve(held, here))
+                loop.run(server.serve(listener, here))
         except BaseException as fault:
-            told.append(fault)
+            outcome.append(fault)
         finally:
-            there.set()
+            started.set()
 
     thread = threading.Thread(target=served, name="flodl-hf-serve", daemon=True)
     thread.start()
-    there.wait()
+    started.wait()
     try:
-        if isinstance(told[0], BaseException):
-            raise told[0]
-        yield told[0], server.app if isinstance(server, _Alone) else server
+        if isinstance(outcome[0], BaseException):
+            raise outcome[0]
+        yield outcome[0], server.app if isinstance(server, _SingleProcess) else server
     finally:
         server.stop()
         thread.join(settings.drain_s + 15)
-        held.close()
+        listener.close()

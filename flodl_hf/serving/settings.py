@@ -1,7 +1,4 @@
-"""What a server is told when it starts: models, devices, limits.
-
-Decides defaults and what makes sense. Nothing here imports a server or torch.
-"""
+"""Settings of a server: models, devices, limits. Imports neither a server nor torch."""
 
 from __future__ import annotations
 
@@ -16,12 +13,12 @@ __all__ = ["Served", "Settings", "served"]
 
 @dataclass(frozen=True)
 class Served:
-    """A model and the name that clients call it by.
+    """A model and the name that clients use for it.
 
     Attributes:
-        name: what clients write.
-        source: a local folder or a name of the Hub.
-        head: the task it is loaded for; "auto" is what the folder was written for.
+        name: the name that clients use.
+        source: a local folder or a Hub name.
+        head: task for which the model is loaded; "auto" uses the task of the folder.
     """
 
     name: str
@@ -31,41 +28,41 @@ class Served:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a server runs.
+    """Settings of a server.
 
     Attributes:
-        models: what is served; nothing else is ever loaded.
-        devices: where models run, "auto" is the best there is.
-        workers: worker processes for each device, each of which holds the models: many small requests keep an
-            interpreter busy rather than the device. None is two on a GPU with memory for them, else one.
-        http_processes: processes that answer HTTP, all at the same port; one answers some thousands of small
-            requests a second, and keeps a core busy with them. With several this process holds them together.
-        precision: see `flodl_hf.inference.Precision`; None is that of the weights.
-        adapters: directories that hold a folder for each adapter, each served by its folder's name; ``NAME=DIR`` says
-            of which model. They are listed when models are loaded.
-        mix_adapters: adapters of one base share batches where they can; no merged weights are kept, and answers are
+        models: the served models; the server never loads others.
+        devices: devices of the models; "auto" is the best available one.
+        workers: worker processes for each device, each with all models. Many small requests occupy the interpreter
+            rather than the device. None is two on a GPU with enough memory, otherwise one.
+        http_processes: processes that answer HTTP on the same port. One process answers some thousands of small
+            requests a second and occupies one core with them.
+        precision: see `flodl_hf.inference.Precision`; None is the type of the weights.
+        adapters: directories with one folder for each adapter, served under the folder's name; ``NAME=DIR`` selects the
+            base model. They are listed whenever models are loaded.
+        mix_adapters: adapters of one base share batches if possible. No merged weights are stored, and results equal
             those of each adapter alone up to the order of sums.
-        batch_invariant: answers never depend on what else is in the batch, bit for bit; slower.
+        batch_invariant: results do not depend on other rows of the batch, bit for bit; slower.
         local_files_only: open no connection to the Hub.
-        api_keys: who may ask; none is everybody.
-        max_batch_tokens: most tokens that run together; None is what suits the device.
-        max_concurrent: most requests at a time; more are refused with 429.
-        max_key_concurrent: most requests of one key at a time; None is no bound but the other.
-        max_key_tokens: most tokens of one key in a minute; None is no bound.
-        max_inputs: most texts of a request.
-        max_tokens: most tokens of a request, about, counted before they are known.
-        max_body: most bytes of a request's body.
-        max_queue_s: a request is refused when what waits before it would take longer.
-        max_wait_s: likewise of a queue that stays: more is asked for than is done, and has been for a second.
-        timeout_s: after so long a request is given up; clients may ask for less (``x-timeout-s``).
-        header_s: a connection that has not sent a request's head by then is closed.
-        body_s: a body has to be there by then.
-        write_s: a client that reads nothing for so long loses its connection.
-        idle_s: how long a connection without a request stays.
-        drain_s: how long requests may still run once the server is told to stop.
-        max_connections: most connections at a time.
-        log_texts: whether logs say what was asked.
-        otlp_endpoint: the address of an OpenTelemetry collector that is sent traces; None sends none.
+        api_keys: accepted API keys; if empty, no key is required.
+        max_batch_tokens: maximum number of tokens of a batch; None depends on the device.
+        max_concurrent: maximum number of concurrent requests; more are refused with 429.
+        max_key_concurrent: maximum number of concurrent requests of one key; None for no limit.
+        max_key_tokens: maximum number of tokens of one key in a minute; None for no limit.
+        max_inputs: maximum number of texts of a request.
+        max_tokens: approximate maximum number of tokens of a request, estimated before tokenization.
+        max_body: maximum number of bytes of a request's body.
+        max_queue_s: a request is refused if the queue before it would take longer than this.
+        max_wait_s: limit that replaces ``max_queue_s`` while the server has been overloaded for a second.
+        timeout_s: timeout of a request; clients may shorten it (header ``x-timeout-s``).
+        header_s: time in which a connection has to send the headers of a request.
+        body_s: time in which a request's body has to arrive.
+        write_s: a connection whose client reads nothing for this time is closed.
+        idle_s: time after which a connection without a request is closed.
+        drain_s: time for current requests to finish when the server stops.
+        max_connections: maximum number of connections.
+        log_texts: whether the log contains the fields of requests.
+        otlp_endpoint: address of an OpenTelemetry collector that receives traces; None sends none.
     """
 
     models: tuple[Served, ...]
@@ -99,7 +96,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         names = [model.name for model in self.models]
-        wrong = [f"the name {name!r} twice" for name in sorted({n for n in names if names.count(n) > 1})]
+        wrong = [f"duplicate name {name!r}" for name in sorted({n for n in names if names.count(n) > 1})]
         if not self.models:
             wrong.append("no model")
         if not self.devices:
@@ -111,35 +108,35 @@ class Settings:
                 wrong.append(f"{field}={value}")
         if self.mix_adapters and (self.batch_invariant or self.precision not in (None, "exact")):
             raise ConfigError(
-                "serve: mix_adapters runs the weights as they are, and answers depend on their batch to the last bit; "
-                "leave out precision and batch_invariant, or mix_adapters"
+                "serve: mix_adapters uses unmerged weights, and results depend on the batch to the last bit. "
+                "Remove precision and batch_invariant, or mix_adapters."
             )
         if wrong:
             raise ConfigError(
-                f"serve: found {'; '.join(wrong)}; expected at least one model, names that differ, and limits above 0",
+                f"serve: found {'; '.join(wrong)}; expected at least one model, distinct names, and limits above 0",
                 problems=wrong,
             )
 
-    def said(self) -> dict[str, Any]:
-        """Return all of it as JSON types, for `heard`."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as JSON types."""
         return asdict(self)
 
     @classmethod
-    def heard(cls, said: Mapping[str, Any]) -> Settings:
-        """Return what another process said.
+    def from_dict(cls, values: Mapping[str, Any]) -> Settings:
+        """Return the settings that `to_dict` returned in another process.
 
         Args:
-            said: of `said`.
+            values: the JSON types.
         """
-        given = {name: tuple(value) if isinstance(value, list) else value for name, value in said.items()}
-        return cls(**{**given, "models": tuple(Served(**model) for model in said["models"])})
+        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        return cls(**{**fields, "models": tuple(Served(**model) for model in values["models"])})
 
-    def of_worker(self, device: str, adapters: Sequence[Mapping[str, str]] = ()) -> dict[str, Any]:
-        """Return what a worker on a device is told, as JSON types.
+    def for_worker(self, device: str, adapters: Sequence[Mapping[str, str]] = ()) -> dict[str, Any]:
+        """Return the settings of one worker process as JSON types.
 
         Args:
             device: its device.
-            adapters: name, folder and base of each.
+            adapters: name, folder and base of each adapter.
         """
         return {
             "models": [asdict(model) for model in self.models],
@@ -156,11 +153,11 @@ class Settings:
 
 
 def served(models: Iterable[str | Served], head: str = "auto") -> tuple[Served, ...]:
-    """Return models by name; ``NAME=FOLDER`` says which, else it is what stands there without a trailing slash.
+    """Return models with names; ``NAME=FOLDER`` sets the name, otherwise it is the source without trailing slashes.
 
     Args:
-        models: local folders, names of the Hub, or records.
-        head: the task of those that name none.
+        models: local folders, Hub names, or records.
+        head: task of models that are not records.
     """
     found = []
     for model in models:

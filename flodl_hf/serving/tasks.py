@@ -1,7 +1,6 @@
-"""What a worker does for a request: the model's public methods, and their answers as JSON types and arrays.
+"""Tasks of a worker: calls of the model's public methods, with results as JSON types and arrays.
 
-Every answer is what ``predict``, ``embed`` and the others give; here is only said how it is handed on, and what was
-dropped of texts that were to be cut. Which doors ask for which task is decided in `flodl_hf.serving.doors`.
+Results equal those of ``predict``, ``embed`` and the other methods. Routes select the task (`flodl_hf.serving.routes`).
 """
 
 from __future__ import annotations
@@ -15,32 +14,32 @@ import numpy as np
 from flodl_hf.checkpoints.sentence.recipe import recipe_on
 from flodl_hf.errors import PredictError, TextTooLongError, TokenizerError
 from flodl_hf.families.schema.tasks import HEADS, task_named
-from flodl_hf.serving.peak import operations_of_token
-from flodl_hf.serving.ticket import Ticket
+from flodl_hf.serving.request import WorkerRequest
+from flodl_hf.serving.throughput import operations_of_token
 
 __all__ = ["TASKS", "Done", "check_head", "describe", "warm_items"]
 
 Done = tuple[Any, list[np.ndarray]]
-"""JSON types, and arrays beside them."""
+"""JSON types, and arrays in addition to them."""
 
 
-def _cutting(options: Mapping[str, Any]) -> dict[str, bool]:
-    """Return keywords of scores: long texts are read in windows unless ``truncate`` is given."""
+def _score_options(options: Mapping[str, Any]) -> dict[str, bool]:
+    """Return options of scores: long texts are read in windows unless ``truncate`` is given."""
     truncate = options.get("truncate")
     return {} if truncate is None else {"truncate": True} if truncate else {"strict": True}
 
 
-def _shortening(options: Mapping[str, Any]) -> dict[str, bool]:
-    """Return keywords of vectors: a text that is too long is refused unless ``truncate`` or ``windows`` is true."""
+def _vector_options(options: Mapping[str, Any]) -> dict[str, bool]:
+    """Return options of vectors: long texts are refused unless ``truncate`` or ``windows`` is true."""
     windows = options.get("windows") is True
     return {"windows": windows, "strict": not windows and not options.get("truncate")}
 
 
-def _uncut(options: Mapping[str, Any], task: str) -> dict[str, bool]:
+def _window_options(options: Mapping[str, Any], task: str) -> dict[str, bool]:
     if options.get("truncate"):
         raise PredictError(
-            f"{task}: truncate is true, and this task reads all of a text, in windows; leave it out, or pass false to "
-            "refuse texts that do not fit into one"
+            f"{task}: found truncate=true, but this task reads whole texts in windows. Omit it, or pass false to "
+            "refuse texts that exceed one window."
         )
     return {} if options.get("truncate") is None else {"strict": True}
 
@@ -57,13 +56,13 @@ def _limit(model: Any) -> int | None:
 # ---- vectors -------------------------------------------------------------------------------------------
 
 
-def _embed(model: Any, items: list[Any], options: Mapping[str, Any], ticket: Ticket) -> Done:
-    """Vectors of texts and of rows of ids; behind a prompt the text of ids is read, as in TEI."""
+def _embed(model: Any, items: list[Any], options: Mapping[str, Any], request: WorkerRequest) -> Done:
+    """Return vectors of texts and of rows of ids; with a prompt, ids are decoded to text, as in TEI."""
     options = _for_kind(model, options)
     size = options.get("dimensions")
     width = _width(model, options.get("route"))
     if size is not None and size > width:
-        raise PredictError(f"embed: dimensions is {size}, and vectors have {width}; ask for at most so many")
+        raise PredictError(f"embed: found dimensions={size}, expected at most {width}, the size of the vectors")
     given = {"truncate_dim": size, "normalize": options.get("normalize")} | _given(options, "route", "task")
     prompt = options.get("prompt")
     places = [place for place, item in enumerate(items) if isinstance(item, list)]
@@ -74,9 +73,9 @@ def _embed(model: Any, items: list[Any], options: Mapping[str, Any], ticket: Tic
     texts = [item for item in items if isinstance(item, str)]
     found = []
     if texts or not places:
-        found.append(model.embed(texts, **given, prompt=prompt, **_shortening(options)).numpy())
+        found.append(model.embed(texts, **given, prompt=prompt, **_vector_options(options)).numpy())
     if places:
-        found.append(_embed_ids(model, [items[place] for place in places], places, options, ticket))
+        found.append(_embed_ids(model, [items[place] for place in places], places, options, request))
     if len(found) == 1:
         return {}, found
     order = np.argsort([*(place for place, item in enumerate(items) if isinstance(item, str)), *places])
@@ -84,7 +83,7 @@ def _embed(model: Any, items: list[Any], options: Mapping[str, Any], ticket: Tic
 
 
 def _for_kind(model: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return options with the prompt and the route of queries or documents, where a request says what texts are."""
+    """Return options with the prompt and route of queries or documents, if the request has an input type."""
     from flodl_hf.heads.vectors import keywords_for
 
     if (kind := options.get("kind")) is None:
@@ -96,11 +95,11 @@ def _check_ids(model: Any, rows: list[list[int]], places: list[int]) -> None:
     words = model.config.encoder.vocab_size
     for place, row in zip(places, rows, strict=True):
         if not row or min(row) < 0 or max(row) >= words:
-            raise TokenizerError(f"input {place}: expected ids from 0 to {words - 1}, and at least one")
+            raise TokenizerError(f"input {place}: expected ids from 0 to {words - 1}, at least one")
 
 
 def _embed_ids(
-    model: Any, rows: list[list[int]], places: list[int], options: Mapping[str, Any], ticket: Ticket
+    model: Any, rows: list[list[int]], places: list[int], options: Mapping[str, Any], request: WorkerRequest
 ) -> np.ndarray:
     from flodl_hf.inference import Session
     from flodl_hf.inference.decode.pooling import check_pooling
@@ -113,21 +112,19 @@ def _embed_ids(
     model = model.on_route(options.get("route"))
     model.ready("embed")
     if recipe is not None and (recipe.dense or recipe.changes_states):
-        raise PredictError(
-            "embed: the folder has modules besides a pooling, which are applied to texts; send texts, not ids"
-        )
+        raise PredictError("embed: this model has modules that need texts. Send texts, not ids.")
     limit = min((size for size in (_limit(model), options.get("max_tokens")) if size), default=None)
     over = [max(0, len(row) - limit) if limit else 0 for row in rows]
     if limit and any(over):
         if not options.get("truncate"):
             place, row = next(found for found, more in zip(zip(places, rows, strict=True), over, strict=True) if more)
             raise TextTooLongError(
-                f"input {place} has {len(row)} ids; expected at most {limit}. Shorten it, or send truncate: true",
+                f"input {place} has {len(row)} ids, expected at most {limit}. Shorten it, or send truncate: true.",
                 found=len(row), expected=limit,
             )  # fmt: skip
         left = (options.get("side") or model.tokenizer.truncation_side) == "left"
         rows = [row[-limit:] if left else row[:limit] for row in rows]
-        ticket.count_truncated(sum(map(bool, over)), sum(over))
+        request.count_truncated(sum(map(bool, over)), sum(over))
     counts = np.fromiter(map(len, rows), np.int64, len(rows))
     ids = np.concatenate([np.asarray(row, np.int32) for row in rows])
     encoded = Encoded(framed(Frame((), (), (), (0, 0, 0, 0, 0), False), (ids, counts)), len(rows))
@@ -143,17 +140,17 @@ def _width(model: Any, route: str | None = None) -> int:
     return recipe.width(wide) if recipe is not None else wide
 
 
-def _embed_sparse(model: Any, items: list[str], options: Mapping[str, Any], ticket: Ticket) -> Done:
-    """Weights of words, by their ids."""
-    found = model.embed_sparse(items, **_shortening(options))
+def _embed_sparse(model: Any, items: list[str], options: Mapping[str, Any], request: WorkerRequest) -> Done:
+    """Return weights of words by their ids."""
+    found = model.embed_sparse(items, **_vector_options(options))
     return [
         [{"index": index, "value": value} for index, value in zip(ids.tolist(), weights.tolist(), strict=True)]
         for ids, weights in zip(found.ids, found.weights, strict=True)
     ], []
 
 
-def _late_interaction(model: Any, items: list[str], options: Mapping[str, Any], ticket: Ticket) -> Done:
-    """A vector for each token, as the folder cuts and marks texts."""
+def _late_interaction(model: Any, items: list[str], options: Mapping[str, Any], request: WorkerRequest) -> Done:
+    """Return a vector for each token, with the folder's markers and lengths."""
     query = options.get("query") is True
     late = model.sentence_recipe.late
     limit = min(
@@ -167,16 +164,16 @@ def _late_interaction(model: Any, items: list[str], options: Mapping[str, Any], 
         over = np.maximum(0, lengths + marker - limit)
         if options.get("truncate") is False and over.any():
             raise TextTooLongError(
-                f"input {int(over.argmax())} has {int(over.max())} tokens more than the folder reads, {limit}; leave "
-                "truncate out to have it cut"
+                f"input {int(over.argmax())} has {int(over.max())} tokens more than the model's limit of {limit}. Omit "
+                "truncate to truncate it."
             )
-        ticket.count_truncated(int((over > 0).sum()), int(over.sum()))
+        request.count_truncated(int((over > 0).sum()), int(over.sum()))
     found = [one.float().numpy() for one in model.embed_tokens(items, query=query)]
     return {"lengths": [len(one) for one in found]}, [np.concatenate(found)]
 
 
-def _embed_all(model: Any, items: list[str], options: Mapping[str, Any], ticket: Ticket) -> Done:
-    """States of all tokens, windows one after another."""
+def _embed_all(model: Any, items: list[str], options: Mapping[str, Any], request: WorkerRequest) -> Done:
+    """Return the states of all tokens, in the order of the windows."""
     import torch
 
     from flodl_hf.inference import Session
@@ -185,9 +182,9 @@ def _embed_all(model: Any, items: list[str], options: Mapping[str, Any], ticket:
     from flodl_hf.inference.passes import States
 
     tokenizer = model.ready("embed_all")
-    how = _shortening(options)
+    how = _vector_options(options)
     encoded = encode(tokenizer, items, max_tokens=_limit(model), strict=how["strict"], truncate=not how["windows"])
-    ticket.count_truncated(encoded.truncated, encoded.dropped)
+    request.count_truncated(encoded.truncated, encoded.dropped)
     placed = Session(model, {}).start(encoded.table, States()).placed()
     rows = placed.rows(encoded.table)
     order = np.lexsort((encoded.table.window, encoded.owners))
@@ -199,12 +196,12 @@ def _embed_all(model: Any, items: list[str], options: Mapping[str, Any], ticket:
     return {"lengths": lengths.tolist()}, [states.numpy()]
 
 
-def _similarity(model: Any, items: list[str], options: Mapping[str, Any], ticket: Ticket) -> Done:
-    """How alike the first text is to each of the others."""
+def _similarity(model: Any, items: list[str], options: Mapping[str, Any], request: WorkerRequest) -> Done:
+    """Return the similarity of the first text and each other text."""
     from flodl_hf.inference.similarity import measure_of, similarity_of
 
     recipe = model.sentence_recipe
-    _, (vectors,) = _embed(model, items, {**options, "dimensions": None}, ticket)
+    _, (vectors,) = _embed(model, items, {**options, "dimensions": None}, request)
     measure = options.get("measure") or measure_of(recipe.files if recipe else {})
     return similarity_of(vectors[:1], vectors[1:], measure)[0].tolist(), []
 
@@ -212,8 +209,8 @@ def _similarity(model: Any, items: list[str], options: Mapping[str, Any], ticket
 # ---- scores --------------------------------------------------------------------------------------------
 
 
-def _classify(model: Any, items: list[Any], options: Mapping[str, Any], ticket: Ticket) -> Done:
-    """Labels with scores of texts and pairs."""
+def _classify(model: Any, items: list[Any], options: Mapping[str, Any], request: WorkerRequest) -> Done:
+    """Return labels with scores of texts and pairs."""
     given = _given(options, "top_k", "threshold", "function_to_apply")
     if options.get("raw"):
         given["function_to_apply"] = "none"
@@ -223,38 +220,38 @@ def _classify(model: Any, items: list[Any], options: Mapping[str, Any], ticket: 
         if not places:
             continue
         texts: list[Any] = [items[place] if kind is str else tuple(items[place]) for place in places]
-        for place, one in zip(places, model.predict(texts, **given, **_cutting(options)), strict=True):
+        for place, one in zip(places, model.predict(texts, **given, **_score_options(options)), strict=True):
             found[place] = one.to_rows()
     return found, []
 
 
-def _rerank(model: Any, items: list[str], options: Mapping[str, Any], ticket: Ticket) -> Done:
-    """How well each text but the first fits the first, as the model ranks, or by vectors."""
+def _rerank(model: Any, items: list[str], options: Mapping[str, Any], request: WorkerRequest) -> Done:
+    """Return the relevance of each text for the first one, by the model's score or by vectors."""
     query, documents = items[0], items[1:]
     given = {"function_to_apply": "none"} if options.get("raw") else {}
     if most := options.get("max_tokens_per_doc"):
-        documents = _shortened(model, ticket, documents, most)
-    found = model.rerank(query, documents, **given, **_cutting(options))
+        documents = _shortened(model, request, documents, most)
+    found = model.rerank(query, documents, **given, **_score_options(options))
     return [{"index": one.index, "score": one.score, "windows": one.windows} for one in found], []
 
 
-def _shortened(model: Any, ticket: Ticket, texts: list[str], most: int) -> list[str]:
-    """Return texts of at most so many tokens, cut behind a token."""
+def _shortened(model: Any, request: WorkerRequest, texts: list[str], most: int) -> list[str]:
+    """Return texts truncated to a number of tokens."""
     out = []
     for text, (row,) in zip(texts, model.tokenizer.encode_rows(texts, add_special_tokens=False), strict=True):
-        ticket.count_truncated(int(len(row.ids) > most), max(0, len(row.ids) - most))
+        request.count_truncated(int(len(row.ids) > most), max(0, len(row.ids) - most))
         out.append(text if len(row.ids) <= most else text[: row.offsets[most - 1][1]])
     return out
 
 
-def _score(model: Any, items: list[list[str]], options: Mapping[str, Any], ticket: Ticket) -> Done:
-    """A number for each pair: the cross-encoder's score, or how alike the vectors are."""
+def _score(model: Any, items: list[list[str]], options: Mapping[str, Any], request: WorkerRequest) -> Done:
+    """Return a score for each pair: the cross-encoder's, or the similarity of vectors."""
     if model.head == "base":
         from flodl_hf.inference.similarity import measure_of, similarity_of
 
         texts = list(dict.fromkeys(text for pair in items for text in pair))
         place = {text: i for i, text in enumerate(texts)}
-        _, (vectors,) = _embed(model, texts, {**options, "dimensions": None}, ticket)
+        _, (vectors,) = _embed(model, texts, {**options, "dimensions": None}, request)
         recipe = model.sentence_recipe
         measure = measure_of(recipe.files if recipe else {})
         return [similarity_of(vectors[place[a]], vectors[place[b]], measure).item() for a, b in items], []
@@ -263,45 +260,45 @@ def _score(model: Any, items: list[list[str]], options: Mapping[str, Any], ticke
     for place_, (query, _) in enumerate(items):
         queries.setdefault(query, []).append(place_)
     for query, places in queries.items():
-        found, _ = _rerank(model, [query, *(items[i][1] for i in places)], options, ticket)
+        found, _ = _rerank(model, [query, *(items[i][1] for i in places)], options, request)
         for one in found:
             scores[places[one["index"]]] = one["score"]
     return scores, []
 
 
-def _entities(model: Any, items: list[str], options: Mapping[str, Any], ticket: Ticket) -> Done:
-    """Entities of texts."""
+def _entities(model: Any, items: list[str], options: Mapping[str, Any], request: WorkerRequest) -> Done:
+    """Return entities of texts."""
     given = _given(options, "aggregation", "ignore_labels", "constrained", "stride")
-    found = model.predict(items, **given, **_uncut(options, "entities"))
+    found = model.predict(items, **given, **_window_options(options, "entities"))
     return [one.to_rows() for one in found], []
 
 
-def _answer(model: Any, items: list[list[str]], options: Mapping[str, Any], ticket: Ticket) -> Done:
-    """Answers to questions about contexts."""
+def _answer(model: Any, items: list[list[str]], options: Mapping[str, Any], request: WorkerRequest) -> Done:
+    """Return answers to questions about contexts."""
     given = _given(options, "top_k", "max_answer_length", "no_answer", "stride", "window_tokens", "whole_words")
-    found = model.answer_batch([tuple(item) for item in items], **given, **_uncut(options, "answer"))
+    found = model.answer_batch([tuple(item) for item in items], **given, **_window_options(options, "answer"))
     return [one.to_rows() for one in found], []
 
 
-def _fill_mask(model: Any, items: list[str], options: Mapping[str, Any], ticket: Ticket) -> Done:
-    """Words for the masks of texts."""
-    _uncut(options, "fill_mask")
+def _fill_mask(model: Any, items: list[str], options: Mapping[str, Any], request: WorkerRequest) -> Done:
+    """Return words for the masks of texts."""
+    _window_options(options, "fill_mask")
     found = model.fill_mask(items, **_given(options, "top_k", "targets"))
     return [one.to_dict()["masks"] for one in found], []
 
 
-def _zero_shot(model: Any, items: list[str], options: Mapping[str, Any], ticket: Ticket) -> Done:
-    """Labels of the caller's own."""
+def _zero_shot(model: Any, items: list[str], options: Mapping[str, Any], request: WorkerRequest) -> Done:
+    """Return scores of user-defined labels."""
     given = _given(options, "template", "multi_label")
-    found = model.zero_shot(items, options["labels"], **given, **_uncut(options, "zero_shot"))
+    found = model.zero_shot(items, options["labels"], **given, **_window_options(options, "zero_shot"))
     return [one.to_rows() for one in found], []
 
 
 # ---- tokens --------------------------------------------------------------------------------------------
 
 
-def _tokenize(model: Any, items: list[str], options: Mapping[str, Any], ticket: Ticket) -> Done:
-    """Tokens of texts, with their places."""
+def _tokenize(model: Any, items: list[str], options: Mapping[str, Any], request: WorkerRequest) -> Done:
+    """Return tokens of texts with their offsets."""
     tokenizer = model.ready("tokenize", untrained=True)
     special = options.get("special")
     found = []
@@ -322,17 +319,17 @@ def _tokenize(model: Any, items: list[str], options: Mapping[str, Any], ticket: 
     return found, []
 
 
-def _decode(model: Any, items: list[list[int]], options: Mapping[str, Any], ticket: Ticket) -> Done:
-    """Texts of ids."""
+def _decode(model: Any, items: list[list[int]], options: Mapping[str, Any], request: WorkerRequest) -> Done:
+    """Return texts of ids."""
     tokenizer = model.ready("decode", untrained=True)
     for place, row in enumerate(items):
         if wrong := [number for number in row if not 0 <= number < tokenizer.vocab_size]:
-            raise TokenizerError(f"ids {place}: {wrong[0]} is no id; expected 0 to {tokenizer.vocab_size - 1}")
+            raise TokenizerError(f"ids {place}: found id {wrong[0]}, expected 0 to {tokenizer.vocab_size - 1}")
     skip = options.get("special") is not False
     return [tokenizer.decode(row, skip_special_tokens=skip) for row in items], []
 
 
-TASKS: dict[str, Callable[[Any, list[Any], Mapping[str, Any], Ticket], Done]] = {
+TASKS: dict[str, Callable[[Any, list[Any], Mapping[str, Any], WorkerRequest], Done]] = {
     "embed": _embed,
     "embed_all": _embed_all,
     "embed_sparse": _embed_sparse,
@@ -348,32 +345,32 @@ TASKS: dict[str, Callable[[Any, list[Any], Mapping[str, Any], Ticket], Done]] = 
     "tokenize": _tokenize,
     "decode": _decode,
 }
-"""The functions of requests by name; ``routes`` of `Task` lists the requests of a head."""
+"""Function of each task by name; ``routes`` of `Task` lists the tasks of a head."""
 FOR_ALL = ("tokenize", "decode")
-"""Requests that need no head."""
+"""Tasks that need no head."""
 
 
 def check_head(name: str, head: str) -> None:
-    """Raise where no path answers a model's head.
+    """Raise if no route supports a model's head.
 
     Args:
-        name: of the model.
-        head: its task.
+        name: name of the model.
+        head: its head.
 
     Raises:
-        PredictError: there is none.
+        PredictError: no route supports it.
     """
     heads = [task.name for task in HEADS if task.routes]
     if head not in heads:
         raise PredictError(
-            f"{name} is a model of {head}, which no path of a server answers; expected one of {', '.join(heads)}. Load "
-            "it in Python, or serve its encoder alone: --head base",
+            f"{name}: found the head {head}, which no route supports, expected one of {', '.join(heads)}. Load "
+            "the model in Python, or serve only its encoder: --head base",
             head=head,
         )
 
 
 def describe(model: Any) -> dict[str, Any]:
-    """Return what is said of a model: its task, sizes, labels, as JSON types."""
+    """Return information about a model as JSON types: head, sizes, labels."""
     config, recipe = model.config, model.sentence_recipe
     tokenizer, routes = model.tokenizer, _routes(recipe)
     first = next(iter(routes), None) if recipe is not None and recipe.usual_route is None else None
@@ -395,7 +392,7 @@ def describe(model: Any) -> dict[str, Any]:
 
 
 def _routes(recipe: Any) -> list[str]:
-    """Return what a request may name as the way of its texts."""
+    """Return the values of the field ``route`` that a model supports."""
     return [] if recipe is None else list(dict.fromkeys((*recipe.routes, *recipe.kinds)))
 
 
@@ -415,7 +412,7 @@ def _has(model: Any, task: str) -> bool:
 
 
 def warm_items(model: Any) -> tuple[str, list[Any]]:
-    """Return a task of the model and some items for it: what is asked before anybody else asks."""
+    """Return a task of the model and inputs for warm-up."""
     texts = ["warm " * size for size in (2, 24, 100, 400)]
     if model.head == "question_answering":
         return "answer", [["what", text] for text in texts]

@@ -1,11 +1,10 @@
-"""Traces of requests, sent to a collector by OpenTelemetry's protocol (OTLP over HTTP).
+"""OpenTelemetry traces of requests, sent by OTLP over HTTP.
 
-A span for each request, below it what became of it: tokenise, queue, batch, device, decode, answer. Spans hold sizes
-and times, never texts. A ``traceparent`` of the client is taken as what the request belongs to (W3C Trace Context), and
-its sampling is followed.
+Each request has a span with child spans: tokenise, queue, batch, device, decode, answer. Spans contain sizes and times,
+never texts. A client's ``traceparent`` is the parent span, and its sampling decision applies (W3C Trace Context).
 
-Needs the extra ``telemetry``: ``pip install 'flodl-hf[telemetry]'``; its own variables (``OTEL_SERVICE_NAME``,
-``OTEL_TRACES_SAMPLER``, ``OTEL_EXPORTER_OTLP_HEADERS``) are read as everywhere.
+Needs the extra ``telemetry``: ``pip install 'flodl-hf[telemetry]'``. The environment variables of OpenTelemetry apply
+(``OTEL_SERVICE_NAME``, ``OTEL_TRACES_SAMPLER``, ``OTEL_EXPORTER_OTLP_HEADERS``).
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from flodl.errors import ConfigError
 __all__ = ["Trace", "Traces"]
 
 EXPORT_S = 5.0
-"""How long a collector may take for one delivery, and for all that is left at the end."""
+"""Timeout of one delivery to the collector, and of the last one at shutdown."""
 _SPECIAL = {"rows": "flodl.batch.rows", "tokens": "flodl.batch.tokens"}
 
 
 class Traces:
-    """Where traces go.
+    """Exporter of traces.
 
     Args:
-        endpoint: the collector's address; without a path it is ``/v1/traces``.
+        endpoint: the collector's address; without a path, ``/v1/traces`` is added.
 
     Raises:
-        ConfigError: no such address, or the extra ``telemetry`` is not installed.
+        ConfigError: the address is invalid, or the extra ``telemetry`` is not installed.
     """
 
     def __init__(self, endpoint: str) -> None:
         parts = urlsplit(endpoint)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise ConfigError(
-                f"serve: otlp_endpoint is {endpoint!r}; expected the address of a collector, such as "
+                f"serve: otlp_endpoint is {endpoint!r}, expected the address of a collector such as "
                 "http://localhost:4318"
             )
         try:
@@ -51,7 +50,7 @@ class Traces:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as fault:
             raise ConfigError(
-                f"serve: {fault.name} is not installed, and otlp_endpoint needs it; install the extra: "
+                f"serve: {fault.name} is not installed, and otlp_endpoint needs it. Install the extra: "
                 "pip install 'flodl-hf[telemetry]'"
             ) from None
         from flodl_hf.checkpoints.version import own_version
@@ -68,11 +67,11 @@ class Traces:
         self._contexts = TraceContextTextMapPropagator()
 
     def begin(self, scope: dict[str, Any], route: str) -> Trace:
-        """Return the trace of a request that has come.
+        """Start the trace of a request.
 
         Args:
-            scope: of ASGI.
-            route: the path of its door.
+            scope: ASGI scope.
+            route: path of the route.
         """
         headers = {
             name.decode("latin-1"): value.decode("latin-1")
@@ -80,7 +79,7 @@ class Traces:
             if name in (b"traceparent", b"tracestate", b"user-agent")
         }
         host, port = scope.get("server") or ("", None)
-        said = {
+        attributes = {
             "http.request.method": scope["method"],
             "http.route": route,
             "url.path": scope["path"],
@@ -89,16 +88,16 @@ class Traces:
             "server.address": host,
         }
         if port is not None:
-            said["server.port"] = port
+            attributes["server.port"] = port
         if "user-agent" in headers:
-            said["user_agent.original"] = headers["user-agent"][:200]
+            attributes["user_agent.original"] = headers["user-agent"][:200]
         span = self.tracer.start_span(
-            f"{scope['method']} {route}", self._contexts.extract(headers), self.api.SpanKind.SERVER, said
+            f"{scope['method']} {route}", self._contexts.extract(headers), self.api.SpanKind.SERVER, attributes
         )
         return Trace(self, span)
 
     def close(self) -> None:
-        """Send what is left, and end; a collector that does not answer is not waited for any longer than `EXPORT_S`."""
+        """Send the remaining spans, waiting at most ``EXPORT_S``."""
         given_up = threading.Timer(EXPORT_S, self._exporter.shutdown)
         given_up.daemon = True
         given_up.start()
@@ -107,11 +106,11 @@ class Traces:
 
 
 class Trace:
-    """One request.
+    """Trace of one request.
 
     Args:
-        traces: where it goes.
-        span: of the request.
+        traces: the exporter.
+        span: the request's span.
     """
 
     def __init__(self, traces: Traces, span: Any) -> None:
@@ -119,21 +118,21 @@ class Trace:
         self._inside = traces.api.set_span_in_context(span)
         self._answering: int | None = None
         self.recording: bool = span.is_recording()
-        """Whether anybody will see it; a client's ``traceparent`` may say no."""
+        """Whether the span is recorded; a client's ``traceparent`` may disable it."""
 
     @property
     def id(self) -> str:
-        """Its trace, as logs name it."""
+        """The trace id, as logs contain it."""
         return format(self._span.get_span_context().trace_id, "032x")
 
     @property
     def headers(self) -> dict[str, str]:
-        """What the client is told, for it to find the trace."""
+        """Response headers with the trace id."""
         context = self._span.get_span_context()
         return {"traceresponse": f"00-{self.id}-{context.span_id:016x}-{context.trace_flags:02x}"}
 
-    def worked(self, steps: Sequence[Any]) -> None:
-        """Add what a worker did, as `flodl_hf.serving.timeline.Timeline.told` says."""
+    def add_steps(self, steps: Sequence[Any]) -> None:
+        """Add the steps of a worker, see `flodl_hf.serving.request.Timeline.to_steps`."""
         batch: Any = None
         for name, start, end, more in steps:
             below = batch if name == "device" else self._inside
@@ -145,16 +144,16 @@ class Trace:
             span.end(end)
 
     def answering(self) -> None:
-        """Note that the answer is known, and is written and sent from now on."""
+        """Record that the result is available, and is encoded and sent from now on."""
         self._answering = time.time_ns()
 
-    def end(self, status: int, word: str, call: Any) -> None:
-        """End it.
+    def end(self, status: int, word: str, request: Any) -> None:
+        """End the span.
 
         Args:
-            status: of HTTP.
-            word: why it was not answered, or nothing.
-            call: the `flodl_hf.serving.doors.door.Call`; None where it was not understood.
+            status: HTTP status.
+            word: kind of the error, or "".
+            request: the parsed request, or None if it was invalid.
         """
         span = self._span
         if self._answering is not None and self.recording:
@@ -164,16 +163,16 @@ class Trace:
             span.set_attribute("error.type", word)
         if status >= 500:
             span.set_status(self._traces.api.StatusCode.ERROR)
-        if call is not None and self.recording:
-            said: dict[str, Any] = {
-                "flodl.texts": call.texts,
-                "flodl.windows": call.windows,
-                "flodl.dropped_tokens": call.dropped,
+        if request is not None and self.recording:
+            attributes: dict[str, Any] = {
+                "flodl.texts": request.texts,
+                "flodl.windows": request.windows,
+                "flodl.dropped_tokens": request.dropped,
             }
-            said["gen_ai.usage.input_tokens"] = call.tokens
-            if call.model:
-                said["gen_ai.request.model"] = call.model
-            if "embed" in call.door.path:
-                said["gen_ai.operation.name"] = "embeddings"
-            span.set_attributes(said)
+            attributes["gen_ai.usage.input_tokens"] = request.tokens
+            if request.model:
+                attributes["gen_ai.request.model"] = request.model
+            if "embed" in request.route.path:
+                attributes["gen_ai.operation.name"] = "embeddings"
+            span.set_attributes(attributes)
         span.end()

@@ -1,11 +1,11 @@
-"""A model in Triton Inference Server's Python backend: ``model.py`` of a model repository is one import of this.
+"""Model for Triton Inference Server's Python backend; ``model.py`` of a model repository imports it.
 
     from flodl_hf.serving.triton_server import TritonPythonModel
 
-``config.pbtxt`` says the rest (``deploy/triton`` has two): the input ``TEXT`` (strings, or pairs of them), one output,
-and the parameters ``model`` (a folder), ``precision`` and ``options`` (JSON keywords of the method). The output is
-``VECTOR`` (float32, what ``embed`` gives) or ``ANSWER`` (a string: what ``predict`` gives, as JSON). Requests that come
-together run as one call, packed. Long texts are read in windows, or truncated for vectors, as in Python.
+``config.pbtxt`` contains the rest (``deploy/triton`` has two examples): the input ``TEXT`` (strings or pairs), one
+output, and the parameters ``model`` (a folder), ``precision`` and ``options`` (JSON keywords of the method). The output
+is ``VECTOR`` (float32, from ``embed``) or ``ANSWER`` (JSON strings from ``predict``). Requests of one batch run as one
+packed call. Long texts are read in windows, or truncated for vectors, as in Python.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _OUTPUTS = ("VECTOR", "ANSWER")
 
 
 class TritonPythonModel:
-    """The class that Triton looks for; it makes one for each instance."""
+    """Class that Triton instantiates."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the model.
 
         Args:
-            args: of Triton: the configuration as JSON, kind and number of the instance's device.
+            args: Triton's arguments: the configuration as JSON, kind and index of the instance's device.
 
         Raises:
-            ConfigError: the configuration lacks what is needed.
+            ConfigError: the configuration is invalid.
         """
         import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingImports]
 
@@ -44,15 +44,15 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         given = {name: value.get("string_value", "") for name, value in config.get("parameters", {}).items()}
         outputs = [output["name"] for output in config.get("output", [])]
-        problems = [] if given.get("model") else ["parameters: no 'model', the folder to load"]
+        problems = [] if given.get("model") else ["parameters: 'model' is missing, the folder to load"]
         if len(outputs) != 1 or outputs[0] not in _OUTPUTS:
-            problems.append(f"output: {', '.join(outputs) or 'none'}; {' or '.join(_OUTPUTS)} has to stand there")
+            problems.append(f"output: found {', '.join(outputs) or 'none'}, expected {' or '.join(_OUTPUTS)}")
         if [one["name"] for one in config.get("input", [])] != ["TEXT"]:
-            problems.append("input: TEXT alone has to stand there")
+            problems.append("input: expected TEXT only")
         try:
             self._options = json.loads(given.get("options") or "{}")
         except ValueError as fault:
-            problems.append(f"parameters: options is no JSON ({fault})")
+            problems.append(f"parameters: options is not JSON ({fault})")
         if problems:
             raise ConfigError(
                 f"{config.get('name', 'config.pbtxt')}: {'; '.join(problems)}; see flodl_hf.serving.triton_server",
@@ -63,17 +63,17 @@ class TritonPythonModel:
         device = f"cuda:{args.get('model_instance_device_id', '0')}" if on_gpu else "cpu"
         model: Any = load(given["model"], device=device, local_files_only=True)
         self._model = model.runtime(precision=given.get("precision") or None, progress=False)
-        # What is made once is made before Triton says that the model is ready.
+        # One-time initialization happens before Triton reports the model as ready.
         self._answers(["ready"])
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Return a response for each request; one that cannot be answered fails alone."""
+        """Return a response for each request; an invalid request fails alone."""
         read = [self._read(request) for request in requests]
         texts = [text for one in read if isinstance(one, list) for text in one]
         try:
             found: list[Any] | None = self._answers(texts)
         except FlodlError:
-            found = None  # one of them is at fault, and the others are not
+            found = None  # caused by one request, so each runs separately
         responses, at = [], 0
         for one in read:
             if not isinstance(one, list):
@@ -89,30 +89,30 @@ class TritonPythonModel:
         return responses
 
     def finalize(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
         del self._model
 
     def _read(self, request: Any) -> list[Any] | str:
-        """Return a request's texts and pairs, or what is wrong with it."""
+        """Return a request's texts and pairs, or an error message."""
         tensor = self._pb.get_input_tensor_by_name(request, "TEXT")
         if tensor is None:
-            return "there is no TEXT"
+            return "TEXT is missing"
         given = tensor.as_numpy()
         if given.ndim != 2 or given.shape[1] not in (1, 2):
-            return f"TEXT has the shape {given.shape}; expected (batch, 1) for texts, (batch, 2) for pairs"
+            return f"TEXT has the shape {given.shape}, expected (batch, 1) for texts, (batch, 2) for pairs"
         try:
             rows = [[part.decode("utf-8") for part in row] for row in given.tolist()]
         except UnicodeDecodeError as fault:
-            return f"TEXT is no UTF-8: {fault}"
+            return f"TEXT is not UTF-8: {fault}"
         return [row[0] if len(row) == 1 else tuple(row) for row in rows]
 
     def _answers(self, texts: list[Any]) -> list[Any]:
-        """Return an answer for each text or pair."""
+        """Return the result of each text or pair."""
         if self._output == "VECTOR":
             if any(isinstance(text, tuple) for text in texts):
-                raise PredictError("VECTOR: expected texts, found pairs; send TEXT of the shape (batch, 1)")
+                raise PredictError("VECTOR: found pairs, expected texts. Send TEXT of the shape (batch, 1).")
             return list(self._model.embed(texts, **self._options).numpy()) if texts else []
-        # Texts and pairs are not mixed in one call.
+        # A call has either texts or pairs.
         found: list[Any] = [None] * len(texts)
         for kind in (str, tuple):
             places = [place for place, text in enumerate(texts) if isinstance(text, kind)]
@@ -124,8 +124,8 @@ class TritonPythonModel:
     def _written(self, rows: list[Any]) -> np.ndarray:
         if self._output == "VECTOR":
             return np.stack(rows).astype(np.float32)
-        told = [json.dumps(row, ensure_ascii=False).encode() for row in rows]
-        return np.array(told, dtype=np.object_).reshape(-1, 1)
+        lines = [json.dumps(row, ensure_ascii=False).encode() for row in rows]
+        return np.array(lines, dtype=np.object_).reshape(-1, 1)
 
     def _failed(self, why: str) -> Any:
         return self._pb.InferenceResponse(output_tensors=[], error=self._pb.TritonError(why))

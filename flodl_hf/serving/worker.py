@@ -1,8 +1,8 @@
-"""The process of one device: it holds the models, takes requests from a socket and writes answers to it.
+"""Worker process of one device: loads the models, reads requests from sockets and writes results.
 
-A thread a request reads, tokenises, waits and decodes (`flodl_hf.serving.turns`); batches of all of them run together
-(`flodl_hf.serving.batching`), whoever they come from: several processes of doors have a socket each.
-It ends when the first socket does, so it never outlives who started it.
+One thread for each request reads, tokenizes, waits and decodes (`flodl_hf.serving.thread_pool`). Batches contain rows
+of all requests (`flodl_hf.serving.batching`), also if they come from several HTTP processes, each with its own socket.
+The process ends when its first socket is closed.
 """
 
 from __future__ import annotations
@@ -25,35 +25,33 @@ import numpy as np
 
 from flodl.errors import FlodlError
 from flodl_hf.errors import TextTooLongError, TokenizerError
-from flodl_hf.serving.adapted import Together, open_adapters, put_together
-from flodl_hf.serving.admission import weigh
+from flodl_hf.serving.adapter_models import MixedAdapters, mix_adapters, open_adapters
+from flodl_hf.serving.admission import count_characters
 from flodl_hf.serving.batching import Batcher
-from flodl_hf.serving.frames import HEAD, as_json, packed, unpacked
-from flodl_hf.serving.handing import handed
-from flodl_hf.serving.packing import as_msgpack
-from flodl_hf.serving.peak import Pace, peak_of
+from flodl_hf.serving.ipc import receive_socket
+from flodl_hf.serving.messages import HEAD, as_json, as_msgpack, pack_message, unpack_message
+from flodl_hf.serving.request import DeadlineError, GivenUpError, Timeline, WorkerRequest
 from flodl_hf.serving.tasks import TASKS, check_head, describe, warm_items
-from flodl_hf.serving.ticket import DeadlineError, GivenUpError, Ticket
-from flodl_hf.serving.timeline import Timeline
-from flodl_hf.serving.turns import take_turns
+from flodl_hf.serving.thread_pool import run_threads
+from flodl_hf.serving.throughput import TokenRate, measure_peak
 
 __all__ = ["serve"]
 
-# One window for a whole request: it is sorted with others, not by itself.
+# One window for all texts of a request: rows are sorted by the batcher, together with other requests.
 WINDOW = 1 << 20
 CPU_TOKENS = 4096
 CUDA_TOKENS = 16_384
-# About what a process takes of a GPU before its models.
+# Approximate GPU memory of a process before its models are loaded.
 CONTEXT = 1 << 30
-# So many requests compute at a time in this process beside the batches, and as many of those with more characters than
-# that. The interpreter runs one thread at a time: with hundreds that want it, those that feed the device would wait
-# behind all of them whenever they let go of it.
-TURNS = 3
-LONG = 65_536
-# A request alone with at most so many characters is tokenised and on the device before another thread reads on, in a
-# millisecond.
-SHORT = 2048
-# Of requests that warm the models: long texts are read in windows.
+# Maximum number of requests that compute at a time in addition to the batches, and the same number of requests with
+# more than LONG_CHARACTERS characters. The interpreter runs one thread at a time; with hundreds of runnable threads,
+# those that feed the device would wait behind all others.
+MAX_COMPUTING = 3
+LONG_CHARACTERS = 65_536
+# A single request with at most this many characters is tokenized and started on the device, in about a millisecond,
+# before another thread reads the next request.
+SHORT_CHARACTERS = 2048
+# Options of warm-up requests: long texts are read in windows.
 _WHOLE = {"windows": True}
 _KINDS = {
     DeadlineError: "deadline",
@@ -65,17 +63,17 @@ _KINDS = {
 
 
 class _Stream:
-    """Both directions of the socket; any thread may write."""
+    """Both directions of a socket; writing is thread-safe."""
 
-    def __init__(self, held: socket.socket) -> None:
-        self._held = held
-        self._file = held.makefile("rb")
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._file = connection.makefile("rb")
         self._lock = Lock()
 
     def write(self, message: dict[str, Any], arrays: list[np.ndarray] | None = None) -> None:
-        parts = packed(message, arrays or [])
+        parts = pack_message(message, arrays or [])
         with self._lock:
-            self._held.sendall(b"".join(parts))
+            self._socket.sendall(b"".join(parts))
 
     def read(self) -> dict[str, Any] | None:
         head = self._file.read(HEAD.size)
@@ -83,21 +81,21 @@ class _Stream:
             return None
         size, text = HEAD.unpack(head)
         body = self._file.read(size)
-        return unpacked(text, body)[0] if len(body) == size else None
+        return unpack_message(text, body)[0] if len(body) == size else None
 
     def close(self) -> None:
         self._file.close()
-        self._held.close()
+        self._socket.close()
 
 
-_Request = tuple[_Stream, dict[str, Any], Ticket]
+_Received = tuple[_Stream, dict[str, Any], WorkerRequest]
 
 
 class Worker:
     """The models of one device.
 
     Args:
-        given: what `flodl_hf.serving.settings.Settings.of_worker` says.
+        given: the result of `flodl_hf.serving.settings.Settings.for_worker`.
     """
 
     def __init__(self, given: dict[str, Any]) -> None:
@@ -124,28 +122,28 @@ class Worker:
 
         self.models: dict[str, Any] = {model["name"]: opened(model["name"], model["head"]) for model in given["models"]}
         self.bases: dict[str, str] = {}
-        self.together: dict[str, tuple[Together, int]] = {}
+        self.together: dict[str, tuple[MixedAdapters, int]] = {}
         if listed := given.get("adapters"):
             adapted = open_adapters(listed, self.models, opened)
             self.bases = {one["name"]: one["base"] for one in listed}
             self.models |= adapted
             if given["mix_adapters"]:
-                self.together = put_together(listed, adapted, opened)
+                self.together = mix_adapters(listed, adapted, opened)
         self.batcher = Batcher(self.device, self.max_tokens, links=given["links"])
 
     def warm(self) -> None:
-        """Ask every model something, so that the first client does not wait for what is made once."""
+        """Run each model, so that the first client does not wait for one-time initialization."""
         for name, model in self.models.items():
             check_head(name, model.head)
             if model.tokenizer is None:
                 model.ready("serve")
             task, items = warm_items(model)
             for count in (1, 8) if not self.cuda else (1, 1, 1, 8, 64, 64, 64):
-                asked = items[:1] if count == 1 else items * count
-                self.answer({"model": name, "task": task, "items": asked, "options": _WHOLE}, Ticket())
+                sample = items[:1] if count == 1 else items * count
+                self.answer({"model": name, "task": task, "items": sample, "options": _WHOLE}, WorkerRequest())
 
     def describe(self, name: str) -> dict[str, Any]:
-        """Return what is said of a model; of an adapter also its base, and which share its batches."""
+        """Return information about a model; for an adapter also its base and the adapters that share its batches."""
         found = describe(self.models[name])
         if name in self.bases:
             found["base"] = self.bases[name]
@@ -153,25 +151,25 @@ class Worker:
         return found
 
     def peak(self) -> float:
-        """Return the operations a second that the device reaches in the dtype that models compute in."""
+        """Return the peak operations per second of the device, in the dtype of the models' computation."""
         from flodl_hf.inference.precision import dtype_of
 
         precision: Any = self.precision
-        return peak_of(self.device, dtype_of(precision) or next(iter(self.models.values())).dtype)
+        return measure_peak(self.device, dtype_of(precision) or next(iter(self.models.values())).dtype)
 
     def pace(self) -> float:
-        """Return the tokens a second that the device runs, by a warm model."""
+        """Return the tokens per second of the device, measured with a warm model."""
         if self.cuda:
-            # What is made once on a GPU takes seconds, which are no batch's.
-            self.batcher.pace = Pace()
+            # One-time initialization on a GPU takes seconds and must not be counted.
+            self.batcher.pace = TokenRate()
             name, model = next(iter(self.models.items()))
             task, items = warm_items(model)
             for _ in range(2):
-                self.answer({"model": name, "task": task, "items": items * 64, "options": _WHOLE}, Ticket())
+                self.answer({"model": name, "task": task, "items": items * 64, "options": _WHOLE}, WorkerRequest())
         return self.batcher.pace.now
 
     def has_room(self) -> bool:
-        """Return whether the device is a GPU with memory for another process like this one, twice over."""
+        """Return whether the device is a GPU with memory for two more processes like this one."""
         import torch
 
         if not self.cuda:
@@ -180,8 +178,8 @@ class Worker:
         mine = torch.cuda.memory_reserved(self.device) + CONTEXT
         return free > 2 * mine and 4 * mine < whole
 
-    def answer(self, message: dict[str, Any], ticket: Ticket) -> tuple[Any, list[np.ndarray]]:
-        """Return the answer to a request."""
+    def answer(self, message: dict[str, Any], request: WorkerRequest) -> tuple[Any, list[np.ndarray]]:
+        """Return the result of a request."""
         from flodl_hf.inference.inputs import TRUNCATION, Truncation
         from flodl_hf.inference.pending import TRUNCATED
         from flodl_hf.inference.pipeline import SENDING
@@ -191,15 +189,15 @@ class Worker:
         def send(model: Any, options: Any, table: Any, work: Any, places: Any) -> Any:
             if mixed is not None:
                 model, places = mixed[0], [(mixed[1],)] * len(table)
-            return self.batcher.send(ticket, model, options, table, work, places)
+            return self.batcher.send(request, model, options, table, work, places)
 
         model, options = self.models[message["model"]], message.get("options") or {}
 
         def run() -> tuple[Any, list[np.ndarray]]:
             SENDING.set(send)
-            TRUNCATED.set(ticket.count_truncated)
+            TRUNCATED.set(request.count_truncated)
             TRUNCATION.set(Truncation(options.get("max_tokens"), options.get("side")))
-            return TASKS[message["task"]](model, message["items"], options, ticket)
+            return TASKS[message["task"]](model, message["items"], options, request)
 
         return copy_context().run(run)
 
@@ -210,64 +208,66 @@ def _fault(fault: BaseException) -> dict[str, str]:
 
 
 class _Requests:
-    """The requests of all who ask, each by a link of their own.
+    """The requests of all connections.
 
     Args:
-        worker: what answers.
-        most: requests of a link at a time.
+        worker: the models.
+        most: maximum number of concurrent requests of a connection.
     """
 
     def __init__(self, worker: Worker, most: int) -> None:
         self._worker, self._most = worker, most
-        self._tickets: dict[tuple[_Stream, int], Ticket] = {}
-        self._turns, self._long_turns = Semaphore(TURNS), Semaphore(TURNS)
+        self._requests: dict[tuple[_Stream, int], WorkerRequest] = {}
+        self._turns, self._long_turns = Semaphore(MAX_COMPUTING), Semaphore(MAX_COMPUTING)
 
     def answer_all(self, stream: _Stream) -> None:
-        """Answer what comes by a link until it ends; who asked by it waits for nothing any more then."""
-        # One more than there are requests at a time: somebody always reads what is given up.
-        take_turns(partial(self._read, stream), self._work, self._most + 1)
-        for (link, _), ticket in list(self._tickets.items()):
+        """Answer the requests of a connection until it ends, and cancel those that remain."""
+        # One thread more than requests, so that cancellations are always read.
+        run_threads(partial(self._read, stream), self._work, self._most + 1)
+        for (link, _), request in list(self._requests.items()):
             if link is stream:
-                ticket.give_up()
+                request.give_up()
         stream.close()
 
-    def links(self, way: socket.socket) -> None:
-        """Answer by every link that is handed over, each in threads of its own."""
+    def accept_links(self, way: socket.socket) -> None:
+        """Answer the requests of each connection that is sent to this process, each with its own threads."""
         with suppress(OSError):
-            while (found := handed(way)) is not None:
+            while (found := receive_socket(way)) is not None:
                 if found[1] is not None:
                     link = _Stream(found[1])
                     Thread(target=self.answer_all, args=(link,), name="flodl-hf-link", daemon=True).start()
 
-    def _read(self, stream: _Stream) -> _Request | None:
+    def _read(self, stream: _Stream) -> _Received | None:
         while (message := stream.read()) is not None:
             if "cancel" not in message:
-                ticket = self._tickets[stream, message["id"]] = Ticket(
+                request = self._requests[stream, message["id"]] = WorkerRequest(
                     message["key"], time.monotonic() + message["left_s"], message["priority"]
                 )
-                # Characters, not tokens: what is tokenised for long holds up only its like.
-                ticket.turn = self._turns if weigh(message["items"]) <= LONG else self._long_turns
+                # Characters are counted, not tokens, so that requests with slow tokenization delay only each other.
+                request.turn = (
+                    self._turns if count_characters(message["items"]) <= LONG_CHARACTERS else self._long_turns
+                )
                 if "traced" in message:
-                    ticket.timeline = Timeline()
-                return stream, message, ticket
-            if (gone := self._tickets.get((stream, message["cancel"]))) is not None:
+                    request.timeline = Timeline()
+                return stream, message, request
+            if (gone := self._requests.get((stream, message["cancel"]))) is not None:
                 gone.give_up()
         return None
 
-    def _work(self, request: _Request, read_on: Callable[[], None]) -> None:
-        stream, message, ticket = request
+    def _work(self, received: _Received, read_on: Callable[[], None]) -> None:
+        stream, message, request = received
         worker = self._worker
         started = time.perf_counter()
-        if len(self._tickets) == 1 and weigh(message["items"]) <= SHORT:
-            ticket.read_on = read_on
+        if len(self._requests) == 1 and count_characters(message["items"]) <= SHORT_CHARACTERS:
+            request.read_on = read_on
         else:
             read_on()
         number, reply, arrays = message["id"], {}, []
-        assert ticket.turn is not None
-        with ticket.turn:
+        assert request.turn is not None
+        with request.turn:
             try:
-                ticket.check()
-                reply["data"], arrays = worker.answer(message, ticket)
+                request.check()
+                reply["data"], arrays = worker.answer(message, request)
                 if "as_text" in message:
                     write = as_msgpack if message["as_text"].endswith("msgpack") else as_json
                     arrays, reply["data"] = [np.frombuffer(write(reply["data"]), np.uint8)], None
@@ -275,56 +275,57 @@ class _Requests:
                 reply["fault"] = _fault(fault)
                 if reply["fault"]["kind"] == "internal":
                     traceback.print_exc(file=sys.stderr)
-        self._tickets.pop((stream, number), None)
+        self._requests.pop((stream, number), None)
         reply |= {
-            "id": number, "tokens": ticket.tokens, "rows": ticket.rows, "dropped": ticket.dropped,
-            "truncated": ticket.truncated,
-            "waited_s": ticket.waited_s, "took_s": time.perf_counter() - started,
+            "id": number, "tokens": request.tokens, "rows": request.rows, "dropped": request.dropped,
+            "truncated": request.truncated,
+            "waited_s": request.waited_s, "took_s": time.perf_counter() - started,
             "queued": worker.batcher.queued_tokens, "ran": worker.batcher.drained(),
             "rate": worker.batcher.pace.now,
         }  # fmt: skip
-        if ticket.timeline is not None:
-            reply["timeline"] = ticket.timeline.told()
+        if request.timeline is not None:
+            reply["timeline"] = request.timeline.to_steps()
         with suppress(OSError):
-            # Without the doors nobody reads it, and reading ends too.
+            # If the HTTP process has ended, there is no reader, and the connection ends soon.
             try:
                 stream.write(reply, arrays)
-            except (TypeError, ValueError) as fault:  # no JSON type: whoever waits is told so now
+            except (TypeError, ValueError) as fault:  # a result without a JSON form becomes an error
                 traceback.print_exc(file=sys.stderr)
                 stream.write({**reply, "data": None, "fault": _fault(fault)})
 
 
-def serve(descriptor: int, hands: int | None = None) -> None:
-    """Serve one socket until it ends.
+def serve(descriptor: int, fd_channel: int | None = None) -> None:
+    """Answer the requests of a socket until it is closed.
 
     Args:
-        descriptor: of the socket that this process inherited.
-        hands: of another by which links to others that ask are handed over; they end with the first.
+        descriptor: file descriptor of the inherited socket.
+        fd_channel: file descriptor of a socket that receives connections to further HTTP processes; they end with the
+            first socket.
     """
-    # A service manager tells every process to end; this one does when those that it answers are done.
+    # A service manager signals all processes; this one continues until its HTTP processes have finished.
     signal.signal(signal.SIGTERM, lambda *_: None)
     stream = _Stream(socket.socket(fileno=descriptor))
     given = stream.read()
     if given is None:
         return
-    # The doors have the log; a warning there names no file of ours.
+    # Warnings go to the log of the HTTP process, without a file name.
     warnings.showwarning = lambda message, *_, **__: stream.write({"warned": str(message)})
     try:
         started = time.perf_counter()
         worker = Worker(given)
         worker.warm()
         infos = {name: worker.describe(name) for name in worker.models}
-        said = {
+        ready = {
             "ready": infos, "device": str(worker.device), "warm_s": time.perf_counter() - started,
             "max_batch_tokens": worker.max_tokens, "peak": worker.peak(), "rate": worker.pace(),
             "room": worker.has_room(), "pid": os.getpid(),
         }  # fmt: skip
         worker.batcher.drained()
         requests = _Requests(worker, given["threads"])
-        if hands is not None:
-            way = socket.socket(fileno=hands)
-            Thread(target=requests.links, args=(way,), name="flodl-hf-links", daemon=True).start()
-        stream.write(said)
+        if fd_channel is not None:
+            way = socket.socket(fileno=fd_channel)
+            Thread(target=requests.accept_links, args=(way,), name="flodl-hf-links", daemon=True).start()
+        stream.write(ready)
     except Exception as fault:
         stream.write({"broken": f"{type(fault).__name__}: {fault}"})
         return

@@ -1,8 +1,8 @@
-"""The workers as who asks them sees them: requests out, answers in, and what becomes of requests whose worker ends.
+"""Requests of an HTTP process to the workers: load balancing, timeouts, and errors of workers that ended.
 
-Everything here runs in the event loop of the doors and waits for nothing but it. A request belongs to one worker; if
-that one ends, the request fails and says so, and the next is held until a worker is there again. Which workers there
-are is told by who holds their processes (`flodl_hf.serving.processes`), here or in another process.
+All code runs in the event loop of the HTTP process and never blocks it. Each request belongs to one worker; if that
+worker ends, the request fails, and later requests wait for the next worker. `flodl_hf.serving.worker_processes` reports
+the current workers, in this process or in the parent.
 """
 
 from __future__ import annotations
@@ -18,35 +18,36 @@ from typing import Any
 import numpy as np
 
 from flodl.errors import FlodlError
-from flodl_hf.serving.link import Link
+from flodl_hf.serving.ipc import Link
 from flodl_hf.serving.settings import Settings
 
 __all__ = ["Answer", "TaskError", "Worker", "Workers"]
 
-# A worker says itself that a request is late. One that says nothing has so much longer, and is looked at this often.
+# Workers report timeouts themselves. Requests of a worker that reports nothing fail after this additional time, checked
+# in this interval.
 GRACE_S, LOOK_S = 1.0, 0.5
 
 
 class TaskError(FlodlError):
-    """A request that a worker did not answer; ``kind`` says why."""
+    """A request that a worker did not answer; ``kind`` is the reason."""
 
     kind: str
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a worker answered.
+    """Result of a worker.
 
     Attributes:
         data: JSON types.
-        arrays: arrays beside them.
-        tokens: tokens that ran.
-        rows: rows likewise; a text of several windows has several.
-        dropped: tokens that were cut off.
-        truncated: texts that they were cut off.
-        waited_s: how long the first row waited for its batch.
-        took_s: all of it, in the worker.
-        timeline: what it did when, where that was asked for.
+        arrays: arrays in addition to ``data``.
+        tokens: number of processed tokens.
+        rows: number of processed rows; a text in several windows has several rows.
+        dropped: number of truncated tokens.
+        truncated: number of truncated texts.
+        waited_s: time in which the first row waited for its batch.
+        took_s: total time in the worker.
+        timeline: steps with their times, if the request is traced.
     """
 
     data: Any
@@ -61,13 +62,13 @@ class Answer:
 
 
 @dataclass(slots=True)
-class _Asked:
-    """One request of a worker."""
+class _Pending:
+    """A request that a worker processes."""
 
     answer: asyncio.Future[Answer]
     until: float
     open: bool = True
-    """Whether the worker may still be busy with it."""
+    """Whether the worker may still process it."""
 
     def done(self, answer: Answer | TaskError) -> None:
         self.open = False
@@ -81,113 +82,113 @@ class _Asked:
 
 @dataclass(eq=False)
 class Worker:
-    """One worker that can be asked.
+    """A worker process that accepts requests.
 
     Attributes:
-        link: the way to it.
-        info: what it said when it was warm.
-        rate: tokens a second that it runs when there is enough to run.
-        load: tokens of what it was asked, about.
-        asked: what it was asked.
+        link: the connection.
+        info: its first message, sent when its models were warm.
+        rate: tokens per second at full load.
+        load: approximate tokens of its current requests.
+        asked: its current requests by number.
     """
 
     link: Link
     info: dict[str, Any] = field(default_factory=dict)
     rate: float = 0.0
     load: int = 0
-    asked: dict[int, _Asked] = field(default_factory=dict)
+    asked: dict[int, _Pending] = field(default_factory=dict)
 
 
 class Workers:
     """The workers of a server.
 
     Args:
-        settings: of the server.
-        heard: called with each batch that ran: rows, tokens, seconds; and with the tokens that are queued.
+        settings: the server's settings.
+        on_batches: called with (rows, tokens, seconds) of each finished batch, and the number of queued tokens.
     """
 
-    def __init__(self, settings: Settings, heard: Callable[[list[Any], int], None]) -> None:
+    def __init__(self, settings: Settings, on_batches: Callable[[list[Any], int], None]) -> None:
         self.settings = settings
         self.models: dict[str, dict[str, Any]] = {}
-        """What is known of each model."""
+        """Information about each model, by name."""
         self.max_batch_tokens = 0
         self.restarts = 0
-        """Workers that ended and were replaced."""
+        """Number of workers that were replaced."""
         self.answers = 0
-        """Answers that came."""
-        self._heard = heard
-        self._here: list[Worker] = []
+        """Number of received results."""
+        self._on_batches = on_batches
+        self._active: list[Worker] = []
         self._ready = asyncio.Event()
-        # Those too that only finish what they were asked.
+        # Includes workers that only finish their current requests.
         self._every: set[Worker] = set()
         self._looking: asyncio.TimerHandle | None = None
         self._numbers = count()
 
     @property
     def ready(self) -> bool:
-        """Whether a worker is there and warm."""
+        """Whether a warm worker exists."""
         return self._ready.is_set()
 
     @property
     def pids(self) -> list[int]:
-        """The processes that answer now."""
-        return [worker.info["pid"] for worker in self._here]
+        """Process ids of the active workers."""
+        return [worker.info["pid"] for worker in self._active]
 
     @property
     def devices(self) -> list[str]:
-        """The device of each."""
-        return [worker.info["device"] for worker in self._here]
+        """Device of each active worker."""
+        return [worker.info["device"] for worker in self._active]
 
     @property
     def rate(self) -> float:
-        """Tokens a second that those run, together, when there is enough to run."""
-        return sum(worker.rate for worker in self._here)
+        """Tokens per second of all active workers at full load."""
+        return sum(worker.rate for worker in self._active)
 
     @property
     def peak(self) -> float:
-        """Operations a second that the devices of those reach, together; see `flodl_hf.serving.peak`."""
+        """Peak operations per second of all devices; see `flodl_hf.serving.throughput`."""
         peaks: dict[str, float] = {}
-        for worker in self._here:
+        for worker in self._active:
             device = worker.info["device"]
             peaks[device] = max(peaks.get(device, 0.0), worker.info["peak"])
         return sum(peaks.values())
 
-    # ---- which there are ---------------------------------------------------------------------------
+    # ---- active workers ----------------------------------------------------------------------------
 
-    def use(self, here: Sequence[Worker], restarts: int) -> None:
-        """Ask these from now on, and no others; what others were asked they may finish.
+    def use(self, active: Sequence[Worker], restarts: int) -> None:
+        """Send requests only to these workers from now on; other workers finish their current requests.
 
         Args:
-            here: all that are warm.
-            restarts: how many ended so far and were replaced.
+            active: all warm workers.
+            restarts: number of workers that were replaced so far.
         """
-        self._here, self.restarts = list(here), restarts
-        self._every |= {*here}
-        if not here:
+        self._active, self.restarts = list(active), restarts
+        self._every |= {*active}
+        if not active:
             self._ready.clear()
             return
-        self.models = here[-1].info["ready"]
-        self.max_batch_tokens = here[-1].info["max_batch_tokens"]
+        self.models = active[-1].info["ready"]
+        self.max_batch_tokens = active[-1].info["max_batch_tokens"]
         self._ready.set()
 
     def ended(self, worker: Worker) -> None:
-        """Fail what a worker was asked, which is no more."""
+        """Fail the requests of a worker that ended."""
         for asked in worker.asked.values():
             asked.done(TaskError(_ENDED, kind="ended"))
         self._every.discard(worker)
-        if worker in self._here:
-            # At once: who asks now waits for another.
-            self._here.remove(worker)
-            if not self._here:
+        if worker in self._active:
+            # Immediately, so that new requests wait for another worker.
+            self._active.remove(worker)
+            if not self._active:
                 self._ready.clear()
 
     async def left(self, worker: Worker) -> None:
-        """Return when nobody waits for what a worker was asked, or that took too long."""
+        """Wait until a worker has no requests, at most ``drain_s``."""
         until = time.monotonic() + self.settings.drain_s
         while worker.asked and time.monotonic() < until:
             await asyncio.sleep(0.02)
 
-    # ---- asking ------------------------------------------------------------------------------------
+    # ---- requests ----------------------------------------------------------------------------------
 
     async def ask(
         self,
@@ -203,28 +204,28 @@ class Workers:
         traced: bool = False,
         as_text: str | None = None,
     ) -> Answer:
-        """Return a worker's answer; cancelled, the request leaves its batch.
+        """Send a request to a worker and return its result; if cancelled, the request leaves its batch.
 
         Args:
-            task: of `flodl_hf.serving.tasks`.
-            model: its name.
-            items: what is asked of.
-            options: of the task.
-            key: whose request it is.
-            until: when its time is over, by ``time.monotonic``.
-            weight: about how many tokens it has.
-            priority: 1 goes before others of its key, -1 behind them.
-            traced: whether to say what is done when.
-            as_text: the form, JSON or MessagePack, in which it writes its data, which is then the one array of the
-                answer.
+            task: a name of `flodl_hf.serving.tasks.TASKS`.
+            model: name of the model.
+            items: the inputs.
+            options: options of the task.
+            key: identifier of the API key.
+            until: deadline, by ``time.monotonic``.
+            weight: estimated number of tokens.
+            priority: 1 is processed before other requests of the key, -1 after them.
+            traced: whether to return a timeline.
+            as_text: media type, JSON or MessagePack, in which the worker encodes its data; the encoded data is then the
+                only array of the result.
 
         Raises:
-            TaskError: it was refused, was too late, or its worker ended.
+            TaskError: the request was refused or too late, or its worker ended.
         """
         worker = self._least() or await self._free(until)
         loop = asyncio.get_running_loop()
         number = next(self._numbers)
-        asked = worker.asked[number] = _Asked(loop.create_future(), until + GRACE_S)
+        asked = worker.asked[number] = _Pending(loop.create_future(), until + GRACE_S)
         worker.load += weight
         if self._looking is None:
             self._looking = loop.call_later(LOOK_S, self._look)
@@ -254,12 +255,12 @@ class Workers:
                     worker.link.send({"cancel": number})
 
     def _least(self) -> Worker | None:
-        """Return the worker that has least to do."""
-        here = self._here
+        """Return the worker with the least load."""
+        here = self._active
         return min(here, key=_load) if len(here) > 1 else here[0] if here else None
 
     async def _free(self, until: float) -> Worker:
-        """Return a worker as soon as there is one."""
+        """Return a worker as soon as one is active."""
         try:
             async with asyncio.timeout(max(0.0, until - time.monotonic())):
                 await self._ready.wait()
@@ -270,7 +271,7 @@ class Workers:
         return worker
 
     def _look(self) -> None:
-        """Give up what a silent worker was asked too long ago; one timer does for all requests."""
+        """Fail requests of unresponsive workers; one timer serves all requests."""
         now = time.monotonic()
         every = [asked for worker in self._every for asked in worker.asked.values()]
         for asked in every:
@@ -279,15 +280,15 @@ class Workers:
         self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look) if every else None
 
     def answered(self, worker: Worker, message: dict[str, Any], arrays: list[np.ndarray]) -> None:
-        """Take an answer of a worker.
+        """Handle a result of a worker.
 
         Args:
-            worker: whose.
-            message: what it says.
-            arrays: of the answer.
+            worker: the worker.
+            message: its message.
+            arrays: arrays of the message.
         """
         worker.rate = message["rate"]
-        self._heard(message["ran"], message["queued"])
+        self._on_batches(message["ran"], message["queued"])
         self.answers += 1
         asked = worker.asked.get(message["id"])
         if asked is None:
@@ -304,8 +305,8 @@ class Workers:
         )  # fmt: skip
 
 
-_LATE = "the answer was not there in time; ask for less at once, or allow more time"
-_ENDED = "the process that computed the answer ended; ask again, another one takes its place"
+_LATE = "the request timed out. Send fewer texts, or allow more time."
+_ENDED = "the worker process ended. Retry; another worker replaces it."
 
 
 def _load(worker: Worker) -> int:

@@ -31,7 +31,7 @@ ONLY_IN = {
     "huggingface_hub": ("flodl_hf/checkpoints/hub/",),
     "typer": ("flodl_hf/cli/",),
     "rich": ("flodl_hf/cli/", "flodl/progress.py"),
-    "pyarrow": ("flodl_hf/readers/", "flodl_hf/serving/answering.py"),
+    "pyarrow": ("flodl_hf/readers/", "flodl_hf/serving/response_encoding.py"),
     "starlette": ("flodl_hf/serving/",),
     "uvicorn": ("flodl_hf/serving/",),
     "httpx": ("flodl_hf/serving/client/",),

@@ -40,11 +40,11 @@ def _sent(server: Server, path: str, data: bytes) -> Answer | None:
 
 
 def _field(server: Server, what: Mapping[str, Any]) -> Verdict:
-    from flodl_hf.serving.doors import DOORS
-    from flodl_hf.serving.doors.fields import KINDS
+    from flodl_hf.serving.routes import ROUTES
+    from flodl_hf.serving.routes.fields import KINDS
 
     path, name = what["path"], what["field"]
-    field = next(field for door in DOORS if door.path == path for field in door.fields if field.name == name)
+    field = next(field for route in ROUTES if route.path == path for field in route.fields if field.name == name)
     data = spelled({**BODIES[path], name: what["value"]}).encode()
     answer = _sent(server, path, data)
     try:
@@ -52,7 +52,7 @@ def _field(server: Server, what: Mapping[str, Any]) -> Verdict:
     except _NoJsonError:
         return refused(answer)
     if value is None:
-        return refused(answer, key=name) if field.needed or name == "model" else _right(server, path, answer)
+        return refused(answer, key=name) if field.required or name == "model" else _right(server, path, answer)
     if KINDS[field.kind][2](value) is None:
         return refused(answer, key=name)
     return _either(server, path, answer)
@@ -69,7 +69,7 @@ def _option(server: Server, what: Mapping[str, Any]) -> Verdict:
 
 
 def _missing(server: Server, what: Mapping[str, Any]) -> Verdict:
-    from flodl_hf.serving.doors import DOORS
+    from flodl_hf.serving.routes import ROUTES
 
     path, name = what["path"], what["field"]
     body = dict(BODIES[path])
@@ -81,8 +81,8 @@ def _missing(server: Server, what: Mapping[str, Any]) -> Verdict:
     answer = _sent(server, path, json.dumps(body).encode())
     if what["way"] == "other case":
         return refused(answer)
-    (door,) = (door for door in DOORS if door.path == path)
-    needed = {field.name for field in door.fields if field.needed}
+    (route,) = (route for route in ROUTES if route.path == path)
+    needed = {field.name for field in route.fields if field.required}
     # Without the name of a model the only model with such a head answers; of several models one has to be named.
     return refused(answer, key=name) if name in needed else _either(server, path, answer)
 

@@ -48,9 +48,9 @@ def _field(random: Random, number: int) -> Fault:
 
 
 def _fields(path: str) -> list[str]:
-    from flodl_hf.serving.doors import DOORS
+    from flodl_hf.serving.routes import ROUTES
 
-    return [field.name for door in DOORS if door.path == path for field in door.fields]
+    return [field.name for route in ROUTES if route.path == path for field in route.fields]
 
 
 def _option(random: Random, number: int) -> Fault:

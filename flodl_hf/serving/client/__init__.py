@@ -1,10 +1,10 @@
-"""A client of ``flodl-hf serve``, with and without asyncio: texts in, arrays and records out.
+"""Clients of ``flodl-hf serve``, synchronous and for asyncio, that return arrays and records.
 
-It retries a request that the server has no room for, sends many texts in several requests that the server accepts, and
-needs `httpx` alone (the extra ``client``), no torch.
+They retry requests that the server refuses for lack of capacity and split long lists of texts. They need `httpx` (the
+extra ``client``) and no torch.
 
 clients   `Client` and `AsyncClient`
-requests  the fields of each call, how its answer is read, and how it is split
+requests  fields, responses, and splitting of requests
 """
 
 from __future__ import annotations

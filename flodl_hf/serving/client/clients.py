@@ -1,117 +1,79 @@
-"""The client that waits for its answers, and the client for programs with asyncio."""
+"""The synchronous client and the client for asyncio. Their methods are defined once, in `_Methods`."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, Self
 
 import httpx
-import numpy as np
 
 from flodl_hf.serving.client import requests
-from flodl_hf.serving.client.requests import ServerError
+from flodl_hf.serving.client.requests import Query, ServerError
 
 __all__ = ["AsyncClient", "Client"]
 
+MAX_RETRY_S = 60.0
+"""Longest pause before a retry."""
 
-def _traced(headers: dict[str, str]) -> dict[str, str]:
-    """Return headers with the trace that the program is in, where it uses OpenTelemetry."""
-    if "opentelemetry.trace" in sys.modules:
-        from opentelemetry.propagate import inject
-
-        inject(headers)
-    return headers
+Steps = Generator[tuple[float, dict[str, Any]], httpx.Response, Any]
 
 
-class _Asking:
-    """What both clients share: the address, the key, and what becomes of an answer."""
+class _Methods:
+    """Methods of both clients: `Client` returns results, `AsyncClient` returns coroutines of the same results.
+
+    Args:
+        url: the server's address.
+        api_key: the API key, if the server requires one.
+        timeout_s: timeout of one HTTP request in seconds.
+        retries: number of retries of a request that the server refused with status 429 or 503.
+    """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 60.0, retries: int = 3) -> None:
         self.url = url.rstrip("/")
         self.retries = retries
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-        self._given: dict[str, Any] = {"base_url": self.url + "/", "headers": headers, "timeout": timeout_s}
+        self._options: dict[str, Any] = {"base_url": self.url + "/", "headers": headers, "timeout": timeout_s}
 
-    @staticmethod
-    def _request(ask: requests.Ask) -> dict[str, Any]:
-        headers = {"accept": ask.accept, "content-type": "application/json"}
-        content = None if ask.body is None else requests.encoded(ask.path, ask.body)
-        return {"method": "GET" if content is None else "POST", "url": ask.path, "content": content,
-                "headers": _traced(headers)}  # fmt: skip
+    def _run(self, query: Query) -> Any:
+        raise NotImplementedError
 
-    def _again_after(self, answer: httpx.Response, tried: int) -> float | None:
-        """Return when to ask again, or None where the answer stands."""
-        if answer.status_code not in (429, 503) or tried >= self.retries:
-            return None
-        said = answer.headers.get("retry-after", "")
-        return min(60.0, float(said)) if said.isdecimal() else min(8.0, 0.5 * 2**tried)
-
-    def _taken(self, ask: requests.Ask, answer: httpx.Response) -> Any:
-        if answer.status_code == 200:
-            return ask.read(answer)
-        try:
-            body = answer.json()
-        except ValueError:
-            body = {}
-        fault = body.get("error", body.get("message")) if isinstance(body, dict) else None
-        message = fault.get("message") if isinstance(fault, dict) else fault
-        kind = body.get("error_type", "") if isinstance(body, dict) else ""
-        raise ServerError(
-            f"{self.url}/{ask.path}: {message or answer.reason_phrase} ({answer.status_code})",
-            status=answer.status_code, kind=kind, reason=answer.headers.get("x-flodl-fault", ""),
-        )  # fmt: skip
-
-    def _unreached(self, ask: requests.Ask, fault: Exception) -> ServerError:
-        said = str(fault) or type(fault).__name__
-        return ServerError(
-            f"{self.url}/{ask.path}: no answer ({said}); is the server there, and is the address right?", status=0,
-            kind="unreached", reason="",
-        )  # fmt: skip
-
-
-class Client(_Asking):
-    """A client that waits for its answers.
-
-    Args:
-        url: the server's address.
-        api_key: where the server needs one.
-        timeout_s: after so long an answer is given up.
-        retries: how often a request is made again that the server has no room for.
-    """
-
-    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 60.0, retries: int = 3) -> None:
-        super().__init__(url, api_key=api_key, timeout_s=timeout_s, retries=retries)
-        self._http = httpx.Client(**self._given)
-
-    def _ask(self, ask: requests.Ask) -> Any:
-        parts = requests.requests_of(ask)
+    def _steps(self, query: Query) -> Steps:
+        """Yield a pause in seconds and the arguments of each HTTP request, receive responses, return the result."""
+        parts = requests.split(query)
         try:
             part = next(parts)
             while True:
                 try:
-                    answer = self._answer(part)
-                except ServerError as fault:
-                    part = parts.throw(fault)
+                    result = yield from self._attempts(part)
+                except ServerError as error:
+                    part = parts.throw(error)
                 else:
-                    part = parts.send(answer)
+                    part = parts.send(result)
         except StopIteration as end:
             return end.value
 
-    def _answer(self, ask: requests.Ask) -> Any:
-        tried = 0
-        while True:
+    def _attempts(self, query: Query) -> Steps:
+        """Send one request, and retry it while the server has no capacity."""
+        arguments, pause_s = _arguments(query), 0.0
+        for attempt in range(self.retries + 1):
             try:
-                answer = self._http.request(**self._request(ask))
-            except httpx.TransportError as fault:
-                raise self._unreached(ask, fault) from None
-            after = self._again_after(answer, tried)
-            if after is None:
-                return self._taken(ask, answer)
-            tried += 1
-            time.sleep(after)
+                response = yield pause_s, arguments
+            except httpx.TransportError as error:
+                raise ServerError(
+                    f"{self.url}/{query.path}: no response ({str(error) or type(error).__name__}). Check the address "
+                    "and that the server runs.",
+                    status=0, kind="unreached", reason="",
+                ) from None  # fmt: skip
+            if response.status_code == 200:
+                return query.read(response)
+            if response.status_code not in (429, 503) or attempt == self.retries:
+                raise _server_error(f"{self.url}/{query.path}", response)
+            after = response.headers.get("retry-after", "")
+            pause_s = min(MAX_RETRY_S, float(after)) if after.isdecimal() else min(8.0, 0.5 * 2**attempt)
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     def embed(
         self,
@@ -122,124 +84,150 @@ class Client(_Asking):
         dimensions: int | None = None,
         truncate: bool = True,
         windows: bool = False,
-    ) -> np.ndarray:
-        """Return a vector for each text, ``(texts, features)`` in float32; of one text its vector.
+    ) -> Any:
+        """Return embeddings as an array ``(texts, features)``, float32; of a single string ``(features,)``.
 
         Args:
-            texts: one text or several.
-            model: which of the server's models; None where one alone embeds.
-            normalize: scale vectors to length 1; None as the folder says.
-            dimensions: keep so many features.
-            truncate: truncate long texts, as sentence-transformers does, and warn; False refuses them.
+            texts: a text or a list of texts.
+            model: name of a served model; None if only one model has embeddings.
+            normalize: scale vectors to length 1; None uses the setting of the folder.
+            dimensions: truncate vectors to this many features.
+            truncate: truncate long texts with a warning, as sentence-transformers does; False raises an error.
             windows: read all of a long text in windows and average their vectors.
 
         Raises:
-            ServerError: the server did not answer.
+            ServerError: the server refused the request or did not respond.
         """
-        return self._ask(requests.embed(texts, model, normalize, dimensions, truncate, windows))
+        return self._run(requests.embed(texts, model, normalize, dimensions, truncate, windows))
 
-    def embed_sparse(
-        self, texts: str | Sequence[str], *, model: str | None = None
-    ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return for each text ids of words and their weights.
+    def embed_sparse(self, texts: str | Sequence[str], *, model: str | None = None) -> Any:
+        """Return a list of ``(token ids, weights)``, two arrays for each text.
 
         Args:
-            texts: one text or several.
-            model: which model; one of masked words, or with bge-m3's layers.
+            texts: a text or a list of texts.
+            model: name of a masked-word model or of a model with bge-m3's layers.
         """
-        return self._ask(requests.sparse(texts, model))
+        return self._run(requests.sparse(texts, model))
 
-    def embed_tokens(
-        self, texts: str | Sequence[str], *, query: bool = False, model: str | None = None
-    ) -> list[np.ndarray]:
-        """Return for each text a vector for each token, ``(tokens, features)``, to be compared late.
+    def embed_tokens(self, texts: str | Sequence[str], *, query: bool = False, model: str | None = None) -> Any:
+        """Return a list of arrays ``(tokens, features)`` for late interaction, one for each text.
 
         Args:
-            texts: one text or several.
-            query: whether texts are what is looked for.
-            model: which model.
+            texts: a text or a list of texts.
+            query: whether the texts are queries.
+            model: name of a served model.
         """
-        return self._ask(requests.tokens(texts, query, model))
+        return self._run(requests.tokens(texts, query, model))
 
-    def classify(self, texts: Any, *, model: str | None = None, **more: Any) -> list[dict[str, Any]]:
-        """Return for each text or pair its labels, ``{"labels": [{"label", "score", "windows"}], "empty"}``.
+    def classify(self, texts: Any, *, model: str | None = None, **options: Any) -> Any:
+        """Return ``{"labels": [{"label", "score", "windows"}], "empty"}`` for each text or pair.
 
         Args:
-            texts: one text, or a list of texts and pairs.
-            model: which model.
-            **more: ``top_k``, ``threshold``, ``activation``, ``truncate``.
+            texts: a text, or a list of texts and pairs.
+            model: name of a served model.
+            **options: ``top_k``, ``threshold``, ``activation``, ``truncate``.
         """
-        return self._ask(requests.own("classify", texts, model, more))
+        return self._run(requests.own("classify", texts, model, options))
 
-    def entities(self, texts: str | Sequence[str], *, model: str | None = None, **more: Any) -> list[dict[str, Any]]:
-        """Return for each text its entities.
+    def entities(self, texts: str | Sequence[str], *, model: str | None = None, **options: Any) -> Any:
+        """Return the entities of each text as a list of records.
 
         Args:
-            texts: one text or several.
-            model: which model.
-            **more: ``aggregation``, ``ignore_labels``, ``constrained``, ``truncate``.
+            texts: a text or a list of texts.
+            model: name of a served model.
+            **options: ``aggregation``, ``ignore_labels``, ``constrained``, ``truncate``.
         """
-        return self._ask(requests.own("entities", texts, model, more))
+        return self._run(requests.own("entities", texts, model, options))
 
-    def answer(self, pairs: Sequence[Any], *, model: str | None = None, **more: Any) -> list[dict[str, Any]]:
-        """Return for each question and context its answers.
+    def answer(self, pairs: Sequence[Any], *, model: str | None = None, **options: Any) -> Any:
+        """Return the answers to each question as a list of records.
 
         Args:
             pairs: ``(question, context)``.
-            model: which model.
-            **more: ``top_k``, ``max_answer_length``, ``no_answer``, ``truncate``.
+            model: name of a served model.
+            **options: ``top_k``, ``max_answer_length``, ``no_answer``, ``truncate``.
         """
-        return self._ask(requests.own("answer", pairs, model, more))
+        return self._run(requests.own("answer", pairs, model, options))
 
-    def fill_mask(self, texts: str | Sequence[str], *, model: str | None = None, **more: Any) -> list[dict[str, Any]]:
-        """Return for each text the words for its masks.
+    def fill_mask(self, texts: str | Sequence[str], *, model: str | None = None, **options: Any) -> Any:
+        """Return the predicted words of each text's masks as a list of records.
 
         Args:
-            texts: one text or several.
-            model: which model.
-            **more: ``top_k``, ``targets``.
+            texts: a text or a list of texts.
+            model: name of a served model.
+            **options: ``top_k``, ``targets``.
         """
-        return self._ask(requests.own("fill-mask", texts, model, more))
+        return self._run(requests.own("fill-mask", texts, model, options))
 
     def zero_shot(
-        self, texts: str | Sequence[str], labels: Sequence[str], *, model: str | None = None, **more: Any
-    ) -> list[dict[str, Any]]:
-        """Return for each text the labels of one's own with scores.
+        self, texts: str | Sequence[str], labels: Sequence[str], *, model: str | None = None, **options: Any
+    ) -> Any:
+        """Return the scores of user-defined labels for each text.
 
         Args:
-            texts: one text or several.
+            texts: a text or a list of texts.
             labels: the labels.
-            model: which model.
-            **more: ``template``, ``multi_label``, ``truncate``.
+            model: name of a served model.
+            **options: ``template``, ``multi_label``, ``truncate``.
         """
-        return self._ask(requests.own("zero-shot", texts, model, {"labels": list(labels), **more}))
+        return self._run(requests.own("zero-shot", texts, model, {"labels": list(labels), **options}))
 
     def rerank(
         self, query: str, documents: Sequence[str], *, model: str | None = None, top_k: int | None = None
-    ) -> list[tuple[int, float]]:
-        """Return places and scores of documents, best first.
+    ) -> Any:
+        """Return ``(index, score)`` of documents, best first.
 
         Args:
-            query: what is looked for.
-            documents: what may fit.
-            model: which model.
-            top_k: most of them.
+            query: the query.
+            documents: the documents to rank.
+            model: name of a served model.
+            top_k: maximum number of documents.
         """
-        return self._ask(requests.rerank(query, documents, model, top_k))
+        return self._run(requests.rerank(query, documents, model, top_k))
 
-    def models(self) -> dict[str, dict[str, Any]]:
-        """Return what is known of each model that is served."""
-        return self._ask(requests.MODELS)
+    def models(self) -> Any:
+        """Return information about each served model, by name."""
+        return self._run(requests.MODELS)
+
+
+class Client(_Methods):
+    """A synchronous client of ``flodl-hf serve``.
+
+    Args:
+        url: the server's address.
+        api_key: the API key, if the server requires one.
+        timeout_s: timeout of one HTTP request in seconds.
+        retries: number of retries of a request that the server refused with status 429 or 503.
+    """
+
+    def __init__(self, url: str, **options: Any) -> None:
+        super().__init__(url, **options)
+        self._http = httpx.Client(**self._options)
+
+    def _run(self, query: Query) -> Any:
+        steps = self._steps(query)
+        try:
+            pause_s, arguments = next(steps)
+            while True:
+                time.sleep(pause_s)
+                try:
+                    response = self._http.request(**arguments)
+                except httpx.TransportError as error:
+                    pause_s, arguments = steps.throw(error)
+                else:
+                    pause_s, arguments = steps.send(response)
+        except StopIteration as end:
+            return end.value
 
     def healthy(self) -> bool:
-        """Return whether requests are answered now."""
+        """Return whether the server answers requests."""
         try:
             return self._http.get("health").status_code == 200
         except httpx.TransportError:
             return False
 
     def close(self) -> None:
-        """Close its connections."""
+        """Close the connections."""
         self._http.close()
 
     def __enter__(self) -> Self:
@@ -249,110 +237,37 @@ class Client(_Asking):
         self.close()
 
 
-class AsyncClient(_Asking):
-    """A client for programs with asyncio; its methods are those of `Client`, awaited.
+class AsyncClient(_Methods):
+    """A client for asyncio; its methods are those of `Client`, to be awaited.
 
     Args:
         url: the server's address.
-        api_key: where the server needs one.
-        timeout_s: after so long an answer is given up.
-        retries: how often a request is made again that the server has no room for.
+        api_key: the API key, if the server requires one.
+        timeout_s: timeout of one HTTP request in seconds.
+        retries: number of retries of a request that the server refused with status 429 or 503.
     """
 
-    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 60.0, retries: int = 3) -> None:
-        super().__init__(url, api_key=api_key, timeout_s=timeout_s, retries=retries)
-        self._http = httpx.AsyncClient(**self._given)
+    def __init__(self, url: str, **options: Any) -> None:
+        super().__init__(url, **options)
+        self._http = httpx.AsyncClient(**self._options)
 
-    async def _ask(self, ask: requests.Ask) -> Any:
-        parts = requests.requests_of(ask)
+    async def _run(self, query: Query) -> Any:
+        steps = self._steps(query)
         try:
-            part = next(parts)
+            pause_s, arguments = next(steps)
             while True:
+                await asyncio.sleep(pause_s)
                 try:
-                    answer = await self._answer(part)
-                except ServerError as fault:
-                    part = parts.throw(fault)
+                    response = await self._http.request(**arguments)
+                except httpx.TransportError as error:
+                    pause_s, arguments = steps.throw(error)
                 else:
-                    part = parts.send(answer)
+                    pause_s, arguments = steps.send(response)
         except StopIteration as end:
             return end.value
 
-    async def _answer(self, ask: requests.Ask) -> Any:
-        tried = 0
-        while True:
-            try:
-                answer = await self._http.request(**self._request(ask))
-            except httpx.TransportError as fault:
-                raise self._unreached(ask, fault) from None
-            after = self._again_after(answer, tried)
-            if after is None:
-                return self._taken(ask, answer)
-            tried += 1
-            await asyncio.sleep(after)
-
-    async def embed(
-        self,
-        texts: str | Sequence[str],
-        *,
-        model: str | None = None,
-        normalize: bool | None = None,
-        dimensions: int | None = None,
-        truncate: bool = True,
-        windows: bool = False,
-    ) -> np.ndarray:
-        """Return a vector for each text; see `Client.embed`."""
-        return await self._ask(requests.embed(texts, model, normalize, dimensions, truncate, windows))
-
-    async def embed_sparse(
-        self, texts: str | Sequence[str], *, model: str | None = None
-    ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """As `Client.embed_sparse`."""
-        return await self._ask(requests.sparse(texts, model))
-
-    async def embed_tokens(
-        self, texts: str | Sequence[str], *, query: bool = False, model: str | None = None
-    ) -> list[np.ndarray]:
-        """As `Client.embed_tokens`."""
-        return await self._ask(requests.tokens(texts, query, model))
-
-    async def classify(self, texts: Any, *, model: str | None = None, **more: Any) -> list[dict[str, Any]]:
-        """Return for each text or pair its labels; see `Client.classify`."""
-        return await self._ask(requests.own("classify", texts, model, more))
-
-    async def entities(
-        self, texts: str | Sequence[str], *, model: str | None = None, **more: Any
-    ) -> list[dict[str, Any]]:
-        """Return for each text its entities; see `Client.entities`."""
-        return await self._ask(requests.own("entities", texts, model, more))
-
-    async def answer(self, pairs: Sequence[Any], *, model: str | None = None, **more: Any) -> list[dict[str, Any]]:
-        """Return for each question and context its answers; see `Client.answer`."""
-        return await self._ask(requests.own("answer", pairs, model, more))
-
-    async def fill_mask(
-        self, texts: str | Sequence[str], *, model: str | None = None, **more: Any
-    ) -> list[dict[str, Any]]:
-        """Return for each text the words for its masks; see `Client.fill_mask`."""
-        return await self._ask(requests.own("fill-mask", texts, model, more))
-
-    async def zero_shot(
-        self, texts: str | Sequence[str], labels: Sequence[str], *, model: str | None = None, **more: Any
-    ) -> list[dict[str, Any]]:
-        """Return for each text the labels of one's own with scores; see `Client.zero_shot`."""
-        return await self._ask(requests.own("zero-shot", texts, model, {"labels": list(labels), **more}))
-
-    async def rerank(
-        self, query: str, documents: Sequence[str], *, model: str | None = None, top_k: int | None = None
-    ) -> list[tuple[int, float]]:
-        """Return places and scores of documents, best first; see `Client.rerank`."""
-        return await self._ask(requests.rerank(query, documents, model, top_k))
-
-    async def models(self) -> dict[str, dict[str, Any]]:
-        """Return what is known of each model that is served."""
-        return await self._ask(requests.MODELS)
-
     async def close(self) -> None:
-        """Close its connections."""
+        """Close the connections."""
         await self._http.aclose()
 
     async def __aenter__(self) -> Self:
@@ -360,3 +275,32 @@ class AsyncClient(_Asking):
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def _arguments(query: Query) -> dict[str, Any]:
+    """Return the arguments of httpx's ``request``, with the trace context of a program that uses OpenTelemetry."""
+    headers = {"accept": query.accept, "content-type": "application/json"}
+    if "opentelemetry.trace" in sys.modules:
+        from opentelemetry.propagate import inject
+
+        inject(headers)
+    content = None if query.body is None else requests.encoded(query.path, query.body)
+    method = "GET" if content is None else "POST"
+    return {"method": method, "url": query.path, "content": content, "headers": headers}
+
+
+def _server_error(address: str, response: httpx.Response) -> ServerError:
+    """Return the error that a response with another status than 200 describes."""
+    try:
+        body = response.json()
+    except ValueError:
+        body = {}
+    body = body if isinstance(body, dict) else {}
+    error = body.get("error", body.get("message"))
+    message = error.get("message") if isinstance(error, dict) else error
+    return ServerError(
+        f"{address}: {message or response.reason_phrase} ({response.status_code})",
+        status=response.status_code,
+        kind=body.get("error_type", ""),
+        reason=response.headers.get("x-flodl-fault", ""),
+    )

@@ -246,7 +246,7 @@ def test_labels_of_the_input_stay_beside_those_of_the_answer(
 
         pq.write_table(pa.Table.from_pylist(rows), source)
     out = tmp_path / f"out.{format}"
-    with pytest.warns(UserWarning, match="'label' is written as 'input_label_', since the answer has one of that name"):
+    with pytest.warns(UserWarning, match="'label' is written as 'input_label_', because the result has a column of that name"):
         predict_file(model(), source, out, on_error="null")
     if format in ("csv", "tsv"):
         with out.open(newline="", encoding="utf-8") as file:
@@ -265,19 +265,19 @@ def test_labels_of_the_input_stay_beside_those_of_the_answer(
 @pytest.mark.parametrize(
     ("head", "columns", "said", "says"),
     [
-        ("sequence_classification", ["a", "b"], {}, "which column holds the texts is not clear"),
+        ("sequence_classification", ["a", "b"], {}, "the column of texts is ambiguous"),
         ("sequence_classification", ["headline", "b"], {"text_column": "heading"}, "did you mean 'headline'"),
-        ("sequence_classification", ["text"], {"question": "who?"}, "question: this model has no use for it"),
+        ("sequence_classification", ["text"], {"question": "who?"}, "question: not used by this model"),
         ("sequence_classification", ["text", "b"], {"keep": "c"}, "keep: no column 'c'"),
         (
             "sequence_classification",
             ["text", "label"],
             {"keep": "label"},
-            "the answer has 'label', and so has the input",
+            "both the result and the input have 'label'",
         ),
         ("question_answering", ["text"], {}, "no column of questions"),
-        ("question_answering", ["text"], {"question": "q", "question_column": "text"}, "expected one of the two"),
-        ("base", ["text"], {"pair_column": "text"}, "pair_column: this model has no use for it"),
+        ("question_answering", ["text"], {"question": "q", "question_column": "text"}, "expected only one of them"),
+        ("base", ["text"], {"pair_column": "text"}, "pair_column: not used by this model"),
     ],
 )
 def test_columns_that_cannot_be_told_are_refused_at_once(
@@ -294,15 +294,15 @@ def test_columns_that_cannot_be_told_are_refused_at_once(
     [
         ("absent.jsonl", "out.csv", {}, "no such file"),
         ("in.json", "out.csv", {}, "JSON lines"),
-        ("in.jsonl", "out.xlsx", {}, "names no format that can be written"),
-        ("in.jsonl", "in.jsonl", {"restart": True}, "are one file"),
-        ("in.jsonl", "no/out.csv", {}, "there is no folder .*no; make it first"),
+        ("in.jsonl", "out.xlsx", {}, "found the suffix"),
+        ("in.jsonl", "in.jsonl", {"restart": True}, "are the same file"),
+        ("in.jsonl", "no/out.csv", {}, "no does not exist"),
         ("in.jsonl", "out.csv", {"on_error": "ignore"}, "expected stop, skip or null"),
         ("in.jsonl", "out.csv", {"part_rows": 0}, "expected at least 1"),
         ("in.jsonl", "out.csv", {"topk": 2}, "topk, did you mean 'top_k'"),
         ("in.jsonl", "out.csv", {"devices": 2}, "need a model's folder or name"),
         ("-", "out.csv", {"format": "parquet"}, "expected one of csv, tsv, jsonl, text"),
-        ("in.jsonl", "out.csv", {"query": "x"}, "needs a model of one label"),
+        ("in.jsonl", "out.csv", {"query": "x"}, "needs one label"),
     ],
 )
 def test_calls_that_make_no_sense(
@@ -348,7 +348,7 @@ def test_tokens_and_rows_are_counted(model: Any, numbered: Any, tmp_path: Path) 
 def test_a_first_line_that_may_be_a_text_is_told(model: Any, tmp_path: Path) -> None:
     source = tmp_path / "plain.csv"
     source.write_text("good film\nbad film\n")
-    with pytest.warns(UserWarning, match=r"the first line, 'good film', is taken for a header; .* say header=False"):
+    with pytest.warns(UserWarning, match=r"the first line, 'good film', is used as a header\. .* set header=False"):
         assert predict_file(model(), source, tmp_path / "one.csv").rows == 1
     for name, said in (("none", {"header": False}), ("all", {"header": True}), ("named", {"text_column": "good film"})):
         assert predict_file(model(), source, tmp_path / f"{name}.csv", **said).rows == 1 + (name == "none")

@@ -38,7 +38,7 @@ def resumes(run: Callable[..., Any], source: Path, out: Path) -> bool:
         return run(source, out).resumed == 2
     except PredictError as refused:
         problems = refused.details.get("problems", [])
-        if not problems or not all(": begun with " in problem for problem in problems):
+        if not problems or not all(": was " in problem for problem in problems):
             raise
     return False
 

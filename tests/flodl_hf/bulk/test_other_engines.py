@@ -55,7 +55,7 @@ def test_batches_are_answered_as_files_are(model: Model, tmp_path: Path, head: s
 
 def test_rows_that_cannot_be_answered(model: Model) -> None:
     columns = {"text": ["a cat", None, "", 7]}
-    with pytest.raises(DataError, match="2 rows cannot be answered") as caught:
+    with pytest.raises(DataError, match="2 rows cannot be predicted") as caught:
         Partitions(model("sequence_classification"), ["text"]).answers(columns)
     assert caught.value.rows == [1, 3]
     found = Partitions(model("sequence_classification"), ["text"], on_error="null").answers(columns)

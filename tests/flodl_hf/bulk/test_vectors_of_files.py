@@ -145,9 +145,9 @@ def test_columns_stay_beside_vectors_and_faulty_rows_have_none(
 @pytest.mark.parametrize(
     ("name", "how", "says"),
     [
-        ("v.csv", {}, "names no format of vectors"),
-        ("v.npy", {"keep": "id"}, "vectors alone"),
-        ("v.npy", {"on_error": "null"}, "vectors alone"),
+        ("v.csv", {}, "does not support vectors"),
+        ("v.npy", {"keep": "id"}, "only vectors"),
+        ("v.npy", {"on_error": "null"}, "only vectors"),
         ("v.npy", {"store": "int9"}, "int8"),
         ("v.npy", {"top_k": 2}, "top_k"),
     ],

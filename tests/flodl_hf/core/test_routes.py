@@ -358,8 +358,8 @@ def test_sentence_transformers_gives_these_vectors(saved: Saved, tmp_path: Path,
 
 
 def test_requests_say_what_texts_are_for(saved: Saved) -> None:
+    from flodl_hf.serving.request import Ticket
     from flodl_hf.serving.tasks import TASKS, describe, warm_items
-    from flodl_hf.serving.ticket import Ticket
 
     model: Any = load(behind(saved("bert"), default_route="document"))
     embed = TASKS["embed"]

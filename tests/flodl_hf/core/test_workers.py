@@ -61,7 +61,7 @@ class Threaded:
 def threaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(workers, "_started", Threaded)
     monkeypatch.setattr(workers, "worth_it", lambda devices: len(devices) > 1)
-    monkeypatch.setattr(workers, "LEAST", 1)
+    monkeypatch.setattr(workers, "MIN_TEXTS", 1)
     yield
     for found in list(workers._OF.values()):
         found.close()
@@ -132,15 +132,15 @@ def test_the_first_texts_are_answered_for_nothing_before_answers_are_waited_for(
 ) -> None:
     model: Any = make("bert", "sequence_classification")
     sent: list[list[str]] = []
-    plain = workers._One.ask
+    plain = workers._Process.ask
 
     def ask(self: Any, number: int, size: int, kind: str, *message: Any, **words: Any) -> Any:
         if kind == "texts":
             sent.append(message[-1])
         return plain(self, number, size, kind, *message, **words)
 
-    monkeypatch.setattr(workers._One, "ask", ask)
-    monkeypatch.setattr(workers, "TEXTS", 5)
+    monkeypatch.setattr(workers._Process, "ask", ask)
+    monkeypatch.setattr(workers, "WINDOW_TEXTS", 5)
     # Neither faults of texts nor answers of theirs come to anyone but the call that they belong to.
     with pytest.raises(FlodlError, match="surrogate"):
         model.predict(["\ud800", *TEXTS], **TWO)
@@ -184,9 +184,9 @@ def test_a_device_that_broke_is_left_and_a_fork_leaves_all(
     assert not second.fits(model, second.devices)
     second.close()
     monkeypatch.undo()
-    assert all(one.sound and not one.connection.closed for one in second._ones)
+    assert all(one.sound and not one.connection.closed for one in second._processes)
     second.close()
-    assert all(one.connection.closed for one in second._ones)
+    assert all(one.connection.closed for one in second._processes)
 
 
 def test_a_call_that_is_left_in_the_middle_disturbs_no_other(make: Make, threaded: None) -> None:
@@ -208,10 +208,10 @@ def test_a_call_that_is_left_in_the_middle_disturbs_no_other(make: Make, threade
 def test_few_texts_and_processors_start_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "_started", lambda *_: pytest.fail("started a process"))
     model: Any = make("bert", "sequence_classification")
-    monkeypatch.setattr(workers, "LEAST", 1)
+    monkeypatch.setattr(workers, "MIN_TEXTS", 1)
     model.predict(TEXTS, **TWO)
     monkeypatch.setattr(workers, "worth_it", lambda devices: True)
-    monkeypatch.setattr(workers, "LEAST", len(TEXTS) + 1)
+    monkeypatch.setattr(workers, "MIN_TEXTS", len(TEXTS) + 1)
     model.predict(TEXTS, **TWO)
     cuda = [torch.device("cuda", i) for i in (0, 1, 0)]
     monkeypatch.undo()
@@ -272,7 +272,7 @@ import os, signal, sys
 sys.path[:0] = {path!r}
 from flodl_hf import load
 from flodl_hf.inference import Engine, workers
-workers.worth_it, workers.LEAST = (lambda devices: len(devices) > 1), 1
+workers.worth_it, workers.MIN_TEXTS = (lambda devices: len(devices) > 1), 1
 model = load({folder!r})
 texts = ["the cat sat", "a dog", "good", "ada lives in paris"] * 4
 run = dict(devices=["cpu", "cpu"], window=2, precision="exact", batch_invariant=True, untrained=True)
@@ -280,12 +280,12 @@ model.predict(texts, **run)
 workers._OF[model].wait()
 assert workers._OF[model].ready
 assert model.predict(texts, **run) == model.predict(texts, **(run | dict(devices=None)))
-pids = [one.process.pid for one in workers._OF[model]._ones]
+pids = [one.process.pid for one in workers._OF[model]._processes]
 for pid in pids:
     os.kill(pid, signal.SIGINT)  # Ctrl-C reaches all of a group, and means something to the caller alone
 assert len(model.predict(texts, **run)) == 16
 os.kill(pids[0], signal.SIGKILL)
-workers._OF[model]._ones[0].process.wait()
+workers._OF[model]._processes[0].process.wait()
 print(len(model.predict(texts, **run)), *pids, flush=True)
 """
 
@@ -306,7 +306,7 @@ def test_processes_start_answer_and_end_with_the_program(saved: Callable[..., An
 
 def cut(found: workers.Workers) -> None:
     """Cut the lines to all processes."""
-    for one in found._ones:
+    for one in found._processes:
         with socket.socket(fileno=os.dup(one.connection.fileno())) as line:
             line.shutdown(socket.SHUT_RDWR)
 
@@ -323,7 +323,7 @@ def test_a_process_that_ends_is_told(make: Make, threaded: None, monkeypatch: py
         return plain(self, call, texts)
 
     monkeypatch.setattr(workers.Workers, "ask", ask)
-    with pytest.raises(PredictError, match="process that answered for cpu ended"):
+    with pytest.raises(PredictError, match="cpu ended"):
         model.predict(TEXTS, **TWO)
     monkeypatch.setattr(workers.Workers, "ask", plain)
     assert model.predict(TEXTS, **TWO) == expected
@@ -332,7 +332,7 @@ def test_a_process_that_ends_is_told(make: Make, threaded: None, monkeypatch: py
     second.wait()
     # One that ended between calls is told to nobody.
     cut(second)
-    for one in second._ones:
+    for one in second._processes:
         one._listener.join(30)
     assert model.predict(TEXTS, **TWO) == expected
 
@@ -374,12 +374,12 @@ def test_answers_that_cannot_be_read_end_the_wait_and_the_process_is_left(
         raise AttributeError("no such class here")
 
     monkeypatch.setattr(workers, "receive", receive_nothing)
-    with pytest.raises(PredictError, match=r"sent what cannot be read .AttributeError: no such class here"):
+    with pytest.raises(PredictError, match=r"sent an invalid message .AttributeError: no such class here"):
         model.predict(TEXTS, **TWO)
     monkeypatch.setattr(workers, "receive", plain)
     # Nobody listens there any more.
-    late = first._ones[0].ask(99, 1, "texts", 99, 1, ["a"])
-    with pytest.raises(PredictError, match="the next call starts without it"):
+    late = first._processes[0].ask(99, 1, "texts", 99, 1, ["a"])
+    with pytest.raises(PredictError, match="cpu"):
         late.result(10)
     assert not first.fits(model, first.devices)
     assert model.predict(TEXTS, **TWO) == expected
@@ -390,7 +390,7 @@ def test_answers_that_cannot_be_read_end_the_wait_and_the_process_is_left(
 @pytest.mark.parametrize("head", ["base", "sequence_classification", "token_classification", "question_answering"])
 def test_processes_answer_for_gpus(make: Make, monkeypatch: pytest.MonkeyPatch, head: str) -> None:
     monkeypatch.setattr(workers, "worth_it", lambda devices: len(devices) > 1)
-    monkeypatch.setattr(workers, "LEAST", 1)
+    monkeypatch.setattr(workers, "MIN_TEXTS", 1)
     model = make("bert", head, hidden_size=64, num_attention_heads=2, intermediate_size=96).to("cuda", torch.bfloat16)
     devices = [f"cuda:{i % torch.cuda.device_count()}" for i in range(2)]
     run: dict[str, Any] = {"devices": devices, "window": 4, "batch_invariant": True}

@@ -19,9 +19,9 @@ from flodl_hf.auto import load
 from flodl_hf.models.adapters import IA3, Lora, Prefix
 from flodl_hf.serving.adapters import find_adapters
 from flodl_hf.serving.log import Log
+from flodl_hf.serving.request import WorkerRequest
 from flodl_hf.serving.running import running
 from flodl_hf.serving.settings import Served, Settings
-from flodl_hf.serving.ticket import Ticket
 from flodl_hf.serving.worker import Worker
 
 LABELS = {"mood": ["sad", "glad"], "same": ["sad", "glad"], "topic": ["a", "b", "c", "d"]}
@@ -162,7 +162,7 @@ def test_a_reload_takes_up_new_ones_and_lets_go_of_old(asked: tuple[Any, Any], b
 
     broken = adapters / "broken"
     broken.mkdir()
-    with pytest.raises(ConfigError, match="broken is no adapter"):
+    with pytest.raises(ConfigError, match="broken is not an adapter"):
         reload()
     assert client.post("/v1/classify", json={"inputs": "a", "model": "topic"}).status_code == 200
     broken.rmdir()
@@ -181,7 +181,7 @@ def test_a_reload_takes_up_new_ones_and_lets_go_of_old(asked: tuple[Any, Any], b
 
 def worker(base: Path, adapters: Path, **given: Any) -> Worker:
     settings = Settings(models=(Served("base", str(base)),), adapters=(str(adapters),), **given)
-    return Worker(settings.of_worker("cpu", find_adapters(settings)))
+    return Worker(settings.for_worker("cpu", find_adapters(settings)))
 
 
 def test_they_have_the_memory_of_their_base(base: Path, adapters: Path) -> None:
@@ -213,7 +213,7 @@ def test_mixed_they_share_batches(base: Path, adapters: Path, monkeypatch: pytes
         pool = ThreadPoolExecutor(2)
         for name in ("mood", "same"):
             message = {"model": name, "task": "classify", "items": TEXTS}
-            asked[name] = pool.submit(mixed.answer, message, Ticket(key=name))
+            asked[name] = pool.submit(mixed.answer, message, WorkerRequest(key=name))
     with pool:
         answers = {name: one.result(60)[0] for name, one in asked.items()}
     for name, rows in answers.items():
@@ -241,8 +241,8 @@ def test_what_is_no_adapter_is_named(base: Path, adapters: Path, tmp_path: Path)
     with pytest.raises(ConfigError) as caught:
         find_adapters(settings(str(tmp_path), str(tmp_path / "nowhere")))
     assert len(caught.value.details["problems"]) == 3
-    assert "plain is no adapter" in str(caught.value)
-    assert "'base' is the name of the model base" in str(caught.value)
+    assert "plain is not an adapter" in str(caught.value)
+    assert "the name 'base' is already used by the model base" in str(caught.value)
     shutil.rmtree(tmp_path / "plain")
     shutil.move(tmp_path / "base", tmp_path / "mood")
     # Two models from one folder: which of them is the base has to be said.

@@ -19,8 +19,8 @@ from flodl_hf.inference.passes import Scores
 from flodl_hf.inference.pending import Pending
 from flodl_hf.serving import batching
 from flodl_hf.serving.batching import Batcher
-from flodl_hf.serving.ticket import Awaited, DeadlineError, GivenUpError, Ticket
-from flodl_hf.serving.turns import take_turns
+from flodl_hf.serving.request import AwaitedResults, DeadlineError, GivenUpError, WorkerRequest
+from flodl_hf.serving.thread_pool import run_threads
 
 BAD = 999
 
@@ -76,8 +76,8 @@ def rows(*lengths: int, first: int = 1) -> TokenTable:
     )
 
 
-def send(batcher: Batcher, table: TokenTable, ticket: Ticket | None = None, per_text: bool = True) -> Pending:
-    return batcher.send(ticket or Ticket(), "model", RunOptions(), table, Scores(per_text), None)
+def send(batcher: Batcher, table: TokenTable, request: WorkerRequest | None = None, per_text: bool = True) -> Pending:
+    return batcher.send(request or WorkerRequest(), "model", RunOptions(), table, Scores(per_text), None)
 
 
 @pytest.mark.parametrize("per_text", [True, False])
@@ -126,8 +126,8 @@ def test_a_short_request_does_not_wait_for_all_of_a_long_one(engine: Engine) -> 
 def test_a_key_with_many_requests_takes_nothing_from_another(engine: Engine) -> None:
     batcher = Batcher(torch.device("cpu"), 10)
     engine.may.clear()
-    greedy = [send(batcher, rows(10, 10, first=1 + 2 * i), Ticket("greedy")) for i in range(30)]
-    modest = send(batcher, rows(*[10] * 5, first=900), Ticket("modest"))
+    greedy = [send(batcher, rows(10, 10, first=1 + 2 * i), WorkerRequest("greedy")) for i in range(30)]
+    modest = send(batcher, rows(*[10] * 5, first=900), WorkerRequest("modest"))
     engine.may.set()
     modest.wait()
     for pending in greedy:
@@ -143,9 +143,9 @@ def test_what_is_given_up_leaves_the_queue(engine: Engine) -> None:
     engine.may.clear()
     running = send(batcher, rows(10))
     assert engine.begun.acquire(timeout=60)
-    ticket, late = Ticket(), Ticket(until=time.monotonic() + 0.1)
-    gone, slow = send(batcher, rows(10, first=300), ticket), send(batcher, rows(10, first=400), late)
-    ticket.give_up()
+    request, late = WorkerRequest(), WorkerRequest(until=time.monotonic() + 0.1)
+    gone, slow = send(batcher, rows(10, first=300), request), send(batcher, rows(10, first=400), late)
+    request.give_up()
     with pytest.raises(GivenUpError):
         gone.wait()
     with pytest.raises(DeadlineError):
@@ -160,22 +160,22 @@ def test_what_is_given_up_leaves_the_queue(engine: Engine) -> None:
 def test_who_waits_for_a_batch_keeps_no_turn(engine: Engine) -> None:
     batcher = Batcher(torch.device("cpu"), 10)
     turn = threading.Semaphore(1)
-    ticket = Ticket(turn=turn)
+    request = WorkerRequest(turn=turn)
     engine.may.clear()
     waiting, done = threading.Event(), []
 
-    def request() -> None:
+    def compute() -> None:
         with turn:
-            pending = send(batcher, rows(10, first=3), ticket)
+            pending = send(batcher, rows(10, first=3), request)
             waiting.set()
             done.append(pending.stacked().tolist())
 
-    thread = threading.Thread(target=request)
+    thread = threading.Thread(target=compute)
     thread.start()
     assert waiting.wait(10)
     assert turn.acquire(timeout=10)  # it waits, and another has its turn
     engine.may.set()
-    assert pending_is_over(ticket)
+    assert pending_is_over(request)
     assert not done  # the batch has run, and its thread waits until the turn is given back
     turn.release()
     thread.join(10)
@@ -183,16 +183,16 @@ def test_who_waits_for_a_batch_keeps_no_turn(engine: Engine) -> None:
     assert turn.acquire(blocking=False)
 
 
-def pending_is_over(ticket: Ticket) -> bool:
-    return ticket.waits[0].wait(10)
+def pending_is_over(request: WorkerRequest) -> bool:
+    return request.waits[0].wait(10)
 
 
 def test_nothing_is_begun_for_who_does_not_wait() -> None:
-    Ticket().check()
+    WorkerRequest().check()
     with pytest.raises(GivenUpError):
-        Ticket(gone=True).check()
+        WorkerRequest(gone=True).check()
     with pytest.raises(DeadlineError):
-        Ticket(until=time.monotonic() - 1).check()
+        WorkerRequest(until=time.monotonic() - 1).check()
 
 
 def test_a_fault_is_its_own_request_s_alone(engine: Engine) -> None:
@@ -214,10 +214,10 @@ def test_priorities_order_the_requests_of_a_key(engine: Engine) -> None:
     engine.may.clear()
     running = send(batcher, rows(10))
     assert engine.begun.acquire(timeout=60)
-    low = send(batcher, rows(10, first=300), Ticket(priority=-1))
+    low = send(batcher, rows(10, first=300), WorkerRequest(priority=-1))
     normal = [send(batcher, rows(10, first=400 + i)) for i in range(3)]
-    high = [send(batcher, rows(10, first=500 + i), Ticket(priority=1)) for i in range(2)]
-    other = send(batcher, rows(10, first=600), Ticket("other", priority=-1))
+    high = [send(batcher, rows(10, first=500 + i), WorkerRequest(priority=1)) for i in range(2)]
+    other = send(batcher, rows(10, first=600), WorkerRequest("other", priority=-1))
     engine.may.set()
     for pending in (running, low, *normal, *high, other):
         pending.wait()
@@ -229,12 +229,12 @@ def test_priorities_order_the_requests_of_a_key(engine: Engine) -> None:
 
 
 def test_low_priority_does_not_wait_for_ever(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batching, "PASSES", 3)
+    monkeypatch.setattr(batching, "PRIORITY_SHIFT", 3)
     batcher = Batcher(torch.device("cpu"), 10)
     engine.may.clear()
     running = send(batcher, rows(10))
     assert engine.begun.acquire(timeout=60)
-    all_of_them = [send(batcher, rows(10, first=300), Ticket(priority=-1))]
+    all_of_them = [send(batcher, rows(10, first=300), WorkerRequest(priority=-1))]
     all_of_them += [send(batcher, rows(10, first=400 + i)) for i in range(8)]
     engine.may.set()
     for pending in (running, *all_of_them):
@@ -243,7 +243,7 @@ def test_low_priority_does_not_wait_for_ever(engine: Engine, monkeypatch: pytest
 
 
 def test_what_comes_alone_is_run_by_who_brings_it(engine: Engine) -> None:
-    batcher = Batcher(torch.device("cpu"), 40, alone=True)
+    batcher = Batcher(torch.device("cpu"), 40, direct=True)
     here = threading.get_ident()
     # Twice: the first has been finished, and nothing is left of it.
     for first in (3, 5):
@@ -271,9 +271,9 @@ def test_what_comes_alone_is_run_by_who_brings_it(engine: Engine) -> None:
     assert engine.threads[-2] == other.ident
 
 
-@pytest.mark.parametrize(("links", "alone"), [(1, 4), (3, 6)])
-def test_two_threads_of_each_link_may_run_what_they_bring(engine: Engine, links: int, alone: int) -> None:
-    batcher = Batcher(torch.device("cpu"), 40, alone=True, links=links)
+@pytest.mark.parametrize(("links", "direct"), [(1, 4), (3, 6)])
+def test_two_threads_of_each_link_may_run_what_they_bring(engine: Engine, links: int, direct: int) -> None:
+    batcher = Batcher(torch.device("cpu"), 40, direct=True, links=links)
     own = []
 
     def bring() -> int:
@@ -287,7 +287,7 @@ def test_two_threads_of_each_link_may_run_what_they_bring(engine: Engine, links:
     assert len({pool.submit(bring).result() for pool in pools}) == 7
     for pool in pools:
         pool.shutdown()
-    assert own == [True] * alone + [False] * (7 - alone)
+    assert own == [True] * direct + [False] * (7 - direct)
 
 
 def test_threads_take_turns_at_reading() -> None:
@@ -305,17 +305,17 @@ def test_threads_take_turns_at_reading() -> None:
 
     def answer(request: int, read_on: Any) -> None:
         inside.release()
-        if not alone:
+        if not direct:
             read_on()
             read_on()
         if request >= 100:
             gate.wait()
         answered.append((request, threading.get_ident()))
 
-    ran = threading.Thread(target=take_turns, args=(read, answer, 3))
+    ran = threading.Thread(target=run_threads, args=(read, answer, 3))
     ran.start()
     # Where nobody is to read on meanwhile, one thread does it all.
-    alone = True
+    direct = True
     for number in range(-5, 0):
         requests.put(number)
         inside.acquire()
@@ -323,7 +323,7 @@ def test_threads_take_turns_at_reading() -> None:
             time.sleep(0.0005)
     assert len({thread for _, thread in answered}) == 1
     answered.clear()
-    alone = False
+    direct = False
     # One after another, two threads do it all.
     for number in range(20):
         requests.put(number)
@@ -365,7 +365,7 @@ def test_a_fault_while_answering_lets_another_thread_read_on(monkeypatch: pytest
         answered.append(request)
         seen.set()
 
-    ran = threading.Thread(target=take_turns, args=(requests.get, answer, 3))
+    ran = threading.Thread(target=run_threads, args=(requests.get, answer, 3))
     ran.start()
     requests.put(0)
     requests.put(1)
@@ -378,7 +378,7 @@ def test_a_fault_while_answering_lets_another_thread_read_on(monkeypatch: pytest
 
 
 def test_a_request_that_is_given_up_before_its_rows_wait_waits_for_nothing() -> None:
-    ticket = Ticket(until=time.monotonic() + 0.05)
-    ticket.give_up()
+    request = WorkerRequest(until=time.monotonic() + 0.05)
+    request.give_up()
     with pytest.raises(GivenUpError):
-        Awaited(1, ticket).parts()
+        AwaitedResults(1, request).parts()

@@ -70,7 +70,7 @@ def test_both_clients_give_what_the_models_give(served: tuple[str, Any], local: 
 def test_a_server_that_is_not_there_is_told_of() -> None:
     with Client("http://127.0.0.1:9") as client:
         assert not client.healthy()
-        with pytest.raises(ServerError, match="no answer"):
+        with pytest.raises(ServerError, match="no response"):
             client.embed("a")
 
 
@@ -104,9 +104,9 @@ def test_requests_above_a_limit_of_the_server_are_split(
         return asyncio.run(awaited())
 
     whole = answers()
-    house = served[1].state.house
+    state = served[1].state.server
     value = {"max_inputs": 5, "max_tokens": 30, "max_body": 250}[limit]
-    monkeypatch.setattr(house, "settings", replace(house.settings, **{limit: value}))
+    monkeypatch.setattr(state, "settings", replace(state.settings, **{limit: value}))
     for name, one, other in zip(calls, answers(), whole, strict=True):
         assert len(one) == len(other), name
         if name == "rerank":
@@ -122,12 +122,12 @@ def test_requests_above_a_limit_of_the_server_are_split(
 def test_a_text_that_no_request_has_room_for_is_refused(
     served: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    house = served[1].state.house
+    state = served[1].state.server
     with Client(served[0]) as client:
         with pytest.raises(ServerError) as caught:
             client.embed(["a", TEXTS[4]], model="embed", truncate=False)
         assert (caught.value.status, caught.value.reason) == (413, "long")
-        monkeypatch.setattr(house, "settings", replace(house.settings, max_tokens=10))
+        monkeypatch.setattr(state, "settings", replace(state.settings, max_tokens=10))
         with pytest.raises(ServerError) as caught:
             client.embed(["a", TEXTS[4]], model="embed")
         assert (caught.value.status, caught.value.reason) == (413, "limit")

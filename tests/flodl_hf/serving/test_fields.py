@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 from serving_models import MASKED, MODELS, QUESTIONS, TEXTS
 
-from flodl_hf.serving.doors import DOORS
-from flodl_hf.serving.doors.fields import Field
+from flodl_hf.serving.routes import ROUTES
+from flodl_hf.serving.routes.fields import Field
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*truncated")
-LONG = "good film " + TEXTS[4] + " the cat ran"
+LONG_CHARACTERS = "good film " + TEXTS[4] + " the cat ran"
 LABELS = MODELS["ner"][1]
 CUT = {"truncate": True}
-SHORT = {"truncate_prompt_tokens": 8}
+SHORT_CHARACTERS = {"truncate_prompt_tokens": 8}
 PAIR = {"source_sentence": "a cat", "sentences": ["dog", "a mat"]}
-LONG_PAIR = {"source_sentence": "a cat", "sentences": ["dog", LONG]}
-RANKED = {"model": "ranker", "query": "cat", "documents": ["a cat", LONG]}
+LONG_PAIR = {"source_sentence": "a cat", "sentences": ["dog", LONG_CHARACTERS]}
+RANKED = {"model": "ranker", "query": "cat", "documents": ["a cat", LONG_CHARACTERS]}
 QA = {"model": "qa", "inputs": {"question": QUESTIONS[1][0], "context": QUESTIONS[1][1]}}
 PARTS = {"model": "qa", "inputs": {"question": "who ran", "context": "catdogs ratmats goodfilms " * 3}}
-NER = {"model": "ner", "inputs": LONG}
+NER = {"model": "ner", "inputs": LONG_CHARACTERS}
 
 # A request to each route, and for each field that is applied a value that changes the answer: the value, and what is
 # in both requests besides. Parameters of the Hugging Face routes have a request of their own.
@@ -38,10 +38,10 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"model": "m3", "input": ["a cat", "dog"]},
     "/v1/rerank": RANKED,
     "/v2/rerank": RANKED,
-    "/classify": {"model": "classes", "input": ["a cat", LONG]},
-    "/score": {"model": "ranker", "text_1": "cat", "text_2": ["a cat", LONG]},
+    "/classify": {"model": "classes", "input": ["a cat", LONG_CHARACTERS]},
+    "/score": {"model": "ranker", "text_1": "cat", "text_2": ["a cat", LONG_CHARACTERS]},
     "/pooling": {"model": "embed", "input": ["a cat", "dog"]},
-    "/v1/classify": {"model": "classes", "inputs": ["a cat", LONG]},
+    "/v1/classify": {"model": "classes", "inputs": ["a cat", LONG_CHARACTERS]},
     "/v1/entities": NER,
     "/v1/answer": QA,
     "/v1/fill-mask": {"model": "mlm", "inputs": MASKED},
@@ -49,25 +49,25 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "/v1/late-interaction": {"model": "m3", "inputs": ["a cat", "dog"]},
     "/": {"model": "m3", "inputs": ["a cat", "dog"]},
 }
-SHORTENED = {"truncate_prompt_tokens": (8, {}), "truncation_side": ("left", SHORT)}
-TEI = {"truncation_direction": ("Left", {**CUT, "inputs": LONG}), "prompt_name": ("query", {})}
+SHORTENED = {"truncate_prompt_tokens": (8, {}), "truncation_side": ("left", SHORT_CHARACTERS)}
+TEI = {"truncation_direction": ("Left", {**CUT, "inputs": LONG_CHARACTERS}), "prompt_name": ("query", {})}
 VECTORS = {**TEI, "normalize": (True, {}), "dimensions": (8, {})}
 RAW = {"use_activation": (False, {}), "activation": (False, {}), "softmax": (False, {}), "raw_scores": (True, {})}
-CLASSES = {"model": "classes", "inputs": ["a cat", LONG]}
+CLASSES = {"model": "classes", "inputs": ["a cat", LONG_CHARACTERS]}
 APPLIED: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
     "/embed": VECTORS,
     "/embed_all": TEI,
     "/embed_sparse": TEI,
     "/predict": {
         "raw_scores": (True, {}),
-        "truncate": (True, {"inputs": LONG}),
-        "truncation_direction": ("left", {**CUT, "inputs": LONG}),
+        "truncate": (True, {"inputs": LONG_CHARACTERS}),
+        "truncation_direction": ("left", {**CUT, "inputs": LONG_CHARACTERS}),
     },
     "/rerank": {
         "raw_scores": (True, {}),
         "return_text": (True, {}),
-        "truncate": (True, {"texts": ["a", LONG]}),
-        "truncation_direction": ("left", {**CUT, "texts": ["a", LONG]}),
+        "truncate": (True, {"texts": ["a", LONG_CHARACTERS]}),
+        "truncation_direction": ("left", {**CUT, "texts": ["a", LONG_CHARACTERS]}),
     },
     "/similarity": {
         "parameters.truncation_direction": ("left", {"parameters": CUT, "inputs": LONG_PAIR}),
@@ -214,13 +214,13 @@ def same(a: Any, b: Any) -> bool:
 
 
 def test_every_field_of_every_route_is_in_a_table_here() -> None:
-    for door in DOORS:
-        for path, field in fields_of(door.fields):
+    for route in ROUTES:
+        for path, field in fields_of(route.fields):
             name = path.rpartition(".")[2]
             inert = not field.effect or (name in ONE_VALUE and field.kind not in ("flag", "encoding"))
-            known = inert or field.needed or field.fields or path in APPLIED.get(door.path, ()) or path in ELSEWHERE
-            known = known or door.path in DECIDES.get(path, ()) or (name == "truncate" and door.path in REFUSES)
-            assert known, (door.path, path)
+            known = inert or field.required or field.fields or path in APPLIED.get(route.path, ()) or path in ELSEWHERE
+            known = known or route.path in DECIDES.get(path, ()) or (name == "truncate" and route.path in REFUSES)
+            assert known, (route.path, path)
 
 
 @pytest.mark.parametrize(("path", "name"), [(path, name) for path, fields in APPLIED.items() for name in fields])
@@ -233,7 +233,7 @@ def test_fields_are_applied(http: Any, path: str, name: str) -> None:
 
 @pytest.mark.parametrize(("name", "path"), [(name, path) for name, paths in DECIDES.items() for path in sorted(paths)])
 def test_fields_decide_whether_long_texts_are_refused(http: Any, name: str, path: str) -> None:
-    long: Any = LONG_PAIR if path == "/similarity" else LONG
+    long: Any = LONG_PAIR if path == "/similarity" else LONG_CHARACTERS
     body = {**REQUESTS[path], "input" if path == "/v1/embeddings" else "inputs": long}
     assert http.post(path, json=body).status_code == (400 if path == "/v1/embeddings" else 413)
     assert http.post(path, json=put(body, name, False)).status_code in (400, 413)
@@ -244,35 +244,38 @@ def test_fields_decide_whether_long_texts_are_refused(http: Any, name: str, path
 
 @pytest.mark.parametrize("path", sorted(REFUSES))
 def test_windows_are_refused_without_truncation(http: Any, path: str) -> None:
-    body = {**REQUESTS[path], **({"inputs": [["who", LONG * 9]]} if path == "/v1/answer" else {"inputs": LONG})}
+    body = {
+        **REQUESTS[path],
+        **({"inputs": [["who", LONG_CHARACTERS * 9]]} if path == "/v1/answer" else {"inputs": LONG_CHARACTERS}),
+    }
     assert http.post(path, json=body).status_code == 200
     assert http.post(path, json={**body, "truncate": False}).status_code == 413
 
 
-@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.path)
-def test_fields_without_effect_and_unknown_fields(http: Any, door: Any) -> None:
-    body = REQUESTS[door.path]
-    plain = answered(http, door.path, body)
-    for path, field in fields_of(door.fields):
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path)
+def test_fields_without_effect_and_unknown_fields(http: Any, route: Any) -> None:
+    body = REQUESTS[route.path]
+    plain = answered(http, route.path, body)
+    for path, field in fields_of(route.fields):
         name = path.rpartition(".")[2]
         if not field.effect:
-            assert same(answered(http, door.path, put(body, path, NO_EFFECT.get(name, "abc"))), plain), path
+            assert same(answered(http, route.path, put(body, path, NO_EFFECT.get(name, "abc"))), plain), path
         elif name in ONE_VALUE and field.kind not in ("flag", "encoding"):
             right, wrong = ONE_VALUE[name]
-            assert same(answered(http, door.path, put(body, path, right)), plain), path
-            answer = http.post(door.path, json=put(body, path, wrong))
+            assert same(answered(http, route.path, put(body, path, right)), plain), path
+            answer = http.post(route.path, json=put(body, path, wrong))
             assert answer.status_code in (400, 422)
             assert path in param_of(answer)
     objects = [
-        f"{path}." for path, field in fields_of(door.fields) if field.fields and path in ("inputs", "parameters")
+        f"{path}." for path, field in fields_of(route.fields) if field.fields and path in ("inputs", "parameters")
     ]
     for path in ("nothing_known", *(f"{path}nothing_known" for path in objects)):
-        for address in (door.path, f"/models/{body['model']}/-{'' if door.path == '/' else door.path}"):
+        for address in (route.path, f"/models/{body['model']}/-{'' if route.path == '/' else route.path}"):
             answer = http.post(address, json=put(body, path, 1))
             assert answer.status_code == 422, answer.text
             assert repr(path) in param_of(answer)
         # A field that is null is not given.
-        assert same(answered(http, door.path, put(body, path, None)), plain)
+        assert same(answered(http, route.path, put(body, path, None)), plain)
 
 
 @pytest.mark.parametrize(
@@ -314,15 +317,15 @@ def test_scores_of_pooling_are_activated_as_in_vllm(http: Any) -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_texts_are_truncated_at_either_end(http: Any, local: dict[str, Any], side: str) -> None:
     model = local["embed"]
-    whole = model.tokenizer.encode_rows([LONG])[0][0]
+    whole = model.tokenizer.encode_rows([LONG_CHARACTERS])[0][0]
     for most in (9, 64):
         kept = whole.offsets[1:-1][-(most - 2) :] if side == "left" else whole.offsets[1 : most - 1]
-        expected = model.embed(LONG[kept[0][0] : kept[-1][1]]).numpy()
-        asked = {"input": LONG, "model": "embed", "truncation_side": side, "truncate_prompt_tokens": most}
+        expected = model.embed(LONG_CHARACTERS[kept[0][0] : kept[-1][1]]).numpy()
+        asked = {"input": LONG_CHARACTERS, "model": "embed", "truncation_side": side, "truncate_prompt_tokens": most}
         vectors = [answered(http, "/v1/embeddings", asked)["data"][0]["embedding"]]
         pooled = answered(http, "/pooling", {**asked, "task": "embed"})["data"][0]["data"]
         if most == 64:
-            tei = {"inputs": LONG, "model": "embed", "truncate": True, "truncation_direction": side.title()}
+            tei = {"inputs": LONG_CHARACTERS, "model": "embed", "truncate": True, "truncation_direction": side.title()}
             vectors += [answered(http, path, tei)[0] for path in ("/embed", "/")]
         for found in (*vectors, pooled):
             assert np.abs(np.array(found) - expected).max() < 2e-5

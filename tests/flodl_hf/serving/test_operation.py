@@ -24,19 +24,19 @@ import pytest
 
 from flodl.errors import ConfigError, DeviceError
 from flodl_hf.serving import serve, served
-from flodl_hf.serving.admission import Admission, OverloadedError, known_key
-from flodl_hf.serving.ledger import Ledger
+from flodl_hf.serving.admission import Admission, OverloadedError, key_id
 from flodl_hf.serving.log import Log
-from flodl_hf.serving.processes import Processes, WorkersError
 from flodl_hf.serving.running import running
 from flodl_hf.serving.settings import Served, Settings
+from flodl_hf.serving.shared_counters import SharedCounters
+from flodl_hf.serving.worker_processes import Processes, WorkersError
 
 
-def held(app: Any) -> tuple[Ledger, Processes]:
+def held(app: Any) -> tuple[SharedCounters, Processes]:
     """Return what is inside a server, and its workers' processes, whether one process answers HTTP or several."""
-    if hasattr(app, "ledger"):
-        return app.ledger, app.processes
-    return app.state.house.admission.ledger, app.state.processes
+    if hasattr(app, "counters"):
+        return app.counters, app.processes
+    return app.state.server.admission.counters, app.state.processes
 
 
 def guarded_by(folders: dict[str, Path], processes: int) -> Settings:
@@ -49,7 +49,7 @@ def guarded_by(folders: dict[str, Path], processes: int) -> Settings:
 
 
 @pytest.fixture(scope="module")
-def guarded(folders: dict[str, Path]) -> Iterator[tuple[Any, Any]]:
+def limited_protocol(folders: dict[str, Path]) -> Iterator[tuple[Any, Any]]:
     """A client without a key, of a server that needs one; and its application."""
     import httpx
 
@@ -76,8 +76,8 @@ def stopped(pid: int) -> Iterator[None]:
 FIRST = {"authorization": "Bearer first-key"}
 
 
-def test_keys(guarded: tuple[Any, Any]) -> None:
-    client, _ = guarded
+def test_keys(limited_protocol: tuple[Any, Any]) -> None:
+    client, _ = limited_protocol
     for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "first-key"}, {"x-api-key": ""}):
         refused = client.post("/embed", json={"inputs": "a"}, headers=headers)
         assert refused.status_code == 401
@@ -91,8 +91,8 @@ def test_keys(guarded: tuple[Any, Any]) -> None:
         assert client.get(path).status_code == 200
 
 
-def test_priorities_are_a_header(guarded: tuple[Any, Any]) -> None:
-    client, _ = guarded
+def test_priorities_are_a_header(limited_protocol: tuple[Any, Any]) -> None:
+    client, _ = limited_protocol
     for word in ("high", "Normal", "low"):
         assert client.post("/embed", json={"inputs": "a"}, headers={**FIRST, "x-priority": word}).status_code == 200
     refused = client.post("/embed", json={"inputs": "a"}, headers={**FIRST, "x-priority": "9"})
@@ -100,8 +100,8 @@ def test_priorities_are_a_header(guarded: tuple[Any, Any]) -> None:
     assert "high, normal, low" in refused.json()["error"]
 
 
-def test_too_many_are_refused_at_once_and_the_rest_answered(guarded: tuple[Any, Any]) -> None:
-    client, app = guarded
+def test_too_many_are_refused_at_once_and_the_rest_answered(limited_protocol: tuple[Any, Any]) -> None:
+    client, app = limited_protocol
     inside, processes = held(app)
     body = {"inputs": ["the cat sat on the mat and the dog ran"] * 200}
     with ThreadPoolExecutor(60) as pool:
@@ -118,8 +118,8 @@ def test_too_many_are_refused_at_once_and_the_rest_answered(guarded: tuple[Any, 
     assert (inside.inside, inside.tokens) == (0, 0)
 
 
-def test_time_that_is_over_and_clients_that_go(guarded: tuple[Any, Any]) -> None:
-    client, app = guarded
+def test_time_that_is_over_and_clients_that_go(limited_protocol: tuple[Any, Any]) -> None:
+    client, app = limited_protocol
     body = {"inputs": ["the cat sat on the mat " * 30] * 500, "windows": True}
     late = client.post("/embed", json=body, headers={**FIRST, "x-timeout-s": "0.02"})
     assert late.status_code == 504
@@ -142,14 +142,16 @@ def test_time_that_is_over_and_clients_that_go(guarded: tuple[Any, Any]) -> None
     assert client.post("/embed", json={"inputs": "a"}, headers=FIRST).status_code == 200
 
 
-def test_a_worker_that_dies_fails_what_it_had_and_the_next_is_answered(guarded: tuple[Any, Any]) -> None:
+def test_a_worker_that_dies_fails_what_it_had_and_the_next_is_answered(limited_protocol: tuple[Any, Any]) -> None:
     import httpx
 
-    inside, processes = held(guarded[1])
+    inside, processes = held(limited_protocol[1])
     (before,) = [process.child.pid for process in processes.here]
     # By one connection: another may be one of another process, which hears of the end a moment later.
     with (
-        httpx.Client(base_url=guarded[0].base_url, timeout=300, limits=httpx.Limits(max_connections=1)) as client,
+        httpx.Client(
+            base_url=limited_protocol[0].base_url, timeout=300, limits=httpx.Limits(max_connections=1)
+        ) as client,
         ThreadPoolExecutor(1) as pool,
     ):
         assert client.get("/health").status_code == 200
@@ -161,18 +163,18 @@ def test_a_worker_that_dies_fails_what_it_had_and_the_next_is_answered(guarded: 
         os.kill(before, signal.SIGKILL)
         answer = lost.result()
         assert answer.status_code == 503
-        assert "ask again" in answer.json()["error"]
+        assert "Retry" in answer.json()["error"]
         assert answer.headers["retry-after"] == "1"
         # Held until another worker is there.
         assert client.post("/embed", json={"inputs": "a"}, headers=FIRST).status_code == 200
     assert [process.child.pid for process in processes.here] != [before]
     assert processes.restarts == 1
-    assert "flodl_worker_restarts_total 1" in guarded[0].get("/metrics").text
+    assert "flodl_worker_restarts_total 1" in limited_protocol[0].get("/metrics").text
 
 
 @pytest.mark.slow
-def test_a_reload_loses_no_request(guarded: tuple[Any, Any]) -> None:
-    client, app = guarded
+def test_a_reload_loses_no_request(limited_protocol: tuple[Any, Any]) -> None:
+    client, app = limited_protocol
     _, processes = held(app)
     before, listening = [process.child.pid for process in processes.here], processes.here[0].listening
     assert listening is not None
@@ -262,11 +264,11 @@ def test_what_cannot_be_served_is_said_before_anybody_asks(tmp_path: Path, folde
         with pytest.raises(DeviceError, match="--port"):
             serve(str(folders["embed"]), port=taken.getsockname()[1])
     for host in ("no host", f"{'a' * 80}.b", "192.0.2.1"):  # no name, no name either, of no machine
-        with pytest.raises(DeviceError, match="choose another --host"):
+        with pytest.raises(DeviceError, match="Choose another --host"):
             serve(str(folders["embed"]), host=host, port=0)
     with pytest.raises(ConfigError, match="no model"):
         serve([])
-    with pytest.raises(ConfigError, match="twice"):
+    with pytest.raises(ConfigError, match="duplicate"):
         serve(["a", "a"])
     with pytest.raises(ConfigError, match="max_concurrent"):
         serve("a", max_concurrent=0)
@@ -279,56 +281,67 @@ def test_names_of_models() -> None:
 
 
 def test_keys_are_compared_whole() -> None:
-    assert known_key((), None) == ""
-    words = {known_key(("a", "b"), given) for given in ("a", "b")}
+    assert key_id((), None) == ""
+    words = {key_id(("a", "b"), given) for given in ("a", "b")}
     assert len(words) == 2
     assert None not in words
-    assert [known_key(("a", "b"), given) for given in (None, "", "c", "aa")] == [None] * 4
+    assert [key_id(("a", "b"), given) for given in (None, "", "c", "aa")] == [None] * 4
+
+
+def test_at_most_max_concurrent_requests_are_admitted() -> None:
+    admission = Admission(Settings(models=served(["m"]), max_concurrent=2))
+    with admission.admit("", 1), admission.admit("", 1):
+        with pytest.raises(OverloadedError) as refused:
+            admission.admit("", 1)
+        assert refused.value.after_s >= 1
+        assert admission.inside == 2
+    with admission.admit("", 1):
+        assert admission.inside == 1
 
 
 def test_what_a_key_may_have() -> None:
     bounds = Settings(models=served(["m"]), max_key_tokens=600, max_key_concurrent=2, max_queue_s=5.0)
-    admission = Admission(bounds, Ledger("abc"))
-    with admission.entering("a", 500):
-        with pytest.raises(OverloadedError) as caught, admission.entering("a", 200):
+    admission = Admission(bounds, SharedCounters("abc"))
+    with admission.admit("a", 500):
+        with pytest.raises(OverloadedError) as caught, admission.admit("a", 200):
             pass
         assert 1 <= caught.value.after_s <= 11
         with (
-            admission.entering("b", 200),
-            admission.entering("a", 10),
+            admission.admit("b", 200),
+            admission.admit("a", 10),
             pytest.raises(OverloadedError, match="of this key"),
-            admission.entering("a", 10),
+            admission.admit("a", 10),
         ):
             pass
     assert (admission.inside, admission.tokens) == (0, 0)
     admission.rate = 100.0
     with (
-        admission.entering("c", 590),
+        admission.admit("c", 590),
         pytest.raises(OverloadedError, match=r"takes 5\.9 s"),
-        admission.entering("c", 1),
+        admission.admit("c", 1),
     ):
         pass
 
 
 def test_a_key_waits_for_no_more_of_others_than_it_has_itself() -> None:
-    admission = Admission(Settings(models=served(["m"]), max_queue_s=5.0), Ledger("cde"))
+    admission = Admission(Settings(models=served(["m"]), max_queue_s=5.0), SharedCounters("cde"))
     admission.rate = 100.0
-    with admission.entering("c", 590):
+    with admission.admit("c", 590):
         assert admission.wait_of("c", 1) == pytest.approx(5.9)
         assert admission.wait_of("d", 10) == pytest.approx(0.1)
-        with admission.entering("d", 100):
+        with admission.admit("d", 100):
             assert admission.wait_of("d", 10) == pytest.approx(1.0 + 1.1)
             assert admission.wait_of("e", 50) == pytest.approx(1.0)
             with pytest.raises(OverloadedError, match=r"takes 2\.1 s"):
-                admission.entering("d", 10, left_s=2.0)
-            with admission.entering("d", 10, left_s=3.0):
+                admission.admit("d", 10, left_s=2.0)
+            with admission.admit("d", 10, left_s=3.0):
                 pass
     assert (admission.inside, admission.tokens) == (0, 0)
 
 
 def test_a_queue_that_stays_is_kept_short(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = 100.0
-    for module in ("admission", "ledger"):
+    for module in ("admission", "shared_counters"):
         monkeypatch.setattr(f"flodl_hf.serving.{module}.time", SimpleNamespace(monotonic=lambda: clock))
     admission = Admission(Settings(models=served(["m"]), max_wait_s=0.5, max_queue_s=5.0))
     admission.rate = 1000.0
@@ -336,7 +349,7 @@ def test_a_queue_that_stays_is_kept_short(monkeypatch: pytest.MonkeyPatch) -> No
 
     def come(tokens: int = 50) -> bool:
         try:
-            inside = admission.entering("", tokens)
+            inside = admission.admit("", tokens)
         except OverloadedError:
             return False
         inside.__enter__()
@@ -347,10 +360,10 @@ def test_a_queue_that_stays_is_kept_short(monkeypatch: pytest.MonkeyPatch) -> No
     assert [come() for _ in range(110)] == [True] * 101 + [False] * 9
     # A second later it still is there: nothing is let in until what waits takes no more than half a second.
     clock += 1.1
-    accepted = []
-    while entered and not accepted:
+    response_format = []
+    while entered and not response_format:
         entered.pop().__exit__()
-        accepted = [one for one in [come()] if one]
+        response_format = [one for one in [come()] if one]
     assert admission.tokens == 550
     # So it stays short, for as long as more is asked for than is done.
     for _ in range(30):
@@ -392,8 +405,8 @@ def test_a_line_of_the_log() -> None:
 
 def test_what_is_said_of_the_server_needs_no_torch() -> None:
     code = (
-        "import sys; from flodl_hf.serving.doors import DOORS; from flodl_hf.serving.openapi import openapi; "
-        "openapi(DOORS, [], keys=True); assert 'torch' not in sys.modules"
+        "import sys; from flodl_hf.serving.routes import ROUTES; from flodl_hf.serving.openapi import openapi; "
+        "openapi(ROUTES, [], keys=True); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -409,7 +422,7 @@ def test_several_processes_of_a_device(folders: dict[str, Path]) -> None:
     model: Any = load(folders["embed"])
     expected = model.embed(texts, windows=True).numpy()
     with running(settings) as (url, app), httpx.Client(base_url=url, timeout=60) as client:
-        workers = app.state.house.workers
+        workers = app.state.server.workers
         first, second = workers.pids
         with ThreadPoolExecutor(8) as pool:
             bodies = [{"inputs": text, "windows": True} for text in texts]

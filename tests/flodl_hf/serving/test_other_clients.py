@@ -15,7 +15,7 @@ from serving_models import MASKED
 from serving_models import TEXTS as ALL
 
 CLOSE = 2e-5
-TEXTS, LONG = [text for text in ALL if len(text) < 100], ALL[4]
+TEXTS, LONG_CHARACTERS = [text for text in ALL if len(text) < 100], ALL[4]
 # Their libraries warn of themselves.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
@@ -35,8 +35,10 @@ def test_openais(served: tuple[str, Any], local: dict[str, Any]) -> None:
         assert np.abs(np.array(by_ids.data[0].embedding) - expected[0]).max() < CLOSE
         assert "embed" in {model.id for model in client.models.list()}
         with pytest.raises(openai.BadRequestError):
-            client.embeddings.create(model="embed", input=[LONG])
-        cut = client.embeddings.create(model="embed", input=[LONG], extra_body={"truncate_prompt_tokens": 10})
+            client.embeddings.create(model="embed", input=[LONG_CHARACTERS])
+        cut = client.embeddings.create(
+            model="embed", input=[LONG_CHARACTERS], extra_body={"truncate_prompt_tokens": 10}
+        )
         assert cut.usage.prompt_tokens == 10
         with pytest.raises(openai.UnprocessableEntityError) as refused:
             client.embeddings.create(model="embed", input="a", extra_body={"instruction": "b"})
@@ -75,7 +77,7 @@ def test_hugging_faces(served: tuple[str, Any], local: dict[str, Any]) -> None:
 
     vectors = client("embed").feature_extraction(TEXTS[0])
     shorter = client("m3").feature_extraction(
-        LONG, normalize=True, prompt_name="query", truncate=True, truncation_direction="left"
+        LONG_CHARACTERS, normalize=True, prompt_name="query", truncate=True, truncation_direction="left"
     )
     assert np.asarray(shorter).shape == (1, 32)
     assert np.abs(np.asarray(vectors).reshape(-1) - local["embed"].embed(TEXTS[0]).numpy().reshape(-1)).max() < CLOSE

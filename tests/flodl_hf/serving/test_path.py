@@ -1,4 +1,4 @@
-"""The small parts that a request passes in the doors: messages put together, many timers in one, packets, lines."""
+"""The small parts that a request passes in the doors: messages put together, packets, lines."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flodl_hf.serving.answering import SENT, written_in_pieces
-from flodl_hf.serving.doors.door import Reply
-from flodl_hf.serving.frames import PIECE, as_json, packed
-from flodl_hf.serving.link import Link
-from flodl_hf.serving.log import Lines, Log, told
-from flodl_hf.serving.packing import as_msgpack, msgpack_pieces
-from flodl_hf.serving.patience import Patience
+from flodl_hf.serving.ipc import Link
+from flodl_hf.serving.log import Lines, Log, log_event
+from flodl_hf.serving.messages import CHUNK_NUMBERS, as_json, as_msgpack, msgpack_pieces, pack_message
+from flodl_hf.serving.response_encoding import SEND_CHUNK_BYTES, encode_response
+from flodl_hf.serving.routes.route import Response
 from flodl_hf.serving.settings import Settings, served
 
 
@@ -63,7 +61,7 @@ def test_messages_are_whole_however_they_come(size: int) -> None:
     async def seen() -> list[tuple[dict[str, Any], list[np.ndarray]]]:
         found: list[tuple[dict[str, Any], list[np.ndarray]]] = []
         link = Link(lambda message, arrays: found.append((message, arrays)))
-        data = b"".join(part for message, arrays in MESSAGES for part in packed(message, arrays))
+        data = b"".join(part for message, arrays in MESSAGES for part in pack_message(message, arrays))
         for at in range(0, len(data), size):
             link.data_received(data[at : at + size])
         return found
@@ -75,7 +73,7 @@ def test_messages_are_whole_however_they_come(size: int) -> None:
         assert all(np.array_equal(one, other) for one, other in zip(arrays, expected, strict=True))
 
 
-async def turns_of_another(reply: Reply, form: str, size: int) -> tuple[list[Any], int]:
+async def turns_of_another(reply: Response, form: str, size: int) -> tuple[list[Any], int]:
     """Return an answer's parts, and how often another task ran while they were made."""
     turns = 0
 
@@ -86,21 +84,21 @@ async def turns_of_another(reply: Reply, form: str, size: int) -> tuple[list[Any
             await asyncio.sleep(0)
 
     task = asyncio.ensure_future(other())
-    parts = await written_in_pieces(reply, form, size)
+    parts = await encode_response(reply, form, size)
     task.cancel()
     return parts, turns
 
 
 def test_others_have_their_turn_while_a_large_answer_is_written() -> None:
-    vectors = np.zeros((40, PIECE // 4), np.float32)
-    reply = Reply({"vectors": [vectors, vectors]})
+    vectors = np.zeros((40, CHUNK_NUMBERS // 4), np.float32)
+    reply = Response({"vectors": [vectors, vectors]})
     parts, turns = asyncio.run(turns_of_another(reply, "application/json", 2 * vectors.size))
     assert (b"".join(parts), turns) == (as_json(reply.data), 20)
     parts, turns = asyncio.run(turns_of_another(reply, "application/json", 8))
     assert (parts, turns) == ([as_json(reply.data)], 0)  # a small one is written at once
 
 
-VECTORS = np.random.default_rng(0).standard_normal((3, PIECE, 5), np.float32)
+VECTORS = np.random.default_rng(0).standard_normal((3, CHUNK_NUMBERS, 5), np.float32)
 
 
 def array_in(value: np.ndarray) -> dict[str, Any]:
@@ -109,7 +107,7 @@ def array_in(value: np.ndarray) -> dict[str, Any]:
 
 @pytest.mark.parametrize("value", [
     VECTORS, VECTORS[:, ::2], list(VECTORS), {"data": [{"vector": row} for row in VECTORS], "model": "x"},
-    [VECTORS[0, :3], "a" * 70_000, None, 1.5, [{"a": [1] * PIECE}] * 3, {}], VECTORS[:0], VECTORS[0, :1], [], "a", None,
+    [VECTORS[0, :3], "a" * 70_000, None, 1.5, [{"a": [1] * CHUNK_NUMBERS}] * 3, {}], VECTORS[:0], VECTORS[0, :1], [], "a", None,
     {"id": list(range(100_000)), "more": tuple(range(20))},
 ])  # fmt: skip
 def test_messagepack_in_pieces_is_what_the_library_writes(value: Any) -> None:
@@ -117,7 +115,7 @@ def test_messagepack_in_pieces_is_what_the_library_writes(value: Any) -> None:
     parts = list(msgpack_pieces(value))
     assert b"".join(parts) == msgpack.packb(value, default=array_in)
     # Nothing large is copied at once: it is a view of the numbers, or a part of a list.
-    assert max(len(part) for part in parts if isinstance(part, bytes)) < 10 * PIECE
+    assert max(len(part) for part in parts if isinstance(part, bytes)) < 10 * CHUNK_NUMBERS
 
 
 def test_messagepack_of_a_worker_says_what_json_does() -> None:
@@ -130,9 +128,9 @@ def test_large_arrays_are_sent_in_parts_that_are_no_copies(form: str) -> None:
     pytest.importorskip("msgpack")
     pytest.importorskip("pyarrow")
     numbers = VECTORS.reshape(-1, 5)
-    parts, turns = asyncio.run(turns_of_another(Reply(numbers, numbers), form, numbers.size))
+    parts, turns = asyncio.run(turns_of_another(Response(numbers, numbers), form, numbers.size))
     assert b"".join(parts).count(VECTORS.tobytes()) == 1
-    assert max(map(len, parts)) <= SENT
+    assert max(map(len, parts)) <= SEND_CHUNK_BYTES
     views = [np.frombuffer(part, np.uint8) for part in parts if isinstance(part, memoryview)]
     assert sum(view.nbytes for view in views) >= numbers.nbytes
     if "arrow" in form:
@@ -146,7 +144,7 @@ def test_a_worker_that_sends_nonsense_loses_its_connection(caplog: pytest.LogCap
         wire: Any = Wire()
         link = Link(lambda message, arrays: None)
         link.connection_made(wire)
-        link.data_received(bytes(packed({})[0]) + b"no")
+        link.data_received(bytes(pack_message({})[0]) + b"no")
         return bool(wire.aborted)
 
     assert asyncio.run(seen())
@@ -154,9 +152,9 @@ def test_a_worker_that_sends_nonsense_loses_its_connection(caplog: pytest.LogCap
 
 
 def test_messages_come_whole_however_they_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flodl_hf.serving.link.LARGE", 100)
+    monkeypatch.setattr("flodl_hf.serving.ipc.LARGE", 100)
     sent = [({"id": at}, [np.full(at * 7 % 61, at, np.int32)]) for at in range(40)]
-    data = b"".join(bytes(part) for message, arrays in sent for part in packed(dict(message), arrays))
+    data = b"".join(bytes(part) for message, arrays in sent for part in pack_message(dict(message), arrays))
 
     async def seen(step: int) -> list[Any]:
         told: list[Any] = []
@@ -175,7 +173,7 @@ def test_messages_of_one_turn_go_together_and_the_first_at_once() -> None:
         wire: Any = Wire()
         link = Link(lambda message, arrays: None)
         link.connection_made(wire)
-        sizes = [len(b"".join(packed({"id": number}))) for number in range(4)]
+        sizes = [len(b"".join(pack_message({"id": number}))) for number in range(4)]
         for number in range(3):
             link.send({"id": number})
         assert list(map(len, wire.writes)) == sizes[:1]
@@ -190,22 +188,6 @@ def test_messages_of_one_turn_go_together_and_the_first_at_once() -> None:
         return sizes
 
     assert asyncio.run(seen())
-
-
-def test_calls_are_made_in_their_order_unless_taken_back() -> None:
-    async def seen() -> list[str]:
-        called: list[str] = []
-        last = asyncio.Event()
-        patience = Patience(0.01)
-        patience.begin("a", lambda: called.append("a"))
-        patience.begin("b", lambda: called.append("b"))
-        patience.end("b")
-        patience.begin("c", lambda: (called.append("c"), patience.begin("d", last.set)))  # type: ignore[func-returns-value]
-        patience.end("nobody")
-        await last.wait()
-        return called
-
-    assert asyncio.run(seen()) == ["a", "c"]
 
 
 PLAIN = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -259,7 +241,7 @@ def test_an_answer_is_what_uvicorn_sends_in_one_packet_where_it_can_be(
 
     settings = Settings(models=served(["m"]))
     expected, _, closes = asyncio.run(seen(plain))
-    found, count, closed = asyncio.run(seen(protocol.guarded(plain, settings)))
+    found, count, closed = asyncio.run(seen(protocol.limited_protocol(plain, settings)))
     assert (found, closed, count) == (expected, closes, writes)
 
 
@@ -299,7 +281,7 @@ def test_lines_of_requests_are_what_a_record_becomes(monkeypatch: pytest.MonkeyP
                 logger.addFilter(lambda record: True)  # whoever looks at records sees them
             else:
                 patched.setattr(logger, "makeRecord", None)
-            told(logger, "request", said)
+            log_event(logger, "request", said)
         logger.filters.clear()
     one, other = (json.loads(line) for line in stream.getvalue().splitlines())
     assert one.keys() == other.keys() == {"at", "level", "what", "door", "fields"}

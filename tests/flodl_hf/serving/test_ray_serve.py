@@ -52,8 +52,8 @@ def test_replicas_answer_as_in_python(address: str, local: dict[str, Any]) -> No
 
     with httpx.Client(base_url=address, timeout=60) as client:
         assert client.get("/ready").json() == {"ready": True}
-        alone = client.post("/embed", json={"inputs": TEXTS[:1], "model": "embed"})
-        assert torch.equal(torch.tensor(alone.json()), local["embed"].embed(TEXTS[:1]))
+        single = client.post("/embed", json={"inputs": TEXTS[:1], "model": "embed"})
+        assert torch.equal(torch.tensor(single.json()), local["embed"].embed(TEXTS[:1]))
         entities = client.post("/v1/entities", json={"inputs": TEXTS}).json()
         assert [one["entities"] for one in entities["results"]] == [
             one.to_rows() for one in local["ner"].predict(TEXTS)

@@ -16,9 +16,9 @@ from serving_models import TEXTS
 
 from flodl.errors import ConfigError
 from flodl_hf.serving.client import Client
+from flodl_hf.serving.request import MAX_BATCHES, Timeline
 from flodl_hf.serving.running import running
 from flodl_hf.serving.settings import Served, Settings
-from flodl_hf.serving.timeline import MOST, Timeline
 from flodl_hf.serving.traces import Traces
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -192,7 +192,7 @@ sys.meta_path.insert(0, Absent())
 from flodl.errors import ConfigError
 from flodl_hf.serving.app import create_app
 from flodl_hf.serving.settings import Settings, served
-assert create_app(Settings(models=served(["m"]))).state.house.traces is None
+assert create_app(Settings(models=served(["m"]))).state.server.traces is None
 try:
     create_app(Settings(models=served(["m"]), otlp_endpoint="http://127.0.0.1:4318"))
 except ConfigError as fault:
@@ -206,17 +206,17 @@ else:
 def test_a_timeline() -> None:
     line = Timeline()
     line.sent()
-    for place in range(MOST + 3):
+    for place in range(MAX_BATCHES + 3):
         line.taken(time.perf_counter(), 2, 10 + place)
         line.ran()
     line.ran()  # nobody else runs
     line.arrived()
     line.arrived()
-    names = [name for name, *_ in line.told()]
-    assert names == ["tokenise", "queue", *["batch", "device"] * MOST, "decode"]
-    assert [more for name, _, _, more in line.told() if name == "batch"][:2] == [
+    names = [name for name, *_ in line.to_steps()]
+    assert names == ["tokenise", "queue", *["batch", "device"] * MAX_BATCHES, "decode"]
+    assert [more for name, _, _, more in line.to_steps() if name == "batch"][:2] == [
         {"rows": 2, "tokens": 10}, {"rows": 2, "tokens": 11},
     ]  # fmt: skip
-    assert [name for name, *_ in Timeline().told()] == ["tokenise"]
-    for _, start, end, _ in line.told():
+    assert [name for name, *_ in Timeline().to_steps()] == ["tokenise"]
+    for _, start, end, _ in line.to_steps():
         assert 0 < start <= end

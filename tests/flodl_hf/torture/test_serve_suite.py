@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flodl_hf.serving.doors import DOORS
+from flodl_hf.serving.routes import ROUTES
 from tests.torture import command, served
 from tests.torture import serve as suite
 from tests.torture.replies import refused
@@ -40,10 +40,10 @@ def test_a_server_answers_what_it_should_not_be_sent(count: int) -> None:
 
 
 def test_every_door_has_a_plain_request() -> None:
-    assert set(served.BODIES) == {door.path for door in DOORS}
-    for door in DOORS:
-        assert set(served.BODIES[door.path]) <= {field.name for field in door.fields}
-        assert {field.name for field in door.fields if field.needed} <= set(served.BODIES[door.path])
+    assert set(served.BODIES) == {route.path for route in ROUTES}
+    for route in ROUTES:
+        assert set(served.BODIES[route.path]) <= {field.name for field in route.fields}
+        assert {field.name for field in route.fields if field.needed} <= set(served.BODIES[route.path])
 
 
 def said(status: int, text: str) -> Answer:

@@ -1,0 +1,276 @@
+"""Child processes, connections to them, and open sockets sent to them.
+
+Messages are handled by the callback that reads them, without a task in between, so a result reaches its request in the
+next iteration of the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flodl_hf.serving.messages import HEAD, pack_message, unpack_message
+
+__all__ = ["Link", "OnMessage", "connect_link"]
+
+LOG = logging.getLogger("flodl_hf.serving")
+# Messages of at least this size are assembled as their parts arrive; assembling them at the end would block the event
+# loop.
+LARGE = 1 << 20
+
+OnMessage = Callable[[dict[str, Any], list[Any]], None]
+"""Called with each message and its arrays."""
+
+
+class Link(asyncio.Protocol):
+    """Connection to another process, usually a worker.
+
+    Args:
+        on_message: called with each message.
+    """
+
+    def __init__(self, on_message: OnMessage) -> None:
+        self.on_message = on_message
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the connection has ended."""
+        self._transport: Any = None
+        self._held: list[bytes] = []
+        self._size, self._wanted = 0, HEAD.size
+        self._large: memoryview | None = None
+        self._room: asyncio.Future[None] | None = None
+        self._turn: asyncio.Handle | None = None
+        self._waiting: list[Any] = []
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Store the transport."""
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Mark the connection as closed."""
+        self.resume_writing()
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        """Handle complete messages and buffer the rest."""
+        if self._large is not None:
+            room = len(self._large) - self._size
+            self._large[self._size : self._size + len(data)] = data[:room]
+            self._size += len(data)
+            if self._size < len(self._large):
+                return
+            whole, self._large, data = self._large, None, data[room:]
+            if not self._deliver(HEAD.unpack_from(whole)[1], whole[HEAD.size :]):
+                return
+        elif self._held:
+            self._held.append(data)
+            self._size += len(data)
+            if self._size < self._wanted:
+                return
+            data = b"".join(self._held)
+            self._held.clear()
+        at, end = 0, len(data)
+        self._wanted = HEAD.size
+        while end - at >= HEAD.size:
+            size, text = HEAD.unpack_from(data, at)
+            last = at + HEAD.size + size
+            if last > end:
+                self._wanted = last - at
+                break
+            if not self._deliver(text, memoryview(data)[at + HEAD.size : last]):
+                return
+            at = last
+        if at == end:
+            return
+        self._size = end - at
+        if self._wanted < LARGE:
+            self._held.append(data[at:])
+        else:
+            self._large = np.empty(self._wanted, np.uint8).data
+            self._large[: self._size] = data[at:]
+
+    def _deliver(self, text: int, body: memoryview) -> bool:
+        """Handle one message; return False if it is invalid."""
+        try:
+            self.on_message(*unpack_message(text, body))
+        except Exception:
+            LOG.exception("invalid message of another process; its connection is closed")
+            self._transport.abort()
+            return False
+        return True
+
+    def pause_writing(self) -> None:
+        """Make senders wait because the other process does not read fast enough."""
+        self._room = self._room or asyncio.get_running_loop().create_future()
+
+    def resume_writing(self) -> None:
+        """Let senders continue."""
+        if self._room is not None:
+            self._room.set_result(None)
+            self._room = None
+
+    @property
+    def full(self) -> bool:
+        """Whether senders should wait for `room`."""
+        return self._room is not None
+
+    async def room(self) -> None:
+        """Wait until the other process has read enough."""
+        while self._room is not None:
+            await asyncio.shield(self._room)
+
+    def send(self, message: dict[str, Any], arrays: Sequence[Any] = ()) -> None:
+        """Send a message.
+
+        Raises:
+            OSError: the connection has ended.
+        """
+        if self._transport.is_closing():
+            raise OSError("the connection has ended")
+        parts = pack_message(message, arrays)
+        if self._turn is None:
+            # The first message of an iteration of the loop is sent immediately, the others together at its end.
+            self._turn = asyncio.get_running_loop().call_soon(self._flush)
+            self._transport.write(b"".join(parts))
+        else:
+            self._waiting += parts
+
+    def _flush(self) -> None:
+        self._turn = None
+        if self._waiting:
+            parts, self._waiting = self._waiting, []
+            self._transport.write(b"".join(parts))
+
+    def close(self) -> None:
+        """Send buffered messages and close the connection."""
+        self._flush()
+        self._transport.close()
+
+
+async def connect_link(held: socket.socket, on_message: OnMessage) -> Link:
+    """Return the link of a connected socket.
+
+    Args:
+        held: a socket connected with another process.
+        on_message: called with each message.
+    """
+    _, link = await asyncio.get_running_loop().create_connection(lambda: Link(on_message), sock=held)
+    return link
+
+
+# ---- open sockets ---------------------------------------------------------------------------------------
+
+NUMBER_BYTES = 8
+
+
+def send_socket(way: socket.socket, number: int, held: socket.socket) -> None:
+    """Send an open socket to another process, with a number that identifies it.
+
+    Args:
+        way: connection to the process.
+        number: the number.
+        held: the socket; it stays open in this process.
+
+    Raises:
+        OSError: the process has ended, or its buffer is full.
+    """
+    socket.send_fds(way, [number.to_bytes(NUMBER_BYTES, "little")], [held.fileno()])
+
+
+def receive_socket(way: socket.socket) -> tuple[int, socket.socket | None] | None:
+    """Return the next received socket with its number; None at the end of the connection.
+
+    The socket is None if this process has reached its limit of open files.
+
+    Raises:
+        BlockingIOError: there is none yet, and the connection does not block.
+    """
+    data, descriptors, _, _ = socket.recv_fds(way, NUMBER_BYTES, 1)
+    if not data:
+        return None
+    return int.from_bytes(data, "little"), socket.socket(fileno=descriptors[0]) if descriptors else None
+
+
+# ---- processes ------------------------------------------------------------------------------------------
+
+END_S = 8.0
+"""Time in which a child process has to end by itself."""
+LOOK_S = 0.02
+_PROGRAM = """
+import os, sys
+sys.path[:] = {path!r}
+from {module} import serve
+serve({given})
+sys.stderr.flush()
+os._exit(0)
+"""
+
+
+@dataclass(eq=False)
+class Child:
+    """A child process. It ends when its socket is closed, so it never outlives its parent.
+
+    Attributes:
+        process: the process.
+        link: connection for messages.
+        fd_channel: socket over which open sockets are sent to it, or None.
+    """
+
+    process: subprocess.Popen[bytes]
+    link: Link
+    fd_channel: socket.socket | None = None
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self.process.pid
+
+    async def reaped(self, within_s: float = END_S) -> int:
+        """Wait for the end of the process and return its exit status; kill it after a timeout.
+
+        Args:
+            within_s: the timeout in seconds.
+        """
+        if self.fd_channel is not None:
+            self.fd_channel.close()
+        loop = asyncio.get_running_loop()
+        until, killed = loop.time() + within_s, False
+        while (status := self.process.poll()) is None:
+            if loop.time() > until and not killed:
+                self.process.kill()
+                killed = True
+            await asyncio.sleep(LOOK_S)
+        return status
+
+
+async def start(module: str, on_message: OnMessage, *, fd_channel: bool = False, memory: int | None = None) -> Child:
+    """Start a child process that runs the ``serve`` function of a module.
+
+    Args:
+        module: the module; ``serve`` receives the file descriptors of the message socket and, if used, of the socket
+            for sockets and of the shared memory.
+        on_message: called with each message.
+        fd_channel: whether sockets can be sent to it.
+        memory: file descriptor of shared memory, or None.
+    """
+    pairs = [socket.socketpair() for _ in range(1 + fd_channel)]
+    given = [theirs.fileno() for _, theirs in pairs]
+    if memory is not None:
+        given.append(memory)
+    code = _PROGRAM.format(path=sys.path, module=module, given=", ".join(map(str, given)))
+    # A separate process group: Ctrl-C reaches only the parent, which lets its children finish.
+    process = subprocess.Popen([sys.executable, "-c", code], pass_fds=given, stdin=subprocess.DEVNULL, process_group=0)
+    for _, theirs in pairs:
+        theirs.close()
+    link = await connect_link(pairs[0][0], on_message)
+    if fd_channel:
+        pairs[1][0].setblocking(False)
+    return Child(process, link, pairs[1][0] if fd_channel else None)

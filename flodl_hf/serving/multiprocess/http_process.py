@@ -1,0 +1,270 @@
+"""One of several HTTP processes: receives connections from its parent and has its own connections to all workers.
+
+Runs the same application as a single process (`flodl_hf.serving.app`). Ends with its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Awaitable
+from itertools import count
+from typing import Any
+
+from starlette.applications import Starlette
+
+from flodl_hf.serving.admission import key_ids
+from flodl_hf.serving.app import close_state, make_app, new_state
+from flodl_hf.serving.http import HttpServer, freeze_gc, http_server, runner, server_log
+from flodl_hf.serving.http_errors import RefusedError
+from flodl_hf.serving.ipc import Link, connect_link, receive_socket
+from flodl_hf.serving.metrics import Metrics, merged
+from flodl_hf.serving.settings import Settings
+from flodl_hf.serving.shared_counters import SharedCounters
+from flodl_hf.serving.workers import Worker
+
+__all__ = ["serve"]
+
+LOG = logging.getLogger("flodl_hf.serving")
+# Interval in which metrics are sent to the parent, so that few are lost with the process; and timeout for metrics of
+# the other processes.
+REPORT_INTERVAL_S, COLLECT_TIMEOUT_S = 1.0, 3.0
+
+
+def _nothing() -> None: ...
+
+
+class _HttpProcess:
+    """This process.
+
+    Args:
+        fd_channel: receives client connections and connections to workers.
+        memory: file descriptor of the shared counters.
+    """
+
+    def __init__(self, fd_channel: socket.socket, memory: int) -> None:
+        self._fd_channel, self._memory = fd_channel, memory
+        fd_channel.setblocking(False)
+        self._given: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._link: Link
+        self._server: HttpServer
+        self._workers: dict[int, Worker] = {}
+        self._ends: dict[int, socket.socket] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._using = asyncio.Lock()
+        self._made, self._used = asyncio.Event(), asyncio.Event()
+        self._numbers = count()
+        self._gathering: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._answers = 0
+
+    async def run(self, own: socket.socket) -> None:
+        """Answer requests until the parent requests a stop or ends.
+
+        Args:
+            own: connection to the parent.
+        """
+        loop = asyncio.get_running_loop()
+        self._link = link = await connect_link(own, lambda message, _: self._on_message(message))
+        await asyncio.wait((self._given, link.closed), return_when=asyncio.FIRST_COMPLETED)
+        if not self._given.done():
+            return
+        given = self._given.result()
+        settings, self._number = Settings.from_dict(given["settings"]), given["number"]
+        keys = key_ids(settings.api_keys)
+        self._counters = SharedCounters(keys, settings.http_processes, self._number, self._memory)
+        self._state = new_state(settings, self._counters, self._collect_metrics)
+        self._made.set()
+        # The parent handles Ctrl-C and reloads. After a SIGTERM to this process alone, the parent first stops sending
+        # connections, then requests the stop.
+        calls = {
+            signal.SIGTERM: lambda: link.send({"leaving": True}), signal.SIGINT: _nothing, signal.SIGHUP: _nothing,
+        }  # fmt: skip
+        self._server = http_server(make_app(self._state, self._lifespan), settings, calls, self._counters.close)
+        serving = asyncio.ensure_future(self._server.serve([]))
+        while not self._server.started and not serving.done():
+            await asyncio.sleep(0.005)
+        loop.add_reader(self._fd_channel.fileno(), self._receive_sockets)
+        self._task(self._ready())
+        await asyncio.wait((serving, link.closed), return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            os._exit(1)  # the parent owns the workers
+        await serving
+
+    async def _ready(self) -> None:
+        """Report readiness when a worker is available."""
+        await self._used.wait()
+        freeze_gc()
+        self._link.send({"ready": True})
+        self._report_often()
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await close_state(self._state)
+
+    def _task(self, made: Awaitable[Any]) -> None:
+        task = asyncio.ensure_future(made)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _on_message(self, message: dict[str, Any]) -> None:
+        """Handle a message of the parent."""
+        if "settings" in message:
+            self._given.set_result(message)
+        if "workers" in message:
+            if self._made.is_set():
+                # Immediately, so that `/metrics` agrees with the parent in every process.
+                self._state.workers.restarts = message["restarts"]
+            self._task(self._use(message["workers"], message["restarts"]))
+        if "count" in message:
+            self._report()
+        if "gathered" in message:
+            asked = self._gathering.get(message["gathered"])
+            if asked is not None and not asked.done():
+                asked.set_result(message)
+        if "stop" in message:
+            self._receive_sockets()  # sockets that were sent before
+            asyncio.get_running_loop().remove_reader(self._fd_channel.fileno())
+            self._server.should_exit = True
+
+    # ---- connections -------------------------------------------------------------------------------
+
+    def _receive_sockets(self) -> None:
+        """Receive client connections and connections to workers."""
+        while True:
+            try:
+                found = receive_socket(self._fd_channel)
+            except BlockingIOError:
+                return
+            except OSError:
+                found = None
+            if found is None:
+                asyncio.get_running_loop().remove_reader(self._fd_channel.fileno())
+                return
+            number, held = found
+            if held is None:
+                LOG.error("connection not accepted", extra={"said": {"fault": "too many open files"}})
+                if not number:
+                    self._counters.close()
+            elif number:
+                self._ends[number] = held
+            else:
+                self._task(self._connect(held))
+
+    async def _connect(self, held: socket.socket) -> None:
+        held.setblocking(False)
+        server, config = self._server, self._server.config
+
+        def protocol() -> asyncio.Protocol:
+            kind: Any = config.http_protocol_class
+            made: asyncio.Protocol = kind(
+                config=config, server_state=server.server_state, app_state=server.lifespan.state
+            )
+            return made
+
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(protocol, held)
+        except OSError:
+            held.close()
+            self._counters.close()
+
+    # ---- workers -----------------------------------------------------------------------------------
+
+    async def _use(self, listed: list[dict[str, Any]], restarts: int) -> None:
+        """Send requests only to these workers from now on; close others when they have answered."""
+        await self._made.wait()  # workers may be reported before the settings were processed
+        async with self._using:
+            here = [await self._worker(said["number"], said["info"]) for said in listed]
+            found = [worker for worker in here if worker is not None and not worker.link.closed.done()]
+            # With equal load, each process starts with another worker.
+            turn = self._number % len(found) if found else 0
+            workers = self._state.workers
+            workers.use(found[turn:] + found[:turn], restarts)
+            self._state.admission.rate = workers.rate
+            self._state.admission.full = workers.max_batch_tokens * len(found)
+            if found:
+                self._used.set()
+            for number in self._workers.keys() - {said["number"] for said in listed}:
+                self._task(self._leave(number, self._workers.pop(number)))
+
+    async def _worker(self, number: int, info: dict[str, Any]) -> Worker | None:
+        if (known := self._workers.get(number)) is not None:
+            return known
+        self._receive_sockets()  # its socket was sent before this message
+        if (end := self._ends.pop(number, None)) is None:
+            self._link.send({"lost": number})
+            return None
+        link = await connect_link(end, lambda message, arrays: self._state.workers.answered(found, message, arrays))
+        found = self._workers[number] = Worker(link, info, float(info["rate"]))
+        self._task(self._listen(number, found))
+        return found
+
+    async def _listen(self, number: int, worker: Worker) -> None:
+        await worker.link.closed
+        self._state.workers.ended(worker)
+        worker.link.close()
+        if self._workers.get(number) is worker:
+            del self._workers[number]
+            with contextlib.suppress(OSError):
+                self._link.send({"lost": number})
+
+    async def _leave(self, number: int, worker: Worker) -> None:
+        await self._state.workers.left(worker)
+        worker.link.close()
+        with contextlib.suppress(OSError):
+            self._link.send({"left": number})
+
+    # ---- metrics -----------------------------------------------------------------------------------
+
+    def _report(self) -> None:
+        """Send the metrics to the parent."""
+        answers = self._state.workers.answers
+        with contextlib.suppress(OSError):
+            self._link.send({"counted": self._state.metrics.dump(), "answers": answers - self._answers})
+        self._answers = answers
+
+    def _report_often(self) -> None:
+        if self._state.workers.answers != self._answers:
+            self._report()
+        asyncio.get_running_loop().call_later(REPORT_INTERVAL_S, self._report_often)
+
+    async def _collect_metrics(self) -> tuple[Metrics, int, int]:
+        """Return the metrics of all HTTP processes, their number, and the number of replaced ones.
+
+        Raises:
+            RefusedError: the parent does not respond.
+        """
+        number = next(self._numbers)
+        asked = self._gathering[number] = asyncio.get_running_loop().create_future()
+        self._report()
+        try:
+            self._link.send({"scrape": number})
+            async with asyncio.timeout(COLLECT_TIMEOUT_S):
+                message = await asked
+        except (OSError, TimeoutError):
+            raise RefusedError("the metrics of other processes are not available. Retry.", "ended") from None
+        finally:
+            del self._gathering[number]
+        return merged([self._state.metrics.dump(), *message["of"]]), message["here"], message["restarts"]
+
+
+def serve(descriptor: int, fd_channel: int, memory: int) -> None:
+    """Answer HTTP requests until the parent requests a stop or ends.
+
+    Args:
+        descriptor: file descriptor of the connection to the parent.
+        fd_channel: file descriptor of the socket that receives sockets.
+        memory: file descriptor of the shared counters.
+    """
+
+    async def run() -> None:
+        await _HttpProcess(socket.socket(fileno=fd_channel), memory).run(socket.socket(fileno=descriptor))
+
+    with server_log(), runner() as held:
+        held.run(run())

@@ -1,0 +1,392 @@
+"""Parent of several HTTP processes.
+
+Owns the listening socket, the worker processes and the shared counters. Only new connections pass through it, so it is
+never busy. If it ends, the HTTP processes and workers end too, because their sockets are closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from flodl.errors import FlodlError
+from flodl_hf.serving.admission import key_ids
+from flodl_hf.serving.app import reload_on
+from flodl_hf.serving.http import signal_handlers
+from flodl_hf.serving.ipc import END_S, Child, send_socket, start
+from flodl_hf.serving.metrics import Metrics
+from flodl_hf.serving.settings import Settings
+from flodl_hf.serving.shared_counters import SharedCounters, shared_memory
+from flodl_hf.serving.traces import Traces
+from flodl_hf.serving.worker_processes import Process, Processes, WorkersError
+
+__all__ = ["Parent"]
+
+LOG = logging.getLogger("flodl_hf.serving")
+# A process that ran for MIN_UPTIME_S is replaced immediately, others after RESTART_DELAY_S.
+MIN_UPTIME_S, RESTART_DELAY_S = 30.0, 1.0
+# Timeout for current metrics of a process; then its last ones are used.
+COLLECT_TIMEOUT_S = 1.0
+# Connections accepted in one iteration of the loop, and the pause when no file descriptor is left.
+ACCEPT_BATCH, ACCEPT_PAUSE_S = 64, 0.2
+BACKLOG = 2048
+
+
+@dataclass(eq=False)
+class _HttpChild:
+    """One HTTP process.
+
+    Attributes:
+        number: its index in the shared counters.
+        child: its process.
+        ready: done when it accepts connections; has an exception if it cannot be started.
+        workers: the workers it is connected with, by number.
+        taken: connections that were sent to it.
+        leaving: whether it accepts no further connections.
+        counted: its last reported metrics.
+        asked: done when it has reported again.
+        since: time of its start.
+    """
+
+    number: int
+    child: Child
+    ready: asyncio.Future[None]
+    since: float
+    workers: dict[int, Process] = field(default_factory=dict)
+    taken: int = 0
+    leaving: bool = False
+    counted: dict[str, Any] | None = None
+    asked: asyncio.Future[None] | None = None
+
+
+class Parent:
+    """A server of several HTTP processes.
+
+    Args:
+        settings: the server's settings.
+
+    Raises:
+        ConfigError: traces cannot be sent.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        if settings.otlp_endpoint is not None:
+            Traces(settings.otlp_endpoint).close()  # fails before any process is started
+        self.settings = settings
+        self.processes = Processes(settings, self, fd_channel=True)
+        self.restarts = 0
+        """Number of replaced HTTP processes."""
+        keys = key_ids(settings.api_keys)
+        self._memory = shared_memory(len(keys), settings.http_processes)
+        self.counters = SharedCounters(keys, settings.http_processes, 0, self._memory)
+        """Counters of current requests of all processes."""
+        self.counters.calm = time.monotonic()
+        self._children: list[_HttpChild] = []
+        # Number of each worker; 0 identifies a client connection.
+        self._numbers: dict[Process, int] = {}
+        self._next = count(1)
+        self._past = Metrics()
+        """Metrics of ended processes."""
+        self._held: socket.socket
+        self._serving = self._listening = self._closing = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._starting: list[asyncio.Future[None]] = []
+        self._replacing: set[asyncio.Task[Any]] = set()
+        self._end = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the HTTP processes that accept connections."""
+        return [one.child.pid for one in self._children if one.ready.done()]
+
+    # ---- the run -----------------------------------------------------------------------------------
+
+    async def serve(self, listener: socket.socket, here: Callable[[], None]) -> None:
+        """Serve until a stop is requested.
+
+        Args:
+            listener: a bound socket.
+            here: called when requests are answered.
+
+        Raises:
+            WorkersError: a model cannot be served.
+            ConfigError: a directory of adapters is invalid.
+        """
+        self._loop, self._held = asyncio.get_running_loop(), listener
+        asked = asyncio.Event()
+        reloading: asyncio.Future[None] | None = None
+        calls = {signal.SIGINT: self._stop, signal.SIGTERM: self._stop, signal.SIGHUP: asked.set}
+        try:
+            begun = [self._start(number) for number in range(self.settings.http_processes)]
+            self._starting = [asyncio.ensure_future(made) for made in (self.processes.start(), *begun)]
+            with signal_handlers({signal.SIGHUP: asked.set}):  # a reload requested before all is warm follows later
+                await asyncio.gather(*self._starting)
+            with signal_handlers(calls):
+                reloading = asyncio.ensure_future(reload_on(self.processes, asked))
+                listener.setblocking(False)
+                listener.listen(BACKLOG)
+                self._serving = True
+                self._listen(True)
+                here()
+                await self._end.wait()
+        finally:
+            if reloading is not None:
+                reloading.cancel()
+            await self._close()
+
+    def stop(self) -> None:
+        """Finish current requests and stop; thread-safe."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has stopped
+                self._loop.call_soon_threadsafe(self._end.set)
+
+    def _stop(self) -> None:
+        if self._end.is_set():
+            # The second signal stops immediately.
+            for one in self._children:
+                one.child.process.kill()
+        self._end.set()
+
+    async def _close(self) -> None:
+        """Let all processes finish their current requests, then end the workers."""
+        self._closing = True
+        for task in self._replacing:
+            task.cancel()
+        await asyncio.gather(*self._replacing, return_exceptions=True)
+        if self._listening:
+            self._accept()  # waiting clients are served
+            self._listen(False)
+        self._held.close()
+        here = [one.child for one in self._children]
+        for one in self._children:
+            with contextlib.suppress(OSError):
+                if one.ready.done():
+                    one.child.link.send({"stop": True})
+                else:
+                    one.child.link.close()
+        await asyncio.gather(*(child.reaped(self.settings.drain_s + END_S) for child in here))
+        await self.processes.close()
+        # The first of several errors was already raised.
+        await asyncio.gather(*self._starting, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        os.close(self._memory)
+
+    def _task(self, made: Awaitable[Any], held: set[asyncio.Task[Any]] | None = None) -> None:
+        held = self._tasks if held is None else held
+        task = asyncio.ensure_future(made)
+        held.add(task)
+        task.add_done_callback(held.discard)
+
+    # ---- HTTP processes ----------------------------------------------------------------------------
+
+    async def _start(self, number: int) -> None:
+        """Start a process and return when it accepts connections.
+
+        Raises:
+            WorkersError: it ended before that.
+        """
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        child = await start(
+            "flodl_hf.serving.multiprocess.http_process", lambda message, _: self._on_message(one, message),
+            fd_channel=True, memory=self._memory,
+        )  # fmt: skip
+        if self._closing:
+            child.link.close()
+            await child.reaped()
+            return
+        one = _HttpChild(number, child, loop.create_future(), began)
+        self._children.append(one)
+        self._task(self._watch(one))
+        with contextlib.suppress(OSError):  # it has ended, which is handled elsewhere
+            child.link.send({"settings": self.settings.to_dict(), "number": number})
+        self._send_workers(one)
+        await one.ready
+        LOG.info("http process ready", extra={"said": {"pid": child.pid}})
+        self._listen(True)
+
+    async def _watch(self, one: _HttpChild) -> None:
+        """Replace a process when it ends."""
+        child = one.child
+        await child.link.closed
+        child.link.close()
+        self._children.remove(one)
+        if one.asked is not None and not one.asked.done():
+            one.asked.set_result(None)
+        status = await child.reaped()
+        self.counters.clear(one.number)
+        if one.counted is not None:
+            self._past.take({**one.counted, "operations": 0.0})
+        if not one.ready.done():
+            one.ready.set_exception(
+                WorkersError(f"serve: an HTTP process ended with status {status} during its start", device="")
+            )
+        elif one.ready.exception() is None and not self._closing:
+            LOG.error("http process ended", extra={"said": {"pid": child.pid, "status": status}})
+            lived = asyncio.get_running_loop().time() - one.since
+            self._task(self._replace(one.number, 0.0 if lived > MIN_UPTIME_S else RESTART_DELAY_S), self._replacing)
+
+    async def _replace(self, number: int, pause_s: float) -> None:
+        """Start a replacement after a pause."""
+        while True:
+            await asyncio.sleep(pause_s)
+            try:
+                await self._start(number)
+            except (FlodlError, OSError) as fault:
+                LOG.error("http process not started", extra={"said": {"fault": str(fault)}})
+                pause_s = min(30.0, 2 * max(pause_s, RESTART_DELAY_S))
+            else:
+                self.restarts += 1
+                return
+
+    def _on_message(self, one: _HttpChild, message: dict[str, Any]) -> None:
+        """Handle a message of an HTTP process."""
+        if "counted" in message:
+            one.counted = message["counted"]
+            if message["answers"]:
+                self.processes.alive()
+            if one.asked is not None and not one.asked.done():
+                one.asked.set_result(None)
+        if "left" in message:
+            one.workers.pop(message["left"], None)
+        if "lost" in message and one.workers.pop(message["lost"], None) is not None:
+            # Usually the worker has ended, which is reported separately; otherwise a new connection is sent.
+            asyncio.get_running_loop().call_later(RESTART_DELAY_S, self._send_workers, one)
+        if "leaving" in message:
+            one.leaving = True
+            one.child.link.send({"stop": True})
+        if "ready" in message and not one.ready.done():
+            one.ready.set_result(None)
+        if "scrape" in message:
+            self._task(self._count(one, message["scrape"]))
+
+    async def _count(self, one: _HttpChild, number: int) -> None:
+        """Send the metrics of all other processes, including ended ones, to a process."""
+        waits = []
+        for other in self._children:
+            if other is not one and other.ready.done():
+                if other.asked is None or other.asked.done():
+                    other.asked = asyncio.get_running_loop().create_future()
+                    with contextlib.suppress(OSError):
+                        other.child.link.send({"count": True})
+                waits.append(other.asked)
+        if waits:
+            await asyncio.wait(waits, timeout=COLLECT_TIMEOUT_S)
+        counted = [other.counted for other in self._children if other is not one and other.counted is not None]
+        said = {
+            "gathered": number, "of": [self._past.dump(), *counted], "here": len(self.pids), "restarts": self.restarts,
+        }  # fmt: skip
+        with contextlib.suppress(OSError):
+            one.child.link.send(said)
+
+    # ---- workers -----------------------------------------------------------------------------------
+
+    def use(self, active: Sequence[Process], restarts: int) -> None:
+        """Make these workers the active ones."""
+        for process in active:
+            if process not in self._numbers:
+                self._numbers[process] = next(self._next)
+        for one in self._children:
+            self._send_workers(one)
+
+    def answered(self, worker: Process, message: dict[str, Any], arrays: list[Any]) -> None:
+        """Ignore: the parent sends no requests."""
+
+    def ended(self, worker: Process) -> None:
+        """Forget a worker that ended; HTTP processes detect its end by their connections."""
+        number = self._numbers.pop(worker, 0)
+        for one in self._children:
+            one.workers.pop(number, None)
+
+    async def left(self, worker: Process) -> None:
+        """Wait until no process has requests at a worker, at most ``drain_s``."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self.settings.drain_s + 1
+        number = self._numbers.get(worker, 0)
+        while any(number in one.workers for one in self._children) and loop.time() < until:
+            await asyncio.sleep(0.02)
+
+    def _send_workers(self, one: _HttpChild) -> None:
+        """Send the active workers to a process, with connections to new ones."""
+        here, child = self.processes.here, one.child
+        if not here or one not in self._children:
+            return
+        try:
+            for process in here:
+                number = self._numbers[process]
+                if number not in one.workers:
+                    self._connect(child, process, number)
+                    one.workers[number] = process
+            said = [{"number": self._numbers[process], "info": process.info} for process in here]
+            child.link.send({"workers": said, "restarts": self.processes.restarts})
+        except OSError:
+            # It does not read any more, and will be replaced.
+            child.process.kill()
+
+    def _connect(self, child: Child, process: Process, number: int) -> None:
+        """Connect an HTTP process with a worker."""
+        one, other = socket.socketpair()
+        with one, other:
+            fd_channel = process.child.fd_channel
+            assert fd_channel is not None
+            assert child.fd_channel is not None
+            with contextlib.suppress(OSError):  # the worker has ended; so will the connection
+                send_socket(fd_channel, number, one)
+            send_socket(child.fd_channel, number, other)
+
+    # ---- connections -------------------------------------------------------------------------------
+
+    def _listen(self, on: bool) -> None:
+        """Start or stop accepting connections."""
+        if on == self._listening or (on and (self._closing or not self._serving)):
+            return
+        self._listening = on
+        loop = asyncio.get_running_loop()
+        if on:
+            loop.add_reader(self._held.fileno(), self._accept)
+        else:
+            loop.remove_reader(self._held.fileno())
+
+    def _accept(self) -> None:
+        """Send new connections to the processes with the fewest."""
+        for _ in range(ACCEPT_BATCH):
+            ready = [one for one in self._children if one.ready.done() and not one.leaving]
+            if not ready:
+                self._listen(False)  # until there is one
+                return
+            try:
+                client, _ = self._held.accept()
+            except (BlockingIOError, ConnectionAbortedError, InterruptedError):
+                return
+            except OSError as fault:
+                LOG.error("connection not accepted", extra={"said": {"fault": str(fault)}})
+                self._listen(False)
+                asyncio.get_running_loop().call_later(ACCEPT_PAUSE_S, self._listen, True)
+                return
+            with client:
+                with contextlib.suppress(OSError):
+                    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._give(client, sorted(ready, key=self._open))
+
+    def _give(self, client: socket.socket, to: Sequence[_HttpChild]) -> None:
+        """Send a connection to the first process that accepts it, or close it."""
+        for one in to:
+            assert one.child.fd_channel is not None
+            with contextlib.suppress(OSError):
+                send_socket(one.child.fd_channel, 0, client)
+                one.taken += 1
+                return
+
+    def _open(self, one: _HttpChild) -> int:
+        """Return the number of connections of a process."""
+        return one.taken - self.counters.closed(one.number)

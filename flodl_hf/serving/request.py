@@ -1,0 +1,197 @@
+"""One request in its worker: deadline, cancellation, results of its rows, and timeline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import Event, Semaphore
+from typing import Any
+
+from flodl_hf.errors import PredictError
+from flodl_hf.inference.pending import Pending
+
+__all__ = ["AwaitedResults", "DeadlineError", "GivenUpError", "Timeline", "WorkerRequest"]
+
+_LATE = "the request timed out. Send fewer texts, or allow more time."
+_GONE = "the request was cancelled"
+
+
+def _nothing() -> None: ...
+
+
+MAX_BATCHES = 32
+"""Maximum number of batches in a timeline."""
+
+_now = time.perf_counter_ns
+
+
+class Timeline:
+    """Steps of a traced request with their times: tokenize, queue, batches, decode. `flodl_hf.serving.traces` makes
+    spans of them."""
+
+    def __init__(self) -> None:
+        self._at = _now()
+        self._sent: int | None = None
+        self._steps: list[tuple[str, int, int, dict[str, Any]]] = []
+        # Start, start on the device, end, rows and tokens of each batch; written by the threads that run batches.
+        self._batches: list[list[Any]] = []
+
+    def sent(self) -> None:
+        """Record that rows were queued."""
+        if self._sent is None:
+            self._sent = self._step("tokenise", self._at, _now())
+
+    def taken(self, started_s: float, rows: int, tokens: int) -> None:
+        """Record that rows are in a batch that starts on the device now.
+
+        Args:
+            started_s: start of the batch, by ``time.perf_counter``.
+            rows: rows of the batch.
+            tokens: tokens of the batch.
+        """
+        self._batches.append([int(started_s * 1e9), _now(), None, rows, tokens])
+
+    def ran(self) -> None:
+        """Record the end of the first unfinished batch."""
+        ends = next((batch for batch in self._batches if batch[2] is None), None)
+        if ends is not None:
+            ends[2] = _now()
+
+    def arrived(self) -> None:
+        """Record that all results are available."""
+        if self._sent is None:
+            return
+        batches = [batch for batch in self._batches if batch[2] is not None]
+        self._step("queue", self._sent, batches[0][0] if batches else _now())
+        for start, begun, end, rows, tokens in batches[:MAX_BATCHES]:
+            self._step("batch", start, end, rows=rows, tokens=tokens)
+            self._step("device", begun, end)
+        self._at, self._sent, self._batches = _now(), None, []
+
+    def to_steps(self) -> list[tuple[str, int, int, dict[str, Any]]]:
+        """Return (name, start, end, sizes) of each step, in ns of ``time.time_ns``; "device" follows its "batch"."""
+        self._step("decode" if self._steps else "tokenise", self._at, _now())
+        shift = time.time_ns() - _now()
+        return [(name, start + shift, end + shift, more) for name, start, end, more in self._steps]
+
+    def _step(self, name: str, start: int, end: int, **more: Any) -> int:
+        self._steps.append((name, start, end, more))
+        return end
+
+
+class DeadlineError(PredictError):
+    """A request whose deadline passed before its results were available."""
+
+
+class GivenUpError(PredictError):
+    """A request that its client cancelled."""
+
+
+@dataclass(eq=False)
+class WorkerRequest:
+    """One request.
+
+    Attributes:
+        key: identifier of the API key.
+        until: deadline, by ``time.monotonic``.
+        priority: 1 is processed before other requests of the key, -1 after them.
+        gone: whether it was cancelled.
+        tokens: tokens of all its rows.
+        rows: number of its rows.
+        longest: maximum tokens of a row.
+        dropped: truncated tokens.
+        truncated: truncated texts.
+        waited_s: time in which its rows waited before the first of them ran.
+        timeline: its timeline if it is traced.
+        turn: semaphore that its thread acquires for computation and releases while it waits for a batch.
+        read_on: called when the device has its rows, so that another request may be read.
+    """
+
+    key: str = ""
+    until: float = float("inf")
+    priority: int = 0
+    gone: bool = False
+    tokens: int = 0
+    rows: int = 0
+    longest: int = 0
+    dropped: int = 0
+    truncated: int = 0
+    waited_s: float = 0.0
+    timeline: Timeline | None = None
+    turn: Semaphore | None = None
+    read_on: Callable[[], None] = _nothing
+    waits: list[Event] = field(default_factory=list)
+
+    def count_truncated(self, texts: int, tokens: int) -> None:
+        """Add the numbers of truncated texts and tokens."""
+        self.truncated += texts
+        self.dropped += tokens
+
+    def give_up(self) -> None:
+        """Cancel the request: its rows leave the queue, and its thread continues."""
+        self.gone = True
+        for event in self.waits:
+            event.set()
+
+    @property
+    def over(self) -> bool:
+        """Whether it was cancelled or is late."""
+        return self.gone or time.monotonic() > self.until
+
+    def check(self) -> None:
+        """Raise if the request was cancelled or is late.
+
+        Raises:
+            GivenUpError: it was cancelled.
+            DeadlineError: its deadline has passed.
+        """
+        if self.gone:
+            raise GivenUpError(_GONE)
+        if self.over:
+            raise DeadlineError(_LATE)
+
+
+class AwaitedResults(Pending):
+    """Results that other threads deliver.
+
+    Args:
+        rows: number of rows.
+        request: their request.
+    """
+
+    def __init__(self, rows: int, request: WorkerRequest) -> None:
+        super().__init__(rows)
+        self.left = rows
+        self.here = Event()
+        self._request = request
+        request.waits.append(self.here)
+        # A concurrent cancellation either sees this event or is visible here.
+        if not rows or request.gone:
+            self.here.set()
+
+    def parts(self) -> Any:
+        """Wait for all results, and return those of each batch.
+
+        Raises:
+            GivenUpError: the request was cancelled.
+            DeadlineError: its deadline has passed.
+        """
+        request = self._request
+        if not self._arrives(max(0.0, min(request.until - time.monotonic(), 1e6))):
+            raise DeadlineError(_LATE)
+        if request.gone and self.left:
+            raise GivenUpError(_GONE)
+        if request.timeline is not None:
+            request.timeline.arrived()
+        return super().parts()
+
+    def _arrives(self, seconds: float) -> bool:
+        turn = self._request.turn
+        if turn is None or self.here.is_set():
+            return self.here.wait(seconds)
+        turn.release()
+        try:
+            return self.here.wait(seconds)
+        finally:
+            turn.acquire()

@@ -1,0 +1,94 @@
+"""OpenAI's embeddings: texts or token ids, as floats or base64.
+
+Ids are the model's own, including special tokens. Texts that are too long are refused with status 400 unless
+``truncate``, or vLLM's ``truncate_prompt_tokens``, is given.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+
+from flodl_hf.serving.routes.fields import Field
+from flodl_hf.serving.routes.route import MODEL, OTHERS, SHORTENED, Request, Response, Route, truncation_options
+from flodl_hf.serving.routes.tei import DIMENSIONS, NORMALIZE, PROMPT, TRUNCATE, WINDOWS, prompt_option
+
+__all__ = ["FORMS", "ROUTES", "encoded_vector"]
+
+FORMS = (
+    Field("add_special_tokens", "true", "special tokens are always added"),
+    Field("embed_dtype", "float32", "type of numbers in base64"),
+    Field("endianness", "endianness", "byte order in base64"),
+)
+"""vLLM's fields with one supported value."""
+
+# Values of Cohere and others; further values have no effect.
+_KINDS = {"query": "query", "search_query": "query"} | dict.fromkeys(
+    ("document", "passage", "search_document"), "document"
+)
+
+
+async def _embeddings(request: Request) -> Response:
+    fields = request.fields
+    request.info("embed")
+    normalize = fields["normalize"] if fields["normalize"] is not None else fields["use_activation"]
+    given = {
+        **truncation_options(request),
+        **prompt_option(request),
+        "dimensions": fields["dimensions"],
+        "normalize": normalize,
+        "kind": _KINDS.get(fields["input_type"]),
+    }
+    found = await request.ask("embed", fields["input"], given)
+    vectors = found.arrays[0]
+    return Response(
+        {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": i, "embedding": encoded_vector(row, fields["encoding_format"])}
+                for i, row in enumerate(vectors)
+            ],
+            "model": request.model,
+            "usage": {
+                "prompt_tokens": request.tokens,
+                "total_tokens": request.tokens,
+                "dropped_tokens": request.dropped,
+            },
+        },
+        vectors,
+    )
+
+
+def encoded_vector(row: np.ndarray, encoding: str | None) -> Any:
+    """Return an array, or its numbers in base64."""
+    return base64.b64encode(np.ascontiguousarray(row, "<f4").tobytes()).decode() if encoding == "base64" else row
+
+
+ROUTES = (
+    Route(
+        "/v1/embeddings",
+        "a vector for each text",
+        (
+            Field("input", "inputs", "texts, or token ids of the model", True),
+            MODEL,
+            Field("encoding_format", "encoding", "float or base64"),
+            DIMENSIONS,
+            NORMALIZE,
+            Field("use_activation", "flag", "alias of normalize, which takes precedence"),
+            TRUNCATE,
+            *SHORTENED,
+            WINDOWS,
+            PROMPT,
+            Field("input_type", "input_type", "query or document; selects the model's prompt and route"),
+            *FORMS,
+            Field("modality", "modality", "text"),
+            *OTHERS,
+        ),
+        _embeddings,
+        style="openai",
+        group="OpenAI",
+    ),
+)
+"""Routes of OpenAI's API."""

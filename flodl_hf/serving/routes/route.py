@@ -1,0 +1,321 @@
+"""Routes, the state that they share, and requests to them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from flodl.errors import nearest, shown
+from flodl_hf.serving.admission import Admission, OverloadedError, count_characters
+from flodl_hf.serving.http_errors import RefusedError, Style
+from flodl_hf.serving.metrics import Metrics
+from flodl_hf.serving.routes.fields import Field
+from flodl_hf.serving.settings import Settings
+from flodl_hf.serving.traces import Trace, Traces
+from flodl_hf.serving.workers import Answer, TaskError, Workers
+
+__all__ = [
+    "ACTIVATIONS",
+    "MODEL",
+    "OTHERS",
+    "SHORTENED",
+    "AppState",
+    "CollectMetrics",
+    "Request",
+    "Response",
+    "Route",
+    "is_blank",
+    "truncation_options",
+    "wants_raw_scores",
+    "with_empty_flag",
+]
+
+CollectMetrics = Callable[[], Awaitable[tuple[Metrics, int, int]]]
+
+MODEL = Field("model", "text", "name of a served model; required if several models have the head")
+OTHERS = (
+    *(Field(name, "text", "accepted", effect=False) for name in ("user", "request_id", "cache_salt")),
+    Field("priority", "any", "accepted without effect; see the header x-priority", effect=False),
+)
+"""Fields that clients of OpenAI, Cohere and vLLM send and that do not change results."""
+SHORTENED = (
+    Field(
+        "truncate_prompt_tokens", "tokens", "truncate texts to this number of tokens; -1 is the model's maximum length"
+    ),
+    Field("truncation_side", "direction", "side that truncation removes; default: the tokenizer's setting"),
+)
+"""vLLM's fields for truncation."""
+ACTIVATIONS = (
+    Field("use_activation", "flag", "false returns the head's raw scores"),
+    Field("activation", "flag", "alias of use_activation"),
+    Field("softmax", "flag", "alias of use_activation"),
+    Field("raw_scores", "flag", "true returns the head's raw scores"),
+)
+"""Fields of vLLM and infinity for scores without an activation."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """Result of a route.
+
+    Attributes:
+        data: JSON types; arrays in it are encoded as lists.
+        vectors: the array of binary responses, or None.
+        text: the encoded response, if a worker encoded it; ``data`` is None then.
+    """
+
+    data: Any
+    vectors: np.ndarray | None = None
+    text: bytes | memoryview | None = None
+
+
+@dataclass(frozen=True)
+class Route:
+    """A POST route.
+
+    Attributes:
+        path: path of the URL.
+        summary: summary for the OpenAPI document.
+        fields: accepted fields; others are refused.
+        answer: function that answers a request.
+        style: form of error responses.
+        group: name of the API convention.
+    """
+
+    path: str
+    summary: str
+    fields: tuple[Field, ...]
+    answer: Callable[[Request], Awaitable[Response]]
+    style: Style = "tei"
+    group: str = "flodl-hf"
+
+
+@dataclass
+class AppState:
+    """State that all routes of a process share.
+
+    Attributes:
+        settings: the server's settings.
+        workers: the workers.
+        admission: limits of current requests.
+        metrics: metrics of this process.
+        traces: exporter of traces, or None.
+        collect_metrics: function that returns the metrics of all HTTP processes, their number, and the number of
+            replaced ones; None if there is one process.
+    """
+
+    settings: Settings
+    workers: Workers
+    admission: Admission
+    metrics: Metrics
+    traces: Traces | None = None
+    collect_metrics: CollectMetrics | None = None
+
+
+@dataclass
+class Request:
+    """One parsed request.
+
+    Attributes:
+        state: the shared state.
+        route: the route.
+        fields: the fields of the body.
+        key: identifier of the API key.
+        until: deadline, by ``time.monotonic``.
+        path_model: model name in the path, or None.
+        priority: 1 is processed before other requests of the key, -1 after them.
+        trace: OpenTelemetry trace, or None.
+        form: media type of the response.
+    """
+
+    state: AppState
+    route: Route
+    fields: Mapping[str, Any]
+    key: str = ""
+    until: float = float("inf")
+    path_model: str | None = None
+    priority: int = 0
+    trace: Trace | None = None
+    form: str = "application/json"
+    model: str = ""
+    tokens: int = 0
+    windows: int = 0
+    texts: int = 0
+    characters: int = 0
+    dropped: int = 0
+    truncated: int = 0
+    empty: int = 0
+    waited_s: float = 0.0
+    inferred_s: float = 0.0
+    size: int = 0
+    """Approximate number of numbers and words of the response."""
+    started: float = field(default_factory=time.perf_counter)
+
+    def info(self, *tasks: str) -> dict[str, Any]:
+        """Return information about the requested model: the named one, or the only one with one of some tasks.
+
+        Raises:
+            RefusedError: no model or several models match, or the named one has no such head.
+        """
+        models = self.state.workers.models
+        named = self.path_model or self.fields.get("model")
+        if named is not None:
+            if named not in models:
+                raise RefusedError(
+                    f"model {shown(named, 60)} is not served{nearest(named, list(models))}, expected one of "
+                    f"{', '.join(models)}",
+                    "model",
+                    param="model",
+                )
+            if tasks and not _able(models[named], tasks):
+                raise RefusedError(
+                    f"the model {named!r} ({models[named]['head']}) has no head for {tasks[0]}; its tasks are "
+                    f"{', '.join(models[named]['tasks'])}",
+                    "head",
+                    param="model",
+                )
+            self.model = named
+            return models[named]
+        able = [name for name, info in models.items() if not tasks or _able(info, tasks)]
+        if len(able) != 1:
+            have = ", ".join(f"{name} ({info['head']})" for name, info in models.items())
+            raise RefusedError(
+                f"no served model has a head for {tasks[0] if tasks else 'this route'}; served: {have}"
+                if not able
+                else f"several models have the required head. Select one with 'model': {', '.join(able)}",
+                "model" if able else "head",
+                param="model",
+            )
+        self.model = able[0]
+        return models[able[0]]
+
+    async def ask(
+        self,
+        task: str,
+        items: list[Any],
+        options: dict[str, Any] | None = None,
+        *,
+        texts: int = 0,
+        as_text: str | None = None,
+    ) -> Answer:
+        """Run a task in a worker and return its result.
+
+        Args:
+            task: a name of `flodl_hf.serving.tasks.TASKS`.
+            items: the inputs.
+            options: options of the task.
+            texts: number of texts, if it differs from the number of items.
+            as_text: media type, JSON or MessagePack, in which the worker encodes its data; the encoded data is then the
+                only array of the result.
+
+        Raises:
+            RefusedError: a limit is exceeded, or the worker did not answer.
+        """
+        state = self.state
+        self.info(task)
+        settings, admission = state.settings, state.admission
+        count = texts or len(items)
+        self.texts += count
+        self.empty += sum(map(is_blank, items))
+        if not items:
+            raise RefusedError("found no inputs, expected at least one", "empty")
+        if count > settings.max_inputs:
+            raise RefusedError(f"found {count} inputs, expected at most {settings.max_inputs} in a request", "limit")
+        characters = count_characters(items)
+        self.characters += characters
+        weight = admission.tokens_of(characters)
+        if weight > settings.max_tokens:
+            raise RefusedError(
+                f"the inputs have about {weight} tokens, expected at most {settings.max_tokens} in a request", "limit"
+            )
+        try:
+            with admission.admit(self.key, weight, self.until - time.monotonic()):
+                found = await state.workers.ask(
+                    task,
+                    self.model,
+                    items,
+                    options or {},
+                    key=self.key,
+                    until=self.until,
+                    weight=weight,
+                    priority=self.priority,
+                    traced=self.trace is not None and self.trace.recording,
+                    as_text=as_text,
+                )
+        except OverloadedError as fault:
+            raise RefusedError(fault.message, "overloaded", after_s=fault.after_s) from None
+        except TaskError as fault:
+            raise RefusedError(fault.message, fault.kind, after_s=1.0 if fault.kind == "ended" else None) from None
+        if self.trace is not None:
+            self.trace.add_steps(found.timeline)
+        if task not in ("tokenize", "decode"):
+            admission.update_estimate(characters, found.tokens)
+        self.size += characters + found.tokens + sum(array.size for array in found.arrays)
+        self.tokens += found.tokens
+        self.windows += found.rows
+        self.dropped += found.dropped
+        self.truncated += found.truncated
+        self.waited_s += found.waited_s
+        self.inferred_s += max(0.0, found.took_s - found.waited_s)
+        return found
+
+    async def forward(self, task: str, items: list[Any], options: dict[str, Any]) -> Response:
+        """Run a task and return the response that the worker encoded.
+
+        Args:
+            task: a name of `flodl_hf.serving.tasks.TASKS`.
+            items: the inputs.
+            options: options of the task.
+
+        Raises:
+            RefusedError: a limit is exceeded, or the worker did not answer.
+        """
+        found = await self.ask(task, items, options, as_text=self.form)
+        return Response(None, text=found.arrays[0].data)
+
+    def usage(self) -> dict[str, int]:
+        """Return the counts of tokens of the request."""
+        return {"tokens": self.tokens, "windows": self.windows, "dropped_tokens": self.dropped}
+
+
+def truncation_options(request: Request, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the options of a task for texts that are too long.
+
+    Args:
+        request: the request.
+        given: the fields; None uses those of the request.
+    """
+    given = request.fields if given is None else given
+    size, truncate = given.get("truncate_prompt_tokens"), given.get("truncate")
+    return {
+        "truncate": truncate if size is None else True,
+        "max_tokens": None if size == -1 else size,
+        "side": given.get("truncation_side") or given.get("truncation_direction"),
+        "windows": given.get("windows"),
+    }
+
+
+def wants_raw_scores(request: Request) -> bool:
+    """Return whether the request asks for scores without an activation."""
+    given = request.fields
+    return given.get("raw_scores") is True or any(given.get(field.name) is False for field in ACTIVATIONS[:3])
+
+
+def with_empty_flag(record: dict[str, Any], empty: bool) -> dict[str, Any]:
+    """Return a record, with ``"empty": true`` for an empty input."""
+    return {**record, "empty": True} if empty else record
+
+
+def is_blank(item: Any) -> bool:
+    """Return whether a text, or both texts of a pair, are blank."""
+    parts = [item] if isinstance(item, str) else item
+    return not any(part.strip() if isinstance(part, str) else True for part in parts)
+
+
+def _able(info: Mapping[str, Any], tasks: Sequence[str]) -> bool:
+    """Return whether a model has one of some tasks."""
+    return any(task in info["tasks"] for task in tasks)

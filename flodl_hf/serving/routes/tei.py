@@ -1,0 +1,259 @@
+"""Routes of text-embeddings-inference.
+
+Texts that are too long for a vector are refused with status 413 unless ``truncate`` is true. Scores read long texts in
+windows unless ``truncate`` is given. GELU is the function that the checkpoint specifies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from flodl.errors import shown
+from flodl_hf.serving.http_errors import RefusedError
+from flodl_hf.serving.routes.fields import Field
+from flodl_hf.serving.routes.route import (
+    MODEL,
+    Request,
+    Response,
+    Route,
+    is_blank,
+    truncation_options,
+    wants_raw_scores,
+    with_empty_flag,
+)
+
+__all__ = [
+    "CUT",
+    "DIMENSIONS",
+    "DIRECTION",
+    "NORMALIZE",
+    "PAIR",
+    "PROMPT",
+    "ROUTE",
+    "TRUNCATE",
+    "WINDOWS",
+    "prompt_option",
+    "similarity",
+]
+
+TRUNCATE = Field("truncate", "flag", "true truncates long texts; default: they are refused")
+CUT = Field("truncate", "flag", "true truncates long texts, false refuses them; default: they are read in windows")
+DIRECTION = Field("truncation_direction", "direction", "side that truncation removes; default: right")
+WINDOWS = Field("windows", "flag", "true reads all of a long text in windows and averages their vectors")
+PROMPT = Field("prompt_name", "text", "name of a prompt of the model, prepended to each text")
+ROUTE = Field("route", "text", "query or document, for models with separate routes")
+NORMALIZE = Field("normalize", "flag", "scale vectors to length 1; default: the model's setting")
+DIMENSIONS = Field("dimensions", "whole", "truncate vectors to this number of features")
+RAW = Field("raw_scores", "flag", "return the head's raw scores")
+PAIR = (
+    Field("source_sentence", "text", "text to compare with the others", True),
+    Field("sentences", "texts", "texts to compare with it", True),
+)
+
+
+def prompt_option(request: Request, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the selected prompt as the option of a task.
+
+    Args:
+        request: the request.
+        given: the fields; None uses those of the request.
+
+    Raises:
+        RefusedError: the model has no such prompt.
+    """
+    name = (request.fields if given is None else given).get("prompt_name")
+    if name is None:
+        return {}
+    prompts = request.state.workers.models[request.model]["prompts"]
+    if name not in prompts:
+        have = ", ".join(prompts) or "no prompt_name, as the model has no prompts"
+        raise RefusedError(f"prompt_name is {shown(name, 60)}, expected one of {have}", "field", param="prompt_name")
+    return {"prompt": prompts[name]}
+
+
+def _texts(request: Request) -> list[str]:
+    """Return the texts with the selected prompt."""
+    texts, found = request.fields["inputs"], prompt_option(request)
+    if not found:
+        return texts
+    return [found["prompt"] + text for text in texts]
+
+
+async def _embed(request: Request) -> Response:
+    request.info("embed")
+    given = {**truncation_options(request), **prompt_option(request)}
+    given |= {name: request.fields[name] for name in ("normalize", "dimensions", "route")}
+    found = await request.ask("embed", request.fields["inputs"], given)
+    return Response(found.arrays[0], found.arrays[0])
+
+
+async def _embed_all(request: Request) -> Response:
+    request.info("embed_all")
+    found = await request.ask("embed_all", _texts(request), truncation_options(request))
+    ends = np.cumsum(found.data["lengths"])
+    return Response(np.split(found.arrays[0], ends[:-1]), found.arrays[0])
+
+
+async def _embed_sparse(request: Request) -> Response:
+    request.info("embed_sparse")
+    return await request.forward("embed_sparse", _texts(request), truncation_options(request))
+
+
+def _pairs_of(value: Any) -> tuple[list[Any], bool]:
+    """Return the inputs, and whether there is one: "a", ["a", "b"], or [["a"], ["a", "b"]]."""
+    if isinstance(value, str):
+        return [value], True
+    if isinstance(value, list) and value:
+        if all(isinstance(part, str) for part in value) and len(value) <= 2:
+            return [value if len(value) == 2 else value[0]], True
+        good = [
+            isinstance(row, str)
+            or (isinstance(row, list) and len(row) in (1, 2) and all(isinstance(part, str) for part in row))
+            for row in value
+        ]
+        if all(good):
+            return [row[0] if isinstance(row, list) and len(row) == 1 else row for row in value], False
+    if value == []:
+        return [], False
+    raise RefusedError(
+        'inputs: expected a string, a pair ["a", "b"], or a list of [["a"], ["a", "b"]]', "field", param="inputs"
+    )
+
+
+async def _predict(request: Request) -> Response:
+    items, single = _pairs_of(request.fields["inputs"])
+    given = {**truncation_options(request), "raw": wants_raw_scores(request)}
+    found = await request.ask("classify", items, given)
+    rows = [
+        [with_empty_flag({"score": one["score"], "label": one["label"]}, is_blank(item)) for one in row]
+        for row, item in zip(found.data, items, strict=True)
+    ]
+    return Response(rows[0] if single else rows)
+
+
+async def _rerank(request: Request) -> Response:
+    query, texts = request.fields["query"], request.fields["texts"]
+    if not texts:
+        raise RefusedError("texts is empty, expected at least one", "empty", param="texts")
+    given = {**truncation_options(request), "raw": wants_raw_scores(request)}
+    found = await request.ask("rerank", [query, *texts], given, texts=len(texts))
+    ranked = [(one, texts[one["index"]]) for one in found.data]
+    more = request.fields["return_text"] is True
+    return Response(
+        [
+            with_empty_flag(
+                {"index": one["index"], "score": one["score"]} | ({"text": text} if more else {}),
+                is_blank(query) or is_blank(text),
+            )
+            for one, text in ranked
+        ]
+    )
+
+
+async def _similarity(request: Request) -> Response:
+    return await similarity(request, request.fields["inputs"], request.fields["parameters"] or {})
+
+
+async def similarity(request: Request, inputs: Mapping[str, Any], given: Mapping[str, Any]) -> Response:
+    """Return the similarities of a text and others.
+
+    Args:
+        request: the request.
+        inputs: values of `PAIR`.
+        given: ``truncate``, ``truncation_direction``, ``prompt_name``.
+    """
+    request.info("similarity")
+    texts = [inputs["source_sentence"], *inputs["sentences"]]
+    if len(texts) == 1:
+        raise RefusedError("sentences is empty, expected at least one", "empty", param="inputs")
+    found = await request.ask(
+        "similarity", texts, {**truncation_options(request, given), **prompt_option(request, given)}, texts=len(texts)
+    )
+    return Response(found.data)
+
+
+async def _tokenize(request: Request) -> Response:
+    request.info("tokenize")
+    special = request.fields["add_special_tokens"]
+    return await request.forward("tokenize", _texts(request), {"special": special})
+
+
+async def _decode(request: Request) -> Response:
+    return await request.forward("decode", request.fields["ids"], {"special": request.fields["skip_special_tokens"]})
+
+
+_INPUTS = Field("inputs", "inputs", "texts, or token ids", True)
+_TEXTS = Field("inputs", "texts", "one text or several", True)
+
+ROUTES = tuple(
+    Route(path, summary, (*fields, MODEL), answer, group="text-embeddings-inference")
+    for path, summary, fields, answer in (
+        (
+            "/embed",
+            "a vector for each text",
+            (_INPUTS, NORMALIZE, TRUNCATE, DIRECTION, WINDOWS, PROMPT, ROUTE, DIMENSIONS),
+            _embed,
+        ),
+        ("/embed_all", "a state for each token", (_TEXTS, TRUNCATE, DIRECTION, WINDOWS, PROMPT), _embed_all),
+        (
+            "/embed_sparse",
+            "weights of words for each text",
+            (_TEXTS, TRUNCATE, DIRECTION, WINDOWS, PROMPT),
+            _embed_sparse,
+        ),
+        (
+            "/predict",
+            "labels with scores",
+            (
+                Field("inputs", "any", "a text, a pair, or a list of lists of one or two texts", True),
+                CUT,
+                DIRECTION,
+                RAW,
+            ),
+            _predict,
+        ),
+        (
+            "/rerank",
+            "texts ranked by relevance for a query",
+            (
+                Field("query", "text", "the query", True),
+                Field("texts", "texts", "texts to rank", True),
+                CUT,
+                DIRECTION,
+                RAW,
+                Field("return_text", "flag", "include texts in the response"),
+            ),
+            _rerank,
+        ),
+        (
+            "/similarity",
+            "similarity of a text and others",
+            (
+                Field("inputs", "object", "source_sentence and sentences", True, fields=PAIR),
+                Field(
+                    "parameters", "object", "options for long texts and prompts", fields=(TRUNCATE, DIRECTION, PROMPT)
+                ),
+            ),
+            _similarity,
+        ),
+        (
+            "/tokenize",
+            "tokens with their offsets",
+            (_TEXTS, Field("add_special_tokens", "flag", "true by default"), PROMPT),
+            _tokenize,
+        ),
+        (
+            "/decode",
+            "texts of ids",
+            (
+                Field("ids", "rows", "ids of one text or several", True),
+                Field("skip_special_tokens", "flag", "true by default"),
+            ),
+            _decode,
+        ),
+    )
+)
+"""Routes of text-embeddings-inference."""

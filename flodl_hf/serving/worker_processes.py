@@ -1,0 +1,245 @@
+"""Processes of the workers: start, replacement, reload and shutdown.
+
+A `WorkerListener` receives the current workers: `flodl_hf.serving.workers.Workers` of this process, or the parent of
+several HTTP processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from flodl.errors import FlodlError
+from flodl_hf.serving.adapters import find_adapters
+from flodl_hf.serving.ipc import Child, start
+from flodl_hf.serving.settings import Settings
+from flodl_hf.serving.workers import Worker
+
+__all__ = ["Process", "Processes", "WorkerListener", "WorkersError"]
+
+LOG = logging.getLogger("flodl_hf.serving")
+# A worker is not restarted after this many ends without a result in between.
+MAX_RESTARTS = 5
+
+
+class WorkersError(FlodlError):
+    """Workers cannot be started."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Process(Worker):
+    """A worker whose process was started here.
+
+    Attributes:
+        device: its device.
+        child: the process.
+    """
+
+    device: str
+    child: Child
+    leaving: bool = False
+    listening: asyncio.Task[None] | None = None
+
+
+class WorkerListener(Protocol):
+    """Receives changes and results of workers; implemented by `flodl_hf.serving.workers.Workers`."""
+
+    def use(self, active: Sequence[Process], restarts: int) -> None:
+        """Send requests only to these workers from now on."""
+
+    def answered(self, worker: Process, message: dict[str, Any], arrays: list[np.ndarray]) -> None:
+        """Handle a result."""
+
+    def ended(self, worker: Process) -> None:
+        """Fail the requests of a worker that ended."""
+
+    async def left(self, worker: Process) -> None:
+        """Wait until a worker has no requests, at most ``drain_s``."""
+
+
+class Processes:
+    """The worker processes of a server.
+
+    Args:
+        settings: the server's settings.
+        listener: receives changes and results.
+        fd_channel: whether connections to further HTTP processes are sent to the workers.
+    """
+
+    def __init__(self, settings: Settings, listener: WorkerListener, *, fd_channel: bool = False) -> None:
+        self.settings = settings
+        self.restarts = 0
+        """Number of workers that were replaced."""
+        self.here: list[Process] = []
+        """The active workers."""
+        self._listener = listener
+        self._fd_channel = fd_channel
+        self._adapters: list[dict[str, str]] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._replacing: set[asyncio.Task[Any]] = set()
+        self._closing = False
+        self._deaths = 0
+        self._reloads = 0
+
+    async def start(self) -> None:
+        """Start the workers of each device and return when all models are warm.
+
+        Raises:
+            WorkersError: a model cannot be served; the message has the reason.
+            ConfigError: a directory of adapters is invalid.
+        """
+        found = await self._started()
+        if self._closing:
+            await asyncio.gather(*(self._let_go(process) for process in found))
+            return
+        self._use(found)
+
+    def alive(self) -> None:
+        """Reset the count of ended workers: results arrive."""
+        self._deaths = 0
+
+    def _use(self, here: list[Process]) -> None:
+        self.here = here
+        self._listener.use(here, self.restarts)
+        for process in here:
+            # The end of each process is observed from now on, also of one that ended while others were started.
+            if process.listening is None:
+                process.listening = asyncio.ensure_future(self._listen(process))
+
+    async def _started(self) -> list[Process]:
+        adapters = find_adapters(self.settings)
+        devices = self.settings.devices * (self.settings.workers or 1)
+        done = await self._all(devices, adapters)
+        if self.settings.workers is None and all(isinstance(one, Process) for one in done):
+            roomy = [one.device for one in done if isinstance(one, Process) and one.info["room"]]
+            second = await self._all(roomy, adapters)
+            for device, one in zip(roomy, second, strict=True):
+                if isinstance(one, BaseException):
+                    LOG.warning("one worker", extra={"said": {"device": device, "fault": str(one)}})
+            done += [one for one in second if isinstance(one, Process)]
+        found = [process for process in done if isinstance(process, Process)]
+        faults = [fault for fault in done if isinstance(fault, BaseException)]
+        if faults:
+            for process in found:
+                await self._let_go(process)
+            raise faults[0]
+        self._adapters = adapters
+        return found
+
+    async def _all(self, devices: Sequence[str], adapters: list[dict[str, str]]) -> list[Process | BaseException]:
+        made = [asyncio.ensure_future(self._one(device, adapters)) for device in devices]
+        return await asyncio.gather(*made, return_exceptions=True)
+
+    async def _one(self, device: str, adapters: list[dict[str, str]]) -> Process:
+        first: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+
+        def on_message(message: dict[str, Any], arrays: list[np.ndarray]) -> None:
+            if "warned" in message:
+                LOG.warning(message["warned"], extra={"said": {"device": device}})
+            elif first.done():
+                self._deaths = 0
+                self._listener.answered(found, message, arrays)
+            else:
+                first.set_result(message)
+
+        child = await start("flodl_hf.serving.worker", on_message, fd_channel=self._fd_channel)
+        found = Process(child.link, device=device, child=child)
+        found.link.send(self.settings.for_worker(device, adapters))
+        try:
+            await asyncio.wait((first, found.link.closed), return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            found.link.close()
+            await child.reaped(0.0)
+            raise
+        if first.done():
+            message = first.result()
+        else:
+            message = {"broken": f"the worker of {device} ended with status {await child.reaped()}"}
+        if "broken" in message:
+            await self._let_go(found)
+            raise WorkersError(f"serve: {message['broken']}", device=device)
+        found.info, found.rate = message, float(message["rate"])
+        LOG.info("worker ready", extra={"said": {"device": message["device"], "pid": message["pid"]}})
+        return found
+
+    # ---- ends --------------------------------------------------------------------------------------
+
+    async def _listen(self, process: Process) -> None:
+        """Replace a worker that ends unexpectedly."""
+        await process.link.closed
+        self._listener.ended(process)
+        process.link.close()
+        expected = process.leaving or self._closing or process not in self.here
+        if not expected:
+            self.here.remove(process)
+        status = await process.child.reaped()
+        if not expected:
+            LOG.error("worker ended", extra={"said": {"device": process.device, "status": status}})
+            self._task(self._replace(process.device), self._replacing)
+
+    async def _replace(self, device: str) -> None:
+        """Start a replacement, unless all models are reloaded meanwhile."""
+        reloads = self._reloads
+        while reloads == self._reloads and not self._closing:
+            self._deaths += 1
+            if self._deaths > MAX_RESTARTS:
+                LOG.error("worker given up", extra={"said": {"device": device}})
+                return
+            try:
+                again = await self._one(device, self._adapters)
+            except WorkersError as fault:
+                LOG.error("worker not started", extra={"said": {"device": device, "fault": str(fault)}})
+                await asyncio.sleep(min(30.0, 2.0**self._deaths))
+                continue
+            if reloads != self._reloads or self._closing:
+                self._task(self._let_go(again), self._tasks)
+                return
+            self.restarts += 1
+            self._use([*self.here, again])
+            return
+
+    async def reload(self) -> None:
+        """Reload all models in new workers; the old workers finish their current requests.
+
+        Raises:
+            WorkersError: a model cannot be loaded; the old workers remain active.
+            ConfigError: a directory of adapters is invalid; the old workers remain active.
+        """
+        new = await self._started()
+        if self._closing:
+            await asyncio.gather(*(self._let_go(process) for process in new))
+            return
+        self._reloads += 1
+        self._deaths = 0
+        before = self.here
+        self._use(new)
+        for process in before:
+            self._task(self._let_go(process), self._tasks)
+
+    async def close(self) -> None:
+        """Let all workers finish their current requests, and end them."""
+        self._closing = True
+        for task in self._replacing:
+            task.cancel()
+        await asyncio.gather(*self._replacing, return_exceptions=True)
+        here = self.here
+        self._use([])
+        await asyncio.gather(*(self._let_go(process) for process in here), *self._tasks)
+
+    def _task(self, made: Awaitable[Any], held: set[asyncio.Task[Any]]) -> None:
+        task = asyncio.ensure_future(made)
+        held.add(task)
+        task.add_done_callback(held.discard)
+
+    async def _let_go(self, process: Process) -> None:
+        process.leaving = True
+        await self._listener.left(process)
+        process.link.close()
+        await process.child.reaped()
+        if process.listening is not None:
+            await process.listening
