@@ -115,10 +115,6 @@ class Metrics:
         """Set a gauge."""
         self._numbers[name] = {(): Counter(value)}
 
-    def observe(self, name: str, value: float, **labels: str) -> None:
-        """Add a value to a histogram."""
-        self.histogram(name, **labels).add(value)
-
     def dump(self) -> dict[str, Any]:
         """Return all metrics as JSON types, for `merged`."""
         return {

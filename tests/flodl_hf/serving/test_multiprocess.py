@@ -137,9 +137,9 @@ def test_what_processes_counted_adds_up_and_gauges_are_the_last_that_was_heard()
     each = [Metrics() for _ in range(3)]
     for number, metrics in enumerate(each):
         metrics.add("te_request_count", number + 1, method="/embed")
-        metrics.observe("te_request_duration", 0.02 * 10**number, method="/embed")
+        metrics.histogram("te_request_duration", method="/embed").add(0.02 * 10**number)
         metrics.counter("flodl_queue_tokens").value = 100.0 * number
-        metrics.heard = [2.0, 3.0, 1.0][number]
+        metrics.last_batch = [2.0, 3.0, 1.0][number]
     text = merged(json.loads(json.dumps([metrics.dump() for metrics in each]))).text()
     assert 'te_request_count{method="/embed"} 6' in text
     assert 'te_request_duration_bucket{method="/embed",le="0.025"} 1' in text
@@ -317,7 +317,7 @@ def test_limits_hold_for_all_processes_together(quiet: tuple[str, Any]) -> None:
             inside = [pool.submit(ask, way) for way in ways[:24]]
             until(lambda: parent.counters.inside == 24)
             status, answer = ask(ways[24])
-            assert (status, "24 requests are being answered" in answer) == (429, True)
+            assert (status, "24 concurrent requests" in answer) == (429, True)
             assert number_of(ask(ways[24], "GET", "/metrics")[1], "te_queue_size") == 24
         assert [one.result()[0] for one in inside] == [200] * 24
     assert (parent.counters.inside, parent.counters.tokens) == (0, 0)

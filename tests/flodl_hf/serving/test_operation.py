@@ -431,7 +431,7 @@ def test_several_processes_of_a_device(folders: dict[str, Path]) -> None:
         for pid in (first, second):
             used = Path(f"/proc/{pid}/stat")
             assert not used.exists() or int(used.read_text().rsplit(")", 1)[1].split()[11]) > 0
-        assert workers.peak == max(process.info["peak"] for process in workers._here)
+        assert workers.peak == max(process.info["peak"] for process in workers._active)
         os.kill(first, signal.SIGKILL)
         until = time.monotonic() + 120
         while (len(workers.pids) < 2 or first in workers.pids) and time.monotonic() < until:

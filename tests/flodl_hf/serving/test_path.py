@@ -148,7 +148,7 @@ def test_a_worker_that_sends_nonsense_loses_its_connection(caplog: pytest.LogCap
         return bool(wire.aborted)
 
     assert asyncio.run(seen())
-    assert "not understood" in caplog.text
+    assert "invalid message" in caplog.text
 
 
 def test_messages_come_whole_however_they_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:

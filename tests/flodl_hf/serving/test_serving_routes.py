@@ -296,7 +296,7 @@ def test_of_too_many_inputs_none_is_looked_at(http: Any, path: str, body: dict[s
     """Looked at one by one, those of a full body would keep all other requests waiting."""
     answer = http.post(path, json={"model": "embed", **body})
     assert answer.status_code == (400 if path == "/v2/rerank" else 413)
-    assert "3000 inputs; expected at most 2048" in answer.text
+    assert "3000 inputs, expected at most 2048" in answer.text
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_what_cannot_be_answered_fails_alone(folders: dict[str, Path]) -> None:
     found = model.execute([*asked, Request([["a dog"]])])
     assert [response.has_error() for response in found] == [False, True, True, True, True, False]
     said = [response.error().message() for response in found if response.has_error()]
-    for words, message in zip(("tokens", "UTF-8", "(1, 3)", "no TEXT"), said, strict=True):
+    for words, message in zip(("tokens", "UTF-8", "(1, 3)", "TEXT is missing"), said, strict=True):
         assert words in message
     vectors = started("encoder", folders["embed"], precision="")
     (refused,) = vectors.execute([Request([["a", "b"]])])
