@@ -246,7 +246,9 @@ def test_labels_of_the_input_stay_beside_those_of_the_answer(
 
         pq.write_table(pa.Table.from_pylist(rows), source)
     out = tmp_path / f"out.{format}"
-    with pytest.warns(UserWarning, match="'label' is written as 'input_label_', because the result has a column of that name"):
+    with pytest.warns(
+        UserWarning, match="'label' is written as 'input_label_', because the result has a column of that name"
+    ):
         predict_file(model(), source, out, on_error="null")
     if format in ("csv", "tsv"):
         with out.open(newline="", encoding="utf-8") as file:
