@@ -121,7 +121,7 @@ def test_a_disk_that_keeps_nothing_is_given_up_and_standard_input_is_asked_for_a
 ) -> None:
     source, wanted, out = numbered(40), tmp_path / "wanted.jsonl", tmp_path / "out.jsonl"
     predict_file(model(), source, wanted, part_rows=10)
-    finish, bad = Parts.finish, [True] * (run.MENDED + 1)
+    finish, bad = Parts.finish, [True] * (run.MAX_REPAIRS + 1)
 
     def damaged(self: Parts, *args: Any) -> None:
         if bad and bad.pop():

@@ -25,7 +25,7 @@ FAULTY: dict[str, tuple[str, str]] = {
     "no JSON": ("{bad", "invalid JSON"),
     "no object": ("[1, 2]", "found list: '[1, 2]', expected a JSON object"),
     "no column": ('{"id": 1}', "found no column 'text'"),
-    "null": ('{"id": 1, "text": null}', "column 'text': found nothing"),
+    "null": ('{"id": 1, "text": null}', "column 'text': found null"),
     "number": ('{"id": 1, "text": 3}', "column 'text': found int"),
     "half a character": ('{"id": 1, "text": "a \\ud800 b"}', "surrogate"),
     "the answer's name": ('{"id": 1, "text": "a", "score": 1}', "the row has a column 'score'"),
@@ -104,7 +104,7 @@ def test_texts_too_long_for_one_window_with_strict(model: Any, jsonl: Any, tmp_p
     with pytest.raises(DataError) as stopped:
         predict_file(model(), source, out, strict=True)
     assert stopped.value.rows == [2, 4]
-    assert f"{limit} fit into one window" in stopped.value.problems[0]
+    assert f"at most {limit}" in stopped.value.problems[0]
     result = predict_file(model(), source, out, strict=True, on_error="skip")
     assert (result.written, result.faulty) == (2, 2)
 
