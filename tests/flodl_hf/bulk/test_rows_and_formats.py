@@ -184,7 +184,7 @@ def test_a_kept_json_object_stays_as_it_was_written(tmp_path: Path) -> None:
 
 def test_a_folder_is_not_called_absent(tmp_path: Path) -> None:
     for path, says in (
-        (tmp_path, "is a folder, which has no files; expected a file"),
+        (tmp_path, "is a folder"),
         (tmp_path / "a.csv", "no such file"),
     ):
         with pytest.raises(DataError, match=says):
