@@ -326,7 +326,7 @@ def _parsed(body: bytes, most: int) -> Any:
     try:
         return from_json(body)
     except (ValueError, RecursionError) as fault:
-        raise RefusedError(f"the body is not JSON: {str(fault)[:200]}", "body") from None
+        raise RefusedError(f"the body is invalid: found {str(fault)[:200]}, expected JSON", "body") from None
 
 
 _PRIORITIES = {"high": 1, "normal": 0, "low": -1}

@@ -186,7 +186,7 @@ class Request:
             raise RefusedError(
                 f"no served model has a head for {tasks[0] if tasks else 'this route'}; served: {have}"
                 if not able
-                else f"several models have the required head. Select one with 'model': {', '.join(able)}",
+                else f"several models have the required head; expected 'model' to name one of {', '.join(able)}",
                 "model" if able else "head",
                 param="model",
             )

@@ -358,14 +358,14 @@ def test_sentence_transformers_gives_these_vectors(saved: Saved, tmp_path: Path,
 
 
 def test_requests_say_what_texts_are_for(saved: Saved) -> None:
-    from flodl_hf.serving.request import Ticket
+    from flodl_hf.serving.request import WorkerRequest
     from flodl_hf.serving.tasks import TASKS, describe, warm_items
 
     model: Any = load(behind(saved("bert"), default_route="document"))
     embed = TASKS["embed"]
 
     def asked(items: Any = TEXTS, **options: Any) -> Tensor:
-        return torch.from_numpy(embed(model, items, options, Ticket())[1][0])
+        return torch.from_numpy(embed(model, items, options, WorkerRequest())[1][0])
 
     said = describe(model)
     assert (said["routes"], said["width"]) == (["query", "document"], 4)
@@ -383,8 +383,8 @@ def test_requests_say_what_texts_are_for(saved: Saved) -> None:
         with pytest.raises(PredictError):
             asked(items, **options)
     own: Any = load(apart(saved("roberta"), saved("distilbert")))
-    assert (describe(own)["width"], embed(own, [[2, 9, 3]], {"route": "query"}, Ticket())[1][0].shape) == (4, (1, 16))
-    found = embed(own, TEXTS, {"route": "query", "dimensions": 16}, Ticket())[1][0]
+    assert (describe(own)["width"], embed(own, [[2, 9, 3]], {"route": "query"}, WorkerRequest())[1][0].shape) == (4, (1, 16))
+    found = embed(own, TEXTS, {"route": "query", "dimensions": 16}, WorkerRequest())[1][0]
     assert torch.equal(torch.from_numpy(found), own.embed(TEXTS, route="query"))
     unsaid: Any = load(behind(Path(model.source.folder), allow_empty_key=False))
     assert (describe(unsaid)["width"], warm_items(unsaid)[0]) == (6, "embed_all")

@@ -43,7 +43,7 @@ def test_every_door_has_a_plain_request() -> None:
     assert set(served.BODIES) == {route.path for route in ROUTES}
     for route in ROUTES:
         assert set(served.BODIES[route.path]) <= {field.name for field in route.fields}
-        assert {field.name for field in route.fields if field.needed} <= set(served.BODIES[route.path])
+        assert {field.name for field in route.fields if field.required} <= set(served.BODIES[route.path])
 
 
 def said(status: int, text: str) -> Answer:
