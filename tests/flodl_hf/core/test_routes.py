@@ -383,7 +383,10 @@ def test_requests_say_what_texts_are_for(saved: Saved) -> None:
         with pytest.raises(PredictError):
             asked(items, **options)
     own: Any = load(apart(saved("roberta"), saved("distilbert")))
-    assert (describe(own)["width"], embed(own, [[2, 9, 3]], {"route": "query"}, WorkerRequest())[1][0].shape) == (4, (1, 16))
+    assert (describe(own)["width"], embed(own, [[2, 9, 3]], {"route": "query"}, WorkerRequest())[1][0].shape) == (
+        4,
+        (1, 16),
+    )
     found = embed(own, TEXTS, {"route": "query", "dimensions": 16}, WorkerRequest())[1][0]
     assert torch.equal(torch.from_numpy(found), own.embed(TEXTS, route="query"))
     unsaid: Any = load(behind(Path(model.source.folder), allow_empty_key=False))
