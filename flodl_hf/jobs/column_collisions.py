@@ -33,7 +33,7 @@ def colliding_columns(names: Sequence[str], taken: Iterable[str]) -> dict[str, s
 
 
 def renamed(row: Row, names: Mapping[str, str]) -> Row:
-    """Return a row with new names of its columns."""
+    """Return a row with its columns renamed."""
     if row.values is None or names.keys().isdisjoint(row.values):
         return row
     return replace(row, values={names.get(name, name): value for name, value in row.values.items()}, text=None)

@@ -67,7 +67,7 @@ def predict_file(
     """Predict every row of a file, write the results to another file, and return a summary.
 
     Memory use does not depend on the size of the file. Finished parts are stored in a folder next to ``target``. The
-    same call resumes after any interruption and writes what an uninterrupted run would have written.
+    same call resumes after any interruption and produces the same output as an uninterrupted run.
 
     Under torchrun, or if RANK and WORLD_SIZE are set, each process predicts its share of the parts, and rank 0 writes
     the file.

@@ -145,7 +145,7 @@ class Parts:
                     shutil.rmtree(leftover, ignore_errors=True)
                 else:
                     leftover.unlink(missing_ok=True)
-            # Removed folders whose deletion was interrupted.
+            # Removed folders after an interrupted deletion.
             prefix = f".{self.folder.name[:200]}."
             for entry in self.target.parent.iterdir():
                 if entry.name.startswith(prefix) and entry.name.endswith(".gone") and entry.is_dir():
@@ -192,7 +192,7 @@ class Parts:
         return self._data(number).name
 
     def numbers(self) -> list[int]:
-        """Return the numbers of all parts with a record, complete or not."""
+        """Return the numbers of all recorded parts, complete or not."""
         return sorted(
             int(path.stem.removeprefix("part-")) for path in self.folder.glob("part-" + "[0-9]" * 8 + ".json")
         )

@@ -147,7 +147,7 @@ class Run:
         return self._plan.model.device.type != "cpu"
 
     def _read(self) -> Generator[_Part, None, None]:
-        """Yield all parts in order, with the rows of those that this rank predicts."""
+        """Yield all parts in order; parts of this rank have their rows."""
         number, size = 0, self._plan.part_rows
         while True:
             record, mine = self._parts.record(number), self._takes(number)
@@ -211,7 +211,7 @@ class Run:
         """Raise if a stream differs from the one of the earlier run."""
         if part.record is not None and part.record.get("digest") != part.digest:
             raise DataError(
-                f"{self._plan.source}: the rows of part {part.number} differ from those of the earlier run, expected "
+                f"{self._plan.source}: the rows of part {part.number} differ from the earlier run, expected "
                 "the same input. Send it again, or start over with --restart (restart=True).",
                 part=part.number,
             )

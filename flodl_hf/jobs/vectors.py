@@ -40,7 +40,7 @@ def vector_writer(
     with_errors: bool,
     **rows: Any,
 ) -> Writer:
-    """Return the writer of a job: that of `write.writer_for`, with support of vectors with few bytes.
+    """Return the writer of a job: `write.writer_for` with support of vectors with few bytes.
 
     Args:
         format: format of the output.

@@ -1,6 +1,6 @@
 """Adapters in a worker: models that share the unadapted tensors of their base.
 
-By default each adapter has merged weights of its own. With ``mix_adapters``, adapters of one base share batches: the
+By default each adapter has separate merged weights. With ``mix_adapters``, adapters of one base share batches: the
 base runs once for the rows of all of them, without merged weights (`flodl_hf.models.adapters.mixed`).
 """
 
@@ -29,12 +29,12 @@ MAX_MIXED_ADAPTERS = 16
 def open_adapters(
     listed: Sequence[Mapping[str, str]], models: Mapping[str, Any], opened: Callable[[str, str, str], Any]
 ) -> dict[str, Any]:
-    """Return a model for each adapter, by name.
+    """Return a dict with a model for each adapter.
 
     Args:
         listed: the result of `find_adapters`.
-        models: the base models, by name.
-        opened: function that loads a model from a base's name, a head and an adapter's folder.
+        models: dict of the base models.
+        opened: function that loads a model from the name of its base, a head and an adapter's folder.
 
     Raises:
         ConfigError: adapters cannot be loaded; the message lists all of them.
@@ -76,11 +76,11 @@ def _share(model: Any, others: Sequence[Any]) -> None:
 
 
 class MixedAdapters:
-    """Adapters whose rows share batches; used like a model.
+    """Several adapters that share batches; used like a model.
 
     Args:
         base: a model of their task without an adapter.
-        members: models with one adapter each, by name.
+        members: dict of models with one adapter each.
 
     Raises:
         PredictError: the adapters cannot share a batch.

@@ -4,7 +4,7 @@ Tokens are estimated from characters before tokenization. The waiting time is es
 for each API key from the queue before it: keys take turns, so a key waits for no more tokens of another key than it has
 itself.
 
-A short burst may fill the queue up to ``max_queue_s``; a standing queue is limited to ``max_wait_s``, because it delays
+A short burst may fill the queue up to ``max_queue_s``; a lasting queue is limited to ``max_wait_s``, because it delays
 all requests without raising the throughput (Nichols and Jacobson 2012).
 """
 

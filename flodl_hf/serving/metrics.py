@@ -131,7 +131,7 @@ class Metrics:
         }
 
     def take(self, dump: Mapping[str, Any]) -> None:
-        """Add the metrics of another process; gauges are those of the process with the last batch.
+        """Add the metrics of another process; the process with the last batch determines gauges.
 
         Args:
             dump: the result of `dump`.

@@ -171,7 +171,7 @@ class AwaitedResults(Pending):
             self.here.set()
 
     def parts(self) -> Any:
-        """Wait for all results, and return those of each batch.
+        """Wait for all results and return them batch by batch.
 
         Raises:
             GivenUpError: the request was cancelled.

@@ -238,7 +238,7 @@ class Client(_Methods):
 
 
 class AsyncClient(_Methods):
-    """A client for asyncio; its methods are those of `Client`, to be awaited.
+    """A client for asyncio; it has the methods of `Client`, to be awaited.
 
     Args:
         url: the server's address.

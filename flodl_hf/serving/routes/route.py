@@ -287,7 +287,7 @@ def truncation_options(request: Request, given: Mapping[str, Any] | None = None)
 
     Args:
         request: the request.
-        given: the fields; None uses those of the request.
+        given: the fields; None uses the request's own.
     """
     given = request.fields if given is None else given
     size, truncate = given.get("truncate_prompt_tokens"), given.get("truncate")

@@ -59,7 +59,7 @@ def prompt_option(request: Request, given: Mapping[str, Any] | None = None) -> d
 
     Args:
         request: the request.
-        given: the fields; None uses those of the request.
+        given: the fields; None uses the request's own.
 
     Raises:
         RefusedError: the model has no such prompt.
