@@ -1,6 +1,6 @@
 """Tasks of a worker: calls of the model's public methods, with results as JSON types and arrays.
 
-Results equal ``predict``, ``embed`` and the other methods. Routes select the task (`flodl_hf.serving.routes`).
+Results agree with ``predict``, ``embed`` and the other methods. Routes select the task (`flodl_hf.serving.routes`).
 """
 
 from __future__ import annotations
