@@ -42,7 +42,7 @@ def steps_of(rows: int, size: int, options: Options) -> int:
 
 
 def usual_batch_size(rows: int, enough: int, options: Options, ranks: int = 1) -> int:
-    """Return the greatest of 32, 16, 8 and 4 that makes the steps enough, else the least of them.
+    """Return the largest of 32, 16, 8 and 4 with enough steps, else the smallest.
 
     If ``max_steps`` ends the run, this number of steps is sufficient.
 

@@ -27,7 +27,7 @@ in short runs, single batches of one length have a larger effect (`docs/training
 
 @dataclass(frozen=True)
 class Batching:
-    """How rows become batches.
+    """Batches, collate function and layout of a run.
 
     Attributes:
         batches: which rows form each batch.
@@ -47,7 +47,7 @@ class Batching:
 def batch_rows(
     task: Task, options: Options, rows: Any, *, own: Own, pad_id: int, masking: Any, max_tokens: int | None
 ) -> Batching:
-    """Return how the rows of a task become batches.
+    """Return the batches of a task.
 
     Args:
         task: the task of the run.

@@ -58,7 +58,7 @@ class ChoiceColumns:
 
 
 def choice_columns(row: Mapping[str, Any], role_columns: Mapping[str, str] | None = None) -> ChoiceColumns | None:
-    """Return the columns of a table of choices; None where it is no such table.
+    """Return the columns of a table of choices; None if the table has no choices.
 
     Args:
         row: the first row.

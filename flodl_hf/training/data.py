@@ -114,7 +114,7 @@ class Tables:
 
 
 def read_tables(train: Any, held_out: Any, options: Options | None = None) -> Tables:
-    """Return the rows of the given files or objects; of a stream as many as the run can use.
+    """Return the rows of the given files or objects; from a stream only the rows that the run uses.
 
     Args:
         train: training data; None if a model is evaluated only: then the first evaluation set is used.

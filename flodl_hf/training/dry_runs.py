@@ -90,7 +90,7 @@ def dry_run(
     adapter: Settings | None = None,
     **options: Unpack[FinetuneWords],
 ) -> DryRun:
-    """Return what ``finetune`` with the same arguments will do and need, after a short trial of each part.
+    """Return the steps and resources of ``finetune`` with the same arguments, after a short trial.
 
     All data is read and tokenized; a copy of the model runs the largest batch and three steps, evaluates some
     rows and is written to a temporary folder. Nothing else is written, and no model changes.
@@ -193,7 +193,7 @@ def find_lr(
     adapter: Settings | None = None,
     **options: Unpack[FinetuneWords],
 ) -> RateSearch:
-    """Return what training a copy of ``model`` at rising rates finds; its ``suggestion`` is one for ``lr``.
+    """Train a copy of ``model`` at rising rates; ``suggestion`` of the result is a value for ``lr``.
 
     It stops where the loss is four times the lowest. Nothing is written and no model is changed.
 

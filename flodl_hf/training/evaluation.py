@@ -223,7 +223,7 @@ class Evaluations:
         return {f"{name}/{figure}": value for name, figures in found.items() for figure, value in figures.items()}
 
     def check_metric(self, name: str) -> str:
-        """Return the name of a figure with its set and sign; of the first set where none is named.
+        """Return the name of a figure with its set and sign; by default of the first set.
 
         Args:
             name: ``set/figure``, or as transformers names it ``eval_set_figure``.

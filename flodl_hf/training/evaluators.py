@@ -66,7 +66,7 @@ def clustering_figures(vectors: Any, labels: Sequence[Any], *, seed: int = 0, tr
 
 
 def v_measure(classes: Any, groups: Any) -> float:
-    """Return the harmonic mean of how pure groups are and how whole classes are, from 0 to 1."""
+    """Return the harmonic mean of homogeneity and completeness, from 0 to 1."""
     _, rows = np.unique(np.asarray(classes), return_inverse=True)
     _, columns = np.unique(np.asarray(groups), return_inverse=True)
     table = np.zeros((rows.max() + 1, columns.max() + 1))
@@ -273,7 +273,7 @@ def _dcg(scores: Any, worth: Any, at: int) -> float:
 def reranking_figures(
     queries: Any, positives: Sequence[Any], negatives: Sequence[Any], *, at: int = 10, measure: str = "cosine"
 ) -> dict[str, float]:
-    """Return the figures of `ranking_figures` where candidates are ordered by their vectors' similarity to the query's.
+    """Return the metrics of `ranking_figures` for candidates ordered by similarity to the query.
 
     Args:
         queries: ``(queries, size)``.
@@ -388,7 +388,7 @@ def matryoshka_curve(
     *further: Any,
     **named: Any,
 ) -> dict[int, dict[str, float]]:
-    """Return the figures of vectors cut to each size.
+    """Return the metrics of vectors truncated to each size.
 
     ::
 

@@ -149,7 +149,7 @@ def cast_stored(model: EncoderModel, replaced: Container[str] = (), left: Contai
 
 
 def take(model: EncoderModel, state: Mapping[str, Tensor]) -> None:
-    """Give a model trained tensors for its own, which are let go: there are never two of the whole.
+    """Replace the tensors of a model by trained ones, without a second copy of the model.
 
     What does not learn stays as it is stored, which `cast_stored` ends: an adapter is written without its base.
 

@@ -56,7 +56,7 @@ AT_ONCE = 512
 
 @torch.no_grad()
 def drawn(scores: Tensor, seeds: Tensor, places: Tensor) -> Tensor:
-    """Return a class for each row of scores, drawn by their softmax, int64 ``(rows,)``.
+    """Sample a class for each row of scores from their softmax, int64 ``(rows,)``.
 
     Args:
         scores: ``(rows, classes)``.
@@ -365,16 +365,16 @@ class GeneratorTask(MaskedTask):
         return [f"{widths}; they share the discriminator's embeddings ({', '.join(names)})"]
 
     def bounds(self, model: EncoderModel) -> list[int]:
-        """Return the most tokens of a row that the generator takes, where anything bounds it."""
+        """Return the token limit of the generator, if it has one."""
         generator: Any = model.beside
         return [] if generator.max_tokens is None else [generator.max_tokens]
 
     def conclude(self, model: EncoderModel) -> MaskedLM | None:
-        """Take the generator away and return it; None where it was taken already."""
+        """Detach the generator and return it; None if it is detached already."""
         return taken_out(model)
 
     def masking(self, tokenizer: Tokenizer) -> Masking:
-        """Return what masks tokens."""
+        """Return the masking function."""
         return Masking(
             tokenizer.mask_token_id or 0, tokenizer.vocab_size, self.options.mask_probability, self.options.whole_words,
             mask_share=MASK_SHARE, random_share=0.0,
@@ -385,7 +385,7 @@ class GeneratorTask(MaskedTask):
         return JointObjective()
 
     def shares(self, usual: CollateRows, rows: EncodedRows, batches: Any, accumulate: int) -> CollateMasked:
-        """Return the collate function of some batches, where a step has ``accumulate`` of them."""
+        """Return the collate function for steps of ``accumulate`` batches."""
         probability = self.options.mask_probability
         return CollateMasked.of_step(usual, rows, batches, accumulate, by_rows=False, probability=probability)
 
@@ -413,7 +413,7 @@ class _Scorer:
         return [self.tokens, self.first, self.words]
 
     def compute(self) -> dict[str, float]:
-        """Return how well replaced tokens are found, and how well the generator finds words behind masks."""
+        """Return the metrics of replaced tokens, and of the generator."""
         figures = self.tokens.compute()
         figures.pop("count", None)
         return {

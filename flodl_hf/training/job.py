@@ -63,7 +63,7 @@ __all__ = ["ATTACHING_TASKS", "Job", "make_evaluation", "plan_job", "prepare_hel
 
 @dataclass
 class Job:
-    """All that is known before the first step; made by `plan_job`.
+    """The plan of a run, created by `plan_job`.
 
     Attributes:
         options: the options, with inferred values.
@@ -142,7 +142,7 @@ def plan_job(
     tell: Callable[[str], Any] | None = None,
     problems: Problems | None = None,
 ) -> Job:
-    """Return a job with everything checked and tokenized, and nothing trained.
+    """Return the checked and tokenized plan of a run; nothing is trained.
 
     Args:
         model: where training begins.
@@ -360,7 +360,7 @@ def _evaluation_of(
 
 
 def row_limits(task: Task, opened: EncoderModel, tokenizer: Any, options: Options) -> LengthLimits:
-    """Return how long rows of tokens may be."""
+    """Return the length limits of rows."""
     usual = 384 if task.kind == "spans" else None
     bounds = [n for n in (opened.max_tokens, options.max_length or usual) if n]
     if isinstance(task, ATTACHING_TASKS):

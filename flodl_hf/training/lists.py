@@ -36,7 +36,7 @@ DOCUMENTS = (*POSITIVES, "documents", "docs", "passages", "candidates", "texts")
 
 @dataclass(frozen=True)
 class Candidates:
-    """A question, the texts that may answer it, and how well each does."""
+    """A question, its candidate texts, and their grades."""
 
     question: str
     texts: tuple[str, ...]
@@ -129,7 +129,7 @@ def _of_columns(
 def prepare_lists(
     lists: Sequence[Candidates], tokenizer: Tokenizer, limits: LengthLimits, right: NDArray[np.int64] | None = None
 ) -> tuple[TextRows, int]:
-    """Return lists as rows of tokens, and how many texts were cut.
+    """Return lists as rows of tokens, and the number of truncated texts.
 
     Args:
         lists: each is an example.

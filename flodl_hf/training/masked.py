@@ -1,4 +1,4 @@
-"""Words behind masks, learned from plain text: one row a line, a long line in several windows; or lines end to end.
+"""Masked language modelling on plain text: one row per line with windows of long lines, or concatenated lines.
 
 Masks are drawn again in each epoch of training, and are constant in evaluation.
 """
@@ -141,7 +141,7 @@ def words_of(row: object) -> list[int]:
 
 
 class _Scorer:
-    """Has nothing to add to the loss, from which perplexity follows."""
+    """No metrics: the perplexity is computed from the loss."""
 
     def update(self, example: int, scores: Sequence[Tensor]) -> None:
         """Do nothing: only the loss uses the masked tokens."""

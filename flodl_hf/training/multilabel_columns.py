@@ -18,7 +18,7 @@ __all__ = ["list_multilabel_columns"]
 
 
 def list_multilabel_columns(tables: Tables, options: Options) -> tuple[Tables, Options]:
-    """Return tables with a column of lists where the label was named as several columns, and options with their names.
+    """Return tables with one column of lists for several label columns, and options with their names.
 
     Raises:
         DataError: a column is absent, or contains something other than 0 and 1, or for regression no number.

@@ -1,4 +1,4 @@
-"""Noise on word embeddings in training (NEFTune, arXiv:2310.05914), the same however rows are cut into batches.
+"""Noise on word embeddings in training (NEFTune, arXiv:2310.05914), independent of batches.
 
 The noise of a number is drawn by a hash of its row's seed, its token's place in the row and its place in the vector,
 so that it depends on the row, the epoch and the run's seed alone: in padded or packed batches, micro-batches, on any
@@ -38,7 +38,7 @@ def row_seeds(where: Where, rows: Sequence[int], purpose: str = "noise") -> NDAr
 
 @contextmanager
 def noisy(model: Any, alpha: float, batch: Any) -> Iterator[None]:
-    """Have the word embeddings of ``model`` come with noise inside, if it is in training mode."""
+    """Add noise to the word embeddings of ``model`` inside the context, in training mode."""
     word: nn.Module = model.graph.get_submodule(WORDS)
     if not word.training or SEEDS not in batch:
         yield

@@ -39,12 +39,10 @@ class Options:
         "default inferred from the columns.",
     )
     columns: Mapping[str, str] | None = _opt(None, "Columns by role: text=headline.")
-    labels: Sequence[str] | None = _opt(
-        None, "Label names in the order of their numbers; by default those in the data."
-    )
+    labels: Sequence[str] | None = _opt(None, "Label names in order; by default the labels of the data.")
     new_head: bool | None = _opt(
         None,
-        "Draw a new head though the start has one; by default where its labels have other names or another order; no "
+        "Initialise a new head; by default if the label names or their order differ from those of the model; no "
         "keeps the old head with the new names.",
     )
     problem_type: str | None = _opt(
@@ -54,30 +52,32 @@ class Options:
     )
 
     epochs: int = _opt(3, "Number of epochs.", least=1)
-    max_steps: int | None = _opt(None, "Stop after so many optimiser steps.", least=1)
+    max_steps: int | None = _opt(None, "Maximum number of optimiser steps.", least=1)
     batch_size: int | None = _opt(
         None,
         "Rows in a batch, over all devices together; by default 32, or 16, 8 or 4 if a run for classification or "
         "question answering would have too few steps.",
         least=1,
     )
-    accumulate: int = _opt(1, "Batches in one optimiser step.", least=1)
+    accumulate: int = _opt(1, "Gradient accumulation: batches per optimiser step.", least=1)
     micro_batch_size: int | str | None = _opt(
         None, "Maximum rows per forward pass, or auto for as many as fit; changes only the memory.",
         least=1, words=("auto",),
     )  # fmt: skip
-    tokens_per_batch: int | None = _opt(None, "Fill batches up to so many tokens instead of counting rows.", least=1)
+    tokens_per_batch: int | None = _opt(
+        None, "Maximum number of tokens per batch, instead of a number of rows.", least=1
+    )
     group_by_length: bool | None = _opt(
         None,
-        "Put rows of similar length together, which saves padding; by default where rows are padded and an epoch has "
-        "256 batches or more.",
+        "Group rows of similar length, which saves padding; by default if rows are padded and an epoch has at least "
+        "256 batches.",
     )
     layout: str = _opt(
         "auto",
-        "padded, or packed (rows end to end, no padding); auto packs on CUDA in bf16 and fp16.",
+        "padded, or packed (concatenated rows without padding); auto packs on CUDA in bf16 and fp16.",
         among=("auto", "padded", "packed"),
     )
-    max_length: int | None = _opt(None, "Most tokens in a row; by default as many as the model takes.", least=4)
+    max_length: int | None = _opt(None, "Maximum number of tokens per row; by default the limit of the model.", least=4)
     stride: int | None = _opt(
         None, "Tokens shared by neighbouring windows of a long text (seqcls 0, tokcls 64, qa 128).", least=0
     )
@@ -97,7 +97,7 @@ class Options:
     schedule_options: Mapping[str, Any] | None = _opt(
         None, "Options of the schedule, such as power=2 (polynomial) or decay=0.2 (warmup_stable_decay)."
     )
-    warmup: float = _opt(0.0, "Steps of rising rate; below 1 a share of all steps.", least=0.0)
+    warmup: float = _opt(0.0, "Warmup steps; below 1, a share of all steps.", least=0.0)
     optimizer: str = _opt("adamw", "adamw or sgd.", among=("adamw", "sgd"))
     weight_decay: float = _opt(0.0, "Weight decay, not applied to biases and norms.", least=0.0)
     beta1: float = _opt(0.9, "AdamW's decay of the mean; SGD's momentum.", least=0.0, most=1.0)
@@ -109,14 +109,18 @@ class Options:
     )
     freeze: Sequence[str] = _opt((), "Parts of the base model that are not trained: embeddings, layers.0-5, encoder.")
     class_weights: Any = _opt(None, "Weights of the labels in the loss, as a mapping or in order, or 'balanced'.")  # noqa: RUF009
-    label_smoothing: float = _opt(0.0, "Share of the target spread over all labels.", least=0.0, most=1.0)
-    dropout: float | None = _opt(None, "Dropout everywhere, instead of the model's own.", least=0.0, most=0.99)
+    label_smoothing: float = _opt(
+        0.0, "Label smoothing: share of the target that is spread over all labels.", least=0.0, most=1.0
+    )
+    dropout: float | None = _opt(
+        None, "Dropout probability of all layers; by default that in the config.", least=0.0, most=0.99
+    )
 
     lora: int | None = _opt(
-        None, "Train a LoRA adapter of this rank and the head, and leave all other weights as they are.", least=1
+        None, "Train a LoRA adapter of this rank and the head; all other weights are frozen.", least=1
     )
-    lora_alpha: float | None = _opt(None, "lora: its scale is alpha / rank; by default 1.")
-    lora_dropout: float = _opt(0.0, "lora: dropout before it.", least=0.0, most=1.0)
+    lora_alpha: float | None = _opt(None, "lora: alpha; the scale is alpha / rank, by default 1.")
+    lora_dropout: float = _opt(0.0, "lora: dropout of the adapter input.", least=0.0, most=1.0)
     lora_targets: Sequence[str] = _opt(
         (), "lora: names or patterns of projections, or all-linear; by default query and value."
     )
@@ -129,15 +133,17 @@ class Options:
     )
 
     prompt_tokens: int | None = _opt(
-        None, "Train so many vectors before each text (prompt tuning) and the head.", least=1
+        None, "Prompt tuning: number of trained vectors before each text; the head is trained too.", least=1
     )
     prompt_text: str | None = _opt(None, "prompt_tokens: text that initialises them; by default random words.")
-    prompt_encoder: int | None = _opt(None, "prompt_tokens: width of a network that makes them (P-tuning).", least=1)
+    prompt_encoder: int | None = _opt(
+        None, "prompt_tokens: width of the network that generates them (P-tuning).", least=1
+    )
     prompt_encoder_kind: str = _opt("mlp", "prompt_encoder: kind of network.", among=("mlp", "lstm"))
     prefix_tokens: int | None = _opt(
-        None, "Train so many keys and values before each text in every layer (prefix tuning) and the head.", least=1
+        None, "Prefix tuning: number of trained keys and values per layer; the head is trained too.", least=1
     )
-    prefix_encoder: int | None = _opt(None, "prefix_tokens: width of a network that makes them.", least=1)
+    prefix_encoder: int | None = _opt(None, "prefix_tokens: width of the network that generates them.", least=1)
 
     neftune: float | None = _opt(
         None, "Noise on word embeddings in training, alpha of arXiv:2310.05914 (5 is usual).", least=0.0
@@ -150,15 +156,15 @@ class Options:
     )
 
     precision: str = _opt("fp32", "fp32, tf32, bf16 or fp16.", among=("fp32", "tf32", "bf16", "fp16"))
-    gradient_checkpointing: bool = _opt(False, "Compute layers twice instead of keeping their states.")
+    gradient_checkpointing: bool = _opt(False, "Recompute layers in the backward pass to save memory.")
     attention: str = _opt("sdpa", "sdpa or eager.", among=("sdpa", "eager"))
-    seed: int = _opt(42, "Decides new weights, order, dropout and masking.")
+    seed: int = _opt(42, "Seed of new weights, data order, dropout and masking.")
     deterministic: bool = _opt(False, "Use deterministic kernels only.")
-    capture: bool = _opt(True, "Record steps as CUDA graphs, one for each shape of batch, where that is possible.")
+    capture: bool = _opt(True, "Capture steps as CUDA graphs, one per batch shape, if possible.")
     fused: bool = _opt(True, "Compute encoder layers by fused kernels on CUDA in half precision.")
-    compile: bool = _opt(False, "Translate the model with torch.compile before training.")
+    compile: bool = _opt(False, "Compile the model with torch.compile before training.")
     log_every: int = _opt(20, "Steps between reads of metrics from a CUDA device.", least=1)
-    on_nan: str = _opt("stop", "stop or skip when loss or gradient is not finite.", among=("stop", "skip"))
+    on_nan: str = _opt("stop", "stop or skip if the loss or gradient is not finite.", among=("stop", "skip"))
     compat: str | None = _opt(
         None,
         "transformers: compute the losses of its Trainer: gradients of accumulated batches are added without division, "
@@ -173,16 +179,16 @@ class Options:
         None, "Rows per evaluation batch; by default batch_size if given, else 32.", least=1
     )
     metric: str | None = _opt(None, "Metric that selects the best model; '-name' if lower is better.")
-    keep_best: bool = _opt(True, "End with the best model instead of the last.")
+    keep_best: bool = _opt(True, "Keep the best model instead of the last.")
     tune_thresholds: bool = _opt(
         False,
         "Choose decision thresholds (of each label, or of the second label of two) on the evaluation data; the model "
         "stores them for predict(threshold='tuned').",
     )
-    early_stopping: int | None = _opt(None, "Stop after so many evaluations without a better figure.", least=1)
+    early_stopping: int | None = _opt(None, "Stop after this number of evaluations without improvement.", least=1)
 
-    concatenate: bool = _opt(False, "mlm: put lines end to end, with a separator between, and cut them into full rows.")
-    whole_words: bool = _opt(False, "mlm, pretrain, a generator: mask whole words.")
+    concatenate: bool = _opt(False, "mlm: concatenate lines with separators, and split them into full rows.")
+    whole_words: bool = _opt(False, "mlm, pretrain, generator: mask whole words.")
     mask_probability: float = _opt(
         0.15, "mlm, pretrain: share of the tokens that are masked; replaced: that are replaced.", least=0.0, most=1.0
     )
@@ -201,9 +207,7 @@ class Options:
         None,
         "embedding, sparse, multivector, rank: settings of the loss: scale=50, margin=0.2, directions=query_to_doc.",
     )
-    matryoshka: Sequence[str] = _opt(
-        (), "embedding: sizes that vectors may be cut to; the loss is learned at each of them."
-    )
+    matryoshka: Sequence[str] = _opt((), "embedding: sizes of truncated vectors; the loss is the sum over all sizes.")
     guide: str | None = _opt(
         None, "embedding: folder or name of a second model: the guide of GISTEmbedLoss, the teacher of MSELoss."
     )
@@ -218,13 +222,13 @@ class Options:
     )
     projection: Mapping[str, Any] | None = _opt(
         None,
-        "multivector: of a start without one: size=128, query_length=32, document_length=180, query_marker, "
-        "document_marker, expanded=yes, attended=no, punctuation=no (of which documents keep no vector).",
+        "multivector: settings of a new projection: size=128, query_length=32, document_length=180, query_marker, "
+        "document_marker, expanded=yes, attended=no, punctuation=no (documents have no vectors of them).",
     )
-    no_duplicates: bool = _opt(True, "embedding: no text comes twice in a batch where others of it are negatives.")
+    no_duplicates: bool = _opt(True, "embedding: exclude repeated texts from a batch with in-batch negatives.")
     mixing: str = _opt(
         "proportional",
-        "embedding: batches of several tables come in proportion to their rows, or in turn until one is used up.",
+        "embedding: sample batches of several tables in proportion to their rows, or alternate until one table ends.",
         among=("proportional", "round_robin"),
     )
     cache_tokens: int | None = _opt(
@@ -242,26 +246,26 @@ class Options:
     save_every: int | None = _opt(None, "Steps between checkpoints, in addition to one per epoch.", least=1)
     checkpoints: str | None = _opt(None, "Folder of checkpoints; by default next to the result.")
     keep_last: int = _opt(1, "Number of newest checkpoints to keep, in addition to the best one.", least=1)
-    keep_checkpoints: bool = _opt(False, "Leave the checkpoints when the run is done.")
+    keep_checkpoints: bool = _opt(False, "Keep the checkpoints at the end of the run.")
     resume: bool = _opt(False, "Resume an interrupted run from its checkpoints.")
-    allow_change: Sequence[str] = _opt((), "With resume: settings that may differ from the run's, as it names them.")
+    allow_change: Sequence[str] = _opt((), "With resume: names of settings that may differ from the checkpoint.")
 
-    devices: Any = _opt(None, "Number of devices, their names (cpu,cpu), or auto for all; under torchrun not needed.")  # noqa: RUF009
+    devices: Any = _opt(None, "Number or names of devices (cpu,cpu), or auto for all; not needed under torchrun.")  # noqa: RUF009
     policy: str | None = _opt(
         None,
         "sync, cadence or async; default: sync, or cadence where device names differ.",
         among=("sync", "cadence", "async"),
     )
     shard: str | None = _opt(
-        None, "fsdp: weights, gradients and optimiser state in a part for each device.", among=("fsdp",)
+        None, "fsdp: shard weights, gradients and optimiser state over the devices.", among=("fsdp",)
     )
 
     revision: str | None = _opt(None, "Branch, tag or commit of the model on the Hub.")
-    local_files_only: bool = _opt(False, "Open no connection.")
+    local_files_only: bool = _opt(False, "Do not connect to the Hub.")
 
     @property
     def adapter(self) -> Settings | None:
-        """The adapter that is trained; None where all weights are."""
+        """The trained adapter; None if all weights are trained."""
         return adapter_of(self)
 
     @property
@@ -283,12 +287,12 @@ class Options:
 
     @property
     def rows_in_batch(self) -> int:
-        """The batch size; 32 where none is decided yet."""
+        """The batch size; 32 if it is not set yet."""
         return self.batch_size or BATCH_SIZE
 
     @property
     def ranks(self) -> int:
-        """Among how many processes the rows of a batch are shared out."""
+        """Number of processes that share a batch."""
         places = self.places
         if places is None or isinstance(places, str):  # one device of each process that a launcher started
             return max(1, int(os.environ.get("WORLD_SIZE", "1")))

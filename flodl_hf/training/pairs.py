@@ -120,7 +120,7 @@ class PairTask(UnweightedTask):
         return _Scorer(prepared.truth, words=self.head == "pretraining")
 
     def shares(self, usual: CollateRows, rows: EncodedRows, batches: Any, accumulate: int) -> CollateShares:
-        """Return the collate function of some batches, where a step has ``accumulate`` of them."""
+        """Return the collate function for steps of ``accumulate`` batches."""
         return CollateShares.of_step(usual, rows, batches, accumulate, by_rows=True)
 
 
@@ -171,7 +171,7 @@ class PretrainingObjective(Objective):
         return Loss.mean(lost * batch["words_share"][0].to(lost.dtype) + pairs, count)
 
     def by_row(self, scores: Any, batch: Any) -> Tensor:
-        """Return for each row the sum of its words' losses, how many there are, and the scores of its pair."""
+        """Return the sum and number of word losses and the pair scores of each row."""
         words, related = scores
         labels = batch["labels"]
         flat = F.cross_entropy(words.float().view(-1, words.shape[-1]), labels.view(-1), reduction="none")

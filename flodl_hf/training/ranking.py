@@ -216,7 +216,7 @@ class _ListScorer:
         return [self.kept]
 
     def compute(self) -> dict[str, float]:
-        """Return how the candidates of each question are ordered."""
+        """Return the ranking metrics."""
         found = sorted(self.kept.items)
         scores = [self.kept.items[example][0] for example in found]
         return _figures(scores, [self.truth.worth[example] for example in found], 0.0)
@@ -235,7 +235,7 @@ class _Scorer:
         return [self.kept]
 
     def compute(self) -> dict[str, float]:
-        """Return the average precision of all pairs, and how the candidates of each question are ordered."""
+        """Return the average precision of all pairs, and the ranking metrics."""
         groups: dict[str, list[tuple[float, float]]] = {}
         for example in sorted(self.kept.items):
             found = (self.kept.items[example][0], self.grades[example])

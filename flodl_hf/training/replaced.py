@@ -82,7 +82,7 @@ class ReplacedTask(UnweightedTask):
     per_row: bool = False
 
     def drawing(self, tokenizer: Tokenizer) -> Replacing:
-        """Return what replaces tokens: by any but special ones."""
+        """Return the function that replaces tokens, by random tokens that are not special."""
         special = set(tokenizer.all_special_ids)
         return Replacing(tuple(k for k in range(tokenizer.vocab_size) if k not in special), self.probability)
 

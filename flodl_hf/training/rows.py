@@ -1,4 +1,4 @@
-"""Tokenized training data: rows kept flat in a few arrays, and how some of them become a batch.
+"""Tokenized training data: rows in concatenated arrays, and their collation.
 
 This module defines the layout of rows in memory and the parts of a batch. The task defines tokens and labels;
 `flodl.data.batches` selects the rows of a batch; `flodl_hf.training.shapes` selects the shapes for padding.
@@ -87,7 +87,7 @@ class TakenRows(Sequence[Mapping[str, Any]]):
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]]) -> TakenRows:
-        """Return rows that are dicts; labels are per token where they are numbers as many as the tokens."""
+        """Return rows from dicts; labels are per token if there are as many integers as tokens."""
         lengths = np.asarray([len(row["input_ids"]) for row in rows], np.int64)
         per_token = ["input_ids", *(n for n in rows[0] if n in _PER_TOKEN[1:] and _is_per_token(n, rows, lengths))]
         columns = {n: np.concatenate([np.asarray(row[n]) for row in rows]).astype(np.int64) for n in per_token}
@@ -216,7 +216,7 @@ class Masking:
         return {**rest, "input_ids": np.asarray(ids), "labels": np.asarray(labels)}
 
     def number(self, row: Mapping[str, Any], where: Where, index: int) -> int:
-        """Return how many tokens of a row are to be guessed."""
+        """Return the number of masked tokens of a row."""
         special, choice = self._choice(row, where, index)
         return chosen_tokens(special, **choice).size
 
@@ -262,7 +262,7 @@ class CollateRows:
 
     @property
     def settled(self) -> bool:
-        """Whether batches come in few shapes, and nothing in them is a matter of their rows' lengths."""
+        """Whether batches have few shapes, which do not depend on the lengths of their rows."""
         return self.layout == "bucketed" or (self.layout == "padded" and bool(self.widths))
 
     def cut_to(self, size: int | None) -> CollateRows:

@@ -1,4 +1,4 @@
-"""Labels for whole texts and pairs: one of several, any number of several, or numbers.
+"""Classification and regression of texts and pairs of texts.
 
 A text that is longer than a row is cut at its end, as transformers' scripts do; of a pair the longer one gives way.
 Alternatively it is read in windows, each with the label; the evaluation uses their mean, as `predict` does.

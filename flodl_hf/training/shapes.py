@@ -1,4 +1,4 @@
-"""Which shapes the batches of a run are filled up to: few, and chosen for its data.
+"""Shapes to which the batches of a run are padded, chosen for its data.
 
 A training step is recorded once for each shape, so steps are fast when batches meet few shapes, and little is wasted
 when these fit closely. Rows and the order of the first epochs are known before training, so the sizes follow the
@@ -50,7 +50,7 @@ class Shapes:
     texts: tuple[tuple[int, ...], ...] = ()
 
     def bucket(self, lengths: NDArray[Any], least: int = 0) -> Bucket:
-        """Return the shape for rows of these lengths: one of those chosen, or one by rule where none is near.
+        """Return the shape for rows of these lengths: a chosen one, or a rounded one if none is close.
 
         Args:
             lengths: tokens of each row.

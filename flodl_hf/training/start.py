@@ -62,7 +62,7 @@ def settle_head(known: Known, task: Task, options: Options) -> tuple[Options, li
 
 
 def open_start(model: Any, task: Task, options: Options) -> tuple[EncoderModel, ModelFactory | FixedModel]:
-    """Return the model with the task's head, and what opens it again for ranks in other processes.
+    """Return the model with the task's head, and the factory that opens it in other processes.
 
     Raises:
         ConfigError: a model in memory that does not fit the data.

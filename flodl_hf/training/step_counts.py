@@ -33,7 +33,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class MaskedTokens:
-    """Called with the place of a batch and rows, returns how many tokens of these are masked there.
+    """Returns the number of masked tokens of rows in a batch.
 
     Args:
         rows: all rows.

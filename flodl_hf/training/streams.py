@@ -1,4 +1,4 @@
-"""Training data that come one by one: how much of them a run needs, since it reads all of it before its first step."""
+"""Streams of training data: the number of rows that a run reads before its first step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MANY = 1_000_000
 
 
 def stream_part(source: Any, options: Options, share: float | None) -> Any:
-    """Return ``source``, or where it has no length an iterator over as many of its rows as ``max_steps`` steps take.
+    """Return ``source``, or, if it has no length, an iterator over the rows of ``max_steps`` steps.
 
     Args:
         source: data; a function is called for them.

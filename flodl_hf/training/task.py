@@ -120,7 +120,7 @@ class Task(Protocol):
 
     @property
     def labels(self) -> tuple[str, ...] | None:
-        """Label names by number; None where the head has no labels."""
+        """Label names in order; None if the head has no labels."""
         ...
 
     @property
@@ -147,7 +147,7 @@ class Task(Protocol):
         ...
 
     def label_counts(self, rows: EncodedRows) -> list[int] | None:
-        """Return how often each label occurs, for balanced weights; None where that has no meaning."""
+        """Return how often each label occurs, for balanced weights; None without labels."""
         ...
 
 

@@ -113,7 +113,7 @@ def alike_labels(names: Sequence[str]) -> list[str]:
 
 
 def float_classes(task: Task, rows: Sequence[Mapping[str, Any]], problem_type: str | None) -> list[str]:
-    """Return, as notes, a column of whole floats (ratings from 1.0 to 5.0) that is learned as classes.
+    """Return, as notes, a column of whole floats (ratings from 1.0 to 5.0) that is used as classes.
 
     Args:
         task: the inferred task.

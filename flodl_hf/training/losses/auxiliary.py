@@ -23,7 +23,7 @@ OF_CLASSES: Form = "pair_classes"
 
 
 class PairClassifier(nn.Module):
-    """Scores of classes of two texts, from their vectors, how far these are apart, and their product.
+    """Class scores of two texts, from their vectors, the absolute difference, and the product.
 
     Args:
         size: of a vector.
@@ -85,7 +85,7 @@ class SoftmaxLoss(VectorLoss):
 
 @dataclass(frozen=True)
 class ProjectedDistillLoss(EmbedDistillLoss):
-    """How far vectors are from a teacher's that are of another size, by a layer that brings them there."""
+    """Distance to vectors of a teacher of another size, after a linear layer."""
 
     def layer(self, size: int, classes: int) -> nn.Linear:
         """Return the layer for vectors of a size."""

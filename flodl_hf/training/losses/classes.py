@@ -89,7 +89,7 @@ class BatchHardTripletLoss(_OfClasses):
         return F.relu(self.gap(vectors, labels) + self.margin).mean()
 
     def gap(self, vectors: Sequence[Tensor], labels: Tensor | None) -> Tensor:
-        """Return by how much the farthest of a text's class is farther than the nearest of another."""
+        """Return the distance of the hardest positive minus that of the hardest negative."""
         far, same, positive = self.tables(vectors[0], labels)
         most = far.amax(1, keepdim=True)
         return (far * positive).max(1).values - torch.where(same, far + most, far).min(1).values

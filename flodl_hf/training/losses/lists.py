@@ -99,7 +99,7 @@ class LambdaLoss:
 
 @dataclass(frozen=True)
 class RankNetLoss(LambdaLoss):
-    """The same with all pairs alike."""
+    """`LambdaLoss` with equal weights of pairs."""
 
     weighting_scheme: str = "NoWeightingScheme"
 
@@ -142,7 +142,7 @@ class ListMLELoss:
 
 @dataclass(frozen=True)
 class PListMLELoss(ListMLELoss):
-    """The same, the first places weighing most."""
+    """`ListMLELoss` with larger weights of first positions."""
 
     def weights(self, present: Tensor) -> Tensor:
         """Return shares of 1 that fall by half from place to place."""
@@ -155,7 +155,7 @@ class PListMLELoss(ListMLELoss):
 
 @dataclass(frozen=True)
 class ADRMSELoss:
-    """The squared difference of each candidate's place from its right one, the first weighing most.
+    """Squared difference between positions and right positions; first positions weigh most.
 
     Attributes:
         alpha: how sharply differences of scores become places.

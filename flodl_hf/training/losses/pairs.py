@@ -1,4 +1,4 @@
-"""Losses of pairs with a number of how alike they are, of pairs that are alike or not, and of triplets.
+"""Losses of pairs with a similarity, of pairs with a binary label, and of triplets.
 
 CoSENT (Su 2022, kexue.fm/archives/8847) and AnglE (Li and Li 2023, arXiv:2309.12871) learn the order of a batch's
 pairs; contrastive losses (Hadsell et al. 2006) and triplets (Schroff et al. 2015, arXiv:1503.03832) learn distances.
@@ -39,7 +39,7 @@ def _distance_faults(name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class CoSENTLoss(VectorLoss):
-    """Of two pairs, the more alike one shall have the higher cosine.
+    """Ranking loss: of two pairs, the one with the higher label has the higher cosine.
 
     Attributes:
         scale: what similarities are multiplied by.
@@ -55,7 +55,7 @@ class CoSENTLoss(VectorLoss):
         return [] if self.scale > 0 else [f"scale is {self.scale}; expected a number above 0"]
 
     def similarity(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return how alike the texts of each pair are."""
+        """Return the similarity of each pair."""
         return PAIRWISE["cosine"](a, b)
 
     def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
@@ -69,10 +69,10 @@ class CoSENTLoss(VectorLoss):
 
 @dataclass(frozen=True)
 class AnglELoss(CoSENTLoss):
-    """CoSENT by the angle of vectors as complex numbers, which does not flatten out as cosines do."""
+    """CoSENT with the angle of vectors as complex numbers, whose gradient does not vanish."""
 
     def similarity(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return how alike the texts of each pair are."""
+        """Return the similarity of each pair."""
         if a.shape[1] % 2:
             a, b = F.pad(a, (0, 1)), F.pad(b, (0, 1))
         a, b = F.normalize(a, dim=1), F.normalize(b, dim=1)
@@ -94,7 +94,7 @@ class CosineSimilarityLoss(VectorLoss):
 
 @dataclass(frozen=True)
 class ContrastiveLoss(VectorLoss):
-    """Pairs that are alike come near each other, others at least to a margin.
+    """Contrastive loss: similar pairs are close, others at least a margin apart.
 
     Attributes:
         distance: "cosine", "euclidean" or "manhattan".
@@ -120,7 +120,7 @@ class ContrastiveLoss(VectorLoss):
 
 @dataclass(frozen=True)
 class OnlineContrastiveLoss(VectorLoss):
-    """The contrastive loss of the hard pairs of a batch alone: alike and far, or not alike and near.
+    """Contrastive loss of the hard pairs of a batch: similar and distant, or dissimilar and close.
 
     It is a sum over those pairs, as in sentence-transformers.
 

@@ -155,7 +155,7 @@ class MultipleNegativesSymmetricRankingLoss(MultipleNegativesRankingLoss):
 
 @dataclass(frozen=True)
 class MegaBatchMarginLoss(VectorLoss):
-    """A text shall be near its partner, and the nearest other partner of the batch shall not be.
+    """Margin loss: a text is close to its partner, and distant from the nearest other partner.
 
     Attributes:
         positive_margin: the cosine that a partner shall have.

@@ -49,7 +49,7 @@ class SparseMSELoss(MSELoss):
 
 @dataclass(frozen=True)
 class SparseCoSENTLoss(CoSENTLoss):
-    """Of two pairs, the more alike one shall have the higher cosine."""
+    """`CoSENTLoss` of sparse vectors."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class SparseAnglELoss(AnglELoss):
 
 @dataclass(frozen=True)
 class SparseCosineSimilarityLoss(CosineSimilarityLoss):
-    """The cosine of a pair shall be its number."""
+    """`CosineSimilarityLoss` of sparse vectors."""
 
 
 @dataclass(frozen=True)
 class SparseTripletLoss(TripletLoss):
-    """An anchor shall be nearer to its positive than to the negative, by a margin."""
+    """`TripletLoss` of sparse vectors."""
 
 
 SPARSE_LOSSES: dict[str, Any] = {

@@ -16,7 +16,7 @@ __all__ = ["DENOISING", "DenoisingAutoEncoderLoss", "denoises"]
 
 @dataclass(frozen=True)
 class DenoisingAutoEncoderLoss(VectorLoss):
-    """The words of a text shall be found again by a decoder that sees nothing of it but its damaged text's vector.
+    """A decoder predicts the words of a text from the vector of its damaged version.
 
     Of texts alone words are deleted, others in each epoch; of pairs the first is the damaged text.
 

@@ -1,4 +1,4 @@
-"""A loss at several sizes of the vectors, or after several layers: vectors that may be cut, models that may.
+"""Losses at several vector sizes, or after several layers.
 
 Matryoshka (Kusupati et al. 2022, arXiv:2205.13147) and layer-wise learning (Li et al. 2024, arXiv:2402.14776).
 """
@@ -41,7 +41,7 @@ class _Wrapped:
 
 @dataclass(frozen=True)
 class MatryoshkaLoss(_Wrapped):
-    """A loss of vectors cut to each of several sizes, and scaled to length 1, added up.
+    """Sum of a loss over several sizes of truncated, normalised vectors.
 
     Attributes:
         loss: the loss.
@@ -83,7 +83,7 @@ class MatryoshkaLoss(_Wrapped):
 
 @dataclass(frozen=True)
 class AdaptiveLayerLoss(_Wrapped):
-    """A loss of the vectors after each layer, and how far these are from the last layer's.
+    """Sum of a loss over all layers, and their distance from the last layer.
 
     It takes vectors of all layers, the embeddings' first and the last layer's last; all of them in each step.
 

@@ -1,4 +1,4 @@
-"""Answers drawn as a page: as notebooks draw them, and vectors as points in two dimensions."""
+"""HTML pages of predictions, and of vectors as points in two dimensions."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def map_page(vectors: Any, texts: Sequence[str]) -> str:
 
 
 def write_page(path: Path, title: str, answers: Sequence[tuple[str, Any]]) -> None:
-    """Write answers as a page that opens anywhere: no script, nothing from outside.
+    """Write predictions as an HTML page without scripts or external resources.
 
     Args:
         path: the file; replaced atomically.

@@ -71,7 +71,7 @@ def line_chart(
 
 
 def bars(values: Mapping[str, float], *, title: str, across: str, up: str) -> str:
-    """Return upright bars side by side, such as a histogram's; at most every fifth or so is named.
+    """Return vertical bars, such as a histogram; about six of them have labels.
 
     Args:
         values: mapping of names to heights, in order.

@@ -32,7 +32,7 @@ Numbers = NDArray[Any]
 
 
 def confusion(predicted: Numbers, truth: Numbers, classes: int) -> Numbers:
-    """Return how often each class is read as each, ``(classes, classes)``: rows are the truth.
+    """Return the confusion matrix, ``(classes, classes)``; rows are true classes.
 
     Args:
         predicted: ids, ``(examples,)``.
@@ -155,7 +155,7 @@ class Calibration:
 
 
 def calibration(confidence: Numbers, hits: Numbers, bins: int = 15) -> Calibration:
-    """Return how confidence and correctness agree, over bins of equal width; a bin has its upper end and not its lower.
+    """Return the calibration over bins of equal width; a bin includes its upper end.
 
     Args:
         confidence: from 0 to 1, ``(n,)``.
@@ -263,7 +263,7 @@ class SpanErrors:
 
 
 def span_errors(predicted: Sequence[Sequence[str]], truth: Sequence[Sequence[str]]) -> SpanErrors:
-    """Return what became of the spans of tagged sentences.
+    """Count correct, wrong, missed and spurious spans of tagged sentences.
 
     Every true span is counted once, under its own label, with the best match; a predicted span that overlaps
     no candidate is spurious, under its predicted label.

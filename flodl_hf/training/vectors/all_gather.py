@@ -1,4 +1,4 @@
-"""Vectors of all ranks on each, with gradients that find their way back: negatives of the whole batch."""
+"""All-gather of vectors with gradients, for negatives of the whole batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["gather", "max_over_ranks", "rows_per_rank"]
 
 
 def rows_per_rank(count: int, device: torch.device) -> list[int]:
-    """Return how many examples of a batch each rank has."""
+    """Return the number of examples of each rank."""
     place = torch.device("cpu") if "gloo" in dist.get_backend() else device
     counts = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=place)
     counts[dist.get_rank()] = count

@@ -83,7 +83,7 @@ class TextBatches:
         return Rng(self.seed, "order", epoch, table).permutation(len(self.texts[table]))
 
     def identity(self) -> dict[str, Any]:
-        """Return what defines the batches; JSON-able."""
+        """Return the definition of the batches as JSON values."""
         return {
             "batches": "texts",
             "batch_size": self.batch_size,

@@ -64,7 +64,7 @@ class MultiVectorTask(EmbeddingTask):
         return notes
 
     def bounds(self, model: EncoderModel) -> list[int]:
-        """Return the most tokens of a document."""
+        """Return the maximum number of tokens of a document."""
         return [self._late.document_length] if self._late.document_length else []
 
     def conclude(self, model: EncoderModel) -> None:
@@ -105,7 +105,7 @@ class MultiVectorTask(EmbeddingTask):
         return Laid(sums, widest, rows.width - 1)
 
     def collate(self, usual: CollateRows, rows: TextRows) -> CollateLate:
-        """Return what makes batches, queries apart from documents."""
+        """Return the collate function, with separate queries and documents."""
         late, mask = self._late, self._guides["mask"]
         filled = min((n for n in (late.query_length, self._guides["most"]) if n), default=None)
         return CollateLate(

@@ -99,7 +99,7 @@ class LateObjective(VectorObjective):
     per_token = (*VectorObjective.per_token, COUNTED)
 
     def score(self, model: Any, batch: Any) -> Tensor:
-        """Return the vectors, ``(examples, texts, tokens, size)``; zeros where there is none."""
+        """Return the vectors, ``(examples, texts, tokens, size)``; zeros for missing ones."""
         count, width = batch["examples"], batch["width"]
         queries = self._through(model, self._query_parts(batch))
         others = {name: part for name, part in {**batch}.items() if name not in QUERIES}

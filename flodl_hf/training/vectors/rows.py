@@ -1,4 +1,4 @@
-"""Examples of several texts as rows of tokens: tables side by side, and how examples become a batch of texts.
+"""Examples of several texts as rows of tokens, and their collation.
 
 A row is an example: its texts end to end, with the length of each. In a batch the texts are rows of the model, in the
 order of the examples, so that padding, packing and shapes are the same as for all other tasks.

@@ -100,7 +100,7 @@ class SparseTask(EmbeddingTask):
         )
 
     def collate_held_out(self, usual: CollateRows, rows: TextRows) -> CollateTexts:
-        """Return what makes batches of a model that is evaluated and not trained: all of the penalty counts."""
+        """Return the collate function for evaluation, with the whole penalty."""
         return super().collate(usual, rows)
 
     def scorer(self, prepared: Prepared) -> SparseScorer:

@@ -1,4 +1,4 @@
-"""Vectors of texts as a task of fine-tuning: tables to rows, options to losses, and how the model makes its vectors."""
+"""The embedding task: rows of tables, losses, and settings of the embeddings."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class EmbeddingTask(UnweightedTask):
 
     @property
     def unrecorded(self) -> str | None:
-        """Why steps on CUDA are not recorded; None where they are."""
+        """Why steps on CUDA are not captured; None if they are."""
         if self.options.cache_tokens is not None:
             return "texts go through the model in parts (cache_tokens), cut by their lengths"
         if any(table.is_ragged for table in self.tables.values()):
@@ -204,7 +204,7 @@ class EmbeddingTask(UnweightedTask):
 
     @property
     def start(self) -> Callable[[EncoderModel], Any] | None:
-        """What gives a model further parts that learn, on every rank; None where there are none."""
+        """Attaches additional modules to a model on every rank; None without any."""
         return
 
     def settle(self, model: EncoderModel) -> list[str]:
@@ -304,7 +304,7 @@ class EmbeddingTask(UnweightedTask):
         return rows.laid
 
     def collate_held_out(self, usual: CollateRows, rows: TextRows) -> CollateTexts:
-        """Return what makes batches of a model that is evaluated and not trained."""
+        """Return the collate function for evaluation."""
         return self.collate(usual, rows)
 
     def collate(self, usual: CollateRows, rows: TextRows) -> CollateTexts:
@@ -387,7 +387,7 @@ def _encode(
 def plan_embedding(
     train: Mapping[str, Examples], options: Options, own: Any = None, kind: type[EmbeddingTask] = EmbeddingTask
 ) -> tuple[EmbeddingTask, Options]:
-    """Return the task of learning vectors from these tables, and the options with what follows from them.
+    """Return the embedding task of these tables, and the options with inferred values.
 
     Args:
         train: mapping of names to tables; the name of a single table is empty.

@@ -108,7 +108,7 @@ class DenoisingTask(EmbeddingTask):
         return self.losses[0].del_ratio if next(iter(self.tables.values())).form == "texts" else None
 
     def collate(self, usual: CollateRows, rows: TextRows) -> CollateDamaged:
-        """Return what makes batches of damaged texts, with the texts that they are of."""
+        """Return the collate function for damaged texts and their originals."""
         made, whole = super().collate(usual, rows), rows.tables[0].values[PARTS][:, 1]
         room = SLACK * float((whole - 1).sum() / self.laid(rows).lengths.sum())
         return CollateDamaged(
@@ -205,7 +205,7 @@ def _kept(words: NDArray[np.int64], rng: Rng, ratio: float) -> NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class DenoisingObjective(VectorObjective):
-    """The loss of texts written again; arguments as of `VectorObjective`. A step is the same however it is cut."""
+    """The reconstruction loss, independent of micro-batches; arguments as for `VectorObjective`."""
 
     def score(self, model: Any, batch: Any) -> Tensor:
         """Return the sum of each text's losses and the number of its tokens, ``(examples, 1, 2)``."""
