@@ -178,7 +178,7 @@ def test_a_dry_run_and_a_search_of_rates_write_nothing(base: Path, files: tuple[
     given = ["finetune", base, "--train", files[0], "--out", tmp_path / "out", "--batch-size", "8"]
     said = run(*given, "--eval", "0.2", "--dry-run", "--epochs", "4").stdout
     assert "32 training rows" in said
-    assert "held out: 8 rows" in said
+    assert "evaluation: 8 rows" in said
     assert "16 steps of" in said
     found = json.loads(run(*given, "--find-lr", "--json").stdout)
     assert found["rates"][0] == pytest.approx(1e-7)

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from flodl.train.handle import Handle, Trained
+from flodl.train.handle import Trained
 from flodl_hf.checkpoints.weights.loading import LoadReport
 from flodl_hf.training.result import MOST, FinetuneResult, curve_svg
 
@@ -75,4 +75,3 @@ def test_other_reports_are_short() -> None:
     report = LoadReport("a folder", "base", matched={str(i): str(i) for i in range(200)}, new=("head.weight",))
     assert repr(report) == "LoadReport(base from a folder: 200 tensors, 1 new)"
     assert repr(Trained({"a": torch.zeros(3, 4)}, {})) == "Trained(12 parameters in 1 tensors, 0 epochs)"
-    assert repr(Handle(world=2)) == "Handle(running, 2 ranks, 0 epochs seen)"
