@@ -3,7 +3,7 @@
 config    ``config.json``
 weights   safetensors and ``.bin`` files, and the names of their tensors
 sentence  folders of sentence-transformers
-saving    files written, and put in place at once
+saving    write files, and publish them in one step
 system    functions of operating systems
-hub       folders from and to the Hugging Face Hub
+hub       download from and upload to the Hugging Face Hub
 """

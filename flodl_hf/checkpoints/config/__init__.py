@@ -1,10 +1,10 @@
-"""What ``config.json`` says, and how it is read: strictly, by tables, with the text kept for export.
+"""Read ``config.json``: strictly, by tables, with the text stored for export.
 
-    file              found in a folder, read as strict JSON
-    model_config      what it means: settings in our words, labels, the text it came from
-    label_thresholds  scores from which labels hold
+    file              find the file in a folder and read it as strict JSON
+    model_config      its meaning: typed settings, labels, the source text
+    label_thresholds  minimum score of each label
 
-How one key becomes one field is `flodl_hf.families.schema.config_rows`'.
+`flodl_hf.families.schema.config_rows` maps one key to one field.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["MAX_LABELS", "PROBLEM_TYPES", "ModelConfig", "family_of", "listed_te
 
 
 def __getattr__(name: str) -> Any:
-    # Only on demand: families and files use modules of this room without the rest of it.
+    # Only on demand: families and files use modules of this package without the rest of it.
     if name in __all__:
         return getattr(import_module("flodl_hf.checkpoints.config.model_config"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,7 +2,7 @@
 
 Only activations without settings and parameters are known: a file stores the name of a class and nothing else.
 
-``config.json`` may store the activation that makes scores of a cross-encoder's logits: sentence-transformers 4.0 and
+``config.json`` may store the activation that turns logits of a cross-encoder into scores: sentence-transformers 4.0 and
 later writes it under ``sentence_transformers``, earlier releases under ``sbert_ce_default_activation_function``.
 """
 

@@ -1,4 +1,4 @@
-"""``config.json`` as a file: found in a folder and read strictly, before anyone asks what it means."""
+"""``config.json`` as a file: found in a folder and read strictly, before its keys are interpreted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_DIGITS = 400  # more than the largest float has
 _MOST_LEVELS = 100  # those on the Hub have less than ten
 
 
-# What a folder without config.json may be instead.
+# Other kinds of folders without config.json.
 _ANOTHERS = {
     "gliner_config.json": (
         "By gliner_config.json this is GLiNER, another architecture, which finds spans of any label; its own library "
@@ -40,8 +40,8 @@ def config_text_of(folder: Path) -> str:
         another = next((said for name, said in _ANOTHERS.items() if is_entry(folder, name)), "")
         present = sorted(p.name for p in folder.iterdir())[:12] if folder.is_dir() else []
         raise ConfigError(
-            f"{path} does not exist; expected the configuration of a Hugging Face model. The folder holds: "
-            f"{', '.join(present) or 'nothing'}. {another}Give the folder that holds config.json and the weights.",
+            f"{path} does not exist; expected the configuration of a Hugging Face model. The folder contains: "
+            f"{', '.join(present) or 'nothing'}. {another}Give the folder of config.json and the weights.",
             where=str(path),
             problems=["config.json"],
         )
@@ -58,23 +58,23 @@ def config_text_of(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class _NoNumber:
-    """What stands where a number should, until its key is known."""
+    """Placeholder for an invalid number until its key is known."""
 
     why: str
 
 
 def _whole_number(digits: str) -> Any:
-    # Python refuses to read longer ones, without saying where they stand.
+    # Python refuses to read longer ones, without reporting their position.
     return int(digits) if len(digits) <= _MOST_DIGITS else _NoNumber(f"a number of {len(digits):,} digits")
 
 
 @dataclass
 class Odd:
-    """What Python's own reader of JSON, and so transformers, takes and JSON does not have.
+    """Deviations from JSON that Python's reader, and so transformers, accepts.
 
     Attributes:
-        twice: keys that stand twice in one table, at any depth; the last of them holds.
-        not_finite: keys of the file below which a NaN or an infinity stands.
+        twice: duplicate keys of one table, at any depth; the last of them counts.
+        not_finite: top-level keys with a NaN or an infinity in their value.
     """
 
     twice: list[str] = field(default_factory=list)
@@ -90,7 +90,7 @@ def _holds_no_number(value: Any) -> bool:
 
 
 def _is_deep(value: Any) -> bool:
-    """Return whether tables and lists lie in one another deeper than functions that call themselves may follow."""
+    """Return whether tables and lists are nested deeper than recursive functions can follow."""
     level = [value]
     for _ in range(_MOST_LEVELS):
         inside = (part.values() if isinstance(part, dict) else part for part in level)
@@ -101,15 +101,15 @@ def _is_deep(value: Any) -> bool:
 
 
 def read_json(text: str | bytes, where: str, odd: Odd | None = None) -> dict[str, Any]:
-    """Return the object that ``text`` holds, read strictly.
+    """Return the object in ``text``, read strictly.
 
     Args:
         text: the JSON.
         where: its name, for messages.
-        odd: gets the keys that stand twice or hold NaN, which are refused without it.
+        odd: receives duplicate keys and keys with NaN, which are refused without it.
 
     Raises:
-        ConfigError: too large, not UTF-8, not JSON, not an object, a key twice, NaN, or nested too deeply.
+        ConfigError: too large, not UTF-8, not JSON, not an object, a duplicate key, NaN, or nested too deeply.
     """
 
     def fault(found: str) -> ConfigError:
@@ -132,7 +132,7 @@ def read_json(text: str | bytes, where: str, odd: Odd | None = None) -> dict[str
         if len(result) != len(items):
             twice = [name for name, times in Counter(name for name, _ in items).items() if times > 1]
             if odd is None:
-                raise fault(f"key {printable(twice[0])} stands twice")
+                raise fault(f"key {printable(twice[0])} is present twice")
             odd.twice += [name for name in twice if name not in odd.twice]
         for name, value in items:
             for part in value if isinstance(value, list) else (value,):

@@ -1,6 +1,6 @@
-"""Labels as ``config.json`` states them: as many as transformers counts, by the names that are there.
+"""Labels in ``config.json``: the number that transformers derives, with the stored names.
 
-Decides what becomes of tables with gaps, numbers that contradict them, and problem types that nobody knows.
+Decides the handling of tables with gaps, of numbers that contradict them, and of unknown problem types.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_class
 
 
 def without_unknown_problem(source: Mapping[str, Any], overruled: list[str] | None) -> Mapping[str, Any]:
-    """Return the file without a problem type that transformers takes for none; told in ``overruled``, if not empty."""
+    """Return the file without a problem type that transformers ignores; report it in ``overruled`` if given."""
     found = source.get("problem_type")
     if not isinstance(found, str) or found in PROBLEM_TYPES or (found and overruled is None):
         return source
@@ -32,13 +32,13 @@ def without_unknown_problem(source: Mapping[str, Any], overruled: list[str] | No
 def label_names(
     source: Mapping[str, Any], problems: list[str], notes: list[str], overruled: list[str] | None = None
 ) -> list[str]:
-    """Return label names by id: as many as transformers counts, absent names as LABEL_i.
+    """Return label names by id: the number that transformers derives, absent names as LABEL_i.
 
     Args:
         source: the file.
-        problems: gets what is refused.
-        notes: gets what a reader should know of.
-        overruled: gets names that are no label's; None where the file has to be without them.
+        problems: receives refused values.
+        notes: receives notes for the reader.
+        overruled: receives names of no label; None if such names are refused.
     """
     overruled = problems if overruled is None else overruled
     names = source.get("id2label")
@@ -53,7 +53,7 @@ def label_names(
         return []
     if stated is not None and names and len(names) != stated:
         # transformers takes the number and drops all names, so that no name is given to a wrong class.
-        notes.append(f"id2label: names {len(names)} labels and num_labels is {stated}; the number holds, without names")
+        notes.append(f"id2label: names {len(names)} labels, num_labels is {stated}; the number is used, without names")
         return [f"LABEL_{i}" for i in range(stated)]
     by_id: dict[int, str] = {}
     for key, name in names.items():

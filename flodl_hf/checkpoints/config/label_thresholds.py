@@ -1,7 +1,7 @@
-"""Scores from which labels hold, as a model's ``config.json`` keeps them.
+"""Minimum score of each label, as stored in a model's ``config.json``.
 
 They are chosen on held-out data when a classifier is trained (`flodl_hf.training.thresholds`), and used by
-``predict(threshold="tuned")``. Other libraries pass the key over.
+``predict(threshold="tuned")``. Other libraries ignore the key.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ LABEL_THRESHOLDS = "label_thresholds"
 
 
 def thresholds_of(found: Any, labels: Sequence[str], notes: list[str]) -> dict[str, float] | None:
-    """Return what the key of a file holds, in the order of the labels; None where it is absent or something else.
+    """Return the thresholds in a file's key, in the order of the labels; None if absent or invalid.
 
     Args:
         found: the key's value.
         labels: names of the model's labels.
-        notes: gets a sentence where the value is no threshold for each label.
+        notes: receives a sentence if the value is not a threshold for each label.
     """
     if found is None:
         return None
@@ -40,16 +40,16 @@ def thresholds_of(found: Any, labels: Sequence[str], notes: list[str]) -> dict[s
 def tuned_thresholds(
     kept: Mapping[str, float] | None, threshold: str, function_to_apply: str | None
 ) -> Mapping[str, float]:
-    """Return the thresholds that a model keeps, by label, where a call asks for them.
+    """Return the stored thresholds by label, if a call requests them.
 
     Args:
-        kept: those of the configuration.
-        threshold: the word that the call gave.
-        function_to_apply: the function that the call asks for; None for the configuration's.
+        kept: the thresholds of the configuration.
+        threshold: the string that the call passed.
+        function_to_apply: the function that the call requests; None for the configuration's.
 
     Raises:
-        PredictError: the word is another than "tuned", the model keeps none, or scores are to be other numbers than
-            those that the thresholds were chosen on.
+        PredictError: the string is not "tuned", the model stores none, or the scores use another function than the
+        one that the thresholds were chosen for.
     """
     if threshold != "tuned":
         raise PredictError(
@@ -58,14 +58,14 @@ def tuned_thresholds(
         )
     if kept is None:
         raise PredictError(
-            "predict: threshold='tuned', and this model keeps no thresholds; expected label_thresholds in config.json. "
+            "predict: threshold='tuned', but this model stores none; expected label_thresholds in config.json. "
             "finetune(tune_thresholds=True) chooses them on held-out data; or give a number",
             threshold=threshold,
         )
     if function_to_apply is not None:
         raise PredictError(
-            f"predict: function_to_apply={function_to_apply!r} with threshold='tuned'; the thresholds were chosen on "
-            "the scores that the configuration asks for; leave it out, or give numbers of your own",
+            f"predict: function_to_apply={function_to_apply!r} with threshold='tuned'; the thresholds were chosen for "
+            "the scores of the configured function; omit it, or give custom numbers",
             function_to_apply=function_to_apply,
         )
     return kept

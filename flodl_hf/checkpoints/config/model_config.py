@@ -1,8 +1,8 @@
-"""``config.json`` as read: the family's settings in our words, labels, and the text it came from.
+"""``config.json`` as read: the family's typed settings, labels, and the source text.
 
-Decides what a configuration means for every family alike (labels, problem type, ties, the strict
-reading of the JSON); a family's own rows stand in its file. The source text is kept, so that export
-writes back what was read and patches only what was changed.
+Decides the meaning of a configuration for all families (labels, problem type, ties, the strict
+reading of the JSON); a family's own rows are in its file. The source text is stored, so that export
+writes it back and patches only the changes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SHARED_ROWS = (
     Row("problem_type", "problem_type", one_of(None, *PROBLEM_TYPES), None),
     Row("tie_words", "tie_word_embeddings", boolean(), True),
 )
-# Names that people bring and that are no misspellings of ours.
+# Names from other libraries that are not misspellings of ours.
 _OTHERS = {
     "xlnet": "XLNet", "longformer": "Longformer", "big-bird": "BigBird", "xlm": "XLM", "roformer": "RoFormer",
     "ernie": "ERNIE", "mobilebert": "MobileBERT", "megatron-bert": "Megatron-BERT",
@@ -50,7 +50,7 @@ _OTHERS = {
     "gpt2": "GPT-2, which generates text", "t5": "T5, which generates text", "bart": "BART, which generates text",
     "llama": "Llama, which generates text", "qwen2": "Qwen2, which generates text",
 }  # fmt: skip
-# What is read beside a family's rows.
+# Keys that are read in addition to a family's rows.
 _READ = frozenset((
     "id2label", "label2id", "num_labels", "model_type", "architectures", "auto_map", "dtype", "torch_dtype",
     "initializer_range", LABEL_THRESHOLDS, WEIGHTS_KEY,
@@ -69,15 +69,15 @@ class ModelConfig:
         encoder: its settings in our words.
         labels: label names by id.
         problem_type: "regression", "single_label_classification", "multi_label_classification" or None.
-        label_thresholds: the score from which each label holds, tuned on held-out data; None without.
-        score_activation: path of the activation that makes scores of a cross-encoder's logits; None without.
+        label_thresholds: the minimum score of each label, tuned on held-out data; None without.
+        score_activation: path of the activation that turns logits of a cross-encoder into scores; None without.
         tie_words: whether the masked-word decoder is the word table.
         source: the JSON as read, unknown keys included.
         text: the file's text, or None when the config was made in memory.
         where: the file's path, for messages.
-        notes: keys and values without effect that a reader should know of, a sentence each.
-        overruled: settings that contradict others of the file and that transformers passes over, as is done here.
-        left_out: sizes that the file does not state, by key, as transformers takes them.
+        notes: a sentence for each key or value without effect that may matter.
+        overruled: settings that contradict others of the file and are ignored, as in transformers.
+        left_out: missing sizes by key, with transformers' defaults.
     """
 
     def __init__(
@@ -125,9 +125,9 @@ class ModelConfig:
         Args:
             text: the JSON.
             where: its name, for messages.
-            ignore_config_keys: keys to pass over although they are not understood.
-            strict_config: also refuse keys that no family knows, and settings that contradict others and are passed
-                over; they are noted otherwise.
+            ignore_config_keys: unsupported keys to ignore.
+            strict_config: also refuse keys unknown to every family, and conflicting settings that are
+                ignored; without it they are only noted.
 
         Raises:
             ConfigError: not JSON, an unknown ``model_type``, or values that are missing, wrong or not
@@ -158,7 +158,7 @@ class ModelConfig:
         """Return the configuration that a mapping describes; ``whole`` ones state every size themselves."""
         family = family_of(source, where)
         problems: list[str] = []
-        # Code of the repository may read what transformers' own passes over: then it is not known which of two holds.
+        # Code of the repository may read settings that transformers ignores: then the effective one is unknown.
         settled = bool(family.tiny) and not strict_config and not source.get("auto_map")
         overruled: list[str] | None = [] if settled else None
         usual = family.left_out if settled and not whole else {}
@@ -181,7 +181,7 @@ class ModelConfig:
             overruled,
         )
         notes += decide(source, fields, problems, ignore_config_keys, strict=strict_config)
-        notes += [f"{said}; it is passed over, as by transformers" for said in overruled or ()]
+        notes += [f"{said}; it is ignored, as by transformers" for said in overruled or ()]
         notes += oddities
         notes += [f"{key}: absent, taken as {value}, as by transformers" for key, value in left_out.items()]
         if not problems:
@@ -246,7 +246,7 @@ class ModelConfig:
 
     @property
     def id2label(self) -> dict[int, str]:
-        """Label names by id. Setting them renames the labels; their number is that of the model and cannot change."""
+        """Label names by id. Assignment renames the labels; the model fixes their number."""
         return dict(enumerate(self.labels))
 
     @id2label.setter
@@ -324,7 +324,7 @@ class ModelConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the configuration with HF's keys: what was read, with labels and problem type as they are now."""
+        """Return the configuration with HF's keys: the source values with the current labels and problem type."""
         result = dict(self.source)
         for row in self.family.rows:
             value = getattr(self.encoder, row.field)
@@ -340,7 +340,7 @@ class ModelConfig:
         return {key: value for key, value in result.items() if key not in gone} | changed
 
     def label_changes(self) -> dict[str, Any]:
-        """Return ``id2label`` and ``label2id`` where the labels differ from what the source says, else nothing."""
+        """Return ``id2label`` and ``label2id`` if the labels differ from the source, else nothing."""
         if self.source and tuple(label_names(self.source, [], [], [])) == self.labels:
             return {}
         return {"id2label": {str(k): v for k, v in self.id2label.items()}, "label2id": self.label2id}
@@ -424,10 +424,10 @@ def read_config_file(
 
 
 def listed_texts(given: Any, what: str) -> list[str]:
-    """Return the texts that were given in whatever holds several.
+    """Return a collection of texts as a list.
 
     Raises:
-        ConfigError: it is one text, or holds none.
+        ConfigError: it is a single text, or contains none.
     """
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise ConfigError(f"{what}={shown(given, 60)}; expected a list of texts", problems=[what])
@@ -447,7 +447,7 @@ def family_of(source: Mapping[str, Any], where: str) -> Family:
     found = "is missing" if model_type is None else f"is {printable(str(model_type), 60)}"
     hint, other = "", None
     if isinstance(model_type, str):
-        # A name of its own is no misspelling: modernbert is near camembert in letters alone.
+        # A registered name is no misspelling: modernbert is near camembert in letters alone.
         other = _OTHERS.get(model_type.replace("_", "-"))
         close = get_close_matches(model_type, known, n=1, cutoff=0.8)
         hint = f", did you mean {close[0]!r}?" if close and other is None else ""
@@ -465,9 +465,9 @@ def family_of(source: Mapping[str, Any], where: str) -> Family:
 def _told(
     odd: Odd, source: Mapping[str, Any], family: Family, problems: list[str], ignore: Sequence[str], *, strict: bool
 ) -> list[str]:
-    """Return what to tell of keys that stand twice and of NaN where nothing reads it; elsewhere those are problems."""
+    """Return notes on duplicate keys and NaN in unread keys; in other keys they are added to the problems."""
     read = _READ | {key for row in (*family.rows, *_SHARED_ROWS) for key in (row.key, *row.aliases)}
-    twice = [f"{printable(key, 60)} stands twice; the last one holds" for key in odd.twice]
+    twice = [f"{printable(key, 60)} is present twice; the last one is used" for key in odd.twice]
     wrong = [key for key in odd.not_finite if key not in ignore and (key in read or strict)]
     told = tuple(f"{key}: found" for key in wrong)  # by a row, in other words
     problems[:] = [line for line in problems if not line.startswith(told)]
@@ -475,10 +475,10 @@ def _told(
         found = json.dumps(source[key]) if isinstance(source[key], float) else "NaN or Infinity in it"
         problems.append(f"{printable(key, 60)}: found {found}, which JSON does not have; expected finite numbers")
     if strict:
-        problems += [f"{printable(key, 60)} stands twice; expected each key once" for key in odd.twice]
+        problems += [f"{printable(key, 60)} is present twice; expected each key once" for key in odd.twice]
         twice = []
     unread = [key for key in odd.not_finite if key not in wrong]
-    return twice + [f"{printable(key, 60)}: holds NaN or Infinity, and nothing reads it" for key in unread]
+    return twice + [f"{printable(key, 60)}: contains NaN or Infinity, and nothing reads it" for key in unread]
 
 
 def _consistent(fields: Mapping[str, Any], source: Mapping[str, Any], rows: Sequence[Row], problems: list[str]) -> None:

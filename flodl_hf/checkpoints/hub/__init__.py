@@ -1,9 +1,9 @@
-"""From a name to a local folder, and back: the Hub.
+"""Resolve a name to a local folder, and upload folders: the Hub.
 
-folders   a name becomes a folder; which of its files a model needs
+folders   resolve a name to a folder; select the files that a model needs
 download  a repository's files through the Hub's cache
-request   what is asked of the Hub, and what is said where it fails
-origin    to which server a token goes
-patience  how long a call over the network may take
+request   a request to the Hub, and the errors for its failures
+origin    restrict a token to one server
+patience  time limits for network calls
 upload    a local folder to the Hub
 """

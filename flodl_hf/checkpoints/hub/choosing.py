@@ -34,7 +34,7 @@ _OF_MODULES = ("config.json",)
 _WEIGHTS_OF_MODULES = (WEIGHTS, "pytorch_model.bin")
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
-# What is copied with a checkpoint, and nothing else: the order is that of the documentation.
+# Only these files are copied with a checkpoint; the order is that of the documentation.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -51,7 +51,7 @@ TOKENIZER_FILES = (
     "tokenizer.model",
 )
 
-# Which files a checkpoint is made of. "model.safetensors" stands for the weights in whatever parts they come.
+# Files of a checkpoint. "model.safetensors" represents the weights, in one file or in shards.
 CHECKPOINT_FILES = (
     "config.json",
     WEIGHTS,
@@ -66,7 +66,7 @@ CHECKPOINT_FILES = (
 
 @cache
 def _wanted(patterns: tuple[str, ...]) -> Callable[[str], bool]:
-    """Return whether a name is meant by one of some patterns, whose ``*`` stands for no ``/``."""
+    """Return a test whether a name matches one of the patterns; ``*`` does not match ``/``."""
     by_depth: dict[int, list[str]] = {}
     for pattern in patterns:
         # without the frame "(?s:...)" and end that translate puts around each part
@@ -117,7 +117,7 @@ def select(request: HubRequest, names: Iterable[str]) -> list[str]:
 
 
 def config_telling(request: HubRequest, names: Iterable[str]) -> list[str]:
-    """Return the configuration, in a list, where it alone can tell which file holds the weights; else nothing."""
+    """Return the configuration, in a list, if only it can name the weight file; else nothing."""
     prefix = f"{request.subfolder}/" if request.subfolder else ""
     inside = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
     if WEIGHTS not in request.files or weights_among(inside) or _in_modules(request, inside):
@@ -146,12 +146,12 @@ def named_weights(folder: Path, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _in_modules(request: HubRequest, names: Iterable[str]) -> bool:
-    """Return whether weights may lie in the folders of modules that ``modules.json`` names."""
+    """Return whether weights may be in the module folders that ``modules.json`` names."""
     return request.modules is not None and _MODULES in request.files and _MODULES in names
 
 
 def select_modules(request: HubRequest, names: Iterable[str], folder: Path) -> list[str]:
-    """Return the wanted files of modules in folders of their own; the small files that name them are there already.
+    """Return the files to fetch from module folders; the small files that name them are already present.
 
     Raises:
         HubError: a transformer has no weights that can be read.
@@ -168,11 +168,11 @@ def select_modules(request: HubRequest, names: Iterable[str], folder: Path) -> l
 
 
 def lacking(request: HubRequest, folder: Path, present: Sequence[str]) -> list[str]:
-    """Return the names of weights that a folder of the cache should hold and does not.
+    """Return the names of weights that are missing from a folder of the cache.
 
     Args:
-        request: what is asked for.
-        folder: of the cache.
+        request: the request.
+        folder: folder of the cache.
         present: names of all its files.
     """
     missing = _lacking(folder, present)
@@ -185,7 +185,7 @@ def lacking(request: HubRequest, folder: Path, present: Sequence[str]) -> list[s
 
 
 def any_present(request: HubRequest, present: Sequence[str]) -> bool:
-    """Return whether a folder of the cache holds any of the wanted files, or what tells where they lie."""
+    """Return whether a folder of the cache contains any requested file, or a file that names them."""
     return any(map(_wanted(request.files), present)) or (request.modules is not None and _MODULES in present)
 
 
@@ -209,7 +209,7 @@ def _lacking_shards(folder: Path, weights: Sequence[str], present: Sequence[str]
 
 
 def _shards(index: Path) -> set[str]:
-    """Return the names of the shards that an index lists; what is wrong with it is the reader's to say."""
+    """Return the names of the shards in an index; its faults are reported by its reader."""
     try:
         names = set(json.loads(read_regular(index))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -1,8 +1,8 @@
 """A name becomes a folder of files: a local folder as it is, or a repository of the Hub through its cache.
 
-Decides: what a valid name is, what is checked after a download, and when no network is touched. Leaves to others: which
-files are fetched (`flodl_hf.checkpoints.hub.choosing`) and what they mean. Environment variables (``HF_HOME``,
-``HF_HUB_CACHE``, ``HF_TOKEN``, ``HF_ENDPOINT``, ``HF_HUB_OFFLINE``) are those of huggingface_hub, which is
+Decides: valid names, checks after a download, and the conditions for working offline. Others decide which
+files are fetched (`flodl_hf.checkpoints.hub.choosing`) and their meaning. Environment variables (``HF_HOME``,
+``HF_HUB_CACHE``, ``HF_TOKEN``, ``HF_ENDPOINT``, ``HF_HUB_OFFLINE``) are the ones of huggingface_hub, which is
 imported only when a repository has to be looked up.
 """
 
@@ -52,13 +52,13 @@ _PAUSES = 6  # of a time limit for one read, until a server that sends drop by d
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A folder of files and where it came from.
+    """A folder of files and its origin.
 
     Attributes:
         folder: the folder to read.
         name: ``"owner/name"``, or ``None`` for a local folder.
-        revision: the branch, tag or commit that was asked for, or ``None`` for a local folder.
-        commit: the commit whose files these are, or ``None`` for a local folder.
+        revision: the requested branch, tag or commit, or ``None`` for a local folder.
+        commit: the commit of the files, or ``None`` for a local folder.
     """
 
     folder: Path
@@ -80,8 +80,8 @@ def resolve(
 ) -> Resolved:
     """Return the folder that holds the files of ``name_or_path``, fetching what is missing.
 
-    A folder that exists wins over a repository of the same name. A commit (40 hexadecimal digits) that is in
-    the cache whole is used without asking the Hub.
+    A folder that exists wins over a repository of the same name. A commit (40 hexadecimal digits) that is complete in
+    the cache is used without a request to the Hub.
 
     Args:
         name_or_path: folder, ``"owner/name"`` or ``"owner/name@revision"``.
@@ -90,14 +90,14 @@ def resolve(
         token: access token; ``None`` takes the one that is logged in, ``False`` takes none.
         cache_dir: where downloads are kept, by default as huggingface_hub has it.
         local_files_only: open no network connection.
-        files: patterns of the files that are wanted, relative to ``subfolder``; ``"model.safetensors"``
+        files: patterns of the requested files, relative to ``subfolder``; ``"model.safetensors"``
             stands for the weights, in one file or many.
-        modules: given a folder with ``modules.json`` and the other small files, says in which folders modules lie and
-            which of them hold a transformer; these are fetched too. None where weights lie in one place.
+        modules: called with a folder of ``modules.json`` and the other small files, returns the module folders and
+            whether each has a transformer; these are fetched too. None if weights are in one place.
 
     Raises:
-        HubError: if the name is malformed, nothing of that name is found, access is refused, the network is
-            needed and absent, or a downloaded file is not what the Hub announced.
+        HubError: the name is malformed or not found, access is refused, the network is
+            needed and absent, or a downloaded file differs from the Hub's announcement.
     """
     text = _text_of(name_or_path)
     if subfolder and not _plain(subfolder, _SUBFOLDER):
@@ -135,10 +135,10 @@ def resolve(
 
 
 def expect_place(name_or_path: str | os.PathLike[str]) -> Path | None:
-    """Return the local path that a name is of, None for a repository of the Hub; no network is asked.
+    """Return the local path for a name, None for a repository of the Hub; without network access.
 
     Raises:
-        HubError: it is an address, or a path where nothing is.
+        HubError: it is a URL, or a path that does not exist.
     """
     text = _text_of(name_or_path)
     path = Path(os.path.expanduser(text))
@@ -172,23 +172,22 @@ def _text_of(name_or_path: Any) -> str:
     text = os.fspath(name_or_path) if isinstance(name_or_path, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text or any(ord(char) < 32 or ord(char) == 127 for char in text):
         raise HubError(
-            f"{printable(str(name_or_path))}: no name; pass what is expected, a folder, 'owner/name' or "
-            "'owner/name@revision'",
+            f"{printable(str(name_or_path))}: not a valid name; pass a folder, 'owner/name' or 'owner/name@revision'",
             name=str(name_or_path),
         )
     return text
 
 
 def _repository(text: str, revision: str | None) -> tuple[str, str]:
-    """Return the repository and the revision that are meant.
+    """Return the repository and the revision.
 
     Raises:
-        HubError: one of them is malformed, or two revisions are asked for.
+        HubError: one of them is malformed, or two revisions are requested.
     """
     name, at, stated = text.partition("@")
     if at and revision is not None and revision != stated:
         raise HubError(
-            f"{text}: the name asks for revision {stated!r} and the argument for {revision!r}; give one of them",
+            f"{text}: the name requests revision {stated!r} and the argument for {revision!r}; give one of them",
             name=name,
             revision=revision,
         )
@@ -215,7 +214,7 @@ def _plain(text: str, grammar: re.Pattern[str]) -> bool:
 
 def _local(path: Path, subfolder: str, revision: str | None) -> Resolved:
     if not path.is_dir():
-        raise HubError(f"{path}: is a file; pass the folder that holds config.json and the weights", name=str(path))
+        raise HubError(f"{path}: is a file; pass the folder of config.json and the weights", name=str(path))
     if revision not in (None, "main"):
         raise HubError(
             f"{path}: a local folder has no revision {revision!r}; leave revision out, or pass a repository name",
@@ -229,7 +228,7 @@ def _local(path: Path, subfolder: str, revision: str | None) -> Resolved:
 
 
 def _alike(path: str) -> str:
-    """Return ``", did you mean 'x'?"`` for the folder beside whose name is nearest to one that is not there."""
+    """Return ``", did you mean 'x'?"`` for the sibling folder with the name nearest to a missing one."""
     beside, name = os.path.split(path.rstrip("/"))
     with suppress(OSError), os.scandir(beside or ".") as entries:
         return nearest(name, [entry.name for entry in entries if entry.is_dir()])
@@ -240,7 +239,7 @@ def _alike(path: str) -> str:
 
 
 def _from_cache(request: HubRequest, why: str) -> Resolved:
-    """Return the cached files; ``why`` tells in errors that, and why, the network is not asked."""
+    """Return the cached files; ``why`` explains in errors why the network is not used."""
     remedy = (
         f"expected there: download it once with a network: `hf download {request.name}"
         + (f" --revision {request.revision}" if request.revision != "main" else "")
@@ -310,11 +309,11 @@ def _from_hub(request: HubRequest) -> Resolved:
     if not chosen:
         listed = capped(sorted(siblings), 10)
         raise request.error(
-            f"none of {', '.join(request.files)} is there; it holds\n{listed}\n",
+            f"none of {', '.join(request.files)} is present; it contains\n{listed}\n",
             "check the name and subfolder",
         )
     _bring(request, commit, [name for name in chosen if name not in telling], siblings)
-    # What lies in folders of modules is known once the small files are there that name them.
+    # The files of module folders are known once the small files that name them are present.
     more = [name for name in select_modules(request, siblings, folder) if name not in set(chosen)]
     _bring(request, commit, more, siblings)
     if request.revision != commit:
@@ -334,7 +333,7 @@ def _bring(request: HubRequest, commit: str, names: Sequence[str], siblings: Map
         target = snapshot / filename
         cached = target.is_file()
         for attempt in (0, 1):
-            # A file that is not what the Hub announces is fetched once more before giving up.
+            # A file that differs from the Hub's announcement is fetched once more before an error is raised.
             fetch = partial(_fetch, request, filename, commit, cached=cached, again=attempt == 1)
             try:
                 within(fetch, time_for(siblings[filename].size, request.storage / "blobs", pause))
@@ -355,10 +354,10 @@ def _bring(request: HubRequest, commit: str, names: Sequence[str], siblings: Map
 
 
 def _check_announced(request: HubRequest, announced: Any) -> None:
-    """Refuse a file whose length or digest is none.
+    """Refuse a file with an invalid length or digest.
 
     Raises:
-        HubError: what the server says of the file is not what a Hub says.
+        HubError: the server's file metadata is invalid.
     """
     size, digest = announced.size, getattr(announced.lfs, "sha256", "0" * 64)
     if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
@@ -374,12 +373,12 @@ def _check_announced(request: HubRequest, announced: Any) -> None:
 
 
 def _fetch(request: HubRequest, filename: str, commit: str, *, cached: bool, again: bool) -> None:
-    """Have huggingface_hub bring a file into the cache.
+    """Fetch a file into the cache with huggingface_hub.
 
-    It names files of the cache by what a server calls them: a name that leads elsewhere is refused before.
+    huggingface_hub names files of the cache by server responses: a name with a path outside is refused before.
 
     Raises:
-        HubError: the server gives the file such a name, or one of another commit, or sends a token elsewhere.
+        HubError: the server returns such a name, or another commit, or redirects a token elsewhere.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
 
@@ -410,7 +409,7 @@ def _fetch(request: HubRequest, filename: str, commit: str, *, cached: bool, aga
 
 
 def _fault(path: Path, announced: Any, check_bytes: bool) -> str | None:
-    """Return how a file differs from what the Hub announced, or ``None``."""
+    """Return how a file differs from the Hub's announcement, or ``None``."""
     if not path.is_file():
         return "no file in the cache instead of one"
     size = path.stat().st_size
@@ -418,7 +417,7 @@ def _fault(path: Path, announced: Any, check_bytes: bool) -> str | None:
         return f"{size} bytes instead of {announced.size}"
     if not check_bytes:
         return None
-    # Large files are named by SHA-256; small ones are stored in git, which names them by a digest of its own.
+    # Large files are named by SHA-256; small ones are stored in git, which uses its own digest.
     expected = announced.blob_id if announced.lfs is None else announced.lfs.sha256
     if announced.lfs is None and not (expected and _COMMIT.fullmatch(expected)):
         return None
@@ -427,7 +426,7 @@ def _fault(path: Path, announced: Any, check_bytes: bool) -> str | None:
 
 
 def _forget(path: Path, storage: Path) -> None:
-    """Remove a damaged file from the cache: the link, and what it points to if that is in the cache too."""
+    """Remove a damaged file from the cache: the link, and its target if that is in the cache too."""
     with suppress(OSError, RuntimeError):
         blob = path.resolve()
         if blob.is_relative_to(storage.resolve()):

@@ -15,7 +15,7 @@ __all__ = ["expect_tokenizer", "holds_adapter", "lacks_tokenizer", "resolve_fold
 
 
 def holds_adapter(name_or_path: str | os.PathLike[str]) -> bool:
-    """Return whether a name is that of a local folder with an adapter and no model."""
+    """Return whether a name is a local folder with an adapter and no model."""
     path = os.path.expanduser(_text(name_or_path))
     return os.path.lexists(os.path.join(path, ADAPTER_CONFIG)) and not os.path.lexists(os.path.join(path, CONFIG_NAME))
 
@@ -46,7 +46,7 @@ def resolve_folder(
 
 
 def _text(name_or_path: Any) -> str:
-    """Return what was named as text.
+    """Return the name as text.
 
     Raises:
         ConfigError: it is neither text nor a path.
@@ -70,7 +70,7 @@ def expect_tokenizer(name_or_path: Any, task: str) -> None:
 
     Args:
         name_or_path: as of `lacks_tokenizer`.
-        task: what has texts for it, for the message.
+        task: the task that needs a tokenizer, for the message.
 
     Raises:
         PredictError: the folder lacks a tokenizer.
@@ -80,10 +80,10 @@ def expect_tokenizer(name_or_path: Any, task: str) -> None:
 
 
 def lacks_tokenizer(name_or_path: Any) -> bool:
-    """Return whether a local folder has a configuration and no file that a vocabulary is read from, nor one below it.
+    """Return whether a local folder has a configuration and no vocabulary file, in the folder or directly below.
 
     Args:
-        name_or_path: what is to be loaded; of names of the Hub and of models nothing is known, so that it is False.
+        name_or_path: the name to load; False for names of the Hub and for models.
     """
     if not isinstance(name_or_path, (str, os.PathLike)):
         return False

@@ -38,11 +38,11 @@ def _origin(url: str) -> tuple[str, str, int | None]:
 
 @contextmanager
 def at_home(endpoint: str, authorization: str | None = None) -> Iterator[None]:
-    """Have the Hub's client send tokens to one server alone, in what runs here and with this context elsewhere.
+    """Restrict the Hub client's tokens to one server, within this context and its copies.
 
     Args:
         endpoint: its address.
-        authorization: the header that goes there alone meanwhile, in threads too that the client starts by itself.
+        authorization: a header sent only to that server meanwhile, also in threads started by the client.
     """
     from huggingface_hub import utils
 

@@ -1,7 +1,7 @@
-"""How long a call over the network may take, whatever library makes it: what comes drop by drop has an end too.
+"""Time limits for network calls of any library, including responses that trickle in.
 
-Time limits of HTTP libraries hold for one read; a server that sends a byte now and then, or asks for a pause of a year,
-meets none of them. The call runs in a thread of its own, and who waits for it gives up when it is over its time.
+Time limits of HTTP libraries apply to one read; a server that sends single bytes slowly, or requests a pause of a year,
+never reaches them. The call runs in a separate thread, and the waiting caller gives up when its time is over.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ R = TypeVar("R")
 LEAST_RATE = 16 << 10
 """Bytes a second below which a download is given up."""
 CHUNK = 12 << 20
-"""Bytes that may have come and stand in no file yet."""
+"""Bytes that may have arrived and are not in a file yet."""
 
 
 def within(act: Callable[[], R], allowed_s: Callable[[], float]) -> R:
-    """Return what a call returns, or raise what it raises.
+    """Return or raise the result of a call.
 
     Args:
-        act: the call; given up, it goes on by itself until it ends or the process does.
-        allowed_s: seconds that it may take as far as is known by now; asked again while it runs.
+        act: the call; after a timeout it continues in its thread until it ends or the process does.
+        allowed_s: seconds that it may take by current knowledge; evaluated repeatedly while it runs.
 
     Raises:
         TimeoutError: it took longer.
@@ -56,12 +56,12 @@ def within(act: Callable[[], R], allowed_s: Callable[[], float]) -> R:
 
 
 def time_for(size: int | None, folder: Path, pause_s: float) -> Callable[[], float]:
-    """Return how long a file may take to arrive: longer while more of it is there.
+    """Return a function of the seconds allowed for a file; longer as more bytes arrive.
 
     Args:
         size: of the file in bytes; None where it is not known.
-        folder: where files stand while they arrive.
-        pause_s: how long nothing at all may come.
+        folder: folder of partial files.
+        pause_s: maximum pause without any bytes.
     """
     before = arrived(folder)
 

@@ -1,7 +1,7 @@
-"""A checked request for files of a repository of the Hub, and what is said where it fails.
+"""A checked request for files of a repository of the Hub, and the errors for its failures.
 
-The classes of huggingface_hub and of the HTTP libraries below it vary: errors are told apart by the names of their
-classes and by the status of an answer.
+The classes of huggingface_hub and of the HTTP libraries below it vary: errors are identified by the names of their
+classes and by the response status.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class HubRequest:
     """A checked request for files of a repository.
 
     Attributes:
-        modules: says of a folder with the small files of sentence-transformers which folders its modules lie in, and
-            whether each holds a transformer; None where nobody asks.
-        weights: files of weights that a configuration names, where there are none of the usual names.
+        modules: maps a folder with the small files of sentence-transformers to its module folders, and
+            whether each has a transformer; None if not needed.
+        weights: weight files named by a configuration, if none of the usual names exist.
     """
 
     name: str
@@ -43,7 +43,7 @@ class HubRequest:
         return self.cache / f"models--{self.name.replace('/', '--')}"
 
     def error(self, found: str, remedy: str, **details: Any) -> HubError:
-        """Return an error that names the repository, what was found, and what to do."""
+        """Return an error with the repository, the finding, and the remedy."""
         where = self.name if self.revision == "main" else f"{self.name}@{self.revision}"
         # A name without an owner may be the folder of the examples.
         demo = "" if "/" in self.name else ". To try the library offline, `flodl-hf demo` writes the folder demo-model"
@@ -65,7 +65,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Return whether the server could not be asked, or could not answer; the HTTP library's classes vary."""
+    """Return whether the server was unreachable or could not answer; the HTTP library's classes vary."""
     status = _status(error)
     if status is not None:
         return status >= 500 or status == 429
@@ -75,7 +75,7 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Return in a few words why a server could not be asked."""
+    """Return in a few words why a server was unreachable."""
     status = _status(error)
     if status is not None:
         return f"it answers {status}"
@@ -84,14 +84,14 @@ def reason(error: BaseException) -> str:
 
 
 def explain(request: HubRequest, cause: BaseException, filename: str | None = None) -> NoReturn:
-    """Raise the ``HubError`` that says what a failure of huggingface_hub means."""
+    """Raise the ``HubError`` that explains a failure of huggingface_hub."""
     names = {kind.__name__ for link in _chain(cause) for kind in type(link).__mro__}
     what = f"{filename}: " if filename else ""
     status = next((s for s in map(_status, _chain(cause)) if s is not None), None)
     login = "log in with `hf auth login`, set HF_TOKEN, or pass token="
     if "GatedRepoError" in names:
         error = request.error(
-            f"{what}access is granted on request only", f"ask for it on the model's page, then {login}"
+            f"{what}access is granted on request only", f"request access on the model's page, then {login}"
         )
     elif "RevisionNotFoundError" in names:
         error = request.error(

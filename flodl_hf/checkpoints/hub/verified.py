@@ -1,6 +1,6 @@
 """Digests of files in the Hub's cache, which names each file by the digest that the server announced.
 
-A file is read and compared once. Its size and time are remembered beside the cached files, and it is read again only if
+A file is read and compared once. Its size and time are stored next to the cached files, and it is read again only if
 they differ.
 """
 
@@ -41,7 +41,7 @@ def check_cached(request: HubRequest, snapshot: Path, names: Iterable[str]) -> N
     """Compare files of the cache with their digests; files that have no digest in the cache are skipped.
 
     Raises:
-        HubError: the content of a file is not what the server announced.
+        HubError: the content of a file differs from the server's announcement.
     """
     place = request.storage / VERIFIED
     known: Mapping[str, Any] = {}

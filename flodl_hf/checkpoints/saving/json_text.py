@@ -1,6 +1,6 @@
-"""The text of a JSON file with some values changed and everything else as its author wrote it.
+"""Change values in a JSON text and keep everything else as its author wrote it.
 
-Decides that a source text is patched and never generated anew: order, indentation, spelling of numbers and
+Decides that a source text is patched and never regenerated: order, indentation, spelling of numbers and
 unknown keys stay.
 """
 
@@ -32,14 +32,14 @@ class _Member:
 def patch_json(source_text: str, changes: Mapping[str, Any], *, remove: Collection[str] = ()) -> str:
     """Return ``source_text`` with the top-level keys of ``changes`` set to their values.
 
-    A value that equals the one in the text (type included) is not touched, so without an effective change the
-    identical text comes back; with one, only the last of keys that stand twice. New keys are put where the alphabet
-    wants them if the source is sorted, else at the end.
+    A value equal to the one in the text (type included) is not changed, so without an effective change the
+    result is the identical text; with one, only the last of duplicate keys remains. New keys are inserted in sorted
+    order if the source is sorted, else at the end.
 
     Args:
         source_text: a JSON object.
         changes: key to new value, of JSON types.
-        remove: keys to take out, if they are there.
+        remove: keys to remove if present.
 
     Raises:
         ExportError: the text is not one JSON object, or a value is not JSON
@@ -112,7 +112,7 @@ def _members(text: str) -> tuple[list[_Member], int, int]:
 
     def fail(found: str) -> ExportError:
         return ExportError(
-            f"JSON text to be changed: {found}; expected one object; mend the source file",
+            f"JSON text to be changed: {found}; expected one object; fix the source file",
             problems=[found],
         )
 
@@ -160,7 +160,7 @@ def _canonical(key: str, value: Any, stored: bool = False) -> str:
     except (TypeError, ValueError) as error:
         raise ExportError(
             f"JSON key {printable(key)}: found {printable(repr(value))}, expected a value "
-            f"that JSON can hold ({error}); give numbers, texts, lists and tables",
+            f"that JSON can represent ({error}); give numbers, texts, lists and tables",
             problems=[str(error)],
             key=key,
         ) from error

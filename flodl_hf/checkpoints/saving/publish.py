@@ -1,13 +1,13 @@
-"""A whole folder published at once: a reader sees the old one or the new one, never a mixture.
+"""Publish a whole folder in one step: a reader sees the old one or the new one, never a mixture.
 
-Decides how a folder comes into being: it is written beside its target under a hidden name, synced, exchanged
-with the target in one step of the file system, and only then is the old one removed. What goes into the
-folder is the writer's.
+Decides how a folder is created: it is written next to its target under a hidden name, synced, exchanged
+with the target in one file system operation, and only then is the old one removed. The writer decides
+the contents.
 
-Names beside the target: ``.<name>.stage-<token>`` is being written, or waits to be removed after an exchange;
-``.<name>.old-<token>`` exists only where the file system cannot exchange, between two renames. Whoever writes
-holds a lock on the stage; the next publish to the same target removes stages that nobody holds and puts an
-orphaned old folder back.
+Names next to the target: ``.<name>.stage-<token>`` is being written, or waits to be removed after an exchange;
+``.<name>.old-<token>`` exists only if the file system cannot exchange, between two renames. A writer
+locks its stage; the next publish to the same target removes unlocked stages and restores an
+orphaned old folder.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def is_model_file(path: str) -> bool:
-    """Return whether ``path``, relative with ``/``, is a name that a model folder usually holds."""
+    """Return whether ``path``, relative with ``/``, is a usual file name of a model folder."""
     depth = path.count("/")
     head, _, name = path.rpartition("/")
     first, _, inside = path.partition("/")
@@ -97,9 +97,9 @@ def publish_folder(
         target: the folder to publish; missing parents are made.
         writer: given an empty folder, writes the files into it.
         overwrite: replace a folder that is not empty.
-        needed_bytes: what the writer will write; refused at once where the disk has less.
-        replaceable: asked about each file of a folder to be replaced, relative with ``/``; one strange file
-            has the folder refused, so that overwriting cannot delete what is not a model.
+        needed_bytes: size of the new files; refused immediately if the disk has less.
+        replaceable: called with each file of a folder to be replaced, relative with ``/``; one unknown file
+            makes the call refuse the folder, so that overwriting deletes only models.
 
     Returns:
         The absolute path of the published folder.
@@ -107,7 +107,7 @@ def publish_folder(
     Raises:
         ExportError: ``target`` is a file, a link, a mount point, the current folder or one above it, or a
             non-empty folder without ``overwrite`` or with strange files; or the disk is full or refuses.
-            ``path``, ``needed_bytes`` and ``free_bytes`` say where and what.
+            ``path``, ``needed_bytes`` and ``free_bytes`` give the details.
         Exception: whatever ``writer`` raises, after its stage was removed.
     """
     fault = path_fault(target)
@@ -169,7 +169,7 @@ def _check_target(place: Path, overwrite: bool, replaceable: Callable[[str], boo
     if os.path.ismount(place):
         raise refuse("a mount point", "choose a folder inside it")
     if Path.cwd().is_relative_to(place.resolve()):
-        # An exchanged folder is deleted, and the process would stand in it.
+        # An exchanged folder is deleted, and the process must not be inside it.
         raise refuse("the current folder, or one above it", "choose a folder inside it, or start elsewhere")
     files = sorted(_files(place))
     if files and not overwrite:
@@ -197,7 +197,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _make_parents(place: Path) -> list[Path]:
-    """Make the missing parents; return those that were made, deepest first."""
+    """Create the missing parents; return the created ones, deepest first."""
     try:
         return make_folders(place.parent)
     except OSError as error:
@@ -205,11 +205,11 @@ def _make_parents(place: Path) -> list[Path]:
 
 
 def check_space(place: Path, needed: int) -> None:
-    """Refuse a folder for which the disk has no room.
+    """Refuse a folder that exceeds the free disk space.
 
     Args:
-        place: the folder, which need not be there.
-        needed: bytes that it will hold.
+        place: the folder, which need not exist.
+        needed: its size in bytes.
 
     Raises:
         ExportError: fewer are free.
@@ -218,7 +218,7 @@ def check_space(place: Path, needed: int) -> None:
     if needed > free:
         raise ExportError(
             f"{place}: needs {needed:,} bytes, found {free:,} free; expected room for the whole new folder "
-            f"beside the old one; free some space, or choose another disk",
+            f"in addition to the old one; free some space, or choose another disk",
             path=str(place),
             problems=["not enough space"],
             needed_bytes=needed,
@@ -249,7 +249,7 @@ def _refused(place: Path, error: OSError, needed: int) -> ExportError:
 
 
 class _Stage:
-    """The folder beside a target that is written in; what is left of it by a Ctrl-C belongs to nobody.
+    """The folder next to a target that is written to; after an interrupt, its remains have no owner.
 
     Args:
         place: the target.
@@ -291,7 +291,7 @@ class _Stage:
 
 
 class _Held:
-    """The lock of a folder, held until it is closed or forgotten; the system releases it with the process.
+    """The lock of a folder, kept until it is closed or deleted; the system releases it with the process.
 
     Args:
         folder: opened here.
@@ -320,7 +320,7 @@ class _Held:
 
 
 def _sweep(place: Path) -> None:
-    """Remove what dead writers to this target left, and put back an old folder whose successor never came."""
+    """Remove stages of dead writers to this target, and restore an old folder without a successor."""
     prefix = f".{place.name[:180]}."
     for entry in sorted(place.parent.iterdir()):
         if entry.is_symlink() or not entry.name.startswith(prefix) or not entry.is_dir():
@@ -374,7 +374,7 @@ def _sync(path: str | os.PathLike[str]) -> None:
 
 
 def _swap(stage: Path, place: Path, overwrite: bool) -> None:
-    """Put ``stage`` where ``place`` is; what was there ends up at ``stage``."""
+    """Move ``stage`` to ``place``; an existing folder at ``place`` moves to ``stage``."""
     if not overwrite or not os.path.lexists(place):
         # Replaces nothing or an empty folder, and fails on one that another process filled meanwhile.
         try:

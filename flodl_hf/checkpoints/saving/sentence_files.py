@@ -1,7 +1,7 @@
-"""The small files of a sentence-transformers folder, written from what a model does with its states.
+"""The small files of a sentence-transformers folder, written from a model's settings for vectors.
 
-Used where a folder's own files cannot be kept as they were: its transformer lay in a folder of its own, or training
-changed how vectors are made.
+Used if a folder's own files cannot be copied: its transformer is in a subfolder, or training
+changed how vectors are computed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PREFIX = "sentence_transformers.models."
 
 
 def recipe_files(recipe: SentenceRecipe, hidden_size: int) -> dict[str, bytes]:
-    """Return the small files of a sentence-transformers folder whose weights lie at its root."""
+    """Return the small files of a sentence-transformers folder with weights at its root."""
     if recipe.splade is not None:
         return splade_files(recipe.splade, recipe.max_tokens, model_settings(recipe))
     if recipe.activation is not None and recipe.scorer is None:
@@ -41,7 +41,7 @@ def recipe_files(recipe: SentenceRecipe, hidden_size: int) -> dict[str, bytes]:
 
 
 def model_settings(recipe: SentenceRecipe) -> dict[str, Any]:
-    """Return what ``config_sentence_transformers.json`` says of a model."""
+    """Return the contents of ``config_sentence_transformers.json`` for a model."""
     found: dict[str, Any] = {}
     if recipe.prompts:
         found = {"prompts": dict(recipe.prompts), "default_prompt_name": recipe.default_prompt}
@@ -53,9 +53,9 @@ def model_settings(recipe: SentenceRecipe) -> dict[str, Any]:
 
 
 def bounds_of(recipe: SentenceRecipe) -> dict[str, Any]:
-    """Return what ``sentence_bert_config.json`` says: lengths, and the output of the model that is read.
+    """Return the contents of ``sentence_bert_config.json``: lengths, and the model output that is read.
 
-    Overrides of ``config.json`` and ``tokenizer_config.json`` are left out: those files have their values now.
+    Overrides of ``config.json`` and ``tokenizer_config.json`` are omitted: those files now have their values.
     """
     overrides = ("model_kwargs", "model_args", "processor_kwargs", "tokenizer_args", "config_kwargs", "config_args")
     stated = recipe.transformer_settings.stated

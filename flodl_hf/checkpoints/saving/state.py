@@ -1,8 +1,8 @@
 """Which tensors go into which file, under which name and in which order.
 
-Decides that a source is repeated: its names, their order, its shards, and whether a tied tensor stands there
-once or twice. Without a source the order is the one that the safetensors library writes. Bytes are
-:mod:`flodl_hf.checkpoints.saving.write`'s; how our names become stored names is the key tables'.
+Decides that a source is repeated: its names, their order, its shards, and whether a tied tensor is stored
+once or twice. Without a source the order is the one of the safetensors library. Bytes are written by
+:mod:`flodl_hf.checkpoints.saving.write`; the key tables map our names to stored names.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class FilePlan:
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """What an export will write.
+    """Contents of an export.
 
     Attributes:
         files: the weight files in order.
         tensors: stored name to tensor, for every name in `files`.
         index: the text of the shard index, None for a single file.
         added: names that the source did not have.
-        absent: names that the source had and that nobody gave.
-        dropped: names left out because another name holds the same tensor, to that name.
+        absent: names of the source that were not given.
+        dropped: omitted names, each mapped to the name with the same tensor.
     """
 
     files: tuple[FilePlan, ...]
@@ -89,13 +89,13 @@ def plan_state(
 
     Args:
         tensors: stored name to tensor.
-        manifest: the source. One of ``.bin`` files says nothing about order and ties; it is treated as none.
-        ties: a name to the name that it is tied to and that is kept. Either of the two may be missing in
+        manifest: the source. One of ``.bin`` files records neither order nor ties; it is treated as none.
+        ties: a name to the name that it is tied to and that is written. Either of the two may be missing in
             ``tensors``.
         max_shard_size: cut above this size, in bytes or as ``"500MB"`` (powers of 1000); None keeps the
             layout of the source, or cuts at `DEFAULT_SHARD_SIZE`.
         metadata: header pairs for files without a source; ``{"format": "pt"}`` by default, which other
-            readers ask for.
+            readers require.
 
     Raises:
         ExportError: two names share memory without being declared tied, a tie leads nowhere, or there is
@@ -132,7 +132,7 @@ def write_state(folder: Path, plan: WritePlan) -> list[WrittenFile]:
     """Write the files of ``plan`` into ``folder``, index last; return their sizes and hashes.
 
     Raises:
-        ExportError: a name or dtype that the format cannot hold.
+        ExportError: a name or dtype that the format does not support.
         OSError: the disk is full or refuses.
     """
     written = [
@@ -150,7 +150,7 @@ def write_state(folder: Path, plan: WritePlan) -> list[WrittenFile]:
 
 
 def canonical_order(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Return the names as the safetensors library orders them: wide number types first, then by name."""
+    """Return the names in the order of the safetensors library: wide number types first, then alphabetical."""
     rank = {name: place for place, name in enumerate(_DTYPE_ORDER)}
     return [name for name, _ in sorted(tensors, key=lambda item: (-rank[DTYPE_NAMES[item[1].dtype]], item[0].encode()))]
 
@@ -199,7 +199,7 @@ def parse_size(size: int | str) -> int:
 def _resolve_ties(
     tensors: Mapping[str, Tensor], ties: Mapping[str, str], known: Mapping[str, object]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors to write by name, and the names left out with the name that holds their tensor."""
+    """Return the tensors to write by name, and the omitted names with the name that has their tensor."""
     available = dict(tensors)
     dropped: dict[str, str] = {}
     dangling: list[str] = []
@@ -237,7 +237,7 @@ def _resolve_ties(
     if problems:
         raise ExportError(
             f"export: tensors share memory without being declared tied:\n{capped(problems)}\n"
-            f"expected ties by name, because a reader would get independent copies; "
+            f"expected declared ties, because a reader would get independent copies; "
             f"declare the tie or clone one",
             problems=problems,
         )

@@ -1,9 +1,8 @@
 """Safetensors files, written in one pass and hashed on the way.
 
-Decides the bytes: the order given is the order written, in headers that the format's own library would write
-too, and a header that came from a source file is used again as it stands. Which tensors are written under
-which names is :mod:`flodl_hf.checkpoints.saving.state`'s; making a folder of the files in one step is
-:mod:`flodl_hf.checkpoints.saving.publish`'s.
+Decides the bytes: the given order is the written order, in headers that the format's own library would write
+too, and a header of a source file is reused unchanged. :mod:`flodl_hf.checkpoints.saving.state` selects tensors
+and names; :mod:`flodl_hf.checkpoints.saving.publish` publishes the folder of the files in one step.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _CHUNK = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """What was written: file name, size in bytes, and the SHA-256 of all of it in hexadecimal."""
+    """A written file: name, size in bytes, and the SHA-256 of all of it in hexadecimal."""
 
     name: str
     size: int
@@ -68,8 +67,8 @@ def write_safetensors(
             if it declares exactly these tensors at exactly these places; otherwise one is composed.
 
     Raises:
-        ExportError: ``path`` exists, a name cannot stand in a header or comes twice, or a dtype is not in the
-            format; nothing is left behind.
+        ExportError: ``path`` exists, a name is invalid in a header or duplicate, or a dtype is not in the
+            format; no file remains.
         OSError: the disk is full or refuses; nothing is left behind.
     """
     place = Path(path)
@@ -123,7 +122,7 @@ def compose_header(
     """Return the length field and header of a file with ``entries`` (name, dtype name, shape) in that order.
 
     The spelling is that of the safetensors library: compact JSON, padded with spaces to a multiple of eight
-    bytes, so that the data behind it is aligned.
+    bytes, so that the data after it is aligned.
     """
     table: dict[str, object] = {}
     if metadata:
@@ -142,7 +141,7 @@ def compose_header(
 
 
 def verify_files(folder: str | os.PathLike[str], files: Iterable[WrittenFile]) -> None:
-    """Read ``files`` of ``folder`` again and compare sizes and hashes with what was written.
+    """Read ``files`` of ``folder`` again and compare sizes and hashes with the written ones.
 
     Raises:
         ExportError: files that are missing or differ, all listed.
@@ -163,7 +162,7 @@ def verify_files(folder: str | os.PathLike[str], files: Iterable[WrittenFile]) -
             problems.append(f"{written.name}: SHA-256 {digest.hexdigest()}, {written.sha256} was written")
     if problems:
         raise ExportError(
-            f"{folder}: read again, {len(problems)} files are not what was written:\n{capped(problems)}\n"
+            f"{folder}: verification failed after writing: {len(problems)} files differ:\n{capped(problems)}\n"
             f"expected the same bytes; check the disk and export again",
             path=str(folder),
             problems=problems,
@@ -186,7 +185,7 @@ def _check(place: Path, items: Sequence[tuple[str, Tensor]]) -> None:
             problems.append(f"{printable(name)}: has no dense memory ({tensor.layout}, {tensor.device})")
     if problems:
         raise ExportError(
-            f"{place}: cannot hold these tensors:\n{capped(problems)}\n"
+            f"{place}: cannot store these tensors:\n{capped(problems)}\n"
             f"expected dense tensors under distinct, printable names; rename or convert them",
             path=str(place),
             problems=problems,

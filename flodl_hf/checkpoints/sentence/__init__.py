@@ -1,4 +1,4 @@
-"""Models of sentence-transformers: what their folders say beside the encoder.
+"""Models of sentence-transformers: settings of their folders in addition to the encoder.
 
 recipe       pooling, dense layers, prompts and normalisation, read and written
 dense        the dense layers

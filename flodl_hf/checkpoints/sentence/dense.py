@@ -36,7 +36,7 @@ class Dense:
         activation: the name of torch's class.
         source: settings in the `config.json` of its folder, to be written back.
         residual: the input is added to the output.
-        shortcut: ``(out, in)``, what the input is multiplied by before it is added; None adds it as it is.
+        shortcut: ``(out, in)``, a matrix applied to the input before it is added; None adds the input unchanged.
     """
 
     weight: Tensor
@@ -62,7 +62,7 @@ class Dense:
 
     @property
     def of_tokens(self) -> bool:
-        """Whether the layer changes the vectors of tokens rather than those of texts."""
+        """Whether the layer changes token vectors rather than text vectors."""
         return (self.source or {}).get("module_input_name") == "token_embeddings"
 
     @property
@@ -83,7 +83,7 @@ def dense(values: Tensor, weight: Tensor, bias: Tensor | None, activation: str) 
 
 
 def read_dense(root: Path, part: str) -> tuple[Dense, dict[str, bytes]]:
-    """Return the layer in a folder below ``root``, and its files by their names from there.
+    """Return the layer in a folder below ``root``, and its files by relative names.
 
     Raises:
         ConfigError: its configuration is damaged, or has a setting that is not supported.
@@ -112,7 +112,7 @@ def read_dense(root: Path, part: str) -> tuple[Dense, dict[str, bytes]]:
 
 
 def _fits(weight: Tensor, sizes: tuple[Any, Any], shortcut: Tensor | None, *, residual: bool) -> bool:
-    """Return whether tensors have the sizes of the settings, and the input of a residual that of the output."""
+    """Return whether tensor sizes match the settings, and a residual's input matches its output."""
     rows, columns = weight.shape
     needed = residual and rows != columns
     stated = all(size in (None, n) for size, n in zip(sizes, weight.shape, strict=True))

@@ -23,7 +23,7 @@ _SETTINGS = "config.json"
 def read_module(
     root: Path, part: str, known: Collection[str], name: str = _SETTINGS
 ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, bytes]]:
-    """Return the settings and tensors of a module in a folder below ``root``, and its files by their names from there.
+    """Return the settings and tensors of a module in a folder below ``root``, and its files by relative names.
 
     Args:
         root: the folder of the model.
@@ -72,7 +72,7 @@ def refuse_setting(where: Path, key: str, value: Any, expected: str) -> ConfigEr
 
 
 def wrong_tensors(where: Path, tensors: Mapping[str, Tensor], expected: str) -> ConfigError:
-    """Return the error of a module whose tensors are not those that its settings describe."""
+    """Return the error for a module with tensors that contradict its settings."""
     found = {name: tuple(tensor.shape) for name, tensor in sorted(tensors.items())}
     return ConfigError(
         f"{where}: found tensors {shown(found, 120)}, expected {expected}. Fetch the folder again.",

@@ -1,6 +1,6 @@
 """Multi-vector models, a vector for each token: folders of ColBERT, PyLate, sentence-transformers and bge-m3.
 
-Decides what such folders say: projection, markers, query expansion, tokens that are skipped. How two texts are compared
+Decides the meaning of such folders: projection, markers, query expansion, skipped tokens. The comparison of two texts
 by their vectors (late interaction) is `flodl_hf.inference.similarity.max_sim`.
 """
 
@@ -41,18 +41,18 @@ class LateRecipe:
     """How a folder makes the vectors of a text's tokens.
 
     Args:
-        projections: what makes a token's vector of its state, one after another; `Dense`, or modules that learn.
-        query_marker: the token that stands behind the first one of a query; None for none.
+        projections: layers applied in order to a token's state; `Dense`, or trainable modules.
+        query_marker: the token inserted after the first one of a query; None for none.
         document_marker: the same of a document.
         query_prompt: the text before a query, which may begin with such a token.
         document_prompt: the same of a document.
-        query_length: tokens of a query, special ones and marker included; None: as the model takes.
-        document_length: most tokens of a document, the same way.
+        query_length: tokens of a query, special ones and marker included; None for the model's maximum.
+        document_length: most tokens of a document, counted the same way.
         expanded: queries are filled up to their length with mask tokens, whose vectors count too.
         attended: other tokens attend to those mask tokens.
-        skipped: words and marks of which documents keep no vector.
-        first: whether the first token, which stands for the whole text, has a vector.
-        beside: the folder also makes one vector of a text, as it says of pooling (bge-m3).
+        skipped: words and punctuation without vectors in documents.
+        first: whether the first token, which represents the whole text, has a vector.
+        beside: the folder also defines pooling, for one vector per text (bge-m3).
     """
 
     projections: tuple[Callable[[Tensor], Tensor], ...]
@@ -110,16 +110,16 @@ def _length(said: Mapping[str, Any], key: str, usual: int, where: str) -> int:
 
 
 def _marker(said: Mapping[str, Any], key: str, usual: str, where: str) -> str | None:
-    """Return the token that marks texts; None where the file says that there is none."""
+    """Return the token that marks texts; None if the file disables it."""
     return None if said.get(key, usual) in (None, "") else _text(said, key, usual, where)
 
 
 def _prompt(prompts: Any, kind: str, where: str) -> str:
-    """Return the prompt that stands behind the marker of queries or documents."""
+    """Return the prompt that follows the marker of queries or documents."""
     found = prompts.get(kind) if isinstance(prompts, dict) else prompts
     if not isinstance(found, str | None):
         raise ConfigError(
-            f"{where}: prompts is {shown(prompts, 60)}; expected texts by name. Correct it.", where=where,
+            f"{where}: prompts is {shown(prompts, 60)}; expected a table of texts. Correct it.", where=where,
             problems=["prompts"],
         )  # fmt: skip
     return found or ""
@@ -135,10 +135,10 @@ def _text(said: Mapping[str, Any], key: str, usual: str, where: str) -> str:
 
 
 def colbert_recipe(folder: Path) -> tuple[LateRecipe, dict[str, bytes]]:
-    """Return what a folder of the class HF_ColBERT says, with its small file.
+    """Return the recipe of a folder of the class HF_ColBERT, with its small file.
 
     Raises:
-        ConfigError: ``artifact.metadata`` is damaged, or the projection is not there.
+        ConfigError: ``artifact.metadata`` is damaged, or the projection is missing.
     """
     name = "artifact.metadata"
     where, said, files = str(folder / name), {}, {}
@@ -177,10 +177,10 @@ def colbert_recipe(folder: Path) -> tuple[LateRecipe, dict[str, bytes]]:
 
 
 def pylate_recipe(said: Mapping[str, Any], projections: Sequence[Dense], where: str) -> LateRecipe:
-    """Return what ``config_sentence_transformers.json`` of PyLate says.
+    """Return the recipe in PyLate's ``config_sentence_transformers.json``.
 
     Raises:
-        ConfigError: a setting makes no sense.
+        ConfigError: a setting is invalid.
     """
     skipped = said.get("skiplist_words", list(string.punctuation))
     if not isinstance(skipped, list) or not all(isinstance(word, str) for word in skipped):
@@ -207,7 +207,7 @@ def multivector_recipe(
     projections: Sequence[Dense],
     where: str,
 ) -> LateRecipe:
-    """Return what a folder of sentence-transformers' MultiVectorEncoder says.
+    """Return the recipe of a folder of sentence-transformers' MultiVectorEncoder.
 
     Args:
         said: ``config_sentence_transformers.json``.
@@ -217,7 +217,7 @@ def multivector_recipe(
         where: the folder.
 
     Raises:
-        ConfigError: a setting makes no sense, or asks for what is not supported.
+        ConfigError: a setting is invalid or not supported.
     """
     expansion, prompts = transformer.get("query_expansion"), said.get("prompts") or {}
     skipped = mask.get("skiplist_words") or []
@@ -235,7 +235,7 @@ def multivector_recipe(
         found = {**said, **transformer, **mask}
         raise ConfigError(
             f"{where}: {', '.join(f'{name} is {shown(found.get(name), 60)}' for name in problems)}; expected queries "
-            "filled up with mask tokens to one length or not at all, and words of which documents alone keep no vector",
+            "filled up with mask tokens to one length or unexpanded, and skipped words in documents only",
             where=where,
             problems=problems,
         )
@@ -255,12 +255,12 @@ def multivector_recipe(
 
 
 def pylate_files(late: LateRecipe) -> dict[str, bytes]:
-    """Return the small files of a folder whose weights lie at its root, as PyLate writes them.
+    """Return the small files of a folder with weights at its root, as PyLate writes them.
 
     sentence-transformers' MultiVectorEncoder reads them too.
 
     Args:
-        late: what they say; its projections are `Dense`.
+        late: the recipe; its projections are `Dense`.
     """
     layers = [layer for layer in late.projections if isinstance(layer, Dense)]
     kinds = [("", "sentence_transformers.models.Transformer")]
@@ -294,7 +294,7 @@ def m3_layer(root: Path, name: str) -> tuple[Dense, bytes]:
     """Return one of bge-m3's layers, a state dictionary in a pickle that is read without executing it.
 
     Raises:
-        ConfigError: it holds no layer.
+        ConfigError: it contains no layer.
         CheckpointError: it is damaged.
     """
     values = read_bin(root / name)

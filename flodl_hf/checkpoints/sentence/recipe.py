@@ -1,9 +1,9 @@
 """Folders of sentence-transformers: what their small files specify about vectors and scores.
 
 ``modules.json`` lists a transformer, a pooling, and perhaps modules that change vectors of tokens before it and vectors
-of texts behind it (`flodl_hf.checkpoints.sentence.steps`); or SPLADE's two modules; or a transformer and the dense
-layers of token vectors, as PyLate and MultiVectorEncoder have them. Queries and documents may have routes of their own
-through poolings and what is behind them (Router, formerly Asym), behind one transformer or each behind its own.
+of texts after it (`flodl_hf.checkpoints.sentence.steps`); or SPLADE's two modules; or a transformer and the dense
+layers of token vectors, as PyLate and MultiVectorEncoder have them. Queries and documents may have separate routes
+through poolings and later modules (Router, formerly Asym), after one transformer or each after a separate one.
 Anything else would change vectors and is refused.
 """
 
@@ -76,23 +76,23 @@ class SentenceRecipe:
         max_tokens: most tokens that are read, or None.
         lower_case: whether texts are lower-cased first.
         files: the small files as read, by name, to be written back unchanged.
-        dense: what is applied to a pooled vector, one after another, before it is scaled.
-        tokens: what is applied to the states of a text's tokens, one after another, before they are pooled.
-        layers: weights of the hidden states whose mean is read instead of the last state; None for the last.
+        dense: layers applied in order to a pooled vector, before it is scaled.
+        tokens: layers applied in order to the states of a text's tokens, before pooling.
+        layers: weights of the hidden states for a weighted mean, read instead of the last state; None for the last.
         layer: number of the hidden state that is read instead of the last; None for the last.
-        prompts: what is put before texts, by name.
-        default_prompt: the prompt of those that say none.
+        prompts: texts prepended to inputs, by name.
+        default_prompt: the prompt of calls without a prompt.
         include_prompt: whether tokens of a prompt are pooled too.
         splade: how word scores become sparse vectors, or None.
-        lexical: what gives each token its weight for sparse vectors (bge-m3), or None.
-        late: how tokens get vectors of their own, or None.
-        routes: where texts of several kinds have modules of their own ("query", "document"), each kind's recipe by its
-            name; the fields above are then those of the usual one, or of the first where none is.
-        usual_route: the route of texts of which nothing is said; None where it has to be said.
-        kinds: further names of routes, as the folder maps what texts are for to them.
-        transformer: where routes have transformers of their own, the folder of this one's, from the root; else "".
-        truncate_dim: how many features of a vector are kept where a call does not say; None for all.
-        kind: class of sentence-transformers that the folder was saved by ("CrossEncoder"); None if it is not stated.
+        lexical: layer that gives each token its weight for sparse vectors (bge-m3), or None.
+        late: settings for one vector per token, or None.
+        routes: if kinds of texts have separate modules ("query", "document"), each kind's recipe by
+            name; the fields above are then those of the usual route, or of the first if none is usual.
+        usual_route: the route of calls without a route; None if calls must name one.
+        kinds: further names of routes, as the folder maps tasks to them.
+        transformer: if routes have separate transformers, the folder of this route's, from the root; else "".
+        truncate_dim: default number of features to keep of a vector; None for all.
+        kind: class of sentence-transformers that saved the folder ("CrossEncoder"); None if it is not stated.
         activation: path of the activation that makes scores of a cross-encoder's logits; None for other kinds.
         most_words: most words of a sparse vector; None for all above zero.
         transformer_settings: how the transformer is loaded.
@@ -125,7 +125,7 @@ class SentenceRecipe:
 
     @property
     def changes_states(self) -> bool:
-        """Whether vectors are made of other values than the last states, which passes of the runtime pool."""
+        """Whether vectors use other values than the last states, which the runtime's forward passes pool."""
         return bool(self.tokens) or self.layers is not None or self.layer is not None
 
     @property
@@ -156,7 +156,7 @@ class SentenceRecipe:
         return () if self.layer is None else ((layer_number(self.layer, layers, where), 1.0),)
 
     def kept(self, asked: int | None) -> int | None:
-        """Return how many features of a vector are kept, of which a call says ``asked``; None for all."""
+        """Return how many features of a vector to keep, given the call's ``asked``; None for all."""
         return self.truncate_dim if asked is None else asked
 
     def width(self, hidden_size: int) -> int:
@@ -166,13 +166,13 @@ class SentenceRecipe:
         return own[-1] if own else len(self.pooling) * (sizes[-1] if sizes else hidden_size)
 
     def route_of(self, asked: str | None) -> str | None:
-        """Return the route that texts take; None where the folder has none.
+        """Return the route of texts; None if the folder has none.
 
         Args:
-            asked: the name of a route, or what texts are for; None for the usual one.
+            asked: the name of a route or of a task; None for the usual one.
 
         Raises:
-            PredictError: there is no such route, or none is usual and none was asked for.
+            PredictError: the route does not exist, or none is usual and none was requested.
         """
         if not self.routes:
             if asked is None:
@@ -194,17 +194,17 @@ class SentenceRecipe:
         return self if name is None else self.routes[name]
 
     def resolve_prompt(self, method: str, prompt: str | None = None, name: str | None = None) -> str:
-        """Return the prompt as sentence-transformers resolves it: ``prompt`` itself, else by name, else the default.
+        """Return the prompt as sentence-transformers resolves it: ``prompt`` itself, else ``name``, else the default.
 
         One warning if ``prompt`` is the name of a prompt, because it is used as text.
 
         Args:
             method: the method that was called, for the message.
-            prompt: a text, which is used as it is.
+            prompt: a text, used unchanged.
             name: the name of a prompt; models of vectors always have "query" and "document", empty if not stored.
 
         Raises:
-            PredictError: there is no prompt of this name.
+            PredictError: no prompt has this name.
         """
         if prompt is not None:
             if self.prompts.get(prompt, prompt) != prompt:
@@ -229,10 +229,10 @@ class SentenceRecipe:
 
 
 def recipe_on(recipe: SentenceRecipe | None, route: str | None) -> SentenceRecipe | None:
-    """Return what a folder's recipe says of the texts of one route; None where it says nothing.
+    """Return the recipe for the texts of one route; None without a recipe.
 
     Raises:
-        PredictError: there is no such route.
+        PredictError: the route does not exist.
     """
     if recipe is None and route is None:
         return None
@@ -240,10 +240,10 @@ def recipe_on(recipe: SentenceRecipe | None, route: str | None) -> SentenceRecip
 
 
 def read_recipe(root: Path) -> SentenceRecipe | None:
-    """Return what ``modules.json`` says, or None where there is none.
+    """Return the recipe in ``modules.json``, or None without that file.
 
     Raises:
-        ConfigError: a module that is not understood, or files that are damaged.
+        ConfigError: an unsupported module, or damaged files.
     """
     if not is_entry(root, "modules.json"):
         return None
@@ -272,7 +272,7 @@ def read_recipe(root: Path) -> SentenceRecipe | None:
 
 
 def _recipe(root: Path, modules: Modules, transformer: str, *, keep: bool) -> SentenceRecipe:
-    """Return what the modules of one route say, with their files where weights lie at the root, or are to be kept."""
+    """Return the recipe of one route, with its files if weights are at the root, or ``keep`` is set."""
     kept = keep or transformer_folder(root) == root
     places = dict.fromkeys([(root / transformer).relative_to(root), Path()])
     known = [(place / name).as_posix() for place in places for name in BOUNDS]
@@ -361,7 +361,7 @@ def _recipe(root: Path, modules: Modules, transformer: str, *, keep: bool) -> Se
 
 
 def _is_of_tokens(root: Path, module: Mapping[str, Any]) -> bool:
-    """Return whether a dense layer changes the vectors of tokens rather than those of texts."""
+    """Return whether a dense layer changes token vectors rather than text vectors."""
     if module["type"].startswith("pylate."):
         return True
     name = (place_in(root, module.get("path")) / "config.json").relative_to(root).as_posix()
@@ -369,7 +369,7 @@ def _is_of_tokens(root: Path, module: Mapping[str, Any]) -> bool:
 
 
 def _gives_all_layers(folder: Path, settings: TransformerSettings) -> bool:
-    """Return whether the transformer's configuration asks for the hidden states of all layers."""
+    """Return whether the transformer's configuration requests the hidden states of all layers."""
     config = settings_in(folder, CONFIG_NAME) if is_entry(folder, CONFIG_NAME) else {}
     return {**config, **settings.config}.get("output_hidden_states") is True
 
@@ -393,10 +393,10 @@ def _number_of(said: Mapping[str, Any], key: str, where: Path) -> int | None:
 
 
 def _prompts(said: Mapping[str, Any], where: Path) -> tuple[dict[str, str], str | None]:
-    """Return the prompts of a folder by name, and the name of the one that is usual."""
+    """Return the prompts of a folder by name, and the name of the default one."""
     prompts, usual = said.get("prompts") or {}, said.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
-        raise wrong(where, f"prompts is {shown(prompts, 60)}", "texts by name")
+        raise wrong(where, f"prompts is {shown(prompts, 60)}", "a table of texts")
     if usual is not None and (not isinstance(usual, str) or usual not in prompts):
         raise wrong(
             where,

@@ -1,7 +1,7 @@
-"""Which modules the texts of each route go through, as ``modules.json`` and a router's own file say.
+"""Modules of each route, from ``modules.json`` and the configuration of a router.
 
-Decides which kinds and orders of modules are understood, and which folders hold them. What each says of pooling is
-`flodl_hf.checkpoints.sentence.recipe`'s.
+Decides which kinds and orders of modules are supported, and which folders contain them. Pooling is in
+`flodl_hf.checkpoints.sentence.recipe`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ROUTERS = ("Router", "Asym")
 WEIGHT_FILES = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
-"""A folder with one of these holds the weights of a transformer."""
+"""A folder with one of these contains the weights of a transformer."""
 
 Modules = list[dict[str, Any]]
 
@@ -43,10 +43,10 @@ class Routing(NamedTuple):
     """The modules that texts go through.
 
     Attributes:
-        ways: modules by route, of which there is one without a name where there is no router.
-        usual: the route of texts of which nothing is said; None where it has to be said.
+        ways: modules by route; a single entry without a name if there is no router.
+        usual: the route of calls without a route; None if calls must name one.
         kinds: further names of routes.
-        files: what says so beside ``modules.json``.
+        files: router files in addition to ``modules.json``.
     """
 
     ways: dict[str, Modules]
@@ -67,10 +67,10 @@ class Routing(NamedTuple):
 
 
 def routing_of(root: Path) -> Routing:
-    """Return which modules there are.
+    """Return the modules of a folder.
 
     Raises:
-        ConfigError: ``modules.json`` or a router's file is damaged, or names what is not understood.
+        ConfigError: ``modules.json`` or a router's file is damaged, or names unsupported modules.
     """
     value = read_json(root, "modules.json")
     if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("type"), str) for m in value):
@@ -111,7 +111,7 @@ def routing_of(root: Path) -> Routing:
 
 
 def _kinds_of_texts(said: Any, ways: Mapping[str, Any], where: Path) -> tuple[dict[str, str], str | None]:
-    """Return which route texts take by what they are for, and that of all others; None where no mapping says it."""
+    """Return the route of each kind of text, and the route of all others; None without a mapping."""
     found: dict[tuple[Any, Any], str] = {}
     for key, route in said.items() if isinstance(said, dict) else [(said, None)]:
         try:
@@ -161,15 +161,15 @@ def _checked(root: Path, value: Modules) -> Modules:
 
 
 def kind_of(module: Mapping[str, Any]) -> str:
-    """Return what a module is, by the last part of its type."""
+    """Return the kind of a module: the last component of its type."""
     return module["type"].rsplit(".", 1)[-1]
 
 
 def transformer_folder(root: Path) -> Path:
-    """Return the folder that holds the weights: ``root``, or what its ``modules.json`` names.
+    """Return the folder of the weights: ``root``, or the one that its ``modules.json`` names.
 
     Raises:
-        ConfigError: ``modules.json`` is damaged, or names a folder beside weights at the root.
+        ConfigError: ``modules.json`` is damaged, or names a folder although the root has weights.
     """
     if not is_entry(root, "modules.json"):
         return root
@@ -178,16 +178,16 @@ def transformer_folder(root: Path) -> Path:
     if place == root or place.resolve() == root.resolve():
         return root
     if any(is_entry(root, name) for name in WEIGHT_FILES):
-        found = f"names {printable(place.name, 80)} for the transformer, and the folder above holds weights too"
+        found = f"names {printable(place.name, 80)} for the transformer, and the folder above contains weights too"
         raise wrong(root / "modules.json", found, "one of them")
     if not is_entry(place, "config.json"):
-        found = f"names {printable(place.name, 80)} for the transformer, which holds no config.json"
+        found = f"names {printable(place.name, 80)} for the transformer, which contains no config.json"
         raise wrong(root / "modules.json", found, "the folder of a transformer")
     return place
 
 
 def transformer_folders(root: Path) -> list[str]:
-    """Return the folders that hold weights, from the root, "" for the root itself: one of each transformer.
+    """Return the weight folders from the root, "" for the root itself: one for each transformer.
 
     Raises:
         ConfigError: as of `routing_of`.
@@ -199,9 +199,9 @@ def transformer_folders(root: Path) -> list[str]:
 
 
 def module_folders(root: Path) -> dict[str, bool]:
-    """Return the folders of modules below ``root``, and whether each holds a transformer; none without modules.json.
+    """Return the module folders below ``root``, and whether each has a transformer; none without modules.json.
 
-    Only ``modules.json`` and routers' files have to be there.
+    Only ``modules.json`` and routers' files must be present.
     """
     if not is_entry(root, "modules.json"):
         return {}

@@ -17,7 +17,7 @@ _LIMIT = 1_000_000
 
 
 def wrong(path: Path, found: str, expected: str) -> ConfigError:
-    """Return the error of a file that holds something else than was expected."""
+    """Return the error for a file with unexpected contents."""
     return ConfigError(
         f"{path}: {found}; expected {expected}. Fetch the file again or correct it.",
         where=str(path),
@@ -26,7 +26,7 @@ def wrong(path: Path, found: str, expected: str) -> ConfigError:
 
 
 def read_json(root: Path, name: str) -> Any:
-    """Return what a JSON file says."""
+    """Return the contents of a JSON file."""
     path = root / name
     try:
         return json.loads(bytes_of(root, name).decode("utf-8"))
@@ -36,10 +36,10 @@ def read_json(root: Path, name: str) -> Any:
 
 
 def settings_in(root: Path, name: str) -> dict[str, Any]:
-    """Return what a JSON file says that holds settings by name."""
+    """Return the contents of a JSON file with an object of settings."""
     value = read_json(root, name)
     if not isinstance(value, dict):
-        raise wrong(root / name, f"holds a JSON {type(value).__name__}", "an object with settings")
+        raise wrong(root / name, f"contains a JSON {type(value).__name__}", "an object with settings")
     return value
 
 
@@ -57,7 +57,7 @@ def bytes_of(root: Path, name: str) -> bytes:
 
 
 def place_in(root: Path, part: object) -> Path:
-    """Return the folder of a module, which has to lie inside."""
+    """Return the folder of a module, which must be inside ``root``."""
     place = root / str(part or "")
     try:
         lies_inside = place.resolve().is_relative_to(root.resolve())

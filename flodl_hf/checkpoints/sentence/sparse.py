@@ -70,7 +70,7 @@ class SparseVectors(Sequence[dict[int, float]]):
         """Return a text's words with their weights, largest first.
 
         Raises:
-            PredictError: nobody told the words of ids.
+            PredictError: no vocabulary for the ids is known.
         """
         if self._words is None:
             raise PredictError("words: these vectors know ids alone; they were made without a tokenizer")

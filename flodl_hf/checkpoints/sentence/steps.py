@@ -1,4 +1,4 @@
-"""Modules of sentence-transformers that change vectors of tokens or texts one after another, besides dense layers.
+"""Modules of sentence-transformers that transform token or text vectors in sequence, other than dense layers.
 
 Each is computed in float32, read without pickle and written back.
 """
@@ -38,16 +38,16 @@ class Step(Protocol):
 
     @property
     def of_tokens(self) -> bool:
-        """Whether it changes the vectors of a text's tokens rather than those of texts."""
+        """Whether the module changes token vectors rather than text vectors."""
         ...
 
     @property
     def size(self) -> int | None:
-        """Number of features of the output; None if it is that of the input."""
+        """Number of features of the output; None if equal to the input's."""
         ...
 
     def __call__(self, values: Tensor) -> Tensor:
-        """Return ``(..., out)`` of ``(..., in)``; of tokens those of one text, ``(tokens, in)``."""
+        """Return ``(..., out)`` for ``(..., in)``; for tokens, the vectors of one text, ``(tokens, in)``."""
         ...
 
     def files(self, part: str) -> dict[str, bytes]:
@@ -126,9 +126,9 @@ class Normed:
 
 @dataclass(frozen=True, eq=False)
 class Convolutions:
-    """Convolutions of several widths over the tokens of a text, whose results are joined.
+    """Convolutions of several widths over the tokens of a text, with concatenated results.
 
-    As in sentence-transformers, the convolutions also read the padding behind shorter texts of a batch.
+    As in sentence-transformers, the convolutions also read the padding after shorter texts of a batch.
 
     Args:
         weights: ``(out, in, width)`` of each, of odd width.
@@ -188,7 +188,7 @@ class LayerWeights:
 
 
 def read_step(root: Path, kind: str, path: object) -> tuple[Step, dict[str, bytes]]:
-    """Return a module of one of the `STEPS`, and its files by their names below ``root``.
+    """Return a module of one of the `STEPS`, and its files by relative names below ``root``.
 
     Raises:
         ConfigError: its settings are damaged, or have a value that is not supported.
@@ -246,10 +246,10 @@ def _convolutions(root: Path, part: str) -> tuple[Step, dict[str, bytes]]:
 
 
 def read_layer_weights(root: Path, path: object) -> tuple[LayerWeights, dict[str, bytes]]:
-    """Return the weights of hidden states that a folder below ``root`` holds, and its files by their names from there.
+    """Return the weights of hidden states in a folder below ``root``, and its files by relative names.
 
     Raises:
-        ConfigError: its settings and tensors do not belong together.
+        ConfigError: its settings and tensors do not match.
         CheckpointError: its weights are damaged.
     """
     part = place_in(root, path).relative_to(root).as_posix()

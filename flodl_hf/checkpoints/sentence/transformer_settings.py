@@ -50,15 +50,15 @@ class TransformerSettings:
     """What ``sentence_bert_config.json`` specifies.
 
     Attributes:
-        task: what the transformer is loaded for.
+        task: the task that the transformer is loaded for.
         max_tokens: most tokens of a text, or None.
         lower_case: whether texts are lower-cased first.
         pooler: the vector of a text is the output of the model's pooler.
-        layer: number of the hidden state that is read, as in transformers' ``hidden_states``; None for the last state.
+        layer: number of the hidden state to read, as in transformers' ``hidden_states``; None for the last state.
         config: values that override those of ``config.json``.
         tokenizer: values that override those of ``tokenizer_config.json``.
-        dtype: dtype that the weights are cast to; None for that of ``config.json``.
-        stated: the file as it is.
+        dtype: dtype that the weights are cast to; None for the one in ``config.json``.
+        stated: the contents of the file.
     """
 
     task: str = _TASKS[0]
@@ -78,8 +78,8 @@ def transformer_settings(stated: Mapping[str, Any], where: Path, *, several: boo
     Args:
         stated: the file's contents; empty if there is no file.
         where: the file.
-        several: routes have transformers of their own, for which overrides are not supported.
-        late: the folder gives a vector for each token, which has lengths of queries and documents.
+        several: routes have separate transformers, for which overrides are not supported.
+        late: the folder gives a vector for each token, with lengths of queries and documents.
 
     Raises:
         ConfigError: a value is wrong, or changes numbers and is not supported.
@@ -107,7 +107,7 @@ def transformer_settings(stated: Mapping[str, Any], where: Path, *, several: boo
         tokenizer.pop(key, None)
     if several and (config or tokenizer or model):
         found = "config_kwargs" if config else "processor_kwargs" if tokenizer else "model_kwargs"
-        raise refuse_setting(where, found, stated.get(found), "none, where routes have transformers of their own")
+        raise refuse_setting(where, found, stated.get(found), "none, if routes have separate transformers")
     _only(model, _MODEL, where, "model_kwargs")
     asked = tokenizer.get("model_max_length")
     length = _text_length(stated.get("processing_kwargs"), where) or (length if asked is None else None)
@@ -144,7 +144,7 @@ def _text_length(found: Any, where: Path) -> int | None:
     warn_of_unknown(where, found, ("common", "text", "audio", "image", "video", "chat_template"))
     for part in ("text", "common"):
         _only(found.get(part, {}), _TEXT, where, f"processing_kwargs.{part}")
-    # The settings for all modalities are passed after those of texts.
+    # The settings for all modalities are applied after the settings for texts.
     length = {**found.get("text", {}), **found.get("common", {})}.get("max_length")
     if length is not None and (type(length) is not int or length < LEAST_TOKENS):
         raise refuse_setting(where, "processing_kwargs.text.max_length", length, f"an integer from {LEAST_TOKENS}")

@@ -1,12 +1,12 @@
-"""Weights in a folder's files, and which of them a model's parameters are. `flodl_hf.models.pretrained` leads through.
+"""Weight files of a folder, matched with a model's parameters; used through `flodl_hf.models.pretrained`.
 
-checkpoint   a folder of weights, opened and checked
-pickle_free  ``pytorch_model.bin``, read without executing it
-loading      which stored tensor is which of ours, decided from headers
+checkpoint   open and check a folder of weights
+pickle_free  read ``pytorch_model.bin`` without executing it
+loading      match stored tensors with parameters, from headers alone
 on_disk      weights that stay in their files
-early        what is begun while torch is imported
-file_names   what the files of a folder are called
-source       what a model was read from, kept with it
+early        work that starts while torch is imported
+file_names   file names of a model folder
+source       source of a loaded model, stored with it
 process_exit the end of a process without a last garbage collection
-checksums    what a folder says its files are
+checksums    expected checksums of a folder's files
 """

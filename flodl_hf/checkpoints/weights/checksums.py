@@ -1,9 +1,9 @@
-"""What a folder says its files are, and whether they are so: lengths and SHA-256, compared before anything is read.
+"""Compare a folder's files with their expected sizes and SHA-256 before anything is read.
 
-Decides where the truth about a folder stands: in ``checksums.json``, which every export writes; in the names of blobs,
-where the folder is a snapshot of the Hub's cache; else in the receipt of ``verify-export``. The receipt is sealed, and
-its seal is the folder's fingerprint: who knows it knows every byte. A receipt beside the files shows damage; against
-someone who may write into the folder only a fingerprint kept elsewhere helps.
+Decides the source of the expected values: ``checksums.json``, which every export writes; or the names of blobs,
+if the folder is a snapshot of the Hub's cache; else the receipt of ``verify-export``. The receipt is sealed, and
+its seal is the folder's fingerprint, which covers every byte. A receipt next to the files detects damage; against
+an attacker with write access to the folder, only a fingerprint stored elsewhere helps.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ Status = Literal["ok", "changed", "missing", "not listed", "unreadable"]
 
 @dataclass(frozen=True)
 class FileState:
-    """One file of a folder beside what is said of it.
+    """One file of a folder compared with its expected state.
 
     Attributes:
         name: relative to the folder, with ``/``.
         status: "ok", "changed", "missing", "not listed" or "unreadable".
-        found: what it is, in words.
-        expected: what it should be, in words.
+        found: description of the actual state.
+        expected: description of the expected state.
         is_read: whether loading the folder reads it.
     """
 
@@ -74,12 +74,12 @@ class FileState:
 
 @dataclass
 class Comparison:
-    """A folder beside what is said of it.
+    """A folder compared with its expected files.
 
     Attributes:
-        folder: which.
-        by: what says so: "checksums.json", "the Hub's cache", "verification.json", or a manifest.
-        fingerprint: stands for every byte that is listed; None where nothing does.
+        folder: the folder.
+        by: source of the expected values: "checksums.json", "the Hub's cache", "verification.json", or a manifest.
+        fingerprint: digest over every listed byte; None if the source has none.
         files: each file.
     """
 
@@ -107,7 +107,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Listed:
-    """What is said of one file: a length, None where it is not said, and a digest."""
+    """Expected state of one file: a length, None if unknown, and a digest."""
 
     size: int | None
     digest: str
@@ -121,7 +121,7 @@ class _Listed:
 
 
 def write_checksums(folder: str | os.PathLike[str], known: Iterable[tuple[str, int, str]] = ()) -> str:
-    """Write ``checksums.json`` for the files that a folder holds; return its fingerprint.
+    """Write ``checksums.json`` for the files of a folder; return its fingerprint.
 
     The same files give the same bytes.
 
@@ -149,22 +149,22 @@ def write_checksums(folder: str | os.PathLike[str], known: Iterable[tuple[str, i
 
 
 def compare_folder(folder: str | os.PathLike[str]) -> Comparison:
-    """Return every file of a model folder, or of a snapshot in the Hub's cache, beside what is said of it.
+    """Compare every file of a model folder, or of a snapshot in the Hub's cache, with its expected state.
 
     Raises:
-        CheckpointError: nothing says what the files should be, or what says so is damaged itself.
+        CheckpointError: no expected checksums exist, or their file is damaged itself.
     """
     return _compare(Path(folder), lambda name: True)[0]
 
 
 def compare_files(place: Path, listed: Mapping[str, tuple[int, str]], by: str) -> Comparison:
-    """Return the files of a folder beside lengths and SHA-256 that something else says."""
+    """Compare the files of a folder with lengths and SHA-256 from another source."""
     said = {name: _Listed(size, digest) for name, (size, digest) in listed.items()}
     return Comparison(str(place), by, None, _states(place, said, False, {}))
 
 
 def has_truth(place: Path) -> bool:
-    """Return whether something says what the files of a folder should be."""
+    """Return whether expected checksums of a folder exist."""
     return is_entry(place, CHECKSUMS) or is_entry(place, RECEIPT) or bool(_blobs(place))
 
 
@@ -181,10 +181,10 @@ def _compare(place: Path, read: Callable[[str], bool]) -> tuple[Comparison, dict
 def _states(
     place: Path, listed: Mapping[str, _Listed], is_part: bool, seen: dict[str, os.stat_result]
 ) -> list[FileState]:
-    """Return what became of each listed file, and note in ``seen`` which it was.
+    """Return the state of each listed file, and record the file identity in ``seen``.
 
     Args:
-        is_part: only some files need be there: of a repository only what a load reads is fetched.
+        is_part: files may be absent: of a repository, only the files that a load reads are fetched.
     """
 
     def state(name: str) -> FileState:
@@ -205,7 +205,7 @@ def _states(
 
 
 def reads_file(name: str) -> bool:
-    """Return whether loading a folder reads a file of that name; a model's card, for one, may be edited."""
+    """Return whether loading a folder reads a file of that name; a model card, for example, may be edited."""
     from flodl_hf.checkpoints.weights.file_names import MODEL_FILES
 
     inside = name.partition("/")[2]
@@ -219,7 +219,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _truth(place: Path) -> tuple[str, str | None, dict[str, _Listed], bool]:
-    """Return what says what the files are, its fingerprint, what it says, and whether only some need be there."""
+    """Return the source of the expected values, its fingerprint, the values, and whether files may be absent."""
     blobs = _blobs(place)
     if is_entry(place, CHECKSUMS):
         fingerprint, listed = _read(place)
@@ -229,7 +229,7 @@ def _truth(place: Path) -> tuple[str, str | None, dict[str, _Listed], bool]:
     if is_entry(place, RECEIPT):
         return RECEIPT, None, _of_receipt(place), False
     raise CheckpointError(
-        f"{place}: nothing says what its files should be; expected {CHECKSUMS}, as exports have it, or a "
+        f"{place}: no expected checksums; expected {CHECKSUMS}, as in exports, or a "
         f"snapshot of the Hub's cache. If you trust the files as they are, `flodl-hf verify {place} --write` "
         "writes it; or load without verified",
         path=str(place),
@@ -274,7 +274,7 @@ def _damaged(place: Path, name: str, error: Exception) -> CheckpointError:
 
 
 def _blobs(place: Path) -> dict[str, _Listed]:
-    """Return what the names of blobs say, where a folder is a snapshot of the Hub's cache."""
+    """Return the digests in the names of blobs, if a folder is a snapshot of the Hub's cache."""
     snapshots = next((above for above in place.absolute().parents if above.name == "snapshots"), None)
     if snapshots is None or not (snapshots.parent / "blobs").is_dir():
         return {}
@@ -297,10 +297,10 @@ def _digester(expected: _Listed, path: Path) -> Any:
 
 
 def _digest(place: Path, name: str, digest: Any, seen: dict[str, os.stat_result] | None = None) -> tuple[int, str]:
-    """Return length and digest of a file, opened through the door of all members.
+    """Return length and digest of a file, opened with the checks for all files of a folder.
 
     Raises:
-        CheckpointError: it cannot be opened or read, or leads out of the folder.
+        CheckpointError: the file cannot be opened or read, or is outside the folder.
     """
     inner, _, leaf = name.rpartition("/")
     below = place / inner
@@ -356,7 +356,7 @@ def _sha(value: object) -> str:
 
 
 class Held:
-    """The files of a folder as they were compared: `check` says whether they are the same files still."""
+    """The compared files of a folder: `check` reports whether they are still unchanged."""
 
     def __init__(self, place: Path, seen: Mapping[str, os.stat_result]) -> None:
         self._place, self._seen = place, dict(seen)
@@ -386,16 +386,16 @@ class Held:
 
 
 def hold(folder: str | os.PathLike[str], verified: bool | str, names: Sequence[str] | None = None) -> Held:
-    """Compare what loading a folder reads; return what says afterwards that it stayed so.
+    """Compare the files that loading a folder reads; return a guard that later checks that they are unchanged.
 
     Args:
         folder: a model folder, or a snapshot of the Hub's cache.
-        verified: True, or the fingerprint that the folder has to have.
+        verified: True, or the expected fingerprint of the folder.
         names: these files alone.
 
     Raises:
-        CheckpointError: a file is not as it should be, each named with what was found and expected; another
-            fingerprint; or nothing says what the files should be.
+        CheckpointError: a file differs, each listed with the actual and the expected state; another
+            fingerprint; or no expected checksums exist.
     """
     place = Path(folder)
     wanted = (lambda name: name in names) if names is not None else reads_file
@@ -404,8 +404,8 @@ def hold(folder: str | os.PathLike[str], verified: bool | str, names: Sequence[s
         found = comparison.fingerprint or f"no {CHECKSUMS}"
         raise CheckpointError(
             f"{place}: its fingerprint is {found}, expected {printable(verified, 80)}; this is another model, or its "
-            "files were exchanged. Fetch it again from where you trust it, or give the fingerprint that "
-            "`flodl-hf verify` tells of the folder you mean",
+            "files were replaced. Fetch it again from a trusted source, or give the fingerprint that "
+            "`flodl-hf verify` reports for the intended folder",
             path=str(place),
             problems=["fingerprint"],
             file=CHECKSUMS,

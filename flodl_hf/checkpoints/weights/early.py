@@ -1,9 +1,9 @@
-"""What loading a model waits for and what needs no torch, begun while torch is being imported.
+"""Loading work that needs no torch, started while torch is imported.
 
 Importing torch takes a second or two of one core. Meanwhile the weights of a local folder are read
-(`flodl_hf.checkpoints.weights.checkpoint.ahead`), and NVIDIA's driver makes the context of the device that was asked
-for, which torch then finds made. Decides whether there is anything to begin; what goes wrong here is found again, and
-told, by who needs it.
+(`flodl_hf.checkpoints.weights.checkpoint.ahead`), and NVIDIA's driver creates the context of the requested
+device, which torch then reuses. Decides whether there is work to start; errors here are ignored, because the code
+that needs the result finds and reports them again.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ __all__ = ["beginning"]
 
 @contextmanager
 def beginning(name_or_path: Any, options: Mapping[str, Any]) -> Iterator[None]:
-    """Begin what can be begun before torch, for a model that is loaded inside.
+    """Start the work that is possible before torch, while a model is loaded inside the context.
 
     Args:
-        name_or_path: what the caller wants loaded.
+        name_or_path: the model to load.
         options: of loading.
     """
     if "torch" in sys.modules:
         yield
         return
-    # A program that torch comes to with us ends quickly, too.
+    # If this package is what imports torch, the process skips the last garbage collection too.
     skip_gc_at_exit()
     if usable_cpus() < 2:
         yield
@@ -51,7 +51,7 @@ def beginning(name_or_path: Any, options: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _ordinal(device: Any) -> int | None:
-    """Return the number of the CUDA device that a name asks for; None where it asks for none."""
+    """Return the index of the CUDA device in a device name; None if it names none."""
     kind, _, number = device.partition(":") if isinstance(device, str) else ("", "", "")
     if device == "auto":
         number = os.environ.get("LOCAL_RANK", "0")

@@ -1,4 +1,4 @@
-"""What the files of a model's folder are called, and which of them are fetched for a model."""
+"""File names of a model folder, and the files that are fetched for a model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 WEIGHTS_KEY = "transformers_weights"
 """The key of ``config.json`` that names the file of the weights."""
 BASE_OF_ADAPTER = "base_model_name_or_path"
-# A folder with one of these has a tokenizer; asked here so that folders without one import none.
+# A folder with one of these has a tokenizer; checked here so that folders without one import none.
 VOCABULARY_FILES = (
     "tokenizer.json",
     "vocab.txt",
@@ -44,7 +44,7 @@ BOUNDS = tuple(
     f"sentence_{family}_config.json"
     for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-"""Names of the file that says how many tokens a folder of sentence-transformers reads; the first of them counts."""
+"""Names of the file with the maximum tokens of a sentence-transformers folder; the first present one counts."""
 RECIPE_FILES = (
     "modules.json",
     "router_config.json",
@@ -63,7 +63,7 @@ RECIPE_FILES = (
     "colbert_linear.pt",
     "sparse_linear.pt",
 )
-"""What says how states become vectors."""
+"""Files that define how states become vectors."""
 MODEL_FILES = (
     *VOCABULARY_FILES,
     "tokenizer_config.json",
@@ -79,12 +79,12 @@ MODEL_FILES = (
 
 
 def is_vocabulary_in(folder: Path) -> bool:
-    """Return whether a folder holds a file that a vocabulary is read from."""
+    """Return whether a folder contains a vocabulary file."""
     return any(os.path.lexists(folder / name) for name in VOCABULARY_FILES)
 
 
 def vocabularies_below(folder: Path) -> list[str]:
-    """Return the names of folders directly below one that hold a vocabulary."""
+    """Return the names of direct subfolders with a vocabulary file."""
     try:
         return sorted(path.name for path in folder.iterdir() if path.is_dir() and is_vocabulary_in(path))
     except OSError:
@@ -92,14 +92,14 @@ def vocabularies_below(folder: Path) -> list[str]:
 
 
 def weights_named(found: Any, where: str) -> str | None:
-    """Return the file of weights that a configuration names, relative to its folder; None where it names none.
+    """Return the weight file that a configuration names, relative to its folder; None if it names none.
 
     Args:
-        found: what stands at `WEIGHTS_KEY`.
+        found: the value of `WEIGHTS_KEY`.
         where: the configuration, for messages.
 
     Raises:
-        ConfigError: it is no name of a safetensors file, or of an index of such, in the folder or below it.
+        ConfigError: it is not the name of a safetensors file or index in the folder or below it.
     """
     if found in (None, ""):
         return None
@@ -109,13 +109,13 @@ def weights_named(found: Any, where: str) -> str | None:
     elif not found.endswith((".safetensors", ".safetensors.index.json")):
         why = "expected the name of a .safetensors file, or of a .safetensors.index.json"
     elif len(parts) > 1 and not found.endswith(".safetensors"):
-        why = "expected an index beside config.json, since its shards are looked for there"
+        why = "expected an index in the folder of config.json, where its shards are searched"
     else:
         return found
     what = shown(found, 80) if not isinstance(found, str) else printable(found, 80)
     raise ConfigError(
-        f"{where}: {WEIGHTS_KEY}: found {what}; {why}. Name the file that holds the weights, relative to the folder of "
-        "config.json, or remove the key where they have their usual name",
+        f"{where}: {WEIGHTS_KEY}: found {what}; {why}. Name the weight file, relative to the folder of "
+        "config.json, or remove the key if the file has its usual name",
         where=where,
         problems=[WEIGHTS_KEY],
     )

@@ -1,4 +1,4 @@
-"""What became of every tensor of a source, told to whoever loaded it."""
+"""Load report: the outcome for every tensor of a source."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class LoadReport:
     """What became of every tensor of the source, and of the model.
 
     Attributes:
-        source: where the tensors came from.
+        source: origin of the tensors.
         head: the task the model was loaded for.
-        source_head: the task the file was written for, or None when it does not say.
-        matched: our names that were filled, with the stored name each came from.
-        renamed: stored names that are not today's Hugging Face names, with today's.
+        source_head: the task the file was written for, or None if it states none.
+        matched: our filled names, with the stored name of each.
+        renamed: stored names that are not current Hugging Face names, with the current ones.
         ignored: stored names that this model does not use, with the reason.
-        unexpected: those of them that nobody knows and that lie outside of the model; loading warns of them.
-        new: our names that the file does not have; they hold fresh random values.
+        unexpected: the ignored names that are unknown and outside the model; loading warns of them.
+        new: our names that the file does not have; they have fresh random values.
         tied: our names that share the tensor of another.
-        untied: ties that the configuration asks for and the file's values contradict.
+        untied: ties in the configuration that the file's values contradict.
         dtypes: how many tensors of each stored dtype were used.
         prefixed: whether encoder tensors carry the family's prefix in the file.
         notes: anything else worth knowing.
@@ -48,7 +48,7 @@ class LoadReport:
 
     @property
     def trained(self) -> bool:
-        """Whether every tensor came from the file, so that predictions mean something."""
+        """Whether every tensor came from the file, so that predictions are meaningful."""
         return not self.new
 
     def __repr__(self) -> str:
@@ -73,20 +73,20 @@ class LoadReport:
 
 
 def warn_of_unexpected(report: LoadReport, stored: Mapping[str, Any], stacklevel: int) -> None:
-    """Warn once of the tensors that nobody knows and that are passed over, as transformers does.
+    """Warn once of unknown tensors that are ignored, as transformers does.
 
     Args:
         report: of the load.
         stored: headers by name, with shape and file.
-        stacklevel: as `warnings.warn` takes it, of who calls this.
+        stacklevel: as for `warnings.warn`, of the caller of this function.
     """
     if not (names := report.unexpected):
         return
     files = ", ".join(sorted({visible(stored[name].file) for name in names}))
     lines = [f"{visible(name)} {list(stored[name].shape)}" for name in names]
     warnings.warn(
-        f"{report.source}: {len(names)} tensor(s) of {files} belong to no part of this {report.head} model and are "
-        f"passed over, as by transformers:\n{capped(lines)}\n"
-        "The file may be another task's, which head= names; strict_config=True refuses such a file.",
+        f"{report.source}: {len(names)} tensor(s) of {files} belong to no module of this {report.head} model and are "
+        f"ignored, as by transformers:\n{capped(lines)}\n"
+        "The file may be for another task; select it with head=; strict_config=True refuses such a file.",
         stacklevel=stacklevel + 1,
     )

@@ -39,14 +39,14 @@ class Stored(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """Which stored tensor fills which of ours, and what must be compared once the values are there.
+    """Which stored tensor fills which parameter, and the comparisons to make once the values are loaded.
 
     Attributes:
         placed: our name -> stored name.
-        ties: ties to make; ``compare`` names both stored tensors when the file holds two.
+        ties: ties to create; ``compare`` names both stored tensors when the file has two.
         duplicates: stored names that repeat another: ``(repeated, kept)``.
         report: the report so far.
-        stored: the headers that names above lead to: the file's, and those of parts of its tensors.
+        stored: the headers for the names above: of the file, and of slices of its tensors.
     """
 
     placed: dict[str, str]
@@ -66,12 +66,12 @@ class _StoredPart:
 
 
 def head_of(family: Family, architectures: object, wanted: str | None = None) -> str | None:
-    """Return the task that ``architectures`` of a config names: a head's name, "base", or None.
+    """Return the task for ``architectures`` of a config: a head's name, "base", or None.
 
     Args:
-        family: whose classes.
-        architectures: of ``config.json``.
-        wanted: the task to take where a class can be read as several.
+        family: the family of the classes.
+        architectures: the value in ``config.json``.
+        wanted: the task to use if a class matches several.
     """
     name = class_of(architectures)
     if name is None:
@@ -83,7 +83,7 @@ def head_of(family: Family, architectures: object, wanted: str | None = None) ->
         return wanted
     if name in family.pretraining:
         return family.pretraining[name]
-    # A suffix that several tasks share says nothing of a family that has none of them.
+    # A suffix that several tasks share identifies none of them if the family has no such task.
     return held[0] if held else named[0] if len(named) == 1 else None
 
 
@@ -95,13 +95,13 @@ def class_of(architectures: object) -> str | None:
 
 
 class _Names:
-    """Every Hugging Face name that a file of this family may hold, and what it means for one head."""
+    """Every Hugging Face name that a file of this family may contain, and its meaning for one head."""
 
     def __init__(self, family: Family, config: Any, key_map: KeyMap, targets: Iterable[str], head: str) -> None:
         self.family = family
         self.key_map = key_map
         self.wanted = {theirs: ours for ours, theirs in key_map.names(targets).items()}
-        # Names of stored tensors that hold several of ours, with those of their parts.
+        # Names of stored tensors that combine several of ours, with the names of the slices.
         self.wholes: dict[str, list[str]] = {}
         for theirs in self.wanted:
             if (part := part_of(theirs)) is not None:
@@ -137,16 +137,16 @@ class _Names:
         return self.wants(name) or self.reason(name) is not None
 
     def of_encoder(self, name: str) -> bool:
-        """Return whether a stored name, known or not, lies inside the encoder: below one of its parts."""
+        """Return whether a stored name, known or not, is inside the encoder: below one of its modules."""
         return any(one.partition(".")[0] in self.parts for one in (name, *_unwrapped(name)))
 
     def outside(self, name: str) -> bool:
-        """Return whether a stored name that is nobody's lies below no part of the encoder, nor of the head."""
+        """Return whether an unknown stored name is outside the encoder and the head."""
         own = any(one.partition(".")[0] in self.head_parts for one in (name, *_unwrapped(name)))
         return not (own or self.of_encoder(name) or changes_a_layer(name))
 
     def reason(self, name: str) -> str | None:
-        """Return why a tensor of this canonical name is not used, or None if it is not known at all."""
+        """Return why a tensor of this canonical name is not used, or None if it is unknown."""
         if name in self.reasons:
             return self.reasons[name]
         module = name.rpartition(".")[0]
@@ -156,14 +156,14 @@ class _Names:
         return None if other is None else f"belongs to the {other} head"
 
     def canonical(self, stored: str) -> str | None:
-        """Return today's full name of a stored one, or None if it is nobody's."""
+        """Return the current full name of a stored one, or None if it is unknown."""
         prefix = self.family.base_prefix + "."
         shapes = [stored, *_unwrapped(stored)]
         others = [other + "." for other in self.family.prefixes]
         shapes += [s.removeprefix(other) for s in shapes for other in others if s.startswith(other)]
         for name in [*shapes, *(prefix + s for s in shapes)]:
             meant = [name, *(name[: -len(old)] + new for old, new in _LEGACY if name.endswith(old))]
-            # What is wanted comes before what another head has of the same name.
+            # Names of the requested head take precedence over equal names of another head.
             if found := next((one for one in meant if self.wants(one)), None):
                 return found
             if name in self.also:
@@ -189,10 +189,10 @@ def canonical_names(family: Family, key_map: KeyMap, targets: Iterable[str], *, 
     """Return our names with the Hugging Face names a fresh file gives them.
 
     Args:
-        family: whose rows.
+        family: provides the rows.
         key_map: the names of the model.
         targets: our tensors.
-        bare: leave the family's prefix out, as files of a base model do.
+        bare: omit the family's prefix, as files of a base model do.
     """
     prefix = family.base_prefix + "."
     names = key_map.names(targets)
@@ -227,13 +227,13 @@ def plan_load(
         where: the source, for messages.
         renew: prefixes of our tensors that start fresh if the stored shape does not fit.
         config: the family's settings.
-        custom: the class the file was written for, where it is none of ours: what it has outside of the encoder
-            is not used.
-        settled: it is known that nobody computes with tensors outside of the model: they are passed over, and told.
+        custom: the class the file was written for, if it is not one of ours: its tensors outside the encoder
+            are not used.
+        settled: tensors outside the model are known to be unused: they are ignored and reported.
 
     Raises:
-        CheckpointError: missing, unexpected or mis-shaped tensors; all of them are listed. ``headless`` says whether
-            nothing is wrong but that the head is not there.
+        CheckpointError: missing, unexpected or mis-shaped tensors; all of them are listed. ``headless`` is True
+            if only the head is missing.
     """
     names = _Names(family, config, key_map, targets, head)
     stored = _with_parts(stored, names)
@@ -263,18 +263,18 @@ def plan_load(
 
 @dataclass
 class _Matching:
-    """Stored tensors as they are matched with ours, one after another, and what is wrong with them.
+    """Matching of stored tensors with ours, and the faults found so far.
 
     Attributes:
-        names: what a stored name means.
+        names: meaning of stored names.
         targets: our tensors with their shapes.
-        report: gets what is ignored and what is renamed.
+        report: collects ignored and renamed tensors.
         renew: prefixes of our tensors that start fresh if the stored shape does not fit.
-        custom: the class the file was written for, where it is none of ours.
-        settled: tensors outside of the model change no number.
-        placed: our names with the stored tensor that fills each.
-        repeated: stored tensors that must equal another, with that one.
-        surplus: stored tensors that nobody knows, outside of the model.
+        custom: the class the file was written for, if it is not one of ours.
+        settled: tensors outside the model change no number.
+        placed: our names with the stored tensor of each.
+        repeated: stored tensors that must equal another, with the other one.
+        surplus: unknown stored tensors outside the model.
         biases: stored tensors of a decoder that repeat a head's bias, with its canonical name.
         fresh: our tensors that the file does not fill.
         misfits: ours that are in the file, but not as they should be: named once, not also as missing.
@@ -304,7 +304,7 @@ class _Matching:
         return self.report.source_head in (None, self.report.head)
 
     def take(self, name: str, tensor: Stored) -> None:
-        """Place a stored tensor, or note why it is not used or what is wrong with it."""
+        """Place a stored tensor, or record why it is not used or its fault."""
         canonical = self.names.canonical(name)
         if canonical is None:
             self._unknown(name, tensor)
@@ -312,7 +312,7 @@ class _Matching:
         ours = self.names.wanted.get(self.names.aliases.get(canonical) or canonical)
         if ours is None:
             self.report.ignored[name] = self.names.reason(canonical) or "not used"
-        # A file that says it is an encoder alone was written for no other head: the one that it holds is meant.
+        # A file of a base model was written for no other head, so the head that it contains is meant.
         elif ours.startswith(_HEAD) and not self._own_head and self.report.source_head != "base":
             written = self.report.source_head
             self.report.ignored[name] = f"written for the {written} head, and this is {self.report.head}"
@@ -356,7 +356,7 @@ class _Matching:
         aliases = self.names.aliases
         before = self.placed.setdefault(ours, name)
         if before != name:
-            # The alias is what the reference reads, so it wins; equality is checked on the values.
+            # The reference reads the alias, so it wins; equality is checked on the values.
             keep, drop = (name, before) if canonical in aliases else (before, name)
             if canonical not in aliases and (self.names.canonical(before) or "") not in aliases:
                 self.problems["named twice"].append(f"{name} and {before} are both {canonical}")
@@ -367,7 +367,7 @@ class _Matching:
             self.report.renamed[name] = canonical
 
     def complete(self, covered: set[str]) -> None:
-        """Say of each of our tensors that nothing fills whether it starts fresh or is missing.
+        """Record for each unfilled tensor of ours whether it starts fresh or is missing.
 
         Args:
             covered: our tensors that are tied to another.
@@ -391,16 +391,16 @@ class _Matching:
                 self.problems["missing"].append(f"{self.names.key_map.theirs(ours)} {list(self.targets[ours])}")
 
     def settle_biases(self, stored: Mapping[str, Stored]) -> None:
-        """Say of each bias that repeats another whether its values are compared with those, or why it is not used."""
+        """Record for each repeated bias whether its values are compared, or why it is not used."""
         for name, canonical in self.biases.items():
             kept = self.placed.get(self.names.wanted.get(canonical, ""))
             if kept is not None and tuple(stored[name].shape) == tuple(stored[kept].shape):
                 self.repeated.append((name, kept))
             else:
-                self.report.ignored[name] = self.names.reason(canonical) or f"{canonical} is what is read"
+                self.report.ignored[name] = self.names.reason(canonical) or f"{canonical} is read instead"
 
     def settle_surplus(self, stored: Mapping[str, Stored]) -> None:
-        """Pass over what lies outside of the model, unless it may be what the model lacks, under another name."""
+        """Ignore tensors outside the model, unless one may be a missing tensor under another name."""
         lacking = {self.names.key_map.theirs(ours).rpartition(".")[0] for ours in self.fresh}
         if any(self.problems.values()) or any(nearest(name.rpartition(".")[0], lacking) for name in self.surplus):
             for name in self.surplus:
@@ -422,7 +422,7 @@ class _Matching:
 
 
 def _tied(ties: Iterable[Tie], placed: dict[str, str]) -> tuple[list[Tie], list[tuple[Tie, str, str]]]:
-    """Return the ties of which the file has one tensor, placed where it is kept; and those of which it has both."""
+    """Return the ties with one stored tensor, now placed; and the ties with both tensors stored."""
     shared, both = [], []
     for tie in ties:
         kept, also = placed.get(tie.kept), placed.get(tie.also)
@@ -436,7 +436,7 @@ def _tied(ties: Iterable[Tie], placed: dict[str, str]) -> tuple[list[Tie], list[
 
 
 def _with_parts(stored: Mapping[str, Stored], names: _Names) -> dict[str, Stored]:
-    """Return headers by name, with those of parts in place of the tensors that hold them."""
+    """Return headers by name, with combined tensors replaced by their slices."""
     found: dict[str, Stored] = {}
     for name, tensor in stored.items():
         parts = names.wholes.get(names.canonical(name) or "") if names.wholes else None
@@ -459,12 +459,12 @@ def _misfit(
     headless: bool,
 ) -> CheckpointError:
     groups = [f"{kind} ({len(lines)}):\n{capped(lines)}" for kind, lines in problems.items() if lines]
-    written = f", and the file says it was written for {source_head}" if source_head and source_head != head else ""
+    written = f", and the file was written for {source_head}" if source_head and source_head != head else ""
     advice = "Check that config.json and the weights belong together and that the download is complete."
     if problems["unexpected"] and not problems["missing"]:
         advice += (
-            " What stands beside a layer's own tensors (an adapter's, a layer too many, an unknown bias) would be left "
-            "out of what that layer computes: merge it into the weights, or write the file without it."
+            " Additional tensors of a layer (an adapter's, a layer too many, an unknown bias) would be missing "
+            "from the layer's computation: merge it into the weights, or write the file without it."
         )
     if problems["wrong shape"] and not problems["missing"]:
         advice = (
@@ -473,7 +473,7 @@ def _misfit(
     of = f" of {', '.join(map(printable, files[:3]))}" if files else ""
     of += f" and {len(files) - 3} more" if len(files) > 3 else ""
     return CheckpointError(
-        f"{where}: the tensors{of} do not fit a {head} model{written}; expected just those that config.json asks for.\n"
+        f"{where}: the tensors{of} do not fit a {head} model{written}; expected those in config.json.\n"
         + "\n".join(groups)
         + f"\nNothing was loaded. {advice}",
         where=where,

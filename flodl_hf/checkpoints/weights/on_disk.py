@@ -1,7 +1,7 @@
-"""Weights that stay in their files: when a model's do, and which of its tensors are shown rather than held.
+"""Weights that stay in their files: the conditions, and the tensors that are memory-mapped.
 
-Decides whether weights are too large for the memory that is free, and what keeps a folder's from staying on disk. How
-predictions are computed of them is `flodl_hf.inference.layers_from_disk`'s.
+Decides whether weights exceed the free memory, and which weights cannot stay on disk. How
+predictions are computed from them is in `flodl_hf.inference.layers_from_disk`.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ class OnDisk:
         return any(parameter.data_ptr() in self._read for parameter in layers.parameters())
 
     def copied(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor that its file shows, other tensors themselves; waits for the disk.
+        """Return a copy of a memory-mapped tensor, other tensors themselves; waits for the disk.
 
-        A file's numbers lie at any multiple of eight bytes, and kernels add up in another order there.
+        Tensors in a file start at any multiple of eight bytes, and kernels add up in another order at such addresses.
         """
         if tensor.data_ptr() not in self._read:
             return tensor
         found = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        # By numpy, which starts no threads of its own beside those that compute.
+        # numpy copies without additional threads next to the computing ones.
         target, source = (t.detach().reshape(-1).view(torch.uint8).numpy() for t in (found, tensor))
         np.copyto(target, source)
         self.release(tensor)
         return found
 
     def release(self, tensor: Tensor) -> None:
-        """Have the memory that shows a tensor free again; what was written to it stays."""
+        """Release the memory pages of a mapped tensor; written values stay."""
         place = tensor.data_ptr()
         if self._shown.get(place) == (tensor.nbytes, tensor._version):
             _release_pages(place, tensor.nbytes)
@@ -86,16 +86,16 @@ def stays_on_disk(
     mapped: bool | None,
     notes: list[str],
 ) -> bool:
-    """Return whether a folder's weights stay on disk, because the caller says so or because there is no room.
+    """Return whether a folder's weights stay on disk: requested by the caller, or too large for memory.
 
     Args:
         weights: "memory", "disk", or None to decide by the memory that is free.
         manifest: the folder's weight files.
         used: stored names that the model takes.
-        dtype: what the model's weights are to be.
-        device: where it is to be.
-        mapped: what the caller said of showing files.
-        notes: gets a line where it was decided here.
+        dtype: dtype of the model's weights.
+        device: device of the model.
+        mapped: the caller's ``mapped`` argument.
+        notes: receives a line if the decision was made here.
 
     Raises:
         ConfigError: another word, or weights that cannot stay on disk.
@@ -140,9 +140,9 @@ def _faults(
 ) -> list[str]:
     faults = []
     if device.type not in ("cpu", "cuda"):
-        faults.append(f"layers come and go on processors and CUDA devices, not on a {device.type}")
+        faults.append(f"layers are loaded on demand on CPUs and CUDA devices, not on a {device.type}")
     if mapped is False:
-        faults.append("mapped=False asks for copies in memory")
+        faults.append("mapped=False requests copies in memory")
     if manifest.layout not in ("single", "sharded"):
         files = Path(manifest.files[0].name).name
         faults.append(f"{files} has to be converted once, by flodl-hf convert")
@@ -151,8 +151,8 @@ def _faults(
     if other:
         word = str(dtype).removeprefix("torch.")
         faults.append(
-            f"weights are stored in {', '.join(sorted(kinds))} and are to be {word}, which takes copies; say dtype= as "
-            "they are stored, and predict with precision= to compute in another"
+            f"weights are stored in {', '.join(sorted(kinds))} but {word} needs copies; pass dtype= as "
+            "they are stored, and predict with precision= to compute in another dtype"
         )
     return faults
 

@@ -19,8 +19,8 @@ _FILES = _WRITERS | {io.FileIO, io.BufferedReader}
 def skip_gc_at_exit() -> None:
     """Let this process exit without a last garbage collection.
 
-    At exit an interpreter visits all objects several times, which with those of torch takes a third of the time of
-    importing it. Files that are being written are flushed. If any other object has a ``__del__``, or with
+    At exit the interpreter visits all objects several times, which takes a third of the import time of torch if torch
+    is loaded. Files that are being written are flushed. If any other object has a ``__del__``, or with
     ``python -X dev`` or ``gc.set_debug``, the process exits as usual.
     """
     # One registration, however many calls.

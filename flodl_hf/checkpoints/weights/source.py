@@ -1,4 +1,4 @@
-"""What a model was read from: kept with it, so that export writes it back as it was."""
+"""Source of a loaded model, stored with it so that an export writes it back unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Source"]
 
 @dataclass
 class Source:
-    """What a model was read from, as far as writing it back needs it.
+    """Source of a loaded model: everything needed to write it back unchanged.
 
     Attributes:
         name: the repository or path as the caller gave it.
@@ -25,10 +25,10 @@ class Source:
         placed: our name -> stored name.
         duplicates: stored names that repeat another, ``(repeated, kept)``.
         carried: stored tensors that the model does not use and an unchanged export writes back.
-        kept: those of them that any export writes, by the names that they have in new files.
+        kept: the carried names that any export writes, as named in new files.
         same_head: the file was written for the head that was loaded.
         config_text: the text of ``config.json``.
-        tokenizer_files: of a folder of which no tokenizer was made, by name, byte for byte.
+        tokenizer_files: files of a folder without a loaded tokenizer, by name, byte for byte.
     """
 
     name: str

@@ -104,7 +104,7 @@ def larger_tokenizer(folder: Path) -> None:
 
 WHOLE = "Nothing was loaded"
 WEIGHT_CASES = [
-    Case("half a file", weight_bytes(lambda b: b[: len(b) // 2]), CheckpointError, (WEIGHTS, "ends at byte", "but the file holds", "again")),
+    Case("half a file", weight_bytes(lambda b: b[: len(b) // 2]), CheckpointError, (WEIGHTS, "ends at byte", "ends at byte .* of", "again")),
     Case("a file cut in its header", weight_bytes(lambda b: b[:100]), CheckpointError, (WEIGHTS, "truncated", "again")),
     Case("seven bytes", weight_bytes(lambda b: b[:7]), CheckpointError, (WEIGHTS, "7 bytes", "expected", "again")),
     Case("an empty file", weight_bytes(lambda b: b""), CheckpointError, (WEIGHTS, "0 bytes|empty", "expected")),
@@ -159,7 +159,7 @@ WEIGHT_CASES = [
 
 ONE = "1 problem"
 CONFIG_CASES = [
-    Case("no config", lambda f: (f / CONFIG).unlink(), ConfigError, ("config.json does not exist", "expected", "holds: .*model.safetensors")),
+    Case("no config", lambda f: (f / CONFIG).unlink(), ConfigError, ("config.json does not exist", "expected", "contains: .*model.safetensors")),
     Case("a folder for a config", lambda f: ((f / CONFIG).unlink(), (f / CONFIG).mkdir()), ConfigError, ("config.json: found a folder", "expected")),
     Case("not JSON", config_text(lambda t: t[:-20]), ConfigError, (CONFIG, "not JSON", "expected a JSON object", "again or correct")),
     Case("an empty config", config_text(lambda t: ""), ConfigError, (CONFIG, "not JSON", "expected a JSON object")),
@@ -170,7 +170,7 @@ CONFIG_CASES = [
     Case("Infinity", config_text(lambda t: t.replace('"hidden_size": 16', '"hidden_size": -Infinity')), ConfigError, (CONFIG, "-Infinity", "expected")),
     Case("an infinite number", config_text(lambda t: t.replace('"hidden_size": 16', '"hidden_size": 1e999')), ConfigError, (CONFIG, "hidden_size", "inf", "expected")),
     Case("a number of 5,000 digits", config_text(lambda t: t.replace('"hidden_size": 16', '"hidden_size": ' + "9" * 5000)), ConfigError, (CONFIG, "expected")),
-    Case("a key twice", config_text(lambda t: t.replace("{", '{"hidden_size": 8, ', 1)), ConfigError, (CONFIG, "'hidden_size' stands twice", "expected"), options={"strict_config": True}),
+    Case("a key twice", config_text(lambda t: t.replace("{", '{"hidden_size": 8, ', 1)), ConfigError, (CONFIG, "'hidden_size' is present twice", "expected"), options={"strict_config": True}),
     Case("NaN where nothing reads it", config_text(lambda t: t.replace("{", '{"score": NaN, ', 1)), ConfigError, (CONFIG, "'score': found NaN", "expected"), options={"strict_config": True}),
     Case("NaN for a range", config_text(lambda t: t.replace("{", '{"initializer_range": NaN, "initializer_rangE": 1, ', 1).replace('"initializer_range": 0', '"was": 0')), ConfigError, (CONFIG, "'initializer_range': found NaN", "expected finite")),
     Case("nested 100,000 deep", config_text(lambda t: '{"a":' + "[" * 100_000 + "]" * 100_000 + "}"), ConfigError, (CONFIG, "nested too deeply", "expected")),

@@ -137,7 +137,7 @@ def passed_over(model_type: str, said: dict[str, Any], refused: str) -> None:
         config = made(model_type, **said)
         assert config.encoder == made(model_type).encoder
         assert [line.partition(":")[0] for line in config.overruled] == list(said)
-        assert all(f"{line}; it is passed over, as by transformers" in config.notes for line in config.overruled)
+        assert all(f"{line}; it is ignored, as by transformers" in config.notes for line in config.overruled)
     else:
         with pytest.raises(ConfigError, match=refused):
             made(model_type, **said)
@@ -161,7 +161,7 @@ def contradictions(model_type: str) -> dict[str, Any]:
 def test_what_is_passed_over_leaves_the_numbers_of_transformers(model_type: str, tmp_path: Path) -> None:
     said = contradictions(model_type)
     assert len(said) > 10
-    with pytest.warns(UserWarning, match="contradict others of the file and are passed over") as warned:
+    with pytest.warns(UserWarning, match="contradict others of the file and are ignored") as warned:
         as_transformers(model_type, said, tmp_path / "contradicting")
     assert len(warned) == 1
     rows = {row.field: row for row in BY_TYPE[model_type].rows}
@@ -184,7 +184,7 @@ def test_sizes_that_a_file_leaves_out_are_those_of_transformers(model_type: str,
     # Others would make the model large, or odd beside small sizes; the slow run has them.
     absent = {field: size for field, size in family.left_out.items() if field in ("intermediate_size", "max_positions")}
     keys = {row.key: absent[row.field] for row in family.rows if row.field in absent}
-    with pytest.warns(UserWarning, match="sizes are not stated; those of transformers are taken") as warned:
+    with pytest.warns(UserWarning, match="sizes are not stated; transformers' defaults are used") as warned:
         as_transformers(model_type, without(model_type, absent), tmp_path / "short")
     assert len(warned) == 1
     assert all(f"\n  {key}: {size}\n" in str(warned[0].message) for key, size in keys.items())
@@ -296,10 +296,10 @@ def test_common_names_are_read_as_distilberts_own() -> None:
 def test_labels_and_their_number_may_disagree_as_in_transformers() -> None:
     few = made("bert", num_labels=3, id2label={"0": "no"})
     assert few.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
-    assert "num_labels is 3; the number holds" in few.notes[0]
+    assert "num_labels is 3; the number is used" in few.notes[0]
     many = made("bert", num_labels=2, id2label={"0": "a", "1": "b", "2": "c"})
     assert many.labels == ("LABEL_0", "LABEL_1")
-    assert "num_labels is 2; the number holds" in many.notes[0]
+    assert "num_labels is 2; the number is used" in many.notes[0]
 
 
 @pytest.mark.transformers

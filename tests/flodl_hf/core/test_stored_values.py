@@ -280,7 +280,7 @@ def test_of_weights_that_lie_there_twice_those_of_transformers_are_read(named: s
         ours = AutoModel.from_pretrained(folder)
     assert torch.equal(ours.graph.get_parameter("encoder.embeddings.word.weight"), theirs)
     assert ours.load_report is not None
-    said = "model.safetensors is read, as by transformers; model.safetensors.index.json, of whose 1 files 1 are there, "
-    said += "is passed over: delete what is stale"
+    said = "model.safetensors is read, as by transformers; model.safetensors.index.json, with 1 of 1 files present, "
+    said += "is ignored: delete the stale files"
     assert [str(one.message) for one in told] == ([f"{folder}: {said}"] if named is None else [])
     assert ours.load_report.notes == ([said] if named is None else [])

@@ -139,7 +139,7 @@ def test_tensors_outside_of_the_model_are_told_and_passed_over_as_by_transformer
     theirs = getattr(transformers, kind).from_pretrained(folder).eval()
     for parameter in theirs.parameters():
         parameter.data = parameter.data.clone()
-    with pytest.warns(UserWarning, match=r"9 tensor\(s\) of model.safetensors belong to no part") as told:
+    with pytest.warns(UserWarning, match=r"9 tensor\(s\) of model.safetensors belong to no module") as told:
         ours = load(folder, head=head)
     assert len(told) == 1
     said = str(told[0].message)

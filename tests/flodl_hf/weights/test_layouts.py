@@ -83,12 +83,12 @@ def test_safetensors_are_preferred_to_torch_files(single: Path) -> None:
 
 def test_a_folder_without_the_usual_names_says_what_its_files_may_be(sharded: Path, single: Path) -> None:
     (sharded / INDEX).unlink()
-    with pytest.raises(CheckpointError, match=r"is one of several parts: fetch the index too"):
+    with pytest.raises(CheckpointError, match=r"is one of several shards: fetch the index too"):
         Checkpoint.open(sharded)
     with pytest.raises(CheckpointError, match=r"safetensors already, so there is nothing to convert"):
         Checkpoint.open(single, layout="bin")
     (single / "model.safetensors").rename(single / "Model.safetensors")
-    with pytest.raises(CheckpointError, match=r"if 'Model.safetensors' holds them, rename it to model.safetensors"):
+    with pytest.raises(CheckpointError, match=r"if 'Model.safetensors' contains them, rename it to model.safetensors"):
         Checkpoint.open(single)
 
 
@@ -116,11 +116,11 @@ class TestTwoLayouts:
         else:
             safetensors.torch.save_file(other, both / single)
         for damage, said in (
-            (lambda text: text, " files [13] are there, is passed over: delete what is stale"),
+            (lambda text: text, " files present, is ignored: delete the stale files"),
             (lambda text: text[:-9], "cannot be used .found no JSON"),
             (lambda text: text.replace(".bin", ".x").replace(".safetensors", ".x"), "cannot be used .*: not a .* file"),
             (lambda text: json.dumps({"weight_map": {"a": "../a"}}), "cannot be used "),
-            (lambda text: json.dumps({"weight_map": {"a": single}}), "which lists other tensors, is passed over"),
+            (lambda text: json.dumps({"weight_map": {"a": single}}), "which lists other tensors, is ignored"),
         ):
             text = (both / index).read_text()
             (both / index).write_text(damage(text))

@@ -204,7 +204,7 @@ class TestPlace:
         assert caught.value.problems == [
             "classifier.weight: shape [3, 6] in the file, [2, 6] in the model",
             "absent: missing",
-            "classifier.bias: dtype F64 in the file, torch.float32 in the model; ask for it with dtype=",
+            "classifier.bias: dtype F64 in the file, torch.float32 in the model; pass dtype=",
         ]
         assert torch.equal(filled, torch.zeros(6, 6))
 

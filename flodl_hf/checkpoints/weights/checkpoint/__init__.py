@@ -1,10 +1,10 @@
-"""A folder of weights, opened: what it holds, and its tensors, checked before they are believed.
+"""An opened folder of weights: its manifest and its tensors, validated before use.
 
-This package knows tensors, files and names. What a name means to a model is for the key tables, which
-tensors must be there is for the caller, and writing folders is for `flodl_hf.checkpoints.saving`.
+This package handles tensors, files and names. The key tables map names to parameters, the caller decides which
+tensors are required, and `flodl_hf.checkpoints.saving` writes folders.
 
     members    which files of a folder may be opened, and how
-    manifest   what the files say they hold: names, dtypes, shapes, order, metadata
+    manifest   contents of the files: names, dtypes, shapes, order, metadata
     index      a shard index, checked against the shards it lists
     scatter    bytes of a file into memory
     ahead      the same while torch is imported

@@ -1,9 +1,9 @@
 """Weights read into memory while torch is still being imported.
 
-Importing torch takes as long as reading the weights of a base model several times over, and uses one core. Who is asked
-for a folder before torch is there begins reading meanwhile. Nothing is believed of it: the header goes through the same
-checks, and the memory is used only where the file that is opened afterwards is the same one, unchanged. Whatever goes
-wrong here is left to whoever opens the folder to find again and to tell.
+Importing torch takes several times longer than reading the weights of a base model, and uses one core. If a folder is
+requested before torch is imported, its weights are read meanwhile. Nothing is trusted: the header passes the same
+checks, and the memory is used only if the file that is opened later is the same file, unchanged. Errors here are
+ignored: the code that opens the folder finds and reports them again.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _NOW: ContextVar[_Ahead | None] = ContextVar("_NOW", default=None)
 
 @contextmanager
 def reading_ahead(folder: Any) -> Iterator[None]:
-    """Read the weights of a local folder beside what is done inside.
+    """Read the weights of a local folder in the background while the context is active.
 
     Args:
-        folder: what the caller gave; anything but the path of a folder is passed over.
+        folder: the caller's argument; ignored unless it is the path of a folder.
     """
     begun = None
     if os.name == "posix":
@@ -60,7 +60,7 @@ def reading_ahead(folder: Any) -> Iterator[None]:
 
 
 def taken(descriptor: int) -> dict[int, Any]:
-    """Return the memory that holds parts of an open file, by where they begin; whoever takes one out keeps it.
+    """Return memory with parts of an open file, keyed by start offset; the caller owns removed entries.
 
     Args:
         descriptor: the file.
@@ -70,10 +70,10 @@ def taken(descriptor: int) -> dict[int, Any]:
 
 
 class _Ahead:
-    """One file on its way into memory.
+    """One file that is being read into memory.
 
     Args:
-        folder: holds the file.
+        folder: contains the file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -124,6 +124,6 @@ class _Ahead:
 
 
 def _which(descriptor: int) -> tuple[int, ...]:
-    """Return what tells a file, as it is now, from others and from itself before a change."""
+    """Return a key that identifies the current version of a file."""
     found = os.fstat(descriptor)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

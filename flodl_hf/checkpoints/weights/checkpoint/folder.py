@@ -1,4 +1,4 @@
-"""`Checkpoint`: a folder of weights, held open, every header checked before a tensor is read.
+"""`Checkpoint`: an open folder of weights, with every header checked before a tensor is read.
 
 Decides which of the known layouts a folder has, and which one is read of several: transformers' choice.
 """
@@ -34,7 +34,7 @@ BIN_INDEX = "pytorch_model.bin.index.json"
 class Checkpoint:
     """An opened folder of weights: its `manifest`, and its tensors on request.
 
-    Opening reads headers only. The files stay open, so what is read later is what was checked, and tensors
+    Opening reads headers only. The files stay open, so the tensors come from the checked files, and tensors
     are copies in memory that no change of the files can reach. Use it as a context manager, or `close` it.
 
         with Checkpoint.open("bert-base-uncased") as source:
@@ -59,11 +59,11 @@ class Checkpoint:
         """Return the checkpoint in ``folder``, its headers read and checked.
 
         Safetensors files are preferred to ``.bin`` files, and a single file to an index with shards, as transformers
-        prefers them. Where shards are passed over so, the manifest says it (``passed_over``): one of the two is
-        stale, and nothing in the folder tells which.
+        prefers them. If shards are ignored for this reason, the manifest reports it (``passed_over``): one of the two
+        is stale, and nothing in the folder identifies which.
 
         Args:
-            folder: holds ``model.safetensors``, or ``model.safetensors.index.json`` and its shards, or the
+            folder: contains ``model.safetensors``, or ``model.safetensors.index.json`` and its shards, or the
                 same with ``pytorch_model.bin``.
             allow_pickle_free_bin: read ``.bin`` files, by a reader that executes nothing; otherwise they are
                 refused.
@@ -72,7 +72,7 @@ class Checkpoint:
                 in ``.index.json``, in the folder or in one below it.
 
         Raises:
-            UnsafeFileError: the index or a link leads out of the folder, or a ``.bin`` file holds more than
+            UnsafeFileError: the index or a link points outside the folder, or a ``.bin`` file contains more than
                 tensors.
             CheckpointError: no weights, missing shards, damaged files, or an index that contradicts its shards.
         """
@@ -121,7 +121,7 @@ class Checkpoint:
         return self._shards[self._stored(name).file].read([name])[0]
 
     def read_into(self, name: str, tensor: Tensor, *, cast: bool = False) -> None:
-        """Copy the tensor ``name`` into ``tensor``, on whatever device that lies.
+        """Copy the tensor ``name`` into ``tensor``, on any device.
 
         Args:
             name: the stored name.
@@ -161,8 +161,8 @@ class Checkpoint:
 
         Args:
             names: stored names in any order.
-            mapped: show the file instead of copying it. Ready at once, and nothing is read before it is used;
-                but the file must stay as it is for as long as one of the tensors lives: overwriting it changes
+            mapped: map the file instead of copying it. This returns immediately and reads pages on first use;
+                but the file must not change while one of the tensors is alive: overwriting it changes
                 them, and cutting it kills the process. Good for files that nobody writes to, such as the blobs
                 of a Hub cache.
 
@@ -195,7 +195,7 @@ class Checkpoint:
             problems = [f"{printable(name)}{nearest(name, known)}" for name in missing[:50]]
             problems += [printable(name) for name in missing[50:]]
             raise CheckpointError(
-                f"{self.manifest.folder}: holds no tensor of these names:\n{capped(problems)}\n"
+                f"{self.manifest.folder}: contains no tensors with these names:\n{capped(problems)}\n"
                 f"expected names of its {len(known)} tensors; see manifest.tensors",
                 path=str(self.manifest.folder),
                 problems=problems,
@@ -217,7 +217,7 @@ class Checkpoint:
 
 
 def _choose(folder: Folder, layout: str | None, allow_bin: bool) -> tuple[str | ShardIndex, str]:
-    """Return the single file to read, or the parsed index; and what else is there and not read, in words."""
+    """Return the single file to read or the parsed index, and a description of ignored weights."""
     for single, index_name, kinds in (
         (SAFETENSORS, SAFETENSORS_INDEX, ("safetensors", "safetensors-index")),
         (BIN, BIN_INDEX, ("bin",)),
@@ -248,12 +248,12 @@ def _choose(folder: Folder, layout: str | None, allow_bin: bool) -> tuple[str | 
         held = sum(map(folder.has, index.files))
         if not held:  # an index alone is no weights
             return single, ""
-        return single, _passed_over(single, f"{index_name}, of whose {len(index.files)} files {held} are there")
+        return single, _passed_over(single, f"{index_name}, with {held} of {len(index.files)} files present")
     found = sorted(entry.name for entry in folder.path.iterdir())
     wanted = {None: (SAFETENSORS, SAFETENSORS_INDEX, BIN, BIN_INDEX), "bin": (BIN, BIN_INDEX)}
     names = wanted.get(layout, (SAFETENSORS, SAFETENSORS_INDEX))
     raise MissingWeightsError(
-        f"{folder.path}: holds no {'' if layout is None else f'.{layout} '}weights; expected {', '.join(names[:-1])} "
+        f"{folder.path}: has no {'' if layout is None else f'.{layout} '}weights; expected {', '.join(names[:-1])} "
         f"or {names[-1]}; found {', '.join(map(printable, found[:12])) or 'an empty folder'}; {_remedy(found, names)}",
         path=str(folder.path),
         problems=["no weights"],
@@ -277,7 +277,7 @@ def _index_in(folder: Folder, name: str, single: str) -> ShardIndex:
 
 
 def _passed_over(single: str, other: str) -> str:
-    return f"{single} is read, as by transformers; {other}, is passed over: delete what is stale"
+    return f"{single} is read, as by transformers; {other}, is ignored: delete the stale files"
 
 
 def _remedy(found: Sequence[str], wanted: Sequence[str]) -> str:
@@ -287,9 +287,9 @@ def _remedy(found: Sequence[str], wanted: Sequence[str]) -> str:
     kept = [name for name in found if name.endswith(".safetensors") and not name.startswith("adapter_")]
     shards = [name for name in kept if re.search(r"-\d+-of-\d+\.", name)]
     if shards:
-        return f"{printable(shards[0])} is one of several parts: fetch the index too, which says what each holds"
+        return f"{printable(shards[0])} is one of several shards: fetch the index too, which lists the tensors of each"
     if len(kept) == 1:
-        return f"if {printable(kept[0])} holds them, rename it to {SAFETENSORS}"
+        return f"if {printable(kept[0])} contains them, rename it to {SAFETENSORS}"
     return "give the folder with the weights, or complete the download"
 
 
@@ -312,7 +312,7 @@ def _open_shards(folder: Folder, index: ShardIndex, stack: ExitStack) -> dict[st
     if missing:
         raise CheckpointError(
             f"{folder.path / index.name}: {len(missing)} of {len(index.files)} shards are missing:\n"
-            f"{capped(missing)}\nexpected them beside the index; complete the download",
+            f"{capped(missing)}\nexpected them in the folder of the index; complete the download",
             path=str(folder.path / index.name),
             problems=[f"{file}: missing" for file in missing],
             missing=missing,

@@ -1,7 +1,7 @@
-"""A shard index: parsed with every doubt, then held against the shards that it lists.
+"""A shard index: parsed strictly, then compared with the shards that it lists.
 
-Decides what a well-formed index is and that index and shards must tell the same story. An index that is
-believed unread lets a tensor come from the wrong file, or from nowhere.
+Decides which indexes are well-formed and that index and shards must agree. Without these checks a tensor could be
+read from the wrong file, or be missing.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _EXAMPLE = '{"metadata": {...}, "weight_map": {"tensor name": "model-00001-of-00
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """What an index says.
+    """Contents of a shard index.
 
     Attributes:
         name: its file name.
-        text: the file as it stands.
+        text: the unchanged file text.
         weight_map: tensor name to shard name, in the order of the file.
-        metadata: the free part beside it.
+        metadata: the ``metadata`` object of the index.
         files: shard names, each once, in sorted order (their numbers are zero-filled).
     """
 
@@ -77,7 +77,7 @@ def parse_index(text: str, name: str, where: str) -> ShardIndex:
     if not isinstance(content, dict):
         raise refuse([f"found a JSON {_json_kind(content)} at the top, expected an object"])
     if repeated:
-        raise refuse([f"{printable(key)} stands there more than once" for key in repeated])
+        raise refuse([f"{printable(key)} is present more than once" for key in repeated])
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict):
         found = "no 'weight_map'" if weight_map is None else f"'weight_map' is a JSON {_json_kind(weight_map)}"
@@ -102,10 +102,10 @@ def parse_index(text: str, name: str, where: str) -> ShardIndex:
 
 
 def check_shards(index: ShardIndex, contents: Mapping[str, Sequence[str]], where: str) -> None:
-    """Compare the index with the tensor names that the headers of its shards hold.
+    """Compare the index with the tensor names in the headers of its shards.
 
     Raises:
-        CheckpointError: a listed tensor is missing, lies in another shard, or in two; or a shard holds a
+        CheckpointError: a listed tensor is missing, in another shard, or in two; or a shard contains a
             tensor that the index does not list.
     """
     homes: dict[str, list[str]] = {}

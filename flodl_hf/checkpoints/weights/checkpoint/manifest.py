@@ -1,6 +1,6 @@
-"""What a folder of weights says it holds: records without behaviour, enough to write the same folder again.
+"""Contents of a folder of weights: records without behaviour, enough to write the same folder again.
 
-Decides which facts of a source are kept. Reading them is for :mod:`flodl_hf.checkpoints.weights.checkpoint.folder`,
+Decides which facts of a source are stored. Reading them is for :mod:`flodl_hf.checkpoints.weights.checkpoint.folder`,
 using them to write is for :mod:`flodl_hf.checkpoints.saving.state`.
 """
 
@@ -90,16 +90,16 @@ class SourceManifest:
     """Everything the files of a checkpoint declare, without one byte of their weights.
 
     Attributes:
-        folder: where the files lie.
+        folder: the folder of the files.
         layout: ``"single"`` or ``"sharded"`` safetensors, ``"bin"`` or ``"bin-sharded"`` torch files.
         files: the weight files, in the order of their names in the index or of the single file.
         tensors: each tensor by its stored name, in the order of the files and of the bytes in them.
         metadata: of each file, the free text pairs of its header.
         index_name: the file name of the shard index, None without one.
-        index_text: the index as it stands in the folder, None without one.
-        index_metadata: what the index says besides which tensor is where.
-        ties: a name to the earlier name that has the very same storage; only ``.bin`` files can say so.
-        passed_over: weights that lie in the folder besides and are not read, in words; "" where there are none.
+        index_text: the unchanged text of the index, None without one.
+        index_metadata: the index without its weight map.
+        ties: a name to the earlier name with the same storage; only ``.bin`` files record this.
+        passed_over: description of weights in the folder that are not read; "" if there are none.
     """
 
     folder: Path
@@ -115,5 +115,5 @@ class SourceManifest:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all tensors together, which is what reading everything takes in memory."""
+        """Return the total bytes of all tensors: the memory that reading everything takes."""
         return sum(tensor.nbytes for tensor in self.tensors.values())

@@ -1,8 +1,8 @@
-"""Which files of a folder may be opened, and how: by plain name, regular, and held by descriptor.
+"""Safe access to the files of a folder: plain names, regular files, open descriptors.
 
-A checkpoint folder comes from strangers. Its index can name any path, and its entries can be links, pipes or
+A checkpoint folder is untrusted. Its index can name any path, and its entries can be links, pipes or
 devices. A member is opened without blocking and checked on the open descriptor, so nothing changes between
-the check and the read; the folder itself is held open, so a folder exchanged meanwhile is not mixed with its
+the check and the read; the folder itself stays open, so a folder replaced meanwhile is not mixed with its
 successor.
 """
 
@@ -26,7 +26,7 @@ _NAME_LIMIT = 255
 
 
 def plain_name_fault(name: object) -> str | None:
-    """Return what is wrong with ``name`` as the name of a sibling file, or None if nothing is."""
+    """Return the fault of ``name`` as the name of a sibling file, or None if it is valid."""
     if not isinstance(name, str):
         return f"{type(name).__name__} instead of a text"
     if not name or name in (".", ".."):
@@ -55,7 +55,7 @@ def inside(folder: str | os.PathLike[str], name: str) -> Path:
     below = home / name
     if name and not below.resolve().is_relative_to(home.resolve()):
         raise UnsafeFileError(
-            f"{below}: leads to {below.resolve()}, outside the folder; copy what it holds into the folder",
+            f"{below}: leads to {below.resolve()}, outside the folder; copy its files into the folder",
             path=str(below),
             problems=[f"link to {below.resolve()}"],
             target=str(below.resolve()),
@@ -64,13 +64,13 @@ def inside(folder: str | os.PathLike[str], name: str) -> Path:
 
 
 def read_member(folder: Path, name: str, limit: int, fault: type[FlodlError] = CheckpointError) -> bytes:
-    """Return the bytes of one file of a folder, through the same door as its weights; see `Folder.open`.
+    """Return the bytes of one file of a folder, with the same checks as for weights; see `Folder.open`.
 
     Args:
         folder: the folder.
         name: a plain name, or one in a folder below: ``1_Pooling/config.json``.
         limit: most bytes.
-        fault: what is raised of a file that is absent, cannot be read, is larger, or is a pipe, device, socket or
+        fault: raised if a file is absent, cannot be read, is larger, or is a pipe, device, socket or
             folder.
 
     Raises:
@@ -92,7 +92,7 @@ def read_member(folder: Path, name: str, limit: int, fault: type[FlodlError] = C
 
 
 class Folder:
-    """A folder held open; its members are reached through it and not by path.
+    """An open folder; its files are opened relative to its descriptor and not by path.
 
     Args:
         path: the folder; it may itself be a link.
@@ -107,7 +107,7 @@ class Folder:
         if not self.path.is_dir():
             raise CheckpointError(
                 f"{self.path}: found {'a file' if self.path.exists() else 'nothing'}, expected a folder with "
-                f"weights; give the folder that holds model.safetensors",
+                f"weights; give the folder that contains model.safetensors",
                 path=str(self.path),
                 problems=["not a folder"],
             )
@@ -183,7 +183,7 @@ class Folder:
             data = file.read(limit + 1)
         if len(data) > limit:
             raise CheckpointError(
-                f"{where}: larger than {limit:,} bytes, expected at most so many in such a file; check what it is",
+                f"{where}: larger than {limit:,} bytes, expected a smaller file of this kind; check the file",
                 path=str(where),
                 problems=["too large"],
             )
@@ -233,7 +233,7 @@ class Folder:
                 return target
         raise UnsafeFileError(
             f"{link}: is a link to {target}, outside the folder; expected a file of the folder, or of "
-            f"the blobs beside it in a Hub cache; copy the file into the folder",
+            f"the adjacent blobs of a Hub cache; copy the file into the folder",
             path=str(link),
             problems=[f"link to {target}"],
             target=str(target),

@@ -27,7 +27,7 @@ def place(
     device: torch.device | str | None = None,
     mapped: bool = False,
 ) -> dict[str, Tensor]:
-    """Return, for each target, the tensor that it is to hold from now on.
+    """Return the new tensor of each target.
 
     A target on the ``meta`` device only states a shape and is *given* a tensor read from the file, in the
     stored dtype; hand the result to ``load_state_dict(..., assign=True)``. A target that has memory is filled
@@ -36,15 +36,15 @@ def place(
     Args:
         targets: our name to the tensor or meta tensor that waits there.
         source: the opened checkpoint.
-        rename: our name to the stored name; names that are not in it are stored under their own.
-        dtype: convert floating-point tensors to this dtype; None keeps what the file has.
-        device: where tensors given to meta targets go; the CPU by default.
-        mapped: give meta targets the file itself where nothing is converted or moved, see
-            `Checkpoint.read_all` for what that asks of the file.
+        rename: our name to the stored name; names that are not in it are stored unchanged.
+        dtype: convert floating-point tensors to this dtype; None keeps the stored dtype.
+        device: the device of tensors for meta targets; the CPU by default.
+        mapped: map the file for meta targets if nothing is converted or moved, see
+            `Checkpoint.read_all` for the conditions.
 
     Raises:
         CheckpointError: before anything is read or written, with all ``problems``: names that the file lacks,
-            shapes that differ, filled targets whose dtype is neither the stored nor the asked one.
+            shapes that differ, filled targets of another dtype than the stored and the requested one.
     """
     names = {target: (rename or {}).get(target, target) for target in targets}
     problems = [p for target, name in names.items() if (p := _misfit(target, targets[target], name, source, dtype))]
@@ -92,5 +92,5 @@ def _misfit(target: str, tensor: Tensor, name: str, source: Checkpoint, dtype: t
         return f"{label}: shape {list(stored.shape)} in the file, {list(tensor.shape)} in the model"
     asked = _cast(source, name, dtype)
     if not tensor.is_meta and DTYPE_NAMES.get(tensor.dtype) != stored.dtype and tensor.dtype != asked:
-        return f"{label}: dtype {stored.dtype} in the file, {tensor.dtype} in the model; ask for it with dtype="
+        return f"{label}: dtype {stored.dtype} in the file, {tensor.dtype} in the model; pass dtype="
     return None

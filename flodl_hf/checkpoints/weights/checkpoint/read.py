@@ -1,11 +1,11 @@
-"""Bytes of a safetensors file into tensors: copied, or shown where they lie.
+"""Read bytes of a safetensors file into tensors: copied or memory-mapped.
 
-Decides how weights are read. The rule is one copy, straight to where the tensor stays, by scattering reads in
-file order on a few threads: a later change of the file cannot reach the model. Mapping the file is the
-exception that a caller asks for, where nobody writes to the file.
+Decides how weights are read. The rule is one copy, straight to its final memory, by vectored reads in
+file order on a few threads: a later change of the file cannot affect the model. Mapping the file is the
+exception that a caller requests, for files without writers.
 
-Huge pages were measured and are not asked for: they make a copy three times quicker where the system has them
-at hand, and five times slower in a virtual machine whose host must find them first.
+Huge pages are not requested: measured, they make a copy three times faster if the system has them
+available, and five times slower in a virtual machine if the host must allocate them first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Extent", "map_extents", "read_extents", "read_extents_into"]
 
 
 def read_extents(descriptor: int, where: str, extents: Sequence[Extent]) -> list[Tensor]:
-    """Return copies of the tensors at ``extents``, in that order, each in an allocation of its own.
+    """Return copies of the tensors at ``extents``, in that order, each in a separate allocation.
 
     Args:
         descriptor: the open file.
@@ -33,7 +33,7 @@ def read_extents(descriptor: int, where: str, extents: Sequence[Extent]) -> list
         extents: which bytes to read; reading is quickest when they are in file order.
 
     Raises:
-        CheckpointError: the file has become shorter than its header says.
+        CheckpointError: the file is shorter than its header states.
     """
     ready = taken(descriptor)
     tensors: list[Tensor] = []
@@ -52,13 +52,13 @@ def read_extents(descriptor: int, where: str, extents: Sequence[Extent]) -> list
 
 
 def map_extents(descriptor: int, where: str, extents: Sequence[Extent]) -> list[Tensor]:
-    """Return tensors that show the file itself, in the order of ``extents``; writing to one copies its pages.
+    """Return tensors that map the file, in the order of ``extents``; writing to one copies its pages.
 
-    Nothing is read until it is used, and the pages are shared with every process that maps the file. In return
-    the file must not change while one of them lives: overwriting it changes them, cutting it kills the process.
+    Pages are read on first use and shared with every process that maps the file. In return
+    the file must not change while one of them is alive: overwriting it changes them, truncating it kills the process.
 
     Raises:
-        CheckpointError: the file has become shorter than its header says.
+        CheckpointError: the file is shorter than its header states.
     """
     size = os.fstat(descriptor).st_size
     end = max((extent.start + extent.nbytes for extent in extents), default=0)

@@ -1,6 +1,6 @@
-"""Bytes of a file into given memory, by scattering reads in file order on a few threads; knows no torch.
+"""Read bytes of a file into given memory, by vectored reads in file order on a few threads; without torch.
 
-Decides how large a read is, and what is said of a file that has become shorter.
+Decides the size of a read, and the error for a file that has become shorter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_VECTORS = 512  # below every system's IOV_MAX (1024 on Linux)
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where the bytes of one tensor lie in a file: ``start`` from the beginning of the file."""
+    """Byte range of one tensor in a file; ``start`` counts from the beginning of the file."""
 
     name: str
     dtype: str
@@ -48,7 +48,7 @@ def fill(
         extents: in file order.
         views: memory of the same sizes.
         threads: most threads at work; None takes a few.
-        task_bytes: about how much is read before another thread may take over; None takes a little.
+        task_bytes: about how much is read before another thread may continue; None picks a small size.
 
     Raises:
         CheckpointError: the file has become shorter.
@@ -128,7 +128,7 @@ def usable_cpus() -> int:
 
 
 def cut(where: str, position: int, missing: int) -> CheckpointError:
-    """Return what is said of a file that ends too early."""
+    """Return the error for a file that ends too early."""
     return CheckpointError(
         f"{where}: ends at byte {position:,}, expected {missing:,} bytes more; "
         f"the file was cut after it was opened, fetch it again",

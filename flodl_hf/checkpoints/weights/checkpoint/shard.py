@@ -1,4 +1,4 @@
-"""One weight file, opened: what it declares, and its tensors.
+"""One opened weight file: its header and its tensors.
 
 Decides the interface that a safetensors file and a ``.bin`` file share.
 """
@@ -42,7 +42,7 @@ class Shard(Protocol):
 
     @property
     def ties(self) -> Mapping[str, str]:
-        """A name to the earlier name whose bytes it shares."""
+        """Map a name to the earlier name with the same bytes."""
         ...
 
     def parse(self) -> None:
@@ -115,7 +115,7 @@ class SafetensorsShard(OpenShard):
         ]
         if unknown:
             raise CheckpointError(
-                f"{self._where}: {len(unknown)} tensors have a number type that torch cannot hold:\n"
+                f"{self._where}: {len(unknown)} tensors have a dtype that torch does not support:\n"
                 f"{capped(unknown)}\nexpected one of {', '.join(DTYPES)}; convert the checkpoint",
                 path=self._where,
                 problems=unknown,

@@ -1,4 +1,4 @@
-"""The members of a zip archive whose members are stored, not compressed: where each one's bytes lie.
+"""Byte ranges of the members of a zip archive without compression.
 
 Decides that an archive of tensors has no reason to be compressed, encrypted, overlapping or ambiguous. The
 layout is that of PKWARE's APPNOTE, sections 4.3 and 4.5.3 (64-bit extension).
@@ -25,7 +25,7 @@ _ENCRYPTED = 0x1
 
 
 class Member(NamedTuple):
-    """Where the bytes of a member lie in the file, and their CRC-32; 0 where none was written."""
+    """Byte range of a member in the file, and its CRC-32; 0 if none was written."""
 
     start: int
     length: int
@@ -33,7 +33,7 @@ class Member(NamedTuple):
 
 
 def stored_members(descriptor: int, where: str) -> dict[str, Member]:
-    """Return each member by its name.
+    """Return the members, keyed by name.
 
     Raises:
         CheckpointError: not a whole zip archive, or members that are compressed, encrypted, doubled,
@@ -63,7 +63,7 @@ def stored_members(descriptor: int, where: str) -> dict[str, Member]:
         if method != 0 or packed != unpacked or flags & _ENCRYPTED:
             _fail(where, f"member {printable(name)} is compressed or encrypted, expected it stored as it is")
         if name in members:
-            _fail(where, f"member {printable(name)} is there twice")
+            _fail(where, f"member {printable(name)} is present twice")
         members[name] = Member(_data_start(descriptor, local, raw_name, where), unpacked, fields[7])
     _check_places(members, start, where)
     return members
@@ -87,20 +87,20 @@ def _directory(descriptor: int, where: str, size: int) -> tuple[int, int, int]:
             _fail(where, "its 64-bit zip directory is missing")
         place = _END64_LOCATOR.unpack(locator)[2]
         if place + _END64.size > locator_at:
-            _fail(where, "its 64-bit zip directory lies outside the file")
+            _fail(where, "its 64-bit zip directory is outside the file")
         fields = _END64.unpack(read_at(descriptor, _END64.size, place))
         if fields[0] != b"PK\x06\x06":
             _fail(where, "its 64-bit zip directory is damaged")
         count, length, start, end = fields[7], fields[8], fields[9], place
     if start + length > end:
-        _fail(where, "its zip directory lies outside the file")
+        _fail(where, "its zip directory is outside the file")
     if length > _MAX_DIRECTORY:
         _fail(where, f"its zip directory has {length:,} bytes, expected at most {_MAX_DIRECTORY:,}")
     return start, length, count
 
 
 def _widen(extra: bytes, unpacked: int, packed: int, local: int, where: str) -> tuple[int, int, int]:
-    """Return the three numbers, those that do not fit in 32 bits taken from the extra field."""
+    """Return the three numbers, with values above 32 bits read from the extra field."""
     wide: list[int] = []
     at = 0
     while at + 4 <= len(extra):
@@ -122,7 +122,7 @@ def _widen(extra: bytes, unpacked: int, packed: int, local: int, where: str) -> 
 def _data_start(descriptor: int, local: int, raw_name: bytes, where: str) -> int:
     head = read_at(descriptor, _LOCAL.size + len(raw_name), local) if local < 2**63 else b""
     if len(head) < _LOCAL.size + len(raw_name) or not head.startswith(b"PK\x03\x04"):
-        _fail(where, "a member does not begin where its directory says")
+        _fail(where, "a member does not begin at the offset in its directory")
     fields = _LOCAL.unpack_from(head)
     if fields[3] != 0 or fields[9] != len(raw_name) or head[_LOCAL.size :] != raw_name:
         _fail(where, "a member and its directory entry disagree")

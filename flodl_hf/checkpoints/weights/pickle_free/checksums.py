@@ -31,7 +31,7 @@ def check_sums(descriptor: int, members: Mapping[str, Member], where: str) -> No
         where: the file, for messages.
 
     Raises:
-        CheckpointError: bytes are not those that were written; all members concerned are named.
+        CheckpointError: bytes differ from their checksums; all affected members are named.
     """
 
     def differs(member: Member) -> bool:
@@ -53,7 +53,7 @@ def check_sums(descriptor: int, members: Mapping[str, Member], where: str) -> No
     damaged = [printable(name) for name, bad in zip(known, results, strict=True) if bad]
     if damaged:
         raise CheckpointError(
-            f"{where}: {len(damaged)} parts are not what was written:\n{capped(damaged)}\nexpected the bytes of their "
+            f"{where}: {len(damaged)} members are damaged:\n{capped(damaged)}\nfound bytes that contradict their "
             "checksums; the file is damaged, fetch it again",
             path=where,
             problems=[f"{name}: checksum differs" for name in damaged],

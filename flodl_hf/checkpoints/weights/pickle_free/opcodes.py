@@ -1,8 +1,8 @@
-"""A stack machine for the instructions that saving a table of tensors takes, and for no others.
+"""A stack machine for only the instructions needed to save a table of tensors.
 
-Decides which instructions are understood (those of pickle protocol 2 that ``torch.save`` emits for tables of
-tensors; the format is described in Python's ``pickletools``) and how much work a program may ask for. What a
-name in the program means is the caller's: nothing is imported, looked up or called here.
+Decides which instructions are supported (pickle protocol 2 as ``torch.save`` emits it for tables of
+tensors; the format is described in Python's ``pickletools``) and limits the work of a program. The caller
+defines the names in the program: nothing is imported, looked up or called here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PROTOCOL = 2
 
 
 class Source(Protocol):
-    """Where the program's bytes come from."""
+    """Source of the program's bytes."""
 
     def take(self, count: int) -> bytes:
         """Return the next ``count`` bytes, fewer only at the end."""
@@ -46,12 +46,12 @@ _MARK = _Mark()
 
 
 class Machine:
-    """Runs one program and returns the value that it leaves.
+    """Run one program and return its result.
 
     Args:
         source: the program.
         where: the file, for messages.
-        names: ``"module.name"`` to what it stands for; any other name is refused.
+        names: ``"module.name"`` to its replacement; any other name is refused.
         storage: given the tuple by which the program refers to a storage, returns a record of it.
     """
 
@@ -71,11 +71,11 @@ class Machine:
         self._left = _MAX_BYTES
 
     def run(self) -> Any:
-        """Return what the program builds.
+        """Return the object that the program builds.
 
         Raises:
             UnsafeFileError: an instruction or a name that tables of tensors do not need.
-            CheckpointError: the program is cut, contradicts itself, or asks for too much.
+            CheckpointError: the program is truncated, contradicts itself, or needs too much work.
         """
         stack = self._stack
         for _ in range(_MAX_STEPS):
@@ -198,7 +198,7 @@ class Machine:
         if len(items) % 2:
             self._broken("a key without a value")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            # Only flat keys: hashing a tuple of tuples of tuples can take for ever.
+            # Only flat keys: hashing deeply nested tuples can take unlimited time.
             if not isinstance(key, str | int):
                 self._broken(f"a key that is a {type(key).__name__}")
             table[key] = value

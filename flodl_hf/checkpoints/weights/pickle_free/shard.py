@@ -27,7 +27,7 @@ from .tensors import NAMES, StorageRecord, TensorRecord, state_table, storage_re
 
 __all__ = ["BinShard", "read_bin"]
 
-# torch/serialization.py: what the first two programs of a file before torch 1.6 leave.
+# torch/serialization.py: results of the first two programs of a file before torch 1.6.
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
 _BUFFER = 64 << 10
@@ -39,7 +39,7 @@ def read_bin(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     Names that share one tensor in the file share one here.
 
     Raises:
-        UnsafeFileError: the file asks for more than building tensors; the message names what.
+        UnsafeFileError: the file does more than build tensors; the message names the operation.
         CheckpointError: it is damaged, or no table of tensors.
     """
     shard = BinShard(open_regular(path), Path(path).name, str(path))
@@ -61,10 +61,10 @@ class BinShard(OpenShard):
         self._members: dict[str, Member] = {}
 
     def parse(self) -> None:
-        """Read the program of the file and check what it describes; no weights are read.
+        """Read the program of the file and check its result; no weights are read.
 
         Raises:
-            UnsafeFileError: it asks for more than building tensors.
+            UnsafeFileError: the file does more than build tensors.
             CheckpointError: it is damaged, or no table of tensors.
         """
         descriptor = self._open_descriptor()
@@ -90,9 +90,9 @@ class BinShard(OpenShard):
         }
 
     def read(self, names: Sequence[str], *, mapped: bool = False) -> list[Tensor]:
-        """Return the tensors of ``names``, in that order, copied or mapped; ties are one tensor.
+        """Return the tensors for ``names``, in that order, copied or mapped; ties are one tensor.
 
-        What is copied is compared with the checksums of the archive.
+        Copied bytes are compared with the checksums of the archive.
         """
         descriptor = self._open_descriptor()
         records = {name: self._records[name] for name in names}
@@ -170,7 +170,7 @@ class BinShard(OpenShard):
         for key in keys:
             count = int.from_bytes(read_at(descriptor, 8, position), "little")
             if count != storages[key].numel:
-                self._fail(f"storage {printable(key)} holds {count:,} numbers, {storages[key].numel:,} declared")
+                self._fail(f"storage {printable(key)} has {count:,} numbers, {storages[key].numel:,} declared")
             self._places[key] = (position + 8, storages[key].nbytes)
             position += 8 + storages[key].nbytes
             if position > self.file.size:

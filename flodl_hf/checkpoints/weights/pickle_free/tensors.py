@@ -1,7 +1,7 @@
-"""What the names in a torch file mean: records of storages and tensors, checked against their bounds.
+"""Meaning of the names in a torch file: records of storages and tensors, checked against their bounds.
 
-Decides the list of names and that a tensor may only show bytes that its storage has. Where the bytes lie is
-for :mod:`flodl_hf.checkpoints.weights.pickle_free.shard`.
+Decides the list of names and that a tensor may only use bytes of its storage. The byte offsets are
+in :mod:`flodl_hf.checkpoints.weights.pickle_free.shard`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_DIMS = 8
 
 @dataclass(frozen=True, slots=True)
 class StorageKind:
-    """A storage class of torch, by the number type that it holds (safetensors' name)."""
+    """A storage class of torch, with its number type (safetensors' name)."""
 
     dtype: str
 
@@ -65,14 +65,14 @@ class TensorRecord:
 
     @property
     def span(self) -> int:
-        """Return how many numbers of the storage lie between its first and its last, both included."""
+        """Return the count of storage elements from its first to its last, inclusive."""
         if self.numel == 0:
             return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
     @property
     def is_contiguous(self) -> bool:
-        """Return whether its numbers lie side by side in row-major order."""
+        """Return whether its elements are adjacent in row-major order."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != expected:
@@ -100,19 +100,19 @@ def storage_record(reference: Any) -> StorageRecord:
 
 
 def state_table(value: Any, where: str, max_bytes: int) -> dict[str, TensorRecord]:
-    """Return the tensors that a program left, by name.
+    """Return the tensors in a program's result, by name.
 
     Args:
-        value: what the program left.
+        value: the program's result.
         where: the file, for messages.
-        max_bytes: the most that all different tensors may hold together, the size of the file.
+        max_bytes: the most that all different tensors may take together, the size of the file.
 
     Raises:
-        CheckpointError: not a table from names to tensors, or more than the file can hold.
+        CheckpointError: not a table from names to tensors, or more than the file can contain.
     """
     if not isinstance(value, dict):
         raise CheckpointError(
-            f"{where}: holds a {type(value).__name__}, expected a table from names to tensors; "
+            f"{where}: contains a {type(value).__name__}, expected a table from names to tensors; "
             f"save the state_dict of the model",
             path=where,
             problems=["not a table"],
@@ -124,7 +124,7 @@ def state_table(value: Any, where: str, max_bytes: int) -> dict[str, TensorRecor
         elif fault := name_fault(name):
             problems.append(f"{printable(name)}: the name {fault}")
         elif not isinstance(record, TensorRecord):
-            what = "a table; save what is in it" if isinstance(record, dict) else f"a {type(record).__name__}"
+            what = "a table; save its values" if isinstance(record, dict) else f"a {type(record).__name__}"
             problems.append(f"{printable(name)}: {what}")
     if not problems:
         total = sum(record.numel * DTYPES[record.storage.dtype].itemsize for record in set(value.values()))
@@ -202,4 +202,4 @@ NAMES: dict[str, Any] = {
     "torch._utils._rebuild_parameter": Function("torch._utils._rebuild_parameter", _rebuild_parameter),
     **{f"torch.{name}": StorageKind(dtype) for name, dtype in _STORAGES.items()},
 }
-"""Every name that a program may use, and what it stands for."""
+"""Every name that a program may use, with its replacement."""
