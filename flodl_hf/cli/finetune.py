@@ -27,6 +27,7 @@ from flodl_hf.cli.spelling import command_line
 from flodl_hf.families.schema.tasks import HEADS
 from flodl_hf.training.option_checks import SCHEDULES
 from flodl_hf.training.options import Options
+from flodl_hf.training.training_arguments import REMOVED
 
 if TYPE_CHECKING:
     from flodl_hf.training.result import FinetuneResult
@@ -256,9 +257,12 @@ class Command(OnceCommand):
     """The command, whose ``--dashboard`` may be followed by a port or not."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse arguments, with the port filled in where there is none."""
+        """Parse arguments, with a default port; removed options raise an error with their replacement."""
         filled: list[str] = []
         for place, word in enumerate(args):
+            removed = REMOVED.get(word.partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_"))
+            if word.startswith("--") and removed is not None:
+                raise typer.BadParameter(f"{word}: this option was removed; {removed[1]}", ctx=ctx)
             filled.append(word)
             if word == "--dashboard" and not "".join(args[place + 1 : place + 2]).isdecimal():
                 filled.append(ANY_PORT)

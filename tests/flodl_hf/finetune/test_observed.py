@@ -113,6 +113,16 @@ def test_a_removed_option_names_its_replacement_and_its_former_default_is_ignore
     assert caught.value.problems == [f"{name}: this option was removed; {replacement}"]
 
 
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_flag_names_its_replacement(name: str) -> None:
+    runner = pytest.importorskip("typer.testing").CliRunner()
+    from flodl_hf.cli.app import app
+
+    result = runner.invoke(app, ["finetune", "model", "train.csv", f"--{name.replace('_', '-')}", "1"])
+    assert result.exit_code == 2
+    assert "".join(REMOVED[name][1].split())[:20] in "".join(result.output.split()).replace("│", "")
+
+
 def test_a_run_that_goes_on_decides_and_writes_as_one_left_alone(base: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "callbacks": [Rules(["freeze layers.0 when after_epochs(1)", "stop when after_epochs(2)"])],
