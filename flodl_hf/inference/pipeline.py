@@ -185,7 +185,9 @@ class Session:
             from flodl_hf.inference.workers import call_of
 
             call = call_of(self.model, self.options, items, encode, work)
-        return self.run(items, Steps(encode, start, decode, join, kind, given, blank), call=call, **how)
+        return self.run(
+            items, Steps(encode, start, decode, join, kind, given, None if kind is None else blank), call=call, **how
+        )
 
     def run(
         self,

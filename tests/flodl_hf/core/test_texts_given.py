@@ -225,6 +225,12 @@ def test_one_text_with_nothing_to_read(blank: str, make: Maker) -> None:
     assert make("bert", "base").embed(blank).shape == (16,)
 
 
+def test_empty_texts_have_no_entities_in_the_form_of_transformers(make: Maker) -> None:
+    model = make("bert", "token_classification")
+    assert model.predict("", compat="transformers") == []
+    assert model.predict(["", " "], compat="transformers") == [[], []]
+
+
 @pytest.mark.parametrize("blank", ["", "  "])
 def test_empty_texts_have_the_labels_that_the_model_gives_them(blank: str, make: Maker, padded: Any) -> None:
     """The numbers are those of a pass over the tokenizer's ids, whatever texts are beside them."""
