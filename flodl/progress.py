@@ -239,8 +239,10 @@ class _Bar:
         from rich.markup import escape
 
         what, _, note = progress.text.partition(": ")
-        about = {"description": escape(what), "note": escape(note)}
-        self._bar.update(self._task, total=progress.total, completed=progress.done, refresh=True, **about)
+        self._bar.update(
+            self._task, total=progress.total, completed=progress.done, refresh=True, description=escape(what),
+            note=escape(note),
+        )  # fmt: skip
         if last:
             self._bar.stop()
 

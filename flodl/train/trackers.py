@@ -211,8 +211,9 @@ class TensorBoardTracker(Tracker):
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """Add scalars."""
-        for name, value in figures.items() if self._target is not None else ():
-            self._target.add_scalar(name, value, step)
+        if self._target is not None:
+            for name, value in figures.items():
+                self._target.add_scalar(name, value, step)
 
     def note(self, step: int, kind: str, text: str) -> None:
         """Add a text."""
