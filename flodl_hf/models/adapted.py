@@ -1,4 +1,4 @@
-"""What a model offers to those who use adapters; what an adapter is and does is `flodl_hf.models.adapters`'s."""
+"""Adapter methods of models; the adapters themselves are implemented in `flodl_hf.models.adapters`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Adapted(GraphModel):
 
     @property
     def adapters(self) -> dict[str, Settings]:
-        """What each adapter is, by name."""
+        """Map each adapter's name to its settings."""
         return {name: adapter.settings for name, adapter in self._held_adapters.known.items()}
 
     @property
@@ -46,7 +46,7 @@ class Adapted(GraphModel):
         Args:
             adapter: a `flodl_hf.models.adapters.Lora` (rank, scale, where it goes), `IA3`, `Prompt` or `Prefix`; None
                 for the usual `Lora`.
-            name: what it is called.
+            name: name of the new adapter.
 
         Raises:
             ConfigError: the name is taken, a target names no projection, or the model takes no such adapter.
@@ -71,7 +71,7 @@ class Adapted(GraphModel):
 
         Raises:
             ConfigError: the name is taken, or the folder's settings are not understood.
-            CheckpointError: its tensors do not fit the model, or its head is not there.
+            CheckpointError: its tensors do not fit the model, or its head is missing.
         """
         from flodl_hf.models.adapters.folder import open_adapter
 
@@ -122,18 +122,18 @@ class Adapted(GraphModel):
                     held.merge(self)
 
     def predict_mixed(self, texts: Sequence[Any], adapters: Sequence[str], **options: Any) -> list[Any]:
-        """Return what `predict` says of each text with its own adapter, several adapters in one batch.
+        """Return the `predict` results of each text with its own adapter, several adapters in one batch.
 
-        The base runs once for all rows, end to end, by torch's own operations, with each token's sum beside it; answers
-        are those of each adapter alone up to the order of sums. The adapter that is in stays in.
+        The base runs once for all rows, concatenated, with torch operators, and each token's sum is added; results
+        equal each adapter's alone up to the order of sums. The active adapter stays active.
 
         Args:
             texts: as for ``predict``, a list.
             adapters: a name for each text.
-            **options: of ``predict``, but for those that say how it runs.
+            **options: options of ``predict``, except those that select how it runs.
 
         Raises:
-            PredictError: not a name for each text; another task than labels; adapters whose labels differ.
+            PredictError: the number of names differs, the task has no labels, or the adapters' labels differ.
             ConfigError: there is no adapter of such a name.
         """
         import numpy as np
@@ -217,8 +217,8 @@ class Adapted(GraphModel):
         Args:
             folder: where to.
             name: which adapter; None for the one that the model computes with.
-            overwrite: replace a folder that holds an adapter or a model.
-            extra_files: further files to put beside, by name.
+            overwrite: replace a folder that contains an adapter or a model.
+            extra_files: further files to write into the folder, by file name.
 
         Raises:
             ConfigError: there is no such adapter.
@@ -231,7 +231,7 @@ class Adapted(GraphModel):
         return save_adapter(self, adapter, folder, overwrite=overwrite, extra_files=extra_files)
 
     def fixed_names(self) -> frozenset[str]:
-        """Return the names of tensors that training leaves as they are, so that checkpoints need not hold them."""
+        """Return the names of tensors that training does not change, which checkpoints can omit."""
         beside = self.beside
         fixed = beside.fixed_names() if isinstance(beside, Adapted) else ()
         found: Any = () if self.active_adapter is None else self._held_adapters.base_names(self)

@@ -60,7 +60,7 @@ def empty_graph(config: ModelConfig, head: str, *, pooler: bool) -> Graph:
         with torch.device("meta"), _WithoutInitialisation():
             return build_graph(config, head, pooler=pooler)
     except RuntimeError as fault:
-        # A Ctrl-C while torch had its modes in its hands: it finds none to put back, and says that instead.
+        # A Ctrl-C inside torch's mode switch: torch finds no mode to restore and raises this error instead.
         before = fault.__context__
         while before is not None and not isinstance(before, KeyboardInterrupt):
             before = before.__context__
@@ -72,7 +72,7 @@ def empty_graph(config: ModelConfig, head: str, *, pooler: bool) -> Graph:
 class _WithoutInitialisation(TorchFunctionMode):
     """Leaves new tensors unfilled: on ``meta`` there is nothing to fill, and random kernels take seconds to load."""
 
-    # What is filled by name of torch.nn.init arrives as that function, the rest as the tensor's method.
+    # Calls of torch.nn.init functions arrive as these functions, others as tensor methods.
     FILLING = frozenset(
         [
             getattr(torch.nn.init, name)
@@ -89,14 +89,14 @@ class _WithoutInitialisation(TorchFunctionMode):
 
 
 def declared_ties(config: ModelConfig, head: str) -> tuple[Any, ...]:
-    """Return the ties of one head that the configuration asks for."""
+    """Return the ties of one head that the configuration specifies."""
     if head == "base" or not config.tie_words:
         return ()
     return config.family.heads[head].ties
 
 
 def tie_tensors(graph: Graph, ties: Iterable[Any]) -> None:
-    """Make each tie's second name hold the first one's parameter."""
+    """Make each tie's second name refer to the first one's parameter."""
     for tie in ties:
         module, _, leaf = tie.also.rpartition(".")
         setattr(graph.get_submodule(module), leaf, graph.get_parameter(tie.kept))
@@ -106,9 +106,9 @@ def assign(graph: Graph, tensors: Mapping[str, Tensor], owners: Mapping[str, nn.
     """Give each named parameter its tensor, without a copy.
 
     Args:
-        graph: whose parameters.
+        graph: the graph with the parameters.
         tensors: by parameter name.
-        owners: the graph's modules by name, for callers with many tensors.
+        owners: the graph's modules by path, for callers with many tensors.
     """
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")

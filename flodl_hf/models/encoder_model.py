@@ -1,8 +1,7 @@
 """A model: a graph with its configuration, tokenizer and source, called as transformers' models are.
 
-Here the class is completed that all tasks share: made from a configuration or a folder, run, explained, written and
-shared, each by the room that does it. What a task returns and computes stands in its head's file; which classes exist
-for which folder is `flodl_hf.auto`'s.
+The base class of all tasks: created from a configuration or a folder, run, explained, written and uploaded. The
+file of each head implements its task; `flodl_hf.auto` selects the class for a folder.
 """
 
 from __future__ import annotations
@@ -83,17 +82,17 @@ class EncoderModel(Opened, Adapted, Familiar):
 
     @property
     def run_options(self) -> RunOptions:
-        """How predictions of this model run where a call does not say."""
+        """Default options of predictions of this model."""
         from flodl_hf.inference.options import options_of
 
         return options_of(self)
 
     def runtime(self, **run: Unpack[RunKeywords]) -> Self:
-        """Set how predictions run where a call does not say; returns the model.
+        """Set default options of predictions; returns the model.
 
         Args:
             **run: ``precision``, ``token_budget``, ``devices``, ``batch_invariant``, ``window``; see
-                `flodl_hf.inference.RunOptions`. What is not named stays.
+                `flodl_hf.inference.RunOptions`. Options that are not passed stay unchanged.
 
         Raises:
             PredictError: a value makes no sense.
@@ -132,10 +131,10 @@ class EncoderModel(Opened, Adapted, Familiar):
     def explain(
         self, device: torch.device | str | None = None, precision: Precision | None = None, *, training: bool = False
     ) -> Explanation:
-        """Return what runs each layer on a device, by which kernels, what is recorded, and why not where not.
+        """Return which kernels run each layer on a device, whether calls are recorded, and the reasons if not.
 
         Args:
-            device: where; None is the model's own. A device that is not here is explained as far as can be known.
+            device: the device; None is the model's own. An absent device is explained as far as possible.
             precision: see `flodl_hf.inference.Precision`; None keeps the weights' own dtype.
             training: explain training steps under autocast in ``precision`` rather than prediction.
 
@@ -150,7 +149,7 @@ class EncoderModel(Opened, Adapted, Familiar):
         """Return the loss of one batch, a scalar with its gradient.
 
         Args:
-            encoding: what the tokenizer returned: ``input_ids``, ``attention_mask``, ...
+            encoding: the tokenizer's output: ``input_ids``, ``attention_mask``, ...
             labels: the head's labels; for question answering a pair of start and end positions.
 
         Raises:
@@ -173,7 +172,7 @@ class EncoderModel(Opened, Adapted, Familiar):
         """Return the metrics of the model on labelled data, as `flodl_hf.evaluate` does.
 
         Args:
-            data: a file or rows with labels, as ``eval`` of `flodl_hf.finetune`; or several data sets by name.
+            data: a file or rows with labels, as ``eval`` of `flodl_hf.finetune`; or a mapping of names to data sets.
             **options: as of `flodl_hf.evaluate`.
 
         Raises:
@@ -217,7 +216,7 @@ class EncoderModel(Opened, Adapted, Familiar):
     ) -> str:
         """Write the model into a repository of the Hub, which is made if need be; return the commit's address.
 
-        What is uploaded is what `save_pretrained` writes, complete and compared.
+        The uploaded files are those that `save_pretrained` writes, complete and compared.
 
         Args:
             repo_id: "owner/name".

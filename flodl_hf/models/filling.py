@@ -1,7 +1,7 @@
 """The values of a checkpoint: in one dtype, finite, ties compared, put into the model.
 
-What fills what was decided from headers by `flodl_hf.checkpoints.weights.loading`; here the numbers themselves are
-looked at. Nothing of a model is touched before all of them are known to be good.
+Fills the parameters planned from headers by `flodl_hf.checkpoints.weights.loading`; here the values are
+checked. The model is changed only after all of them have passed.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def check_dtype(dtype: torch.dtype | str | None) -> torch.dtype | str | None:
 def settle_dtype(
     given: torch.dtype | str | None, config: ModelConfig, plan: Plan, manifest: SourceManifest
 ) -> torch.dtype:
-    """Return the one dtype of the loaded model; a cast that nobody asked for is told in the report.
+    """Return the one dtype of the loaded model; an implicit cast is recorded in the report.
 
     Args:
         given: the caller's; None and "auto" take the configuration's, else the files', as transformers does.
-        config: whose ``dtype`` or ``torch_dtype`` decides.
+        config: the configuration; its ``dtype`` or ``torch_dtype`` decides.
         plan: which tensors are used.
         manifest: of the files.
     """
@@ -58,7 +58,7 @@ def settle_dtype(
         return given
     kinds = sorted({_word(DTYPES[plan.stored[name].dtype]) for name in plan.placed.values()})
     key, chosen = _stated(config.source, ("dtype", "torch_dtype"))
-    why = f"as {key} in config.json says"
+    why = f"as {key} in config.json specifies"
     if chosen is None:
         why, chosen = _first_stored(manifest)
     if set(kinds) - {_word(chosen)}:
@@ -86,9 +86,9 @@ def _stated(source: Mapping[str, Any], keys: Iterable[str]) -> tuple[str, torch.
 
 
 def _first_stored(manifest: SourceManifest) -> tuple[str, torch.dtype]:
-    """Return the dtype by which transformers knows files that nothing is said of, and why it is that one.
+    """Return the dtype that transformers infers when config.json has none, with the reason.
 
-    It is the index's word, else that of the first floating tensor of the first file, used or not: by name in
+    It is the index's dtype, else that of the first floating tensor of the first file, used or not: in order of names in
     safetensors, by place in files of torch.
     """
     _, stated = _stated(manifest.index_metadata, ("dtype",))
@@ -115,10 +115,10 @@ _CHUNK = 1 << 18  # numbers looked at together: what fits into a core's cache be
 
 
 class FiniteCheck:
-    """Looks through weights for values that are no numbers, beside what the caller does meanwhile.
+    """Checks weights for values that are not finite, concurrently with the caller.
 
     One pass for the greatest number of each tensor. Without their signs, floating numbers are ordered as their bits
-    are, with infinities and NaN above all others; so integers are compared, by threads that hold no lock. They
+    are, with infinities and NaN above all others; so integers are compared, by threads without a lock. They
     have ended when the context of this is left: a process that ends while they are in torch's code is aborted.
     """
 
@@ -135,7 +135,7 @@ class FiniteCheck:
         Args:
             values: tensors by stored name.
             names: which of them the model uses.
-            dtype: what they are cast to; a value beyond its range becomes infinite and is found too.
+            dtype: dtype that they are cast to; a value beyond its range becomes infinite and is found too.
             done: called with each tensor when it was looked through.
         """
         self._pending = [(name, values[name]) for name in dict.fromkeys(names)]
@@ -181,7 +181,7 @@ class FiniteCheck:
         Args:
             where: the weight file or its index, for messages.
             report: gets a note for each fault that is allowed.
-            allowed: note what is found instead of refusing it.
+            allowed: add a note instead of raising.
 
         Raises:
             CheckpointError: weights are not finite; all tensors are listed.
@@ -195,7 +195,8 @@ class FiniteCheck:
             report.notes += [f"not finite: {line}" for line in lines]
         elif lines:
             raise CheckpointError(
-                f"{where}: {len(lines)} tensors hold values that are not finite, expected numbers:\n{capped(lines)}\n"
+                f"{where}: {len(lines)} tensors contain values that are not finite, expected numbers:\n"
+                f"{capped(lines)}\n"
                 "Nothing was loaded. Such a model answers nonsense, often in numbers that look right; fetch or save "
                 "the checkpoint again (in float32 where values do not fit), or pass allow_nonfinite=True to look "
                 "into it.",
@@ -229,16 +230,16 @@ def fill(graph: Graph, plan: Plan, values: dict[str, Tensor], dtype: torch.dtype
 
 
 def settle_ties(plan: Plan, values: Mapping[str, Tensor], report: LoadReport) -> list[Any]:
-    """Return the ties whose two stored tensors are equal; record the others as untied, and warn of them."""
+    """Return the ties with two equal stored tensors; record the others as untied, and warn of them."""
     equal = []
     for tie, kept, also in plan.compare:
         if torch.equal(values[kept], values[also]):
             equal.append(tie)
         else:
             report.untied = (*report.untied, tie.also)
-            said = f"{also} differs from {kept}, which config.json ties it to; both are used as they are, as by"
+            message = f"{also} differs from {kept}, which config.json ties it to; both are used, as in"
             _warn_of_two(
-                report, f"{said} transformers. If that is meant, set tie_word_embeddings to false in config.json"
+                report, f"{message} transformers. If this is intended, set tie_word_embeddings to false in config.json"
             )
     report.tied = (*report.tied, *(tie.also for tie in equal))
     return equal
@@ -248,11 +249,11 @@ def check_duplicates(plan: Plan, values: Mapping[str, Tensor], carried_names: li
     """Keep repeated tensors whose values differ, so that export writes what was read, and warn of them."""
     for repeated, kept in plan.duplicates:
         if not torch.equal(values[repeated], values[kept]):
-            said = f"{repeated} differs from {kept}; the latter is used, as transformers does"
-            plan.report.notes.append(said)
-            _warn_of_two(plan.report, f"{said}. One of them is stale: remove it from the file, or fetch it again")
+            message = f"{repeated} differs from {kept}; the latter is used, as transformers does"
+            plan.report.notes.append(message)
+            _warn_of_two(plan.report, f"{message}. One of them is stale: remove it from the file, or fetch it again")
             carried_names.append(repeated)
 
 
-def _warn_of_two(report: LoadReport, said: str) -> None:
-    warnings.warn(f"{report.source}: {said}.", stacklevel=2)
+def _warn_of_two(report: LoadReport, message: str) -> None:
+    warnings.warn(f"{report.source}: {message}.", stacklevel=2)

@@ -24,16 +24,16 @@ __all__ = ["load_tokenizer", "overridden", "tokenizer_files"]
 def load_tokenizer(
     folder: Path, config: ModelConfig, *, strict: bool = True, overrides: Mapping[str, Any] | None = None
 ) -> Tokenizer | None:
-    """Return the folder's tokenizer, or None where there are no tokenizer files, or, unless strict, none that say all.
+    """Return the folder's tokenizer, or None if tokenizer files are missing or, unless strict, incomplete.
 
     Args:
         folder: with the files.
         config: of the model.
-        strict: raise where the files do not say all.
-        overrides: values that override those of ``tokenizer_config.json``.
+        strict: raise if the files are incomplete.
+        overrides: values that override ``tokenizer_config.json``.
 
     Raises:
-        TokenizerError: damaged files, or a token whose id has no row in the word table.
+        TokenizerError: damaged files, or a token id without a row in the word table.
     """
     if not any(is_entry(folder, name) for name in VOCABULARY_FILES):
         return None
@@ -65,9 +65,9 @@ def overridden(tokenizer: Tokenizer, overrides: Mapping[str, Any], folder: Path,
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """Return the tokenizer files of a folder of which no tokenizer was made, by name, so that saving loses none.
+    """Return the tokenizer files of a folder without a loaded tokenizer, by file name, so that saving keeps them.
 
-    Nothing was asked of them, so one that cannot be read is passed over.
+    No output depends on them, so an unreadable file is skipped.
     """
     found: dict[str, bytes] = {}
     for name in TOKENIZER_FILES:

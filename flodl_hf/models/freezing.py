@@ -18,7 +18,7 @@ def frozen_paths(model: GraphModel, paths: Sequence[str]) -> list[str]:
     """Return the full paths that short ones stand for: ``layers.0-2`` is three layers of the encoder.
 
     Raises:
-        ConfigError: nothing lies at a path; ``problems`` lists these.
+        ConfigError: a path matches nothing; ``problems`` lists these paths.
     """
     names = [name for name, _ in model.graph.named_parameters()]
     parents = {".".join(parts[:k]) for name in names for parts in [name.split(".")] for k in range(1, len(parts) + 1)}
@@ -37,7 +37,7 @@ def frozen_paths(model: GraphModel, paths: Sequence[str]) -> list[str]:
     if problems:
         roots = sorted({name.split(".")[0] for name in names})
         raise ConfigError(
-            f"freeze: nothing lies at {'; '.join(problems)}. Expected paths such as embeddings, layers.0-5, "
+            f"freeze: no module at {'; '.join(problems)}. Expected paths such as embeddings, layers.0-5, "
             f"layers.3.attention or one of {', '.join(roots)}",
             problems=problems,
         )
@@ -45,7 +45,7 @@ def frozen_paths(model: GraphModel, paths: Sequence[str]) -> list[str]:
 
 
 def _range(written: re.Match[str], parents: Collection[str]) -> tuple[list[str], str]:
-    """Return the paths of a range, and what is wrong with it in words, "" for nothing."""
+    """Return the paths of a range, and its problem as text, "" for none."""
     head, first, last, tail = written.groups()
     ends = int(first), int(last)
     for start in (head, f"encoder.{head}"):
@@ -67,10 +67,10 @@ def _range(written: re.Match[str], parents: Collection[str]) -> tuple[list[str],
 
 
 def frozen_parameters(model: GraphModel, paths: Sequence[str]) -> list[nn.Parameter]:
-    """Return the parameters of the base model at ``paths``; those of an adapter's parts are not among them.
+    """Return the parameters of the base model at ``paths``, without the parts of an adapter.
 
     Raises:
-        ConfigError: nothing lies at a path, or nothing would be left to train.
+        ConfigError: a path matches nothing, or no parameter would be left to train.
     """
     if not paths:
         return []
@@ -93,7 +93,7 @@ def freeze(model: GraphModel, paths: Sequence[str]) -> None:
     """Exclude the base model's parameters at ``paths`` from training; see `frozen_parameters`.
 
     Raises:
-        ConfigError: nothing lies at a path, or nothing would be left to train.
+        ConfigError: a path matches nothing, or no parameter would be left to train.
     """
     for parameter in frozen_parameters(model, paths):
         parameter.requires_grad_(False)

@@ -1,6 +1,6 @@
-"""How a folder or repository is asked for: one method and its keywords, known before torch is imported.
+"""`from_pretrained` and its keywords, defined without importing torch.
 
-What is done then is `flodl_hf.models.pretrained`'s.
+`flodl_hf.models.pretrained` implements the loading.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["LoadKeywords", "Opened"]
 
 
 class LoadKeywords(TypedDict, total=False):
-    """Keywords of `Opened.from_pretrained`, for those who hand them on."""
+    """Keywords of `Opened.from_pretrained`, for callers that pass them on."""
 
     revision: str | None
     subfolder: str
@@ -45,7 +45,7 @@ class LoadKeywords(TypedDict, total=False):
 
 
 class Opened:
-    """What a folder or repository can be opened as."""
+    """Base of classes that a folder or repository can be loaded as."""
 
     @classmethod
     @taking(LOAD, ConfigError)
@@ -72,7 +72,7 @@ class Opened:
         verified: bool | str = False,
         adapter: str | Path | None = None,
     ) -> Self:
-        """Return the model that a folder or Hub repository holds; all of it, or an error that lists what is wrong.
+        """Load a folder or Hub repository and return the model; raise an error that lists all problems.
 
         Args:
             name_or_path: a local folder, ``"owner/name"`` or ``"owner/name@revision"``.
@@ -81,33 +81,33 @@ class Opened:
             token: Hub token; None takes the environment's.
             cache_dir: where downloads are kept; None takes the Hub's cache.
             local_files_only: open no connection.
-            dtype: cast the weights to this; None and "auto" take what ``config.json`` states, else what is stored (of
+            dtype: cast the weights to this; None and "auto" take the dtype in ``config.json``, else the stored one (of
                 several dtypes the first tensor's), as transformers does.
             device: where to put the model; None is torch's default device, usually the CPU, "auto" the best there is.
             attention: "sdpa" (fused kernels) or "eager" (plain products).
             labels: names of a new head's labels; a classifier of another size starts fresh.
             num_labels: the same by number alone.
             problem_type: "regression", "single_label_classification" or "multi_label_classification".
-            ignore_config_keys: keys of ``config.json`` to pass over although they are not understood.
-            strict_config: refuse keys of ``config.json`` that no family knows; else the load report notes them.
-            allow_nonfinite: load weights that hold NaN or infinite values, or such that do not fit into ``dtype``.
-            mapped: show the weight file instead of copying it: ready at once, but the file must not be
-                changed while the model lives. None does so for the Hub's cache, whose files never change, and for
+            ignore_config_keys: unsupported keys of ``config.json`` to ignore.
+            strict_config: raise on unknown keys of ``config.json``; else the load report lists them.
+            allow_nonfinite: load weights with NaN or infinite values, or with values that do not fit into ``dtype``.
+            mapped: map the weight file instead of copying it: ready immediately, but the file must not be
+                changed while the model exists. None maps files of the Hub's cache, which never change, and
                 weights in several files on their way to a device, where they are copied to.
             weights: "disk" leaves weights in their files: a prediction reads layer after layer, for all its texts at
                 once, with the same answers to the bit; two layers are in memory at a time. The files must not be
-                changed meanwhile. None does so, and says it, where the memory of the device is too small for the
+                changed meanwhile. None does so, with a log message, if the memory of the device is too small for the
                 weights; "memory" never does.
-            verified: compare every file first with what ``checksums.json`` or the Hub's cache says of it; a text is
-                the fingerprint that the folder must have, as ``flodl-hf verify`` tells it.
+            verified: compare every file first with its entry in ``checksums.json`` or the Hub's cache; a string is
+                the fingerprint that the folder must have, as printed by ``flodl-hf verify``.
             adapter: a folder or Hub repository with an adapter for this base, as peft writes it. A local folder that
-                holds an adapter alone may also be given in place of the base, which it names.
+                contains only an adapter may also be passed in place of the base, which it names.
 
         Raises:
             HubError: the name leads nowhere.
             ConfigError: the configuration is wrong or not understood.
             CheckpointError: tensors are missing, unexpected, mis-shaped, damaged or not finite.
-            DeviceError: the device is not there.
+            DeviceError: the device is not available.
             TokenizerError: the tokenizer is damaged or has more tokens than the model.
         """
         from flodl_hf.models.pretrained import load_model, numbered_labels

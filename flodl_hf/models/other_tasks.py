@@ -1,4 +1,4 @@
-"""What is said where a model is asked for a method that it does not have: who has it, and what this one offers."""
+"""Error text for a method that a model lacks: the classes that have it, and the methods of this model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ METHODS: dict[str, list[Task]] = {
     method: [head for head in HEADS if method in head.methods]
     for method in dict.fromkeys(method for head in HEADS for method in head.methods)
 }
-"""Each method that answers texts, and the tasks whose classes have it."""
+"""Each method that takes texts, and the tasks that have it."""
 
 FAMILIAR = {
     "entities": "entities are what predict finds, of AutoModelForTokenClassification",
@@ -20,7 +20,7 @@ FAMILIAR = {
     "get_sentence_embedding_dimension": "config.hidden_size is the width of its states",
     "get_max_seq_length": "max_seq_length is the number of tokens that longer texts are truncated to",
     "save": "save_pretrained writes a folder",
-    "tokenize": "tokenizer(texts, padding=True, return_tensors='pt') gives what a call takes",
+    "tokenize": "tokenizer(texts, padding=True, return_tensors='pt') returns the inputs of a call",
     "encode_multi_process": "encode(texts, devices=[...]) uses several devices",
     "start_multi_process_pool": "encode(texts, devices=[...]) uses several devices",
     **dict.fromkeys(

@@ -25,14 +25,14 @@ __all__ = [
 
 @dataclass
 class Output:
-    """A record whose absent (None) fields are passed over when it is read by key or position."""
+    """A record that omits absent (None) fields when it is read by key or position."""
 
     def keys(self) -> list[str]:
-        """Return the names of the fields that are there."""
+        """Return the names of the present fields."""
         return [f.name for f in fields(self) if getattr(self, f.name) is not None]
 
     def values(self) -> list[Any]:
-        """Return the fields that are there."""
+        """Return the present fields."""
         return [getattr(self, name) for name in self.keys()]
 
     def items(self) -> list[tuple[str, Any]]:
@@ -40,7 +40,7 @@ class Output:
         return [(name, getattr(self, name)) for name in self.keys()]
 
     def to_tuple(self) -> tuple[Any, ...]:
-        """Return the fields that are there as a tuple."""
+        """Return the present fields as a tuple."""
         return tuple(self.values())
 
     def __getitem__(self, key: str | int | slice) -> Any:

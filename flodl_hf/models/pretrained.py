@@ -1,7 +1,7 @@
 """From a name to a filled model: resolve, read the configuration, match the headers, then read the bytes.
 
 Nothing is half done: every fault that headers can show is raised before a weight is read, and the
-model is handed out only when all of it is there. What was read is remembered as the model's
+model is returned only when it is complete. The files and settings are kept as the model's
 `Source`, from which export writes it back.
 """
 
@@ -120,7 +120,7 @@ def load_model(
 
 @dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """How folders are loaded: the checked arguments of `load_model` that hold for each of them."""
+    """How folders are loaded: the checked arguments of `load_model` that apply to each of them."""
 
     dtype: torch.dtype | str | None
     device: torch.device | str | None
@@ -138,12 +138,12 @@ def _asked(around: torch.device | None) -> torch.device | None:
     """Return where a model goes for which no device is named.
 
     Raises:
-        DeviceError: the program's default device holds no values.
+        DeviceError: torch's default device stores no values.
     """
     if around is not None and around.type == "meta":
         raise DeviceError(
-            "device: found torch's default device 'meta', which holds no values; expected a device for the weights; "
-            "load outside of torch.device('meta'), or say device='cpu'",
+            "device: found torch's default device 'meta', which stores no values; expected a device for the weights; "
+            "load outside of torch.device('meta'), or pass device='cpu'",
             device="meta",
         )
     return None if around is None else find_device(around)
@@ -152,7 +152,7 @@ def _asked(around: torch.device | None) -> torch.device | None:
 def _adapter(
     name_or_path: str | Path, adapter: str | Path | None, hub: Mapping[str, Any]
 ) -> tuple[str | Path, AdapterFolder | None]:
-    """Return the base's name, and the adapter that goes into it; None where there is none."""
+    """Return the base's name and its adapter, or None without an adapter."""
     if adapter is None and not holds_adapter(name_or_path):
         return name_or_path, None
     from flodl_hf.models.adapters.folder import open_adapter
@@ -170,7 +170,7 @@ def _load(
     verified: bool | str = False,
     adapter: AdapterFolder | None = None,
 ) -> ModelT:
-    """Return the model of one folder, as the module says."""
+    """Load the model of one folder and return it."""
     head = model_class.head
     warming = _warming(asked.device)
     root, commit = resolve_folder(name_or_path, hub, MODEL_FILES)
@@ -233,7 +233,7 @@ def _load(
 def _configured(
     folder: Path, head: str, asked: _Wanted, adapter: AdapterFolder | None, recipe: SentenceRecipe | None
 ) -> tuple[ModelConfig, bool]:
-    """Return a folder's configuration, and whether its labels are those of who asks or of an adapter."""
+    """Return a folder's configuration, and whether its labels are set by the caller or an adapter."""
     config = read_config_file(folder, asked.ignore_config_keys, strict_config=asked.strict_config)
     config = with_overrides(config, recipe, asked.ignore_config_keys, strict_config=asked.strict_config)
     warn_of(config, stacklevel=2)
@@ -249,7 +249,7 @@ def _configured(
 
 @dataclass(frozen=True, kw_only=True)
 class _ReadFolder:
-    """What was read of a folder's weights, and the graph that they go into.
+    """The plan of a folder's weights, and the graph to fill.
 
     Attributes:
         plan: which tensor goes where.
@@ -284,7 +284,7 @@ def _read_folder(
     relabelled: bool,
     pooler: bool,
 ) -> _ReadFolder:
-    """Match what a folder holds with the graph, and read it.
+    """Match the folder's tensors with the graph, and read them.
 
     Raises:
         CheckpointError: tensors are missing, unexpected or mis-shaped; nothing is read then.
@@ -317,7 +317,7 @@ def _read_folder(
 
 
 def _filled(read: _ReadFolder, config: ModelConfig, kept: Mapping[str, Kept], where: str) -> dict[str, Tensor]:
-    """Give the graph its values, fresh ones where the file has none; return the tensors kept beside the model."""
+    """Fill the graph, with fresh values for missing tensors; return the tensors kept outside the model."""
     plan, graph, values, report = read.plan, read.graph, read.values, read.plan.report
     ties = [*plan.ties, *settle_ties(plan, values, report)]
     check_duplicates(plan, values, read.carried)
@@ -368,7 +368,7 @@ def _read(
 
 
 def _kept(unused: Iterable[str], config: ModelConfig) -> dict[str, Kept]:
-    """Return the stored tensors that are kept beside the model, by stored name."""
+    """Return the stored tensors that are kept outside the model, by stored name."""
     prefix = config.family.base_prefix + "."
     stored = {name if name.startswith(prefix) else prefix + name: name for name in unused}
     found = {}
@@ -380,7 +380,7 @@ def _kept(unused: Iterable[str], config: ModelConfig) -> dict[str, Kept]:
 
 
 def _taken(graph: Graph, kept: Mapping[str, Kept], values: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """Give modules what they read of kept tensors; return these by their names in new files."""
+    """Give modules their values from kept tensors; return these by their names in new files."""
     modules: dict[str | None, Any] = dict(graph.named_modules())
     for name, entry in kept.items():
         if entry.module in modules:
@@ -395,7 +395,7 @@ def _taken(graph: Graph, kept: Mapping[str, Kept], values: Mapping[str, Tensor],
 
 
 def _held_to(folder: Path, verified: bool | str) -> Held | None:
-    """Return the folder's files as they were compared with what is said of them; None where that was not asked."""
+    """Return the result of the comparison of the folder's files with their checksums; None if not requested."""
     if not verified:
         return None
     from flodl_hf.checkpoints.weights.checksums import hold
@@ -413,10 +413,10 @@ def _warming(device: torch.device | str | None) -> Warming | None:
 
 
 def open_weights(folder: Path, config: ModelConfig) -> Checkpoint:
-    """Return a folder's weights, opened: those which its configuration names, else those of the usual names.
+    """Open a folder's weights: the files that its configuration names, else files with the default names.
 
     Raises:
-        ConfigError: what the configuration names is no file of the folder that could hold weights.
+        ConfigError: the configuration names a file that is absent or is not a weight file.
     """
     return Checkpoint.open(folder, named=weights_named(config.source.get(WEIGHTS_KEY), config.where))
 
@@ -431,7 +431,7 @@ def plan_folder(
     strict: bool = False,
     pooler: bool = True,
 ) -> tuple[Plan, Graph]:
-    """Return which stored tensor fills which of ours, and the graph that is to be filled, without any memory.
+    """Return which stored tensor fills which parameter, and the graph to fill, without any memory.
 
     Args:
         config: the folder's configuration.
@@ -439,7 +439,7 @@ def plan_folder(
         stored: the files' tensors, from their headers.
         where: the folder, for messages.
         relabelled: the labels were given by the caller, so a classifier of another size may start fresh.
-        strict: refuse tensors that nobody knows wherever they lie.
+        strict: raise on unknown tensors under any prefix.
         pooler: have the encoder alone compute the pooler's output, if the file has its tensors.
 
     Raises:
@@ -474,11 +474,11 @@ def plan_folder(
     if head == "base" and architectures is None:
         others = sorted({why.split()[-2] for why in plan.report.ignored.values() if why.endswith(" head")})
         if others:
-            also = f"; the file also holds the head of {' and '.join(others)}, which head= loads"
+            also = f"; the file also contains the head of {' and '.join(others)}, which head= loads"
             plan.report.notes.append(f"architectures: absent, so this is the encoder alone{also}")
     return plan, graph
 
 
 def in_hub_cache(folder: Path) -> bool:
-    """Return whether a folder is a snapshot of the Hub's cache, whose files are links to blobs named by content."""
+    """Return whether a folder is a snapshot of the Hub's cache, with links to blobs named by content."""
     return folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()

@@ -1,6 +1,6 @@
 """Which residues of a protein touch, read off attention weights (Rao et al. 2020, doi:10.1101/2020.12.15.422761).
 
-A logistic regression over all heads of all layers, whose weights the files of ESM hold beside the model's.
+A logistic regression over all heads of all layers; ESM's files contain its weights.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def contacts_of_tokens(model: GraphModel, tokens: Tensor, attention_mask: Tensor
         real = tokens.ne(END).to(maps)
         maps = (maps * (real[:, :, None] * real[:, None, :])[:, None, None])[..., 1:-1, 1:-1].flatten(1, 2)
         both = maps + maps.transpose(-1, -2)
-        # What a pair shares is compared with what its two residues share with all others.
+        # The average product correction: a pair is compared with the means of its two residues.
         usual = both.sum(-1, keepdim=True) * both.sum(-2, keepdim=True) / both.sum((-1, -2), keepdim=True)
         features = (both - usual).permute(0, 2, 3, 1)
-        # One product of rows, to which the bias is added, as torch has it for a layer that learns.
+        # One product of rows plus the bias, as in torch's Linear.
         scores = features.reshape(-1, features.shape[-1]) @ weight.to(maps, copy=True).T + bias.to(maps)
         return scores.view(features.shape[:-1]).sigmoid()
 
@@ -58,7 +58,7 @@ def contacts_of_texts(model: GraphModel, texts: Sequence[str]) -> list[Tensor]:
         texts: one protein each.
 
     Raises:
-        PredictError: besides what `contacts_of_tokens` refuses, a protein that is longer than the model takes.
+        PredictError: the errors of `contacts_of_tokens`, or a protein that is longer than the model's maximum.
     """
     tokenizer, found = model.ready("predict_contacts"), []
     device = next(model.parameters()).device
@@ -84,7 +84,7 @@ def _regression(model: GraphModel) -> tuple[Tensor, Tensor]:
     held = {} if model.source is None else model.source.kept
     if not names or any(name not in held for name in names):
         raise PredictError(
-            f"predict_contacts: found no {HEAD}weight and bias beside this {model.config.family.model_type} model; "
+            f"predict_contacts: found no {HEAD}weight and bias for this {model.config.family.model_type} model; "
             "expected a checkpoint of ESM that has them"
         )
     if model.virtual_tokens:

@@ -1,7 +1,7 @@
 """A model written as a Hugging Face folder: weights, configuration, tokenizer, all or nothing.
 
 Decides which names, which ``config.json`` and which other files a folder gets. An unchanged model is
-written back as it was read; what changed is patched into what was read. Ordering and bytes are
+written back unchanged; changes are patched into the original files. Ordering and bytes are
 `state` and `write`, putting the folder in place is `publish`.
 """
 
@@ -52,11 +52,11 @@ DTYPE_NAMES = {
 
 @dataclass(frozen=True)
 class Contents:
-    """What a folder will hold.
+    """The contents of a folder to write.
 
     Attributes:
-        plans: its weights, by the folder inside that they lie in.
-        others: its other files, by name.
+        plans: its weights, by subfolder.
+        others: its other files, by file name.
     """
 
     plans: Mapping[str, WritePlan]
@@ -83,13 +83,13 @@ def export_model(
     Args:
         model: any model of this package.
         folder: where to; parents are made.
-        overwrite: replace a folder that holds a model.
+        overwrite: replace a folder that contains a model.
         max_shard_size: cut the weights above this size, as ``"5GB"`` or bytes; None keeps the source's layout.
-        extra_files: further files to put beside, by name.
-        check: given the written folder before it is put in place; what it raises keeps the folder out.
+        extra_files: further files to write into the folder, by file name.
+        check: called with the written folder before it is published; an exception prevents publication.
 
     Raises:
-        ExportError: the folder is in use or not empty, the disk is full or refuses, or what was written
+        ExportError: the folder is in use or not empty, the disk is full or read-only, or the written files do
             does not read back as the same bytes. An older folder is then as it was.
     """
     contents = model_contents(model, max_shard_size=max_shard_size)
@@ -97,7 +97,7 @@ def export_model(
 
 
 def model_contents(model: GraphModel, *, max_shard_size: int | str | None = None) -> Contents:
-    """Return what a model's folder holds: weights, configuration, tokenizer; arguments as of `export_model`."""
+    """Return the contents of a model's folder: weights, configuration, tokenizer; arguments as of `export_model`."""
     if (recipe := model.sentence_recipe) is not None and not recipe.routes:
         model = model.on_route()  # one route's recipe was put in the place of all
     plans = {
@@ -122,9 +122,9 @@ def write_contents(
 
     Args:
         folder: where to; parents are made.
-        parts: what it holds, by the folder inside; "" for itself.
-        overwrite: replace a folder that holds a model.
-        extra_files: further files to put beside, by name.
+        parts: its contents, by subfolder; "" for the folder itself.
+        overwrite: replace a folder that contains a model.
+        extra_files: further files to write into the folder, by file name.
         check: as of `export_model`.
 
     Raises:
@@ -146,7 +146,7 @@ def _inside(folder: str, name: str) -> str:
 
 
 def surroundings(model: GraphModel) -> dict[str, bytes]:
-    """Return what stands beside the weights, by name: configuration, tokenizer, a recipe of sentence vectors."""
+    """Return the files other than weights, by file name: configuration, tokenizer, a recipe of sentence vectors."""
     found = {
         f"{inside}/{name}" if inside else name: data
         for inside, part in _parts(model).items()
@@ -156,7 +156,7 @@ def surroundings(model: GraphModel) -> dict[str, bytes]:
 
 
 def _parts(model: GraphModel) -> dict[str, GraphModel]:
-    """Return what has weights, by its folder: the model at the root, or each route's encoder in its own."""
+    """Return the modules with weights, by folder: the model at the root, or each route's encoder in its folder."""
     if model.routed is None:
         return {"": model}
     assert model.sentence_recipe is not None
@@ -204,7 +204,7 @@ def stored_tensors(model: GraphModel) -> dict[str, Tensor]:
         unplaced = [ours for ours in state if ours not in source.placed and ours not in by_tie]
         if unplaced:
             raise ExportError(f"export: tensors without a stored name: {', '.join(unplaced[:5])}", problems=unplaced)
-        # A file that holds both names of a tie gets both again.
+        # A file that contains both names of a tie gets both again.
         for also, kept in by_tie.items():
             names = [name for name in source.manifest.tensors if _canonical(model, name) == _theirs(model, also)]
             result |= {name: state[kept] for name in names if name not in result}
@@ -215,7 +215,7 @@ def stored_tensors(model: GraphModel) -> dict[str, Tensor]:
     )  # fmt: skip
     result = {theirs: state[ours] for ours, theirs in names.items()}
     if model.head != "base" and not model.config.tie_words:
-        # Untied, the reference keeps both names of a repeated tensor as tensors of their own.
+        # Untied, the reference keeps both names of a repeated tensor as separate tensors.
         for alias, canonical in model.config.family.heads[model.head].aliases:
             result[alias] = result[canonical].clone()
     bare = model.config.family.base_prefix + "." if model.head == "base" else ""
@@ -224,7 +224,7 @@ def stored_tensors(model: GraphModel) -> dict[str, Tensor]:
 
 
 def _late_weight(model: GraphModel, carried: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return ColBERT's projection, which lies among the weights of its class, where it was trained."""
+    """Return ColBERT's projection, stored with the weights of its class, if it was trained."""
     late = None if model.sentence_recipe is None else model.sentence_recipe.late
     name = next((name for name in ("linear.weight", "module.linear.weight") if name in carried), None)
     weight = getattr(late.projections[0], "weight", None) if late is not None else None
@@ -234,7 +234,7 @@ def _late_weight(model: GraphModel, carried: Mapping[str, Tensor]) -> dict[str, 
 
 
 def stored_ties(model: GraphModel) -> dict[str, str]:
-    """Return, by stored name, which repeated names hold the tensor of another."""
+    """Return, by stored name, which repeated names refer to the same tensor."""
     source = model.source
     if source is None or not source.same_head:
         return {}
@@ -248,7 +248,7 @@ def stored_ties(model: GraphModel) -> dict[str, str]:
 
 
 def _live_ties(model: GraphModel) -> list[Any]:
-    """Return the declared ties whose two names do hold one tensor."""
+    """Return the declared ties with two names for one tensor."""
     if model.head == "base":
         return []
     parameters = dict(model.graph.named_parameters(remove_duplicate=False))

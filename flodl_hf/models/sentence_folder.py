@@ -1,4 +1,4 @@
-"""Folders of sentence-transformers and ColBERT as models: what they add to the model of their transformer."""
+"""Folders of sentence-transformers and ColBERT as models: their additions to the transformer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SETFIT = ("model_head.pkl", "config_setfit.json")
 def with_overrides(
     config: ModelConfig, recipe: SentenceRecipe | None, ignored: Sequence[str], *, strict_config: bool
 ) -> ModelConfig:
-    """Return the configuration with what the folder's other files override: settings, and the activation of scores.
+    """Return the configuration with overrides from the folder's other files: settings, and the activation of scores.
 
     Overridden settings are written into ``config.json`` when the model is saved.
 
@@ -60,13 +60,13 @@ def with_overrides(
 
 
 def head_in_files(head: str, recipe: SentenceRecipe | None) -> str:
-    """Return the head whose tensors the weight files hold: none if a dense layer makes a cross-encoder's scores."""
+    """Return the head found in the weight files: none if a dense layer computes a cross-encoder's scores."""
     scored = head == "sequence_classification" and recipe is not None and recipe.scorer is not None
     return "base" if scored else head
 
 
 def graph_of(graph: Graph, held: str, wanted: str, recipe: SentenceRecipe | None) -> Graph:
-    """Return the graph of the wanted head: that of the files, with the folder's own scores behind it if it has some."""
+    """Return the graph of the wanted head, with the folder's own score module after it if it has one."""
     if held == wanted or recipe is None:
         return graph
     encoder = FlowBuilder(graph.get_submodule("encoder"), name="encoder")
@@ -121,7 +121,7 @@ def with_length(recipe: SentenceRecipe, length: int) -> SentenceRecipe:
 
 
 def note_setfit(root: Path, head: str) -> None:
-    """Warn of a folder of setfit, whose classifier is a pickle, which is never read.
+    """Warn about a folder of setfit: its classifier is a pickle, which is never read.
 
     Raises:
         ConfigError: a classifier was requested.
@@ -154,13 +154,13 @@ def colbert_of(folder: Path, config: ModelConfig) -> SentenceRecipe | None:
 
 
 def follow_routes(model: GraphModel, root: Path, load: Callable[[Path], GraphModel]) -> None:
-    """Say which routes a model has, and put beside it the encoders of those that have their own."""
+    """Set the routes of a model, and add the encoders of routes with separate transformers."""
     recipe, source = model.sentence_recipe, model.source
     assert recipe is not None
     assert source is not None
     assert model.load_report is not None
     notes = model.load_report.notes
-    usual = f"texts take {recipe.usual_route!r} where no route is said" if recipe.usual_route else "one has to be said"
+    usual = f"texts take {recipe.usual_route!r} by default" if recipe.usual_route else "a route is required"
     folders = dict.fromkeys(way.transformer for way in recipe.routes.values())
     own = folders.keys() - {recipe.transformer}
     if own and model.head != "base":
@@ -180,4 +180,4 @@ def follow_routes(model: GraphModel, root: Path, load: Callable[[Path], GraphMod
             beside.sentence_recipe = recipe_behind(recipe, folder)
             notes.extend(f"{folder}: {note}" for note in beside.load_report.notes if note not in notes)
     model.routed = Routed(others)
-    notes.append(f"routes have transformers of their own; calls with ids go through {recipe.transformer}")
+    notes.append(f"routes have separate transformers; calls with ids use {recipe.transformer}")

@@ -33,12 +33,12 @@ def count_text(number: int) -> str:
 
 
 class Familiar(GraphModel):
-    """What a model offers besides its task, as transformers' ``PreTrainedModel`` does."""
+    """Methods of models other than their task, with the names of transformers' ``PreTrainedModel``."""
 
     # --- size -----------------------------------------------------------------------------------
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Return how many numbers the model holds; a shared tensor counts once.
+        """Return the number of parameter elements of the model; a shared tensor counts once.
 
         Args:
             only_trainable: leave frozen ones out.
@@ -96,7 +96,7 @@ class Familiar(GraphModel):
     ) -> nn.Embedding:
         """Give the table of words, and a masked-word head's, another number of rows; returns the table.
 
-        New rows come last. The configuration's ``vocab_size`` follows, and so does what is saved.
+        New rows come last. The configuration's ``vocab_size`` and saved folders are updated.
 
         Args:
             new_num_tokens: how many; None keeps the number.
@@ -158,14 +158,14 @@ class Familiar(GraphModel):
     # --- training -------------------------------------------------------------------------------
 
     def freeze(self, *paths: str) -> Self:
-        """Stop parts from learning; returns the model. The parts of an adapter in the model continue to learn.
+        """Freeze parts; returns the model. The parts of an attached adapter remain trainable.
 
         Args:
             *paths: such as "embeddings", "layers.0-5", "layers.3.attention", "encoder"; none for all parameters, with
-                those of an adapter.
+                including those of an adapter.
 
         Raises:
-            ConfigError: nothing lies at a path; nothing is changed then.
+            ConfigError: a path matches nothing; the model is unchanged then.
         """
         return self._learn(paths, False)
 
@@ -185,7 +185,7 @@ class Familiar(GraphModel):
     # --- being looked at ------------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        """Return what the model is, in few words, by name."""
+        """Return a short description of the model as a mapping."""
         config, encoder = self.config, self.config.encoder
         size = f"{count_text(self.num_parameters())} ({size_text(self.get_memory_footprint())})"
         names = list(config.labels)
@@ -201,7 +201,7 @@ class Familiar(GraphModel):
             "labels": ", ".join(names[:6]) + (f", ... {len(names)} in all" if len(names) > 6 else "")
             if labelled
             else "",
-            "untrained": f"{len(untrained)} tensors hold random values" if untrained else "",
+            "untrained": f"{len(untrained)} tensors have random values" if untrained else "",
             "from": self.source.name if self.source is not None else "",
         }
         return {name: value for name, value in found.items() if value}
@@ -221,7 +221,7 @@ class Familiar(GraphModel):
 
 
 def _resized(values: Tensor, rows: int, scale: float | None) -> Tensor:
-    """Return values with so many rows: cut, or with more, the mean of what is there, or drawn with ``scale``."""
+    """Return values with so many rows: cut, or extended with the mean of the existing rows, or drawn with ``scale``."""
     values = values.detach()
     if rows <= len(values):
         return values[:rows].clone()

@@ -1,7 +1,7 @@
-"""Adapters: small parts that learn beside weights which stay as they are, and the head that belongs to them.
+"""Adapters: small trainable modules added to frozen weights, together with their head.
 
-`settings` says what an adapter is asked to be; `fresh` makes one, `attach` puts one into a model and takes it out
-again; `folder` and `write` read and write peft's files, whose settings `peft_file` understands. An adapter always holds
+`settings` defines the settings of an adapter; `fresh` creates one, `attach` adds one to a model and removes it;
+`folder` and `write` read and write peft's files, and `peft_file` parses their settings. An adapter always includes
 the head that was trained with it. What adapters compute is in `flodl_hf.nn.adapter_layers` and `attention.prefixes`.
 """
 

@@ -1,6 +1,6 @@
 """Adapters in a model: made, put in, taken out, merged; the base's weights stay the same tensors with the same bits.
 
-Putting one in exchanges the modules it goes to for ones with a part beside them, and the tensors it holds whole
+Attaching an adapter replaces the target modules by modules with a part, and the tensors that it stores whole
 (the head) for its own; taking it out puts the model's own back. One adapter is in at a time; the others wait outside.
 """
 
@@ -27,7 +27,7 @@ from flodl_hf.nn.attention.prefixes import MadePrefixPart, PrefixedAttention, Pr
 __all__ = ["Adapter", "Adapters", "Part", "adapters_of"]
 
 Part = LoraPart | TablePart | RowsPart | ScalePart | PromptPart | PrefixPart | ShiftPart
-"""What an adapter holds of one module."""
+"""The parts of an adapter for one module."""
 KINDS: Mapping[type[nn.Module], Any] = {
     LoraPart: AdaptedLinear,
     TablePart: AdaptedEmbedding,
@@ -38,7 +38,7 @@ KINDS: Mapping[type[nn.Module], Any] = {
     MadePrefixPart: PrefixedAttention,
     ShiftPart: ShiftedPositions,
 }
-"""What a module becomes with each kind of part beside it."""
+"""The module class that replaces a module, by kind of part."""
 
 
 @dataclass
@@ -46,14 +46,14 @@ class Adapter:
     """One adapter, in a model or not.
 
     Attributes:
-        settings: what it was asked to be.
+        settings: the settings that it was created with.
         sites: where it goes, by transformers' path.
         parts: its parts by our path of the module.
-        kept: tensors that it holds whole, by our name.
-        untrained: those of them that hold random values, with how often they had been written to then.
+        kept: tensors that it stores whole, by our name.
+        untrained: names of the tensors in ``kept`` with random values, with their version counters.
         labels: names of the head's labels; None for the model's.
-        problem_type: what the labels are; None for the model's.
-        stored: settings of the file it came from.
+        problem_type: the problem type of the labels; None for the model's.
+        stored: settings of the file that it was loaded from.
         recipe: how vectors are made with it; None for as the model makes them.
         score_activation: path of the activation that makes scores of a ranker's logits; None for the model's.
     """
@@ -70,7 +70,7 @@ class Adapter:
     score_activation: str | None = None
 
     def parameters(self) -> Iterable[nn.Parameter]:
-        """Yield everything that it holds."""
+        """Yield all modules and tensors of the adapter."""
         for part in self.parts.values():
             yield from part.parameters()
         yield from self.kept.values()
@@ -78,7 +78,7 @@ class Adapter:
 
 @dataclass
 class _Before:
-    """What a model was without the adapter that is in."""
+    """The model's state without the active adapter."""
 
     modules: dict[str, nn.Module]
     tensors: dict[str, nn.Parameter]
@@ -93,7 +93,7 @@ class Adapters:
     """The adapters of one model.
 
     Attributes:
-        known: by name.
+        known: all adapters, by name.
         active: the name of the one that is in, or None.
         merged: whether its sum is in the base's weights now.
     """
@@ -118,7 +118,7 @@ class Adapters:
         return self.known[name]
 
     def add(self, name: str, adapter: Adapter) -> None:
-        """Take in an adapter without putting it into the model.
+        """Register an adapter without activating it.
 
         Raises:
             ConfigError: the name is taken, or is none.
@@ -139,7 +139,7 @@ class Adapters:
             return
         if model.routed is not None:
             raise ConfigError(
-                "adapter: the routes of this folder have transformers of their own, and an adapter belongs to one; "
+                "adapter: each route of this folder has a separate transformer, and an adapter belongs to one model; "
                 "expected one model; load its own folder and put the adapter there",
                 problems=[name],
             )
@@ -212,7 +212,7 @@ class Adapters:
             kind = type(self.known[self.active].settings).__name__
             raise ConfigError(
                 f"merge_adapter: {self.active!r} is a {kind}, which adds tokens or keys and values to each text, and "
-                "no weights come to the same; keep it as an adapter, or train a Lora",
+                "cannot be merged into weights; keep it as an adapter, or train a Lora",
                 problems=[kind],
             )
         assert self._before is not None
@@ -239,7 +239,7 @@ class Adapters:
         self.merged = True
 
     def unmerge(self, model: GraphModel) -> None:
-        """Have the base's weights as they were, to the bit, with the adapter beside them."""
+        """Restore the base's weights bit for bit and attach the adapter again."""
         if not self.merged or self.active is None:
             return
         graph = model.graph
@@ -255,7 +255,7 @@ class Adapters:
         self.merged = False
 
     def settle(self, model: GraphModel) -> None:
-        """Make what is in, merged, the model's own, and forget all adapters.
+        """Keep the merged weights as the model's and remove all adapters.
 
         Raises:
             ConfigError: no adapter is in.

@@ -1,7 +1,7 @@
 """Folders of adapters as peft has them: ``adapter_config.json``, ``adapter_model.safetensors``, read and written.
 
-A folder of ours has ``head_config.json`` besides, with the task and the names of the labels, which peft's files do not
-keep. Every fault is found before the model is touched, and all of them are told at once.
+Folders written here also contain ``head_config.json`` with the task and the names of the labels, which peft's files
+omit. Every fault is found before the model is changed, and all are reported together.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class AdapterFolder:
     Attributes:
         path: the folder.
         values: of ``adapter_config.json``.
-        settings: what they say.
+        settings: the settings in ``values``.
         head: of ``head_config.json``; empty where there is none.
-        tensors: by their names in the file.
+        tensors: tensors by name in the file.
     """
 
     path: Path
@@ -100,7 +100,7 @@ class AdapterFolder:
         return str(found)
 
     def task(self, family: Family | None = None) -> str | None:
-        """Return our word for the task that the adapter was trained for; None where it does not say."""
+        """Return the task name that the adapter was trained for, or None if the file does not specify it."""
         said = self.head.get("task")
         if family is not None and isinstance(said, str) and said in ("base", *family.heads):
             return said
@@ -124,7 +124,7 @@ class AdapterFolder:
 
     @property
     def problem_type(self) -> str | None:
-        """What the labels are, where the folder says so."""
+        """Return the problem type of the labels, if the folder specifies it."""
         found = self.head.get("problem_type")
         return found if isinstance(found, str) else None
 
@@ -137,7 +137,7 @@ class AdapterFolder:
         """Return the adapter for a model, which is not changed.
 
         Raises:
-            CheckpointError: tensors are missing, unexpected, mis-shaped or not finite, or the head is not there;
+            CheckpointError: tensors are missing, unexpected, mis-shaped or not finite, or the head is missing;
                 ``problems`` lists all of it.
         """
         where = str(self.path / WEIGHTS)
@@ -160,7 +160,7 @@ class AdapterFolder:
             if not (known or name.startswith(self.prefix)) or tensor.dtype not in FLOATS:
                 problems.append(f"{printable(name)}: {tensor.dtype}, no tensor of an adapter")
             elif not bool(torch.isfinite(tensor).all()):
-                problems.append(f"{printable(name)}: holds values that are not finite")
+                problems.append(f"{printable(name)}: contains values that are not finite")
             elif known or ".original_module." in inner:  # what a whole module stood in for, with its bias
                 continue
             elif end is not None:
@@ -181,7 +181,7 @@ class AdapterFolder:
         headless = [name for name in model.untrained if name not in held]
         if headless:
             problems.append(
-                f"no head: {', '.join(headless[:6])} would hold random values, because neither the base nor this file "
+                f"no head: {', '.join(headless[:6])} would have random values, because neither the base nor this file "
                 "has them (modules_to_save was not set when the adapter was trained)"
             )
         if problems:
@@ -202,7 +202,7 @@ class AdapterFolder:
         )  # fmt: skip
 
     def _virtual(self, model: GraphModel, settings: Prompt | Prefix, problems: list[str]) -> dict[str, Part]:
-        """Return the parts that hold virtual tokens; what is wrong is added to ``problems``."""
+        """Return the parts with virtual tokens; add problems to ``problems``."""
         encoder, words = cast("Any", model.config.encoder), cast("Any", model.graph.get_submodule(WORDS))
         width = words.embedding_dim if isinstance(settings, Prompt) else 2 * encoder.num_layers * encoder.hidden_size
         whole, shape = self.tensors.get(VIRTUAL), (settings.tokens, width)
@@ -226,7 +226,7 @@ class AdapterFolder:
         settings: Lora | IA3,
         problems: list[str],
     ) -> dict[str, Part]:
-        """Return the parts beside projections; what is wrong is added to ``problems``."""
+        """Return the parts of projections; add problems to ``problems``."""
         parts: dict[str, Part] = {}
         if isinstance(settings, Lora):
             parts |= self._rows(model, sites, found, settings, problems)
@@ -314,13 +314,13 @@ class AdapterFolder:
     def _scales(
         self, model: GraphModel, site: Site, tensors: Mapping[str, Tensor], settings: IA3, problems: list[str]
     ) -> dict[str, ScalePart]:
-        """Return the scales of one projection by our paths; what is wrong is added to ``problems``."""
+        """Return the scales of one projection by our paths; add problems to ``problems``."""
         linears: list[Any] = [model.graph.get_submodule(path) for path in site.paths]
         inside = settings.on_input(site.theirs)
         shape = (1, linears[0].in_features) if inside else (sum(linear.out_features for linear in linears), 1)
         held = tensors.get("scales")
         if held is None or tuple(held.shape) != shape or len(tensors) > 1:
-            found = "missing" if held is None else f"shape {tuple(held.shape)}, expected {shape}, and nothing besides"
+            found = "missing" if held is None else f"shape {tuple(held.shape)}, expected {shape} and no other tensor"
             problems.append(f"{PREFIX}{site.theirs}.ia3_l: {found}")
             return {}
         flat = held.flatten()
@@ -336,7 +336,7 @@ class AdapterFolder:
 
 def prefix_of(settings: Settings) -> str:
     """Return what names of a base's tensors begin with in the file of an adapter."""
-    # peft wraps the model once more where parts stand beside modules.
+    # peft wraps the model once more if modules have parts.
     return "base_model." if isinstance(settings, (Prompt, Prefix)) else PREFIX
 
 
@@ -347,7 +347,7 @@ def _known(path: str, sites: Mapping[str, Site], model: GraphModel) -> str | Non
 
 
 def _bare(name: str) -> str:
-    """Return a tensor's name without those of what peft wrapped around its module."""
+    """Return a tensor's name without the names of peft's wrapper modules."""
     for wrapped in (".modules_to_save.", ".base_layer.", ".default."):
         name = name.replace(wrapped, ".")
     return name
@@ -356,7 +356,7 @@ def _bare(name: str) -> str:
 def _kept(
     model: GraphModel, kept: Mapping[str, Tensor], modules: str | Sequence[str], begin: str
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return whole tensors by our name, and what is wrong with them; ``modules`` have to be there,
+    """Return whole tensors by our name, and the problems found; ``modules`` are required,
     ``begin`` is how names in the file begin."""
     names, held, problems = Names(model), {}, []
     taken: set[str] = set()
@@ -389,7 +389,7 @@ def _kept(
 
 
 def _means(modules: str | Sequence[str], tensor: str) -> bool:
-    """Return whether a tensor lies in one of these modules, which peft finds by the ends of their paths."""
+    """Return whether a tensor belongs to one of these modules, which peft finds by the ends of their paths."""
     pieces = tensor.split(".")[:-1]
     paths = [".".join(pieces[:count]) for count in range(1, len(pieces) + 1)]
     return any(path.endswith(name) for name in ((modules,) if isinstance(modules, str) else modules) for path in paths)
@@ -400,7 +400,7 @@ def open_adapter(name_or_path: str | Path, hub: Mapping[str, Any] = {}) -> Adapt
 
     Args:
         name_or_path: a local folder or a Hub repository.
-        hub: how the Hub is asked.
+        hub: how files are downloaded from the Hub.
 
     Raises:
         HubError: the name leads nowhere.
@@ -412,8 +412,8 @@ def open_adapter(name_or_path: str | Path, hub: Mapping[str, Any] = {}) -> Adapt
     if not is_entry(path, CONFIG):
         present = sorted(p.name for p in path.iterdir())[:12]
         raise ConfigError(
-            f"{path / CONFIG} does not exist; expected an adapter as peft writes it. The folder holds: "
-            f"{', '.join(present) or 'nothing'}. Give the folder that holds {CONFIG} and {WEIGHTS}.",
+            f"{path / CONFIG} does not exist; expected an adapter as peft writes it. The folder contains: "
+            f"{', '.join(present) or 'nothing'}. Pass the folder that contains {CONFIG} and {WEIGHTS}.",
             where=str(path / CONFIG),
             problems=[CONFIG],
         )
@@ -453,7 +453,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         name = next((name for name in (WEIGHTS, BIN) if folder.has(name)), None)
         if name is None:
             raise CheckpointError(
-                f"{path}: there is no {WEIGHTS}; expected it beside {CONFIG}. Fetch the folder again.",
+                f"{path}: {WEIGHTS} is missing; expected it next to {CONFIG}. Fetch the folder again.",
                 path=str(path),
                 problems=[WEIGHTS],
             )

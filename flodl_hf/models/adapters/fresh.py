@@ -1,4 +1,4 @@
-"""A fresh adapter for a model: which modules it goes to, what its parts begin as, and the head that it holds."""
+"""Creation of an adapter for a model: its target modules, the initial values of its parts, and its head."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def new_adapter(model: GraphModel, settings: Settings) -> Adapter:
 
 
 def _beside(graph: nn.Module, site: Site, settings: Lora | IA3) -> dict[str, Part]:
-    """Return the parts beside the projections of one matrix."""
+    """Return the parts of the projections of one matrix."""
     if isinstance(settings, IA3):
         return {**_unscaled(graph, site, settings.on_input(*site.names))}
     rank, scale = settings.rank_of(*site.names), settings.scale_of(*site.names)
@@ -146,7 +146,7 @@ def _prompt(model: GraphModel, settings: Prompt) -> PromptPart:
     else:
         if model.tokenizer is None:
             raise ConfigError(
-                "Prompt: the model has no tokenizer to read the text with; put its tokenizer files beside the weights, "
+                "Prompt: the model has no tokenizer to read the text with; add its tokenizer files to the folder, "
                 "or leave text out",
                 problems=["text"],
             )
@@ -194,7 +194,7 @@ def _prefixed(model: GraphModel, tokens: int) -> tuple[int, int]:
     family = model.config.family
     if not family.takes_prefix:
         raise ConfigError(
-            f"Prefix: transformers' {family.class_prefix} models take no keys and values before those of a text, so "
+            f"Prefix: transformers' {family.class_prefix} models accept no keys and values of a prefix, so "
             "that peft has no prefix for them; expected a Prompt, a Lora or an IA3, which every family has",
             problems=["Prefix"],
         )
@@ -204,7 +204,7 @@ def _prefixed(model: GraphModel, tokens: int) -> tuple[int, int]:
 
 
 def check_places(model: GraphModel, tokens: int) -> None:
-    """Raise unless a text still has room behind so many virtual tokens.
+    """Raise if so many virtual tokens leave no positions for a text.
 
     Raises:
         ConfigError: there is none.
@@ -218,7 +218,7 @@ def check_places(model: GraphModel, tokens: int) -> None:
 
 
 def _unscaled(graph: nn.Module, site: Site, on_input: bool) -> dict[str, ScalePart]:
-    """Return scales of one; those of inputs are shared by projections of one matrix."""
+    """Return initial scales of one; projections of one matrix share the scales of inputs."""
     linears: list[Any] = [graph.get_submodule(path) for path in site.paths]
     home = linears[0].weight.device
     if on_input:

@@ -1,7 +1,7 @@
-"""Texts of several adapters in one batch: the base runs once for all, each token with the sums of its own adapter.
+"""Texts with different adapters in one batch: the base runs once, each token gets the sums of its own adapter.
 
-Rows lie end to end. The sums of all adapters are one product, of which each token keeps its own columns, so that
-answers are those of each adapter alone up to the order of sums; heads run over all states, and each row takes its own.
+Rows are concatenated. The sums of all adapters are one product, of which each token keeps its own columns, so that
+results equal each adapter's alone up to the order of sums; heads run on all states, and each row uses its own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Where:
 
 
 class _MixedLinear(nn.Module):
-    """A projection with the parts of several adapters beside it; ``(tokens, in)`` to ``(tokens, out)``."""
+    """A projection with the parts of several adapters; ``(tokens, in)`` to ``(tokens, out)``."""
 
     def __init__(self, linear: nn.Linear, parts: Sequence[LoraPart | None], where: _Where) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Mixed:
 
     Args:
         model: the base, without an adapter in it.
-        adapters: those of the model.
+        adapters: the adapters of the model.
         names: which of them, in the order of their numbers.
 
     Raises:
@@ -118,7 +118,7 @@ class Mixed:
 
         Args:
             encoded: rows of tokens, and which text each belongs to.
-            work: what is wanted of them: the head's scores.
+            work: the requested output: the head's scores.
             numbers: of each text's adapter.
         """
         table, device = encoded.table, self._model.device
@@ -166,7 +166,7 @@ def _check(model: GraphModel, chosen: Sequence[Adapter], names: Sequence[str]) -
     if any(isinstance(module, DisentangledAttention) for module in model.graph.modules()):
         problems.append("attention computes positions by adapted projections")
     if any(name.startswith("encoder.") for adapter in chosen for name in adapter.kept):
-        problems.append("an adapter holds whole tensors of the encoder")
+        problems.append("an adapter contains whole tensors of the encoder")
     own = model.config
     labels = {(tuple(a.labels or own.labels), a.problem_type or own.problem_type) for a in chosen}
     if len(labels) > 1:

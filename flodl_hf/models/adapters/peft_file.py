@@ -1,7 +1,7 @@
-"""peft's ``adapter_config.json``: what it says of an adapter, and how one of ours is written.
+"""Parse and write peft's ``adapter_config.json``.
 
-A setting that would change numbers and is not understood is refused by name; one that is not set, or changes none, is
-passed over.
+A setting that would change numbers and is not supported raises an error with its name; a setting that is absent or
+has no effect is ignored.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BEGUN = (
     *("prefix_projection", "encoder_hidden_size", "encoder_reparameterization_type", "encoder_num_layers"),
     "encoder_dropout",
 )
-"""How virtual tokens were begun, and what made them while they learned: files hold what it made."""
+"""How virtual tokens were initialised, and which network produced them in training; files contain its output."""
 VIRTUAL = {"PROMPT_TUNING": Prompt, "P_TUNING": Prompt, "PREFIX_TUNING": Prefix}
 CHANGES_NOTHING = (
     *("auto_mapping", "revision", "inference_mode", "peft_version", "runtime_config", "fan_in_fan_out"),
@@ -56,7 +56,7 @@ CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "pissa_niter")
 
 
 def read_settings(values: Mapping[str, Any], where: str) -> Settings:
-    """Return what a file says an adapter is.
+    """Return the adapter settings of a file.
 
     Args:
         values: of ``adapter_config.json``.
@@ -224,7 +224,7 @@ def _listed(value: Any) -> tuple[str, ...]:
 
 
 def task_of(values: Mapping[str, Any]) -> str | None:
-    """Return our word for the task that a file names; None where it names none of ours."""
+    """Return our name of the task in a file; None if it names no supported task."""
     found = values.get("task_type")
     return next((head.name for head in HEADS if head.peft is not None and head.peft == found), None)
 
@@ -275,7 +275,7 @@ def _matches(wanted: str | Sequence[str], path: str) -> bool:
 
 
 def of_pattern(patterns: Mapping[str, Any] | None, path: str, usual: Any) -> Any:
-    """Return what the first pattern that a path ends with says, by peft's rule; ``usual`` where none does."""
+    """Return the value of the first pattern that a path ends with, by peft's rule; ``usual`` if none matches."""
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", path):
             return value
@@ -283,7 +283,7 @@ def of_pattern(patterns: Mapping[str, Any] | None, path: str, usual: Any) -> Any
 
 
 def _layer(path: str, below: Sequence[str]) -> int | None:
-    """Return the number of the layer that a projection lies in."""
+    """Return the layer number of a projection."""
     patterns = [rf"(?:^|.*?\.){re.escape(name)}\.(\d+)\." for name in below] or [r".*?\.[^.]*\.(\d+)\."]
     found = next((match for pattern in patterns if (match := re.match(pattern, path))), None)
     return None if found is None else int(found[1])
@@ -292,13 +292,13 @@ def _layer(path: str, below: Sequence[str]) -> int | None:
 def lora_values(
     settings: Lora, targets: Sequence[str], ranks: Mapping[str, int], alphas: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Return what ``adapter_config.json`` says of low-rank sums, besides what it says of every adapter.
+    """Return the entries of ``adapter_config.json`` for low-rank sums, without the common entries.
 
     Args:
-        settings: what they are.
+        settings: the adapter's settings.
         targets: transformers' paths of projections, or ends of them.
         ranks: other ranks by transformers' path.
-        alphas: other alphas likewise.
+        alphas: other alphas by transformers' path.
     """
     alpha = settings.rank if settings.alpha is None else settings.alpha
     return {
@@ -326,11 +326,11 @@ def _as_json(tokens: Mapping[str, Sequence[int]] | Sequence[int]) -> dict[str, l
 
 
 def ia3_values(targets: Sequence[str], inside: Sequence[str]) -> dict[str, Any]:
-    """Return what ``adapter_config.json`` says of learned scales, besides what it says of every adapter.
+    """Return the entries of ``adapter_config.json`` for learned scales, without the common entries.
 
     Args:
         targets: transformers' paths of projections, or ends of them.
-        inside: those of them whose inputs are scaled.
+        inside: the targets with scaled inputs.
     """
     return {
         "fan_in_fan_out": False,
@@ -342,10 +342,10 @@ def ia3_values(targets: Sequence[str], inside: Sequence[str]) -> dict[str, Any]:
 
 
 def virtual_values(settings: Prompt | Prefix, width: int, heads: int, layers: int) -> dict[str, Any]:
-    """Return what ``adapter_config.json`` says of virtual tokens, besides what it says of every adapter.
+    """Return the entries of ``adapter_config.json`` for virtual tokens, without the common entries.
 
     Args:
-        settings: what they are.
+        settings: the adapter's settings.
         width: of a vector, or of a layer's keys.
         heads: of attention.
         layers: of the encoder.
@@ -367,11 +367,11 @@ def virtual_values(settings: Prompt | Prefix, width: int, heads: int, layers: in
 
 
 def every_value(values: Mapping[str, Any], kept: Sequence[str], *, base: str | None, head: str) -> dict[str, Any]:
-    """Return all that ``adapter_config.json`` says, sorted by name.
+    """Return all entries of ``adapter_config.json``, sorted by name.
 
     Args:
-        values: what it says of this kind of adapter.
-        kept: transformers' paths of modules that are held whole.
+        values: the entries of this kind of adapter.
+        kept: transformers' paths of modules that are stored whole.
         base: folder or name of the base.
         head: our word for the task.
     """

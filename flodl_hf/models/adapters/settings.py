@@ -1,4 +1,4 @@
-"""What an adapter is asked to be: rank, scale, dropout and where it goes, what it scales, how many virtual tokens.
+"""Settings of an adapter: rank, scale, dropout and targets, scaled activations, number of virtual tokens.
 
 Needs no torch.
 """
@@ -122,22 +122,22 @@ def _with_words(words: Mapping[str, Word]) -> Callable[[K], K]:
 @_with_words(LORA)
 @dataclass(frozen=True)
 class Lora:
-    """A low-rank sum beside projections (Hu et al. 2021): ``W x + scale * up(down(x))``.
+    """A low-rank sum added to projections (Hu et al. 2021): ``W x + scale * up(down(x))``.
 
     Args:
         rank: width between ``down`` and ``up``.
         alpha: the scale is ``alpha / rank``; None for a scale of 1.
-        dropout: probability of dropping a value that goes into ``down`` in training, in [0, 1).
+        dropout: probability of dropping an input of ``down`` in training, in [0, 1).
         targets: which projections: names or ends of names, ours (``query``, ``layers.3.attention.value``) or
             transformers' (``q_proj``), patterns with ``*``, or ``"all-linear"`` for all outside of the head. By
             default query and value, and the whole matrix where a family has one for query, key and value.
         rslora: the scale is ``alpha / sqrt(rank)`` (Kalajdzievski 2023).
         dora: a length for each row of the sum, learned too (Liu et al. 2024).
-        ranks: other ranks by name of a projection, as ``targets`` has them.
-        alphas: other alphas, likewise.
-        bias: which biases of the base are trained too: "none", "all" or "lora_only" (those of the projections).
+        ranks: other ranks by name of a projection, in the form of ``targets``.
+        alphas: other alphas, in the form of ``ranks``.
+        bias: which biases of the base are trained too: "none", "all" or "lora_only" (biases of the projections).
         lora_bias: give each ``up`` a bias.
-        trainable_token_indices: ids whose rows of the word embeddings are trained; or ids by name of a table.
+        trainable_token_indices: ids of the rows of the word embeddings to train; or ids by name of a table.
 
     The arguments of peft's ``LoraConfig`` are accepted too (``r``, ``lora_alpha``, ``target_modules``,
     ``lora_dropout``, ``use_rslora``, ``use_dora``, ``rank_pattern``, ``alpha_pattern``); ``r`` without ``lora_alpha``
@@ -204,7 +204,7 @@ class Lora:
         return float(self.rank_of(*names) if own is None else own)
 
     def scale_of(self, *names: str) -> float:
-        """Return what a projection's sum is multiplied by."""
+        """Return the factor of a projection's sum."""
         rank = self.rank_of(*names)
         return self.alpha_of(*names) / (math.sqrt(rank) if self.rslora else rank)
 
@@ -212,12 +212,12 @@ class Lora:
 @_with_words(IA3_WORDS)
 @dataclass(frozen=True)
 class IA3:
-    """Learned scales of what projections give, or of what goes into them (Liu et al. 2022): ``s * (W x + b)``.
+    """Learned scales of the outputs or inputs of projections (Liu et al. 2022): ``s * (W x + b)``.
 
     Args:
         targets: which projections, as `Lora` has them. By default key, value and the last of the feed-forward part; the
             whole matrix where a family has one for query, key and value.
-        inputs: those of them whose inputs are scaled, ``W (s * x) + b``. By default the last of the feed-forward part.
+        inputs: the targets with scaled inputs, ``W (s * x) + b``. By default the last of the feed-forward part.
 
     The arguments of peft's ``IA3Config`` are accepted too (``target_modules``, ``feedforward_modules``).
 
@@ -248,19 +248,19 @@ class IA3:
         return ("key", "value", "feed_forward.down")
 
     def on_input(self, *names: str) -> bool:
-        """Return whether what goes into a projection that has these names is scaled, rather than what it gives."""
+        """Return whether the input of a projection with these names is scaled, rather than its output."""
         return any(fits(wanted, name) for wanted in _listed(self.inputs) for name in names)
 
 
 @_with_words(PROMPT)
 @dataclass(frozen=True)
 class Prompt:
-    """Vectors that learn and stand before each text in the place of words (prompt tuning, Lester et al. 2021).
+    """Trained vectors before each text, in the positions of words (prompt tuning, Lester et al. 2021).
 
     Args:
         tokens: how many.
-        text: whose words they begin as, repeated or cut to so many; None for words drawn from the vocabulary.
-        encoder: width of a network that makes them while they are trained (P-tuning, Liu et al. 2021); files hold what
+        text: initialise from its words, repeated or cut to this number; None for words drawn from the vocabulary.
+        encoder: width of a network that produces them in training (P-tuning, Liu et al. 2021); files contain
             it made. None for none.
         kind: "mlp" for a network of three layers, "lstm" for one that reads them both ways in two and has two more.
 
@@ -292,11 +292,11 @@ class Prompt:
 @_with_words(PREFIX)
 @dataclass(frozen=True)
 class Prefix:
-    """Keys and values that learn and stand before each text's in every layer (prefix tuning, Li and Liang 2021).
+    """Trained keys and values before each text's in every layer (prefix tuning, Li and Liang 2021).
 
     Args:
         tokens: how many.
-        encoder: width of a network of two layers that makes them while they are trained; files hold what it made. None
+        encoder: width of a two-layer network that produces them in training; files contain its output. None
             for none.
 
     The arguments of peft's ``PrefixTuningConfig`` are accepted too (``num_virtual_tokens``, ``encoder_hidden_size``).
@@ -320,7 +320,7 @@ class Prefix:
 
 
 Settings = Lora | IA3 | Prompt | Prefix
-"""What an adapter is asked to be."""
+"""Settings of an adapter."""
 
 
 def _listed(names: str | Sequence[str]) -> tuple[str, ...]:
@@ -336,10 +336,10 @@ def _is_count(value: object) -> bool:
 
 
 def adapter_words(adapter: Settings | None) -> dict[str, Any]:
-    """Return the options of a fine-tuning run that say what an adapter is; none for None.
+    """Return the options of a fine-tuning run that describe an adapter; none for None.
 
     Raises:
-        ConfigError: it has ranks or alphas by name, or inputs of its own, which options cannot say.
+        ConfigError: it has ranks or alphas by name, or inputs, which options cannot express.
     """
     if adapter is None:
         return {}
@@ -359,7 +359,7 @@ def adapter_words(adapter: Settings | None) -> dict[str, Any]:
         return {"ia3": adapter.wanted or ("usual",)}
     if adapter.ranks or adapter.alphas:
         raise ConfigError(
-            "adapter: ranks and alphas by name are no options of a run; add_adapter it to the model, and give that",
+            "adapter: options of a run cannot express ranks and alphas by name; use add_adapter, and pass the model",
             problems=["ranks" if adapter.ranks else "alphas"],
         )
     if adapter.bias != "none" or adapter.lora_bias or adapter.trainable_token_indices:
@@ -376,7 +376,7 @@ def adapter_words(adapter: Settings | None) -> dict[str, Any]:
 
 
 def adapter_of(options: Any) -> Settings | None:
-    """Return the adapter that the options of a fine-tuning run ask for; None where all weights are trained."""
+    """Return the adapter that the options of a fine-tuning run request; None if all weights are trained."""
     if options.prompt_tokens is not None:
         return Prompt(options.prompt_tokens, options.prompt_text, options.prompt_encoder, options.prompt_encoder_kind)
     if options.prefix_tokens is not None:
@@ -392,23 +392,23 @@ def adapter_of(options: Any) -> Settings | None:
 
 
 def adapter_faults(options: Any) -> list[str]:
-    """Return what is wrong with a run's options of adapters that are right by themselves."""
+    """Return problems of a run's adapter options that are individually valid."""
     problems = []
     asked = [name for name in ("lora", "ia3", "prompt_tokens", "prefix_tokens") if getattr(options, name)]
     if len(asked) > 1:
-        problems.append(f"{' and '.join(asked)}: expected one of them")
+        problems.append(f"{' and '.join(asked)}: expected only one of them")
     lone = [name for name in ("prompt_text", "prompt_encoder") if getattr(options, name) is not None]
     if lone and options.prompt_tokens is None:
-        problems.append(f"{' and '.join(lone)}: expected prompt_tokens besides")
+        problems.append(f"{' and '.join(lone)}: expected prompt_tokens too")
     if options.prefix_encoder is not None and options.prefix_tokens is None:
-        problems.append("prefix_encoder: expected prefix_tokens besides")
+        problems.append("prefix_encoder: expected prefix_tokens too")
     if options.prompt_encoder_kind != "mlp" and options.prompt_encoder is None:
-        problems.append("prompt_encoder_kind: expected prompt_encoder besides")
+        problems.append("prompt_encoder_kind: expected prompt_encoder too")
     if options.prompt_tokens is not None and options.neftune:
-        problems.append("neftune: prompt_tokens learns embeddings of its own; expected no noise")
+        problems.append("neftune: prompt_tokens trains separate embeddings; expected no noise")
     return problems
 
 
 def fits(wanted: str, name: str) -> bool:
-    """Return whether a path is what was named: itself, its end, or by a pattern."""
+    """Return whether a path equals a name, ends with it, or matches it as a pattern."""
     return name == wanted or name.endswith("." + wanted) or ("*" in wanted and fnmatchcase(name, wanted))

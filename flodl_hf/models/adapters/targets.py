@@ -1,4 +1,4 @@
-"""Where adapters go: the projections of a model, by our names and by those that transformers gives its modules."""
+"""Targets of adapters: the projections of a model, by our names and by transformers' module names."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from flodl_hf.nn.layers.parts import as_whole, part_of
 __all__ = ["Names", "Site", "check_tables", "chosen", "sites_of", "tables_of_tokens"]
 
 TABLES = "encoder.embeddings."
-"""Where the tables are that are read by ids; others hold relative positions and are read whole."""
+"""Modules with tables indexed by ids; other tables contain relative positions and are read whole."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """A projection or embedding table of transformers' model, and the modules of ours that it contains.
+    """A projection or embedding table of transformers' model, and our modules that it contains.
 
     Attributes:
         theirs: the module's path in transformers' model.
-        paths: ours; several where one matrix holds several projections.
-        marks: which part of the matrix each is, as a key row says; empty where it is the whole.
-        bias_apart: whether a bias of theirs stands beside the module rather than in it, so that scales spare it.
+        paths: our paths; several if one matrix contains several projections.
+        marks: the slice of the matrix for each path, as in a key row; empty for the whole matrix.
+        bias_apart: whether transformers adds the bias outside the module, so that scales do not apply to it.
         is_table: whether it is an embedding table.
     """
 
@@ -47,7 +47,7 @@ class Names:
     """The names of a model's tensors as transformers' modules have them, both ways.
 
     Args:
-        model: whose.
+        model: the model to search.
     """
 
     def __init__(self, model: GraphModel) -> None:
@@ -55,7 +55,7 @@ class Names:
         self._bare = model.config.family.base_prefix + "." if model.head == "base" else ""
 
     def theirs(self, name: str) -> str:
-        """Return the name that a tensor of ours has; with a mark where it is a part of theirs."""
+        """Return the name of our tensor; with a mark if it is a part of transformers' tensor."""
         # Where files and modules have different names, the further ones are the modules'.
         others = self._key_map.also(name)
         return (others[0] if others else self._key_map.theirs(name)).removeprefix(self._bare)
@@ -96,9 +96,9 @@ def chosen(model: GraphModel, settings: Lora | IA3, kept: Sequence[str]) -> list
     """Return the projections that an adapter goes to.
 
     Args:
-        model: whose.
-        settings: what was asked for.
-        kept: our names of tensors that the adapter holds whole, which no part goes to.
+        model: the model to search.
+        settings: the adapter's settings.
+        kept: our names of tensors that the adapter stores whole; they are no targets.
 
     Raises:
         ConfigError: a target names no projection, or one of several that are one matrix in the files.
@@ -124,7 +124,7 @@ def chosen(model: GraphModel, settings: Lora | IA3, kept: Sequence[str]) -> list
         }
         if not fitting:
             inside = any(any(fits(wanted, name) for name in site.names) for site in everywhere.values())
-            why = " is part of the head, which the adapter holds whole" if inside else nearest(wanted, _ends(sites))
+            why = " is part of the head, which the adapter stores whole" if inside else nearest(wanted, _ends(sites))
             problems.append(f"{wanted}{why}")
         found |= fitting
     partly = {} if usual else _partly(found, settings.wanted)
@@ -157,7 +157,7 @@ def check_tables(model: GraphModel, tables: Sequence[str]) -> None:
 def tables_of_tokens(
     model: GraphModel, tokens: Mapping[str, Sequence[int]] | Sequence[int], sites: Mapping[str, Site]
 ) -> dict[str, list[int]]:
-    """Return the ids whose rows are trained, by transformers' path of the table.
+    """Return the ids of trained rows, by transformers' path of the table.
 
     Args:
         model: the model of the adapter.

@@ -1,6 +1,6 @@
-"""Adapters of tasks that lie beside the weights in one file: a model with one of them in its weights.
+"""Task adapters stored in the weight file: return a model with one of them added to its weights.
 
-jina-embeddings-v3's first files hold five low-rank differences for each weight, one a task (Hu et al. 2021, arXiv
+jina-embeddings-v3's first files contain five low-rank differences for each weight, one per task (Hu et al. 2021, arXiv
 2106.09685). A model is loaded without any, as the repository's own code runs it where no task is named.
 """
 
@@ -26,11 +26,11 @@ _KEPT: WeakKeyDictionary[Any, dict[str, tuple[tuple[int, ...], Any]]] = WeakKeyD
 
 
 def adapted(model: M, task: str) -> M:
-    """Return a copy of the model whose weights have one task's differences added; made once while weights stay.
+    """Return a copy of the model with one task's differences added to its weights; cached while weights stay.
 
     Args:
         model: as it was loaded.
-        task: one of those that the configuration lists.
+        task: one of the tasks in the configuration.
 
     Raises:
         PredictError: the file has no such task, or the model was not read from one.
@@ -55,7 +55,7 @@ def adapted(model: M, task: str) -> M:
 
 
 def instruction_of(model: GraphModel, task: str) -> str:
-    """Return what is put before texts for a task."""
+    """Return the prefix of texts for a task."""
     said = model.config.source.get("task_instructions")
     text = said.get(task, "") if isinstance(said, dict) else ""
     return text if isinstance(text, str) else ""

@@ -1,4 +1,4 @@
-"""An adapter written as peft reads it, with its head, and with the names of its labels beside it."""
+"""Write an adapter as peft reads it, with its head and the names of its labels."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from flodl_hf.nn.layers.parts import join, joined, part_of
 __all__ = ["contents_of", "save_adapter", "stored_adapter"]
 
 PARTS = (".lora.", ".ia3.", ".prompt.", ".prefix.")
-"""Where modules hold their parts."""
+"""The module lists that contain parts."""
 
 
 def stored_adapter(model: GraphModel, adapter: Adapter) -> dict[str, Tensor]:
@@ -100,20 +100,20 @@ def save_adapter(
 
     Args:
         model: that it belongs to.
-        adapter: what is written.
+        adapter: the adapter to write.
         folder: where to; parents are made.
-        overwrite: replace a folder that holds an adapter or a model.
-        extra_files: further files to put beside, by name.
+        overwrite: replace a folder that contains an adapter or a model.
+        extra_files: further files to write into the folder, by file name.
 
     Raises:
-        ExportError: the folder is in use or not empty, the disk is full or refuses, or what was written does not read
+        ExportError: the folder is in use or not empty, the disk is full or read-only, or the written files do not read
             back as the same bytes.
     """
     return write_contents(folder, {"": _contents(model, adapter)}, overwrite=overwrite, extra_files=extra_files)
 
 
 def contents_of(model: GraphModel) -> Contents:
-    """Return what a model's folder holds: the adapter that is in it; the whole where none is, or it is merged."""
+    """Return the contents of a model's folder: the active unmerged adapter, else the whole model."""
     held = adapters_of(model)
     if held.active is None or held.merged:
         return model_contents(model)
@@ -127,7 +127,7 @@ def _contents(model: GraphModel, adapter: Adapter) -> Contents:
 
 
 def _recipe(model: GraphModel, adapter: Adapter) -> dict[str, bytes]:
-    """Return what says how vectors are made, which training may have changed."""
+    """Return the settings of vectors, which training may have changed."""
     held = adapters_of(model)
     active = held.active is not None and held.known[held.active] is adapter
     recipe = model.sentence_recipe if active else adapter.recipe or held.recipe_without(model)
@@ -200,13 +200,13 @@ def _ends(model: GraphModel, sites: Mapping[str, Site]) -> list[str]:
 
 
 def _modules(model: GraphModel, kept: Sequence[str]) -> list[str]:
-    """Return the modules of these tensors: whole ones where all that lies in them is kept."""
+    """Return the modules of these tensors: whole modules if all of their tensors are kept."""
     kept_whole = {_module(name) for name in kept}
     rest = {_module(theirs) for theirs in _all_modules(model)} - kept_whole
     found: dict[str, None] = {}
     for module in sorted(kept_whole):
         pieces = module.split(".")
-        # From the root down: the first that holds nothing else.
+        # From the root down: the first module without other tensors.
         options = [".".join(pieces[:count]) for count in range(1, len(pieces) + 1)]
         found[next((o for o in options if not any(r == o or r.startswith(o + ".") for r in rest)), module)] = None
     return sorted(found)
