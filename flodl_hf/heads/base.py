@@ -103,20 +103,20 @@ class BaseModel(EncoderModel):
         Args:
             texts: one text or several.
             pooling: "mean", "cls", "max", "mean_sqrt_len", "weighted_mean", "last_token", "pooler", or several;
-                None as the folder says, with its dense layers, else "mean".
-            normalize: scale vectors to length 1; None as the folder says, else True.
-            truncate_dim: keep this many features; None as the folder says, else all.
+                None uses the folder's pooling and dense layers, else "mean".
+            normalize: scale vectors to length 1; None uses the folder's setting, else True.
+            truncate_dim: keep this many features; None uses the folder's setting, else all.
             prompt: text before each text; None for the folder's default prompt.
             prompt_name: name of a prompt of the folder ("query"), instead of ``prompt``.
-            task: one of those that the file has adapters for ("retrieval.query"); their prompt is then the usual one.
+            task: a task that the file has adapters for ("retrieval.query"); its prompt is then the default.
                 The first call of a task makes a copy of the model. Where the folder has routes, as ``route``.
-            route: the way of these texts in a folder whose queries and documents go through layers of their own
+            route: the route of these texts in a folder with separate layers for queries and documents
                 ("query", "document"); None for the folder's usual one.
             windows: read all of a long text in windows and average their vectors, weighted by their tokens.
             strict: raise on a text that is too long.
-            untrained: embed although the model holds random values.
+            untrained: embed although the model has random values.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
-                `flodl_hf.inference.RunOptions`; what is not given is as `runtime` set it.
+                `flodl_hf.inference.RunOptions`; options that are not passed keep their `runtime` values.
 
         Raises:
             PredictError: the model has no tokenizer, or an option makes no sense.
@@ -206,7 +206,7 @@ class BaseModel(EncoderModel):
         untrained: bool = False,
         **run: Unpack[RunKeywords],
     ) -> Any:
-        """Return vectors as sentence-transformers does: an array, scaled only where the folder says so.
+        """Return vectors as sentence-transformers does: an array, scaled only if the folder specifies it.
 
         `embed` computes the same vectors with its own defaults: a tensor, vectors of length 1.
 
@@ -215,11 +215,11 @@ class BaseModel(EncoderModel):
             prompt_name: name of a prompt of the folder; None for its default prompt.
             prompt: text before each text, instead of ``prompt_name``.
             batch_size: most texts of a batch; None for what suits the device.
-            normalize_embeddings: scale vectors to length 1; None and False as the folder says.
+            normalize_embeddings: scale vectors to length 1; None and False use the folder's setting.
             convert_to_tensor: a tensor instead of an array.
             convert_to_numpy: an array; a tensor comes first. Without both several texts give a list of tensors.
-            truncate_dim: keep this many features; None as the folder says. They are not scaled again, where the folder
-                scales vectors and ``normalize_embeddings`` is not set.
+            truncate_dim: keep this many features; None uses the folder's setting. They are not scaled again if the
+                folder scales vectors and ``normalize_embeddings`` is not set.
             output_value: "sentence_embedding"; or "token_embeddings" for the vectors of each text's tokens,
                 ``(tokens, size)``, in a list.
             task: as in `embed`.
@@ -231,7 +231,7 @@ class BaseModel(EncoderModel):
             ranges: ``store`` in bytes: the least and greatest number of each feature, ``(2, size)``; None takes those
                 of these vectors.
             windows: as in `embed`.
-            untrained: encode although the model holds random values.
+            untrained: encode although the model has random values.
             **run: how to run; see `flodl_hf.inference.RunOptions`.
 
         Raises:
@@ -259,7 +259,7 @@ class BaseModel(EncoderModel):
         own = recipe.on(route or task) if recipe is not None and recipe.routes else recipe
         scaled = bool(own and own.normalize)
         kept = own.kept(truncate_dim) if own else truncate_dim
-        # A folder scales whole vectors, and a call what is left of them.
+        # A folder scales whole vectors, and a call scales the remaining features.
         whole = own.width(self.config.encoder.hidden_size) if own and scaled and not normalize_embeddings else kept
         with batches_of(batch_size):
             found: Any = self.embed(
@@ -320,7 +320,7 @@ class BaseModel(EncoderModel):
             a: texts, or vectors ``(n, size)`` of `embed` or `encode`.
             b: texts, or vectors ``(m, size)``.
             measure: "cosine", "dot", "euclidean" or "manhattan" (distances below zero); None as the folder of
-                sentence-transformers says, else cosine.
+                sentence-transformers specifies it, else cosine.
             **run: how to run where texts are embedded; see `flodl_hf.inference.RunOptions`.
 
         Raises:
@@ -372,21 +372,21 @@ class BaseModel(EncoderModel):
         untrained: bool = False,
         **run: Unpack[RunKeywords],
     ) -> Any:
-        """Return a vector for each token of a text, ``(tokens, size)``, as the folder says; several in a list.
+        """Return a vector for each token of a text, ``(tokens, size)``, with the folder's settings; several in a list.
 
         Folders of ColBERT, PyLate, sentence-transformers' MultiVectorEncoder and bge-m3 do.
 
-        `flodl_hf.inference.similarity.max_sim` compares them. Texts longer than the folder says are cut, as its own
+        `flodl_hf.inference.similarity.max_sim` compares them. Texts above the folder's maximum are cut, as its own
         library does.
 
         Args:
             texts: one text or several.
-            query: texts are what is looked for: marked, cut and filled up as queries rather than documents.
-            untrained: embed although the model holds random values.
+            query: the texts are queries: marked, cut and padded as queries rather than documents.
+            untrained: embed although the model has random values.
             **run: how to run; see `flodl_hf.inference.RunOptions`.
 
         Raises:
-            PredictError: the folder says nothing of such vectors, or the model has no tokenizer.
+            PredictError: the folder has no such vectors, or the model has no tokenizer.
         """
         from flodl_hf.heads.vectors import token_vectors
 
@@ -407,10 +407,10 @@ class BaseModel(EncoderModel):
         untrained: bool = False,
         **run: Unpack[RunKeywords],
     ) -> Any:
-        """Return vectors of the parts of a text, of one long pass over it (late chunking): each part knows the others.
+        """Return vectors of parts of a text, computed in one long pass over it (late chunking).
 
-        A part's vector is the mean of its tokens' states, then as `embed` finishes vectors. What does not fit into one
-        pass is read in several that overlap; a token's state is that of the pass which sees more around it.
+        A part's vector is the mean of its tokens' states, finished as by `embed`. A text that does not fit into one
+        pass is read in several overlapping passes; a token's state comes from the pass with more context around it.
 
         Args:
             texts: one text or several.
@@ -419,17 +419,17 @@ class BaseModel(EncoderModel):
             overlap: tokens that neighbouring passes share; None for a quarter of a pass.
             prompt: as in `embed`; it is read, and is in no part.
             prompt_name: as in `embed`.
-            normalize: scale vectors to length 1; None as the folder says, else True.
+            normalize: scale vectors to length 1; None uses the folder's setting, else True.
             truncate_dim: keep this many features.
             route: as in `embed`.
-            untrained: embed although the model holds random values.
+            untrained: embed although the model has random values.
             **run: how to run; see `flodl_hf.inference.RunOptions`.
 
         Returns:
             `flodl_hf.heads.chunks.Chunks` (``spans``, ``vectors``, ``parts``); several in a list.
 
         Raises:
-            PredictError: spans that lie outside of their text or hold no token, or an option that makes no sense.
+            PredictError: spans are outside of their text or contain no token, or an option is invalid.
         """
         from flodl_hf.heads.chunks import chunk_vectors
 
@@ -455,11 +455,11 @@ class BaseModel(EncoderModel):
             texts: one text or several.
             windows: read all of a long text in windows; a word has its largest weight. Otherwise it is truncated.
             strict: raise on a text that is too long.
-            untrained: embed although the model holds random values.
+            untrained: embed although the model has random values.
             **run: how to run; see `flodl_hf.inference.RunOptions`.
 
         Raises:
-            PredictError: the folder says nothing of such vectors, or the model has no tokenizer.
+            PredictError: the folder has no such vectors, or the model has no tokenizer.
         """
         from flodl_hf.heads.vectors import lexical_vectors
 

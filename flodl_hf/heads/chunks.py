@@ -1,7 +1,7 @@
-"""Late chunking: one long pass over a text, then a vector for each part of it, so that every part knows the others.
+"""Late chunking: one long pass over a text, then a vector for each of its parts, with the context of the others.
 
 Günther et al. 2024 (arXiv 2409.04701). Decides which tokens a part has and which of several passes a token's state is
-taken from where a text does not fit into one. A part's vector is the mean of its own tokens: special tokens, and those
+taken from if a text needs several. A part's vector is the mean of its own tokens: special tokens, and the tokens
 of a prompt, count for none.
 """
 
@@ -36,7 +36,7 @@ class Chunks:
 
     Attributes:
         text: the text.
-        spans: where each part stands in it, ``(start, end)`` in characters.
+        spans: position of each part in the text, ``(start, end)`` in characters.
         vectors: one for each, ``(parts, size)``, float32.
     """
 
@@ -51,7 +51,7 @@ class Chunks:
 
 
 def sentence_spans(text: str) -> list[Span]:
-    """Return where the sentences of a text stand, by the marks that end them and by empty lines; none is blank."""
+    """Return the spans of the sentences of a text, split at end marks and empty lines; none is blank."""
     borders = [0, *(match.end() for match in _END.finditer(text)), len(text)]
     found = []
     for start, end in pairwise(borders):
@@ -169,12 +169,12 @@ def _lowered(text: str) -> str:
 
 
 def _one_pass(group: Sequence[tuple[Any, Tensor]], before: int) -> tuple[Tensor, Tensor]:
-    """Return the states of a text's own tokens, and where each stands in the text.
+    """Return the states of a text's own tokens, and their positions in the text.
 
     Args:
-        group: the passes over it, in their order. Of the tokens that two of them share the first half is taken from
+        group: the passes over it, in order. Of the tokens that two of them share, the first half is taken from
             the first and the rest from the second, which has seen more around them.
-        before: characters that stand before the text.
+        before: number of characters before the text.
     """
     owns = [[i for i, special in enumerate(row.special) if not special] for row, _ in group]
     starts = [row.first_token for row, _ in group]
@@ -189,7 +189,7 @@ def _one_pass(group: Sequence[tuple[Any, Tensor]], before: int) -> tuple[Tensor,
 
 
 def _by_tokens(places: Tensor, size: int) -> list[Span]:
-    """Return spans of so many tokens each, those of a prompt left out."""
+    """Return spans of so many tokens each, without the tokens of a prompt."""
     own = [(start, end) for start, end in places.tolist() if end > max(start, 0)]
     groups = [own[at : at + size] for at in range(0, len(own), size)]
     return [(max(0, group[0][0]), group[-1][1]) for group in groups]

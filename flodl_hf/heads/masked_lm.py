@@ -65,12 +65,12 @@ class MaskedLM(ScoringModel):
         Args:
             texts: one text or several, each with at least one mask token; an iterator gives an iterator.
             top_k: proposals for each mask.
-            targets: words to choose from instead of the whole vocabulary. What stands in the vocabulary as it is
-                written is that token; a word of several tokens is scored with as many masks.
-            untrained: predict although parts of the model hold random values.
+            targets: words to choose from instead of the whole vocabulary. A target that is in the vocabulary
+                is that token; a word of several tokens is scored with as many masks.
+            untrained: predict although parts of the model have random values.
             compat: "transformers" gives the dictionaries of its pipeline.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
-                `flodl_hf.inference.RunOptions`; what is not given is as `runtime` set it.
+                `flodl_hf.inference.RunOptions`; options that are not passed keep their `runtime` values.
 
         Raises:
             PredictError: a text has no mask, ``top_k`` is below 1, or the model has no tokenizer or an untrained
@@ -136,13 +136,12 @@ class MaskedLM(ScoringModel):
 
         Args:
             texts: one text or several.
-            most: keep so many words of a text, the largest weights; None for what the folder specifies, else all above
-                zero.
+            most: keep the words with the largest weights; None for the folder's setting, else all above zero.
             prompt: text before each text; None for the folder's default prompt.
             prompt_name: name of a prompt of the folder, instead of ``prompt``.
             windows: read all of a long text in windows, joined as its tokens are. Otherwise it is truncated.
             strict: raise on a text that is too long.
-            untrained: embed although the model holds random values.
+            untrained: embed although the model has random values.
             **run: how to run; see `flodl_hf.inference.RunOptions`.
 
         Raises:
@@ -177,11 +176,11 @@ class MaskedLM(ScoringModel):
             prompt_name: name of a prompt of the folder; None for its default prompt.
             prompt: text before each text, instead of ``prompt_name``.
             batch_size: most texts of a batch; None for what suits the device.
-            max_active_dims: most words of a text; None for what the folder specifies.
+            max_active_dims: maximum number of words of a text; None for the folder's setting.
             convert_to_tensor: False returns a list of tensors.
             convert_to_sparse_tensor: False returns dense tensors.
             windows: as in `embed_sparse`.
-            untrained: encode although the model holds random values.
+            untrained: encode although the model has random values.
             **run: how to run; see `flodl_hf.inference.RunOptions`.
 
         Raises:
@@ -341,7 +340,7 @@ class MaskedLM(ScoringModel):
         ]
 
     def _masked_rows(self, tokenizer: Tokenizer, text: str) -> tuple[list[Row], list[list[int]]]:
-        """Return windows that hold every mask once, and the masks' places in each."""
+        """Return windows that contain every mask once, and the masks' positions in each."""
         mask = tokenizer.mask_token_id
         limit = self.max_tokens
         windows = tokenizer.encode_rows([text], max_tokens=limit, stride=(limit or 0) // 4, snap=False)[0]
@@ -382,7 +381,7 @@ def _written(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 
 def _around(tokenizer: Tokenizer, text: str, mask: int) -> tuple[str, str]:
-    """Return what stands before and behind mask number ``mask`` of a text."""
+    """Return the text before and after mask number ``mask`` of a text."""
     token = tokenizer.mask_token or ""
     parts = text.split(token)
     return token.join(parts[: mask + 1]), token.join(parts[mask + 1 :])

@@ -96,14 +96,14 @@ class MultipleChoice(ScoringModel):
         """Return for each prompt its choices with probabilities, best first: `flodl_hf.inference.results.Ranking`.
 
         Prompt and choice are read as a pair of texts. A prompt too long for the model is read in windows, and a
-        choice's score is then the mean of theirs, weighted by their tokens.
+        choice's score is then the mean over the windows, weighted by their tokens.
 
         Args:
             items: ``(prompt, [choice, ...])``, also as ``{"prompt": ..., "choices": [...]}``; or several in a list.
             strict: raise on a pair that does not fit into one window.
-            untrained: answer although parts of the model hold random values.
+            untrained: answer although parts of the model have random values.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
-                `flodl_hf.inference.RunOptions`; what is not given is as `runtime` set it.
+                `flodl_hf.inference.RunOptions`; options that are not passed keep their `runtime` values.
 
         Raises:
             PredictError: an item is no prompt with choices, or the model has no tokenizer or an untrained head.

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 __all__ = ["FOLLOWS", "NextSentence", "judged"]
 
 FOLLOWS = ("follows", "other")
-"""What the two scores stand for: the second text comes after the first, or it comes from elsewhere."""
+"""Labels of the two scores: the second text follows the first, or it is a random text."""
 
 
 class NextSentence(ScoringModel):
-    """An encoder that tells whether a second text follows the first; logits are ``(batch, 2)``."""
+    """An encoder that predicts whether a second text follows the first; logits are ``(batch, 2)``."""
 
     head: ClassVar[str] = "next_sentence"
     per_text: ClassVar[bool] = True
@@ -59,18 +59,18 @@ class NextSentence(ScoringModel):
     ) -> Any:
         """Return for each pair the probabilities that its second text "follows" and that it does not ("other").
 
-        A pair too long for the model is read in windows of its longer text, and scores are the mean of theirs,
+        A pair too long for the model is read in windows of its longer text, and scores are the mean over the windows,
         weighted by their tokens; see `SequenceClassifier.predict`.
 
         Args:
             pairs: ``(first, second)``, or several in a list; an iterator gives an iterator.
             strict: raise on a pair that does not fit into one window.
-            untrained: predict although parts of the model hold random values.
+            untrained: predict although parts of the model have random values.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
-                `flodl_hf.inference.RunOptions`; what is not given is as `runtime` set it.
+                `flodl_hf.inference.RunOptions`; options that are not passed keep their `runtime` values.
 
         Raises:
-            PredictError: what is given are no pairs, or the model has no tokenizer or an untrained head.
+            PredictError: the input is not pairs, or the model has no tokenizer or an untrained head.
         """
         from flodl_hf.inference.passes import Scores
 
@@ -84,16 +84,16 @@ def judged(
     """Return labels with probabilities of pairs; see `NextSentence.predict`.
 
     Args:
-        model: whose.
+        model: the model to run.
         pairs: one pair, or several.
         work: what scores them.
-        labels: what the scores stand for.
+        labels: names of the scores.
         strict: raise on a pair that does not fit into one window.
-        untrained: answer although parts of the model hold random values.
+        untrained: answer although parts of the model have random values.
         run: how to run.
 
     Raises:
-        PredictError: what is given are no pairs.
+        PredictError: the input is not pairs.
     """
     from flodl_hf.inference import Session
     from flodl_hf.inference.decode import decode_classes

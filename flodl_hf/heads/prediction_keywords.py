@@ -1,4 +1,4 @@
-"""Keywords of prediction in transformers and sentence-transformers, and what each is here."""
+"""Keywords of prediction in transformers and sentence-transformers, and their equivalents here."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ _RUN = {
     "truncation": Word(reason=_WINDOWS, harmless=(None, False, "do_not_truncate")),
     "max_length": Word(reason=_WINDOWS),
     "return_tensors": Word(reason="call the model itself for tensors: model(**model.tokenizer(text))"),
-    "tokenizer_kwargs": Word(reason="the tokenizer's settings are those of its folder", harmless=(None, {})),
+    "tokenizer_kwargs": Word(reason="the tokenizer's settings come from its folder", harmless=(None, {})),
     "convert_to_tensor": Word(reason="answers are records; call the model itself for tensors"),
     "convert_to_numpy": Word(reason="answers are records; call the model itself for tensors"),
 }  # fmt: skip
@@ -110,7 +110,7 @@ ENTITIES = {
     "grouped_entities": Word("aggregation", _grouped),
     "is_split_into_words": Word("words"),
     "ignore_subwords": Word(
-        reason='aggregation="first", "average" or "max" judges whole words, "simple" and "none" each token',
+        reason='aggregation="first", "average" or "max" labels whole words, "simple" and "none" each token',
         harmless=(None,),
     ),
     "delimiter": Word(reason="words are joined by a space; give texts as they are", harmless=(None, " ")),

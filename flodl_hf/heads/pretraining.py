@@ -1,4 +1,4 @@
-"""What an encoder was first trained for: the word behind each mask, and whether two texts belong together.
+"""Pretraining heads: the word at each mask, and whether two texts are consecutive.
 
 Transformers' classes: ``BertForPreTraining`` (does the second text follow?) and ``AlbertForPreTraining`` (are both in
 order?).
@@ -92,12 +92,12 @@ class Pretrainer(MaskedLM):
         Args:
             pairs: ``(first, second)``, or several in a list; an iterator gives an iterator.
             strict: raise on a pair that does not fit into one window.
-            untrained: predict although parts of the model hold random values.
+            untrained: predict although parts of the model have random values.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
-                `flodl_hf.inference.RunOptions`; what is not given is as `runtime` set it.
+                `flodl_hf.inference.RunOptions`; options that are not passed keep their `runtime` values.
 
         Raises:
-            PredictError: what is given are no pairs, or the model has no tokenizer or an untrained head.
+            PredictError: the input is not pairs, or the model has no tokenizer or an untrained head.
         """
         from flodl_hf.inference.passes import Related
 

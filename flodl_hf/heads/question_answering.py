@@ -103,11 +103,11 @@ class QuestionAnswerer(EncoderModel):
     ) -> Any:
         """Return the answers to one question, best first, of the same shape as each of `answer_batch`.
 
-        A `flodl_hf.inference.results.Answers`: ``top_k`` answers, whose own ``text``, ``score``, ``start`` and ``end``
+        A `flodl_hf.inference.results.Answers`: ``top_k`` answers; its ``text``, ``score``, ``start`` and ``end``
         are the best one's; ``text`` is exactly ``context[start:end]``.
 
         Args:
-            question: what is asked; or ``{"question": ..., "context": ...}``.
+            question: the question; or ``{"question": ..., "context": ...}``.
             context: where the answer is.
             top_k: as in `answer_batch`, like all others.
             max_answer_length: most tokens of an answer.
@@ -118,7 +118,7 @@ class QuestionAnswerer(EncoderModel):
             window_tokens: most tokens of a window.
             stride: tokens that neighbouring windows share.
             strict: raise on a context that does not fit into one window.
-            untrained: answer although parts of the model hold random values.
+            untrained: answer although parts of the model have random values.
             compat: "transformers-4.57" repeats the pipeline that transformers has since removed.
             **run: how to run; see `flodl_hf.inference.RunOptions`.
 
@@ -132,7 +132,7 @@ class QuestionAnswerer(EncoderModel):
             untrained=untrained, compat=compat, **run,
         )  # fmt: skip
         (answers,) = found
-        # The pipeline of old gives one dictionary where one answer was asked for.
+        # The removed pipeline returns one dictionary if one answer was requested.
         return answers[0] if compat is not None and top_k == 1 and isinstance(answers, list) and answers else answers
 
     @taking(ANSWER)
@@ -171,10 +171,10 @@ class QuestionAnswerer(EncoderModel):
             window_tokens: most tokens of a window, question and specials included.
             stride: tokens that neighbouring windows share.
             strict: raise on a context that does not fit into one window.
-            untrained: answer although parts of the model hold random values.
+            untrained: answer although parts of the model have random values.
             compat: "transformers-4.57" repeats the pipeline that transformers has since removed.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
-                `flodl_hf.inference.RunOptions`; what is not given is as `runtime` set it.
+                `flodl_hf.inference.RunOptions`; options that are not passed keep their `runtime` values.
 
         Raises:
             PredictError: the model has no tokenizer or an untrained head, a context without text, or an option

@@ -29,7 +29,7 @@ LABELS = ("original", "replaced")
 
 
 class ReplacedTokens(ScoringModel):
-    """An encoder that tells replaced tokens from a text's own; logits are ``(batch, seq)``."""
+    """An encoder that detects replaced tokens; logits are ``(batch, seq)``."""
 
     head: ClassVar[str] = "replaced_tokens"
     output = ReplacedTokensOutput
@@ -86,7 +86,7 @@ class ReplacedTokens(ScoringModel):
     ) -> Any:
         """Return for each text the tokens that were probably replaced: label, score, word, start, end.
 
-        A text longer than the model takes is read in overlapping windows; each token is judged where it has most
+        A text longer than the model's maximum is read in overlapping windows; each token is scored where it has most
         context.
 
         Args:
@@ -94,9 +94,9 @@ class ReplacedTokens(ScoringModel):
             replaced_only: leave out tokens that are more probably the text's own; False gives every token, with the
                 probability of its label.
             strict: raise on a text that does not fit into one window.
-            untrained: predict although parts of the model hold random values.
+            untrained: predict although parts of the model have random values.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
-                `flodl_hf.inference.RunOptions`; what is not given is as `runtime` set it.
+                `flodl_hf.inference.RunOptions`; options that are not passed keep their `runtime` values.
 
         Raises:
             PredictError: the model has no tokenizer or an untrained head.

@@ -1,8 +1,8 @@
-"""Which tokens a score comes from: integrated gradients over the word embeddings of one text.
+"""Attribution of a score to tokens: integrated gradients over the word embeddings of one text.
 
 The score's gradient is integrated along the line from a baseline, in which every token of the text is the padding
 token and special tokens stay, to the text itself (Sundararajan, Taly and Yan 2017, eq. 3). Shares of all tokens add up
-to the score's difference from that of the baseline (completeness); how far they miss it is known and reported, and the
+to the score's difference from the baseline's (completeness); the deviation is measured and reported, and the
 integral is refined until that is small. Computed on the model as it is, in the dtype of its weights, one window of
 text.
 """
@@ -35,11 +35,11 @@ AT_ONCE = 16
 
 @dataclass(frozen=True)
 class Saliency:
-    """Where a score comes from.
+    """Attribution of a score to tokens.
 
     Attributes:
         text: the text, or the pair.
-        target: what the score is of.
+        target: the score that is attributed.
         tokens: of the row, special ones included.
         spans: for each token ``(start, end)`` in characters of its text; ``(0, 0)`` for special ones.
         sides: 0 or 1 for the text of a pair that a token is of; None for special ones.
@@ -117,14 +117,14 @@ def saliency(
     steps: int = 16,
     tolerance: float = 0.01,
 ) -> Saliency:
-    """Return what each token of a text adds to a score.
+    """Return the contribution of each token of a text to a score.
 
     Args:
         model: a classifier of texts or of tokens, or one that answers questions.
         text: a text, or a pair; for questions ``(question, context)``.
         target: for texts a label, None for the likeliest; for tokens ``(label, character)``, the label of the token at
             a character of the text, None for the surest entity; for answers None: first and last token of the best.
-        steps: points at first; doubled, up to 512, until completeness holds.
+        steps: points at first; doubled, up to 512, until completeness is reached.
         tolerance: how far shares may miss the score's difference, as a share of it.
 
     Raises:
@@ -134,7 +134,7 @@ def saliency(
     model.ready("saliency", untrained=True)
     if model.head not in ("sequence_classification", "token_classification", "question_answering"):
         raise PredictError(
-            f"saliency: this model ({model.head}) gives no score that a text could be held responsible for; expected a "
+            f"saliency: this model ({model.head}) has no score to attribute to tokens; expected a "
             "classifier of texts or tokens, or one that answers questions",
             head=model.head,
         )
@@ -225,7 +225,7 @@ class _Line:
 
 
 def _score(model: EncoderModel, output: Any, row: Any, text: Any, target: Any) -> tuple[str, Callable[[Any], Tensor]]:
-    """Return what the score is called, and a function that takes it from the model's output."""
+    """Return the name of the score, and a function that extracts it from the model's output."""
     if model.head == "question_answering":
         if target is not None:
             raise PredictError("saliency: the target of an answer is the best one; expected target=None")

@@ -1,4 +1,4 @@
-"""What the heads have in common that give one tensor of scores: one call, with the loss on request."""
+"""Shared base of heads with one tensor of scores: one call, with the loss on request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Scores = (
 
 
 class ScoringModel(EncoderModel):
-    """An encoder whose head gives one tensor of scores."""
+    """An encoder with a head that returns one tensor of scores."""
 
     output: ClassVar[type[Scores]]
 

@@ -1,4 +1,4 @@
-"""Labels for whole texts: one of several, several at once, or a number.
+"""Labels for whole texts: one of several, multiple labels, or a number.
 
 Transformers' class: ``BertForSequenceClassification`` and its siblings.
 """
@@ -47,7 +47,7 @@ class SequenceClassifier(ScoringModel):
 
         Args:
             logits: ``(batch, labels)``.
-            labels: ids ``(batch,)``; 0/1 floats ``(batch, labels)`` for several at once; numbers for regression.
+            labels: ids ``(batch,)``; 0/1 floats ``(batch, labels)`` for multiple labels; numbers for regression.
         """
         own = self.config.family.heads[self.head].untyped_loss
         if own is not None and self.config.problem_type is None:
@@ -79,15 +79,15 @@ class SequenceClassifier(ScoringModel):
         The folder of a cross-encoder stores the activation of its scores and its default prompt, which are applied as
         sentence-transformers applies them; ``compat="transformers"`` ignores both, as transformers does.
 
-        A text longer than the model takes is read in windows and its scores are the mean of theirs, weighted by their
+        A longer text than the model's maximum is read in windows; scores are the mean over windows, weighted by their
         tokens; ``windows`` of each result is their number. Windows of a pair cut its longer text and repeat the other
         one; if both are long, both are truncated as by transformers, the longer one first, with a warning.
 
         Args:
             texts: texts, or pairs ``(a, b)``; an iterator gives an iterator. One text alone gives its labels.
             top_k: most labels of a text; None for all.
-            threshold: least score of a label, for all or by label; "tuned" for those that the model keeps: of several
-                labels those that hold, of two the one that does. None gives all labels, whatever the model keeps.
+            threshold: minimum score of a label, for all or by label; "tuned" for the model's stored thresholds: of
+                several labels all above it, of two the selected one. None returns all labels.
             function_to_apply: "softmax", "sigmoid", "none" or the name of an activation of ``torch.nn`` ("Tanh"),
                 instead of the function that the folder or its problem type specifies.
             prompt: text before each text, or before the first one of each pair; None for the folder's default prompt.
@@ -95,10 +95,10 @@ class SequenceClassifier(ScoringModel):
             strict: raise on a text that does not fit into one window.
             truncate: cut a long text to one window, of a pair the longer of the two, as transformers does.
             max_length: most tokens of a text or pair, at least 3; longer ones are truncated.
-            untrained: predict although parts of the model hold random values.
+            untrained: predict although parts of the model have random values.
             compat: "transformers" gives the dictionaries of its pipeline.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
-                `flodl_hf.inference.RunOptions`; what is not given is as `runtime` set it.
+                `flodl_hf.inference.RunOptions`; options that are not passed keep their `runtime` values.
 
         Raises:
             PredictError: the model has no tokenizer or an untrained head, or an option makes no sense.
@@ -178,12 +178,12 @@ class SequenceClassifier(ScoringModel):
             texts: one text or several; an iterator gives an iterator.
             labels: the candidate labels.
             template: the hypothesis, with ``{}`` where the label goes.
-            multi_label: whether several labels may be true at once.
+            multi_label: whether several labels may be true together.
             strict: raise on a text that does not fit into one window.
-            untrained: answer although parts of the model hold random values.
+            untrained: answer although parts of the model have random values.
             compat: "transformers" gives the dictionaries of its pipeline.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
-                `flodl_hf.inference.RunOptions`; what is not given is as `runtime` set it.
+                `flodl_hf.inference.RunOptions`; options that are not passed keep their `runtime` values.
 
         Raises:
             PredictError: no labels, a template without ``{}``, or a model without an entailment label.
@@ -200,7 +200,7 @@ class SequenceClassifier(ScoringModel):
         if isinstance(labels, str) or not labels:
             raise PredictError(
                 f"zero_shot: labels are {shown(labels, 60)}; expected a list of at least one; put each label into it "
-                "as a text of its own"
+                "as a separate text"
             )
         hypotheses = _hypotheses(template, labels)
         entailment = entailment_id(self.config.labels) if compat is None else 0
@@ -247,7 +247,7 @@ class SequenceClassifier(ScoringModel):
         ``empty`` of their results is True.
 
         Args:
-            query: what is looked for.
+            query: the query.
             documents: what may fit; a long one is as good as its best window.
             top_k: most documents; None for all.
             function_to_apply: "sigmoid", "none" or the name of an activation of ``torch.nn`` ("Tanh"), instead of the
@@ -256,9 +256,9 @@ class SequenceClassifier(ScoringModel):
             prompt_name: name of a prompt of the folder, instead of ``prompt``.
             strict: raise on a document that does not fit into one window with the query.
             truncate: cut a long pair to one window, the longer of the two first, as sentence-transformers does.
-            untrained: rank although parts of the model hold random values.
+            untrained: rank although parts of the model have random values.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
-                `flodl_hf.inference.RunOptions`; what is not given is as `runtime` set it.
+                `flodl_hf.inference.RunOptions`; options that are not passed keep their `runtime` values.
 
         Raises:
             PredictError: the model has more than one label, or documents are no list of strings.
@@ -368,7 +368,7 @@ def _documents(query: Any, documents: Any) -> list[str]:
     """Return the documents of a ranking as a list.
 
     Raises:
-        PredictError: query or documents are not what they are to be.
+        PredictError: query or documents have an unexpected type.
     """
     from flodl_hf.inference.items import several
 

@@ -62,7 +62,7 @@ class TokenClassifier(ScoringModel):
     ) -> Any:
         """Return for each text its entities in order: label, score, word, start, end; ``text[start:end]`` is the word.
 
-        A text longer than the model takes is read in overlapping windows; each token is judged where it has
+        A text longer than the model's maximum is read in overlapping windows; each token is labelled where it has
         most context, so nothing is lost or doubled at a seam.
 
         Args:
@@ -72,13 +72,13 @@ class TokenClassifier(ScoringModel):
                 "simple" (each token its own), or "none" (one result a token).
             ignore_labels: labels that are left out; a text is one label.
             constrained: take the best sequence of labels that the tag scheme allows.
-            words: texts are lists of words; ``words`` of each entity then says which.
+            words: texts are lists of words; ``words`` of each entity then contains their indices.
             stride: tokens that neighbouring windows share.
             strict: raise on a text that does not fit into one window.
-            untrained: predict although parts of the model hold random values.
+            untrained: predict although parts of the model have random values.
             compat: "transformers" gives the dictionaries of its pipeline, and its flaws.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
-                `flodl_hf.inference.RunOptions`; what is not given is as `runtime` set it.
+                `flodl_hf.inference.RunOptions`; options that are not passed keep their `runtime` values.
 
         Raises:
             PredictError: the model has no tokenizer or an untrained head, or an option makes no sense.
@@ -126,7 +126,7 @@ class TokenClassifier(ScoringModel):
         )
 
     def _stride(self, stride: int) -> int:
-        # Windows that barely advance would take for ever; half a window is the most they may share.
+        # Windows that barely advance would never finish; they may share at most half a window.
         return stride if self.max_tokens is None else min(stride, max(0, (self.max_tokens - 2) // 2))
 
     def _as_transformers(

@@ -93,13 +93,13 @@ def cut_entities(model: Any, text: str, options: dict[str, Any], offsets: Any) -
 
 
 def cut_text(model: Any, text: str, most: int | None) -> str:
-    """Return the part of a text whose tokens, with the special ones, are at most ``most``."""
+    """Return the start of a text with at most ``most`` tokens, special tokens included."""
     offsets = model.tokenizer(text, truncation=True, max_length=most, return_offsets_mapping=True)["offset_mapping"]
     return text[: max(end for _, end in offsets)]
 
 
 def cut_zero_shot(model: Any, text: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the labels of a text that is truncated so that it fits beside each hypothesis."""
+    """Return the labels of a text that is truncated so that it fits together with each hypothesis."""
     labels = ZERO_SHOT["candidate_labels"].value(options["candidate_labels"], model)
     template = options.get("hypothesis_template", "This example is {}.")
     with torch.inference_mode():

@@ -1,7 +1,7 @@
 """Vectors of texts beyond one pooled state each: dense layers behind a pooling, one a token, one over a vocabulary.
 
-Decides how a folder's recipe (`flodl_hf.checkpoints.sentence.recipe`) becomes calls of the runtime; what is computed of
-states stands in `flodl_hf.checkpoints.sentence.dense`, `flodl_hf.checkpoints.sentence.multivector` and
+Decides how a folder's recipe (`flodl_hf.checkpoints.sentence.recipe`) becomes calls of the runtime. The
+computations are in `flodl_hf.checkpoints.sentence.dense`, `flodl_hf.checkpoints.sentence.multivector` and
 `flodl_hf.checkpoints.sentence.sparse`.
 """
 
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 TOKENS = 2048
-"""Tokens of a batch whose word scores are kept whole: a quarter of a gigabyte at 30,000 words."""
+"""Maximum tokens of a batch with whole word scores: a quarter of a gigabyte at 30,000 words."""
 USUAL_BATCH = 32
 """Texts of a batch in sentence-transformers, where vectors depend on padding."""
 BATCH: ContextVar[int] = ContextVar("texts of a padded batch", default=USUAL_BATCH)
@@ -56,15 +56,15 @@ def most_sentence_tokens(model: EncoderModel) -> int | None:
     return model.most_tokens(recipe.max_tokens if recipe else None)
 
 
-def keywords_for(kind: str, model: EncoderModel, said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords of `BaseModel.encode` for queries or documents, as far as a call does not say them.
+def keywords_for(kind: str, model: EncoderModel, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return default keywords of `BaseModel.encode` for queries or documents, without those of the call.
 
     Args:
         kind: "query" or "document".
-        model: whose folder may have prompts, routes or adapters of tasks.
-        said: keywords of the call.
+        model: the model; its folder may have prompts, routes or task adapters.
+        given: keywords of the call.
     """
-    recipe, found = model.sentence_recipe, dict(said)
+    recipe, found = model.sentence_recipe, dict(given)
     if found.get("prompt") is None and found.get("prompt_name") is None and recipe is not None:
         # The library has an empty prompt of either name where the folder has none, so its usual one is never put there.
         found["prompt"] = recipe.prompts.get(kind, "")
@@ -159,7 +159,7 @@ def pooled_beyond(
         model: which runs.
         recipe: of these texts.
         names: poolings.
-        prompt: what was put before texts.
+        prompt: the prompt before the texts.
         dense: layers behind the pooling.
         truncate_dim: keep so many features.
         normalize: scale vectors to length 1.
@@ -241,7 +241,7 @@ def token_embeddings(
 
 
 def read_states(model: EncoderModel, recipe: SentenceRecipe | None) -> States:
-    """Return the pass that gives the states which a folder reads: those of the last layer, or of others."""
+    """Return the pass that computes the states that a folder uses: the last layer's, or others."""
     from flodl_hf.inference.passes import States
 
     if recipe is None or not recipe.changes_states:
@@ -287,8 +287,8 @@ def token_vectors(
     late = None if model.sentence_recipe is None else model.sentence_recipe.late
     if late is None:
         raise PredictError(
-            "embed_tokens: the folder says nothing of a vector for each token; expected ColBERT's class, PyLate's "
-            "modules, or colbert_linear.pt beside the weights"
+            "embed_tokens: the folder has no settings for token vectors; expected ColBERT's class, PyLate's "
+            "modules, or colbert_linear.pt next to the weights"
         )
     given = several(texts, "embed_tokens")
     asked = [given] if isinstance(given, str) else list(given)
@@ -367,7 +367,7 @@ def lexical_vectors(
     lexical = None if model.sentence_recipe is None else model.sentence_recipe.lexical
     if lexical is None:
         raise PredictError(
-            "embed_sparse: the folder says nothing of sparse vectors; expected sparse_linear.pt beside the weights, or "
+            "embed_sparse: this model has no sparse head; expected sparse_linear.pt next to the weights, or "
             "a masked-word head, which head='mlm' loads"
         )
     roles = ("cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")

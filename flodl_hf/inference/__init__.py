@@ -3,10 +3,10 @@
 options         the keywords that every call takes: precision, devices, token_budget, ...
 precision       which precisions there are and which device has them
 prepared_graph  the graph that predicts: fused and cast, remade when the model changes
-inputs          what users pass as texts, and their tokens as arrays
+inputs          user input as texts, and their tokens as arrays
 token_table     rows of tokens as flat arrays
 plan            which rows run together: sorted by length, cut by a token budget
-passes          what a batch computes: scores, states, pooled vectors
+passes          computations on a batch: scores, states, pooled vectors
 batch           rows of a table end to end, as an engine hands them on
 pending         results on their way home
 engine          rows through a prepared graph; memory that runs out

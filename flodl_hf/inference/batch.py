@@ -1,4 +1,4 @@
-"""Some rows of a table, end to end, and what is wanted of them: what an engine hands from step to step."""
+"""Some rows of a table, concatenated, with the requested output: the unit that an engine processes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def batch_of(
         types: whether the graph reads token types.
     """
     if len(table) == 1:
-        # Somebody waits for this one text: what sorting and gathering would do to it is nothing.
+        # A single text: the caller waits for it, and sorting or gathering would change nothing.
         lengths, starts, ids = table.lengths, _FIRST, table.ids
         kinds = table.types if types else None
         if places is None and work.per_text:

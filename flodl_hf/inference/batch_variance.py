@@ -1,4 +1,4 @@
-"""How far scores depend on what else is in the batch: each text alone beside all together."""
+"""Measure how scores depend on the batch: each text alone compared with all in one batch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Spread:
 
 
 def spread(model: GraphModel, texts: Sequence[Any], **run: Any) -> Spread:
-    """Return how far the scores of texts in one batch are from those of each text alone.
+    """Return the difference between the scores of texts in one batch and of each text alone.
 
     With ``batch_invariant=True`` among the keywords the answer is 0, on any device.
 

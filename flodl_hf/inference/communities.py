@@ -1,6 +1,6 @@
 """Groups of texts that are alike, found by a threshold alone: no number of groups has to be known.
 
-A group is everything that is near enough to one text, its centre; the largest come first and take what is in them.
+A group contains all texts near its centre; the largest groups are formed first and remove their texts.
 Scores are made in blocks, twice: once to count neighbours, once for the centres that are still free, so that neither
 a table of all scores nor all lists of neighbours are ever there.
 """
@@ -19,7 +19,7 @@ from flodl_hf.inference.search import CORPUS, as_vectors
 __all__ = ["community_detection"]
 
 CENTRES = 64
-"""Centres whose neighbours are listed at once; of these, some may be taken by the others before their turn comes."""
+"""Centres with neighbours listed together; an earlier centre in the block may remove later ones."""
 
 
 def community_detection(
@@ -30,9 +30,9 @@ def community_detection(
     *,
     device: torch.device | str | None = None,
 ) -> list[list[int]]:
-    """Return groups of texts whose cosine with their centre is at least ``threshold``, the largest group first.
+    """Return groups of texts with a cosine of at least ``threshold`` to their centre, the largest group first.
 
-    The groups are those of sentence-transformers' function of this name; of equal scores the text that stands first
+    The groups equal sentence-transformers' for its function of this name; of equal scores the text with the lower index
     comes first.
 
     Args:
@@ -43,7 +43,7 @@ def community_detection(
         device: where to compute; None is where the embeddings are.
 
     Returns:
-        Places of texts; in each group the centre stands first, then the others from the nearest on.
+        Indices of texts; in each group the centre is first, then the others from the nearest on.
 
     Raises:
         PredictError: a size below 1, or no vectors.
@@ -62,7 +62,7 @@ def community_detection(
     taken = torch.zeros(len(unit), dtype=torch.bool)
     found: list[list[int]] = []
     rest = iter(order)
-    # Whether a centre is taken is asked when its block begins, and again when its turn comes.
+    # Whether a centre is removed is checked when its block begins, and again at its turn.
     while chosen := list(islice((centre for centre in rest if not taken[centre]), CENTRES)):
         scores = unit[chosen] @ unit.T
         for centre, row in zip(chosen, scores, strict=True):

@@ -1,4 +1,4 @@
-"""What a prepared graph becomes on a processor, and which precisions the processor has.
+"""Prepare a graph for the CPU, and report the precisions that it supports.
 
 Decides by capability, as torch reports it: where AVX-512 is, oneDNN with reordered weights multiplies fastest;
 elsewhere torch's own product does, and nothing is copied. Layers get the processor's table either way
@@ -42,11 +42,11 @@ def prepare_cpu(graph: nn.Module, precision: Precision | None) -> dict[str, str]
     """Rearrange a prepared graph for the processor, in place; it then is for inference only.
 
     Weights stay shared with the model where torch's own product is used. Where oneDNN reorders them, or int8 is
-    asked for, each gets its copy at its second use (int8 at the first), with the same bits before and after: one
+    requested, each gets a copy at its second use (int8 at the first), with the same bits before and after: one
     more time the weights in fp32, a half in bf16, a quarter in int8.
 
     Args:
-        graph: a shadow whose modules may be replaced; its tensors are read at the first use.
+        graph: a shadow with replaceable modules; its tensors are read at the first use.
         precision: "fp32", "bf16", "int8", or None for the weights' own dtype (fp16 is computed in fp32, and
             so is bf16 where the processor lacks it).
     """
@@ -103,7 +103,7 @@ def _widen(graph: nn.Module) -> None:
             module._parameters[name] = changed[id(parameter)]
 
 
-# --- what stands where --------------------------------------------------------------------------------
+# --- description of the CPU's kernels -------------------------------------------------------------------
 
 
 def _linears(graph: nn.Module, make: MakeProduct) -> None:
@@ -119,7 +119,7 @@ def _linears(graph: nn.Module, make: MakeProduct) -> None:
 
 
 def products_of(precision: str | None) -> str:
-    """Return what multiplies weights here, in words."""
+    """Return the name of the matrix multiplication used here."""
     if precision == "int8":
         return "int8 by oneDNN" + ("" if sums_in_32_bits() else ", with 7-bit weights")
     if _reorders() or precision == "bf16":
@@ -127,11 +127,11 @@ def products_of(precision: str | None) -> str:
     return "torch's own, on the model's weights as they are"
 
 
-# --- what the processor has ---------------------------------------------------------------------------
+# --- features of the CPU --------------------------------------------------------------------------------
 
 
 def _attends_in_half() -> bool:
-    # Measured with AVX512-BF16; for AMX, torch's fused attention has products of its own.
+    # Measured with AVX512-BF16; for AMX, torch's fused attention has separate products.
     return cpu_features.multiplies_bf16() and not cpu_features.has_tiles() and has_half_attention()
 
 

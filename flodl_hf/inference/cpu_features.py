@@ -29,12 +29,12 @@ def multiplies_bf16() -> bool:
 
 
 def has_tiles() -> bool:
-    """Return whether the processor multiplies matrices by tiles (AMX), for which torch has kernels of its own."""
+    """Return whether the CPU multiplies matrices by tiles (AMX), for which torch has special kernels."""
     return _capabilities()("amx_tile")
 
 
 class _Capabilities:
-    """What torch says about the processor, under either of the ways it has said it."""
+    """torch's description of the CPU, from the old or new API."""
 
     def __call__(self, name: str) -> bool:
         listed = getattr(torch.cpu, "get_capabilities", None)

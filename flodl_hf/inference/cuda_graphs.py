@@ -1,8 +1,8 @@
-"""Passes recorded as CUDA graphs: one launch instead of a hundred, for batches whose shapes come again.
+"""Record passes as CUDA graphs: one launch instead of a hundred, for batches with recurring shapes.
 
 Decides when a shape is recorded (behind an ordinary pass of it, while the device computes that one; ever later after
 each time a recording had to go), how many recordings are kept (the least recently used go first), that captures take
-turns, and that a pass which cannot be recorded runs as it always did. How shapes are made to come again is
+are serialised, and that a pass that cannot be recorded runs normally. Shapes are made to recur by
 `flodl_hf.nn.layout.buckets`' and the engine's.
 """
 
@@ -26,17 +26,17 @@ T = TypeVar("T")
 
 # Tokens up to which a batch computes faster than it is launched, op by op.
 SMALL = 4096
-# All recordings share one pool of memory, which holds the activations of the largest; what each has for itself is
-# its input and its result, and what the driver keeps of a graph, about 100 kB.
+# All recordings share one pool of memory for the activations of the largest; each recording additionally uses
+# its input and its result, and the driver's memory for a graph, about 100 kB.
 KEPT = 64
 # Results of all recordings together, and of one, in bytes: results for each token may be large.
 KEPT_BYTES = 256 << 20
 MOST_BYTES = 64 << 20
 # Recording costs the host as much as some passes of a small shape, so such a one has to come twice. A large one
-# computes for longer than its recording takes, and comes again because large shapes are few.
+# computes for longer than its recording takes, and recurs because large shapes are few.
 WAIT = 2
 
-# Two captures at once are more than torch's random number generators and memory pools are made for.
+# torch's random number generators and memory pools do not support two captures at the same time.
 _CAPTURING = threading.Lock()
 
 
@@ -52,7 +52,7 @@ class Recording(Protocol):
     output: Tensor
 
     def replay(self) -> None:
-        """Run the pass on what is in ``input``."""
+        """Run the pass on the contents of ``input``."""
         ...
 
 
@@ -71,7 +71,7 @@ class _Captured:
         self._graph = torch.cuda.CUDAGraph()
         # `torch.cuda.graph` would also wait for the device, which has work, and hand all cached memory back, pinned
         # memory too, which the next batches want.
-        # Garbage that holds another recording must not be found meanwhile: freeing it would break this one.
+        # Garbage with another recording must not be collected meanwhile: freeing it would break this one.
         with _CAPTURING, gc_paused(), torch.cuda.stream(stream):
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
@@ -114,10 +114,10 @@ class Recorder:
             self._pool = None
 
     def replayed(self, key: Hashable, packed: Tensor, device: torch.device, take: Callable[[Tensor], T]) -> T | None:
-        """Return what ``take`` makes of a recorded pass's result; None where the pass is not recorded.
+        """Return ``take`` applied to a recorded pass's result; None if the pass is not recorded.
 
         Args:
-            key: what the pass is and which shapes it has.
+            key: identifies the pass and its shapes.
             packed: the input, on the host.
             device: where it runs.
             take: sends the result on its way; it is overwritten by the next call.
@@ -138,7 +138,7 @@ class Recorder:
     def saw(
         self, key: Hashable, input: Tensor, output: Tensor, step: Callable[[Tensor], Tensor], *, wait: int = WAIT
     ) -> None:
-        """Be told of an ordinary pass that was just sent to the device; record it where that is worth it.
+        """Note an ordinary pass that was just sent to the device; record it if worthwhile.
 
         Args:
             key: as of `replayed`.
@@ -170,7 +170,7 @@ class Recorder:
             try:
                 self._kept[key] = self.capture(step, input)
             except torch.OutOfMemoryError:
-                # The pool wants memory beside what ordinary passes use, and they need none of it.
+                # The pool needs memory in addition to the memory of ordinary passes, which they do not use.
                 self._kept.clear()
                 self._pool = None
             except RuntimeError as fault:

@@ -1,8 +1,8 @@
 """A CUDA device made ready while weights are still being read: its context, libraries and kernels.
 
-What a first answer would wait for has little to do with the weights: the driver makes a context, libraries make their
+Most delays of a first answer do not depend on the weights: the driver creates a context, libraries create their
 handles, Triton is imported and identifies itself by a hash of all its files, kernels are loaded (compiled, on the first
-run of a machine). Threads do that beside the reading.
+run of a machine). Threads do that while weights are read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flodl.graph import Graph
 
 __all__ = ["Warming"]
 
-# Tokens of batches whose products are tried; of sizes between them the library chooses mostly the same kernels.
+# Tokens of the batches used to warm up products; between these sizes the library mostly chooses the same kernels.
 LARGE = (65_536, 16_384, 8_192, 4_096, 2_048, 1_024, 512)
 # Free memory of a device, in bytes, of which some is taken for that.
 ROOM = 8 << 30
@@ -29,7 +29,7 @@ _IMPORTED = ("flodl_hf.nn.backends.choose", "flodl_hf.inference.pipeline", "flod
 
 
 class Warming:
-    """Threads that make a device ready; those of its libraries start at once.
+    """Threads that initialise a device; those for its libraries start immediately.
 
     Args:
         device: a CUDA device.
@@ -47,7 +47,7 @@ class Warming:
         return thread
 
     def layers(self, graph: Graph, dtype: torch.dtype) -> None:
-        """Go on with the kernels of a graph's layers; its tensors are not read.
+        """Warm up the kernels of a graph's layers; its tensors are not read.
 
         Args:
             graph: of the model.
@@ -58,12 +58,12 @@ class Warming:
         handles = self._threads[-1]
         own = self._start(_load_kernels, graph, self.device, dtype, tuple(self._threads))
         self._threads.append(own)
-        # A first answer needs none of these, so nobody waits for them but the end of the process.
+        # A first answer needs none of these, so only the end of the process waits for them.
         before = own if dtype == torch.float32 else handles
         Thread(target=_load_products, args=(graph, self.device, dtype, before), name="flodl-hf-warm-large").start()
 
     def wait(self) -> None:
-        """Return when the device is ready; what a first prediction imports is imported meanwhile."""
+        """Wait until the device is ready; import the modules of a first prediction meanwhile."""
         for name in _IMPORTED:
             if any(thread.is_alive() for thread in self._threads):
                 import_module(name)
@@ -79,7 +79,7 @@ def _identify_triton() -> None:
 
 
 def _make_handles(device: torch.device) -> None:
-    # What is wrong with a device is told by the first use that somebody waits for.
+    # Errors of a device are raised by its first use in the caller's thread.
     with suppress(RuntimeError), torch.inference_mode():
         for dtype in (torch.float32, torch.bfloat16):
             x = torch.zeros(16, 16, device=device, dtype=dtype)

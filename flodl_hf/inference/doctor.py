@@ -1,7 +1,7 @@
-"""What this machine and installation can do, and what stands in the way: for `flodl-hf doctor` and bug reports.
+"""Diagnose the machine and installation: for `flodl-hf doctor` and bug reports.
 
-Each finding says what is so, whether that is well, and what to do where it is not. Devices are not only listed: each
-computes a small layer, and kernels of ours are compared with torch's on it, as they are before a model uses them. No
+Each finding reports a fact, its state, and what to do about a problem. Devices are not only listed: each
+computes a small layer, and our kernels are compared with torch's on it, as before a model uses them. No
 model is read and no connection is opened.
 """
 
@@ -44,9 +44,9 @@ class Finding:
     """One thing that was looked at.
 
     Attributes:
-        part: what it belongs to: "machine", "packages", "devices", "kernels", "files" or "environment".
-        name: what was looked at.
-        found: what is so.
+        part: category: "machine", "packages", "devices", "kernels", "files" or "environment".
+        name: name of the checked item.
+        found: the observed value.
         state: "ok"; "note" for what costs speed or may surprise; "problem" for what does not work.
         advice: what to do; empty where nothing is to be done.
     """
@@ -82,7 +82,7 @@ def examine(environment: Mapping[str, str] | None = None) -> Examination:
     """Return what there is on this machine.
 
     Args:
-        environment: variables to look at; None for those of this process.
+        environment: variables to check; None for this process's.
     """
     around = os.environ if environment is None else environment
     parts = (_machine(), _packages(), _devices(), _kernels(), _files(around), _environment(around))
@@ -119,7 +119,7 @@ def _processor_name() -> str:
 
 
 def memory() -> tuple[int, int]:
-    """Return the bytes of main memory that are free and that there are; zeros where the system does not say."""
+    """Return free and total main memory in bytes; zeros if the system does not report them."""
     found: dict[str, int] = {}
     try:
         for line in Path("/proc/meminfo").read_text("ascii", "replace").splitlines():
@@ -172,15 +172,17 @@ def _devices() -> Iterator[Finding]:
                 raise DeviceError(f"{device}: {fault}; do not use this device", device=str(device))
             yield Finding("devices", str(device), described(device) + free + ", computes")
         except (RuntimeError, FlodlError) as fault:
-            told = (str(fault).splitlines() or [type(fault).__name__])[0][:200]
-            yield Finding("devices", str(device), told, "problem", "free the device, or take another by --device")
+            message = (str(fault).splitlines() or [type(fault).__name__])[0][:200]
+            yield Finding(
+                "devices", str(device), message, "problem", "free the device, or choose another with --device"
+            )
     if torch.version.cuda:
         yield Finding("devices", "CUDA of torch", torch.version.cuda)
     if best.type == "cpu":
         fault = probe_device(best)
         why = why_no_cuda()
-        told = "computes; it is the best device here" if fault is None else fault
-        yield Finding("devices", "cpu", told, "ok" if fault is None else "problem")
+        result = "computes; it is the best device here" if fault is None else fault
+        yield Finding("devices", "cpu", result, "ok" if fault is None else "problem")
         yield Finding("devices", "cuda", why, "note" if _nvidia_driver() else "ok", _cuda_advice())
     yield Finding("devices", "taken by commands", described(best))
 
@@ -224,15 +226,15 @@ def _cuda_kernels(device: torch.device) -> Iterator[Finding]:
         for kind, trial in (("prediction", prediction), ("training", training)):
             import warnings
 
-            with warnings.catch_warnings(record=True) as told:
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 held = trusted(kind, device, dtype, LayerSizes(768, 12, 3072), trial)
-            why = "; ".join(str(entry.message) for entry in told)
+            why = "; ".join(str(entry.message) for entry in caught)
             yield Finding(
                 "kernels", f"{device}, {kind} in {precision}",
-                "ours, equal to torch's within the bounds" if held else why or "torch's own: ours were found wanting",
+                "ours, equal to torch's within the bounds" if held else why or "torch's own: ours failed the test",
                 "ok" if held else "note",
-                "" if held else "results are right and slower; an update of torch and Triton may mend it",
+                "" if held else "results are right and slower; an update of torch and Triton may fix it",
             )  # fmt: skip
 
 
@@ -251,7 +253,7 @@ def _files(around: Mapping[str, str]) -> Iterator[Finding]:
             "our cache",
             "off",
             "note",
-            "unset FLODL_HF_CACHE, else every process tries kernels anew",
+            "unset FLODL_HF_CACHE, else every process tests kernels again",
         )
     else:
         yield _folder("our cache", Path(own), own)
@@ -263,13 +265,13 @@ def _files(around: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _folder(name: str, path: Path, found: str, advice: str = "") -> Finding:
-    """Return a finding on a folder that is written to: whether it can be, and how much room there is."""
+    """Return a finding on an output folder: whether it is writable, and its free space."""
     nearest = next(p for p in (path, *path.parents) if p.exists())
     if not os.access(nearest, os.W_OK):
         return Finding("files", name, f"{found}; cannot be written", "problem", f"allow writing to {nearest}")
     free = shutil.disk_usage(nearest).free
     if free < 2 * GIB:
-        return Finding("files", name, f"{found}; {free / GIB:.1f} GiB left on its disk", "note", "make room there")
+        return Finding("files", name, f"{found}; {free / GIB:.1f} GiB left on its disk", "note", "free some disk space")
     return Finding("files", name, f"{found}; {free / GIB:.0f} GiB left on its disk", "note" if advice else "ok", advice)
 
 
@@ -289,7 +291,7 @@ def _environment(around: Mapping[str, str]) -> Iterator[Finding]:
 
 def _threads(value: str, cores: int) -> tuple[State, str]:
     if value.isdigit() and 0 < int(value) < cores:
-        return "note", f"{cores} cores are there; products on the processor use {value}"
+        return "note", f"the machine has {cores} cores; products on the CPU use {value}"
     return "ok", ""
 
 

@@ -1,7 +1,7 @@
 """Rows of tokens through a prepared graph, without padding or with it in buckets, and the results back.
 
-Decides how a batch is laid out, which of an accelerator's passes are recorded and replayed, what happens when
-memory runs out, and that nothing waits for a device before results are asked for. Knows no text, and no task
+Decides the layout of a batch, which of an accelerator's passes are recorded and replayed, the reaction to
+running out of memory, and that a device is not synchronised before results are needed. Uses no text, and no task
 beyond "one result a row" and "one result a token".
 """
 
@@ -41,10 +41,10 @@ class Engine:
     """Runs rows through one prepared graph on one device.
 
     Args:
-        prepared: the graph, and what is kept with it.
+        prepared: the graph, and its prepared state.
         options: how to run.
         types: whether the graph reads token types.
-        longest: most tokens that the model takes in a row, or None.
+        longest: maximum number of tokens of a row, or None.
         bucketed: whether batches are padded to buckets; None does so on a CUDA device that is trusted with them.
     """
 
@@ -96,7 +96,7 @@ class Engine:
         )  # fmt: skip
 
     def start(self, table: TokenTable, work: Work, places: Sequence[Sequence[int]] | None = None) -> Pending:
-        """Send all rows on their way and return at once where the device works by itself.
+        """Start all rows; return immediately if the device works asynchronously.
 
         Args:
             table: the rows.
@@ -111,7 +111,7 @@ class Engine:
                 self._by_layers(pending, table, batches, work, places)
                 return pending
             for batch in batches:
-                # A lone batch is somebody waiting for one answer, so even a small one may be recorded.
+                # A single batch has a waiting caller, so even a small one may be recorded.
                 self.send(pending, table, batch, work, places, alone=len(batches) == 1)
         return pending
 
@@ -153,7 +153,7 @@ class Engine:
         *,
         alone: bool = False,
     ) -> None:
-        """Run some rows; if memory runs out, their halves. ``alone``: small shapes like this one will come again."""
+        """Run some rows; if memory runs out, their halves. ``alone``: small shapes like this one will recur."""
         batch = batch_of(table, rows, work, places, types=self.types)
         try:
             values, event = self._run(batch, alone or self.options.batch_invariant)
@@ -163,7 +163,7 @@ class Engine:
         else:
             pending.add(rows, batch.sizes, values, event)
             return
-        # Outside of the handler, whose traceback would keep the failed batch's memory.
+        # Outside of the handler: its traceback would keep the failed batch's memory.
         self._shrink(len(batch.ids))
         for half in np.array_split(rows, 2):
             self.send(pending, table, half, work, places)
@@ -184,7 +184,7 @@ class Engine:
         return self._back(batch.work(self.graph, *self._given(batch)).float(), batch.count)
 
     def _given(self, batch: Batch) -> Given:
-        """Return what a pass of a batch is called with, on the device."""
+        """Return the arguments of a batch's pass, on the device."""
         if self.bucketed and not self.exact:
             buffer = Buffer(self._bucket(batch), types=self.types, pinned=self.cuda)
             lengths = buffer.write(batch.ids, batch.types, batch.lengths)
@@ -259,7 +259,7 @@ class Engine:
         found = found[:count]
         if not self.cuda:
             return found.cpu(), None
-        # Copied while the next batch runs; the event says when it is here.
+        # Copied while the next batch runs; the event is set when the copy is complete.
         home = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
         home.copy_(found, non_blocking=True)
         event = torch.cuda.Event()
@@ -274,7 +274,7 @@ def current(device: torch.device) -> torch.cuda.device:
 
 
 def facts(model: GraphModel) -> dict[str, Any]:
-    """Return what an engine has to know of a model."""
+    """Return the facts about a model that an engine needs."""
     # As in transformers, the tokenizer's model_input_names decide whether a model with token types receives them.
     given = model.tokenizer is None or model.tokenizer.settings.type_ids
     places = model.config.max_tokens

@@ -1,6 +1,6 @@
-"""What runs where, and why not faster: the table of each layer, kernels, recording, for a device and a precision.
+"""Explain a model on a device in a precision: the table of each layer, kernels, recording, and reasons if slower.
 
-The answers come from those who decide when a model runs: the tables' `lacks`, `flodl_hf.nn.kernels.trust` and the
+The answers use the functions that decide at run time: the tables' `lacks`, `flodl_hf.nn.kernels.trust` and the
 processor's capabilities. No weight is read, so a graph on the ``meta`` device can be explained too.
 """
 
@@ -105,8 +105,8 @@ def explain(
     found = explain_graph(graph, where, dtype, precision)
     if not merged:
         return found
-    said = f"adapter: merged into copies of {merged} weights, so that it costs nothing"
-    return replace(found, kernels=(*found.kernels, said))
+    summary = f"adapter: merged into copies of {merged} weights, at no cost per call"
+    return replace(found, kernels=(*found.kernels, summary))
 
 
 def explain_graph(
@@ -118,7 +118,7 @@ def explain_graph(
         graph: of a model; its tensors are not read.
         device: where it would run.
         dtype: of its weights there.
-        precision: as prediction is asked for; None for the weights' own dtype.
+        precision: precision of prediction; None for the weights' own dtype.
         training: explain training steps.
 
     Raises:
@@ -164,12 +164,12 @@ def _cuda(
     elif not half:
         kernels.append(f"our kernels: none, they are for float32, bf16 and fp16 and this is {named}")
     elif not sizes:
-        kernels.append("our kernels: none of these, attention is of its own kind")
+        kernels.append("our kernels: none of these, attention is of a special kind")
     elif present and not all(trusted("prediction", device, dtype, each, prediction) for each in sizes):
         kernels.append("our kernels: not trusted on this device, torch's own are launched instead")
     else:
-        said = "trusted on this device" if present else "not tried, there is no CUDA device here"
-        kernels += [f"our kernels: {said}", *_ours(sizes)]
+        summary = "trusted on this device" if present else "not tried, no CUDA device is available"
+        kernels += [f"our kernels: {summary}", *_ours(sizes)]
     recorded = "yes: large batches at their first coming, single texts at their second"
     return Explanation(str(device), named, False, groups, tuple(kernels), recorded)
 
@@ -183,7 +183,7 @@ def _split(device: torch.device, sizes: set[LayerSizes], present: bool) -> str:
 
 
 def _ours(sizes: Iterable[LayerSizes]) -> Iterator[str]:
-    """Yield what kernels of ours compute in half precision."""
+    """Yield the operations that our kernels compute in half precision."""
     asked = list(sizes)
     others = sorted({each.width // each.heads for each in asked} - set(HEAD_WIDTHS))
     if others:
@@ -192,14 +192,14 @@ def _ours(sizes: Iterable[LayerSizes]) -> Iterator[str]:
     elif any(each.distances for each in asked):
         yield "attention: one kernel, which reads what distances add from a table made once a pass"
     else:
-        near = ", or that see a window," if any(each.window is not None for each in asked) else ""
+        near = ", or with a window," if any(each.window is not None for each in asked) else ""
         yield f"attention: one kernel among texts up to {SHORT} tokens{near}; torch's variable-length one for others"
     if any(each.turns == "neighbours, values too" for each in asked):
         yield "rotary positions: a kernel in the product of queries, keys and values"
     elif any(each.turns for each in asked):
         yield "rotary positions: in the kernel of attention; for torch's, a kernel in the product of queries and keys"
     if any(each.gated and each.activation in GATES for each in asked):
-        yield "gates: one product with what they open, one kernel for both"
+        yield "gates: one product with their inputs, one kernel for both"
 
 
 def _processor(graph: Graph, named: str, precision: Precision | None) -> Explanation:
@@ -227,7 +227,7 @@ def _training(graph: Graph, device: torch.device, named: str, dtype: torch.dtype
         recorded = (
             "no: fp16 needs a loss scale, which the host decides"
             if dtype == torch.float16
-            else "yes: steps whose shapes come again; a run says how many were, and why others were not"
+            else "yes: steps with recurring shapes; a run reports how many were, and why others were not"
         )
     kernels = () if present else ("our kernels: not tried, there is no CUDA device here",)
     return Explanation(str(device), named, True, groups, kernels, recorded)

@@ -1,4 +1,4 @@
-"""What users pass as texts, brought to one shape, and the rows of tokens made of it, as flat arrays."""
+"""Convert user input to one form of texts, and tokenise it to flat arrays."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class Encoded:
     Attributes:
         table: the windows as arrays.
         texts: how many texts there are.
-        rows: the windows as records, text after text; empty unless they were asked for.
+        rows: the windows as records, text after text; empty unless requested.
         truncated: the number of texts that were truncated.
         dropped: the number of their tokens that are in no window.
-        uncut: whether windows were requested: these texts are pairs, both of whose texts are long.
+        uncut: whether windows were requested: these texts are pairs of two long texts.
     """
 
     table: TokenTable
@@ -138,7 +138,7 @@ def encode(
     """Return the windows of all texts.
 
     Args:
-        tokenizer: whose tokens.
+        tokenizer: the tokenizer.
         texts: texts, or lists of words with ``words``.
         pairs: second texts. The longer text of a pair is cut into windows; if both are long, or with ``truncate``,
             both are truncated, the longer one first, as transformers does.
@@ -146,7 +146,7 @@ def encode(
         stride: tokens that neighbouring windows share.
         strict: raise on a text that needs several windows.
         words: the texts are split into words already.
-        offsets: note where each token stands in its text.
+        offsets: record the position of each token in its text.
         cut: "first" or "second": the text of each pair that is cut; None for the longer one.
         snap: let windows begin and end between words.
         truncate: keep what fits into one window, up to the last token.
@@ -187,7 +187,7 @@ def _of_encodings(
     offsets: bool,
     given: dict[str, Any],
 ) -> tuple[TokenTable, np.ndarray]:
-    """Return the windows of texts, those of long texts last, and how many tokens each truncated text lost."""
+    """Return the windows of texts, long texts last, and how many tokens each truncated text lost."""
     encodings = tokenizer._backend.encodings(texts, pairs, fast=not offsets)
     lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
     long = _too_long(lengths, given["max_tokens"])
@@ -278,7 +278,7 @@ def _windows(
 def _cut_ids(
     tokenizer: Tokenizer, texts: Sequence[str], places: np.ndarray, frame: Frame, given: dict[str, Any]
 ) -> tuple[Flat, np.ndarray, np.ndarray, np.ndarray] | None:
-    """Return the windows of single texts: their ids, owners, first tokens and numbers; None where rows must tell."""
+    """Return the windows of single texts: their ids, owners, first tokens and numbers; None if rows are required."""
     snap, stride, room = given["snap"], given["stride"], given["max_tokens"] - frame.size
     if given["overflow"] == "error" or given["cut"] == "second" or room < 1:
         return None

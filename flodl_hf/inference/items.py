@@ -20,8 +20,8 @@ def several(items: Any, method: str, *, mapping: bool = False) -> Any:
     Lists are also what behaves like one: columns of pandas, polars, pyarrow and datasets, and arrays of numpy.
 
     Args:
-        items: what the caller gave.
-        method: the caller's word for what is done.
+        items: the caller's input.
+        method: the name of the calling method.
         mapping: whether a dictionary is one item, as where pairs are.
 
     Raises:
@@ -60,7 +60,7 @@ def several(items: Any, method: str, *, mapping: bool = False) -> Any:
 
 
 def prompted(prompt: str, texts: Any, *, lower: bool = False) -> Any:
-    """Return texts with a prompt before each, also in lower case; the tokenizer refuses what is no string."""
+    """Return texts with a prompt before each, also in lower case; the tokenizer rejects values that are not strings."""
     found = [prompt + text if isinstance(text, str) else text for text in texts] if prompt else texts
     return [text.lower() if isinstance(text, str) else text for text in found] if lower else found
 
@@ -80,7 +80,7 @@ def refuse_two_texts(items: Any, method: str) -> None:
 
 
 def plain_pairs(items: Sequence[Any]) -> bool:
-    """Return whether all items are tuples of two strings; asks without a step of the interpreter for each."""
+    """Return whether all items are tuples of two strings; checked without a Python loop."""
     if set(map(type, items)) != {tuple} or set(map(len, items)) != {2}:
         return False
     return {kind for part in zip(*items, strict=True) for kind in set(map(type, part))} == {str}

@@ -1,9 +1,9 @@
 """Layers one after another from disk: each is read, computes all batches, and is let go, while the next is on its way.
 
-Decides how passes of many batches are computed side by side: what comes before the layers, then layer by layer all of
+Decides how passes of many batches are computed together: the part before the layers, then layer by layer all of
 them, then what follows. A layer is made ready as in memory (`flodl_hf.inference.module_copies`), so its answers are the
-same bits. Embeddings, pooler and head are held; of the layers at most two are in memory. What a pass computes is its
-own affair: it is stopped where the layers begin, and made anew with their result.
+same bits. Embeddings, pooler and head stay in memory; at most two layers do. The computation of a pass is
+unchanged: it is stopped where the layers begin, and run again with their result.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Given", "Layered"]
 
-# States of all batches that are computed side by side take at most this share of what is free, and may take this much.
+# States of all batches computed together use at most this share of free memory, and may use this much.
 SHARE = 4
 LEAST_BYTES = 256 << 20
 
 
 class Given(NamedTuple):
-    """What a pass is called with, besides the graph.
+    """Arguments of a pass, without the graph.
 
     Attributes:
         ids: token ids, as the layout has them.
         types: token types alike, or None.
-        layout: how tokens lie.
+        layout: positions of the tokens.
         at: chosen tokens, or None.
     """
 
@@ -54,14 +54,14 @@ class Given(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """One layer's turn: the layer, and which of the values that all layers are given it takes, by its own names."""
+    """One layer, and the names of the shared arguments that it takes."""
 
     layer: nn.Module
     takes: dict[str, str]
 
 
 class _Reached(Exception):
-    """A pass has come to the layers, with these states and these values for all of them."""
+    """Raised when a pass reaches the layers; contains the states and the shared arguments."""
 
     def __init__(self, states: Tensor, given: dict[str, Any]) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class _Reached(Exception):
 
 
 class _Between(nn.Module):
-    """Stands where the layers were: stops a pass there, or gives it their result."""
+    """Replaces the layers: stops a pass there, or returns their result to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,10 +112,10 @@ class Layered:
         self._lock = threading.Lock()
 
     def results(self, passes: Iterable[tuple[Callable[..., Tensor], Given]]) -> Iterator[Tensor]:
-        """Yield what each pass gives, in their order.
+        """Yield the result of each pass, in order.
 
         Args:
-            passes: each with what it is called with; asked for as their states find room.
+            passes: passes with their arguments; consumed as memory for their states becomes free.
         """
         with self._lock, ThreadPoolExecutor(1, thread_name_prefix="flodl-hf-layers") as ahead:
             room = max(LEAST_BYTES, (available_memory(self._device) or 0) // SHARE)
@@ -131,7 +131,7 @@ class Layered:
                         self._between.result = None
 
     def _opened(self, coming: Iterator[tuple[Callable[..., Tensor], Given]], room: int) -> list[list[Any]]:
-        """Return passes that have come to the layers, with states and values, until their states fill the room."""
+        """Return passes stopped at the layers, with states and arguments, until their states fill the memory limit."""
         group: list[list[Any]] = []
         for work, given in coming:
             try:
@@ -169,7 +169,7 @@ class Layered:
     def _read(self, source: nn.Module) -> nn.Module:
         """Return a layer ready to compute, its weights in memory; in another thread than the one that computes."""
         with torch.no_grad(), torch.cuda.stream(self._side) if self._side is not None else nullcontext():
-            # As in a whole graph, where everything that computes states lies at ``encoder``.
+            # As in a whole graph, where all modules that compute states are at ``encoder``.
             holder = nn.ModuleDict({"encoder": shadow(source)})
             convert(holder, self._on_disk.copied)
             arranged(holder, self._precision, self._device, stays=False)
@@ -179,7 +179,7 @@ class Layered:
 
 
 def _steps_of(layers: nn.Module) -> list[_Step] | str:
-    """Return the layers in their order; where they cannot be computed one by one, half a sentence that says why."""
+    """Return the layers in order; if they cannot be computed one by one, the reason as half a sentence."""
     if isinstance(layers, Repeated):
         return [_Step(layers[block], {"layout": "layout"}) for block in layers.schedule]
     if not isinstance(layers, Graph):

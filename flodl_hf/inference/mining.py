@@ -1,4 +1,4 @@
-"""Pairs found in a corpus: texts that say the same, and texts that only seem to, to learn from."""
+"""Mine pairs from a corpus: paraphrases, and hard negatives for training."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def hard_negatives(
 ) -> list[list[int]]:
     """Return for each anchor texts of the corpus that are near to it and do not belong to it, at most ``count``.
 
-    What is nearer than the anchor's own text, or nearly as near, may belong to it unsaid: margins leave it out.
+    Texts nearer than the anchor's positive, or nearly as near, may be unlabelled positives: margins exclude them.
 
     Args:
         anchors: ``(anchors, size)``.
@@ -67,12 +67,12 @@ def hard_negatives(
         count: negatives for each anchor.
         range_min: leave out so many of the nearest others.
         range_max: look no further than so many of the nearest others.
-        max_score: leave out what is more alike than this.
-        min_score: leave out what is less alike than this.
-        absolute_margin: leave out what is not this much less alike than the anchor's own text.
+        max_score: exclude candidates with a higher score.
+        min_score: exclude candidates with a lower score.
+        absolute_margin: minimum score gap to the anchor's positive.
         relative_margin: the same as a share of how alike that is.
-        sampling: "top" takes the nearest of what is left, "random" draws.
-        seed: decides what is drawn.
+        sampling: "top" takes the nearest remaining candidates, "random" draws.
+        seed: seed of the draw.
         measure: a name of `flodl_hf.inference.similarity.MEASURES`.
         **search: sizes of blocks and the device, see `semantic_search`.
 
@@ -81,7 +81,7 @@ def hard_negatives(
     """
     asked, texts = as_vectors(anchors, "anchors").float(), as_vectors(corpus, "corpus").float()
     if len(positives) != len(asked) or not all(positives):
-        raise DataError(f"mine: {len(positives)} lists of what belongs to {len(asked)} anchors; expected some for each")
+        raise DataError(f"mine: {len(positives)} lists of positives for {len(asked)} anchors; expected some for each")
     if sampling not in ("top", "random"):
         raise DataError(f"mine: sampling is {sampling!r}; expected top or random")
     most = range_max + max(len(set(one)) for one in positives)

@@ -1,7 +1,7 @@
 """Copies of modules that share every tensor, and what makes them ready to predict on a device.
 
-Decides what a graph, or one layer of it, becomes for a precision on a device: moved, cast, adapters folded, and run by
-the device's table of operations (`flodl_hf.nn.backends`). When that is done and how long it is kept is
+Decides how a graph, or one layer of it, is prepared for a precision on a device: moved, cast, adapters folded, and run
+by the device's table of operations (`flodl_hf.nn.backends`). When that is done and how long it is kept is
 `flodl_hf.inference.prepared`'s.
 """
 
@@ -34,11 +34,11 @@ def shadow(graph: M) -> M:
 
 
 def _double(module: Any, memo: dict[int, Any]) -> Any:
-    """Return what ``copy.deepcopy`` does; in a quarter of its time where modules have no ways of their own."""
+    """Return a deep copy, in a quarter of ``copy.deepcopy``'s time for modules without custom copying."""
     if id(module) in memo:
         return memo[id(module)]
     kind = type(module)
-    # A graph's way to be pickled makes its class anew of its plan, and it has that class already.
+    # A graph is unpickled by building its class again from its plan; here the class exists already.
     whole = isinstance(module, Graph)
     if not whole and not _copied_by_state(kind):
         return copy.deepcopy(module, memo)
@@ -68,13 +68,13 @@ _WAYS = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setst
 
 @cache
 def _copied_by_state(kind: type) -> bool:
-    """Return whether a kind of module is copied as `nn.Module` is, by no way of its own."""
+    """Return whether a module class does not override ``nn.Module``'s ``__deepcopy__`` or ``__getstate__``."""
     own = kind.__mro__[: kind.__mro__.index(nn.Module)]
     return not any(way in vars(base) for base in own for way in _WAYS)
 
 
 def tensors_of(graph: nn.Module) -> Iterator[Tensor]:
-    """Yield every parameter and buffer that modules hold, tied ones each time."""
+    """Yield every parameter and buffer of the modules, tied ones each time."""
     for module in graph.modules():
         for table in (module._parameters, module._buffers):
             yield from (tensor for tensor in table.values() if tensor is not None)
@@ -86,10 +86,10 @@ def arranged(
     """Make a shadow ready to predict on a device, in place; return why torch's operations run a layer, by its path.
 
     Args:
-        graph: a shadow, or a module that holds one as ``encoder``.
+        graph: a shadow, or a module with one as ``encoder``.
         precision: see `Precision`.
         device: where it is to run.
-        stays: whether its weights do; copies of those that come and go would not pay.
+        stays: whether its weights stay on the device; copies of temporary weights would not pay off.
 
     Raises:
         PredictError: the precision is unknown or the device lacks it.
@@ -100,7 +100,7 @@ def arranged(
         convert(graph, lambda tensor: tensor.to(device))
     if precision == "exact":
         return {}
-    # From here on products are of one weight each, whatever it was made of.
+    # From here on each product has one weight, regardless of how it was composed.
     folded(graph)
     dtype = dtype_of(precision)
     if dtype is not None:
@@ -123,7 +123,7 @@ def told(lacking: dict[str, str]) -> str:
     count = "1 layer runs" if len(lacking) == 1 else f"{len(lacking)} layers run"
     return (
         f"prediction: {count} on torch's own operations, more slowly: {'; '.join(parts[:4])}. "
-        "model.explain() says what runs where."
+        "model.explain() lists the kernels of each layer."
     )
 
 

@@ -1,6 +1,6 @@
 """How prediction runs: the one group of keywords that every method which predicts takes.
 
-Decides names, defaults and what makes sense. What they do stands with those who do it.
+Decides names, defaults and valid values. The options are implemented by the modules that use them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["RunKeywords", "RunOptions", "options_of"]
 
 
 class RunKeywords(TypedDict, total=False):
-    """Keywords of a call that say how it runs; what is not given is as `EncoderModel.runtime` set it."""
+    """Keywords of a call that control how it runs; omitted ones use the values of `EncoderModel.runtime`."""
 
     precision: Precision | None
     token_budget: int | None
@@ -40,9 +40,9 @@ class RunOptions:
     Args:
         precision: see `Precision`; None keeps the weights' own dtype and fuses products.
         token_budget: most tokens of a batch; None takes what suits the device, and a device that runs out
-            of memory goes on with half.
+            of memory continues with half.
         devices: devices that share the work, each with its copy of the weights; None is the model's own, "auto"
-            all there are. A device may be named several times and then runs as many batches at once.
+            all available devices. A device may be named several times and then runs as many batches concurrently.
         batch_invariant: an answer depends on its text alone, bit for bit: each row runs by itself.
         window: most texts that are sorted and answered together; None starts small and grows, so that the
             first answers of a stream come soon.
@@ -62,7 +62,7 @@ class RunOptions:
         Raises:
             TypeError: a keyword is none of them.
             PredictError: a value makes no sense.
-            DeviceError: a device is not there.
+            DeviceError: a device is not available.
         """
         if not given:
             return self
@@ -88,5 +88,5 @@ class RunOptions:
 
 
 def options_of(model: GraphModel) -> RunOptions:
-    """Return how predictions of a model run where a call does not say."""
+    """Return the default options of predictions of a model."""
     return model._run_options or RunOptions()

@@ -1,8 +1,8 @@
-"""What one pass of a batch computes: scores, states, pooled vectors, or scores at chosen tokens.
+"""Computations of one pass of a batch: scores, states, pooled vectors, or scores at chosen tokens.
 
-A pass is made of a prepared graph and is called with ids, token types and a layout. Everything in it depends
+A pass is created for a prepared graph and is called with ids, token types and a layout. Everything in it depends
 on tensors and shapes alone, so it can be recorded. Where an adapter puts virtual tokens before texts, a pass puts them
-there and gives what is the texts' own: vectors are pooled of those alone, as they are in training.
+there and returns only the texts' own states: vectors are pooled of those alone, as in training.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def scored(graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout, *, p
 
 
 def all_states(graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout) -> tuple[Tensor, Layout]:
-    """Return the states of all tokens, an adapter's virtual ones included, and how they lie."""
+    """Return the states of all tokens, including an adapter's virtual tokens, and their layout."""
     lead = lead_of(graph)
     if lead is not None:
         ids, types, layout = lead.rows(ids, types, layout)
@@ -59,7 +59,7 @@ def all_states(graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout) 
 
 
 def _own(graph: Graph, layout: Layout, states: Tensor) -> Tensor:
-    """Return of the states of all tokens those of the texts' own; ``layout`` is that of the texts alone."""
+    """Return the states of the texts' own tokens; ``layout`` covers the texts alone."""
     lead = lead_of(graph)
     return states if lead is None else layout.behind(lead.count, states)
 
@@ -114,7 +114,7 @@ class Pooled:
     """One vector a text, in float32.
 
     Args:
-        names: poolings whose results are joined, see `flodl_hf.inference.decode.pooling`; "pooler" is the model's own.
+        names: poolings to concatenate, see `flodl_hf.inference.decode.pooling`; "pooler" is the model's own.
         size: keep so many features; None for all.
         norm: give each vector's length as one more feature: the host divides by it once windows are put together.
     """
@@ -156,7 +156,7 @@ class Splade:
 
 @dataclass(frozen=True)
 class Related:
-    """How two texts belong together, by the head that stands beside a masked-word head."""
+    """Scores of the relation of two texts, by the head next to a masked-word head."""
 
     per_text: bool = True
 

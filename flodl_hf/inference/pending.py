@@ -1,6 +1,6 @@
 """Results that are on their way home, and in which order they are wanted.
 
-Arrays, not tensors, put them in order: torch would wake a thread for every core, which then waits busily beside
+Arrays, not tensors, put them in order: torch would wake a thread for every core, which then waits busily and slows
 the threads that tokenise.
 """
 
@@ -30,7 +30,7 @@ TRUNCATED: ContextVar[Callable[[int, int], None] | None] = ContextVar("TRUNCATED
 
 
 class Pending:
-    """Results on their way; ask for them when they are needed.
+    """Results of a pass that may still be running; wait for them when needed.
 
     Args:
         rows: how many rows there are.
@@ -50,7 +50,7 @@ class Pending:
             rows: its rows.
             sizes: how many results each has.
             values: where they will be, float32 on the CPU.
-            event: says when they are there; None if they are.
+            event: signals that they are complete; None if they are.
         """
         self._parts.append((rows, sizes, values, event))
         if self._heard is not None:
@@ -60,7 +60,7 @@ class Pending:
 
     def parts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the rows of each batch and their results, ``(results, ...)``, batch after batch as they arrive."""
-        # Other threads may still be adding batches of theirs.
+        # Other threads may still be adding batches.
         for thread in self.threads:
             thread.join()
         if self.faults:
@@ -77,7 +77,7 @@ class Pending:
 
     @classmethod
     def arrived(cls, rows: int, arrays: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Pending:
-        """Return what `arrays` gave, as results that are here."""
+        """Return the values of `arrays` as completed results."""
         found = cls(rows)
         for chosen, sizes, values in arrays:
             found.add(chosen, sizes, torch.from_numpy(values), None)
@@ -110,6 +110,6 @@ class Pending:
         return torch.from_numpy(found)
 
     def wait(self) -> None:
-        """Return when all results are here; raise what another thread met on the way."""
+        """Wait for all results; raise the exception of another thread, if any."""
         for _ in self.parts():
             pass

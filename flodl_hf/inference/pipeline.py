@@ -129,7 +129,7 @@ class Session:
         Args:
             table: the rows.
             work: what to compute.
-            places: the tokens of each row whose scores are needed; None for all.
+            places: the tokens of each row with needed scores; None for all.
         """
         if (count := COUNTED.get()) is not None:
             count(int(table.lengths.sum()))
@@ -162,7 +162,7 @@ class Session:
         blank: Callable[[Any], bool] | None = None,
         **how: Any,
     ) -> Any:
-        """Return the results of items whose rows need one forward pass.
+        """Return the results of items with rows that need one forward pass.
 
         Args:
             items: the items; an iterator returns an iterator.
@@ -207,8 +207,8 @@ class Session:
             steps: how to compute results.
             single: whether ``items`` is one item.
             rows: approximate number of rows per item.
-            what: name of the method, for the progress bar and warnings.
-            limit: tokens to which texts are truncated by default, for a warning.
+            what: name of the method, in the progress bar and warnings.
+            limit: default truncation length in tokens, used in a warning.
             call: sends windows to worker processes.
         """
         loop = _Loop(self, steps, what, limit, call)

@@ -24,7 +24,7 @@ def plan_batches(
     """Return the rows' indices in batches, longest rows first, each batch of at most ``budget`` tokens.
 
     Sorting puts rows of one length side by side, which is what attention over a packed batch wants;
-    the longest come first so that memory reaches its peak at once. A row above the budget runs alone.
+    the longest run first so that memory reaches its peak immediately. A row above the budget runs alone.
 
     Args:
         lengths: tokens of each row.
@@ -40,7 +40,7 @@ def plan_batches(
         return [order[i : i + 1] for i in range(len(order))]
     ends = np.cumsum(sizes[order])
     ordered = sizes[order]
-    # Where the next length begins, for each row; without ``equal`` nothing but the budget ends a batch.
+    # The start of the next length, for each row; without ``equal`` only the budget ends a batch.
     limits = np.searchsorted(-ordered, -ordered, side="right") if equal else np.full(len(order), len(order))
     batches = []
     start = 0

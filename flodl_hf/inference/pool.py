@@ -1,6 +1,6 @@
-"""One vector a text from the states of a batch, on the device, without asking the device for a number.
+"""One vector per text from the states of a batch, on the device, without a device synchronisation.
 
-The arithmetic is that of `flodl_hf.inference.decode.pooling.pool_packed`; slots without tokens give zeros.
+The arithmetic equals `flodl_hf.inference.decode.pooling.pool_packed`; slots without tokens are zeros.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def pool(states: Tensor, layout: Layout, names: Sequence[str], pooled: Tensor | 
         states: ``(tokens, hidden)`` or ``(batch, seq, hidden)``.
         layout: which tokens are a text.
         names: poolings, joined in order.
-        pooled: what the model's pooler gave, for "pooler".
+        pooled: the output of the model's pooler, for "pooler".
     """
     if not isinstance(layout, Packed):
         mask = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)

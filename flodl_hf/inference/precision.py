@@ -1,6 +1,6 @@
 """The precisions that prediction may run in, and which device has which.
 
-Decides names, dtypes and refusals. What a precision does to a graph is in `flodl_hf.inference.prepared`
+Decides names, dtypes and errors. A graph is converted to a precision in `flodl_hf.inference.prepared`
 and, on a processor, in `flodl_hf.inference.cpu`.
 """
 
@@ -53,7 +53,7 @@ def check_precision(precision: str | None, device: torch.device) -> None:
     """Raise unless the device has the precision.
 
     Raises:
-        PredictError: the name is unknown, or the device lacks it; the text says what it has.
+        PredictError: the name is unknown, or the device lacks it; the message lists the available ones.
     """
     check_name(precision)
     if precision is None or precision in ("exact", "fp32"):
@@ -93,7 +93,7 @@ def _missing_on_cpu(precision: str) -> str | None:
 
 @contextmanager
 def multiplying(precision: Precision | None, device: torch.device) -> Iterator[None]:
-    """Let float32 products on a CUDA device use TF32 or not, as the precision says; put it back afterwards.
+    """Allow or forbid TF32 for float32 products on a CUDA device, by precision; restore the setting afterwards.
 
     The switch is the whole process's: calls of different precision on several threads take turns.
     """

@@ -8,8 +8,8 @@ stay on disk only what surrounds the layers is made ready here; layers come and 
 (`flodl_hf.inference.layers_from_disk`).
 
 A change of the model is noticed by identity, version counter and address of each tensor, and by the modules
-that hold them; on the processor by one number of each tensor besides, because writes to ``parameter.data`` or by NumPy
-count no version. Code that writes weights elsewhere behind torch's back (a replayed CUDA graph does) has to say so, by
+that own them; on the CPU also by one number of each tensor, because writes to ``parameter.data`` or by NumPy
+do not increase the version. Code that writes weights without torch's knowledge (a replayed CUDA graph) has to call
 ``torch.autograd.graph.increment_version(parameters)`` or by `forget`.
 """
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Prepared", "Stamp", "forget", "prepared", "shadow"]
 
-# A user compares two precisions at most; each may hold a copy of the weights.
+# A user compares two precisions at most; each may have a copy of the weights.
 _KEPT = 2
 _PLACE = "_prepared_graphs"
 
@@ -47,7 +47,7 @@ def prepared(model: GraphModel, precision: Precision | None = None) -> Graph:
     """Return the graph that predicts for the model; made once and kept until the model changes.
 
     Args:
-        model: whose weights.
+        model: the model with the weights.
         precision: see `Precision`; None fuses and keeps the weights' own dtype.
 
     Raises:
@@ -57,12 +57,12 @@ def prepared(model: GraphModel, precision: Precision | None = None) -> Graph:
 
 
 def forget(model: GraphModel) -> None:
-    """Drop what was prepared, after weights were written in a way that torch does not count."""
+    """Drop the prepared graphs, after weights were written in a way that torch does not count."""
     model.__dict__.pop(_PLACE, None)
 
 
 class Stamp:
-    """What a graph looked like: which modules, which tensors, where they lie and how often they were written.
+    """Snapshot of a graph: its modules and tensors, their addresses and version counters.
 
     Args:
         graph: the graph to remember.
@@ -94,7 +94,7 @@ class Stamp:
         return list(map(tuple, map(dict.values, self._branches)))  # type: ignore[arg-type]
 
     def holds(self) -> bool:
-        """Return whether nothing has changed since; takes microseconds, because every prediction asks."""
+        """Return whether nothing has changed since; takes microseconds, because every prediction calls it."""
         return (
             all(map(is_, chain(self._now(), (None,)), chain(self._held, (None,))))
             and list(map(_version, self._counted)) == self._versions
@@ -106,9 +106,9 @@ class Stamp:
 
 
 def _middle(tensor: Tensor) -> np.ndarray | None:
-    """Return the bytes of one number of a tensor, where they stand; None of memory that is not the processor's.
+    """Return the bytes of one number of a tensor, in place; None for memory other than the CPU's.
 
-    Most writes change every number. Not the first, which may be of a row that never learns. The memory stays while
+    Most writes change every number. Not the first, which may be in a row that is never trained. The memory stays while
     it may be read, so that a thread which puts other weights there does no harm.
     """
     if tensor.device.type != "cpu" or not tensor.numel():
@@ -123,7 +123,7 @@ _version: Callable[[Tensor], int] = attrgetter("_version")
 
 
 class Prepared:
-    """A prepared graph and what it was made of.
+    """A prepared graph and its source.
 
     Attributes:
         graph: the shadow, fused and cast.
@@ -131,10 +131,10 @@ class Prepared:
         lacking: why torch's operations run a layer, by its path, where another table does not.
         bucketed: whether batches are brought to a few shapes, which a device's kernels must be trusted with.
         rounded: whether counts of rows are rounded up on a processor, because kernels are kept for each.
-        precision: what was asked for.
+        precision: the requested precision.
         layered: runs its layers where they are read from disk for each call; None where they are in memory.
         stamp: the source when it was made.
-        recorded: what the engine keeps with it: captured passes, staging buffers; gone when it is.
+        recorded: the engine's state for it: captured passes, staging buffers; dropped with it.
     """
 
     def __init__(
@@ -157,15 +157,15 @@ class Prepared:
         self._places = list(map(_address, self._lent))
 
     def sound(self) -> bool:
-        """Return whether all memory that the graph reads is still its own, though what lies there may be stale.
+        """Return whether all memory that the graph reads is still its own, although its contents may be stale.
 
-        Much cheaper than `Stamp.holds` where weights were cast, and enough to run the graph without harm.
+        Much cheaper than `Stamp.holds` if weights were cast, and enough to run the graph safely.
         """
         return list(map(_address, self._lent)) == self._places
 
 
 class _Holder:
-    """The prepared graphs of one model, safe to ask from several threads; never copied nor pickled with it."""
+    """The prepared graphs of one model, thread-safe; never copied nor pickled with it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -182,7 +182,7 @@ class _Holder:
     ) -> Prepared:
         """Return the prepared graph for a device; None is where the graph is.
 
-        ``unchecked`` may give a stale one, if it can be run; the caller asks its stamp before results are believed.
+        ``unchecked`` may return a stale one, if it can be run; the caller checks its stamp before results are used.
         """
         key = (precision, device, on_disk is not None)
         found = self._made.get(key)
@@ -194,7 +194,7 @@ class _Holder:
             found = self._made.get(key)
             if found is not None and found.stamp.holds():
                 return found
-            # What is stale or long unused goes first: there may be no room for more copies.
+            # Stale or long unused entries are evicted first: memory may be too small for more copies.
             recent = [precision, *dict.fromkeys(other for other, *_ in reversed(self._made) if other != precision)][
                 :_KEPT
             ]
@@ -219,7 +219,7 @@ def _trusts_buckets(graph: Graph, like: Tensor | None = None) -> bool:
     """Return whether a device attends in buckets as it does without: kernels that no other way of running needs.
 
     Args:
-        graph: whose layers.
+        graph: the graph with the layers.
         like: a tensor where they run, in the dtype that they compute in; None for one of the graph's own.
     """
     from flodl_hf.nn.attention.dot_product import SelfAttention

@@ -26,9 +26,9 @@ __all__ = [
 
 PRECISIONS = ("float32", "float16", "int8", "uint8", "binary", "ubinary")
 STORED_PRECISIONS = ("float32", "int8", "uint8", "binary", "ubinary")
-"""Those that ``precision`` of sentence-transformers' ``encode`` takes."""
+"""The values of ``precision`` of sentence-transformers' ``encode``."""
 BLOCK = 256
-"""Queries whose findings are put in order at once."""
+"""Queries with results that are sorted together."""
 
 
 def ranges_of(vectors: Any) -> NDArray[Any]:
@@ -45,9 +45,9 @@ def quantize_embeddings(
     Args:
         vectors: ``(n, size)``. An empty list is returned as it is.
         precision: one of `PRECISIONS`. A bit is set where a number is above zero; "binary" is "ubinary" less 128.
-        ranges: int8: the least and greatest number of each feature, ``(2, size)``; None takes those of
+        ranges: int8: the minimum and maximum of each feature, ``(2, size)``; None takes those of
             ``calibration_embeddings``, else of these vectors.
-        calibration_embeddings: int8: vectors whose ranges are taken, ``(m, size)``.
+        calibration_embeddings: int8: vectors to compute ranges of, ``(m, size)``.
 
     Raises:
         PredictError: there is no such precision, or one vector is to be bytes without ``ranges``.
@@ -81,8 +81,8 @@ def check_store(found: str, name: str = "store") -> None:
     """Refuse a precision that vectors cannot be kept in.
 
     Args:
-        found: what was asked for.
-        name: of the argument, for the message.
+        found: the argument's value.
+        name: of the argument in the message.
 
     Raises:
         PredictError: it is none of `PRECISIONS`.
@@ -96,14 +96,14 @@ def check_store(found: str, name: str = "store") -> None:
 def binary_search(
     queries: Any, corpus: Any, *, top_k: int = 10, rescore_multiplier: int = 4, whole: Any = None, device: Any = None
 ) -> Found:
-    """Return what is most alike among vectors of bits, found by bits and put in order by the queries' own numbers.
+    """Return the nearest binary vectors, found by bits and sorted by products with the unquantised queries.
 
     Args:
         queries: ``(queries, size)``, as they were before they became bits.
         corpus: ``(texts, size / 8)``, of "binary" or "ubinary".
         top_k: how many for each query.
         rescore_multiplier: so many times more are found by bits.
-        whole: the corpus as it was, ``(texts, size)``, to put in order by; only what was found is read, so that it may
+        whole: the unquantised corpus, ``(texts, size)``, to sort by; only candidates are read, so that it may
             be a mapped file. None takes the bits.
         device: where to compute; None is where the corpus is.
 
@@ -126,7 +126,7 @@ def byte_search(
     queries: Any, corpus: Any, ranges: Any, *, top_k: int = 10, rescore_multiplier: int = 4, whole: Any = None,
     device: Any = None,
 ) -> Found:  # fmt: skip
-    """Return what is most alike among vectors of bytes, by their products with the queries' own numbers.
+    """Return the nearest int8 vectors, by products with the unquantised queries.
 
     Args:
         queries: ``(queries, size)``, as they were before they became bytes.
@@ -134,7 +134,7 @@ def byte_search(
         ranges: the least and greatest number of each feature that they were made by, ``(2, size)``.
         top_k: how many for each query.
         rescore_multiplier: with ``whole``, so many times more are found by bytes.
-        whole: the corpus as it was, to put in order by; only what was found is read. None: scores are those of bytes.
+        whole: the unquantised corpus, to sort by; only candidates are read. None: scores are those of bytes.
         device: where to compute; None is where the corpus is.
 
     Raises:
@@ -171,7 +171,7 @@ def _signs(bits: Tensor, size: int) -> Tensor:
 def _in_order(
     asked: Tensor, near: Found, rows: Tensor, expand: Callable[[Tensor], Tensor] | None, top_k: int, place: torch.device
 ) -> Found:
-    """Return what was found in the order of its products with the queries, some queries at a time."""
+    """Return the candidates in the order of their products with the queries, some queries at a time."""
     scores, indices = [], []
     for block, at in zip(asked.split(BLOCK), near.indices.split(BLOCK), strict=True):
         own = rows[at.flatten().to(rows.device)].to(place)

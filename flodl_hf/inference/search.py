@@ -1,6 +1,6 @@
 """The most alike of a corpus for each query, found exactly: scores in blocks, so that no table of all is ever there.
 
-Of equal scores the text that stands first wins. Products of blocks of other sizes, and those of a GPU, may round
+Of equal scores the text with the lower index wins. Products of blocks of other sizes, or on a GPU, may round
 otherwise in the last bit.
 """
 
@@ -27,7 +27,7 @@ QUERIES, CORPUS = 1024, 65_536
 
 @dataclass(frozen=True)
 class Found(Sequence[list[dict[str, Any]]]):
-    """What was found for each query, the most alike first; item ``i`` is a list of dictionaries, as elsewhere.
+    """Results for each query, the most similar first; item ``i`` is a list of dictionaries, as in other libraries.
 
     Attributes:
         scores: how alike, ``(queries, top_k)``, float32, on the processor.
@@ -52,7 +52,7 @@ def as_vectors(given: Any, name: str) -> Tensor:
 
     Args:
         given: a tensor, an array, a list of either, or one vector.
-        name: what they are, for the message.
+        name: name of the vectors in the message.
 
     Raises:
         PredictError: they are no such vectors.
@@ -94,8 +94,8 @@ def semantic_search(
         corpus_embeddings: ``(texts, size)``, of any dtype; blocks are computed in float32.
         top_k: how many for each query; all where there are fewer.
         measure: "cosine", "dot", "euclidean" or "manhattan"; "dot" is the same as "cosine" for vectors of length 1.
-        query_chunk_size: queries at once.
-        corpus_chunk_size: vectors of the corpus at once.
+        query_chunk_size: number of queries per block.
+        corpus_chunk_size: number of corpus vectors per block.
         device: where to compute; None is where the corpus is.
 
     Raises:
@@ -130,8 +130,8 @@ def search_blocks(
         score: gives ``(queries, texts)``, the larger the better.
         top_k: how many for each query; all where there are fewer.
         place: where to compute.
-        query_chunk_size: queries at once.
-        corpus_chunk_size: vectors of the corpus at once.
+        query_chunk_size: number of queries per block.
+        corpus_chunk_size: number of corpus vectors per block.
     """
     most = min(top_k, len(corpus))
     if not len(queries) or not most:

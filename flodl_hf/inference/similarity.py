@@ -23,7 +23,7 @@ class Similarity(Tensor):
     """A table of similarities, ``(a, b)``: a tensor that a notebook shows as a coloured table.
 
     Attributes:
-        rows: the texts of its rows where it was made of texts.
+        rows: the texts of its rows, if it was computed from texts.
         columns: the texts of its columns.
     """
 
@@ -49,7 +49,7 @@ MEASURES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "euclidean": lambda a, b: -torch.cdist(a, b, p=2.0),
     "manhattan": lambda a, b: -torch.cdist(a, b, p=1.0),
 }
-"""By name; what is alike is large, so distances count below zero."""
+"""Measures by name; larger is more similar, so distances are negative."""
 
 PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cosine": lambda a, b: (torch.nn.functional.normalize(a, dim=-1) * torch.nn.functional.normalize(b, dim=-1)).sum(

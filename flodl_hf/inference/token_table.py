@@ -1,6 +1,6 @@
 """Rows of tokens as flat arrays, made without an object for each row where that can be.
 
-Decides how what a tokenizer gives becomes a `TokenTable`: ids of texts and the specials that stand around them
+Decides how a tokenizer's output becomes a `TokenTable`: ids of texts and the special tokens around them
 (`Frame`), encodings of the tokenizers library, or records. Leaves to others which texts need windows, and where those
 are cut.
 """
@@ -38,7 +38,7 @@ class Frame:
         between: ids after the first text and before the second; none of single texts.
         trail: ids at the end.
         types: token type of the lead, first text, specials between, second text and trail.
-        pair: whether it is that of pairs.
+        pair: whether it is the frame of pairs.
     """
 
     lead: tuple[int, ...]
@@ -59,7 +59,7 @@ _PROBES = (("a a a", "a a"), ("a", "a a a a"), ("", "a"), ("a", ""))
 
 
 def frame_of(tokenizer: Tokenizer, *, pairs: bool = False) -> Frame | None:
-    """Return the frame around a text or a pair; None where it is none, and each row must be asked."""
+    """Return the frame around a text or a pair; None if it is not constant, and each row must be tokenised fully."""
     known = _FRAMES.setdefault(tokenizer, {})
     if pairs not in known:
         known[pairs] = _asked(tokenizer, pairs)
@@ -111,10 +111,10 @@ def framed(
     Args:
         frame: of the tokenizer.
         first: the ids of each row's first text.
-        second: those of its second.
+        second: the ids of each row's second text.
         owners: see `TokenTable`; by default each row is a text.
         first_token: see `TokenTable`; 0 by default.
-        window: likewise.
+        window: see `TokenTable`; 0 by default.
     """
     ids, counts = first
     rows = len(counts)
@@ -148,7 +148,7 @@ def _of_single(frame: Frame) -> tuple[int, ...]:
 
 
 def of_one(ids: list[int], frame: Frame) -> TokenTable:
-    """Return the table of one single text, whose answer somebody waits for; all its token types are 0.
+    """Return the table of one single text; all its token types are 0.
 
     Args:
         ids: with the specials.
@@ -172,7 +172,7 @@ def of_encodings(
     Args:
         encodings: one for each row.
         owners: the text of each; by default each is a text.
-        frame: of the tokenizer, for these rows; None asks each row.
+        frame: of the tokenizer, for these rows; None queries each row.
         offsets: whether to note offsets and words.
     """
     lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
@@ -180,7 +180,7 @@ def of_encodings(
     starts = np.cumsum(lengths) - lengths
     zeros = np.zeros(rows, np.int64)
 
-    # Read one after another: an encoding's lists are made when asked for, and their memory serves the next.
+    # Read one after another: an encoding's lists are created on access, and their memory serves the next.
     def each(name: str) -> Iterable[Any]:
         return chain.from_iterable(map(attrgetter(name), encodings))
 
@@ -249,7 +249,7 @@ def _content_words(
 
 
 def _laid_out(values: np.ndarray, sizes: list[Any], rows: int, dtype: Any) -> np.ndarray:
-    """Return ``values[i]`` as often as ``sizes[i]`` (numbers, or one a row) says, row after row."""
+    """Return ``values[i]`` repeated ``sizes[i]`` times (numbers, or one per row), row after row."""
     columns = [np.broadcast_to(np.asarray(size, np.int64), (rows,)) for size in sizes]
     return np.repeat(np.tile(values.astype(dtype), rows), np.stack(columns, 1).ravel())
 
@@ -306,7 +306,7 @@ def chosen_rows(table: TokenTable, keep: np.ndarray) -> TokenTable:
 
     Args:
         table: the rows.
-        keep: True for those that stay, ``(rows,)``.
+        keep: True for the rows to keep, ``(rows,)``.
     """
     tokens = np.repeat(keep, table.lengths)
 

@@ -23,19 +23,19 @@ COLUMN = "vector"
 
 
 def ranges_path(path: str | os.PathLike[str]) -> Path:
-    """Return where the ranges of vectors in bytes lie: ``(2, size)``, the least and greatest number of each feature."""
+    """Return the path of the ranges of int8 vectors: ``(2, size)``, the minimum and maximum of each feature."""
     return Path(f"{os.fspath(path)}.ranges.npy")
 
 
 def write_vectors(
     path: str | os.PathLike[str], vectors: NDArray[Any], columns: Mapping[str, Sequence[Any]] | None = None
 ) -> None:
-    """Write vectors, and beside them further columns where the format has such.
+    """Write vectors, with further columns if the format supports them.
 
     Args:
         path: its suffix, one of `SUFFIXES`, is the format.
         vectors: ``(n, size)``.
-        columns: a value for each vector, by name; left out of ``.npy``.
+        columns: a value for each vector, by name; omitted from ``.npy``.
 
     Raises:
         DataError: the suffix names no format, or pyarrow is absent.
@@ -73,7 +73,7 @@ def read_vectors(path: str | os.PathLike[str]) -> NDArray[Any]:
     """Return the vectors of a file, ``(n, size)``.
 
     Raises:
-        DataError: it holds none, or cannot be read.
+        DataError: the file contains none, or cannot be read.
     """
     kind = _kind(path)
     try:
@@ -95,7 +95,7 @@ def read_vectors(path: str | os.PathLike[str]) -> NDArray[Any]:
             found = column.flatten().to_numpy().reshape(len(column), -1)
     except (ValueError, KeyError, OSError, EOFError) as fault:
         raise DataError(
-            f"{path}: holds no vectors that can be read ({fault}); expected such as encode writes"
+            f"{path}: contains no vectors that can be read ({fault}); expected a file written by encode"
         ) from None
     if found.ndim != 2:
         raise DataError(f"{path}: found an array of shape {found.shape}; expected vectors (n, size)", found=found.shape)

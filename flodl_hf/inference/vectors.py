@@ -1,7 +1,7 @@
 """Vectors of texts put in place as they come: one array for all, each number written once.
 
-Arrays, not tensors, for the reason that `flodl_hf.inference.pending` has: a tensor operation on so many numbers would
-wake a thread for every core, which then waits busily beside the threads that tokenise.
+Arrays, not tensors; the reason is in `flodl_hf.inference.pending`: a tensor operation on so many numbers would
+wake a thread for every core, which then waits busily and slows down the threads that tokenise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Vectors:
     """The vectors of one call.
 
     Args:
-        total: how many texts there are; None where nobody knows, and each part then has an array of its own.
+        total: number of texts; None if unknown, and each part then has a separate array.
         normalize: scale vectors to length 1; the pass then gives lengths too (`Pooled.norm`).
     """
 
@@ -59,15 +59,15 @@ class Vectors:
                 more = np.flatnonzero(seen[mine] > 1)
                 several.append((rows[more], values[more, :width]))
             if self._normalize:
-                # In place: what a batch gave is nobody else's, and no new memory is touched.
+                # In place: the result of a batch is not shared, and no new memory is touched.
                 np.divide(values[:, :width], values[:, width:], out=values[:, :width])
-            # Those of several windows are written over below.
+            # Vectors of several windows are overwritten below.
             out[mine] = values[:, :width]
         assert out is not None
         found = torch.from_numpy(out)
         if split:
             rows, values = (np.concatenate(parts) for parts in zip(*several, strict=True))
-            # In the order of rows, however many batches and devices they came from: sums are then the same.
+            # In the order of rows, regardless of the number of batches and devices: sums are then the same.
             order = np.argsort(rows)
             rows, values = rows[order], values[order]
             where, owner = np.unique(owners[rows], return_inverse=True)
@@ -95,7 +95,7 @@ class Vectors:
 
 
 def _mean(vectors: np.ndarray, owner: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return one vector a text: the mean over its windows, weighted by their tokens; windows of a text lie together."""
+    """Return one vector per text: the mean over its adjacent windows, weighted by their tokens."""
     if not len(owner):
         return vectors
     # A window without content still must count as one.

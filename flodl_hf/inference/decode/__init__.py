@@ -59,7 +59,7 @@ __all__ = [
     "pool_padded",
 ]
 
-# One answer needs one kind of decoding, and the first answer waits for what it imports.
+# One answer needs one kind of decoding, and the first answer waits for its imports.
 _FILES = {
     "classes": (
         "Classification",

@@ -1,4 +1,4 @@
-"""The best span of each context that lies in one window, for all contexts at once.
+"""The best span of each context that fits in one window, for all contexts together.
 
 This file decides how the largest sum of a start and an end logit is found among all spans, and which of equal ones
 counts; no sum is kept but the largest. Several answers of a context, and contexts of several windows, are left to
@@ -13,13 +13,13 @@ import numpy as np
 
 __all__ = ["BestSpans", "best_spans"]
 
-# Tokens looked at together, so that what is added up over and over stays in a core's own cache.
+# Number of tokens per block, so that running sums stay in the cache of a core.
 _BLOCK = 1 << 15
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BestSpans:
-    """Spans with the largest sum of their row: one for each row, and those that equal it.
+    """Spans with the largest sum of their row: one per row, and ties.
 
     Attributes:
         row: the row, never falling, ``(spans,)``.
@@ -39,7 +39,7 @@ def best_spans(start: np.ndarray, end: np.ndarray, counts: np.ndarray, longest: 
 
     Args:
         start: finite logits, float32, rows end to end, ``(tokens,)``.
-        end: likewise.
+        end: finite logits of ends, in the form of ``start``.
         counts: tokens of each row, each at least 1, ``(rows,)``.
         longest: most tokens of a span.
     """

@@ -1,7 +1,7 @@
 """Classes, scores and ranks from sequence classification logits.
 
 This file decides which function turns logits into scores, how the windows of a long text are merged, and how
-zero-shot and ranking read an NLI head and a cross-encoder. It leaves the making of rows and hypotheses to the
+zero-shot and ranking use an NLI head and a cross-encoder. Rows and hypotheses are created by the
 caller.
 """
 
@@ -166,9 +166,9 @@ def decode_classes(
         logits: ``(rows, labels)``.
         labels: names in the order of their ids.
         problem_type: as in the model's configuration.
-        function_to_apply: ``"softmax"``, ``"sigmoid"`` or ``"none"``, instead of what the problem asks for.
+        function_to_apply: ``"softmax"``, ``"sigmoid"`` or ``"none"``, instead of the problem type's default.
         top_k: most labels of a text; all without it.
-        threshold: least score of a label that is returned: one for all, one per label in order, or by name
+        threshold: minimum score of a returned label: one for all, one per label in order, or by name
             (labels that are not named are always returned). A text may then have no label.
         owners: index of the text of each row; without it row ``i`` is text ``i``.
         weights: number of content tokens of each row.
@@ -214,7 +214,7 @@ def decode_classes(
 
 
 def decide(found: Sequence[Classification], thresholds: Mapping[str, float]) -> list[Classification]:
-    """Return the one of two labels that holds: the second where its score reaches its threshold, else the first.
+    """Return the predicted one of two labels: the second if its score reaches its threshold, else the first.
 
     Args:
         found: both labels of a text with their scores; nothing of a text with nothing to read.
@@ -289,7 +289,7 @@ def _thresholds(threshold: float | Sequence[float] | Mapping[str, float] | None,
 
 
 def entailment_id(labels: Sequence[str]) -> int:
-    """Return the id of the label that means "follows from": the first whose name begins with "entail".
+    """Return the id of the entailment label: the first with a name that begins with "entail".
 
     Raises:
         PredictError: no label is called so, and guessing would turn scores upside down.
@@ -307,7 +307,7 @@ def entailment_id(labels: Sequence[str]) -> int:
 def contradiction_id(labels: Sequence[str], entailment: int) -> int:
     """Return the id of the label that is weighed against entailment.
 
-    That is the first whose name begins with "contradict", then "not"; where no name says so, label 0, or the
+    That is the first with a name that begins with "contradict", then "not"; if no name matches, label 0, or the
     last one if 0 is entailment, as transformers takes it.
     """
     for beginning in ("contradict", "not"):

@@ -1,6 +1,6 @@
 """The best label sequence that a tagging scheme allows.
 
-This file holds the search (Viterbi) over a whole batch at once. It leaves the rules to ``labels.py`` and the
+This file contains the search (Viterbi) over a whole batch. The rules are in ``labels.py``; the
 units that carry one label each to ``entities.py``.
 """
 

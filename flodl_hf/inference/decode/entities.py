@@ -1,7 +1,7 @@
-"""Entities from token classification logits, at the characters where they stand.
+"""Entities from token classification logits, with their character positions.
 
 This file decides how the distributions of a word's tokens become one label, how labelled words join into
-entities, and what an entity is. It leaves tags to ``labels.py``, windows to ``windows.py``, words to
+entities, and the fields of an entity. Tags are parsed in ``labels.py``, windows in ``windows.py``, words in
 ``words.py``, and the habits of other libraries to ``compat/``.
 """
 
@@ -97,14 +97,14 @@ def decode_entities_batch(
 ) -> list[list[Entity]]:
     """Return for each text its entities, sorted and disjoint (with ``"none"``: one per token).
 
-    A text in several windows is decoded once: each token's logits come from the window where it has most
+    A text in several windows is decoded once: each token's logits are taken from the window where it has most
         context,
     so no entity is lost, doubled or cut at a seam.
 
-    ``aggregation`` says what carries a label. ``"first"``, the default, gives each word the distribution of
+    ``aggregation`` selects the labelled units. ``"first"``, the default, gives each word the distribution of
     its first token, which is the token that models are trained on when the others are masked in the loss;
-    ``"average"`` the mean over its tokens, ``"max"`` that of its surest token. With ``"simple"`` each token
-    carries its own, so an entity may end inside a word. Labelled pieces then join as the scheme says.
+    ``"average"`` the mean over its tokens, ``"max"`` that of its best token. With ``"simple"`` each token
+    has its own label, so an entity may end inside a word. Labelled pieces are then joined by the scheme.
     ``"none"`` joins nothing.
 
     Args:
@@ -118,8 +118,8 @@ def decode_entities_batch(
         ignore_labels: full labels or entity names that are left out.
         constrained: take the most probable label sequence that the scheme allows instead of each unit's best
             label. Not for models trained on IOB1 tags, where an entity begins with ``I-``.
-        word_spans: for pre-split input whose offsets count from the beginning of each word: where the words
-            stand in the joined text. Words are then never parted at punctuation.
+        word_spans: for pre-split input with offsets that count from the beginning of each word: the positions
+            of the words in the joined text. Words are then never split at punctuation.
 
     Raises:
         PredictError: logits, rows, texts and labels do not fit each other, or logits are not finite.

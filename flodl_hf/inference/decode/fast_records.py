@@ -1,4 +1,4 @@
-"""Many frozen records at once, at the price of ordinary ones.
+"""Create many frozen records together, at the cost of ordinary ones.
 
 A frozen dataclass sets each field through ``object.__setattr__``, which makes it three times as slow to make as
 one that may change; answers come by the hundred thousand. So they are made as what may change and then become what
@@ -25,7 +25,7 @@ NAMES = {"entity": "label", "entity_group": "label", "answer": "text", "token_st
 
 
 class Record:
-    """A record whose fields are read by name too, as those of transformers' pipelines: ``record["score"]``."""
+    """A record with fields that can also be read by key, as in transformers' pipelines: ``record["score"]``."""
 
     __slots__ = ()
 
@@ -51,7 +51,7 @@ def _draft(kind: type) -> Any:
 
 
 def made(kind: type[T], *columns: Iterable[Any]) -> list[T]:
-    """Return ``[kind(*values) for values in zip(*columns)]``, whose checks in ``__post_init__`` are not run.
+    """Return ``[kind(*values) for values in zip(*columns)]``, without the checks in ``__post_init__``.
 
     Args:
         kind: a dataclass with slots.
@@ -64,7 +64,7 @@ def made(kind: type[T], *columns: Iterable[Any]) -> list[T]:
 
 
 class _Pairs(dict[int, tuple[int, int]]):
-    """Pairs by a number that stands for both; made when first asked for."""
+    """Pairs by a number that encodes both; created on demand."""
 
     def __missing__(self, key: int) -> tuple[int, int]:
         first, second = divmod(key, _APART)
@@ -73,7 +73,7 @@ class _Pairs(dict[int, tuple[int, int]]):
 
 
 _APART = 1 << 32
-# Words and tokens of texts of ordinary length; what long texts have beside is forgotten now and then.
+# Words and tokens of texts of ordinary length; entries beyond that are evicted periodically.
 _MOST_PAIRS = 1 << 16
 _PAIRS = threading.local()
 
@@ -82,7 +82,7 @@ def pairs_of(first: np.ndarray, second: np.ndarray) -> list[tuple[int, int]]:
     """Return ``list(zip(first, second))`` of integers, equal pairs being one object.
 
     Spans of words repeat from text to text, and each new tuple is one more object for the collector of cycles to
-    walk over: with a large program's heap, that is most of what an answer costs.
+    traverse: with a large program's heap, that is most of the cost of an answer.
 
     Args:
         first: integers, ``(n,)``.

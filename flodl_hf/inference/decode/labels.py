@@ -22,7 +22,7 @@ SchemeName: TypeAlias = Literal["BIO", "BIOES", "BILOU", "BMES", "IO", "plain", 
 
 OUTSIDE = "O"
 
-# Codes of what a label says about its place in an entity, the same for all schemes.
+# Codes of a label's position in an entity, the same for all schemes.
 OUT, BEGIN, INSIDE, END, SINGLE = range(5)
 
 _CODES = {"B": BEGIN, "I": INSIDE, "M": INSIDE, "E": END, "L": END, "S": SINGLE, "U": SINGLE}
@@ -38,7 +38,7 @@ def normalise_id2label(
         num_labels: size of the head; without it the largest id decides.
 
     Raises:
-        ConfigError: an id is no integer, is named twice, or lies outside the head; all faults at once.
+        ConfigError: an id is not an integer, is named twice, or is outside of the head; lists all problems.
     """
     if isinstance(id2label, str):
         raise ConfigError(
@@ -56,7 +56,7 @@ def normalise_id2label(
         elif int(text) in names:
             problems.append(f"id {text} is named twice: {names[int(text)]!r} and {name!r}")
         elif num_labels is not None and int(text) >= num_labels:
-            problems.append(f"id {text} ({name!r}) lies outside the head of {num_labels} labels")
+            problems.append(f"id {text} ({name!r}) is outside of the head of {num_labels} labels")
         else:
             names[int(text)] = name
     size = num_labels if num_labels is not None else max(names, default=-1) + 1
@@ -75,8 +75,8 @@ def normalise_id2label(
 class TagScheme:
     """A label set read as tags: for each id its part of an entity and the entity's name.
 
-    Schemes are told apart by the labels alone: ``IO`` (``I-PER``), ``BIO`` (``B-``, ``I-``), ``BIOES``
-        (besides
+    Schemes are detected from the labels alone: ``IO`` (``I-PER``), ``BIO`` (``B-``, ``I-``), ``BIOES``
+        (also
     ``E-``, ``S-``), ``BILOU`` (``L-``, ``U-``), ``BMES`` (``M-``), ``plain`` (names such as ``PER`` or
     ``credit-card`` with an outside label) and ``tags`` (names without an outside label, as in part-of-speech
     tagging, where every word stands for itself).
@@ -150,7 +150,7 @@ def _split(label: str) -> tuple[str | None, str]:
 def _keep_real_prefixes(labels: Sequence[str], split: list[tuple[str | None, str]]) -> list[tuple[str | None, str]]:
     """Return the split with prefixes kept only where the label set as a whole uses them as tags.
 
-    ``E-mail`` beside ``B-PER`` is a name, because there is neither ``B-mail`` nor ``I-mail``. A label set in
+    ``E-mail`` next to ``B-PER`` is a name, because neither ``B-mail`` nor ``I-mail`` exists. A label set in
     which some names have no prefix uses tags only if one entity appears under two of them.
     ``S-LOC`` without ``B-LOC`` is a tag where other entities have ``S-`` and ``B-``.
     """
@@ -186,7 +186,7 @@ def _scheme_of(labels: Sequence[str], letters: list[str]) -> SchemeName:
 def _transitions(parts: np.ndarray, entities: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return which label may follow which, may come first, may come last.
 
-    The rules are those of the parts an entity has: an entity without a begin label may begin with inside, one
+    The rules follow the tags that an entity has: an entity without a begin label may begin with inside, one
     without an end label may stop after begin or inside, one without a single label may stop after begin.
     """
     count = int(entities.max()) + 1 if len(entities) else 0

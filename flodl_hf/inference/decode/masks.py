@@ -1,4 +1,4 @@
-"""What a masked language model would put in place of its masks.
+"""Predictions of a masked language model for its masks.
 
 This file decides how tokens and targets at a mask are scored. It leaves finding masks in a text, expanding
 one mask to several and writing tokens as text to the caller, who has the tokenizer.
@@ -27,7 +27,7 @@ class MaskFill:
         tokens: token ids, one unless a target was of several tokens.
         score: probability of the token; of several tokens the product of their probabilities.
         per_token: geometric mean of the tokens' probabilities, to compare targets of different lengths.
-        target: place in the caller's list of targets, ``None`` where the whole vocabulary was asked.
+        target: index in the caller's list of targets, ``None`` for the whole vocabulary.
     """
 
     tokens: tuple[int, ...]
@@ -62,7 +62,7 @@ class MaskPlaces:
 
 
 def mask_places(table: TokenTable, mask_id: int) -> MaskPlaces:
-    """Return where the masks of texts stand.
+    """Return the positions of the masks of texts.
 
     Args:
         table: the windows of the texts.
@@ -134,7 +134,7 @@ def decode_targets(
 
     A target of one token has the token's probability over the whole vocabulary, not renormalised over the
     targets.
-    A target of ``n`` tokens is scored in a text of its own, in which the mask stands ``n`` times: its score
+    A target of ``n`` tokens is scored in a separate text, in which the mask occurs ``n`` times: its score
         is the
     product of the probability of each token at its mask while all ``n`` are hidden (a pseudo-likelihood).
     Such products shrink with length; ``per_token`` does not.
@@ -143,7 +143,7 @@ def decode_targets(
         logits: vocabulary logits at mask positions, ``(positions, vocabulary)``.
         targets: token ids of each target.
         places: for each mask and target, in the order mask 0 target 0, mask 0 target 1, ..., the rows of
-            ``logits`` at which the target's tokens stand. Without it every target is one token and row ``i``
+            ``logits`` for the target's tokens. Without it every target is one token and row ``i``
             is mask ``i``.
         top_k: most targets per mask; all without it.
 
@@ -166,7 +166,7 @@ def decode_targets(
     if places is None and max(sizes) > 1:
         raise PredictError(
             "fill-mask: a target has several tokens but the text one mask; "
-            "expected rows in which the mask stands once per token; pass their places"
+            "expected rows with one mask per token; pass their places"
         )
     if places is None:
         places = [[mask] for mask in range(len(values)) for _ in targets]

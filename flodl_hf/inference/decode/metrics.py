@@ -136,7 +136,7 @@ def answer_scores(prediction: str, answers: Sequence[str]) -> tuple[float, float
 
     Args:
         prediction: the predicted answer; empty for "no answer".
-        answers: all accepted answers; none, or only ones without a word, for a question without an answer.
+        answers: all accepted answers; none, or only ones without a word, if the question has no answer.
     """
     predicted = _normalized(prediction)
     # According to the rules of version 2, answers that normalise to nothing are no answers.

@@ -1,7 +1,7 @@
 """One vector per text from the hidden states of its tokens.
 
 This file decides the arithmetic of each pooling, for padded and for packed hidden states. It leaves which
-pooling a folder asks for, and prompts that are not to be counted, to the caller, who makes the mask.
+pooling is used, and the mask that excludes prompts, is decided by the caller.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def pool_padded(
     """Return one vector per row; several poolings are joined in the given order, ``(batch, hidden ×
     poolings)``.
 
-    ``mean`` is bit for bit that of sentence-transformers in float32. Half precision is pooled, and returned,
+    ``mean`` is bit-equal to sentence-transformers' in float32. Half precision is pooled, and returned,
     in float32, in which a sum over thousands of tokens keeps its digits.
 
     Args:
@@ -49,11 +49,11 @@ def pool_padded(
         mask: ``(batch, seq)``, true or 1 for tokens that count.
         pooling: ``"cls"`` the first token; ``"mean"``; ``"max"`` of each feature; ``"mean_sqrt_len"`` the sum
             over the root of the length; ``"weighted_mean"`` with weights 1, 2, 3, ...; ``"last_token"``;
-            ``"pooler"`` what the model's own pooler gave.
+            ``"pooler"`` the output of the model's pooler.
         pooler_output: ``(batch, hidden)``, needed for ``"pooler"``.
 
     Raises:
-        PredictError: a pooling is unknown, or ``"pooler"`` is asked of a model without one.
+        PredictError: a pooling is unknown, or ``"pooler"`` is requested of a model without one.
     """
     values = _float(hidden)
     return _join([_padded(values, mask, name, pooler_output) for name in _names(pooling)])
@@ -67,7 +67,7 @@ def pool_packed(
     mask: Tensor | None = None,
     pooler_output: Tensor | None = None,
 ) -> Tensor:
-    """Return one vector per row from rows laid end to end; the same as ``pool_padded`` up to rounding.
+    """Return one vector per row from concatenated rows; the same as ``pool_padded`` up to rounding.
 
     Args:
         hidden: ``(tokens, hidden)``.
@@ -77,7 +77,7 @@ def pool_packed(
         pooler_output: ``(batch, hidden)``, needed for ``"pooler"``.
 
     Raises:
-        PredictError: a pooling is unknown, or ``"pooler"`` is asked of a model without one.
+        PredictError: a pooling is unknown, or ``"pooler"`` is requested of a model without one.
     """
     values, bounds = _float(hidden), cu_seqlens.to(torch.int64)
     start = torch.repeat_interleave(bounds[:-1], bounds.diff())
@@ -96,7 +96,7 @@ def pool_bucketed(
     places: Tensor,
     pooling: Pooling | Sequence[Pooling] = "mean",
 ) -> Tensor:
-    """Return one vector per slot of a batch that is filled up to its shape, without asking the device anything.
+    """Return one vector per slot of a batch that is padded to its shape, without a device synchronisation.
 
     The same as ``pool_packed`` for texts that are real; what slots without tokens have is of no meaning, and finite.
 
@@ -184,7 +184,7 @@ def _names(pooling: Pooling | Sequence[Pooling]) -> list[str]:
 
 def _from_pooler(pooler_output: Tensor | None) -> Tensor:
     if pooler_output is None:
-        raise PredictError("embeddings: pooling 'pooler' asks for a pooler, there is none; use 'cls' or 'mean'")
+        raise PredictError("embeddings: pooling 'pooler' needs a pooler, this model has none; use 'cls' or 'mean'")
     return _float(pooler_output)
 
 

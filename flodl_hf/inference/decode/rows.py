@@ -1,8 +1,8 @@
-"""What the decoders read of a tokenised text, and how logits of any layout line up with it.
+"""Rows of a tokenised text for the decoders, and their alignment with logits of any layout.
 
-This file decides how the rows of a batch become flat arrays: which positions are content, where each of them stands in
-its text, and which row of the logits belongs to it. It leaves to the text room how rows are made, to
-``windows.py`` which of several views of one token counts, and to every other file what an answer is.
+This file decides how the rows of a batch become flat arrays: which positions are content, their positions in the
+text, and which row of the logits belongs to each. Rows are created by the tokenizers package;
+``windows.py`` merges several views of one token, and every other file defines its kind of answer.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Placed:
 
 
 Logits: TypeAlias = Tensor | np.ndarray | Sequence[Tensor] | Sequence[np.ndarray] | Placed
-"""Padded ``(rows, seq, ...)``, packed ``(tokens, ...)``, one array ``(seq, ...)`` per row, or told where."""
+"""Padded ``(rows, seq, ...)``, packed ``(tokens, ...)``, one array ``(seq, ...)`` per row, or with given positions."""
 
 
 class TokenRow(Protocol):
@@ -116,7 +116,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenTable:
-    """Many rows of tokens as flat arrays, rows end to end: what `TokenRow` says of one, without an object for each.
+    """Many rows of tokens as flat arrays, concatenated: the data of `TokenRow`, without an object for each.
 
     Attributes:
         ids: token ids, ``(tokens,)``.
@@ -125,10 +125,10 @@ class TokenTable:
         owners: the text of each row, ``(rows,)``.
         counts: content tokens of each row, specials left out, ``(rows,)``.
         first_token: place of each row's first content token in its text's token stream, ``(rows,)``.
-        window: place of each row among those of its text, ``(rows,)``.
+        window: index of each row among the rows of its text, ``(rows,)``.
         sequence: 0 or 1 for a token of the first or second text, -1 for a special, ``(tokens,)``.
-        offsets: character spans, ``(tokens, 2)``; None where they were not asked for.
-        word_ids: word of each token, -1 for none, ``(tokens,)``; None likewise.
+        offsets: character spans, ``(tokens, 2)``; None if not requested.
+        word_ids: word of each token, -1 for none, ``(tokens,)``; None if not requested.
         nulls: column of each row's first special token, 0 where there is none, ``(rows,)``.
     """
 
@@ -157,7 +157,7 @@ Rows: TypeAlias = Sequence[TokenRow] | TokenTable
 
 
 def null_columns(rows: Rows) -> np.ndarray:
-    """Return the place of each row's first special token, where models are trained to say "nothing here"."""
+    """Return the position of each row's first special token, where models are trained to predict "no answer"."""
     if isinstance(rows, TokenTable):
         return rows.nulls
     return np.fromiter((next((i for i, s in enumerate(row.special) if s), 0) for row in rows), np.int64, len(rows))
@@ -227,7 +227,7 @@ def flat_logits(logits: Logits, rows: Rows, trailing: int) -> tuple[Tensor, np.n
         trailing: dimensions after the token dimension: 1 for ``(..., labels)``, 0 for span logits.
 
     Raises:
-        PredictError: the logits do not have the shape that the rows ask for.
+        PredictError: the logits do not have the shape that the rows require.
     """
     if isinstance(logits, Placed):
         return logits.values, logits.starts

@@ -1,7 +1,7 @@
 """Answers to questions from start and end logits.
 
 This file decides how likely each span of a context is, over all of its windows together, and which spans are
-answers. It leaves the model inputs to the text room and the removed pipeline's habits to
+answers. The tokenizers package creates model inputs; the removed pipeline's rules are in
 ``compat/question_answering.py``.
 """
 
@@ -33,14 +33,14 @@ _BAND_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Answer(Record):
-    """A span of a context, or the statement that the context holds no answer.
+    """A span of a context, or the statement that the context contains no answer.
 
     Attributes:
         text: exactly ``context[start:end]``; empty for no answer.
         score: probability that the answer begins and ends here, from 0 to 1.
         start: first character, 0 for no answer.
         end: character after the last one, 0 for no answer.
-        no_answer: True if this says that there is none.
+        no_answer: True if the context contains no answer.
     """
 
     text: str
@@ -112,20 +112,20 @@ def decode_answers_batch(
     """Return for each question and context up to ``top_k`` answers, best first.
 
     **Score.** Start and end are each normalised once over a whole context: all its tokens, however many
-    windows it took, and the null position. A token that several windows hold counts once, with its largest
-    logit, so that overlap does not dilute the score. A span lies within one window; its score is the product
+    windows it took, and the null position. A token in several windows counts once, with its largest
+    logit, so that overlap does not dilute the score. A span is within one window; its score is the product
     of the two probabilities, and the scores of disjoint answers of one context can be compared and sum to at
     most 1.
 
     **No answer.** Each window scores "nothing here" at its first special token. A context has no answer only
     if no window finds one, so the window with the smallest sum of null logits speaks for it. The null answer
-    takes part in the normalisation always; it is returned only with ``no_answer=True``, and then stands
+    is always part of the normalisation; it is returned only with ``no_answer=True``, and then comes
     before an answer if ``log(null score) - log(answer score) > null_margin``. Raise the margin to answer more
     often.
 
     Args:
         start_logits: ``(rows, seq)`` padded, ``(tokens,)`` packed, or one array per row.
-        end_logits: likewise.
+        end_logits: logits of ends, in the form of ``start_logits``.
         rows: the windows: question and context.
         contexts: the contexts that the offsets refer to.
         owners: index of the context of each row; without it row ``i`` is context ``i``, or all are the only
@@ -135,7 +135,7 @@ def decode_answers_batch(
         no_answer: whether the null answer may be returned.
         null_margin: see above; 0 compares the probabilities as they are.
         whole_words: widen answers that begin or end inside a word.
-        distinct: ``"place"`` drops answers that overlap a better one; ``"text"`` also those with the same
+        distinct: ``"place"`` drops answers that overlap a better one; ``"text"`` also answers with the same
             words at another place (case ignored); ``"span"`` only the same characters twice.
         sequence: which of the two texts is the context.
 
@@ -166,7 +166,7 @@ def decode_answers_batch(
     read = set(owner.tolist())
     words = words_of(stream, [text if i in read else "" for i, text in enumerate(contexts)], whole=whole_words)
     pending = np.unique(owner[content.row])
-    # An answer may be dropped as a duplicate, so more spans are looked at than asked for, and more again if
+    # An answer may be dropped as a duplicate, so more spans are read than requested, and more again if
     # too few.
     candidates = 4 * top_k + 8
     while len(pending):
@@ -207,7 +207,7 @@ def _decode_alone(
 ) -> np.ndarray:
     """Fill in the best answer of each context that has one window, and return which rows are left, ``(rows,)``.
 
-    Left are the windows of contexts that have several, and those whose best span is but white space.
+    The result contains the windows of contexts with several, and those with a best span of white space only.
     """
     left = (np.bincount(owner, minlength=len(contexts))[owner] > 1) | (content.counts == 0)
     chosen = np.flatnonzero(~left)
@@ -288,7 +288,7 @@ def _picked(flat: Tensor, place: np.ndarray) -> np.ndarray:
 
 
 def _of_rows(content: Content, tokens: np.ndarray, kept: np.ndarray) -> Content:
-    """Return the content of the rows ``kept``, whose tokens are ``tokens``; rows are numbered anew."""
+    """Return the content of the rows ``kept``, with tokens ``tokens``; rows are renumbered."""
     number = np.zeros(len(content.counts), np.int64)
     number[kept] = np.arange(len(kept))
     return Content(
@@ -314,7 +314,7 @@ def _windows_of(logits: np.ndarray, nulls: np.ndarray, content: Content, owner: 
     speaks = np.zeros(contexts, np.int64)
     order = np.lexsort((np.arange(rows), nulls.sum(0)))[::-1]
     speaks[owner[order]] = order
-    # Tokens that several windows hold, once each.
+    # Tokens that occur in several windows, once each.
     text = owner[content.row]
     order = np.lexsort((content.position, text))
     new = np.ones(len(order), bool)
@@ -351,7 +351,7 @@ def _log_sums(logits: np.ndarray, group: np.ndarray, groups: int) -> np.ndarray:
 def _best_spans(
     windows: _Windows, chosen: np.ndarray, longest: int, candidates: int, contexts: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return each window's best spans: logit sums, first and last token position; and what was left out.
+    """Return each window's best spans: logit sums, first and last token position; and the number omitted.
 
     Only the band ``first <= last < first + longest`` is built: width × longest sums for a window instead of
     width².

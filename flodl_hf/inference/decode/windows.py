@@ -1,7 +1,7 @@
 """Overlapping windows put together again: every token of a text once, seen where it has most context.
 
-This file decides which window speaks for a token that several windows hold, and how pre-split words are
-joined into one text. It leaves cutting texts into windows to the text room and the reading of the merged
+This file decides which window is used for a token that occurs in several, and how pre-split words are
+joined into one text. Texts are cut into windows by the tokenizers package; the merged
 tokens to ``entities.py`` and ``spans.py``.
 """
 
@@ -23,7 +23,7 @@ class TokenStream:
     """All tokens of many texts, each once, ordered by text and place.
 
     Attributes:
-        row: the row whose window speaks for the token, ``(tokens,)``.
+        row: the row used for the token, ``(tokens,)``.
         column: its place in that row, ``(tokens,)``.
         text: index of the text, ``(tokens,)``, never falling.
         position: place in the text's token stream, ``(tokens,)``.
@@ -51,7 +51,7 @@ class JoinedWords:
 
 
 def join_words(words: Sequence[str], delimiter: str = " ") -> JoinedWords:
-    """Return the words joined by ``delimiter`` and where each of them stands in the joined text."""
+    """Return the words joined by ``delimiter`` and the position of each in the joined text."""
     spans, place = [], 0
     for word in words:
         spans.append((place, place + len(word)))
@@ -63,7 +63,7 @@ def _context(content: Content) -> np.ndarray:
     """Return each token's distance, in tokens, to the nearer edge of its window.
 
     Nothing is missing beyond the beginning and the end of a text, but they need no exception: of two windows
-    with a token, the one that reaches the text's edge is never the one whose edge is nearer on that side.
+    with a token, the one that reaches the text's edge never has the nearer edge on that side.
     """
     counts = content.counts[content.row]
     rank = np.arange(len(content.row)) - np.repeat(np.cumsum(content.counts) - content.counts, content.counts)
@@ -71,7 +71,7 @@ def _context(content: Content) -> np.ndarray:
 
 
 def stream_of(content: Content, text: np.ndarray) -> TokenStream:
-    """Return the tokens as they are, each of which stands in one window alone.
+    """Return the tokens unchanged, each of which occurs in one window only.
 
     Args:
         content: the tokens, ordered by text and place.
@@ -101,7 +101,7 @@ def merge_windows(rows: Rows, owners: np.ndarray, *, sequence: int = 0, content:
     if len(owners) == 0 or bool((np.diff(owners) > 0).all()):
         chosen = np.arange(len(text))
     else:
-        # Only tokens of texts that have several windows may stand in more than one.
+        # Only tokens of texts with several windows may occur in more than one.
         several = np.bincount(owners)[text] > 1
         shared = np.flatnonzero(several)
         order = shared[np.lexsort((found.row[shared], -_context(found)[shared], found.position[shared], text[shared]))]

@@ -1,6 +1,6 @@
 """Where words begin and end among tokens, and where characters are spaces or punctuation.
 
-This file decides what one word is for answers that must not cut words: the tokenizer's own word, less
+This file defines a word for answers that must not cut words: the tokenizer's own word, less
     punctuation
 that clings to its outside, never ending inside a character. It leaves labels and scores to the decoders.
 """
@@ -22,13 +22,13 @@ __all__ = ["Characters", "Words", "characters_of", "trimmed", "units_at", "words
 
 _UNSEEN, _SPACE, _PUNCTUATION = -1, 1, 2
 
-# The class of every character that was ever asked for: a table is read faster than code points are sorted.
+# The class of every character seen so far: a table lookup is faster than sorting code points.
 _CLASSES = np.full(sys.maxunicode + 1, _UNSEEN, np.int8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Characters:
-    """Classes of the characters of many texts laid end to end.
+    """Classes of the characters of many concatenated texts.
 
     Attributes:
         base: where each text begins, ``(texts + 1,)``.
@@ -135,13 +135,13 @@ def units_at(
         whole: as of `words_of`.
 
     Raises:
-        PredictError: an offset lies outside its text.
+        PredictError: an offset is outside of its text.
     """
     if not len(tokens):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     sizes = _checked_sizes(stream, texts)
     starts = _word_starts(stream) if whole else np.ones(len(stream), bool)
-    # Only words of their own letters: where neighbours share a character, all have to be looked at.
+    # Only words without shared characters: if neighbours share a character, all have to be examined.
     base = (np.cumsum(sizes) - sizes)[stream.text]
     reach = np.maximum.accumulate(stream.offsets[:, 1] + base)
     apart = np.append(stream.offsets[:, 0] + base, reach[-1]) >= np.concatenate([reach[:1] * 0, reach])
@@ -179,9 +179,9 @@ def words_of(stream: TokenStream, texts: Sequence[str], *, whole: bool = True, s
 
     A unit is a run of tokens with the same word index; a token without one stands alone. Some pre-tokenisers
     cut
-    at white space only, so that a word holds its comma: with ``split_punctuation`` tokens of punctuation at
+    at white space only, so that a word contains its comma: with ``split_punctuation`` tokens of punctuation at
         either
-    end of a word are units of their own, while those inside (``O'Brien``, ``3.14``) stay. Tokens that share a
+    end of a word are separate units, while those inside (``O'Brien``, ``3.14``) stay. Tokens that share a
     character, as the bytes of an emoji do, are never parted.
 
     Args:
@@ -191,7 +191,7 @@ def words_of(stream: TokenStream, texts: Sequence[str], *, whole: bool = True, s
         split_punctuation: whether outer punctuation leaves its word.
 
     Raises:
-        PredictError: an offset lies outside its text.
+        PredictError: an offset is outside of its text.
     """
     total = len(stream)
     if total == 0:
@@ -205,7 +205,7 @@ def words_of(stream: TokenStream, texts: Sequence[str], *, whole: bool = True, s
         starts = _word_starts(stream)
         if split_punctuation and not bool(starts.all()):
             starts |= _outer_punctuation(stream, starts, characters_of(texts))
-    # A text's characters all come after those of the text before it, so one running maximum serves all texts.
+    # A text's characters all follow the previous text's, so one running maximum serves all texts.
     base = (np.cumsum(sizes) - sizes)[stream.text]
     reach = np.maximum.accumulate(stream.offsets[:, 1] + base)
     starts[1:] &= new_text[1:] | (stream.offsets[1:, 0] + base[1:] >= reach[:-1])
@@ -220,7 +220,7 @@ def words_of(stream: TokenStream, texts: Sequence[str], *, whole: bool = True, s
 
 
 def _outer_punctuation(stream: TokenStream, starts: np.ndarray, characters: Characters) -> np.ndarray:
-    """Return where, inside the words given by ``starts``, outer punctuation parts from the rest."""
+    """Return the positions, inside the words given by ``starts``, where outer punctuation is split off."""
     base = characters.base[stream.text]
     low, high = stream.offsets[:, 0] + base, stream.offsets[:, 1] + base
     is_inner = characters.inner[high] > characters.inner[low]

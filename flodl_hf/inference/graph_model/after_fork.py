@@ -1,7 +1,7 @@
-"""A process that was forked after models ran in it: what is done so that they run in it too.
+"""Make models run in a process that was forked after models ran in its parent.
 
 The threads with which torch computes do not live on in a fork, and the first operation there that wants more than one
-of them waits for ever. A fork of a process in which a model ran therefore computes with one thread.
+of them would hang. A fork of a process in which a model ran therefore computes with one thread.
 """
 
 from __future__ import annotations

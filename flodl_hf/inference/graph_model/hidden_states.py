@@ -19,7 +19,7 @@ __all__ = ["embedded", "given_embeddings", "ids_for", "watched"]
 
 @contextmanager
 def watched(network: nn.Module, *, hidden_states: bool, attentions: bool) -> Iterator[dict[str, list[Tensor]]]:
-    """Collect what one call goes through, in its order, under the names of transformers' outputs.
+    """Collect the intermediate values of one call, in order, under the names of transformers' outputs.
 
     Args:
         network: with an ``encoder``, as `flodl_hf.models.building.build_graph` makes it.
@@ -53,7 +53,7 @@ def watched(network: nn.Module, *, hidden_states: bool, attentions: bool) -> Ite
                     _give(module, weights)
             yield found
     finally:
-        # A Ctrl-C may have come between a hook and the note of it: what is left of this call hears no more.
+        # A Ctrl-C may have come between a hook and its registration: any hook left of this call stops recording.
         states.over = weights.over = True
         if attentions:
             _take_back(_attentions_in(encoder))
@@ -68,7 +68,7 @@ class Mine(list[Tensor]):
         self.over = False
 
     def append(self, value: Tensor) -> None:
-        """Append what comes from the thread that made the list."""
+        """Append values from the thread that created the list."""
         if not self.over and (self.thread is None or self.thread == get_ident()):
             super().append(value)
 
@@ -150,7 +150,7 @@ def ids_for(network: nn.Module, embeds: Tensor) -> Tensor:
 
 
 def embedded(network: nn.Module, ids: Tensor) -> Tensor:
-    """Return what a call takes in the place of ids, ``(batch, seq, size)``, of rows without padding."""
+    """Return the input of a call instead of ids, ``(batch, seq, size)``, of rows without padding."""
     module = _embedding(network)
     return module(ids) if isinstance(module, nn.Embedding) else module(ids, layout=Padded.of(None))
 
@@ -163,7 +163,7 @@ def _embedding(network: nn.Module) -> Any:
 
 @contextmanager
 def given_embeddings(network: nn.Module, embeds: Tensor) -> Iterator[None]:
-    """Have the word table give these embeddings, whatever ids it is asked for; or all embeddings, as families say."""
+    """Replace the output of the word table by these embeddings; or of all embeddings, if the family specifies it."""
     given = _Given([embeds])
     words = _embedding(network)
     _sweep([words])

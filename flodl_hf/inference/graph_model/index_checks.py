@@ -1,6 +1,6 @@
-"""What was wrong with the indices of a call: which lie outside of the model's tables, in words.
+"""Describe invalid indices of a call: those outside of the model's tables.
 
-Asked only after torch has failed on the processor; looking first would cost every call.
+Called only after torch has failed on the CPU; checking first would slow down every call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["beyond_tables", "check_rows"]
 
 
 def check_rows(input_ids: Tensor) -> None:
-    """Raise for what is no rows of at least one token.
+    """Raise unless the input is rows of at least one token.
 
     Raises:
         PredictError: it is no tensor, or the shape is another.
@@ -25,8 +25,8 @@ def check_rows(input_ids: Tensor) -> None:
     if not isinstance(input_ids, Tensor):
         if isinstance(input_ids, Mapping):
             raise PredictError(
-                f"input_ids: found {type(input_ids).__name__}, which holds more than ids; expected a tensor of them; "
-                "pass its parts by their names: model(**encoding)"
+                f"input_ids: found {type(input_ids).__name__}, which contains more than ids; expected a tensor; "
+                "pass its items as keywords: model(**encoding)"
             )
         raise PredictError(
             f"input_ids: found {type(input_ids).__name__}; expected a tensor of token ids, as model.tokenizer(texts, "
@@ -50,10 +50,10 @@ def beyond_tables(
     position_ids: Tensor | None,
     taken: int = 0,
 ) -> PredictError | None:
-    """Return the error that says which indices have no row in a table, or None where all have one.
+    """Return the error for indices without a row in a table, or None if all have one.
 
     Args:
-        config: whose tables.
+        config: the model's configuration.
         input_ids: of the call.
         token_type_ids: of the call, or None.
         position_ids: of the call, or None.
@@ -71,7 +71,7 @@ def beyond_tables(
             continue
         low, high = int(given.min()), int(given.max())
         if low < 0 or high >= rows:
-            faults.append(f"{name} holds {low if low < 0 else high}, and the table of {table} has rows 0 to {rows - 1}")
+            faults.append(f"{name} contains {low if low < 0 else high}, but the {table} table has rows 0 to {rows - 1}")
     longest = config.max_tokens and config.max_tokens - taken
     if position_ids is None and longest is not None and input_ids.shape[1] > longest:
         faults.append(f"a row has {input_ids.shape[1]} tokens, and the table of positions is for {longest}")

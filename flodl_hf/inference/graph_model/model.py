@@ -1,7 +1,7 @@
 """A graph with what belongs to it: configuration, tokenizer, where it was read from, how its predictions run.
 
 Decides how a call with Hugging Face's tensors becomes a call of the graph. How a model is made, read and written, and
-what it offers to those who use it, is `flodl_hf.models`'s; loading, export and the runtime know no more than this.
+the methods for users, is `flodl_hf.models`'s; loading, export and the runtime use only this class.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class GraphModel(nn.Module):
         config: the configuration.
         tokenizer: the folder's tokenizer, or None.
         load_report: what became of every tensor, or None for a model made from a configuration.
-        source: what it was read from, or None.
-        sentence_recipe: how its states become the vector of a text, where the folder says so.
-        beside: what learns beside the graph in a run: a projection of token vectors, a decoder.
+        source: the source that it was loaded from, or None.
+        sentence_recipe: how its states become the vector of a text, if the folder specifies it.
+        beside: modules trained together with the graph: a projection of token vectors, a decoder.
         training_recipe: options of the fine-tune that made the model in this process; None for others.
-        routed: encoders of the folder's other routes, where routes have transformers of their own.
+        routed: encoders of the folder's other routes, if routes have separate transformers.
         dtype_in_shards: what weights are cast to, a layer at a time, when they are cut into shards; None leaves them.
     """
 
@@ -55,7 +55,7 @@ class GraphModel(nn.Module):
     per_text: ClassVar[bool] = False
     """Whether the head scores whole texts rather than tokens."""
     forward_methods: ClassVar[tuple[str, ...]] = ("one_pass",)
-    """Methods besides the model itself that are passes of it, for which sharded weights are gathered."""
+    """Methods other than the forward that run passes of the model, for which sharded weights are gathered."""
     config: ModelConfig
     load_report: LoadReport | None
 
@@ -90,7 +90,7 @@ class GraphModel(nn.Module):
         hidden_states: bool = False,
         attentions: bool = False,
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, tuple[Tensor, ...]]]:
-        """Return the graph's result, the named outputs, and what was asked for of its inside, by outputs' names."""
+        """Return the graph's result, the named outputs, and the requested intermediate values, by outputs' names."""
         if (input_ids is None) == (embeds is None):
             raise PredictError("expected either input_ids or inputs_embeds, found both or neither")
         if embeds is not None:
@@ -132,7 +132,7 @@ class GraphModel(nn.Module):
         return result, named, {name: tuple(values) for name, values in seen.items()}
 
     def one_pass(self, call: Callable[[Self, Any], Any], batch: Any) -> Any:
-        """Return what ``call`` computes of this model, of what stands beside it, and of a batch."""
+        """Return ``call`` of this model, of its additional modules, and of a batch."""
         return call(self, batch)
 
     def set_attention(self, implementation: str) -> Self:
@@ -148,16 +148,16 @@ class GraphModel(nn.Module):
         return self
 
     def mark_untrained(self, names: Iterable[str]) -> None:
-        """Remember tensors that hold random values, until something writes to them."""
+        """Mark tensors with random values as untrained until they are written to."""
         self._untouched = {name: self.graph.get_parameter(name)._version for name in names}
 
     @property
     def untrained(self) -> list[str]:
-        """Names of tensors that still hold the random values they were made with."""
+        """Names of tensors that still have their random initial values."""
         return [name for name, version in self._untouched.items() if self.graph.get_parameter(name)._version == version]
 
     def __getstate__(self) -> dict[str, Any]:
-        # Versions count what was written to these very tensors; a copy's begin anew.
+        # Version counters belong to these tensors; a copy's counters start at zero.
         return {**self.__dict__, "_untouched": self.untrained, "_on_disk": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -168,8 +168,8 @@ class GraphModel(nn.Module):
         """Return the tokenizer if the model can predict.
 
         Args:
-            task: the method that asks, for the message.
-            untrained: go on although parts of the model hold random values.
+            task: name of the calling method in the message.
+            untrained: do not raise although parts of the model have random values.
 
         Raises:
             PredictError: there is no tokenizer, or parts of the model were never trained.
@@ -195,7 +195,7 @@ class GraphModel(nn.Module):
         """Return the longest row of tokens; None where nothing bounds it.
 
         Args:
-            stated: what the recipe of a folder says, which holds over what its tokenizer says; None for nothing.
+            stated: maximum from the folder's recipe, which overrides the tokenizer's; None for nothing.
         """
         places = self.config.max_tokens
         told = stated or (self.tokenizer.model_max_length if self.tokenizer else None)
@@ -204,7 +204,7 @@ class GraphModel(nn.Module):
 
     @property
     def virtual_tokens(self) -> int:
-        """How many places the adapter that is in takes before each text: those of a prompt or a prefix."""
+        """Number of positions that the active adapter adds before each text, for a prompt or a prefix."""
         lead = lead_of(self.graph)
         table = dict(self.graph.get_submodule("encoder.embeddings").named_children()).get("position")
         return lead.count if lead is not None else table.prefix.count if isinstance(table, ShiftedPositions) else 0
@@ -216,13 +216,13 @@ class GraphModel(nn.Module):
         return on_disk if on_disk is not None and on_disk.holds(self.graph.get_submodule("encoder.layers")) else None
 
     def on_route(self, route: str | None = None) -> Self:
-        """Return the model that texts of a route go through: this one, unless the route has a transformer of its own.
+        """Return the model for texts of a route: this one, unless the route has a separate transformer.
 
         Args:
             route: its name, or what texts are for; None for the usual one.
 
         Raises:
-            PredictError: there is no such route, or none is usual and none was asked for.
+            PredictError: the route does not exist, or none was given and none is the default.
         """
         recipe = self.sentence_recipe
         found = None if self.routed is None or recipe is None else self.routed.at(recipe.on(route).transformer)
@@ -235,7 +235,7 @@ class GraphModel(nn.Module):
 
     @property
     def graph(self) -> Graph:
-        """The network; its parameters are named without a prefix, those of the model begin with ``network.``."""
+        """The network; its parameter names have no prefix, the model's begin with ``network.``."""
         return self.network
 
     @graph.setter
@@ -244,7 +244,7 @@ class GraphModel(nn.Module):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of the folder the model came from, or the one that was set."""
+        """The tokenizer of the model's folder, or the one that was set."""
         return self._tokenizer
 
     @tokenizer.setter

@@ -1,4 +1,4 @@
-"""Encoders of routes that have transformers of their own, beside that of the usual route.
+"""Encoders of routes with separate transformers, in addition to the default route's.
 
 A folder of sentence-transformers may have a small model for queries and a large one for documents. The model that is
 loaded is the usual route's; the others move, are cast and are written with it.
@@ -22,7 +22,7 @@ class Routed(nn.Module):
     """The other encoders of a folder.
 
     Args:
-        models: each by the folder it lies in, from the root.
+        models: models by folder, relative to the root.
     """
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
@@ -40,7 +40,7 @@ class Routed(nn.Module):
 
 
 def recipe_behind(recipe: SentenceRecipe, folder: str) -> SentenceRecipe:
-    """Return what a folder says of the texts that go through one of its transformers, as of a model by itself."""
+    """Return a folder's settings for texts of one of its transformers, in the form of a single model's."""
     own = {name: replace(way, transformer="") for name, way in recipe.routes.items() if way.transformer == folder}
     first = next(iter(own.values()))
     if len(own) == 1:
@@ -50,5 +50,5 @@ def recipe_behind(recipe: SentenceRecipe, folder: str) -> SentenceRecipe:
 
 
 def route_within(recipe: SentenceRecipe | None, route: str | None) -> str | None:
-    """Return what a route's own encoder is told of it: nothing where no other route goes through that encoder."""
+    """Return the recipe of a route's own encoder: empty unless another route shares that encoder."""
     return route if recipe is not None and recipe.routes else None

@@ -27,7 +27,7 @@ __all__ = ["Answers", "Entities", "Fill", "Fills", "Found", "Labels", "Ranking",
 
 
 def __getattr__(name: str) -> Any:
-    # Only on demand: families and files use modules of this room without the rest of it.
+    # Only on demand: families and files use modules of this package without the rest of it.
     if name in __all__:
         return getattr(import_module("flodl_hf.inference.results.lists"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

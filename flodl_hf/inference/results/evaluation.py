@@ -75,7 +75,7 @@ class EvaluationResult:
 
 COLUMNS = ("precision", "recall", "f1", "support")
 MOST_SHOWN = 12
-"""Most labels whose confusion matrix is printed."""
+"""Maximum number of labels with a printed confusion matrix."""
 
 
 def _json_number(value: float) -> float | None:

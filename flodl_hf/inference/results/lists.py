@@ -1,11 +1,11 @@
 """What predictions come back in: sequences of records that know their text, and so whether it was empty.
 
-Each holds what `flodl_hf.inference.decode` makes, with the attributes of its best record besides, so that
+Each contains the records of `flodl_hf.inference.decode`, and has the attributes of its best record, so that
 ``model.predict(text).label`` is the label and ``model.predict(text)[1]`` the second best. All of them become JSON
 types by ``to_dict``, a table by ``pandas.DataFrame(result)``, and HTML in a notebook.
 
-A text without a letter, figure or sign in it has no answer: the result is empty and says so (``empty``), in every task
-and wherever the text came from.
+A text without a letter, figure or sign has no answer: the result is empty (``empty`` is True), in every
+task and for every input.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def plain(value: Any) -> Any:
 
 
 class Found(Sequence[T]):
-    """What was found in one text, best or first of all first: a sequence of records.
+    """Results of one text, best or first of all first: a sequence of records.
 
     It can also be read by the names of ``columns`` (``found["label"]``), which is how tables take it:
     ``pandas.DataFrame`` makes a row of each result in a list, and of one result a row of each of its records. Equal to
@@ -64,9 +64,9 @@ class Found(Sequence[T]):
 
     __slots__ = ("_records", "given")
     called: ClassVar[str] = "found"
-    """What the records are called in `to_dict`."""
+    """Key of the records in `to_dict`."""
     columns: ClassVar[tuple[str, ...]] = ()
-    """What a row of a table says of it."""
+    """Columns of a row of a table."""
 
     def __init__(self, found: Iterable[T] = (), given: Any = "") -> None:
         self._records = found if type(found) is list else list(found)
@@ -158,7 +158,7 @@ Mapping.register(Found)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _short(record: Any) -> str:
-    """Return a record in a few words: what it says, how sure, and where."""
+    """Return a record in a few words: its value, score, and position."""
     if isinstance(record, list):
         return f"[{', '.join(map(_short, record[:3]))}]"
     names = [n for n in ("label", "token", "index", "word", "text") if getattr(record, n, None) not in (None, "")]
@@ -353,7 +353,7 @@ class Ranking(Found["Ranked"]):
 
     @property
     def query(self) -> str:
-        """What was looked for."""
+        """The query."""
         return self.given
 
     @property
@@ -367,7 +367,7 @@ class Ranking(Found["Ranked"]):
 
 
 class Results(list[R]):
-    """What was found in several texts, in their order."""
+    """Results of several texts, in order."""
 
     __slots__ = ()
 
@@ -376,7 +376,7 @@ class Results(list[R]):
         return [found.to_dict() for found in self]
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Return a flat row for each record of each text; ``number`` says which text, from 0."""
+        """Return a flat row for each record of each text; ``number`` is the index of the text, from 0."""
         return [{"number": number, **row} for number, found in enumerate(self) for row in found.to_rows()]
 
     def to_json(self) -> str:
@@ -404,5 +404,5 @@ class Results(list[R]):
 
 
 def results_of(found: Any) -> Any:
-    """Return a plain list of what was found in texts as `Results`; anything else as it is."""
+    """Return a plain list of results of texts as `Results`; anything else unchanged."""
     return Results(found) if type(found) is list else found

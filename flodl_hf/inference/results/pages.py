@@ -1,4 +1,4 @@
-"""Results as HTML for notebooks: entities highlighted where they stand, labels with bars, answers in their context.
+"""Results as HTML for notebooks: highlighted entities, labels with bars, answers in their context.
 
 Colours are chosen by label, the same in every cell; texts are escaped. No script, no style sheet, nothing from outside.
 """
@@ -22,7 +22,7 @@ MOST_TEXT = 2000
 
 
 class Drawn(Protocol):
-    """What was found in one text, as `flodl_hf.inference.results` has it: records that know their text."""
+    """Results of one text, as in `flodl_hf.inference.results`: records with their text."""
 
     called: ClassVar[str]
     given: Any
@@ -35,7 +35,7 @@ class Drawn(Protocol):
 
 
 def page_of(found: Drawn) -> str:
-    """Return what was found in one text as a piece of HTML; how it is drawn depends on what its records are called."""
+    """Return the results of one text as a piece of HTML, in the form for its kind of records."""
     if found.empty and not found:
         return f"<div>{_shown(found.given) or '&nbsp;'} <i>(empty)</i></div>"
     draw = _PAGES.get(found.called)
@@ -43,7 +43,7 @@ def page_of(found: Drawn) -> str:
 
 
 def list_page(found: Sequence[Drawn]) -> str:
-    """Return what was found in several texts as a piece of HTML."""
+    """Return the results of several texts as a piece of HTML."""
     parts = [page_of(one) if hasattr(one, "called") else escape(repr(one)) for one in found[:SHOWN]]
     if len(found) > SHOWN:
         parts.append(f"<div>... {len(found) - SHOWN:,} more</div>")
@@ -85,7 +85,7 @@ def _labels(found: Drawn) -> str:
 
 
 def marked(text: str, spans: Iterable[tuple[int, int, str, str]]) -> str:
-    """Return a text with spans highlighted; of those that overlap the first is seen.
+    """Return a text with spans highlighted; of overlapping ones the first is shown.
 
     Args:
         text: the text.
@@ -147,7 +147,7 @@ _PAGES: dict[str, Callable[[Any], str]] = {
 
 
 def similarity_page(values: np.ndarray, rows: Sequence[str], columns: Sequence[str]) -> str:
-    """Return similarities as a table whose cells are the darker the larger they are.
+    """Return similarities as a table with darker cells for larger values.
 
     Args:
         values: ``(rows, columns)``.

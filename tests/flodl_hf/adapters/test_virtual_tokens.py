@@ -223,7 +223,7 @@ def test_a_folder_keeps_the_head_and_is_refused_without(base: Path, led: Any, ki
 
 
 def test_what_cannot_be_is_refused_with_the_reason(base: Path, led: Any, kind: str) -> None:
-    with pytest.raises(ConfigError, match="no weights come to the same"):
+    with pytest.raises(ConfigError, match="cannot be merged into weights"):
         led.merge_adapter()
     moved(led.add_adapter(Lora(rank=2), "sums"), "sums")
     with pytest.raises(PredictError, match="before texts"):
@@ -241,7 +241,7 @@ def test_what_cannot_be_is_refused_with_the_reason(base: Path, led: Any, kind: s
             Prompt(**more)
     together: Any = (
         ({"prompt_text": "x"}, "expected prompt_tokens"),
-        ({"prompt_tokens": 2, "lora": 2}, "expected one of them"),
+        ({"prompt_tokens": 2, "lora": 2}, "expected only one of them"),
         ({"prompt_tokens": 2, "neftune": 5}, "no noise"),
     )
     for given, said in together:
@@ -257,7 +257,7 @@ def test_merge_refuses_them_and_writes_nothing(base: Path, led: Any, tmp_path: P
     folder = led.save_pretrained(tmp_path / "led")
     ran = CliRunner().invoke(app, ["merge", str(base), str(folder), "--out", str(tmp_path / "full")])
     assert ran.exit_code != 0
-    assert "no weights come to the same" in " ".join(ran.output.split())
+    assert "cannot be merged into weights" in " ".join(ran.output.split())
     assert not (tmp_path / "full").exists()
 
 

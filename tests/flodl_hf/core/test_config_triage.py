@@ -382,7 +382,7 @@ def test_a_head_that_nobody_named_is_told(head: str, saved: Saved) -> None:
     assert type(model) is BaseModel
     assert model.load_report is not None
     (note,) = model.load_report.notes
-    assert note.startswith("architectures: absent, so this is the encoder alone; the file also holds the head of ")
+    assert note.startswith("architectures: absent, so this is the encoder alone; the file also contains the head of ")
     # BERT's classifiers of texts, tokens and choices have one name, and pre-training is two tasks in one.
     named = {"token_classification": "sequence_classification", "multiple_choice": "sequence_classification"}
     assert {"pretraining": "masked_lm and next_sentence"}.get(head, named.get(head, head)) in note

@@ -94,7 +94,7 @@ def test_each_route_has_its_layers_behind_one_encoder(saved: Saved, name: str) -
     model: Any = load(behind(saved("bert"), name))
     recipe = model.sentence_recipe
     assert (list(recipe.routes), recipe.usual_route) == (["query", "document"], "query")
-    assert "routes: query, document; texts take 'query' where no route is said" in model.load_report.notes
+    assert "routes: query, document; texts take 'query' by default" in model.load_report.notes
     for text in TEXTS:
         pooled = states_of(model, text).mean(0)
         close(model.embed(text, route="query"), through(pooled, QUERY))
@@ -174,7 +174,7 @@ def test_what_texts_are_for_is_mapped_to_routes(saved: Saved) -> None:
 
 def test_a_route_has_to_be_said_where_none_is_usual(saved: Saved) -> None:
     model: Any = load(behind(saved("bert"), allow_empty_key=False))
-    assert "routes: query, document; one has to be said" in model.load_report.notes
+    assert "routes: query, document; a route is required" in model.load_report.notes
     for call in (model.embed, model.encode, model.embed_chunks):
         with pytest.raises(PredictError, match=r"this model has no default route.* one of query, document"):
             call(TEXTS)
@@ -221,8 +221,8 @@ def test_routes_may_have_transformers_of_their_own(saved: Saved, tmp_path: Path)
     model: Any = load(folder)
     alone = {route: load(folder / f"{route}_0_Transformer", head="base") for route in ("query", "document")}
     assert model.load_report.notes[-2:] == [
-        "routes: query, document; texts take 'document' where no route is said",
-        "routes have transformers of their own; calls with ids go through document_0_Transformer",
+        "routes: query, document; texts take 'document' by default",
+        "routes have separate transformers; calls with ids use document_0_Transformer",
     ]
     assert (model.on_route("query").config.model_type, model.on_route().config.model_type) == ("distilbert", "bert")
     for text in (TEXTS[0], TEXTS[2]):
@@ -321,7 +321,7 @@ def test_an_adapter_belongs_to_one_transformer(saved: Saved) -> None:
     from flodl_hf.models.adapters import Lora
 
     model: Any = load(apart(saved("bert"), saved("distilbert")))
-    with pytest.raises(ConfigError, match="routes of this folder have transformers of their own"):
+    with pytest.raises(ConfigError, match="each route of this folder has a separate transformer"):
         model.add_adapter(Lora(rank=2))
 
 

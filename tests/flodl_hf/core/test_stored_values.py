@@ -57,7 +57,7 @@ DTYPES = [
     ((FULL,), None, None, FULL, None),
     ((HALF,), None, None, HALF, None),
     ((HALF,), "float16", None, HALF, None),
-    ((HALF,), "float32", None, FULL, "stored in float16; all are cast to float32, as dtype in config.json says"),
+    ((HALF,), "float32", None, FULL, "stored in float16; all are cast to float32, as dtype in config.json specifies"),
     ((HALF,), "float32", "auto", FULL, "stored in float16; all are cast"),
     ((FULL,), "bfloat16", None, BRAIN, "stored in float32; all are cast"),
     ((FULL,), "int8", None, FULL, None),
@@ -212,7 +212,7 @@ def poisoned(*values: float, name: str = "value.weight") -> Callable[[dict[str, 
 def test_weights_that_are_no_numbers_are_refused_by_name(values: tuple[float, ...], mapped: bool, saved: Saved) -> None:
     folder = rewrite(saved("bert", "sequence_classification"), poisoned(*values))
     with pytest.raises(
-        CheckpointError, match=r"(?s)1 tensors hold.*encoder\.layer\.0\.attention\.self\.value\.weight"
+        CheckpointError, match=r"(?s)1 tensors contain.*encoder\.layer\.0\.attention\.self\.value\.weight"
     ) as no:
         load(folder, mapped=mapped)
     nans = sum(value != value for value in values)

@@ -238,7 +238,7 @@ def test_pairs_are_read_as_pairs(base: Path) -> None:
         (two("a", "b"), None, {"class_weights": [1.0]}, ConfigError, "a weight for each"),
         (two(0.5, 1.5), None, {"class_weights": "balanced"}, ConfigError, "takes none"),
         (two(0.5, 1.5), None, {"label_smoothing": 0.1}, ConfigError, "no single right label"),
-        (two("a", "b"), None, {"freeze": ["layers.0-7"]}, ConfigError, r"nothing lies at layers\.0-7; there are layers\.0-1\. Expected"),
+        (two("a", "b"), None, {"freeze": ["layers.0-7"]}, ConfigError, r"no module at layers\.0-7; there are layers\.0-1\. Expected"),
         (two("a", "b"), None, {"freeze": ["encoder", "pooler", "head"]}, ConfigError, "nothing to train"),
         (two("a", "b"), None, {"task": "qa"}, ConfigError, "are for sequence-classification"),
         ([{"text": 3, "label": "a"}, {"text": "x", "label": "b"}], None, {"columns": {"text": "text", "label": "label"}}, DataError, "text"),

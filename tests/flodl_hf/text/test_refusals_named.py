@@ -142,7 +142,7 @@ def test_indices_outside_of_the_tables_are_told_by_name(tmp_path: Path) -> None:
     model: Any = load(folder_of(tmp_path))
     ids = torch.tensor([[2, 5, 3]])
     for given, words in (
-        ({"input_ids": torch.tensor([[2, 999, 3]])}, "input_ids holds 999, and the table of words has rows 0 to"),
+        ({"input_ids": torch.tensor([[2, 999, 3]])}, "input_ids contains 999, but the words table has rows 0 to"),
         ({"input_ids": torch.tensor([[2, -1, 3]])}, "input_ids holds -1"),
         ({"input_ids": ids, "token_type_ids": torch.full_like(ids, 7)}, "token_type_ids holds 7"),
         ({"input_ids": ids, "position_ids": torch.full_like(ids, 99)}, "position_ids holds 99"),

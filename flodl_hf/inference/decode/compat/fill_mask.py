@@ -1,6 +1,6 @@
 """The dictionaries of transformers 5's fill-mask pipeline.
 
-This file holds its order, its treatment of targets and its text of the filled sequence. Decoding ids to text
+This file contains its order, its treatment of targets and its text of the filled sequence. Decoding ids to text
 is a callable of the caller's tokenizer.
 """
 
@@ -56,7 +56,7 @@ def fill_mask(
     probabilities = values.softmax(dim=-1)
     chosen: list[int] | None = None
     if targets is not None:
-        # The pipeline passes targets through a set, whose order decides between equal scores.
+        # The pipeline converts targets to a set, and the set's order decides between equal scores.
         chosen = list(set(targets))
         probabilities = probabilities[..., torch.tensor(chosen)]
         top_k = min(top_k, len(chosen))

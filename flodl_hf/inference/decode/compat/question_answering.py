@@ -2,7 +2,7 @@
 
 This file repeats its arithmetic, its candidates and its order of ties, with their weak points: each window is
 normalised alone, equal answers add up, the null answer is the smallest of the windows'. ``spans.py`` has none
-of these; this is for callers whose thresholds and tests were made with the old numbers.
+these properties; this is for callers with thresholds and tests based on the old numbers.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def question_answering(
 
     Args:
         start_logits: of the windows of one question and context, padded, packed or one array per window.
-        end_logits: likewise.
+        end_logits: logits of ends, in the form of ``start_logits``.
         rows: the windows.
         context: the text that the offsets refer to.
-        cls_id: id of the classification token, whose places stay in the normalisation.
+        cls_id: id of the classification token, which is included in the normalisation.
         top_k: most answers.
         max_answer_len: most tokens of an answer.
-        handle_impossible_answer: whether the empty answer takes part.
+        handle_impossible_answer: whether the empty answer is a candidate.
         align_to_words: widen answers to whole words.
         sequence: which of the two texts is the context: 1, or 0 where a tokenizer pads on the left.
 
@@ -104,8 +104,8 @@ def _candidates(
 ) -> list[tuple[int, int, float]]:
     """Return the best spans as first token, last token, score.
 
-    Equal products stand in the order in which numpy's partition leaves them, so the whole square is built and
-    partitioned as it was there. Place 0 is let through whatever it is, as there, with a score of 0.
+    Equal products keep the order of numpy's partition, so the whole square is built and
+    partitioned as in the pipeline. Position 0 is always a candidate, as there, with a score of 0.
     """
     square = np.tril(np.triu(np.outer(start, end)), longest - 1)
     flat = square.ravel()
@@ -124,7 +124,7 @@ def _candidates(
 
 
 def _characters(row: TokenRow, first: int, last: int, sequence: int, align_to_words: bool) -> tuple[int, int]:
-    """Return the span of characters, widened to words if both ends stand in words that the context has."""
+    """Return the span of characters, widened to words if both ends are inside words of the context."""
     if align_to_words:
         low = _word_tokens(row, row.word_ids[first], sequence)
         high = _word_tokens(row, row.word_ids[last], sequence)

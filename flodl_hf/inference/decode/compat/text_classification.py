@@ -1,6 +1,6 @@
 """The dictionaries of transformers 5's text-classification, zero-shot and feature-extraction pipelines.
 
-This file holds their arithmetic (numpy float32, as there) and their order of results. Which function is
+This file contains their arithmetic (numpy float32, as there) and their order of results. The function to
 applied is decided by ``classes.activation_for``, which both ways share.
 """
 
@@ -32,7 +32,7 @@ def text_classification(
     top_k: int | None = 1,
     legacy: bool = False,
 ) -> list[Any]:
-    """Return for each row what the pipeline gives: ``{"label", "score"}`` dictionaries.
+    """Return the pipeline's result for each row: ``{"label", "score"}`` dictionaries.
 
     Args:
         logits: ``(rows, labels)``.

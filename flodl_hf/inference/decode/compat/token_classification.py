@@ -24,7 +24,7 @@ _STRATEGIES = ("none", "simple", "first", "average", "max")
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
-    """What the pipeline asks of a tokenizer.
+    """The tokenizer functions that the pipeline needs.
 
     Attributes:
         token: id to token as the vocabulary writes it.
@@ -41,7 +41,7 @@ class TokenizerFacts:
 
 @dataclass(slots=True)
 class _Piece:
-    """A token, or a word made of tokens, on its way to a dictionary."""
+    """A token, or a word of several tokens, before its conversion to a dictionary."""
 
     word: str
     start: int
@@ -71,11 +71,11 @@ def token_classification(
         rows: the windows; offsets as the tokenizer gives them, not trimmed.
         text: the text, or pre-split words joined.
         labels: names in the order of their ids.
-        tokenizer: what is asked of the tokenizer.
+        tokenizer: the tokenizer functions.
         aggregation_strategy: ``none``, ``simple``, ``first``, ``average`` or ``max``.
         ignore_labels: as given to the pipeline.
-        word_spans: for pre-split input whose offsets count from the beginning of each word: where the words
-            stand in ``text``.
+        word_spans: for pre-split input with offsets that count from the beginning of each word: the positions
+            of the words in ``text``.
 
     Raises:
         PredictError: the strategy is unknown, or logits and rows do not fit.
@@ -190,7 +190,7 @@ def _groups(pieces: list[_Piece], labels: Sequence[str]) -> list[list[_Piece]]:
 
 def _entity(group: list[_Piece], labels: Sequence[str], tokenizer: TokenizerFacts) -> dict[str, Any]:
     return {
-        # Everything after the first hyphen, whether or not a tag stands before it: "credit-card" becomes
+        # Everything after the first hyphen, with or without a tag before it: "credit-card" becomes
         # "card".
         "entity_group": labels[group[0].label].split("-", 1)[-1],
         "score": np.nanmean([piece.score for piece in group]),
@@ -201,7 +201,7 @@ def _entity(group: list[_Piece], labels: Sequence[str], tokenizer: TokenizerFact
 
 
 def _longest_of_overlapping(entities: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the entities by place; of those that overlap the longest, of equally long ones the surer."""
+    """Return the entities by position; of overlapping ones the longest, then the best."""
     kept: list[dict[str, Any]] = []
     for entity in sorted(entities, key=lambda entity: entity["start"]):
         if not kept or not kept[-1]["start"] <= entity["start"] < kept[-1]["end"]:
