@@ -4,7 +4,7 @@ BERT's encoder with shared layers. It departs from BERT in:
 
 * the tables are ``embedding_size`` wide and a projection widens them to ``hidden_size``;
 * the stack repeats groups of blocks: layer i applies all blocks of group ``i * groups / layers``;
-* no dropout inside the feed-forward part, and no dropout at all by default;
+* no dropout inside the feed-forward part, and none by default;
 * the masked-word head narrows back to ``embedding_size``.
 
 Here a block is stored once, as ``layers.{k}``, however often the stack applies it.
@@ -38,7 +38,7 @@ class AlbertConfig(EncoderSizes):
     num_layers: int
     """How often a group of blocks is applied."""
     num_groups: int = 1
-    """Groups of blocks with weights of their own."""
+    """Groups of blocks with separate weights."""
     blocks_per_group: int = 1
     """Blocks in a group."""
     max_positions: int

@@ -4,7 +4,7 @@ The encoder that the shared parts are modelled on; it departs from them in nothi
 
 * learned positions counted from 0 along the row, token types for the second text;
 * a pooler (projection and tanh on the first token) that classification reads;
-* the masked-word decoder is the word table, with a bias of its own that files hold under two names.
+* the masked-word decoder is the word table, with a bias that files store under two names.
 """
 
 from __future__ import annotations

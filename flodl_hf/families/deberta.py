@@ -3,7 +3,7 @@
 It departs from its second version in:
 
 * query, key and value are one matrix in files, in which they alternate by head; keys have no bias;
-* distances go through projections of their own, and each has its own row: there are no buckets;
+* distances have separate projections, and each has its own row: there are no buckets;
 * queries are divided before they are scored, and norms are computed step by step in float32;
 * there is no convolution; text is byte-level BPE.
 """
@@ -34,7 +34,7 @@ CONFIG = tuple(row for row in deberta_v2.CONFIG if row.field not in LATER)
 # fmt: off
 INERT = (
     *deberta_v2.INERT,
-    Inert("attention_head_size", "heads have hidden_size / num_attention_heads, whatever it says"),
+    Inert("attention_head_size", "heads have hidden_size / num_attention_heads, for any value"),
     Inert("talking_head",        "mixes the weights of heads, which no published file does", (False,)),
 )
 
@@ -54,7 +54,7 @@ KEYS = (
     KeyRow(LAYER + "value.bias", SELF + "v_bias"),
 )
 PARTS = ("query", "key", "value", "pos_key", "pos_query")
-# The modules of transformers, whose names are the files', and then as the authors' own code writes what it has read.
+# The module names of transformers, which files use, and then the names that the authors' code writes.
 ALSO = (
     *(row for row in KEYS if row.ours in [LAYER + part for part in PARTS]),
     *(KeyRow(LAYER + part, f"{SELF}{part}_proj") for part in PARTS),

@@ -1,12 +1,12 @@
 """DeBERTa v2 and v3 (He et al. 2020, https://arxiv.org/abs/2006.03654; 2021, https://arxiv.org/abs/2111.09543).
 
-Both go by the ``model_type`` "deberta-v2". Departures from the shared encoder:
+Both have the ``model_type`` "deberta-v2". Departures from the shared encoder:
 
 * attention scores content and relative position apart, from one table of distances that is
   normalised once a call and projected by every layer (`flodl_hf.nn.attention.disentangled`);
 * absolute positions are an option; embeddings may be narrower than the states; padding is zeroed;
 * a convolution over the embeddings may join the output of the first layer (v2-xlarge);
-* classification has a pooler of its own, which belongs to the head and not to the encoder;
+* classification has a separate pooler, which belongs to the head and not to the encoder;
 * the masked-word head exists in two forms that files name differently (``legacy``).
 """
 
@@ -69,7 +69,7 @@ class DebertaConfig(EncoderSizes):
     position_buckets: int = -1
     """Rows of the distance table for each sign, far distances sharing; below 1 each distance has its own."""
     max_relative_positions: int = -1
-    """Distances told apart, in tokens; below 1 for ``max_positions``."""
+    """Maximum distinct distance, in tokens; below 1 for ``max_positions``."""
     share_keys: bool = False
     """Whether distances go through the projections of content."""
     relative_norm: str = "none"
@@ -95,7 +95,7 @@ class DebertaConfig(EncoderSizes):
     classifier_dropout: float | None = None
     """Probability of dropping a value after the classification pooler; None takes ``hidden_dropout``."""
     legacy_head: bool = True
-    """Which masked-word head: True for BERT's, False for the one Microsoft's files hold."""
+    """Which masked-word head: True for BERT's, False for the one in Microsoft's files."""
     tie_words: bool = True
     """Whether the masked-word decoder is the word table."""
     norm_eps: float = 1e-7
@@ -117,7 +117,7 @@ class DebertaConfig(EncoderSizes):
 
     @property
     def max_distance(self) -> int:
-        """Distances told apart, in tokens."""
+        """Maximum distinct distance, in tokens."""
         return self.max_relative_positions if self.max_relative_positions > 0 else self.max_positions
 
     @property
@@ -192,12 +192,12 @@ CONFIG = (
 
 INERT = (
     Inert("classifier_dropout",   "classifiers of this family take cls_dropout and hidden_dropout_prob"),
-    Inert("padding_idx",          "an older name; pad_token_id says it"),
+    Inert("padding_idx",          "an older name of pad_token_id"),
     Inert("summary_type",         "a note of summary heads; this family pools its first token"),
     Inert("summary_use_proj",     "a note of summary heads"),
-    Inert("summary_activation",   "a note of summary heads; pooler_hidden_act says it"),
-    Inert("summary_last_dropout", "a note of summary heads; pooler_dropout says it"),
-    Inert("z_steps",              "further passes of the last layer, which the reference never makes", said=True),
+    Inert("summary_activation",   "a note of summary heads; pooler_hidden_act replaces it"),
+    Inert("summary_last_dropout", "a note of summary heads; pooler_dropout replaces it"),
+    Inert("z_steps",              "further passes of the last layer, which the reference never runs", said=True),
 )
 
 KEYS = (
@@ -237,7 +237,7 @@ MASKED_LM_KEYS = (
 )
 
 _REPLACED = "part of replaced-token detection in pre-training, which is not one of the heads"
-_LEGACY = "the masked-word head of `legacy: true`, and this configuration asks for the other"
+_LEGACY = "the masked-word head of `legacy: true`, and this configuration specifies the other"
 _NEW = "the masked-word head of `legacy: false`; set that in config.json to use it"
 _NO_TABLE = "position_biased_input is off: only distances count"
 
@@ -330,7 +330,7 @@ def classifier(c: DebertaConfig, num_labels: int) -> Graph:
 
 
 def masked_lm(c: DebertaConfig, _: int) -> Graph:
-    """Return the masked-word head in the form that ``legacy`` asks for.
+    """Return the masked-word head in the form that ``legacy`` selects.
 
     Raises:
         ConfigError: the newer form without ties, or with a word table of another width than the states.
@@ -340,7 +340,7 @@ def masked_lm(c: DebertaConfig, _: int) -> Graph:
     if not c.tie_words:
         raise ConfigError(
             "legacy: found false with tie_word_embeddings false; expected true, because that head has no "
-            "decoder but the word table. Use legacy: true for a decoder of its own.",
+            "decoder other than the word table. Use legacy: true for a separate decoder.",
             problems=["legacy", "tie_word_embeddings"],
         )
     if c.embedding_size not in (None, c.hidden_size):
@@ -363,8 +363,8 @@ def masked_lm(c: DebertaConfig, _: int) -> Graph:
 def untyped_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the loss of text labels where the configuration states no problem type.
 
-    The reference has rules of its own here: texts with a negative label do not count, and rows of
-    numbers are a distribution to match rather than labels that hold at once.
+    The reference has special rules here: texts with a negative label do not count, and rows of
+    numbers are a distribution to match rather than several true labels.
     """
     labels = labels.to(logits.device)
     if logits.shape[-1] == 1:

@@ -1,11 +1,11 @@
 """ELECTRA (Clark et al. 2020, https://arxiv.org/abs/2003.10555).
 
-BERT's encoder, trained to tell replaced words from the text's own. It departs from BERT in:
+BERT's encoder, trained to detect replaced words. It departs from BERT in:
 
 * words, positions and token types may be narrower than states; a projection then widens them;
-* there is no pooler: classification reads the first token through a projection and GELU of its own;
-* replaced tokens are the discriminator's, whose head is a projection, an activation and one score a token;
-* masked words are the generator's, whose head narrows back to the width of its words.
+* there is no pooler: classification reads the first token through a separate projection and GELU;
+* replaced tokens use the discriminator's head: a projection, an activation and one score per token;
+* masked words use the generator's head, which narrows back to the width of its words.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _choices(c: ElectraConfig, _: int) -> Graph:
     if c.summary != "first":
         raise ConfigError(
             f"summary_type: found {c.summary!r}; expected 'first': other states of a filled row depend on the rows "
-            "beside it. Correct config.json if the model was trained with the first token's state.",
+            "in the batch. Correct config.json if the model was trained with the first token's state.",
             problems=["summary_type"],
         )
     return bodies.summary(

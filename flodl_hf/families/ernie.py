@@ -2,8 +2,8 @@
 
 BERT under another name. It departs from BERT in:
 
-* from 2.0 on the task of training is a number of its own, whose embedding is added to each token; no call of ours gives
-  one, and where a call gives none the reference takes task 0, as it stands here.
+* from 2.0 on the training task has an id, and its embedding is added to each token; our calls pass
+  none, and the reference then uses task 0, as does this encoder.
 """
 
 from __future__ import annotations

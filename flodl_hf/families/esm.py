@@ -3,10 +3,10 @@
 They depart from BERT in:
 
 * positions are learned and counted after the padding id, or queries and keys are turned by them;
-* masked tokens are zeroed, and what is left is scaled by how many there are, as in training;
+* masked tokens are zeroed, and the others are scaled by the number of masks, as in training;
 * norms come first, and once at the end; embeddings may be normalised too, and nothing of them is dropped;
-* the file holds the frequencies of rotations, which are those of training, rounded as they were then;
-* tokens are found wherever they stand in a text, as in "MKTV".
+* the file contains the frequencies of rotations: those of training, with their rounding;
+* tokens are found at any position of a text, as in "MKTV".
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class EsmConfig(EncoderSizes):
     positions: str = "absolute"
     """"absolute" for a table of positions, "rotary" for queries and keys that are turned."""
     theta: float = 10_000.0
-    """Base of the wavelengths of rotations, where the file holds no frequencies."""
+    """Base of the wavelengths of rotations, if the file contains no frequencies."""
     embedding_norm: bool | None = None
     """Whether embeddings are normalised."""
     token_dropout: bool = False
@@ -118,7 +118,7 @@ IGNORED = (
     Ignored("esm.embeddings.position_embeddings.weight", "position_embedding_type is rotary: there is no table"),
     Ignored("esm.encoder.layer.{i}.attention.self.rotary_embeddings.inv_freq", "the first layer's serve all"),
 )
-# Older files have one a layer, those of transformers 5.23 a name with a star.
+# Older files have one per layer, those of transformers 5.23 a name with a star.
 OLDER = tuple(f"esm.encoder.layer.{i}.attention.self.rotary_embeddings.inv_freq" for i in "0*")
 _CONTACTS = "scores contacts from attention weights (predict_contacts)"
 KEPT = (
@@ -133,7 +133,7 @@ KEPT = (
 
 
 class EsmEmbeddings(Embeddings):
-    """Words and positions summed and normalised where the settings say so, zeroed where padding is.
+    """Words and positions, summed, normalised if the settings specify it, and zeroed at padding.
 
     Args:
         c: the settings.
@@ -161,7 +161,7 @@ class EsmEmbeddings(Embeddings):
         assert layout is not None
         states = self.word(input_ids)
         # From a table with virtual tokens the reference gets embeddings, not ids, and takes them as all there is: no
-        # masks are counted, and neither places nor the norm come to them.
+        # masks are counted, and neither positions nor the norm are applied.
         if type(self.word) is nn.Embedding:
             if self.mask_token_id is not None:
                 masked = (input_ids == self.mask_token_id).unsqueeze(-1)
@@ -200,7 +200,7 @@ def encoder(c: EsmConfig) -> Graph:
 
 
 def masked_lm(c: EsmConfig, _: int) -> Graph:
-    """Return the masked-word head, whose bias is added by itself."""
+    """Return the masked-word head, with a separately added bias."""
     return (
         FlowBuilder(nn.Linear(c.hidden_size, c.hidden_size), name="dense")
         .input("layout")

@@ -6,7 +6,7 @@ An encoder of a decoder's parts. It departs from BERT in:
 * queries and keys are turned by their places; several heads of queries may share one of keys and values;
 * the feed-forward part is gated by SiLU, and nothing has a bias;
 * classification reads the first token, the mean of all, or the mean of all tokens' scores ("late");
-* word scores are a table of their own where the configuration does not say otherwise.
+* word scores have a separate table unless the configuration specifies otherwise.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class EuroBertConfig(EncoderSizes):
     theta: float = 10_000.0
     """Base of the wavelengths, where ``rotary`` does not state it."""
     rotary: RotarySettings | None = None
-    """How queries and keys are turned, where ``scaling`` says nothing; None for ``theta``."""
+    """Type of rotary positions if ``scaling`` has none; None for ``theta``."""
     scaling: RotarySettings | None = None
     """How wavelengths are stretched, as older files state it."""
 
@@ -101,7 +101,7 @@ CONFIG = (
 )
 
 INERT = (
-    *(Inert(f"{role}_token", "the tokenizer's files say it") for role in ("bos", "eos", "pad", "mask")),
+    *(Inert(f"{role}_token", "the tokenizer's files specify it") for role in ("bos", "eos", "pad", "mask")),
     Inert("hidden_dropout", "its layers drop no states"),
     Inert("pretraining_tp", "how the reference may cut its products"),
 )

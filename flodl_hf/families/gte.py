@@ -4,9 +4,9 @@ BERT's encoder with rotary positions. It departs from BERT in:
 
 * queries and keys are turned by their places instead of positions being added; token types may be absent;
 * the feed-forward part is gated by GELU; only its last projection has a bias, and it drops values inside as well;
-* files hold query, key and value in one matrix, and up and gate in another; computed are they one by one.
+* files contain query, key and value in one matrix, and up and gate in another; they are computed one by one.
 
-Files written for the code of another repository say ``model_type: new``; that is the family below of this name.
+Files written for the code of another repository have ``model_type: new``; that is the family below of this name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class GteConfig(bert.BertConfig):
     theta: float = 160_000.0
     """Base of the wavelengths, where ``rotary`` does not state it."""
     rotary: RotarySettings | None = None
-    """How queries and keys are turned, where ``scaling`` says nothing; None for ``theta``."""
+    """Type of rotary positions if ``scaling`` has none; None for ``theta``."""
     scaling: RotarySettings | None = None
     """How wavelengths are stretched, as older files state it."""
 
@@ -57,8 +57,8 @@ INERT = (
     Inert("layer_norm_type",                "the one that there is", ("layer_norm", None)),
     Inert("logn_attention_scale",           "scores are not scaled by their text's length", (False, None)),
     Inert("logn_attention_clip1",           "scores are not scaled by their text's length", (False, None)),
-    Inert("pack_qkv",                       "how files hold query, key and value", (True, None)),
-    Inert("unpad_inputs",                   "how the repository's own code lays tokens"),
+    Inert("pack_qkv",                       "how files store query, key and value", (True, None)),
+    Inert("unpad_inputs",                   "how the repository's own code arranges tokens"),
     Inert("use_memory_efficient_attention", "chooses kernels, not numbers"),
 )
 

@@ -6,7 +6,7 @@ BERT's encoder without positions. It departs from BERT in:
   directions), so that no table bounds a text's length;
 * the feed-forward part is gated; only its last projection has a bias, and it drops values inside and not after.
 
-Files say ``model_type: bert`` with ``position_embedding_type: alibi``, and were written for the code of another
+Files have ``model_type: bert`` with ``position_embedding_type: alibi``, and were written for the code of another
 repository, which is not needed.
 """
 
@@ -43,9 +43,9 @@ CONFIG = (
 )
 
 INERT = (
-    Inert("position_embedding_type", "scores fall with distance, which no table says", ("alibi", None)),
-    Inert("model_max_length",        "the tokenizer's files say it"),
-    Inert("emb_pooler",              "sentence-transformers' files say how texts are pooled"),
+    Inert("position_embedding_type", "scores fall with distance, without a table", ("alibi", None)),
+    Inert("model_max_length",        "the tokenizer's files specify it"),
+    Inert("emb_pooler",              "sentence-transformers' files specify the pooling of texts"),
 )
 
 MOVED = {

@@ -3,10 +3,10 @@
 XLM-RoBERTa's vocabulary and heads over rotary positions. It departs from RoBERTa in:
 
 * queries and keys are turned by their places instead of positions being added;
-* there is one token type, whose row every token gets;
-* files hold query, key and value in one matrix; computed are they one by one.
+* there is one token type, and every token gets its row;
+* files contain query, key and value in one matrix; they are computed one by one.
 
-The first files were written for the code of a repository, with five low-rank differences beside each weight, one a
+The first files were written for the code of a repository, with five low-rank differences for each weight, one per
 task (`flodl_hf.models.adapters.task_adapters`); that is the family ``TASKED`` below.
 """
 
@@ -37,7 +37,7 @@ class JinaEmbeddingsV3Config(bert.BertConfig):
     theta: float = 20_000.0
     """Base of the wavelengths, where ``rotary`` does not state it."""
     rotary: RotarySettings | None = None
-    """How queries and keys are turned, where ``scaling`` says nothing; None for ``theta``."""
+    """Type of rotary positions if ``scaling`` has none; None for ``theta``."""
     scaling: RotarySettings | None = None
     """How wavelengths are stretched, as older files state it."""
 
@@ -115,7 +115,7 @@ FAMILY = bert.FAMILY.renamed(
 
 @dataclass(frozen=True, kw_only=True)
 class TaskedConfig(JinaEmbeddingsV3Config):
-    """The settings of a file with adapters: the family's, and what the adapters are for."""
+    """The settings of a file with adapters: the family's, and the adapters' tasks."""
 
     tasks: tuple[str, ...] = ()
     """The tasks, in the order of their adapters."""
@@ -124,7 +124,7 @@ class TaskedConfig(JinaEmbeddingsV3Config):
     adapter_alpha: int = 1
     """By what times the rank a difference is divided."""
     has_adapters: bool = True
-    """Whether the file holds trained adapters."""
+    """Whether the file contains trained adapters."""
 
 
 def _tasks(value: Any) -> tuple[str, ...]:
@@ -150,8 +150,8 @@ TASKED_INERT = (
     Inert("lora_dropout_p",             "an option of training adapters"),
     Inert("lora_main_params_trainable", "an option of training adapters"),
     Inert("matryoshka_dimensions",      "what `truncate_dim` may be"),
-    Inert("truncate_dim",               "said at each call of `embed`", (None,)),
-    Inert("emb_pooler",                 "sentence-transformers' files say how texts are pooled"),
+    Inert("truncate_dim",               "an option of each call of `embed`", (None,)),
+    Inert("emb_pooler",                 "sentence-transformers' files specify the pooling of texts"),
     Inert("use_flash_attn",             "chooses kernels, not numbers"),
     Inert("use_reg_tokens",             "there are no registers", (False, None)),
 )
@@ -159,13 +159,13 @@ TASKED_INERT = (
 
 
 def _original(theirs: str) -> str:
-    """Return the name of a weight that has adapters beside it; the mark of a part stands before the last word."""
+    """Return the name of a weight with adapters; the parametrization suffix precedes the last component."""
     stem, mark, rest = theirs.partition("[")
     return f"{stem}.parametrizations.weight{mark}{rest}.original"
 
 
 def _tasked_keys() -> tuple[KeyRow, ...]:
-    """Return the family's rows, each weight of a table or a projection under the name it has beside adapters."""
+    """Return the family's rows, with each weight of a table or a projection under its name in files with adapters."""
     found = []
     for row in KEYS:
         found.append(row)

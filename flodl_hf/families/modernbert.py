@@ -5,7 +5,7 @@ An encoder for long texts. It departs from BERT in:
 * norms come before each part, and once more at the end; the first layer has none before attention;
 * positions are rotations of queries and keys; most layers see a window, every third one all tokens;
 * the feed-forward part is gated, and nothing but the word scores has a bias;
-* files hold query, key and value in one matrix, and gate and up in another;
+* files contain query, key and value in one matrix, and gate and up in another;
 * every task reads states through a projection, an activation and a norm; texts by their first token or their mean.
 """
 
@@ -55,7 +55,7 @@ class ModernBertConfig(EncoderSizes):
     max_positions: int = 8192
     """The longest row of tokens that the model was made for; no table bounds it."""
     layer_types: tuple[str, ...] | None = None
-    """What each layer sees: "full_attention" or "sliding_attention"; None for ``global_every``."""
+    """Attention of each layer: "full_attention" or "sliding_attention"; None for ``global_every``."""
     global_every: int = 3
     """Of so many layers the first sees all tokens, the others their window."""
     window: int = 128
@@ -145,10 +145,10 @@ INERT = (
     Inert("initializer_cutoff_factor", "only used for new weights"),
     Inert("deterministic_flash_attn",  "chooses kernels, not numbers"),
     Inert("reference_compile",         "chooses kernels, not numbers"),
-    Inert("repad_logits_with_grad",    "how the reference lays tokens"),
-    Inert("sparse_prediction",         "word scores are given for every token; the loss is the same", said=True),
+    Inert("repad_logits_with_grad",    "how the reference arranges tokens"),
+    Inert("sparse_prediction",         "word scores are returned for every token; the loss is the same", said=True),
     Inert("sparse_pred_ignore_index",  "the label of tokens that do not count", (-100,)),
-    Inert("layer_norm_eps",            "an older name, which the reference does not read; norm_eps says it"),
+    Inert("layer_norm_eps",            "an older name of norm_eps, which the reference does not read"),
 )
 
 KEYS = (

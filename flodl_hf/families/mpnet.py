@@ -1,13 +1,13 @@
 """MPNet (Song et al. 2020, https://arxiv.org/abs/2004.09297).
 
-BERT's encoder, whose scores know distances. It departs from BERT in:
+BERT's encoder, with scores that depend on distance. It departs from BERT in:
 
 * one table of relative positions, by bucket of distance, is added to the scores of every layer;
 * positions are counted over the ids that are not padding and start after the padding id, which is always 1;
 * no token types; a pooler that only the encoder alone has;
-* classification reads the first token through a projection and tanh of its own.
+* classification reads the first token through a separate projection and tanh.
 
-Its reference has no fused kernels, so the plain products are what is repeated to the bit.
+Its reference has no fused kernels, so "sdpa" repeats the plain products bit for bit.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ CONFIG = (
 )
 
 INERT = (
-    Inert("pad_token_id", "the reference pads with id 1, whatever this says"),
+    Inert("pad_token_id", "the reference pads with id 1, for any value"),
 )
 
 MOVED = {

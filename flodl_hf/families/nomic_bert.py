@@ -3,7 +3,7 @@
 BERT's encoder with rotary positions and a gate, as GTE's. It departs from GTE's in:
 
 * no projection has a bias, and nothing is dropped inside the feed-forward part, which SiLU gates;
-* there are token types, for a second text;
+* token types mark a second text;
 * the masked-word head is BERT's.
 
 Files written for the code of Nomic's repository have the settings of GPT-2's configuration under GPT-2's names. What
@@ -40,7 +40,7 @@ __all__ = ["FAMILY", "NomicBertConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class NomicBertConfig(gte.GteConfig):
-    """The settings of a Nomic BERT encoder: GTE's, and what files for Nomic's own code state besides."""
+    """The settings of a Nomic BERT encoder: GTE's, and the further settings of files for Nomic's own code."""
 
     trained_positions: int = 2048
     """The longest row of tokens in training."""
@@ -49,14 +49,14 @@ class NomicBertConfig(gte.GteConfig):
     embedding_dropout: float = 0.0
     """Probability of dropping a value of an embedding, in [0, 1)."""
     stretch: float | None = None
-    """By how much longer texts would be stretched, were it not for the others of their batch; None for not at all."""
+    """Stretch factor of longer texts, if they were alone in a batch; None for none."""
 
 
 GATES = {"swiglu": "silu", "geglu": "gelu", "glu": "sigmoid"}
 
 
 def _longest(fields: dict[str, int]) -> int:
-    # Absent where the key is judged beside another family's settings.
+    # Absent if the key is checked with another family's settings.
     return fields.get("trained_positions", 2048)
 
 

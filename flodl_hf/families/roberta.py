@@ -4,8 +4,8 @@ BERT's encoder under another prefix. It departs from BERT in:
 
 * positions are counted over the ids that are not padding and start after the padding id, so the
   first ``pad_token_id + 1`` rows of the table are never a token's;
-* a second text is not marked by token types, though the table is there;
-* classification reads the first token through a projection and tanh of its own, not the pooler;
+* a second text is not marked by token types, though the table exists;
+* classification reads the first token through a separate projection and tanh, not the pooler;
 * the masked-word head's activation is always the exact GELU.
 """
 

@@ -2,7 +2,7 @@
 
 RoBERTa's encoder, trained with fairseq's option of that name. It departs from RoBERTa in:
 
-* a layer normalises what goes into its parts rather than their sums;
+* a layer normalises the inputs of its parts rather than their sums;
 * a last norm follows the last layer.
 """
 

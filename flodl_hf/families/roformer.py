@@ -2,13 +2,13 @@
 
 BERT's encoder with rotary positions. It departs from BERT in:
 
-* queries and keys, and values where the settings say so, are turned by their places, each feature with its neighbour;
-* the file holds the table of sines and cosines, which is taken as it is;
+* queries and keys, and optionally values, are rotated by position, each feature with its neighbour;
+* the file contains the table of sines and cosines, which is used unchanged;
 * words and token types may be narrower than states; a projection then widens them;
 * there is no pooler: classification reads the first token through a projection, multiple choice a summary;
 * scores are divided as the reference divides them: it has no fused attention;
-* its tokenizer cuts Chinese words by jieba's dictionary, which is not here: ``tokenizer.json`` is read, and what is
-  BERT's by ``tokenizer_class``.
+* its tokenizer cuts Chinese words by jieba's dictionary, which is not included: ``tokenizer.json`` is
+  read, and BERT's files by ``tokenizer_class``.
 
 The second RoFormer (Su 2022) has no biases and other norms; its files are refused by their keys.
 """
@@ -36,7 +36,7 @@ __all__ = ["FAMILY", "RoFormerConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class RoFormerConfig(electra.ElectraConfig):
-    """The settings of a RoFormer encoder: ELECTRA's, and what is turned."""
+    """The settings of a RoFormer encoder: ELECTRA's, and which states are rotated."""
 
     rotary_value: bool = False
     """Whether values are turned by their places too."""
@@ -79,7 +79,7 @@ def _rotary(c: RoFormerConfig, *, held: bool = False) -> PairedRotary:
 
 
 class RoFormerEmbeddings(Embeddings):
-    """Words and token types summed, normalised and dropped; holds the table that all layers turn by.
+    """Words and token types summed, normalised and dropped; contains the table of rotations of all layers.
 
     Args:
         c: the settings.

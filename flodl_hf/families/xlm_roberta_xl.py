@@ -3,7 +3,7 @@
 RoBERTa's encoder with 3.5 and 10.7 billion parameters. It departs from RoBERTa in:
 
 * embeddings are not normalised;
-* a layer normalises what goes into its parts rather than their sums, and a last norm follows the last layer;
+* a layer normalises the inputs of its parts rather than their sums, and a last norm follows the last layer;
 * nothing is dropped after the feed-forward part;
 * norms have an epsilon of 1e-5 where the file names none.
 """

@@ -1,8 +1,8 @@
 """Late chunking: one long pass over a text, then a vector for each of its parts, with the context of the others.
 
-Günther et al. 2024 (arXiv 2409.04701). Decides which tokens a part has and which of several passes a token's state is
+Günther et al. 2024 (arXiv 2409.04701). Decides which tokens a part has and which pass a token's state is
 taken from if a text needs several. A part's vector is the mean of its own tokens: special tokens, and the tokens
-of a prompt, count for none.
+of a prompt, are excluded.
 """
 
 from __future__ import annotations

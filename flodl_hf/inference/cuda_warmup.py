@@ -2,7 +2,7 @@
 
 Most delays of a first answer do not depend on the weights: the driver creates a context, libraries create their
 handles, Triton is imported and identifies itself by a hash of all its files, kernels are loaded (compiled, on the first
-run of a machine). Threads do that while weights are read.
+run on a machine). Threads do that while weights are read.
 """
 
 from __future__ import annotations

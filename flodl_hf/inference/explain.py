@@ -1,7 +1,7 @@
 """Explain a model on a device in a precision: the table of each layer, kernels, recording, and reasons if slower.
 
 The answers use the functions that decide at run time: the tables' `lacks`, `flodl_hf.nn.kernels.trust` and the
-processor's capabilities. No weight is read, so a graph on the ``meta`` device can be explained too.
+CPU's capabilities. No weight is read, so a graph on the ``meta`` device can be explained too.
 """
 
 from __future__ import annotations

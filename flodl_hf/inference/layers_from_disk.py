@@ -1,8 +1,8 @@
 """Layers one after another from disk: each is read, computes all batches, and is let go, while the next is on its way.
 
 Decides how passes of many batches are computed together: the part before the layers, then layer by layer all of
-them, then what follows. A layer is made ready as in memory (`flodl_hf.inference.module_copies`), so its answers are the
-same bits. Embeddings, pooler and head stay in memory; at most two layers do. The computation of a pass is
+them, then what follows. A layer is made ready as in memory (`flodl_hf.inference.module_copies`), so its results are
+bit-equal. Embeddings, pooler and head stay in memory; at most two layers do. The computation of a pass is
 unchanged: it is stopped where the layers begin, and run again with their result.
 """
 

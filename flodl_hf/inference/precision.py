@@ -1,7 +1,7 @@
 """The precisions that prediction may run in, and which device has which.
 
 Decides names, dtypes and errors. A graph is converted to a precision in `flodl_hf.inference.prepared`
-and, on a processor, in `flodl_hf.inference.cpu`.
+and, on a CPU, in `flodl_hf.inference.cpu`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ stay on disk only what surrounds the layers is made ready here; layers come and 
 A change of the model is noticed by identity, version counter and address of each tensor, and by the modules
 that own them; on the CPU also by one number of each tensor, because writes to ``parameter.data`` or by NumPy
 do not increase the version. Code that writes weights without torch's knowledge (a replayed CUDA graph) has to call
-``torch.autograd.graph.increment_version(parameters)`` or by `forget`.
+``torch.autograd.graph.increment_version(parameters)`` or `forget`.
 """
 
 from __future__ import annotations

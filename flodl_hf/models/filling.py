@@ -89,7 +89,7 @@ def _first_stored(manifest: SourceManifest) -> tuple[str, torch.dtype]:
     """Return the dtype that transformers infers when config.json has none, with the reason.
 
     It is the index's dtype, else that of the first floating tensor of the first file, used or not: in order of names in
-    safetensors, by place in files of torch.
+    safetensors, in order of storage in files of torch.
     """
     _, stated = _stated(manifest.index_metadata, ("dtype",))
     if stated is not None:

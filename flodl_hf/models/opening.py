@@ -93,7 +93,7 @@ class Opened:
             allow_nonfinite: load weights with NaN or infinite values, or with values that do not fit into ``dtype``.
             mapped: map the weight file instead of copying it: ready immediately, but the file must not be
                 changed while the model exists. None maps files of the Hub's cache, which never change, and
-                weights in several files on their way to a device, where they are copied to.
+                sharded weights that are copied to a device.
             weights: "disk" leaves weights in their files: a prediction reads layer after layer, for all its texts at
                 once, with the same answers to the bit; two layers are in memory at a time. The files must not be
                 changed meanwhile. None does so, with a log message, if the memory of the device is too small for the

@@ -1,8 +1,8 @@
 """A model written as a Hugging Face folder: weights, configuration, tokenizer, all or nothing.
 
 Decides which names, which ``config.json`` and which other files a folder gets. An unchanged model is
-written back unchanged; changes are patched into the original files. Ordering and bytes are
-`state` and `write`, putting the folder in place is `publish`.
+written back byte for byte; changes are patched into the original files. `state` and `write` define order and
+bytes, `publish` renames the folder into place.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def export_model(
 
     Raises:
         ExportError: the folder is in use or not empty, the disk is full or read-only, or the written files do
-            does not read back as the same bytes. An older folder is then as it was.
+            not read back as the same bytes. An older folder is then unchanged.
     """
     contents = model_contents(model, max_shard_size=max_shard_size)
     return write_contents(folder, {"": contents}, overwrite=overwrite, extra_files=extra_files, check=check)

@@ -161,8 +161,8 @@ class Familiar(GraphModel):
         """Freeze parts; returns the model. The parts of an attached adapter remain trainable.
 
         Args:
-            *paths: such as "embeddings", "layers.0-5", "layers.3.attention", "encoder"; none for all parameters, with
-                including those of an adapter.
+            *paths: such as "embeddings", "layers.0-5", "layers.3.attention", "encoder"; none for all parameters,
+                including an adapter's.
 
         Raises:
             ConfigError: a path matches nothing; the model is unchanged then.

@@ -1,6 +1,6 @@
 """The cells of CSV and TSV files: delimiter, header, column names, and rows as wide as the header.
 
-Column names are equal to those of pandas: an empty name becomes ``Unnamed: 0``, a repeated name ``text.1``.
+Column names equal pandas': an empty name becomes ``Unnamed: 0``, a repeated name ``text.1``.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _separated(texts: Iterator[str]) -> tuple[str, Iterator[str]]:
 
 
 def _names_several(cells: Sequence[str]) -> bool:
-    """Return whether these are several column names. An empty first name is that of row numbers."""
+    """Return whether these are several column names. An empty first name belongs to row numbers."""
     named = sum(bool(cell.strip()) for cell in cells)
     return (named > 1 or (named == 1 and not cells[0].strip())) and _is_header(cells, ())
 
@@ -180,7 +180,7 @@ def _is_number(cell: str) -> bool:
 
 
 def _column_names(cells: Sequence[str]) -> list[str]:
-    """Return a unique name for each column, equal to that of pandas."""
+    """Return a unique name for each column, equal to pandas'."""
     names = [cell.strip() or f"{UNNAMED}{at}" for at, cell in enumerate(cells)]
     counts: Counter[str] = Counter()
     # Named columns keep their names before columns without a name.

@@ -1,7 +1,7 @@
-"""What the columns of a table mean: which hold the text, the label, the words, the tags, the question.
+"""Infer the roles of a table's columns: text, label, words, tags, question.
 
-Decides from names first and from the kinds of values second, and refuses to guess where both leave a doubt. What is
-found here can always be said by the caller instead.
+Decides from names first and from the types of values second, and raises if both are ambiguous. The caller
+can specify any role instead.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ NAMES: dict[str, tuple[str, ...]] = {
     "context": ("context", "passage", "document", "paragraph"),
     "answers": ("answers", "answer"),
 }
-"""The names that training data goes by, for each role; the earlier one holds where a table has two."""
+"""The usual column names of training data, for each role; the earlier one is used if a table has two."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """Which column holds what; None for what a table does not have.
+    """The column of each role; None for roles that a table does not have.
 
     Attributes:
         task: the task that the columns are for.
@@ -49,7 +49,7 @@ class Columns:
         tags: their tags, a list.
         spans: entities in a text, a list of ``{"start", "end", "label"}``.
         question: the question.
-        context: the text that holds the answer.
+        context: the text that contains the answer.
         answers: the answers: ``{"text": [...], "answer_start": [...]}``.
     """
 
@@ -66,12 +66,12 @@ class Columns:
 
 
 def infer_columns(rows: Sequence[Mapping[str, Any]], named: str | None = None, /, **said: str | None) -> Columns:
-    """Return what the columns of ``rows`` mean.
+    """Return the roles of the columns of ``rows``.
 
     Args:
         rows: some rows, for example the first hundred.
-        named: the task that the caller named; masked words are learned of a text, whatever stands beside it.
-        **said: columns the caller names, by role: ``text="headline"``.
+        named: the task that the caller named; masked words train on a text, and ignore other columns.
+        **said: the caller's columns, by role: ``text="headline"``.
 
     Raises:
         DataError: there are no rows, a named column is absent, or no task can be read off the columns.
@@ -139,10 +139,10 @@ def infer_columns(rows: Sequence[Mapping[str, Any]], named: str | None = None, /
         together = "+".join(flags)
         further = f". Labels in a column each, of 0 and 1, are named together: columns={{'label': {together!r}}}"
     if _are_words_as_text(rows, names):
-        further = ". Words and tags come as lists of as many texts each, which JSON lines, Parquet and CoNLL files hold"
+        further = ". Words and tags are lists of as many texts each, which JSON lines, Parquet and CoNLL files contain"
     raise DataError(
         f"columns: what these columns are for is not clear:\n{capped(kinds)}\nexpected text and label, words and "
-        "tags, text and spans, or question, context and answers; rename them, or say which is which: "
+        "tags, text and spans, or question, context and answers; rename them, or specify their roles: "
         f"columns={{'text': ..., 'label': ...}}{further}",
         names=names,
         problems=kinds,
@@ -150,14 +150,14 @@ def infer_columns(rows: Sequence[Mapping[str, Any]], named: str | None = None, /
 
 
 def _are_words_as_text(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> bool:
-    """Return whether columns that are called words and tags hold texts, as in a CSV file."""
+    """Return whether columns named words and tags contain texts, as in a CSV file."""
     called = {role: [name for name in names if name.lower() in NAMES[role] and name.lower() != "labels"]
               for role in ("words", "tags")}  # fmt: skip
     return all(any(_written_kind(rows, name) == "text" for name in found) for found in called.values())
 
 
 def flag_of(value: Any) -> bool | None:
-    """Return whether a value says yes or no, as 0 and 1 do, also where a file holds them as text; None for others."""
+    """Return whether a value is a boolean, including 0 and 1 and their text in a file; None for others."""
     if isinstance(value, (bool, int, float)) and value in (0, 1):
         return bool(value)
     return {"0": False, "1": True, "0.0": False, "1.0": True}.get(value) if isinstance(value, str) else None
@@ -169,7 +169,7 @@ def column_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def data_columns(names: Iterable[str]) -> list[str]:
-    """Return the columns that contain data: not the row numbers of data frames, whose columns have no name."""
+    """Return the columns that contain data, without unnamed columns with the row numbers of data frames."""
     return [name for name in names if not _ROW_NUMBERS.fullmatch(name)]
 
 
@@ -185,12 +185,12 @@ def _meant(name: str, said: Mapping[str, str]) -> str:
 
 
 def pair_columns(rows: Sequence[Mapping[str, Any]], said: Mapping[str, str] | None, where: str) -> Columns:
-    """Return which columns hold two texts that may belong together, and the label where there is one.
+    """Return the columns of two texts that may belong together, and the label if there is one.
 
     Args:
         rows: the table.
         said: columns by role: text, text_pair, label.
-        where: what asks, for the message.
+        where: name of the caller, for messages.
 
     Raises:
         DataError: a named column is absent, or there are no two texts.
@@ -212,8 +212,8 @@ def pair_columns(rows: Sequence[Mapping[str, Any]], said: Mapping[str, str] | No
         found |= {"text": texts[0], "text_pair": texts[1]}
     if found["text"] is None or found["text_pair"] is None:
         raise DataError(
-            f"{where}: which of the columns {names} hold two texts is not clear; expected text and text_pair (or "
-            "sentence1 and sentence2, sentence_a and sentence_b), with a label or without; or say which is which: "
+            f"{where}: which of the columns {names} contain two texts is not clear; expected text and text_pair (or "
+            "sentence1 and sentence2, sentence_a and sentence_b), with or without a label; or specify the roles: "
             "columns={'text': ..., 'text_pair': ...}",
             names=names,
         )
@@ -234,7 +234,7 @@ def _refuse_pairs(names: Sequence[str]) -> None:
     """Refuse tables for training vectors or preferences, which have no labels.
 
     Raises:
-        DataError: the names say that these are such.
+        DataError: the names suggest preferences.
     """
     lowered = {name.lower() for name in names}
     alike = [group for group in _PAIRS if lowered.issuperset(group)]
@@ -245,20 +245,20 @@ def _refuse_pairs(names: Sequence[str]) -> None:
             f"columns: {list(names)} look like texts that belong together (anchor, positive, negative; chosen, "
             f"rejected), and none of these columns is a label{near}. Rows of anchor and positive train vectors: "
             "task='embedding'; there is no task for preferences. Expected text and label, words and tags, text and "
-            "spans, or question, context and answers; where a column is a label after all, say which is which: "
+            "spans, or question, context and answers; if a column is a label after all, specify the roles: "
             "columns={'text': ..., 'label': ...}",
             names=list(names),
         )
 
 
 def _repeats(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
-    """Return whether a column that nothing names a label could be one: its values come again, or are few."""
+    """Return whether a column could be a label: its values repeat, or are few."""
     values = [str(row.get(name)) for row in rows]
     return _kind(rows, name) != "text" or len(set(values)) <= max(1, len(values) // 2) or len(values) < 4
 
 
 def _kind(rows: Sequence[Mapping[str, Any]], name: str) -> str:
-    """Return what a column contains; texts that are all numbers, as CSV files contain them, are numbers."""
+    """Return the type of a column's values; texts that are all numbers, as in CSV files, are numbers."""
     kind = _written_kind(rows, name)
     is_number = kind == "text" and not any(isinstance(v, str) for v in as_numbers([row.get(name) for row in rows]))
     return "number" if is_number else kind

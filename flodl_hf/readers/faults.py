@@ -1,4 +1,4 @@
-"""Faults of a data file, collected and raised as one error, so that all of them can be corrected at once."""
+"""Faults of a data file, collected and raised as one error, so that all of them can be corrected together."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ def read_rows(
 
     The first line is a header unless ``columns`` names the columns, or a cell of it is a number, longer than 64
     characters, or repeated. Even such a line is a header if a cell is a usual name ("text", "label"), if a word is
-    above a column of numbers, or if its cells are the numbers 0, 1, ... above texts. Column names are equal to those of
-    pandas: ``Unnamed: 0`` for an empty name, ``text.1`` for a repeated one. Row numbers without a name in the header,
+    above a column of numbers, or if its cells are the numbers 0, 1, ... above texts. Column names equal
+    pandas': ``Unnamed: 0`` for an empty name, ``text.1`` for a repeated one. Row numbers without a name in the header,
     as R writes them, are left out.
 
     Args:

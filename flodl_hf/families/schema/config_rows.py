@@ -97,7 +97,7 @@ class Inert:
     With ``only``, it has no effect for these values, or switched off where null is one of them; with ``repeats``, if it
     equals our field of that name (``head_width`` is the width of a head). Other values are refused, or ignored where
     transformers does not read a key that ``repeats``; ``read`` means that transformers reads it. The load report
-    mentions a ``said`` key that differs from ``usual`` or from the value that it repeats.
+    lists a ``said`` key that differs from ``usual`` or from the value that it repeats.
     """
 
     key: str
@@ -248,7 +248,7 @@ def read_rows(
             fields[row.field] = accepted[holds]
         elif differing and named[0] in accepted:
             problems.append(
-                f"{named[0]}: found {shown(source[named[0]], 60)} beside {differing[0]} "
+                f"{named[0]}: found {shown(source[named[0]], 60)} and {differing[0]} "
                 f"{shown(source[differing[0]], 60)}, another name of the same setting; expected one value"
             )
         elif len(accepted) == len(named):
@@ -304,7 +304,7 @@ class Triage:
 
         Args:
             source: the file.
-            fields: what the rows read.
+            fields: the values read by the rows.
             problems: receives the faults.
             ignore: keys that the caller ignores.
             strict: also refuse keys that are unknown to every family.
@@ -358,7 +358,7 @@ class Triage:
                 problems.append(f"{entry.key}: found {shown(value, 60)}; expected {expected!r} ({entry.reason})")
             else:
                 self._contradiction(
-                    f"{entry.key}: {shown(value, 60)}; the sizes say {expected!r}",
+                    f"{entry.key}: {shown(value, 60)}; the sizes give {expected!r}",
                     f"{entry.key}: found {shown(value, 60)}; expected {expected!r} ({entry.reason}); "
                     "transformers ignores it",
                     problems,
@@ -389,7 +389,7 @@ class Triage:
         if read != expected:
             wanted = f"{own}, which this family reads" if own else "it absent, for this family has none"
             self._contradiction(
-                f"{key}: {shown(value, 60)}; {f'{own} says {expected!r}' if own else 'this family has none'}",
+                f"{key}: {shown(value, 60)}; {f'{own} is {expected!r}' if own else 'this family has none'}",
                 f"{key}: found {shown(value, 60)}, a setting of other families; expected {wanted}",
                 problems,
             )

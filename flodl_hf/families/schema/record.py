@@ -91,7 +91,7 @@ class FamilyTokenizer:
         classes: further names in ``tokenizer_class`` for this tokenizer, without "Tokenizer" and "Fast"; the class
             prefix of the family always is one.
         files: the vocabulary files that the tokenizer is built from; empty where only ``tokenizer.json`` is read.
-        build: the name of the builder in ``tokenization/build.py``; by default that of the first of ``files``.
+        build: the name of the builder in ``tokenization/build.py``; by default the builder of the first of ``files``.
         template: the name of the special tokens around texts, in ``tokenization/templates.py``.
         mask_takes_space: whether the mask token includes the space before it, unless the settings files specify it.
         prefix: the default of ``add_prefix_space``.
@@ -104,7 +104,7 @@ class FamilyTokenizer:
         skipped: how many of the first pieces of the model ``first`` replaces.
         last: tokens that are numbered after the pieces, like ``first``; ``"extra_ids"`` are the sentinels of T5.
         unknown: the id of unknown pieces; None for the id of the unknown token.
-        steps: normalizers that transformers applies before a sentencepiece model, by name (``tokenization/pieces.py``).
+        steps: normalizers that transformers applies before a sentencepiece model (``tokenization/pieces.py``).
         spaces: how words are split for those classes: "words" (at white space), "always" (at spaces), "first" (at
             spaces; without ``add_prefix_space`` only the first word of a text is marked), or "" (no splitting).
         words: what splits words that is in no file of a folder; empty where the files specify everything. Such a
@@ -146,7 +146,7 @@ class Family:
         inert: keys without effect in this family.
         keys: rows of embeddings, layers and pooler; their names begin with ``base_prefix``.
         also: rows of other names of the same tensors in files: older names, or transformers' names of modules where
-            those of its files differ.
+            its files differ.
         prefixes: other prefixes of the encoder's names.
         left_out: required field -> default of transformers where a file lacks its key; empty for families that
             transformers does not have.
@@ -160,7 +160,7 @@ class Family:
         indices: the values of the placeholders of key rows, one mapping for each layer.
         pretraining: further class names in ``architectures``, with the task of each.
         unused_positions: ``unused_positions(config)`` is the number of rows of the position table that no token uses.
-        takes_prefix: whether transformers' model accepts keys and values before those of a text.
+        takes_prefix: whether transformers' model accepts keys and values of a prefix.
         ties_words: the default of ``tie_word_embeddings``.
         tokenizer: the rules of its tokenizers where files do not specify them; None to read ``tokenizer.json`` only.
         tiny: variant -> settings in keys of ``config.json``, added to the common small sizes, for tests and
@@ -223,7 +223,7 @@ class Family:
         return replace(self, model_type=model_type, class_prefix=class_prefix, **changes)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A family contains functions, so it is pickled by name; the table of names imports this file.
+        # A family contains functions, so its pickle contains only its name; the table of names imports this file.
         return import_module("flodl_hf.families")._pickled_by_name(self)
 
     def __copy__(self) -> Family:

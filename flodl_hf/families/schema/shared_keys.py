@@ -16,7 +16,7 @@ _DECODER = "only decoders that look at an encoder read it"
 _GENERATION = "a text generation setting; encoders do not generate"
 _OUTPUT = "selects the outputs of a call in transformers; here it is an argument of the call"
 
-# For families whose transformers model reads ``head_dim``.
+# For families with a ``head_dim`` that transformers' model reads.
 HEAD_WIDTH = Inert("head_dim", "heads of another width are not supported", repeats="head_width", read=True)
 
 COMMON_INERT: tuple[Inert, ...] = (
@@ -90,7 +90,7 @@ COMMON_INERT: tuple[Inert, ...] = (
         ("absolute", None),
     ),
     Inert("is_decoder", "these are encoders", (False, None)),
-    Inert("is_encoder_decoder", "a note of the pair of models that an encoder was taken from", said=True),
+    Inert("is_encoder_decoder", "a note of the encoder-decoder that the encoder was extracted from", said=True),
     Inert("add_cross_attention", "these are encoders", (False, None)),
     Inert("cross_attention_hidden_size", _DECODER),
     Inert("tie_encoder_decoder", _DECODER),

@@ -40,7 +40,7 @@ class Task:
         problem_type: the ``problem_type`` that fine-tuning sets.
         methods: methods of the model that answer texts; the first one answers the rows of a file.
         answers: the kind of answers in a file.
-        columns: arguments of ``predict_file`` that select what the model reads.
+        columns: arguments of ``predict_file`` that select the columns to read.
         options: options of ``flodl-hf predict`` for texts.
         routes: requests that the server answers.
     """

@@ -1,8 +1,8 @@
 """Classes, scores and ranks from sequence classification logits.
 
 This file decides which function turns logits into scores, how the windows of a long text are merged, and how
-zero-shot and ranking use an NLI head and a cross-encoder. Rows and hypotheses are created by the
-caller.
+zero-shot and ranking use an NLI head and a cross-encoder. Rows and hypotheses are created by
+the caller.
 """
 
 from __future__ import annotations

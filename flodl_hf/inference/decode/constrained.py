@@ -1,7 +1,7 @@
 """The best label sequence that a tagging scheme allows.
 
 This file contains the search (Viterbi) over a whole batch. The rules are in ``labels.py``; the
-units that carry one label each to ``entities.py``.
+units with one label each are built in ``entities.py``.
 """
 
 from __future__ import annotations

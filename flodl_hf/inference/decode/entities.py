@@ -2,7 +2,7 @@
 
 This file decides how the distributions of a word's tokens become one label, how labelled words join into
 entities, and the fields of an entity. Tags are parsed in ``labels.py``, windows in ``windows.py``, words in
-``words.py``, and the habits of other libraries to ``compat/``.
+``words.py``; ``compat/`` reproduces other libraries.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One vector per text from the hidden states of its tokens.
 
-This file decides the arithmetic of each pooling, for padded and for packed hidden states. It leaves which
-pooling is used, and the mask that excludes prompts, is decided by the caller.
+This file decides the arithmetic of each pooling, for padded and for packed hidden states. The
+caller chooses the pooling, and the mask that excludes prompts.
 """
 
 from __future__ import annotations

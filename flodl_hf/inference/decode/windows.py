@@ -1,8 +1,8 @@
 """Overlapping windows put together again: every token of a text once, seen where it has most context.
 
 This file decides which window is used for a token that occurs in several, and how pre-split words are
-joined into one text. Texts are cut into windows by the tokenizers package; the merged
-tokens to ``entities.py`` and ``spans.py``.
+joined into one text. Texts are cut into windows by the tokenizers package; merged
+tokens are read by ``entities.py`` and ``spans.py``.
 """
 
 from __future__ import annotations

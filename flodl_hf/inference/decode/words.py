@@ -1,8 +1,7 @@
 """Where words begin and end among tokens, and where characters are spaces or punctuation.
 
-This file defines a word for answers that must not cut words: the tokenizer's own word, less
-    punctuation
-that clings to its outside, never ending inside a character. It leaves labels and scores to the decoders.
+This file defines a word for answers that must not cut words: the tokenizer's own word, without
+adjacent punctuation, never ending inside a character. Labels and scores are computed by the decoders.
 """
 
 from __future__ import annotations

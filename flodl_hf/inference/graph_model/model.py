@@ -1,7 +1,7 @@
 """A graph with what belongs to it: configuration, tokenizer, where it was read from, how its predictions run.
 
-Decides how a call with Hugging Face's tensors becomes a call of the graph. How a model is made, read and written, and
-the methods for users, is `flodl_hf.models`'s; loading, export and the runtime use only this class.
+Decides how a call with Hugging Face's tensors becomes a call of the graph. Models are created, read and written, and
+get their public methods, in `flodl_hf.models`; loading, export and the runtime use only this class.
 """
 
 from __future__ import annotations

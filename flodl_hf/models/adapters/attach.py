@@ -1,7 +1,7 @@
-"""Adapters in a model: made, put in, taken out, merged; the base's weights stay the same tensors with the same bits.
+"""Adapters in a model: create, attach, detach, merge; the base's weights stay the same tensors with the same bits.
 
 Attaching an adapter replaces the target modules by modules with a part, and the tensors that it stores whole
-(the head) for its own; taking it out puts the model's own back. One adapter is in at a time; the others wait outside.
+(the head) by its own; detaching it restores the model's. One adapter is active at a time.
 """
 
 from __future__ import annotations

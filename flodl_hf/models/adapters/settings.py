@@ -261,7 +261,7 @@ class Prompt:
         tokens: how many.
         text: initialise from its words, repeated or cut to this number; None for words drawn from the vocabulary.
         encoder: width of a network that produces them in training (P-tuning, Liu et al. 2021); files contain
-            it made. None for none.
+            its output. None for none.
         kind: "mlp" for a network of three layers, "lstm" for one that reads them both ways in two and has two more.
 
     The arguments of peft's ``PromptTuningConfig`` and ``PromptEncoderConfig`` are accepted too

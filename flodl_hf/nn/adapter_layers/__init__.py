@@ -1,7 +1,7 @@
-"""Layers with an adapter: what they compute. `flodl_hf.models.adapters` asks for adapters, reads and writes them.
+"""Layers with an adapter. `flodl_hf.models.adapters` creates, reads and writes adapters.
 
 lora      products with a low-rank part, one or several, joined or folded into the weight
 scaled    results times learned scales (IA3)
-prompts   virtual tokens before those of each row
-stand_in  modules in the place of others, with their parameters
+prompts   virtual tokens before the tokens of each row
+stand_in  modules that replace others and share their parameters
 """

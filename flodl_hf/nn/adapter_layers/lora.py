@@ -1,4 +1,4 @@
-"""What a low-rank adapter computes, and what it comes to as one weight.
+"""Computation of a low-rank adapter, and its merge into one weight.
 
 The order of operations is peft's, so that logits are the same to the bit where both multiply the same matrices.
 """
@@ -22,12 +22,12 @@ __all__ = ["AdaptedLinear", "LoraPart", "beside", "folded", "joined_products", "
 
 
 class LoraPart(nn.Module):
-    """The sum beside one projection.
+    """The sum added to one projection.
 
     Args:
         down: ``(rank, in)``; projections of one matrix in the files share it.
         up: ``(out, rank)``.
-        scale: what the sum is multiplied by.
+        scale: factor of the sum.
         dropout: probability of dropping a value that goes in, in [0, 1).
         magnitude: lengths of rows, ``(out,)`` (DoRA); None without.
         up_bias: a bias of ``up``, ``(out,)``; None without.
@@ -56,7 +56,7 @@ class LoraPart(nn.Module):
         return self.dropout if self.training else 0.0
 
     def merged(self, weight: Tensor) -> Tensor:
-        """Return the one weight that projection and part come to: in float64, rounded once to the weight's dtype."""
+        """Return the merged weight of projection and part: in float64, rounded once to the weight's dtype."""
         with torch.no_grad():
             total = weight.double() + self.scale * (self.up.double() @ self.down.double())
             if self.magnitude is not None:
@@ -64,7 +64,7 @@ class LoraPart(nn.Module):
             return total.to(weight.dtype)
 
     def merged_bias(self, bias: Tensor | None) -> Tensor | None:
-        """Return the bias of the merged projection, likewise in float64; without a bias of ``up`` it is unchanged."""
+        """Return the bias of the merged projection, computed alike; unchanged without a bias of ``up``."""
         if self.up_bias is None:
             return bias
         with torch.no_grad():
@@ -78,7 +78,7 @@ class LoraPart(nn.Module):
 
 
 class AdaptedLinear(nn.Linear):
-    """A projection with a part beside it; weight and bias are those of the projection, under their names.
+    """A projection with a low-rank part; weight and bias keep the projection's parameters and names.
 
     Args:
         linear: the projection, which stays as it is.
@@ -108,9 +108,9 @@ def joined_products(
 
     Args:
         hidden: what went in, ``(..., in)``.
-        out: what the joined weights gave, ``(..., all out)``.
+        out: the output of the joined weights, ``(..., all out)``.
         linears: the projections, all adapted, with one ``down``.
-        join: makes the matrix's rows of theirs.
+        join: joins the projections' outputs to the rows of the matrix.
         bias_apart: whether biases are added afterwards, and are not in ``out``.
     """
     parts = [linear.lora for linear in linears]
@@ -134,7 +134,7 @@ def _added(
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """Return what a projection gave, with its part; ``up`` and ``magnitude`` may be those of several."""
+    """Return a projection's output plus its part; ``up`` and ``magnitude`` may be joined from several."""
     dtype = result.dtype
     x = x.to(part.down.dtype)
     x = F.dropout(x, part.dropped) if part.dropped else x
@@ -152,7 +152,7 @@ def _added(
 def _row_lengths(part: LoraPart, up: Tensor, weight: Tensor) -> Tensor:
     """Return the 2-norms of the rows of weight and sum together, ``(out,)``, without a gradient (DoRA, 4.3)."""
     with torch.no_grad():
-        # By a product with the identity, as peft has it, whose bits a product of the two does not always give.
+        # By a product with the identity, as in peft; a product of the two does not always give the same bits.
         eye = torch.eye(part.down.shape[1], device=part.down.device, dtype=part.down.dtype)
         total = weight + part.scale * F.linear(F.linear(eye, part.down), up).T.to(weight.dtype)
         return torch.linalg.norm(total, dim=1).to(weight.dtype)
@@ -184,7 +184,7 @@ def beside(result: Tensor, x: Tensor, part: LoraPart, down_half: Tensor, up_half
     """Return a product with the sum of a part added, by two products forward and four backward; without DoRA's lengths.
 
     Args:
-        result: what the projection gave, ``(tokens, out)``, in half precision.
+        result: the projection's output, ``(tokens, out)``, in half precision.
         x: what went in, ``(tokens, in)``, alike; with values dropped already.
         part: float32, gets the gradients.
         down_half: its ``down`` in half precision.
@@ -208,8 +208,8 @@ def folded(graph: nn.Module, *, merge: bool = True) -> int:
     """Put one weight in the place of each adapted projection of a graph that predicts, in place; return how many.
 
     Args:
-        graph: a copy whose modules may be replaced.
-        merge: compute the weights; else projections keep their own, for a graph that is only looked at.
+        graph: a copy with replaceable modules.
+        merge: compute the weights; else projections keep their own, for a graph that is only inspected.
     """
     made: dict[int, nn.Module] = {}
     for module in list(graph.modules()):

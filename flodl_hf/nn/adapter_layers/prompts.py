@@ -1,8 +1,8 @@
 """Virtual tokens before each text: vectors that learn in the place of word embeddings (prompt tuning).
 
-They have ids of their own beyond every vocabulary, so that rows of tokens grow by them before the graph is called
+They have ids beyond every vocabulary, so that rows of tokens grow by them before the graph is called
 (`Lead`), and everything behind the word table sees ordinary tokens: positions, attention, the first token that a head
-reads. Results of tokens are those of the text's own.
+reads. Results of tokens exclude the virtual ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PromptPart(nn.Module):
 
     Args:
         vectors: ``(count, width)``.
-        encoder: what they go through before they are used (P-tuning); None for nothing.
+        encoder: network applied to them before use (P-tuning); None for none.
     """
 
     def __init__(self, vectors: nn.Parameter, encoder: nn.Module | None = None) -> None:
@@ -64,7 +64,7 @@ class BothWays(nn.Module):
         return self.head(self.read(vectors))
 
     def read(self, vectors: Tensor) -> Tensor:
-        """Return what the LSTM gives, ``(count, 2 * inner)``, of plain operations.
+        """Return the output of the LSTM, ``(count, 2 * inner)``, computed with plain operations.
 
         Those can be recorded with the steps of a run, and give the same bits with and without gradients.
         """
@@ -87,7 +87,7 @@ class BothWays(nn.Module):
 
 
 class PromptedEmbedding(nn.Embedding):
-    """A word table with vectors of virtual tokens behind its words; its weight is that of the table, under its name.
+    """A word table with vectors of virtual tokens after its words; its weight keeps the table's parameter and name.
 
     Args:
         words: the table, which stays as it is.
@@ -99,7 +99,7 @@ class PromptedEmbedding(nn.Embedding):
         self.prompt = part
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the embeddings of ids, those of virtual tokens among them."""
+        """Return the embeddings of ids, virtual tokens included."""
         virtual = input >= FIRST
         words = F.embedding(input.masked_fill(virtual, 0), self.weight)
         made = self.prompt.made().to(words.dtype)
@@ -108,7 +108,7 @@ class PromptedEmbedding(nn.Embedding):
 
 @dataclass(frozen=True)
 class Lead:
-    """Virtual tokens that stand before each text of a call.
+    """Virtual tokens before each text of a call.
 
     Args:
         count: how many.
@@ -123,7 +123,7 @@ class Lead:
         return layout.before(numbers, ids), kinds, layout.led(self.count)
 
     def embedded(self, graph: Any, embeds: Tensor) -> Tensor:
-        """Return embeddings given in the place of words, ``(batch, seq, width)``, with those of the virtual tokens."""
+        """Return the given embeddings, ``(batch, seq, width)``, with the virtual tokens' before them."""
         made = graph.get_submodule(WORDS).prompt.made().to(embeds)
         return torch.cat([made.expand(len(embeds), -1, -1), embeds], 1)
 

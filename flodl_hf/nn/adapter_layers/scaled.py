@@ -1,4 +1,4 @@
-"""What learned scales of a projection compute (IA3), and what they come to as one weight and bias.
+"""Computation of learned scales of a projection (IA3), and their merge into one weight and bias.
 
 The order of operations is peft's, so that logits are the same to the bit where both multiply the same matrices.
 """
@@ -19,7 +19,7 @@ class ScalePart(nn.Module):
     Args:
         scales: ``(out,)``; or ``(in,)``, which projections of one matrix in the files share.
         on_input: whether they scale what goes in.
-        spares_bias: whether the bias is added to what was scaled, instead of being scaled too.
+        spares_bias: whether the bias is added after scaling, instead of being scaled too.
     """
 
     def __init__(self, scales: nn.Parameter, on_input: bool, spares_bias: bool = False) -> None:
@@ -29,23 +29,23 @@ class ScalePart(nn.Module):
         self.spares_bias = spares_bias
 
     def merged(self, weight: Tensor) -> Tensor:
-        """Return the one weight that projection and scales come to: in float64, rounded once to the weight's dtype."""
+        """Return the merged weight of projection and scales: in float64, rounded once to the weight's dtype."""
         scales = self.scales.detach().double()
         return (weight.detach().double() * (scales if self.on_input else scales[:, None])).to(weight.dtype)
 
     def merged_bias(self, bias: Tensor | None) -> Tensor | None:
-        """Return what the bias becomes, likewise."""
+        """Return the merged bias, computed in the same way."""
         if bias is None or self.on_input or self.spares_bias:
             return bias
         return (bias.detach().double() * self.scales.detach().double()).to(bias.dtype)
 
     def extra_repr(self) -> str:
-        """Show what is scaled in ``print(model)``."""
+        """Show which side is scaled in ``print(model)``."""
         return "on_input" if self.on_input else "on_output"
 
 
 class ScaledLinear(nn.Linear):
-    """A projection with scales; weight and bias are those of the projection, under their names.
+    """A projection with scales; weight and bias keep the projection's parameters and names.
 
     Args:
         linear: the projection, which stays as it is.

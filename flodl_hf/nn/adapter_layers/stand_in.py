@@ -1,4 +1,4 @@
-"""Modules that stand in the place of another and hold its very parameters, under their names."""
+"""Modules that replace another and share its parameters, under their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters of embedding tables: a low-rank sum (LoRA), and rows of their own for some tokens.
+"""Adapters of embedding tables: a low-rank sum (LoRA), and separate rows for some tokens.
 
 The order of operations is peft's, so that logits are the same to the bit where both multiply the same matrices.
 """
@@ -59,7 +59,7 @@ class TablePart(nn.Module):
 
 
 class RowsPart(nn.Module):
-    """Rows of an embedding table that replace those of some tokens (peft's ``trainable_token_indices``).
+    """Rows of an embedding table that replace the rows of some tokens (peft's ``trainable_token_indices``).
 
     Args:
         rows: ``(count, width)``.
@@ -90,7 +90,7 @@ class RowsPart(nn.Module):
 
 
 class AdaptedEmbedding(nn.Embedding):
-    """An embedding table with a part; its weight is that of the table, under its name.
+    """An embedding table with a part; its weight keeps the table's parameter and name.
 
     Args:
         table: the table, which is not changed.

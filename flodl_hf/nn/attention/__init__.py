@@ -26,7 +26,7 @@ __all__ = ["IMPLEMENTATIONS", "Bias", "SelfAttention", "attend", "attend_first",
 
 
 def __getattr__(name: str) -> Any:
-    # Only on demand: families and files use modules of this room without the rest of it.
+    # Only on demand: families and files use modules of this package without the rest of it.
     if name in __all__:
         return getattr(import_module("flodl_hf.nn.attention.dot_product"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

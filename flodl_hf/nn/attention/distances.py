@@ -17,7 +17,7 @@ __all__ = ["DistanceBias", "RelativeBias", "SlopedBias"]
 
 
 class DistanceBias:
-    """What is added to scores in one call of a model; each length is computed once, for all layers.
+    """Biases added to scores in one call of a model; each length is computed once, for all layers.
 
     Args:
         values: ``values(distances)`` gives integers, key's place minus query's, the N biases of each.
@@ -58,8 +58,8 @@ class DistanceBias:
 class RelativeBias(nn.Module):
     """One table of biases by bucket of distance, for all layers (Raffel et al. 2020, section 2.1).
 
-    Half of the buckets are for tokens before, half for those after. Of each half the first half holds one distance
-    each; farther ones share buckets that widen as their logarithm does.
+    Half of the buckets are for tokens before, half for tokens after. In each half the first half has one distance
+    each; farther ones share buckets that widen logarithmically.
 
     Args:
         num_heads: N.
@@ -91,7 +91,7 @@ class RelativeBias(nn.Module):
 
 
 class SlopedBias(nn.Module):
-    """Scores that fall with distance, each head's by a slope of its own, in both directions (Press et al. 2021, ALiBi).
+    """Biases that fall with distance, with a slope per head, in both directions (Press et al. 2021, ALiBi).
 
     Of N heads, a power of two, head i (from 1) has the slope 2 to the power of -8i/N; further heads have every second
     slope of twice as many.

@@ -1,7 +1,7 @@
 """Scaled dot-product attention over a layout: the one computation that mixes tokens.
 
 Decides which kernel runs for which layout, and repeats the arithmetic of the reference
-implementation operation by operation where it says so. Knows heads and widths; leaves projections
+implementation operation by operation if requested. Knows heads and widths; leaves projections
 to its own small module and everything else to the encoder.
 
 Shapes in this file: B batch, S tokens of a row, T tokens in all, N heads, H width of a head.
@@ -33,7 +33,7 @@ __all__ = [
     "fused",
 ]
 
-# "fast" is what a family has beside the reference arithmetic; where it has nothing, it is "sdpa".
+# "fast" is a family's alternative to the reference arithmetic; without one, it is "sdpa".
 IMPLEMENTATIONS = ("sdpa", "eager", "fast")
 
 Bias = Callable[[int, int, torch.dtype, torch.device], Tensor]
@@ -71,8 +71,8 @@ class SelfAttention(nn.Module):
         rotary: turns queries and keys by their places; None for none.
         scale_first: whether queries are scaled before they are turned rather than scores after; equal but for rounding.
         joined: whether the reference has one matrix for query, key and value.
-        fused: whether the reference has fused kernels. Without them "sdpa" repeats its plain products, whose scores
-            are divided rather than multiplied, and "fast" takes fused kernels.
+        fused: whether the reference has fused kernels. Without them "sdpa" repeats its plain products, with scores
+            that are divided rather than multiplied, and "fast" takes fused kernels.
     """
 
     def __init__(
@@ -159,11 +159,11 @@ class SelfAttention(nn.Module):
         )
 
     def lead(self) -> tuple[Tensor, Tensor] | None:
-        """Return keys and values that stand before those of each text, ``(count, N*H)`` each; None for none."""
+        """Return keys and values to add before each text's, ``(count, N*H)`` each; None for none."""
         return None
 
     def placed(self, query: Tensor, key: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Return queries and keys that know their places, where it is attention that tells them."""
+        """Return queries and keys with positions applied, if attention applies them."""
         if self.rotary is None:
             return query, key
         return self.rotary(query, layout, self.num_heads), self.rotary(key, layout, self.kv_heads)
@@ -202,7 +202,7 @@ def attend(
         scale: what scores are multiplied by; None for ``1 / sqrt(H)``.
         divides: eager scores are divided by ``sqrt(H)`` instead, which rounds differently.
         seen: each takes the weights of eager attention, ``(B, N, S, S)``.
-        lead: keys and values that every token of a text attends to besides, ``(count, N*H)`` each, as wide as their
+        lead: further keys and values that every token of a text attends to, ``(count, N*H)`` each, as wide as their
             heads; with neither bias nor window.
         kernel: takes the place of torch's fused attention; None for none.
     """
@@ -291,7 +291,7 @@ def _mask(keep: Tensor | None, window: int | None, q: Tensor) -> Tensor | None:
         near = ((places[:, None] - places[None, :]).abs() <= window)[None, None]
         mask = near if mask is None else mask & near
         if keep is not None and q.device.type != "cpu":
-            # A padding token may have no kept neighbour at all; it keeps its own place, which nothing reads. On
+            # A padding token may have no kept neighbour; it keeps its own position, which nothing reads. On
             # processors such rows are finite by themselves, and as the reference has them.
             mask = mask | torch.eye(length, dtype=torch.bool, device=q.device)
     return mask
@@ -358,7 +358,7 @@ def _has_efficient(q: Tensor) -> bool:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, layout: Packed, dropout: float, window: int | None, scale: float) -> Tensor:
-    # What `torch.nn.attention.varlen` calls, which has no dropout of its own and costs more to launch.
+    # The operator that `torch.nn.attention.varlen` calls, which has no dropout and costs more to launch.
     ends, longest = layout.offsets, _longest(q, layout)
     near = {} if window is None else {"window_size_left": window, "window_size_right": window}
     return torch.ops.aten._flash_attention_forward(
@@ -375,5 +375,5 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, layout: Packed, dropout: float, 
 
 
 def _longest(q: Tensor, layout: Packed) -> int:
-    """Return a bound of a text's tokens that is none of all tokens: kernels refuse what is larger."""
+    """Return an upper bound of a text's tokens, limited to all tokens: kernels refuse larger values."""
     return min(layout.max_length, q.shape[0])

@@ -1,4 +1,4 @@
-"""Keys and values that learn and stand before those of each text in every layer (prefix tuning).
+"""Learned keys and values before each text's in every layer (prefix tuning).
 
 Rows stay as they are; each token attends to so many places more, and the places of tokens are counted after them, as
 transformers counts them behind keys and values of earlier texts.
@@ -80,10 +80,10 @@ class MadePrefixPart(PrefixPart):
 
 
 class PrefixedAttention(SelfAttention):
-    """Attention to learned keys and values besides those of the text; its projections are those it was made of.
+    """Attention to learned keys and values in addition to the text's; it keeps the projections of its source.
 
     Args:
-        attention: whose projections and settings.
+        attention: the source of projections and settings.
         part: the keys and values.
     """
 
@@ -106,7 +106,7 @@ class ShiftPart(nn.Module):
     """By how much places are counted on.
 
     Args:
-        count: how many keys and values stand before a text.
+        count: number of keys and values before a text.
     """
 
     def __init__(self, count: int) -> None:
@@ -115,7 +115,7 @@ class ShiftPart(nn.Module):
 
 
 class ShiftedPositions(nn.Embedding):
-    """A position table that counts after what stands before a text; places of padding stay where they are.
+    """A position table that counts after the prefix of a text; positions of padding stay unchanged.
 
     Args:
         table: the table, which stays as it is.

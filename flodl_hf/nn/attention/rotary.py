@@ -19,7 +19,7 @@ __all__ = ["PairedRotary", "Rotary", "RotarySettings", "StatedRotary"]
 
 @dataclass(frozen=True)
 class RotarySettings:
-    """What a configuration says of rotary positions, in one of the forms that transformers writes.
+    """Settings of rotary positions in a configuration, in one of the forms that transformers writes.
 
     Attributes:
         theta: base of the wavelengths; None for the family's own.
@@ -66,9 +66,9 @@ class Rotary(nn.Module):
     def angles(self, hidden: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """Return cosines and sines for the places of ``hidden``, in its dtype.
 
-        They are ``(..., 1, H)``, whose second half repeats the first; of neighbours ``(..., 1, H / 2)``.
+        They are ``(..., 1, H)``, and the second half repeats the first; of neighbours ``(..., 1, H / 2)``.
         """
-        # Mixed precision computes angles beside states of float32.
+        # Mixed precision computes angles next to states of float32.
         mixed = torch.is_autocast_enabled(hidden.device.type)
         dtype = torch.float32 if mixed and hidden.dtype != torch.float64 else hidden.dtype
         name = self.name()
@@ -81,7 +81,7 @@ class Rotary(nn.Module):
         return layout.memo[*name, dtype]
 
     def name(self) -> tuple[Any, ...]:
-        """Return what tells these angles from others of the call."""
+        """Return the key of these angles among others of the call."""
         return "rotary", self.width, self.theta, self.kind, self.factor
 
     def found(self, places: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,7 +112,7 @@ class Rotary(nn.Module):
 
 
 class StatedRotary(Rotary):
-    """Rotations whose frequencies a file may state; layers of the same width and base take the angles made here.
+    """Rotations with frequencies from a file; layers of the same width and base share the angles computed here.
 
     No change of a model's dtype rounds them.
     """
@@ -125,7 +125,7 @@ class StatedRotary(Rotary):
         self.register_buffer("table", None, persistent=False)
 
     def take(self, numbers: Tensor) -> None:
-        """Hold numbers as a file states them: frequencies, ``(H / 2,)``.
+        """Store numbers as a file states them: frequencies, ``(H / 2,)``.
 
         Raises:
             ValueError: they are not as many as a head has pairs.
@@ -149,14 +149,14 @@ class StatedRotary(Rotary):
 class PairedRotary(StatedRotary):
     """Rotations of neighbours, as in RoFormer: features 0 and 1 are a pair, 2 and 3 the next (Su et al. 2021).
 
-    Sines and cosines come from a table of places, which a file may state; layers of the same sizes take the rows that
-    are found here. No change of a model's dtype rounds the table.
+    Sines and cosines are rows of a table of positions, which a file may state; layers of the same sizes share
+    the rows. No change of a model's dtype rounds the table.
 
     Args:
         width: H, of a head; even.
         places: rows of the table.
         values: whether values are turned too.
-        held: whether this one holds the table, and layers find its rows.
+        held: whether this one has the table, and layers use its rows.
     """
 
     halves = False
@@ -167,7 +167,7 @@ class PairedRotary(StatedRotary):
         self.table = sinusoids(places, width) if held else None
 
     def take(self, numbers: Tensor) -> None:
-        """Hold a table of numbers as a file states it, ``(places, H)``: sines of all pairs, then cosines.
+        """Store a table of numbers as a file states it, ``(places, H)``: sines of all pairs, then cosines.
 
         Raises:
             ValueError: it has another shape.
@@ -177,7 +177,7 @@ class PairedRotary(StatedRotary):
         self.table = numbers.detach().float().clone()
 
     def name(self) -> tuple[Any, ...]:
-        """Return what tells these angles from others of the call."""
+        """Return the key of these angles among others of the call."""
         return "paired", self.width, self.places
 
     def found(self, places: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,7 +194,7 @@ class PairedRotary(StatedRotary):
             layout.memo[key] = tuple(each.repeat_interleave(2, -1) for each in (cos, sin))
         cos, sin = layout.memo[key]
         x = states.view(*states.shape[:-1], num_heads, self.width)
-        # As the reference has it, whose gradients are sums of these parts.
+        # As in the reference: its gradients are sums of these parts.
         across = torch.stack([-x[..., 1::2], x[..., ::2]], -1).view(x.shape)
         return (x * cos + across * sin).to(states.dtype).view(states.shape)
 

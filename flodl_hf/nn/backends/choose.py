@@ -1,6 +1,6 @@
 """Which table runs each layer of a graph: chosen for a graph that predicts, and for a model while it trains.
 
-Layers that a table lacks stay with torch's operations, and the reason is given to whoever asks.
+Layers that a table lacks keep torch's operations, and the reason is recorded.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def splits(device: torch.device, sizes: Iterable[LayerSizes], *, rehearse: bool 
 
 
 def _has_room(graph: nn.Module, device: torch.device) -> bool:
-    """Return whether half of the device's free memory holds the parts of all weights."""
+    """Return whether half of the device's free memory is enough for the parts of all weights."""
     if device.type != "cuda":
         return True
     layers = {id(p): p for _, layer in layers_of(graph) for p in layer.parameters() if p.ndim == 2}
@@ -117,22 +117,22 @@ def _has_room(graph: nn.Module, device: torch.device) -> bool:
         return True
     warnings.warn(
         f"prediction on {device} in float32: products are computed whole, which is slower: their parts would need "
-        f"{parts / 2**30:.1f} GiB beside the weights, and {free / 2**30:.1f} GiB are free. precision='bf16' needs "
-        "none.",
+        f"{parts / 2**30:.1f} GiB in addition to the weights, and {free / 2**30:.1f} GiB are free. precision='bf16' "
+        "needs none.",
         stacklevel=2,
     )
     return False
 
 
 def prediction_sizes(graph: nn.Module) -> set[LayerSizes]:
-    """Return what the kernels of a graph that predicts are compiled for."""
+    """Return the compile-time constants of the kernels of a prepared graph."""
     distances = any(isinstance(module, RelativeBias | SlopedBias) for module in graph.modules())
     found = {sizes_of(layer) for _, layer in layers_of(graph)}
     return {replace(sizes, distances=distances) for sizes in found if sizes is not None}
 
 
 def sizes_of(layer: EncoderLayer) -> LayerSizes | None:
-    """Return what a layer's kernels are compiled for; None for parts that no kernel of a layer computes."""
+    """Return the compile-time constants of a layer's kernels; None for parts without such kernels."""
     attention: Any = layer.attention
     feed_forward: Any = layer.feed_forward
     if type(attention) is not SelfAttention or type(feed_forward) is not FeedForward:
@@ -173,7 +173,7 @@ def _arrange(graph: nn.Module, table: Table) -> dict[str, str]:
             lacking[path] = reason
             continue
         if isinstance(layer.attention, DisentangledAttention):
-            # What has no bits to repeat takes the quicker way, and weights that stay project positions once.
+            # Parts without reference bits use the faster implementation, and fixed weights project positions once.
             layer.attention.keeps_positions = True
             if layer.attention.implementation == "sdpa":
                 layer.attention.implementation = "fast"
@@ -182,7 +182,7 @@ def _arrange(graph: nn.Module, table: Table) -> dict[str, str]:
 
 
 class _Taken(nn.Module):
-    """Stands where first tokens were picked, after a layer that gives nothing else."""
+    """Replaces the selection of first tokens after a layer that returns only these."""
 
     def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
         """Return ``hidden`` as it is."""
@@ -224,7 +224,7 @@ def finish_first_tokens(graph: nn.Module, last: EncoderLayer) -> None:
     """Let a last layer finish first tokens alone, if a table runs it that can.
 
     Args:
-        graph: whose pooler or head then takes what is left.
+        graph: the graph; its pooler or head then takes the selected tokens.
         last: what `alone_last` found, or a shadow of it.
     """
     if last.table is TORCH:

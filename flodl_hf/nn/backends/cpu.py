@@ -30,7 +30,7 @@ MakeProduct = Callable[[Tensor, Tensor | None], "Product"]
 
 
 class _Branch(NamedTuple):
-    """States whose last product has not been computed yet, since the residual is added inside of it."""
+    """States with a pending last product; the residual is added inside of it."""
 
     states: Tensor
     linear: nn.Linear
@@ -41,7 +41,7 @@ def plain_parts(layer: Layer, also: type[nn.Module] = nn.Linear) -> str | None:
 
     Args:
         layer: a layer.
-        also: a kind of projection that the asker computes besides ordinary ones.
+        also: a further supported kind of projection.
     """
     if isinstance(layer.attention, PrefixedAttention):
         return "its attention has learned keys and values (prefix tuning), which have no kernel"
@@ -87,11 +87,11 @@ class ProcessorTable(Table):
         return plain_parts(layer)
 
     def attend(self, layer: Layer, hidden: Tensor, layout: Layout, given: Mapping[str, Any], first: bool) -> _Branch:
-        """Return mixed values, whose output projection is still to come."""
+        """Return mixed values, before their output projection."""
         attention: Any = layer.attention
         flat = _flat(hidden)
         if first and type(attention) is SelfAttention and attention.rotary is None:
-            # A text's first token alone asks; all tokens answer.
+            # Only a text's first token queries; all tokens are keys.
             key, value = self._projected(flat, attention.key, attention.value)
             opening = layout.first(hidden)
             mixed = attend_first(
@@ -107,7 +107,7 @@ class ProcessorTable(Table):
         return _Branch(_flat(layout.first(mixed) if first else mixed), attention.output)
 
     def transform(self, layer: Layer, hidden: Tensor, layout: Layout) -> _Branch:
-        """Return the widened states, whose last projection is still to come."""
+        """Return the widened states, before their last projection."""
         feed_forward: Any = layer.feed_forward
         name, flat = feed_forward.activation.name, _flat(hidden)
         opened = feed_forward.up if feed_forward.gate is None else feed_forward.gate

@@ -1,11 +1,11 @@
 """Attention in bfloat16 with scores of float32, for processors that multiply bfloat16 quickly.
 
-torch's fused attention is no quicker there in bfloat16 than in float32. Its batched product is, but it rounds what it
-gives to bfloat16, too coarsely for scores: a second product adds up what the first one rounded off, and both together
+torch's fused attention is no faster there in bfloat16 than in float32. Its batched product is, but it rounds its result
+to bfloat16, too coarsely for scores: a second product computes the rounding error of the first, and both together
 have 16 bits. Inference only.
 
 oneDNN makes kernels for each count of texts and tokens and keeps them, so both are rounded up as rows are
-(`flodl_hf.nn.layout.rounded`). What is added has no weight.
+(`flodl_hf.nn.layout.rounded`). Padding has no weight.
 
 Shapes: B texts of S tokens each, N heads of width H.
 """
@@ -83,7 +83,7 @@ class HalfAttention:
 @cache
 def has_half_attention() -> bool:
     """Return whether torch's batched products keep what `HalfAttention` relies on."""
-    # Numbers of its own, so that asking leaves the random state alone; scores up to 30.
+    # A separate generator, so that the check leaves the random state alone; scores up to 30.
     numbers = torch.arange(3 * 2 * 2 * 18 * 64, dtype=torch.float32).mul_(0.37).sin_()
     q, k, v = numbers.view(3, 2, 2, 18, 64).bfloat16()
     with torch.inference_mode():

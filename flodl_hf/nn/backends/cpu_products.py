@@ -1,8 +1,8 @@
-"""Matrix products on a processor: which kernel multiplies a weight, and what it adds in the same pass.
+"""Matrix products on a CPU: which kernel multiplies a weight, and its fused additions.
 
 Three kernels with one interface. `TorchLinear` is torch's own product, into memory that is kept; `OneDnnLinear` has its
-weight laid out once for oneDNN, with bias, activation and sum in the epilogue; `Int8Linear` multiplies int8. Which of
-them a processor gets is decided in `flodl_hf.inference.cpu`; that private operators of torch exist is tried out here.
+weight reordered once for oneDNN, with bias, activation and sum in the epilogue; `Int8Linear` multiplies int8.
+`flodl_hf.inference.cpu` chooses one for the CPU; this file tests whether torch's private operators exist.
 
 Shapes: T tokens, I features in, O features out. Inference only: nothing here has a gradient.
 """
@@ -37,7 +37,7 @@ __all__ = [
 
 # Numbers in the largest buffer that is kept between calls: 1,024 tokens of 4,096 features, twice over.
 _KEPT_NUMBERS = 1 << 23
-# Names of our activations whose arithmetic oneDNN has in its epilogue, with its name and variant.
+# Names of our activations that oneDNN computes in its epilogue, with its name and variant.
 _EPILOGUES = {
     "gelu": ("gelu", "none"),
     "gelu_python": ("gelu", "none"),
@@ -59,7 +59,7 @@ _TANH_GELUS = frozenset(name for name, (_, variant) in _EPILOGUES.items() if var
 class Scratch(threading.local):
     """Buffers that calls of one thread use again, because fresh memory costs a page fault every 4 KB.
 
-    A buffer's contents last until the same thread asks for the same name.
+    A buffer's contents last until the same thread requests the same name.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class TorchLinear:
     Args:
         weight: ``(O, I)``, not copied.
         bias: ``(O,)``, or None.
-        scratch: where results go that are asked for in a buffer.
+        scratch: buffers for results that are requested in one.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scratch: Scratch) -> None:
@@ -132,7 +132,7 @@ class TorchLinear:
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         """Return the product plus ``other``."""
-        # The product accumulates into what the bias would have been copied to, so the sum costs nothing.
+        # The product accumulates into the memory that the bias would have been copied to, so the sum costs nothing.
         total = other.clone() if self.bias is None else other + self.bias
         return total.addmm_(x, self._turned)
 
@@ -142,12 +142,12 @@ class TorchLinear:
 
 
 class OneDnnLinear:
-    """oneDNN's product with a weight that lies as its kernels want it, from the second use on.
+    """oneDNN's product with a weight in its kernels' layout, from the second use on.
 
-    Reordering into memory of its own takes as long as many products, so an answer that nothing follows does not
+    Reordering into separate memory takes as long as many products, so a single answer does not
     wait for it: the first use lets oneDNN reorder into its scratch memory and keeps nothing. Both run the same
     kernel and give the same bits, but for a lone row, which oneDNN multiplies in another way where the weight is
-    not reordered; such a first use, and a build where the bits differ, reorders at once.
+    not reordered; such a first use, and a build with different bits, reorders immediately.
 
     Args:
         weight: ``(O, I)``, float32 or bfloat16; a copy of its size is made.
@@ -201,7 +201,7 @@ class Int8Linear:
     Args:
         weight: ``(O, I)``, float32; kept as int8, a quarter of its size.
         bias: ``(O,)``, or None.
-        bits: 8, or 7 for processors whose sums of two products saturate at 16 bits.
+        bits: 8, or 7 for CPUs with sums of two products that saturate at 16 bits.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, bits: int = 8) -> None:
@@ -286,13 +286,13 @@ def has_int8() -> bool:
 def sums_in_32_bits() -> bool:
     """Return whether sums of int8 products are kept in 32 bits, rather than saturating at 16.
 
-    Tried rather than asked of the processor: what it has is not what oneDNN was told to use
+    Tested by running it: oneDNN may be limited to fewer features than the CPU has
     (``ONEDNN_MAX_CPU_ISA``).
     """
     if not has_int8():
         return False
     with torch.inference_mode():
-        # Ones beside a zero quantise to 255, those of a weight to 127, and 255 * 127 twice is more than 16 bits hold.
+        # Ones next to a zero quantise to 255, those of a weight to 127, and 255 * 127 twice exceeds 16 bits.
         product = Int8Linear(torch.ones(32, 64, dtype=torch.float32), None, bits=8)
         x = torch.ones(64, 64, dtype=torch.float32)
         x[:, -1] = 0.0
@@ -300,7 +300,7 @@ def sums_in_32_bits() -> bool:
 
 
 def _tried(make: Callable[[Tensor, Tensor], Product], dtype: torch.dtype, bound: float) -> bool:
-    # Numbers of its own, so that asking leaves the random state alone.
+    # A separate generator, so that the check leaves the random state alone.
     numbers = torch.arange(24 * 16, dtype=torch.float32).mul_(0.37).sin_()
     x, weight, bias = numbers[:80].view(5, 16), numbers[: 24 * 16].view(24, 16), numbers[:24]
     wanted = F.linear(x, weight, bias)
@@ -324,7 +324,7 @@ class CpuLinear(nn.Module):
     """A linear map with a product chosen for the processor.
 
     Args:
-        source: whose weight and bias, shared.
+        source: the module with the weight and bias, shared.
         make: makes the product, at the first use.
     """
 

@@ -1,6 +1,6 @@
 """The table of a CUDA device for prediction: few kernels a layer.
 
-Query, key and value are one product, and so are gate and up. In half precision sums and norms are a kernel of ours, and
+Query, key and value are one product, and so are gate and up. In half precision sums and norms run on our kernels, and
 so are rotary positions, gates and attention among texts up to `SHORT` tokens, within windows, and where scores are
 added something by distance; torch's variable-length attention serves other longer ones. In bf16 an exact GELU
 becomes its tanh form, which the product or the gate computes on its way out: the two differ by at most 5e-4, less than
@@ -27,18 +27,18 @@ from flodl_hf.nn.layout.layouts import Layout, Packed
 
 __all__ = ["GATES", "HEAD_WIDTHS", "OFFSETS", "SHORT", "WIDEST", "Branch", "CudaTable", "norm_kind", "walks"]
 
-# Up to here a block of tokens holds about a text, and walking over tokens beats walking over texts.
+# Up to this length a block of tokens covers about a text, and iterating over tokens beats iterating over texts.
 SHORT = 128
 HEAD_WIDTHS = (16, 32, 64, 128)
 WIDEST = 8192
 OFFSETS = 1 << 31
-"""Numbers that attention's kernels tell apart: where in a tensor they are is counted in 32 bits."""
+"""Maximum number of elements for attention's kernels: offsets in a tensor are 32-bit."""
 GATES = {**dict.fromkeys(GELUS, "gelu"), "silu": "silu", "swish": "silu"}
 """The activations of gates that a kernel computes, and by which curve."""
 
 
 class Branch(NamedTuple):
-    """States, as the table has them, whose last product has not been computed yet."""
+    """States, as in the table, with a pending last product."""
 
     states: Any
     linear: nn.Linear
@@ -67,7 +67,7 @@ class CudaTable(Table):
 
     Args:
         kernels: use our kernels, which are for half precision and for devices that are trusted with them.
-        distances: the same of attention whose scores are added something by distance.
+        distances: the same, of attention with biases by distance.
     """
 
     name = "cuda"
@@ -83,7 +83,7 @@ class CudaTable(Table):
         return plain_parts(layer)
 
     def join(self, layer: Layer) -> None:
-        """Lay the weights of query, key and value end to end, and those of gate and up: one product gives all of them.
+        """Concatenate the weights of query, key and value, and those of gate and up: one product computes all of them.
 
         The layer's own parameters become views of the joined ones: no number is stored twice.
         """
@@ -106,17 +106,17 @@ class CudaTable(Table):
         self._joined[id(owner)] = (weight, bias)
 
     def follow(self, layers: Iterable[Layer]) -> None:
-        """Have the sum that ends a layer normalised beside it, as the layer after it will ask.
+        """Compute the norm of a layer's final sum in the same kernel, for the layer after it.
 
         Args:
-            layers: in their order, those of other tables too.
+            layers: all layers in order, including those of other tables.
         """
         for layer, after in pairwise(layers):
             if self.kernels and layer.order == after.order == "pre":
                 self._follows[id(layer)] = after.attention_norm
 
     def attend(self, layer: Layer, hidden: Tensor, layout: Layout, given: Mapping[str, Any], first: bool) -> Branch:
-        """Return mixed values, whose output projection is still to come."""
+        """Return mixed values, before their output projection."""
         attention: Any = layer.attention
         weight, bias = self._joined[id(attention)]
         sizes = [part.out_features for part in (attention.query, attention.key, attention.value)]
@@ -161,7 +161,7 @@ class CudaTable(Table):
         return self.kernels and type(attention) is SelfAttention and isinstance(layout, Packed)
 
     def _mixes(self, attention: Any, hidden: Tensor, layout: Layout, given: Mapping[str, Any]) -> bool:
-        """Return whether attention is a kernel of ours."""
+        """Return whether attention runs on our kernel."""
         if attention.implementation == "eager" or hidden.shape[-1] // attention.num_heads not in HEAD_WIDTHS:
             return False
         if given.get("bias") is None:
@@ -170,7 +170,7 @@ class CudaTable(Table):
         return self.distances and known and isinstance(layout, Packed) and layout.places is not None
 
     def transform(self, layer: Layer, hidden: Tensor, layout: Layout) -> Branch:
-        """Return the widened states, whose last projection is still to come."""
+        """Return the widened states, before their last projection."""
         feed_forward: Any = layer.feed_forward
         if id(feed_forward) in self._joined:
             from flodl_hf.nn.kernels.operations import gated
@@ -201,7 +201,7 @@ class CudaTable(Table):
         )
 
     def add(self, layer: Layer, branch: Branch, residual: Tensor, layout: Layout) -> Tensor:
-        """Return ``residual`` plus the branch; the norm that comes next is computed by the same kernel and kept."""
+        """Return ``residual`` plus the branch; the next norm is computed by the same kernel and kept."""
         norm = self._follows.get(id(layer))
         kind = None if norm is None else self._kind(norm, residual)
         if kind is None:

@@ -2,7 +2,7 @@
 
 Each product of float32 numbers is three of fp16 (`flodl_hf.nn.kernels.halves`), which these units compute twelve times
 as fast as others compute one; the results differ from exact ones about as much as float32's own do. Norms and
-activations hand their results on in parts. Few rows go by ordinary products, for which the weights have to be read once
+activations pass their results on in parts. Few rows use ordinary products, for which the weights have to be read once
 rather than in parts. Inference only.
 """
 
@@ -40,7 +40,7 @@ class SplitTable(CudaTable):
         self._weights: dict[int, Halves] = {}
 
     def join(self, layer: Layer) -> None:
-        """Lay weights end to end as for half precision, and keep the parts of those that products read."""
+        """Concatenate weights as for half precision, and keep the parts of those that products read."""
         from flodl_hf.nn.kernels.split_products import split
 
         super().join(layer)

@@ -1,8 +1,8 @@
 """The table of training steps on CUDA, under autocast in half precision, over the kernels of `flodl_hf.nn.kernels`.
 
-A call that is none of that (no gradient is wanted, another dtype, somebody watches a part) is run by torch's
-operations. What one layer hands to the next beside its states, their half-precision copy and what dropout draws from,
-is kept in the layout's memo, for the call alone.
+Other calls (without gradients, in another dtype, with a hook on a part) run with torch's
+operations. Data that layers share in addition to the states, their half-precision copy and the seed of dropout,
+is kept in the layout's memo, for this call only.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def trains_walking(layout: Layout, window: int | None) -> bool:
 
 
 class _Branch(NamedTuple):
-    """States in half precision whose last product has not been computed yet, and how it is dropped."""
+    """States in half precision with a pending last product and dropout."""
 
     states: Tensor
     linear: nn.Linear
@@ -58,10 +58,10 @@ class _Carried:
     """What layers of one call hand to each other.
 
     Attributes:
-        seed: of what is dropped, ``(1,)``, int64.
+        seed: seed of dropout, ``(1,)``, int64.
         depth: layers so far.
-        states: what was handed on last, float32.
-        half: its copy in half precision; None where nobody made one.
+        states: the last returned states, float32.
+        half: their copy in half precision; None if there is none.
         version: how often the states had been written to then.
         halves: weights of the layer that is running, in half precision.
     """
@@ -85,7 +85,7 @@ class _Carried:
         return states.to(dtype).reshape(-1, states.shape[-1])
 
     def keep(self, states: Tensor, half: Tensor | None) -> None:
-        """Remember what is handed on, and its copy where there is one."""
+        """Store the returned states, and their copy if there is one."""
         self.states, self.half, self.version = states, half, states._version
 
 
@@ -136,20 +136,20 @@ class TrainingTable(Table):
         return None
 
     def begin(self, layer: Layer, hidden: Tensor, layout: Layout, given: Mapping[str, Any]) -> Table:
-        """Return this table for a training step under autocast that nobody watches; else torch's."""
+        """Return this table for a training step under autocast without hooks; else torch's."""
         if not self._takes(layer, hidden):
             return TORCH
         if watched(layer):
             if not self._told:
                 self._told = True
                 warnings.warn(
-                    "training: layers whose parts are watched by a hook run on torch's own operations, more slowly",
+                    "training: layers with hooks on their parts run on torch's own operations, which is slower",
                     stacklevel=2,
                 )
             return TORCH
         carried = layout.memo.get("carried")
         if carried is None or not carried.holds(hidden):
-            # The first layer of a pass, or one whose input somebody changed.
+            # The first layer of a pass, or one with an input that was changed.
             carried = layout.memo["carried"] = _Carried(hidden.device)
         carried.depth += 1
         carried.halves = self._halved(layer)
@@ -206,7 +206,7 @@ class TrainingTable(Table):
     # ---- operations ----------------------------------------------------------------------------------
 
     def attend(self, layer: Layer, hidden: Tensor, layout: Layout, given: Mapping[str, Any], first: bool) -> _Branch:
-        """Return mixed values, whose output projection is still to come."""
+        """Return mixed values, before their output projection."""
         attention: Any = layer.attention
         carried = self._carried(layout)
         half = carried.half_of(hidden, self.dtype)
@@ -268,7 +268,7 @@ class TrainingTable(Table):
         return attention.mixed(query, key, value, layout, **given, fast=True, placed=angles is not None)
 
     def transform(self, layer: Layer, hidden: Tensor, layout: Layout) -> _Branch:
-        """Return the widened states, whose last projection is still to come."""
+        """Return the widened states, before their last projection."""
         from flodl_hf.nn.kernels.operations import activated, projected
 
         feed_forward: Any = layer.feed_forward
@@ -313,7 +313,7 @@ class TrainingTable(Table):
             return norm(hidden.float())
 
     def add_norm(self, layer: Layer, norm: nn.Module, branch: _Branch, residual: Tensor, layout: Layout) -> Tensor:
-        """Return the normalised sum, float32; its half-precision copy is kept for what comes next."""
+        """Return the normalised sum, float32; its half-precision copy is kept for the next operation."""
         return self._summed(norm, branch, residual, layout, pre=False)[0]
 
     def add_then_norm(
@@ -358,7 +358,7 @@ def _in_one_piece(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 def _adapted(
     products: Sequence[Tensor], given: Tensor, linears: Sequence[nn.Linear], carried: _Carried
 ) -> list[Tensor]:
-    """Return what projections of ``given`` gave, with their parts; those of one matrix drop the same values."""
+    """Return the outputs of projections of ``given``, with their parts; those of one matrix drop the same values."""
     dropped: dict[int, Tensor] = {}
     found = []
     for x, linear in zip(products, linears, strict=True):

@@ -38,7 +38,7 @@ __all__ = [
 TEXTS = (37, 5, 1, 70, 12)
 # Of a layer from float64's result; float32's own is some 5e-7.
 SPLIT_BOUND = 4e-6
-# With one that fills blocks of its own.
+# With one that fills whole blocks.
 TRAINED = (150, 37, 5, 1, 12)
 
 Turns = Literal["wide", "stepwise", "neighbours", "neighbours, values too"]
@@ -46,7 +46,7 @@ Turns = Literal["wide", "stepwise", "neighbours", "neighbours, values too"]
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """What a layer's kernels are compiled for, besides dtypes.
+    """Compile-time constants of a layer's kernels, other than dtypes.
 
     Attributes:
         width: of a state.
@@ -165,10 +165,10 @@ def training(device: torch.device, dtype: torch.dtype, sizes: LayerSizes) -> tup
         with torch.enable_grad(), torch.autocast(device.type, dtype, enabled=fused):
             if fused and table.begin(layer, given, layout(), {}) is not table:
                 raise RuntimeError("the kernels do not take the layer")
-            # Twice, so that what a layer hands to the next is looked at too.
+            # Two layers, so that the values passed between layers are tested too.
             found = layer(layer(given, layout=where), layout=where)
         yield "the result", found.detach()[:real]
-        # Weights do not change with what is added to all keys, so that bias has a gradient of rounding errors.
+        # Weights do not depend on a constant added to all keys, so that bias has a gradient of rounding errors.
         named = [(name, p) for name, p in layer.named_parameters() if name != "attention.key.bias"]
         grads = torch.autograd.grad(found, [given, *(p for _, p in named)], direction)
         yield "the gradient of the states", grads[0]
@@ -179,7 +179,7 @@ def training(device: torch.device, dtype: torch.dtype, sizes: LayerSizes) -> tup
 
 
 def buckets(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int]) -> tuple[float, str]:
-    """Compare attention over texts laid end to end and padded to a bucket with plain products in float32."""
+    """Compare attention over concatenated texts, padded to a bucket, with plain products in float32."""
 
     heads, width = sizes
     lengths = np.array([*TEXTS, 150])
@@ -203,7 +203,7 @@ def _distance(found: Tensor, right: Tensor) -> float:
 
 
 def multiply(device: torch.device, dtype: torch.dtype, tokens: int, sizes: LayerSizes) -> None:
-    """Compute the products of a layer once, of whatever lies in memory, so that their kernels are loaded.
+    """Compute the products of a layer once, on uninitialised memory, so that their kernels are loaded.
 
     Args:
         device: a CUDA device.

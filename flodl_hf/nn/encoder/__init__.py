@@ -1,8 +1,8 @@
-"""What the families' encoders consist of.
+"""Building blocks of the families' encoders.
 
     graphs       the shared encoder as graphs: embeddings, stacks of layers, poolers
-    bodies       the few shapes that a task's classifier comes in
-    deberta      what DeBERTa's has of its own beside attention
+    bodies       classifier modules of the tasks
+    deberta      parts of DeBERTa other than attention
     losses       as transformers computes them
 
 A layer is `flodl_hf.nn.layers`; how its operations are computed is decided in `flodl_hf.nn.backends`; attention is
@@ -47,7 +47,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Only on demand: families and files use modules of this room without the rest of it.
+    # Only on demand: families and files use modules of this package without the rest of it.
     if name in __all__:
         return getattr(import_module("flodl_hf.nn.encoder.graphs"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

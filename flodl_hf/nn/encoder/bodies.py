@@ -1,7 +1,7 @@
-"""The few shapes that a task's classifier comes in; each family says which one it uses.
+"""Classifier modules of the tasks; each family specifies which one it uses.
 
 Every body is a graph from states to logits with the input ``layout``. States are the token states
-``(..., hidden)``, or the pooler's output ``(texts, hidden)`` where the family says ``pooled``.
+``(..., hidden)``, or the pooler's output ``(texts, hidden)`` if the family sets ``pooled``.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = [
 
 
 class Relation(nn.Module):
-    """Scores of how two texts belong together, from the pooler's output, beside a head that scores tokens.
+    """Scores of the relation of two texts, from the pooler's output, next to a head that scores tokens.
 
     Args:
         hidden_size: width of the states.
         num_labels: scores out.
-        dropout: before the projection; None for none at all.
+        dropout: before the projection; None for none.
     """
 
     def __init__(self, hidden_size: int, num_labels: int, dropout: float | None = None) -> None:
@@ -45,7 +45,7 @@ class Relation(nn.Module):
 
 
 class Squeezed(nn.Module):
-    """The one score of each state, without a dimension of its own."""
+    """The one score of each state, without a separate dimension."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return ``(...)`` of ``(..., 1)``."""
@@ -53,7 +53,7 @@ class Squeezed(nn.Module):
 
 
 def linear(hidden_size: int, num_labels: int, dropout: float | None, name: str = "classifier") -> Graph:
-    """Return dropout (None: none at all) and one projection: a label score for each state."""
+    """Return dropout (None: none) and one projection: a label score for each state."""
     classifier = nn.Linear(hidden_size, num_labels)
     if dropout is None:
         return FlowBuilder(classifier, name=name).input("layout").build()
@@ -95,7 +95,7 @@ def summary(hidden_size: int, *, projection: bool, activation: str | None, dropo
 
     Args:
         hidden_size: width of the states.
-        projection: whether one stands before the activation.
+        projection: whether there is one before the activation.
         activation: before the score; None for none.
         dropout: before the score.
     """
@@ -156,7 +156,7 @@ def normed(
         norm: after the activation.
         bias: whether the first projection adds one.
         pooling: "cls" or "mean" to score texts by their first token or the mean of all; None to score tokens.
-        dropout: before the last projection; None for none at all.
+        dropout: before the last projection; None for none.
         out_bias: whether the last projection adds a bias.
         name: of the last projection.
     """

@@ -1,4 +1,4 @@
-"""What else DeBERTa's encoder has of its own: its embeddings, its convolution, a bias that stands alone.
+"""Further parts of DeBERTa's encoder: its embeddings, its convolution, a separate bias.
 
 All three work on both layouts. Shapes: ``(batch, seq, hidden)`` or ``(tokens, hidden)``.
 """
@@ -113,7 +113,7 @@ class Convolution(nn.Module):
 
     def _mixed(self, below: Tensor, layout: Layout) -> Tensor:
         def rows(keep: Tensor | None, below: Tensor) -> Tensor:
-            # Rows laid out of packed texts hold other texts' tokens where nothing is kept.
+            # Rows gathered from packed texts contain other texts' tokens where ``keep`` is False.
             return self._rows(below if keep is None else below * keep[:, :, None].to(below.dtype))
 
         return layout.by_rows(rows, below)
@@ -123,7 +123,7 @@ class Convolution(nn.Module):
 
 
 class ConvolvedLayer(EncoderLayer):
-    """A layer whose output is joined with what a convolution makes of its input.
+    """A layer that adds a convolution of its input to its output.
 
     Args:
         *parts: as of `EncoderLayer`.

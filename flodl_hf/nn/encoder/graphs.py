@@ -1,6 +1,6 @@
 """The encoder that the families share, as graphs: embeddings, a stack of layers, a pooler.
 
-A family's file chains these parts and says where it departs. Names given here are the vocabulary of
+A family's file chains these parts and sets the differences. Names given here are the vocabulary of
 every family: ``embeddings.word``, ``layers.3.attention.query``, ``layers.3.feed_forward.up``.
 Shapes: ids ``(batch, seq)`` or ``(tokens,)``; states with one more dimension, ``hidden_size`` wide.
 """
@@ -50,7 +50,7 @@ class Embeddings(nn.Module):
             ``pad_token_id`` (RoBERTa), rather than from 0 along the row.
 
     Attributes:
-        given_whole: what a call gives in place of ids stands for all that these embeddings make, rather than for words.
+        given_whole: embeddings passed to a call replace the whole output of these embeddings, rather than words.
     """
 
     given_whole = False
@@ -195,7 +195,7 @@ def pre_norm_block(config: BlockConfig, *, feed_forward_dropout: float | None = 
 
 
 def stack(blocks: Iterable[nn.Module], *given: str) -> Graph:
-    """Return the blocks one after another, named ``0``, ``1``, ...; ``given`` names what each takes besides."""
+    """Return the blocks in sequence, named ``0``, ``1``, ...; ``given`` names the further arguments of each."""
     flow = FlowBuilder().input("layout", *given).label("layers")
     for index, block in enumerate(blocks):
         flow = flow.through(block, name=str(index)).using("layout", *given)
@@ -235,8 +235,8 @@ def chain(
         embeddings: called with ids, ``token_type_ids``, ``position_ids`` and ``layout``.
         layers: called with states and ``layout``.
         projection: between the two, where embeddings are narrower than states.
-        bias: makes what all layers add to scores, which ``layers`` take as ``bias``.
-        norm: after the last layer, where layers normalise what goes into their parts.
+        bias: computes the bias of all layers' scores, which ``layers`` take as ``bias``.
+        norm: after the last layer, if layers normalise the inputs of their parts.
     """
     flow = (
         FlowBuilder(embeddings, name="embeddings")

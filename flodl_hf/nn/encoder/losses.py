@@ -14,7 +14,7 @@ IGNORED_LABEL = -100  # the label of tokens that do not count
 
 
 def problem_type_of(stated: str | None, num_labels: int, labels: Tensor) -> str:
-    """Return what is being learned: as stated, or as the number of labels and their dtype say."""
+    """Return the problem type: as stated, or inferred from the number of labels and their dtype."""
     if stated is not None:
         return stated
     if num_labels == 1:
@@ -45,7 +45,7 @@ def classification_loss(logits: Tensor, labels: Tensor, problem_type: str | None
 
 
 def token_loss(logits: Tensor, labels: Tensor, *, upcast: bool = False) -> Tensor:
-    """Return the mean cross-entropy over tokens whose label is not -100.
+    """Return the mean cross-entropy over tokens with labels other than -100.
 
     Args:
         logits: ``(..., classes)``.

@@ -1,8 +1,8 @@
-"""Kernels of our own, written in Triton, and whether a device is trusted with them.
+"""Triton kernels, and the test that enables them on a device.
 
 `random` is the hash that dropout is drawn from; `short_texts` attention among texts that are mostly shorter than a
-tile; `rows` what lies between products; `rotary` positions of queries and keys; `disentangled` DeBERTa's attention;
-`copies` writes a layer's weights in half precision.
-`operations` launches them, with gradients, and `trust` asks once whether they compute on a device what torch's
+tile; `rows` the operations between products; `rotary` positions of queries and keys; `disentangled` DeBERTa's
+attention; `copies` writes a layer's weights in half precision.
+`operations` launches them, with gradients, and `trust` tests once whether they compute on a device what torch's
 operations compute there. Only `trust` may be imported where Triton is not installed.
 """

@@ -4,7 +4,7 @@ Position scores are read where they are needed: ``q_i . pk[r]`` and ``k_j . pq[r
 token with every row ``r`` of the distance table, ``(heads, tokens, rows)``, linear in the length of a text, and
 a tile of scores picks the entries of its distances. No ``(heads, seq, seq)`` tensor exists, forward or backward.
 
-The running softmax and the two passes of the backward are those of FlashAttention-2 (Dao 2023,
+The running softmax and the two passes of the backward follow FlashAttention-2 (Dao 2023,
 https://arxiv.org/abs/2307.08691). A score is ``scale * q_i . k_j + c2p + p2c`` in float32; the products with
 the table arrive divided by the scale, so that half precision cannot overflow where the score does not.
 
@@ -46,7 +46,7 @@ def _text(offsets, ends, text, longest, PACKED: tl.constexpr, MASKED: tl.constex
 
 @triton.jit
 def _columns(lut, distance, longest, middle, OWN: tl.constexpr):
-    """Return the table row of each distance; near ones have rows of their own, in order."""
+    """Return the table row of each distance; near distances have separate rows, in order."""
     if OWN:
         return distance + middle
     else:  # noqa: RET505
@@ -73,7 +73,7 @@ def _stretch(first, length, reach, PART: tl.constexpr, NEAR: tl.constexpr, SIZE:
 
 @triton.jit
 def _looked_up(products, row, columns, rows, NARROW: tl.constexpr):
-    # Entries of a row lie side by side, in whatever order: said so that threads are laid along rows.
+    # Entries of a row are adjacent, in any order: declared so that threads are assigned along rows.
     at = tl.max_contiguous(row * rows + columns, (1, columns.shape[1]))
     found = tl.load(products + at).to(tl.float32)
     if NARROW:
@@ -128,7 +128,7 @@ def forward(
             if P2C:
                 columns = _columns(lut, at_i[None, :] - at_j[:, None], longest, middle, NEAR or part == 1)
                 scores += tl.trans(_looked_up(kp + table, at_j[:, None], columns, rows, NARROW))
-            # Position scores enter as what the product adds to, so that all after it has the product's layout.
+            # Position scores are the initial accumulator of the product, so that all after it has the product's layout.
             scores = tl.dot(queries, tl.trans(keys), scores * unscale, input_precision=PRECISION) * (scale * _LOG2E)
             real = j < length
             if MASKED:
@@ -149,7 +149,7 @@ def forward(
     if DROPOUT:
         mixed = mixed / (1.0 - p)
     mixed = mixed / tl.maximum(total, 1.0e-30)[:, None]
-    # A padded row is written to its end, so that no token holds what memory held before.
+    # A padded row is written to its end, so that no token contains old memory.
     written = i < (length if PACKED else longest)
     o_at = (start + i).to(tl.int64) * (heads * H) + head * H
     tl.store(out + o_at[:, None] + h[None, :], mixed.to(out.dtype.element_ty), mask=written[:, None] & inside[None, :])
@@ -326,7 +326,7 @@ def backward_keys(
                 d_queries = d_queries.to(d_q.dtype.element_ty)
                 tl.store(d_q + d_at, d_queries, mask=row_real[:, None] & inside[None, :])
     if WHOLE and not PACKED:
-        # Rows of padding are nobody's queries.
+        # Rows of padding are no queries.
         for i0 in range(length // BM * BM, longest, BM):
             i = i0 + tl.arange(0, BM)
             d_at = (start + i).to(tl.int64)[:, None] * d_stride + head * H + h[None, :]

@@ -1,8 +1,8 @@
-"""Rows of float32 numbers as sums of two fp16 numbers, and what lies between products of such rows.
+"""Rows of float32 numbers as sums of two fp16 numbers, and the operations between products of such rows.
 
-A float32 number times a power of two is, up to its last two bits, the sum of two fp16 numbers, whose mantissas have 11
+A float32 number times a power of two is, up to its last two bits, the sum of two fp16 numbers with mantissas of 11
 bits each. A product of two such rows is three products of fp16 rows, summed in float32 (Ootomo and Yokota 2022,
-https://arxiv.org/abs/2203.03341, with one scale for each row in place of one for all); what is left out is below
+https://arxiv.org/abs/2203.03341, with one scale for each row in place of one for all); the omitted part is below
 2**-22 of the numbers multiplied. Each row has its own power of two, so that no number is too large for fp16.
 
 Launching is `split_products`'; importing this file needs Triton. Names: W numbers of a row.

@@ -1,4 +1,4 @@
-"""What tables launch: the kernels of a layer as functions, those of training with gradients.
+"""Launch the kernels of a layer as functions, those of training with gradients.
 
 The arithmetic of training is autocast's: products in half precision, the residual stream and norms in float32,
 gradients of weights in float32. Fewer numbers travel: a state's half-precision copy is written where the state is,
@@ -32,7 +32,7 @@ class Tiles(NamedTuple):
         tile: tokens of a program.
         met: tokens that it meets at a time.
         warps: of a program.
-        stages: rounds of its loop whose loads are on their way.
+        stages: pipeline stages of its loop.
     """
 
     tile: int
@@ -57,8 +57,8 @@ class Stripes(NamedTuple):
     share: int
 
 
-# These are the fastest of those that `python -m benchmarks.training_kernels` tries on an H200. In prediction: tokens of
-# a program, and tokens that it meets at a time; those that it turns as it reads them come more at a time.
+# These are the fastest settings that `python -m benchmarks.training_kernels` tries on an H200. In prediction: tokens of
+# a program, and tokens per iteration; programs that rotate while reading process more per iteration.
 TILE, MET, TURNED = 64, 32, 64
 FORWARD, BACKWARD = Tiles(64, 64, 4, 3), Tiles(64, 32, 4, 2)
 # With few rows narrow stripes are read by one program each, and no parts are left to add up.
@@ -140,7 +140,7 @@ def projected(x: Tensor, weight: Tensor, bias: Tensor | None, weights: list[Tens
         weight: the weights in half precision, one below the other, ``(outputs, D)``.
         bias: the biases in half precision, ``(outputs,)``; None where there are none.
         weights: the parameters that ``weight`` copies, which get the gradients.
-        biases: those that ``bias`` copies; empty where what comes next sums their gradients.
+        biases: the parameters that ``bias`` copies; empty if the next operation sums their gradients.
     """
     return _Projected.apply(x, weight, bias, len(weights), *weights, *biases)  # type: ignore[return-value]
 
@@ -230,7 +230,7 @@ def mixed(
         qkv: query, key and value side by side, ``(T, 3*N*H)``, contiguous, H one of 16, 32, 64, 128.
         places: each token's place in its text, ``(T,)``, integers.
         ends: index after the last token of each token's text, ``(T,)``, int32.
-        seed: of what is dropped, ``(1,)``, int64, on the same device.
+        seed: seed of dropout, ``(1,)``, int64, on the same device.
         heads: N.
         p: probability of dropping a weight.
         stream: number of the first stream of random numbers; each head has its own.
@@ -243,7 +243,7 @@ def _turn(
     x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, heads: int, width: int, wide: bool, halves: bool, *,
     back: bool = False,
 ) -> None:  # fmt: skip
-    """Write rows of ``x`` into ``out`` with their first heads turned; what lies behind them is copied to another."""
+    """Apply rotary embedding to the first heads of ``x`` into ``out``; copy the rest."""
     rest = 0 if out is x else x.shape[1] - heads * width
     wide = wide or cos.dtype == torch.float32
     pairs = triton.next_power_of_2(heads * width // 2)
@@ -262,7 +262,7 @@ def turn(
     Args:
         x: rows of one stride that begin with the heads to turn, side by side, ``(T, >= heads * width)``.
         cos: cosines of each token, ``(T, ..., >= width / 2)``, one for each pair of features and then anything;
-            ``sin`` alike. In float32 what is computed by them is so, too.
+            ``sin`` in the same form. Angles in float32 are applied in float32.
         sin: see ``cos``.
         heads: how many to turn, of queries and keys together.
         width: H, of a head.
@@ -384,7 +384,7 @@ def added_and_normed(
         weight: the norm's gain, ``(D,)``, float32.
         bias: its shift; None for none.
         x_bias: the bias that is in ``x``, if any; gets the gradient that is summed here anyway.
-        seed: of what is dropped, ``(1,)``, int64.
+        seed: seed of dropout, ``(1,)``, int64.
         eps: of the norm.
         p: probability of dropping a value of ``x``.
         stream: number of the stream of random numbers.

@@ -1,9 +1,9 @@
-"""Queries and keys turned by their places, where they lie side by side: read once, written once.
+"""Apply rotary embedding to adjacent queries and keys: read once, written once.
 
-What is turned by how much is `flodl_hf.nn.attention.rotary`'s.
+The angles are computed in `flodl_hf.nn.attention.rotary`.
 
 Roundings are the reference's: of each product and of their sum, in the states' dtype, or in float32 with one at the
-end. Sums must not be contracted into fused multiply-adds, so launches ask for none. Launching and gradients are
+end. Sums must not be contracted into fused multiply-adds, so launches disable this. Launching and gradients are
 `operations`'; importing this file needs Triton. Names: N heads to turn, H width of a head.
 """
 
@@ -34,7 +34,7 @@ def turn(
     H: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, WIDE: tl.constexpr,
     BACK: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """Write the first N heads of each row turned, and with ``REST`` copy what lies behind them.
+    """Write the first N heads of each row rotated, and with ``REST`` copy the rest of the row.
 
     A pair is a feature of a head's first half and one of its second with ``HALVES``, else two neighbours. ``cos`` and
     ``sin`` begin each row with a number for each pair. ``WIDE`` computes in float32 and rounds once; ``BACK`` turns the

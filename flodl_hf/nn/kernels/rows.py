@@ -1,6 +1,6 @@
-"""What lies between the products of an encoder layer: dropout, sum and norm; GELU, gates; sums of columns; gradients.
+"""Operations between the products of an encoder layer: dropout, sum and norm; GELU, gates; column sums; gradients.
 
-What is dropped is a hash of a seed and of the place (`random`). Sums are float32 whatever the states are.
+Dropout is decided by a hash of a seed and of the position (`random`). Sums are float32 for any dtype of states.
 Launching and gradients are `operations`'; importing this file needs Triton.
 """
 
@@ -30,12 +30,12 @@ def norm(
     bias, ``STATS`` keeps mean and 1/deviation for the backward pass.
     """
     row = tl.program_id(0)
-    # Four numbers of a thread lie side by side: what is float32 is then read and written 16 bytes at a time, with no
-    # exchange between threads on the way to what is half as wide.
+    # Four numbers of a thread are adjacent: float32 is then read and written 16 bytes at a time, with no
+    # exchange between threads before writing half precision.
     cols = tl.max_contiguous(tl.arange(0, BLOCK), 4)
     real = cols < W
     at = row.to(tl.int64) * W + cols
-    # All that is read is asked for before anything waits.
+    # All loads are issued before the first wait.
     value = tl.load(x + at, mask=real, other=0.0).to(tl.float32)
     other = tl.load(residual + at, mask=real, other=0.0).to(tl.float32)
     gain = tl.load(weight + cols, mask=real, other=0.0).to(tl.float32)
@@ -68,7 +68,7 @@ def norm_backward(
     W: tl.constexpr, BLOCK: tl.constexpr, DROPOUT: tl.constexpr, CENTER: tl.constexpr, PRE: tl.constexpr,
     FULL: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of ``x`` and ``residual``, and a part of those of gain, shift and ``x``'s bias."""
+    """Write the gradients of ``x`` and ``residual``, and partial sums for gain, shift and ``x``'s bias."""
     pid, step = tl.program_id(0), tl.num_programs(0)
     cols = tl.max_contiguous(tl.arange(0, BLOCK), 4)  # as in `norm`
     real = cols < W
@@ -166,7 +166,7 @@ def activate(x, out, total, BLOCK: tl.constexpr, TANH: tl.constexpr):
 def gate(x, out, rows, width, ROWS: tl.constexpr, COLS: tl.constexpr, SILU: tl.constexpr, TANH: tl.constexpr):
     """Write the activation of the first half of each row of ``x``, ``(rows, 2*width)``, times the second half.
 
-    Between the two it is rounded, as it is where each is an operation of its own.
+    Between the two it is rounded, as with separate operations.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
@@ -185,7 +185,7 @@ def column_sums(
     d_out, x, d_x, parts, rows, width,
     ROWS: tl.constexpr, COLS: tl.constexpr, GELU: tl.constexpr, TANH: tl.constexpr,
 ):  # fmt: skip
-    """Write each program's part of the sums of columns; with ``GELU`` those of the gradient before it, and it too."""
+    """Write each program's partial column sums; with ``GELU`` those of GELU's gradient, and the gradient."""
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     inside = cols < width
     # Kept by row until the end: a sum over rows in every round would make threads wait for each other.

@@ -1,8 +1,8 @@
-"""Attention among short texts laid end to end, forward and backward.
+"""Attention among concatenated short texts, forward and backward.
 
 It walks over blocks of tokens rather than over texts: a block of queries meets the keys from the first token of its
-first text to the last token of its last one, and each query keeps those of its own text. With texts shorter than a
-block this is far less work than a block for every text. The backward pass recomputes weights from the logarithms of
+first text to the last token of its last one, and each query is masked to the keys of its text. With texts shorter than
+a block this is far less work than a block for every text. The backward pass recomputes weights from the logarithms of
 row sums (FlashAttention-2, Dao 2023, https://arxiv.org/abs/2307.08691), once for queries and once for keys, so that
 nothing is added atomically and a step repeats to the bit; one launch does both. Sums are float32 whatever the states
 are.
@@ -106,7 +106,7 @@ def mix(
             scores += tl.load(bias + head * (2 * reach + 1) + distance, mask=own, other=0.0) * _LOG2E
         scores = tl.where(own, scores, float("-inf"))
         now = tl.maximum(most, tl.max(scores, 1))
-        # A query may meet no key of its own in a block; its largest score is still minus infinity then.
+        # A query may have no key of its text in a block; its largest score is still minus infinity then.
         base_of = tl.where(now == float("-inf"), 0.0, now)
         weights = tl.exp2(scores - base_of[:, None])
         shrink = tl.exp2(most - base_of)

@@ -1,6 +1,6 @@
 """Products of float32 rows by three products of fp16 rows, as functions: see `halves`.
 
-A matrix unit adds up with rounding towards zero, whose errors do not cancel. So the small parts come first, and long
+A matrix unit rounds sums towards zero, and these errors do not cancel. So the small parts come first, and long
 rows are summed in stretches that are added by ordinary sums.
 
 Shapes: T rows, D numbers of a row, N rows of the weight.
@@ -30,7 +30,7 @@ class Halves(NamedTuple):
 
     Attributes:
         parts: ``(T, 3*D)``, fp16.
-        scales: what each row was divided by, ``(T,)``, powers of two.
+        scales: divisor of each row, ``(T,)``, powers of two.
     """
 
     parts: Tensor
@@ -91,7 +91,7 @@ def finished(x: Tensor, of: Halves, weight: Halves, bias: Tensor | None) -> Tens
     Args:
         x: what `products` gave, ``(T, N)``.
         of: the rows that were multiplied.
-        weight: what they were multiplied by.
+        weight: the second factor.
         bias: ``(N,)``, float32; None for none.
     """
     rows, width = x.shape
@@ -123,7 +123,7 @@ def normed_and_split(
     Args:
         x: what `products` gave, ``(T, D)``.
         of: the rows that were multiplied.
-        weight: what they were multiplied by.
+        weight: the second factor.
         bias: ``(D,)``, float32; None for none.
         residual: ``(T, D)``, float32, contiguous.
         norm: gain, shift, epsilon, and whether the mean is subtracted.

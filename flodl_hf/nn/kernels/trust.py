@@ -1,12 +1,12 @@
 """Whether a device computes by our kernels what torch's operations compute there.
 
 Triton compiles at run time, for devices and with compilers that we have never seen. So each group of kernels is tried
-on a small case of its own, never on a user's batch: once a process, and once for good where the verdict can be written
-down (a folder of the user's cache, by device, versions and the kernels' text). A device on which a group is found
-wanting goes on with torch's operations, with one warning that says which kernel, by how much, and the bound.
+on a small separate case, never on a user's batch: once per process, and permanently if the result can be written
+down (a folder of the user's cache, by device, versions and the kernels' text). A device on which a group fails
+uses torch's operations, with one warning that reports the kernel, the difference and the bound.
 
 The bounds are relative distances (2-norm) from the same computation in float32: what rounding to half precision leaves
-after the few roundings that each case has. Who computes in float32 gives a bound of its own.
+after the few roundings of each case. Kernels for float32 have a separate bound.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def trusted(
     """Return whether a group of kernels agrees with torch's operations on a device; if not, warn why, once.
 
     Args:
-        kind: what the kernels serve, for messages.
+        kind: purpose of the kernels, for messages.
         device: where.
         dtype: what products are computed in.
-        sizes: what else the kernels are compiled for; its text tells one group from another.
+        sizes: further compile-time constants of the kernels; its text distinguishes groups.
         trial: runs the small case.
         rehearse: run the case even where its verdict is written down, and warn of nothing: the device then has the
             kernels loaded.
@@ -76,7 +76,7 @@ _TOLD: set[Any] = set()
 
 
 def forget() -> None:
-    """Forget what was found out in this process."""
+    """Forget the results of this process."""
     _KNOWN.clear()
     _TOLD.clear()
     _Verdicts.of.cache_clear()
@@ -85,7 +85,7 @@ def forget() -> None:
 def _fault(
     kind: str, device: torch.device, dtype: torch.dtype, sizes: Hashable, trial: Trial, rehearse: bool, bound: float
 ) -> str:
-    """Return what is wrong with the kernels; empty if nothing is."""
+    """Return the differences found in the kernels' results; empty if there are none."""
     if kind != "buckets" and find_spec("triton") is None:
         return "Triton is not installed"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
@@ -95,7 +95,7 @@ def _fault(
     if noted is not None and noted.holds(name) and not rehearse:
         return ""
     try:
-        # A run's own random numbers must not depend on whether its process has asked before.
+        # A run's own random numbers must not depend on whether its process has run the test before.
         devices = [device] if device.type == "cuda" else []
         with _current(device), torch.random.fork_rng(devices=devices), torch.inference_mode(False):
             distance, where = trial(device, dtype, sizes)
@@ -119,7 +119,7 @@ def _current(device: torch.device) -> torch.cuda.device:
 
 
 class _Verdicts:
-    """What was found sound on one kind of device, in a file of the user's cache.
+    """Passed tests for one kind of device, in a file of the user's cache.
 
     Nothing but approval is written down, so a file that is damaged, stale or absent costs a trial and nothing else.
 
@@ -137,7 +137,7 @@ class _Verdicts:
     @classmethod
     @cache
     def of(cls, device: torch.device) -> _Verdicts | None:
-        """Return those of a device under these versions; None where nothing shall be written."""
+        """Return the store for a device with these versions; None if writing is disabled."""
         folder = os.environ.get("FLODL_HF_CACHE") or os.path.join(
             os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "flodl-hf"
         )

@@ -1,8 +1,8 @@
-"""What a layer consists of, below attention and encoders.
+"""Parts of a layer other than attention.
 
-encoder_layer  the one layer of all families: what is computed, in which order
+encoder_layer  the one layer of all families: its computation and order
 table          how its operations are computed: the reference arithmetic, which other tables override
 activations    the functions that ``hidden_act`` may name
-norms          layer norms whose reference computes them otherwise than torch
-parts          tensors of a file that hold several of ours, and products by them
+norms          layer norms with other arithmetic than torch
+parts          tensors of a file that contain several of ours, and products by them
 """

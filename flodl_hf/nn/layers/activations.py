@@ -76,11 +76,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 GELUS = {"gelu": False, "gelu_python": False, "gelu_new": True, "gelu_pytorch_tanh": True, "gelu_accurate": True}
 GELUS |= {"gelu_fast": True, "gelu_python_tanh": True}
-"""The names whose curve is GELU's, and whether by its tanh form; they differ in rounding alone."""
+"""The names of variants of GELU, and whether they use its tanh form; they differ in rounding alone."""
 
 
 class Activation(nn.Module):
-    """An activation by its name in `ACTIVATIONS`, shapes kept; "prelu" has a slope of its own to learn."""
+    """An activation by its name in `ACTIVATIONS`, shapes kept; "prelu" has a trained slope."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

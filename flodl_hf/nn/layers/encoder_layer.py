@@ -1,8 +1,8 @@
-"""The encoder layer: attention and a feed-forward part, each added to what it was given, and norms.
+"""The encoder layer: attention and a feed-forward part, each added to its input, and norms.
 
-Decides what a layer computes, for all families: the order of norms, gated or plain feed-forward parts, with biases or
-without. How each operation is computed is a table's (`flodl_hf.nn.backends`): the reference arithmetic until somebody
-puts another there. Names given here are every family's: ``attention.query``, ``feed_forward.up``, ``attention_norm``.
+Defines the computation of a layer, for all families: the order of norms, gated or plain feed-forward parts, with
+or without biases. A table computes each operation (`flodl_hf.nn.backends`): the reference arithmetic unless
+another table is assigned. All families use the names given here: ``attention.query``, ``feed_forward.up``, ...
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class FeedForward(nn.Module):
         return self.dropout(self.down(self.dropped(wide)))
 
     def dropped(self, wide: Tensor) -> Tensor:
-        """Return what goes into the last projection."""
+        """Return the input of the last projection."""
         return F.dropout(wide, self.inner_dropout, self.training) if self.inner_dropout else wide
 
 
@@ -79,11 +79,11 @@ class EncoderLayer(nn.Module):
     """One layer of an encoder.
 
     Args:
-        attention: mixes states; called with states, ``layout`` and what else the layer is given by name.
+        attention: mixes states; called with states, ``layout`` and the layer's further keyword arguments.
         feed_forward: transforms each state.
         attention_norm: after the sum with attention ("post"), or before attention ("pre").
         feed_forward_norm: the same for the feed-forward part.
-        order: "post" normalises sums (Devlin et al. 2018), "pre" what goes into each part.
+        order: "post" normalises sums (Devlin et al. 2018), "pre" the input of each part.
 
     Attributes:
         table: computes the operations; never saved, copied or pickled with the layer.
@@ -114,7 +114,7 @@ class EncoderLayer(nn.Module):
         Args:
             hidden: ``(batch, seq, hidden)`` or ``(tokens, hidden)``.
             layout: which tokens belong together.
-            **given: what attention is told besides, by name.
+            **given: further keyword arguments of attention.
         """
         table = self.table.begin(self, hidden, layout, given)
         first = self.first_only

@@ -1,4 +1,4 @@
-"""Layer norms whose reference computes them otherwise than torch does."""
+"""Layer norms with a reference that computes them differently from torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of a file that hold several of ours: one matrix for query, key and value, or for gate and up.
+"""Tensors of a file that contain several of ours: one matrix for query, key and value, or for gate and up.
 
 A key row names a part by ``[j/n]`` behind the module: ``attn.Wqkv[0/3]`` is the first of three equal parts along the
 first axis; ``in_proj[0/3 of 12]`` the first of three in each of twelve groups, one a head. From there on a part has a
@@ -38,14 +38,14 @@ _MARK = re.compile(r"\[(\d+)/(\d+)(?: of (\d+))?\]")
 
 @dataclass(frozen=True)
 class Part:
-    """What a name with a mark says.
+    """The parts of a name with a mark.
 
     Attributes:
-        whole: the name of the tensor that holds it.
+        whole: the name of the tensor that contains it.
         index: which part, from 0.
         count: how many there are.
         groups: in how many groups of rows they alternate.
-        mark: as it stands in the name.
+        mark: the mark as written in the name.
     """
 
     whole: str
@@ -56,7 +56,7 @@ class Part:
 
 
 def part_of(name: str) -> Part | None:
-    """Return what a name says of its part; None where it is a whole tensor's."""
+    """Return the part that a name describes; None for a whole tensor."""
     found = _MARK.search(name)
     if found is None:
         return None
@@ -65,7 +65,7 @@ def part_of(name: str) -> Part | None:
 
 
 def named_part(whole: str, like: str) -> str:
-    """Return the name of the part of a stored tensor that ``like`` is of its own whole."""
+    """Return the name of the part of a stored tensor that corresponds to ``like`` in its whole."""
     part = part_of(like)
     assert part is not None
     module, _, leaf = whole.rpartition(".")
@@ -81,7 +81,7 @@ def split(whole: Tensor, part: Part) -> Tensor:
 
 
 def join(parts: Sequence[Tensor], groups: int = 1) -> Tensor:
-    """Return the tensor that holds these parts, in their order; a view where they lie so in memory already."""
+    """Return the tensor that joins these parts, in order; a view if they are adjacent in memory already."""
     if groups > 1:
         grouped = [part.view(groups, -1, *part.shape[1:]) for part in parts]
         return torch.cat(grouped, 1).view(-1, *parts[0].shape[1:])
@@ -107,7 +107,7 @@ def _side_by_side(parts: Sequence[Tensor]) -> bool:
 
 
 def parts_from(values: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """Return tensors by name, parts cut out of the tensors that hold them.
+    """Return tensors by name, with parts cut out of the whole tensors.
 
     Args:
         values: by stored name.
@@ -118,7 +118,7 @@ def parts_from(values: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, 
 
 
 def joined(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tensors by stored name, parts joined; a whole stands where its first part stood."""
+    """Return tensors by stored name, parts joined; a whole takes the position of its first part."""
     found: dict[str, Any] = {}
     groups: dict[str, dict[int, Any]] = {}
     for name, value in tensors.items():
@@ -137,7 +137,7 @@ def joined(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_whole(name: str) -> str:
-    """Return the name of the stored tensor that holds what ``name`` names."""
+    """Return the name of the stored tensor that contains ``name``."""
     part = part_of(name)
     return name if part is None else part.whole
 
@@ -146,7 +146,7 @@ def products(hidden: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
     """Return several projections of the same states, by one product as references with one matrix compute them.
 
     The sums of one product and of several round differently, in the states' gradient at least. A projection that is
-    more than a linear layer, or that somebody watches, is called by itself.
+    more than a linear layer, or that has hooks, is called by itself.
     """
     adapted = all(map(_adapted, linears))
     if not adapted and not all(map(_plain, linears)):
@@ -160,7 +160,7 @@ def products(hidden: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
 
 
 def products_by_head(hidden: Tensor, num_heads: int, *linears: nn.Linear) -> tuple[Tensor, ...]:
-    """Return projections ``(..., heads, width)`` as references do whose one matrix alternates by head, biases apart.
+    """Return projections ``(..., heads, width)`` as references with one matrix interleaved by head do, biases separate.
 
     Args:
         hidden: states.
@@ -180,7 +180,7 @@ def products_by_head(hidden: Tensor, num_heads: int, *linears: nn.Linear) -> tup
 
 
 def joined_bias(linears: Sequence[nn.Linear]) -> Tensor | None:
-    """Return the bias of one product for several projections, zeros for those without; None where none has any."""
+    """Return the bias of one product for several projections, zeros for those without; None if none has one."""
     if all(linear.bias is None for linear in linears):
         return None
     return torch.cat([

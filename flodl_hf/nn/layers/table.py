@@ -18,7 +18,7 @@ __all__ = ["TORCH", "Layer", "Table", "watched"]
 
 
 class Layer(Protocol):
-    """What a table reads of a layer: `flodl_hf.nn.layers.encoder_layer.EncoderLayer`."""
+    """Parts of a layer that a table reads: `flodl_hf.nn.layers.encoder_layer.EncoderLayer`."""
 
     @property
     def attention(self) -> nn.Module: ...  # noqa: D102
@@ -46,11 +46,11 @@ class Table:
         return None
 
     def begin(self, layer: Layer, hidden: Tensor, layout: Layout, given: Mapping[str, Any]) -> Table:
-        """Return the table that runs this call: this one, or `TORCH` where the call is none of its own."""
+        """Return the table that runs this call: this one, or `TORCH` if it does not support the call."""
         return self
 
     def attend(self, layer: Layer, hidden: Tensor, layout: Layout, given: Mapping[str, Any], first: bool) -> Any:
-        """Return the branch of attention over ``hidden``; with ``first`` that of each text's first token alone."""
+        """Return the attention branch over ``hidden``; with ``first`` only for each text's first token."""
         branch = layer.attention(hidden, layout=layout, **given)
         return layout.first(branch) if first else branch
 
@@ -59,7 +59,7 @@ class Table:
         return layer.feed_forward(hidden)
 
     def add(self, layer: Layer, branch: Any, residual: Tensor, layout: Layout) -> Tensor:
-        """Return ``residual`` plus what a branch comes to."""
+        """Return ``residual`` plus the result of a branch."""
         return residual + branch
 
     def norm(self, norm: nn.Module, hidden: Tensor, layout: Layout) -> Tensor:
@@ -78,7 +78,7 @@ class Table:
         return total, self.norm(norm, total, layout)
 
     def __deepcopy__(self, memo: Any) -> Table:
-        # A copy of a layer is run by torch until somebody chooses a table for it.
+        # A copy of a layer is run by torch until a table is assigned to it.
         return TORCH
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -93,7 +93,7 @@ def _reference() -> Table:
 
 
 def watched(layer: Layer) -> bool:
-    """Return whether somebody hooked onto a part of a layer, which sees what only torch's operations compute."""
+    """Return whether a part of a layer has hooks, which are called only with torch's operations."""
     return any(
         m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
         for part in layer.children()

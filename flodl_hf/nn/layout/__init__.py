@@ -1,8 +1,8 @@
-"""How the tokens of a batch lie in memory.
+"""Memory layouts of the tokens of a batch.
 
 layouts  `Padded` and `Packed`, and the few operations that depend on which it is
 buckets  packed batches brought to a few shapes, so that a pass can be recorded
-segments largest values of texts that lie end to end
+segments maximum values of concatenated texts
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Layout", "Packed", "Padded", "equal_runs"]
 
 
 def __getattr__(name: str) -> Any:
-    # Only on demand: families and files use modules of this room without the rest of it.
+    # Only on demand: families and files use modules of this package without the rest of it.
     if name in __all__:
         return getattr(import_module("flodl_hf.nn.layout.layouts"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

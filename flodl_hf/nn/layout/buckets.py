@@ -1,8 +1,8 @@
 """Packed batches brought to a few shapes, so that a forward pass or training step can be recorded once.
 
 Decides which shapes there are and what fills a batch up to one: texts of filling tokens that nothing reads,
-then slots without tokens. Everything is put together on the host, as arrays in one buffer, for one copy.
-What a recorded pass is and when one is made is left to `flodl_hf.inference` and to `flodl.train`.
+then slots without tokens. Everything is assembled on the host, as arrays in one buffer, for one copy.
+Recorded passes are created by `flodl_hf.inference` and `flodl.train`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def bucket_of(
     most: int | None = None,
     full: int | None = None,
 ) -> Bucket:
-    """Return the smallest bucket that holds texts of these lengths.
+    """Return the smallest bucket that fits texts of these lengths.
 
     Tokens grow by a quarter to an eighth of themselves (with the default ``steps``), so that little is padding
     and few buckets exist.
@@ -88,9 +88,9 @@ def bucket_of(
 
 
 class Buffer:
-    """Room on the host for one packed batch in a bucket: int32 arrays in one piece of memory.
+    """Host memory for one packed batch in a bucket: int32 arrays in one piece of memory.
 
-    ``packed`` holds, one after another, the token ids, token types, places, ends ``(tokens,)`` each, then offsets
+    ``packed`` contains, in sequence, the token ids, token types, positions, ends ``(tokens,)`` each, then offsets
     ``(texts + 1,)`` and opens ``(texts,)``. `on` cuts a copy of it on a device into those tensors.
 
     Args:
@@ -143,7 +143,7 @@ class Buffer:
         return tuple(all_lengths.tolist())
 
     def _write_one(self, ids: np.ndarray, types: np.ndarray | None) -> tuple[int, ...]:
-        """Do what `write` does for one text and at most one padding text; somebody waits for it."""
+        """Do what `write` does for one text and at most one padding text; optimised for latency."""
         tokens, texts, real = self.bucket.tokens, self.bucket.texts, len(ids)
         parts = self._array[: -2 * texts - 1].reshape(-1, tokens)
         parts[0, :real] = ids
@@ -180,7 +180,7 @@ class Buffer:
 
 
 def fill(lengths: np.ndarray | Iterable[int], bucket: Bucket) -> np.ndarray:
-    """Return the lengths with those of the padding texts after them, which sum to the bucket's tokens."""
+    """Return the lengths followed by those of the padding texts, which sum to the bucket's tokens."""
     sizes = np.asarray(lengths if isinstance(lengths, np.ndarray) else list(lengths), np.int64)
     missing = bucket.tokens - int(sizes.sum())
     assert missing >= 0, "the bucket is too small for these texts"

@@ -1,17 +1,17 @@
-"""How the tokens of a batch lie in memory, and the few operations that depend on it.
+"""Memory layouts of the tokens of a batch, and the few operations that depend on them.
 
-An encoder is token-wise but for a few things: where a token stands in its own text, which token opens a text,
-and which tokens may attend to which. Those are asked of a layout:
+An encoder is token-wise but for a few things: the position of a token in its text, the first token of a text,
+and which tokens may attend to which. A layout provides these:
 
 * `Padded`: one row a text, shorter rows filled up, tensors are ``(batch, seq, ...)``;
 * `Packed`: texts end to end, tensors are ``(tokens, ...)``; `flodl_hf.nn.layout.buckets` pads one to a shape that
   other batches have too.
 
 Families and heads are written once against this interface; attention (`flodl_hf.nn.attention`) is the
-only other place that tells the two apart. Masks are boolean with True = keep.
+only other place that distinguishes the two. Masks are boolean with True = keep.
 
-A layout is made for one call of a model. What is computed once in a call and read by several layers (tables of
-rotations, a half-precision copy of the states) is kept in its `memo`, and is gone with it.
+A layout is created for one call of a model. Values computed once per call and read by several layers (tables of
+rotations, a half-precision copy of the states) are kept in its `memo`, and freed with it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Padded:
 
         A mask that keeps everything is dropped, which lets attention use kernels that take no mask
         (and is what transformers does, so that the two stay equal to the bit). Inside a traced
-        function the contents cannot be asked and the mask is kept.
+        function the contents are unknown and the mask is kept.
 
         Raises:
             PredictError: the mask is not two-dimensional.
@@ -78,7 +78,7 @@ class Padded:
         return torch.arange(ids.shape[1], device=ids.device)[None, :]
 
     def running_count(self, keep: Tensor) -> Tensor:
-        """Return for each token how many kept ones its row holds up to and including it, like ``keep``."""
+        """Return for each token the number of kept tokens in its row up to and including it, shaped like ``keep``."""
         return keep.cumsum(dim=1)
 
     def first(self, hidden: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class Padded:
         return (hidden * self.mask[:, :, None]).sum(1) / self.mask.sum(1, keepdim=True)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return what belongs to each text, ``(batch, size)``, for each of its tokens, ``(batch, 1, size)``."""
+        """Return values of each text, ``(batch, size)``, for each of its tokens, ``(batch, 1, size)``."""
         return values[:, None]
 
     def keep(self, hidden: Tensor) -> Tensor | None:
@@ -101,15 +101,15 @@ class Padded:
         return None if self.mask is None else self.mask[:, :, None]
 
     def length(self, hidden: Tensor) -> int:
-        """Return an upper bound of a text's tokens: that of a row."""
+        """Return an upper bound of a text's tokens: the length of a row."""
         return hidden.shape[1]
 
     def rows(self, *tensors: Tensor) -> Iterator[tuple[Tensor | None, tuple[Tensor, ...]]]:
-        """Yield rows of texts ``(texts, seq, ...)`` of each tensor, behind the mask of what is kept of them."""
+        """Yield rows of texts ``(texts, seq, ...)`` of each tensor, after the mask of kept tokens."""
         yield self.mask, tensors
 
     def by_rows(self, call: ByRows, *tensors: Tensor) -> Tensor:
-        """Return what ``call`` makes of rows of texts, ``(batch, seq, ...)`` in and out."""
+        """Return ``call`` applied to rows of texts, ``(batch, seq, ...)`` in and out."""
         return call(self.mask, *tensors)
 
     def led(self, count: int) -> Padded:
@@ -119,7 +119,7 @@ class Padded:
         return Padded(torch.cat([self.mask.new_ones(self.mask.shape[0], count), self.mask], 1))
 
     def before(self, lead: Tensor, values: Tensor) -> Tensor:
-        """Return values of tokens, ``(batch, seq)``, with those of ``lead``, ``(count,)``, before each text's."""
+        """Return values of tokens, ``(batch, seq)``, with ``lead``, ``(count,)``, before each text's."""
         return torch.cat([lead.to(values).expand(values.shape[0], -1), values], 1)
 
     def behind(self, count: int, values: Tensor) -> Tensor:
@@ -138,23 +138,23 @@ class Padded:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Texts laid end to end.
+    """Concatenated texts.
 
-    What a forward pass computes of a *bucketed* layout depends on tensors and on three numbers alone: tokens,
+    The computation of a forward pass of a *bucketed* layout depends on tensors and on three numbers alone: tokens,
     slots for texts, and ``longest``. So a pass recorded once (a captured CUDA graph, a compiled function)
     serves every batch of its bucket. `flodl_hf.nn.layout.buckets` makes them.
 
     Args:
         offsets: where each text starts, and the total at the end, ``(texts + 1,)``, int32. A bucketed layout
             may end in slots without tokens.
-        lengths: the lengths of the texts that have tokens, as Python numbers, known without asking the
+        lengths: the lengths of the texts that have tokens, as Python numbers, known without reading from the
             device; empty where they are unknown, and then only ``longest`` bounds them.
         longest: upper bound of the lengths; 0 takes their maximum.
-        places: each token's place in its own text, ``(tokens,)``, int64; None counts them when asked. There may be
+        places: each token's position in its text, ``(tokens,)``, int64; None counts them on demand. There may be
             more of them than tokens of texts (`flodl_hf.nn.layout.rounded`): the rows behind belong to no text.
         opens: index of each text's first token, ``(texts,)``, int64, within the tokens even for a slot
             without any; None takes ``offsets``.
-        ends: index after the last token of each token's text, ``(tokens,)``, int32; None where nobody noted it.
+        ends: index after the last token of each token's text, ``(tokens,)``, int32; None if unknown.
         real: how many of the texts are real; those after them are filling that nothing reads. None: all.
     """
 
@@ -217,7 +217,7 @@ class Packed:
         return torch.arange(ids.shape[0], device=ids.device) - self._starts(ids.shape[0])
 
     def running_count(self, keep: Tensor) -> Tensor:
-        """Return for each token how many kept ones its text holds up to and including it, ``(tokens,)``."""
+        """Return for each token the number of kept tokens in its text up to and including it, ``(tokens,)``."""
         total = keep.cumsum(dim=0)
         before = torch.cat([total.new_zeros(1), total])[self._starts(keep.shape[0])]
         return total - before
@@ -230,22 +230,22 @@ class Packed:
         """Return the mean state of each text's tokens, ``(texts, hidden)``; zeros for a slot without any."""
         values = hidden.float() if hidden.dtype in (torch.float16, torch.bfloat16) else hidden
         owners = self._owners(hidden.shape[0])
-        # Tokens that stand in no slot, where padding ends behind the last one, add to a row that is left out.
+        # Tokens outside of any slot, where padding ends after the last one, add to a row that is dropped.
         total = values.new_zeros(self.num_texts + 1, *hidden.shape[1:]).index_add(0, owners, values)[:-1]
         count = (self.offsets[1:] - self.offsets[:-1]).clamp(min=1)[:, None]
         return (total / count).to(hidden.dtype)
 
     def _owners(self, num_tokens: int) -> Tensor:
-        """Return which text each token belongs to; behind the last one, where padding stands in no slot."""
+        """Return the index of the text of each token; after the last one, for padding outside of any slot."""
         tokens = torch.arange(num_tokens, device=self.offsets.device, dtype=torch.int32)
         return torch.searchsorted(self.offsets[1:], tokens, right=True)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return what belongs to each text, ``(texts, size)``, for each of its tokens, ``(tokens, size)``."""
+        """Return values of each text, ``(texts, size)``, for each of its tokens, ``(tokens, size)``."""
         return values[self._owners(self.num_tokens).clamp(max=self.num_texts - 1)]
 
     def keep(self, hidden: Tensor) -> Tensor | None:
-        """Return None: filling in a packed batch is texts of its own, so nothing has to be masked."""
+        """Return None: padding in a packed batch is separate texts, so nothing has to be masked."""
         return None
 
     def pack(self, rows: Tensor) -> Tensor:
@@ -276,7 +276,7 @@ class Packed:
         return Packed(offsets, lengths, longest, places, offsets[:-1].long(), self.real)
 
     def before(self, lead: Tensor, values: Tensor) -> Tensor:
-        """Return values of tokens, ``(tokens,)``, with those of ``lead``, ``(count,)``, before each text's."""
+        """Return values of tokens, ``(tokens,)``, with ``lead``, ``(count,)``, before each text's."""
         count, texts = len(lead), self.num_texts
         found = values.new_empty(len(values) + count * texts)
         found[self._behind(count, len(values))] = values
@@ -289,7 +289,7 @@ class Packed:
         return values[self._behind(count, len(values) - count * self.num_texts)]
 
     def _behind(self, count: int, num_tokens: int) -> Tensor:
-        """Return where each token stands once ``count`` others stand before each text."""
+        """Return the position of each token after ``count`` others are added before each text."""
         owners = self._owners(num_tokens).clamp(max=self.num_texts - 1)
         return torch.arange(num_tokens, device=self.offsets.device) + count * (owners + 1)
 
@@ -307,10 +307,10 @@ class Packed:
         return self.memo["segment_ends"]
 
     def rows(self, *tensors: Tensor) -> Iterator[tuple[Tensor | None, tuple[Tensor, ...]]]:
-        """Yield rows of texts ``(texts, seq, ...)`` of each tensor, behind the mask of what is kept of them.
+        """Yield rows of texts ``(texts, seq, ...)`` of each tensor, after the mask of kept tokens.
 
-        Rows that belong to no text are left out. Texts of one length that stand side by side come together, and
-        nothing of them is masked. Where lengths are unknown to the host, all texts come at once in rows of the longest:
+        Rows that belong to no text are omitted. Adjacent texts of one length are grouped, and
+        not masked. If lengths are unknown to the host, all texts are yielded together in rows of the longest:
         shapes then follow from the layout alone.
         """
         if self.lengths:
@@ -324,7 +324,7 @@ class Packed:
         yield keep, tuple(x[at] for x in tensors)
 
     def by_rows(self, call: ByRows, *tensors: Tensor) -> Tensor:
-        """Return what ``call`` makes of rows of texts, for ``(tokens, ...)`` in and out."""
+        """Return ``call`` applied to rows of texts, for ``(tokens, ...)`` in and out."""
         parts = [call(keep, *rows) for keep, rows in self.rows(*tensors)]
         if not self.lengths:
             return self._from_rows(parts[0])

@@ -1,8 +1,8 @@
-"""Packed batches of a processor, brought to counts of rows that come again.
+"""Packed batches on a CPU, padded to recurring counts of rows.
 
 oneDNN makes a kernel for each count of rows that a weight is multiplied by, in milliseconds and half a megabyte, and
 keeps a thousand of them. Texts of all lengths would fill that up; rounded up, tokens and texts come in about ninety
-counts up to 1,024. Rows are added once, behind the last text, before the embeddings: they hold a token of the
+counts up to 1,024. Rows are added once, after the last text, before the embeddings: they contain a token of the
 vocabulary, belong to no text, attend to nothing, and are cut off with the results.
 """
 
@@ -33,7 +33,7 @@ def rounded(count: int) -> int:
 def laid_out(
     ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray, *, lead: int = 0
 ) -> tuple[Tensor, Tensor | None, Packed]:
-    """Return ids, token types and the layout of texts laid end to end, tokens and texts rounded up.
+    """Return ids, token types and the layout of concatenated texts, tokens and texts rounded up.
 
     Args:
         ids: token ids, texts end to end, ``(tokens,)``.

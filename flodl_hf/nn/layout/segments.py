@@ -1,7 +1,7 @@
-"""The largest values of texts that lie end to end, with a gradient that those share which are equal.
+"""Maximum values of concatenated texts, with a gradient shared by equal maxima.
 
 ``torch.segment_reduce`` finds the largest too, and gives its gradient whole to each of several equal ones where it is
-below zero; in half precision equal ones are common. Nothing here asks a device for a number, so steps can be recorded.
+below zero; in half precision equal ones are common. Nothing here synchronises a device, so steps can be recorded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 __all__ = ["largest_of_texts"]
 
 AT_ONCE = 4096
-"""Features whose gradient is computed together: scores of a whole vocabulary would need twice their own memory."""
+"""Features with gradients computed together: scores of a whole vocabulary would need twice their memory."""
 
 
 def largest_of_texts(values: Tensor, offsets: Tensor) -> Tensor:

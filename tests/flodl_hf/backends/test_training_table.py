@@ -115,7 +115,7 @@ def test_the_same_of_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found, layer.eval().attention(states, layout=layout()), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:training. layers whose parts are watched")
+@pytest.mark.filterwarnings("ignore:training. layers with hooks on their parts")
 @pytest.mark.parametrize("how", ["hook", "backward hook", "backward pre-hook", "no autocast", "no gradient"])
 def test_who_looks_between_the_parts_gets_torchs_operations(case: Any, how: str) -> None:
     part = case.layer.get_submodule("feed_forward.up")
@@ -137,7 +137,7 @@ def test_who_looks_between_the_parts_gets_torchs_operations(case: Any, how: str)
 def test_a_hook_that_comes_while_training_is_told_of_once(case: Any) -> None:
     case.layer.attention.register_forward_hook(lambda *_: None)
     with half():
-        with pytest.warns(UserWarning, match="watched by a hook"):
+        with pytest.warns(UserWarning, match="layers with hooks"):
             case.layer(case.states, layout=case.layout)
         case.layer(case.states, layout=case.layout)
 

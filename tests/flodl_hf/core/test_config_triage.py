@@ -289,7 +289,7 @@ def test_common_names_are_read_as_distilberts_own() -> None:
     assert both.hidden_size == both.dim == 32  # transformers writes it over the other
     assert both.overruled == ("dim: 16; hidden_size, another name of the same setting, says 32",)
     for unclear in ({"strict_config": True}, {"auto_map": {"AutoModel": "modeling_own.OwnModel"}}):
-        with pytest.raises(ConfigError, match="dim: found 16 beside hidden_size 32, another name"):
+        with pytest.raises(ConfigError, match="dim: found 16 and hidden_size 32, another name"):
             made("distilbert", hidden_size=32, **unclear)
 
 

@@ -161,7 +161,7 @@ ASKED = {"question": "which?", "context": "a b", "answers": {"text": ["a"], "ans
         ([*WORDS, {"words": ["d"]}], {}, "row 2: NoneType"),
         ([{"words": ["a", "b"], "tags": ["O", None]}], {}, "'tags' contains lists of several kinds of values"),
         ([{"tokens": ["a"], "ner_tag": ["O"]}], {}, "'ner_tag', did you mean 'ner_tags'"),
-        ([{"tokens": "a b", "tags": "O O"}] * 4, {}, "Words and tags come as lists"),
+        ([{"tokens": "a b", "tags": "O O"}] * 4, {}, "Words and tags are lists"),
         ([{"question": "a?", "context": "b", "title": "c"}] * 4, {}, "no column with answers among"),
         ([{"sentence1": text, "sentence2": text} for text in TEXTS], {}, "train vectors: task='embedding'"),
         ([{"anchor": text, "postive": text} for text in TEXTS], {}, "'postive', did you mean 'positive'"),

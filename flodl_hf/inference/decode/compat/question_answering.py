@@ -2,7 +2,7 @@
 
 This file repeats its arithmetic, its candidates and its order of ties, with their weak points: each window is
 normalised alone, equal answers add up, the null answer is the smallest of the windows'. ``spans.py`` has none
-these properties; this is for callers with thresholds and tests based on the old numbers.
+of these properties; this is for callers with thresholds and tests based on the old numbers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The dictionaries of transformers 5's text-classification, zero-shot and feature-extraction pipelines.
 
-This file contains their arithmetic (numpy float32, as there) and their order of results. The function to
-applied is decided by ``classes.activation_for``, which both ways share.
+This file contains their arithmetic (numpy float32, as there) and their order of results. The function
+to apply is selected by ``classes.activation_for``, which both implementations share.
 """
 
 from __future__ import annotations

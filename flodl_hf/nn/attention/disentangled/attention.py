@@ -39,7 +39,7 @@ class DisentangledAttention(nn.Module):
         attention_dropout: probability of dropping a weight, in [0, 1).
         hidden_dropout: the same for an output value, and for a value of the table of distances.
         kinds: which position scores there are: "c2p" (content to position), "p2c" (position to content).
-        relative: whether positions are scored at all; without it ``kinds`` still scales the scores.
+        relative: whether positions are scored; without it ``kinds`` still scales the scores.
         share_keys: positions go through the projections of content rather than through their own.
         joined: DeBERTa's first version: one matrix for query, key and value, in which they alternate by head, no
             bias of keys, and queries divided rather than scores. All of it matters to the reference's bits alone.
@@ -67,7 +67,7 @@ class DisentangledAttention(nn.Module):
         self.seen: tuple[list[Tensor], ...] = ()  # where eager attention leaves its weights while somebody looks
         self.held: PositionTables | None = None
         self.keeps_positions = False
-        """Whether the first call without a gradient holds positions for later ones; of a graph that predicts."""
+        """Whether the first call without a gradient caches positions for later ones, in a prepared graph."""
         self.terms = 1 + self.content_to_position + self.position_to_content
         self.scale = math.sqrt(hidden_size // num_heads * self.terms)
         self.query = nn.Linear(hidden_size, hidden_size)
@@ -106,7 +106,7 @@ class DisentangledAttention(nn.Module):
     ) -> Tensor:
         """Return the mixed values of projected states, ``(B, S, hidden)`` or ``(T, hidden)``, heads side by side.
 
-        ``fast`` asks for nothing here: graphs that predict have the "fast" ``implementation``.
+        ``fast`` changes nothing here: prepared graphs have the "fast" ``implementation``.
         """
         if not self.relative:
             relative = None
@@ -130,7 +130,7 @@ class DisentangledAttention(nn.Module):
         return layout.by_rows(partial(self._texts, tables=tables, relative=relative), *states)
 
     def _plain(self) -> bool:
-        """Whether the projections are linear layers that nobody watches, so that their products may be joined."""
+        """Whether the projections are linear layers without hooks, so that their products may be joined."""
         parts = (self.query, self.key, self.value)
         return all(
             type(part) is nn.Linear and not part._forward_hooks and not part._backward_hooks
@@ -235,7 +235,7 @@ class DisentangledAttention(nn.Module):
         return mixed.view(batch, self.num_heads, length, -1).transpose(1, 2).flatten(2)
 
     def _weights(self, scores: Tensor, mask: Tensor | None) -> Tensor:
-        """Return what each token takes of the others, ``(B, N, S, S)`` like the scores, dropped."""
+        """Return the attention weights of each token, ``(B, N, S, S)`` like the scores, after dropout."""
         if mask is not None:
             # Both have to be real. The dtype's lowest number rather than -inf: a row without a real token stays finite.
             scores = scores.masked_fill(
@@ -284,11 +284,11 @@ class DisentangledAttention(nn.Module):
 def hold_positions(encoder: nn.Module) -> None:
     """Project the table of distances now and reuse it in later "fast" calls that need no gradient.
 
-    For serving: what a text of any length saves is one product of the whole table with two matrices a
-    layer. The weights must not change while positions are held; `release_positions` lets go of them.
+    For serving: a text of any length saves one product of the whole table with two matrices per
+    layer. The weights must not change while positions are cached; `release_positions` drops them.
 
     Args:
-        encoder: a module that holds one `RelativePositions` and the layers that read it.
+        encoder: a module with one `RelativePositions` and the layers that read it.
     """
     table = next((m.table() for m in encoder.modules() if isinstance(m, RelativePositions)), None)
     if table is None:

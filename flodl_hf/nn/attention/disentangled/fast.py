@@ -1,6 +1,6 @@
 """Disentangled attention with less work than the reference: for inference on CPUs, and where no kernel fits.
 
-The same sums in another order, so equal up to rounding. What is saved: projected positions are not
+The same sums in another order, so equal up to rounding. Work saved: projected positions are not
 repeated for every text, rows of the table that no distance of the batch reaches are not projected,
 near distances are read by strides instead of gathered, and one fused kernel does softmax and mix.
 
@@ -20,12 +20,12 @@ __all__ = ["attend_fast"]
 
 # Numbers in one block of position scores: 8 MB stay in a core's share of the last cache level.
 _CPU_BLOCK = 1 << 21
-# What one thread holds next to its core: 4 MB.
+# Cache size of one core: 4 MB.
 _THREAD_BLOCK = 1 << 20
 # A head of 512 tokens, 1 MB: measured, one a thread at a time is 3 % quicker for the whole encoder.
 _LONG_HEAD = 1 << 18
 _DEVICE_BLOCK = 1 << 26
-# Rows whose length is a power of two fall into few cache sets when read by columns; this many more avoid it.
+# Rows with a power of two as length share few cache sets when read by columns; this padding avoids it.
 _STAGGER = 16
 
 
@@ -80,7 +80,7 @@ def attend_fast(
 def _heads_at_once(num_heads: int, numbers: int, device: torch.device) -> int:
     """Return how many heads to score together, each of so many numbers.
 
-    One thread works through few heads at a time, which its cache holds. Several wait for each other at the end of
+    One thread works through few heads at a time, which fit into its cache. Several wait for each other at the end of
     every step, which costs them more than that saves, unless a head alone is long work.
     """
     if device.type != "cpu":
@@ -119,7 +119,7 @@ def _bias(q: Tensor, k: Tensor, tables: PositionTables, relative: Relative) -> T
     bias = look_up(q, tables.key, relative, by_key=False)
     if from_keys is None:
         return bias.contiguous()
-    # What was gathered is nobody else's; what was sheared is a view in which entries overlap.
+    # A gathered tensor is not shared; a sheared one is a view with overlapping entries.
     own = look_up is _gathered and not torch.is_grad_enabled()
     return bias.add_(from_keys) if own else bias + from_keys
 
@@ -141,7 +141,7 @@ def _sheared(states: Tensor, table: Tensor, relative: Relative, *, by_key: bool)
     width = 2 * length - 1
     middle = table.shape[1] // 2
     rows = table[:, middle - length + 1 : middle + length]
-    # Columns go by partner minus token: for keys that is query minus key, for queries its opposite.
+    # Columns are ordered by partner minus token: for keys that is query minus key, for queries its opposite.
     products = _products(states, rows if by_key else rows.flip(1))
     strides = (length * width, batch * length * width, width - 1, 1)
     return products.as_strided((batch, heads, length, length), strides, products.storage_offset() + length - 1)

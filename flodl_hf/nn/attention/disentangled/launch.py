@@ -27,11 +27,11 @@ def attend_by_kernel(
     scale: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Return the mixed values, ``(B, S, N*H)`` or ``(T, N*H)``; rows of padding hold numbers that mean nothing.
+    """Return the mixed values, ``(B, S, N*H)`` or ``(T, N*H)``; rows of padding contain arbitrary numbers.
 
     Args:
-        states: queries, keys and values, ``(B, S, N*H)`` or ``(T, N*H)``, whose rows may lie apart; or all three
-            side by side in one tensor ``(..., 3*N*H)``, whose gradient is then one tensor too.
+        states: queries, keys and values, ``(B, S, N*H)`` or ``(T, N*H)``, with any row stride; or all three
+            adjacent in one tensor ``(..., 3*N*H)``, with a gradient that is one tensor too.
         layout: which tokens belong together.
         tables: projected positions divided by ``scale``, the rows of ``relative.window``; None for none.
         relative: distances of the call; None for none.
@@ -61,7 +61,7 @@ def attend_by_kernel(
         near = relative.near
         middle = relative.used
         lut = None if near else relative.columns
-        # The last row that a distance has of its own may be where farther ones end up too.
+        # Farther distances may share the last row of the single distances.
         reach = relative.reach - 1
     mixed, _ = disentangled(
         q, k, v, pk, pq, lut, offsets, ends, keep, seed, longest, middle, reach, near, 1.0 / scale, dropout

@@ -1,6 +1,6 @@
-"""Disentangled attention by kernels of our own, as an operator with gradients: ``flodl_hf::disentangled``.
+"""Disentangled attention by our own kernels, as an operator with gradients: ``flodl_hf::disentangled``.
 
-Decides the shapes of the kernels' tiles, and what is multiplied around them: the products of queries and keys
+Decides the shapes of the kernels' tiles, and the products around them: the products of queries and keys
 with the distance table, and in the backward the gradients of both. An operator, so that compiled graphs carry it
 and recorded ones replay it; the kernels are `kernels`'.
 
@@ -20,7 +20,7 @@ __all__ = ["TILES", "Tile", "disentangled"]
 
 
 class Tile(NamedTuple):
-    """Rows of queries and of keys that one program holds, its warps, and how far loads run ahead."""
+    """Rows of queries and of keys per program, its warps, and the number of pipeline stages."""
 
     queries: int
     keys: int
@@ -55,12 +55,12 @@ def _products(states: Tensor, table: Tensor | None) -> Tensor | None:
 
 
 def _whole(q: Tensor, longest: int) -> bool:
-    """Return whether one tile of keys holds any text, so that one kernel gives all gradients."""
+    """Return whether one tile of keys covers any text, so that one kernel computes all gradients."""
     return q.element_size() == 2 and q.shape[-1] <= 64 and longest <= TILES["whole"][0].keys
 
 
 def _options(q: Tensor, longest: int, offsets: Tensor | None, kernel: str) -> tuple[int, dict[str, Any]]:
-    """Return how many texts there are, and what the kernels are compiled for."""
+    """Return the number of texts, and the compile-time constants of the kernels."""
     width = q.shape[-1]
     block = max(16, 1 << (width - 1).bit_length())
     wide = q.element_size() > 2
@@ -93,7 +93,7 @@ def disentangled(
         k: keys.
         v: values.
         pk: what queries look up, divided by the scale, ``(N, R, H)``; None for no such scores.
-        pq: what keys look up, likewise.
+        pq: position scores of keys, divided by the scale, ``(N, R, H)``; None for no such scores.
         lut: the row of each distance from ``-(longest - 1)``; None where all are near.
         offsets: where packed texts start, and their end; None for rows of ``longest`` tokens.
         ends: places up to each row's last real token.
@@ -141,7 +141,7 @@ def _backward(
     q, k, v = _unpack_qkv(q, k, v)
     tokens, heads, width = q.shape
     d_out = d_out.contiguous()
-    # Made anew rather than kept since the forward: two products are cheaper than the memory of all layers.
+    # Computed again rather than kept since the forward: two products are cheaper than the memory of all layers.
     qp, kp = _products(q, pk), _products(k, pq)
     rows = _rows(pk, pq)
     if joint is not None:

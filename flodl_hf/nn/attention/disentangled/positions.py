@@ -1,4 +1,4 @@
-"""How far apart two tokens stand, and the table that holds a state for each distance.
+"""The distance of two tokens, and the table with a state for each distance.
 
 The table is shared by all layers; each layer projects it by itself. Distances are query minus key,
 counted in tokens of one text. Near ones have a row each, far ones share rows that widen with the
@@ -32,7 +32,7 @@ class Relative:
         table: a state for each row of the table, ``(2 * span, hidden)``.
         rows: the table row of each distance from ``-(length - 1)``, ``(2 * length - 1,)``, int64.
         length: tokens of the longest text.
-        reach: distances up to this one have a row of their own in the table.
+        reach: distances up to this one have a separate row in the table.
         buckets: as in `bucketed`.
         max_distance: as in `bucketed`.
     """
@@ -59,7 +59,7 @@ class Relative:
 
     @property
     def near(self) -> bool:
-        """Whether every distance of the call has a row of its own."""
+        """Whether every distance of the call has a separate row."""
         return self.length - 1 <= self.reach
 
     @property
@@ -165,7 +165,7 @@ class RelativePositions(nn.Module):
 
     Args:
         hidden_size: width of a row.
-        span: rows that each sign has; 0 for no relative attention at all.
+        span: number of rows per sign; 0 for no relative attention.
         buckets: how many rows share the distances of one sign; below 1 each distance has its own.
         max_distance: the distance that falls into the last bucket, plus one.
         norm_eps: epsilon of the table's layer norm; None for no norm.
@@ -181,7 +181,7 @@ class RelativePositions(nn.Module):
         self.norm = None if norm_eps is None else nn.LayerNorm(hidden_size, eps=norm_eps)
 
     def table(self) -> Tensor | None:
-        """Return the table, normalised where the configuration says so, ``(2 * span, hidden)``."""
+        """Return the table, normalised if the configuration specifies it, ``(2 * span, hidden)``."""
         if self.embeddings is None:
             return None
         return self.embeddings.weight if self.norm is None else self.norm(self.embeddings.weight)
@@ -208,8 +208,8 @@ class RelativePositions(nn.Module):
         if found is None:
             with torch.inference_mode(False):
                 found = table_rows(*settings)
-            # What a recording makes is its own, and holds numbers only once it is replayed.
-            # What is kept is never let go, because a recording reads it where it lies.
+            # Tensors created during a recording belong to it, and contain numbers only after it is replayed.
+            # Cached tensors are never freed, because a recording reads them at their address.
             whole = type(found) is Tensor and not torch.cuda.is_current_stream_capturing()
             if whole and len(_KEPT) < _MOST_KEPT:
                 _KEPT[settings] = found

@@ -1,6 +1,6 @@
 """Where the kernels of disentangled attention run: how far they are from the reference there, on small cases.
 
-`flodl_hf.nn.kernels.trust` asks, and decides what is near enough.
+`flodl_hf.nn.kernels.trust` runs these, and decides which differences are accepted.
 """
 
 from __future__ import annotations
