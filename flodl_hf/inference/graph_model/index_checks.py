@@ -71,7 +71,7 @@ def beyond_tables(
             continue
         low, high = int(given.min()), int(given.max())
         if low < 0 or high >= rows:
-            faults.append(f"{name} contains {low if low < 0 else high}, but the {table} table has rows 0 to {rows - 1}")
+            faults.append(f"{name} contains {low if low < 0 else high}, expected 0 to {rows - 1} ({table})")
     longest = config.max_tokens and config.max_tokens - taken
     if position_ids is None and longest is not None and input_ids.shape[1] > longest:
         faults.append(f"a row has {input_ids.shape[1]} tokens, and the table of positions is for {longest}")

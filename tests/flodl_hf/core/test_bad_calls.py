@@ -63,7 +63,7 @@ def test_a_path_that_does_not_exist_is_said_to_be_missing(
 
 
 def test_an_empty_folder_says_what_it_should_hold(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config\.json does not exist.*holds: nothing") as caught:
+    with pytest.raises(ConfigError, match=r"config\.json does not exist.*contains: nothing") as caught:
         load(tmp_path)
     assert str(tmp_path) in str(caught.value)
 

@@ -142,10 +142,10 @@ def test_indices_outside_of_the_tables_are_told_by_name(tmp_path: Path) -> None:
     model: Any = load(folder_of(tmp_path))
     ids = torch.tensor([[2, 5, 3]])
     for given, words in (
-        ({"input_ids": torch.tensor([[2, 999, 3]])}, "input_ids contains 999, but the words table has rows 0 to"),
-        ({"input_ids": torch.tensor([[2, -1, 3]])}, "input_ids holds -1"),
-        ({"input_ids": ids, "token_type_ids": torch.full_like(ids, 7)}, "token_type_ids holds 7"),
-        ({"input_ids": ids, "position_ids": torch.full_like(ids, 99)}, "position_ids holds 99"),
+        ({"input_ids": torch.tensor([[2, 999, 3]])}, "input_ids contains 999, expected 0 to"),
+        ({"input_ids": torch.tensor([[2, -1, 3]])}, "input_ids contains -1"),
+        ({"input_ids": ids, "token_type_ids": torch.full_like(ids, 7)}, "token_type_ids contains 7"),
+        ({"input_ids": ids, "position_ids": torch.full_like(ids, 99)}, "position_ids contains 99"),
         ({"input_ids": torch.full((1, 50), 5)}, "a row has 50 tokens, and the table of positions is for 40"),
         ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "expected at least one token"),
     ):
