@@ -1,7 +1,7 @@
-"""``pipeline(task, model)``: transformers' pipelines for encoders, called and answering as those do, key by key.
+"""``pipeline(task, model)``: transformers' pipelines for encoders, with the same arguments and result keys.
 
-What a model's own methods do better is their business; here the shapes, defaults and flaws are transformers' (version
-5), so that code goes on as it is. Where a pipeline cuts a text, a warning says so.
+Shapes, defaults and flaws are transformers' (version 5), so that existing code runs unchanged. A warning reports
+truncated texts.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def pipeline(
 
     Args:
         task: "text-classification", "token-classification", "question-answering", "fill-mask",
-            "zero-shot-classification", "feature-extraction", or another name of one; None takes what the model is for.
+            "zero-shot-classification", "feature-extraction", or another name of one; None uses the model's task.
         model: a folder, a name on the Hub, or a model.
         tokenizer: another tokenizer than the model's: a folder, a name or a
             `flodl_hf.tokenization.tokenizer.Tokenizer`.
@@ -178,7 +178,7 @@ def _opened(model: Any, task: Task | None, device: Any, loading: dict[str, Any])
     if isinstance(model, EncoderModel):
         if loading:
             raise ConfigError(
-                f"pipeline: {', '.join(loading)} say how a model is loaded, and this one is loaded already",
+                f"pipeline: {', '.join(loading)} are options of loading, and this model is already loaded",
                 problems=list(loading),
             )
         return model if place is None else model.to(place)
@@ -424,7 +424,7 @@ def _filled(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any
         raise InputTypeError(f"fill-mask: tokenizer_kwargs has {', '.join(wrong)}; it takes truncation, max_length")
     if options.get("targets") is not None and not options["targets"]:
         raise PredictError(
-            "fill-mask: no targets; expected words to choose from, or none said for the whole vocabulary"
+            "fill-mask: no targets; expected words to choose from, or targets=None for the whole vocabulary"
         )
     if truncates(cut):
         run = partial(cut_text, model, most=cut.get("max_length") or most_tokens(model))

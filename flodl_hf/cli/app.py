@@ -1,4 +1,4 @@
-"""The commands put together, and what they share: options, errors, and where output goes."""
+"""Assemble the commands, and handle shared options, errors and output streams."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "app_for"]
 
-# In the order of the help. A command is the file of its name; those with commands of their own come last.
+# In the order of the help. Each command is in the file of its name; groups of commands are last.
 NAMES = (
     "demo",
     "new",
@@ -61,7 +61,7 @@ def app_for(words: list[str]) -> typer.Typer:
 
 
 def app_of(*names: str) -> typer.Typer:
-    """Return the command line with these commands, whose files alone are imported."""
+    """Return the command line with these commands; only their files are imported."""
     made = typer.Typer(
         name="flodl-hf",
         help="Hugging Face encoders both ways: load, predict, export, and prove it.\n\n"
@@ -84,9 +84,9 @@ def app_of(*names: str) -> typer.Typer:
 def options(
     version: bool = typer.Option(False, "--version", "-V", help="Show the version and leave."),
     more: int = typer.Option(
-        0, "-v", "--verbose", count=True, help="Say more: -v checkpoints and meetings, -vv figures, -vvv every event."
+        0, "-v", "--verbose", count=True, help="-v checkpoints, averaging; -vv metrics; -vvv every event."
     ),
-    quiet: bool = typer.Option(False, "-q", "--quiet", help="Say nothing but results, warnings and errors."),
+    quiet: bool = typer.Option(False, "-q", "--quiet", help="Print only results, warnings and errors."),
 ) -> None:
     """Hugging Face encoders both ways: load, predict, export, and prove it."""
     if more or quiet:

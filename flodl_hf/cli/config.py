@@ -1,4 +1,4 @@
-"""``flodl-hf config show``: what a recipe says in the end, and where each value comes from."""
+"""``flodl-hf config show``: the resolved values of a recipe, with the source of each."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def group() -> None:
 @reporting
 def show(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, YAML or JSON.")],
-    env: Annotated[str | None, typer.Option("--env", help="Lay RECIPE.ENV.yaml over it.")] = None,
-    defaults: Annotated[bool, typer.Option("--defaults", help="Also show what no file says.")] = False,
+    env: Annotated[str | None, typer.Option("--env", help="Override with RECIPE.ENV.yaml.")] = None,
+    defaults: Annotated[bool, typer.Option("--defaults", help="Also show default values.")] = False,
     json_output: Json = False,
 ) -> None:
-    """Print each value of a recipe with the file and line that it comes from.
+    """Print each value of a recipe with its file and line.
 
     Options that do not exist are reported, and the exit status is then 1.
     """

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 def command(
     model: Model,
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")],
-    force: Annotated[bool, typer.Option("--force", help="Replace a folder that holds a model.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a folder that contains a model.")] = False,
     revision: Revision = None,
     local_files_only: Local = False,
     json_output: Json = False,
 ) -> None:
-    """Write the weights of a .bin checkpoint as safetensors, with its configuration and tokenizer beside.
+    """Write the weights of a .bin checkpoint as safetensors, with its configuration and tokenizer.
 
-    The pickle in the file is read by a parser that knows tensors and nothing else; nothing in it runs.
+    The pickle in the file is read by a parser that supports only tensors; no code in it runs.
     """
     from flodl_hf.checkpoints.config.model_config import read_config_file
     from flodl_hf.checkpoints.hub.folders import resolve_folder

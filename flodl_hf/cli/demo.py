@@ -30,7 +30,7 @@ def command(
 
     if not force and out.is_dir() and not (demo.is_demo(out) or _is_empty(out)):
         raise ExportError(
-            f"{out}: holds what the demo did not write; expected a new folder, an empty one, or a demo's to replace. "
+            f"{out}: contains files of other origin; expected a new folder, an empty one, or a demo's to replace. "
             "Give another, or allow it: overwrite=True"
         )
     data = demo.sentences()
@@ -39,7 +39,7 @@ def command(
     model = demo.demo_model(tokenizer, seed)
     size = sum(p.numel() for p in model.parameters())
     say(f"   {tokenizer.vocab_size} word pieces; a BERT of {size:,} weights")
-    say(f"2. training it to tell {' from '.join(demo.LABELS)}, {steps} steps")
+    say(f"2. training it to distinguish {' from '.join(demo.LABELS)}, {steps} steps")
     with progress() as bar:
         task = bar.add_task("   training", total=steps, note="")
         loss = demo.train(
@@ -54,7 +54,7 @@ def command(
     if not json_output:
         for text, found in zip(texts, answers, strict=True):
             tell(f"   {found.label:<10}{found.score:.3f}  {text}")
-    say(f"   {right} of {len(texts)} as a person would say")
+    say(f"   {right} of {len(texts)} as a person would answer")
 
     say(f"4. exporting to {out}")
     folder = model.save_pretrained(out, overwrite=True)

@@ -1,4 +1,4 @@
-"""``flodl-hf doctor``: what this machine can do, and what stands in the way."""
+"""``flodl-hf doctor``: capabilities of this machine, and problems."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _COLOURS = {"ok": None, "note": "yellow", "problem": "red"}
 
 @reporting
 def command(json_output: Json = False) -> None:
-    """Examine machine, packages, devices, kernels, caches and environment; say what would be fast and why not.
+    """Examine machine, packages, devices, kernels, caches and environment; report fast paths and problems.
 
-    Kernels are compared with torch's on each device. No model is read and no connection is opened. Exit status 1 where
-    something does not work. Put the output into bug reports.
+    Kernels are compared with torch's on each device. No model is read and no connection is opened. Exit status 1 if
+    something does not work. Include the output in bug reports.
     """
     from flodl_hf.inference.doctor import examine
 

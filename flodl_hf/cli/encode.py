@@ -50,7 +50,7 @@ def command(
     text_column: TextColumn = None,
     input_format: Format = None,
     keep: Annotated[
-        str | None, file_option("--keep", says="Columns to keep beside the vector: all, none, or a,b; by default all.")
+        str | None, file_option("--keep", says="Columns to keep next to the vector: all, none, or a,b; by default all.")
     ] = None,
     store: Annotated[
         Stored, typer.Option("--store", help="How numbers are kept: whole, in half, in a byte or in a bit each.")
@@ -81,8 +81,8 @@ def command(
 ) -> None:
     """Write the vectors of a file's texts, in its order, as sentence-transformers' encode makes them.
 
-    Parquet, Arrow and JSON lines keep the columns of the file beside the vector; .npy holds vectors alone. A file may
-    have any number of rows; the same command goes on where it was ended.
+    Parquet, Arrow and JSON lines keep the columns of the file next to the vector; .npy has vectors alone. A file may
+    have any number of rows; the same command resumes an interrupted run.
     """
     from flodl_hf.checkpoints.hub.folders import expect_tokenizer
     from flodl_hf.checkpoints.weights.early import beginning

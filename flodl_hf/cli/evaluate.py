@@ -54,7 +54,7 @@ def _command() -> Callable[..., None]:
         parameter("file", str | None, typer.Argument(metavar="[DATA]", help="Labelled data, as of --data.")),
         parameter("data", str | None, typer.Option("--data", "-d", help="Labelled data: CSV, TSV, JSON lines, Parquet, "
                   "CoNLL, SQuAD JSON or text; or several as name=file,name=file.")),
-        parameter("batch_size", int | None, typer.Option("--batch-size", "-b", min=1, help="Rows in the model at once "
+        parameter("batch_size", int | None, typer.Option("--batch-size", "-b", min=1, help="Rows of a batch "
                   "(default 32).", show_default=False)),
         *option_parameters(OPTIONS),
         parameter("json_output", bool, typer.Option("--json", help="Print one JSON document instead of text."), False),

@@ -40,18 +40,18 @@ def command(
     head: Head = "auto",
     dtype: Annotated[DtypeWord | None, typer.Option(help="Cast the weights to this.")] = None,
     max_shard_size: Annotated[str | None, typer.Option(help="Cut the weights above this size, e.g. 5GB.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a folder that holds a model.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a folder that contains a model.")] = False,
     revision: Revision = None,
     local_files_only: Local = False,
     json_output: Json = False,
 ) -> None:
     """Write MODEL as a folder: weights, configuration and tokenizer, in one step, compared after writing.
 
-    An unchanged model gives the bytes it was read from. A graph's checkpoint holds tensors alone: configuration and
-    tokenizer come from --like, or from <stem>.config.json beside it; what was written is compared with the file.
+    An unchanged model is written with its original bytes. A graph's checkpoint has only tensors: configuration and
+    tokenizer are read from --like, or from the sidecar <stem>.config.json; the result is compared with the file.
 
-    With --format onnx or torch-export the model is written in float32 for batches of any shape, and is there only if
-    that engine answers awkward batches as the model does; verification.json says how far apart they were.
+    With --format onnx or torch-export the model is written in float32 for batches of any shape, and published only if
+    that engine's outputs match the model's on edge-case batches; verification.json contains the differences.
     """
     from flodl_hf.export.graph_file import export_graph_file, is_graph_file
 
@@ -64,7 +64,7 @@ def command(
             model, out, like=like, head=head, labels=None if labels is None else labels.split(","), dtype=dtype,
             max_shard_size=max_shard_size, overwrite=force, revision=revision, local_files_only=local_files_only,
         )  # fmt: skip
-        structure = "for this structure" if found.checked else "without saying for which structure"
+        structure = "for this structure" if found.checked else "without a structural hash"
         say(f"{found.tensors} tensors with names of {'a graph' if found.names == 'ours' else found.names}, {structure}")
         _show(found.folder, found.head, json_output)
         say("check it with: " + command_line("flodl-hf", "verify-export", out, "--no-source"))
@@ -75,7 +75,7 @@ def command(
 
     if format != EngineWord.safetensors:
         dtype = DtypeWord.float32
-    # What is only written again is shown from its files, however large it is.
+    # Weights that are only rewritten stay memory-mapped, so that any size works.
     shown: dict[str, Any] = {"mapped": True, "weights": "memory"} if format == EngineWord.safetensors else {}
     loaded = load(model, head=head, dtype=dtype, revision=revision, local_files_only=local_files_only, **shown)
     report = loaded.load_report
@@ -94,7 +94,7 @@ def command(
     written = loaded.save_pretrained(out, overwrite=force, max_shard_size=max_shard_size)
     _show(written, loaded.head, json_output)
     if not json_output:
-        # A cast changes what a source is compared by, so that one would only be told that it did.
+        # A cast changes the compared bytes, so a comparison with the source would only report the cast.
         beside = ["--no-source"] if dtype is not None else ["--source", model]
         say("check it with: " + command_line("flodl-hf", "verify-export", out, *beside))
 
@@ -115,7 +115,7 @@ def _check_engine(
     """Refuse options that have no meaning for another engine."""
     if is_graph:
         raise typer.BadParameter(
-            f"{model} holds tensors alone; write it as a folder first, then that folder as {format}"
+            f"{model} contains tensors alone; write it as a folder first, then that folder as {format}"
         )
     if opset is not None and format != EngineWord.onnx:
         raise typer.BadParameter("--opset is for --format onnx")

@@ -1,6 +1,6 @@
-"""``flodl-hf finetune``: a checkpoint and a file of examples in, a trained and written model out.
+"""``flodl-hf finetune``: train a model from a checkpoint and a file of examples.
 
-The options are those of `flodl_hf.training.Options`, read off that table, so that the two cannot part.
+The options are generated from the table `flodl_hf.training.Options`, so that both always agree.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def run(
 
 
 def _loading(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of loading the model; no device where processes of their own have those."""
+    """Return options of loading the model; without the device if worker processes select it."""
     devices = values.get("devices")
     device = "auto" if devices is None else devices if isinstance(devices, str) and devices != "auto" else None
     return {"device": device, "mapped": values.get("shard") is not None}
@@ -98,7 +98,7 @@ def _loading(values: Mapping[str, Any]) -> dict[str, Any]:
 def _run(
     values: dict[str, Any], trial: str | None, dashboard: str | None, control: bool, overwrite: bool, json_output: bool
 ) -> None:
-    """Do what was asked for; ``values`` as of recipes."""
+    """Run the requested training; ``values`` as in recipes."""
     from flodl_hf.training.run import _is_first_rank, finetune
 
     name = values.pop("model")
@@ -139,10 +139,10 @@ def _run(
 
 
 def _values(said: Mapping[str, Any], recipe: Path | None, env: str | None) -> dict[str, Any]:
-    """Return what a recipe and the command line ask for together; the latter wins.
+    """Return the merged values of a recipe and the command line; the latter wins.
 
     Raises:
-        ConfigError: neither names a model and data, or an environment's file has no recipe to lie over.
+        ConfigError: neither names a model and data, or an environment's file has no recipe to override.
     """
     values: dict[str, Any] = {}
     if recipe is not None:
@@ -151,7 +151,7 @@ def _values(said: Mapping[str, Any], recipe: Path | None, env: str | None) -> di
         values = load_recipe(recipe, env).values
     elif env is not None:
         raise ConfigError(
-            "--env: found no --recipe; expected the recipe whose values the environment's file replaces",
+            "--env: found no --recipe; expected the recipe that the environment's file overrides",
             problems=["env"],
         )
     values |= {name: value for name, value in said.items() if value is not None}
@@ -167,7 +167,7 @@ def _values(said: Mapping[str, Any], recipe: Path | None, env: str | None) -> di
 
 
 def _report(model: str, result: FinetuneResult, json_output: bool) -> None:
-    """Print what came of a run, and what can be done with it."""
+    """Print the results of a run, and the next steps."""
     from flodl_hf.checkpoints.weights.file_names import ADAPTER_CONFIG
 
     if json_output:
@@ -179,7 +179,7 @@ def _report(model: str, result: FinetuneResult, json_output: bool) -> None:
     tell(f"written to {result.folder} (step {result.best_step} of {result.steps}, {result.seconds:.0f} s)")
     assert result.folder is not None
     if result.generator is not None:
-        say(f"the generator lies in {result.folder / 'generator'}")
+        say(f"the generator is in {result.folder / 'generator'}")
     if (result.folder / ADAPTER_CONFIG).is_file():
         merge = command_line("flodl-hf", "merge", model, result.folder, "--out", "DIR")
         say(f"the adapter and its head alone; for a whole model: {merge}")
@@ -188,13 +188,13 @@ def _report(model: str, result: FinetuneResult, json_output: bool) -> None:
 
 
 def usual_folder(model: str | Path, again: bool = False) -> Path:
-    """Return the folder that a run writes where nobody names one: beside where it was started, by the model's name.
+    """Return the default output folder of a run: in the current folder, with the model's name.
 
-    A model that is there, or checkpoints of a run that was ended, stay as they are: a number is added, from 2 on.
+    An existing model, or checkpoints of an interrupted run, stay unchanged: a number is appended, from 2 on.
 
     Args:
-        model: what is trained.
-        again: the newest folder that is there, for a run that goes on or that may replace it.
+        model: the model to train.
+        again: return the newest existing folder, to resume or replace it.
     """
     name = str(model).partition("@")[0] if not Path(model).exists() else str(Path(model).resolve())
     usual = f"{Path(name).name or 'model'}-finetuned"
@@ -208,13 +208,13 @@ def usual_folder(model: str | Path, again: bool = False) -> Path:
 
 
 def _is_taken(folder: Path) -> bool:
-    """Return whether a run has written to a folder, or to its checkpoints beside it."""
+    """Return whether a run has written to a folder, or to its checkpoint folder."""
     kept = (folder, Path(f"{folder}.checkpoints"))
     return any(os.path.lexists(place) and not (place.is_dir() and not any(place.iterdir())) for place in kept)
 
 
 def _try(trial: str, model: str, data: Mapping[str, Any], values: Mapping[str, Any], json_output: bool) -> None:
-    """Do a dry run or search a learning rate, and print what came of it."""
+    """Do a dry run or search a learning rate, and print the result."""
     from flodl_hf.training import dry_run, find_lr
 
     if trial == "dry-run":
@@ -232,7 +232,7 @@ def _try(trial: str, model: str, data: Mapping[str, Any], values: Mapping[str, A
 
 
 def _monitor(dashboard: str | None, control: bool) -> Any:
-    """Return the monitor that ``--dashboard`` asks for, its page shown; None on other ranks, and where none is wanted.
+    """Return the monitor for ``--dashboard``, with its page open; None on other ranks, or without the option.
 
     Raises:
         ConfigError: control without a page.
@@ -254,7 +254,7 @@ def _monitor(dashboard: str | None, control: bool) -> Any:
 
 
 class Command(OnceCommand):
-    """The command, whose ``--dashboard`` may be followed by a port or not."""
+    """The command; ``--dashboard`` takes an optional port."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse arguments, with a default port; removed options raise an error with their replacement."""
@@ -270,12 +270,12 @@ class Command(OnceCommand):
 
 
 def train_data(text: Any) -> Any:
-    """Return what ``--train`` names: a file, or files by name."""
+    """Return the value of ``--train``: a file, or named files."""
     return text if not isinstance(text, str) or Path(text).exists() or "=" not in text else dict(_pairs("train", text))
 
 
 def eval_data(text: Any) -> Any:
-    """Return what ``--eval`` names: a file, a share or number of training rows, or files by name."""
+    """Return the value of ``--eval``: a file, a share or number of training rows, or named files."""
     if not isinstance(text, str) or Path(text).exists():
         return text
     try:
@@ -338,7 +338,7 @@ def _pairs(name: str, text: str) -> list[tuple[str, str]]:
 
 
 def _command() -> Callable[..., None]:
-    """Return the command, whose parameters are the arguments and one option for each row of the table."""
+    """Return the command with its arguments and one option for each row of the table."""
     table = {f.name: f for f in fields(Options)}
 
     def command(**said: Any) -> None:
@@ -361,22 +361,22 @@ def _command() -> Callable[..., None]:
         parameter("data", str | None, typer.Argument(metavar="[TRAIN]", help="Training data, as of --train.")),
         parameter("train", str | None, typer.Option("--train", "-t", help="Training data: CSV, TSV, JSON lines, "
                    "Parquet, CoNLL, SQuAD JSON or text; for vectors also several as name=file,name=file.")),
-        parameter("eval", str | None, typer.Option("--eval", help="Held-out data, judged after each epoch: a file, "
+        parameter("eval", str | None, typer.Option("--eval", help="Held-out data, evaluated after each epoch: a file, "
                    "several as name=file,name=file, or a share of the training rows (0.2).")),
         parameter("out", Path | None, typer.Option("--out", "-o", help="Folder to write; by default "
                    "MODEL-finetuned here, by the last part of the name, with -2, -3 and so on where that is taken.")),
         parameter("overwrite", bool, typer.Option("--overwrite", help="Replace a model in that folder."), False),
         parameter("recipe", Path | None, typer.Option("--recipe", "-r", help="YAML file with options; those on the "
                    "command line win.")),
-        parameter("env", str | None, typer.Option("--env", help="Lay RECIPE.ENV.yaml over the recipe.")),
+        parameter("env", str | None, typer.Option("--env", help="Override the recipe with RECIPE.ENV.yaml.")),
         parameter("dry_run", bool, typer.Option("--dry-run", help="Read and check all, try the heaviest batch and "
-                   "three steps on a copy, say what the run will need, and write nothing."), False),
-        parameter("find_lr", bool, typer.Option("--find-lr", help="Train a copy at rising rates, say where the loss "
+                   "three steps on a copy, report the resources needed, and write nothing."), False),
+        parameter("find_lr", bool, typer.Option("--find-lr", help="Train a copy at rising rates, report where the loss "
                    "fell fastest, and write nothing."), False),
         parameter("dashboard", str | None, typer.Option("--dashboard", metavar="[PORT]", help="Show the run on a page "
                    "of this machine, at this port or the first free one from 6060 on.")),
-        parameter("dashboard_control", bool, typer.Option("--dashboard-control", help="Let that page ask the run to "
-                   "evaluate, save or stop, for whoever has the token in its address."), False),
+        parameter("dashboard_control", bool, typer.Option("--dashboard-control", help="Let that page make the run "
+                   "evaluate, save or stop, authorised by the token in its address."), False),
     ]  # fmt: skip
     parameters += option_parameters(table)
     parameters.append(
@@ -439,7 +439,7 @@ def _default(value: Any) -> str:
 
 HELP = (
     "Train a model on your data and write it as a Hugging Face folder.\n\n"
-    "The columns of the data say what is learned (a text and a label, words and tags, a question with context and "
+    "The task follows from the columns of the data (a text and a label, words and tags, a question with context and "
     "answers, a prompt with choices, plain text), and labels are read off the data. The folder has a model card, the "
     "recipe that reproduces it, and every figure."
 )

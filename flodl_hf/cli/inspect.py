@@ -1,4 +1,4 @@
-"""``flodl-hf inspect``: what a checkpoint holds and how it would be read, from headers alone."""
+"""``flodl-hf inspect``: contents of a checkpoint and how it would be read, from headers alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def command(
     model: Model,
     head: Head = "auto",
     tokenizer: Annotated[
-        bool, typer.Option("--tokenizer", help="Also compare tokenizer.json with the vocabulary files beside it.")
+        bool, typer.Option("--tokenizer", help="Also compare tokenizer.json with the vocabulary files of the folder.")
     ] = False,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor with our name for it.")] = False,
     device: Annotated[
@@ -71,7 +71,7 @@ def command(
 
 
 def examined(folder: Path, config: ModelConfig) -> list[str]:
-    """Return where a tokenizer's settings contradict ``tokenizer.json`` and which holds, or why it does not load."""
+    """Return conflicts of tokenizer settings with ``tokenizer.json``, and the effective value, or the loading error."""
     from flodl_hf.errors import TokenizerError
     from flodl_hf.models.folder_tokenizer import load_tokenizer
 
@@ -83,7 +83,7 @@ def examined(folder: Path, config: ModelConfig) -> list[str]:
 
 
 def runs(folder: Path, head: str, device: str, precision: Any) -> Explanation:
-    """Return what would run a folder's model on a device, as ``model.explain`` says; no weight is read.
+    """Return the execution plan of a folder's model on a device, as ``model.explain`` does; no weight is read.
 
     Raises:
         DeviceError: there is no device of that name.
@@ -105,10 +105,10 @@ def runs(folder: Path, head: str, device: str, precision: Any) -> Explanation:
 
 
 def describe(name: str, head: str, hub: dict[str, Any]) -> dict[str, Any]:
-    """Return what the headers and the configuration say, as JSON types.
+    """Return the contents of headers and configuration, as JSON types.
 
     Raises:
-        FlodlError: the checkpoint cannot be read for this head; the message says what is wrong.
+        FlodlError: the checkpoint cannot be read for this head; the message gives the reason.
     """
     from flodl_hf.auto import head_named
     from flodl_hf.checkpoints.config.model_config import read_config_file
@@ -142,7 +142,7 @@ def describe(name: str, head: str, hub: dict[str, Any]) -> dict[str, Any]:
         "width": config.encoder.hidden_size,
         "heads": config.encoder.num_heads,
         "vocabulary": config.encoder.vocab_size,
-        # What is tied is one tensor.
+        # Tied tensors count as one.
         "parameters": sum(p.numel() for name, p in graph.named_parameters() if name not in report.tied),
         "size": size_text(size),
         "layout": layout,
@@ -164,14 +164,14 @@ def describe(name: str, head: str, hub: dict[str, Any]) -> dict[str, Any]:
 
 
 def _step(step: Any) -> str:
-    """Return what a module makes of vectors."""
+    """Return a description of a vector module."""
     if step.kind == "Dense":
         return f"a dense layer to {step.size} features, {step.activation}"
     return step.kind if step.size is None else f"{step.kind} to {step.size} features"
 
 
 def ways(recipe: SentenceRecipe) -> list[str]:
-    """Return what a folder says of how texts become vectors, a sentence each."""
+    """Return a sentence for each setting of text vectors in the folder."""
     said = []
     for route, own in (recipe.routes or {"": recipe}).items():
         lines = []

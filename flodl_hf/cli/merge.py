@@ -16,19 +16,19 @@ def command(
     base: Annotated[str, typer.Argument(metavar="BASE", help="The model below, a local folder or a Hub name.")],
     adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="The adapter, a local folder or a Hub name.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")],
-    head: Annotated[str, typer.Option("--head", help="The task, where the adapter does not say.")] = "auto",
-    force: Annotated[bool, typer.Option("--force", help="Replace a folder that holds a model.")] = False,
+    head: Annotated[str, typer.Option("--head", help="The task, if the adapter does not specify it.")] = "auto",
+    force: Annotated[bool, typer.Option("--force", help="Replace a folder that contains a model.")] = False,
     revision: Revision = None,
     local_files_only: Local = False,
     json_output: Json = False,
 ) -> None:
     """Write a model with an adapter's sum or scales in its weights, and the adapter's head.
 
-    Each weight is summed in float64 and rounded once. Prompts and prefixes come to no weights and are refused.
+    Each weight is summed in float64 and rounded once. Prompts and prefixes cannot be merged and are refused.
     """
     from flodl_hf.auto import load
 
-    # What the adapter does not change is shown from its files, however large it is.
+    # Unchanged weights stay memory-mapped, so that any size works.
     shown: dict[str, Any] = {"mapped": True, "weights": "memory"}
     model = load(base, head=head, adapter=adapter, revision=revision, local_files_only=local_files_only, **shown)
     model.merge_and_unload().save_pretrained(out, overwrite=force)

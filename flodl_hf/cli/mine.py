@@ -1,4 +1,4 @@
-"""``flodl-hf mine``: pairs in, triplets out, with negatives that are hard to tell from the positive."""
+"""``flodl-hf mine``: turn pairs into triplets with hard negatives."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def command(
         Path, typer.Option("--out", "-o", help="File to write, JSON lines: anchor, positive, negative_1 ...")
     ],
     corpus: Annotated[
-        str | None, typer.Option("--corpus", help="File of texts to take negatives from, besides all positives.")
+        str | None, typer.Option("--corpus", help="File of texts to take negatives from, in addition to all positives.")
     ] = None,
     columns: Annotated[str | None, typer.Option("--columns", help="anchor=question,positive=context.")] = None,
     negatives: Annotated[int, typer.Option("--negatives", min=1, help="For each pair; pairs with fewer go.")] = 1,
     range_min: Annotated[int, typer.Option("--range-min", min=0, help="Leave out so many of the nearest.")] = 0,
     range_max: Annotated[int, typer.Option("--range-max", min=1, help="Look at so many of the nearest.")] = 100,
-    max_score: Annotated[float | None, typer.Option("--max-score", help="Leave out what is more alike.")] = None,
+    max_score: Annotated[float | None, typer.Option("--max-score", help="Maximum similarity of a negative.")] = None,
     absolute_margin: Annotated[
         float | None,
-        typer.Option("--absolute-margin", help="Leave out what is not so much less alike than the positive."),
+        typer.Option("--absolute-margin", help="Minimum score gap to the positive."),
     ] = None,
     relative_margin: Annotated[
         float | None, typer.Option("--relative-margin", help="The same as a share of how alike the positive is.")
     ] = None,
     sampling: Annotated[Sampling, typer.Option("--sampling", help="The nearest, or drawn.")] = Sampling.top,
-    seed: Annotated[int, typer.Option("--seed", help="Decides what is drawn.")] = 42,
+    seed: Annotated[int, typer.Option("--seed", help="Random seed of the sampling.")] = 42,
     precision: Precision = None,
     device: Device = "auto",
     revision: Revision = None,
@@ -65,7 +65,7 @@ def command(
     table = read_table(load_rows(source), parse("columns", columns), source)
     if table.width < 2:
         raise DataError(
-            f"{source}: one column alone holds texts; expected pairs, an anchor and a positive in each "
+            f"{source}: found one column of texts; expected pairs, an anchor and a positive in each "
             "row. Name the columns: columns={'anchor': ..., 'positive': ...}"
         )
     pairs = [(row[0], row[1]) for row in table.texts]

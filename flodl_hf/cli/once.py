@@ -1,4 +1,4 @@
-"""Commands whose options have several names: two that say different things are refused, and not the last one taken."""
+"""Commands with option aliases: conflicting values raise an error instead of the last one winning."""
 
 from __future__ import annotations
 

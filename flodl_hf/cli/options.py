@@ -25,12 +25,12 @@ __all__ = [
 
 
 def file_option(*names: str, says: str, **more: Any) -> Any:
-    """Return an option that help lists among those of a file of texts."""
+    """Return an option in the help section for files of texts."""
     return typer.Option(*names, help=says, rich_help_panel="A file of texts", **more)
 
 
 def running_option(*names: str, says: str, **more: Any) -> Any:
-    """Return an option that help lists among those of how a model runs."""
+    """Return an option in the help section for running a model."""
     return typer.Option(*names, help=says, rich_help_panel="How it runs", **more)
 
 
@@ -42,7 +42,7 @@ OnError = Annotated[
 PartRows = Annotated[
     int | None, file_option("--part-rows", says="Rows in a part; 2,048 on a CPU, 32,768 on CUDA.", min=1)
 ]
-Restart = Annotated[bool, file_option("--restart", says="Begin anew: throw away parts and output of an earlier run.")]
+Restart = Annotated[bool, file_option("--restart", says="Restart: discard parts and output of an earlier run.")]
 Devices = Annotated[
     str | None,
     file_option("--devices", says="How many processes, or their devices: 2, cuda:0,cuda:1, or auto for all."),
@@ -53,12 +53,12 @@ Windows = Annotated[
         "--windows", says="Vectors: read all of a long text and average its windows; by default it is truncated."
     ),
 ]
-Precision = Annotated[PrecisionWord | None, running_option("--precision", says="By default that of the weights.")]
+Precision = Annotated[PrecisionWord | None, running_option("--precision", says="Default: the dtype of the weights.")]
 Weights = Annotated[
     WeightsWord | None,
     running_option(
         "--weights",
-        says="disk leaves them in their files and reads layer after layer; by default where memory has no room.",
+        says="disk leaves them in their files and reads layer by layer; the default if memory is too small.",
     ),
 ]
 Device = Annotated[

@@ -1,4 +1,4 @@
-"""What a command line names on this machine, looked at before anything is imported that takes long."""
+"""Check local paths of a command line before slow imports."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ those commands after they were checked against each other. `serve` looks at its 
 
 
 def check_places(command: str, said: Mapping[str, Any]) -> None:
-    """Refuse what is not there, and outputs that could not be written; nothing is read, and no network asked.
+    """Refuse missing paths and outputs that cannot be written; without reading files or using the network.
 
     Args:
-        command: a name of `PLACES`; of others nothing is known.
-        said: what the command was given, by parameter.
+        command: a name of `PLACES`; other commands are not checked.
+        said: the command's arguments, by parameter.
 
     Raises:
-        HubError: a model is a path, and nothing is there.
+        HubError: a model is a path that does not exist.
         DataError: a file of rows is absent, an output cannot be written, or a text is the name of a file.
     """
     for name, kind in PLACES.get(command, {}).items():

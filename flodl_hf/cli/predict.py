@@ -74,7 +74,7 @@ Threshold = Annotated[
     _answer_option(
         "--threshold",
         metavar="NUMBER|tuned",
-        says="Least score of a label, for classes; tuned for those that the model keeps.",
+        says="Least score of a label, for classes; tuned for the thresholds stored in the model.",
     ),
 ]
 Aggregation = Annotated[AggregationWord | None, _answer_option("--aggregation", says="What carries an entity's label.")]
@@ -110,7 +110,7 @@ Header = Annotated[
 ]
 PairColumn = Annotated[str | None, file_option("--pair-column", says="Column of second texts, for models of pairs.")]
 QuestionColumn = Annotated[str | None, file_option("--question-column", says="Column of questions.")]
-ContextColumn = Annotated[str | None, file_option("--context-column", says="Column of texts that hold the answers.")]
+ContextColumn = Annotated[str | None, file_option("--context-column", says="Column of texts that contain the answers.")]
 QueryColumn = Annotated[str | None, file_option("--query-column", says="Column of queries.")]
 IdColumn = Annotated[str | None, file_option("--id-column", says="Column that is kept, and comes first.")]
 Keep = Annotated[
@@ -158,8 +158,8 @@ def command(
 ) -> None:
     """Predict from texts, from the lines of standard input, or from a file (--in) to a file (--out).
 
-    Labels for texts, entities, an answer (--question), the words behind [MASK], an embedding, or an order (--query), as
-    the checkpoint says. A file may have any number of rows; the same command goes on where it was ended.
+    The checkpoint sets the output: labels, entities, an answer (--question), the words for [MASK], an embedding, or an
+    order (--query). A file may have any number of rows; the same command resumes an interrupted run.
     """
     options = {"top_k": top_k, "threshold": _threshold(threshold), "aggregation": aggregation}
     options |= {"strict": strict or None, "windows": windows or None, "no_answer": no_answer or None}
@@ -172,7 +172,7 @@ def command(
     files = {name: value for name, value in files.items() if value is not None}
     loading: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only, "weights": weights}
     if page is not None and (source is not None or out is not None):
-        _misused("--html draws the answers to texts; it has no room for --in and --out")
+        _misused("--html draws the answers to texts; it does not support --in and --out")
     if source is not None and out is not None and not text:
         check_places("prediction", {"model": model, "source": source, "out": out})
         said = {"question": question, "query": query, "on_error": on_error, "restart": restart, "head": head}
@@ -180,7 +180,7 @@ def command(
         return
     if source is not None or out is not None:
         _misused(
-            "--in and --out leave no room for texts beside them"
+            "--in and --out cannot be combined with text arguments"
             if text
             else f"--in needs --out FILE as well, or --out - for standard output: --in {source} --out -"
             if source is not None
@@ -360,9 +360,9 @@ def file_to_file(
     empty: str = "they are answered as empty texts",
     called: str | None = None,
 ) -> None:
-    """Have ``run`` (`predict_file`, `encode_file`) make a file of a file; with a bar, and leave as the signals say.
+    """Process a file with ``run`` (`predict_file`, `encode_file`), with a progress bar and exit status by signal.
 
-    ``called`` is what the output is called where that is not its path.
+    ``called`` is the name of the output in messages if it is not its path.
     """
     from flodl.signals import StopSignals
     from flodl_hf.jobs.parts import Parts
@@ -382,21 +382,21 @@ def file_to_file(
         say(f"warning: {source}: has no rows, so that there are none to write", always=True, fg="yellow")
     if signals.number and not result.is_whole:
         if is_first:
-            say(f"stopped: {result.parts} parts are kept in {out.name}.parts; {Parts(out, '').again} to go on")
+            say(f"stopped: {result.parts} parts are kept in {out.name}.parts; {Parts(out, '').again} to resume")
         raise typer.Exit(128 + signals.number)
 
 
 def predict_to_file(
     model: str, source: str, out: Path, said: dict[str, Any], json_output: bool, called: str | None = None
 ) -> None:
-    """Answer a file into a file, with a bar, and leave as the signals say."""
+    """Predict from a file into a file, with a progress bar and exit status by signal."""
     from flodl_hf.jobs import predict_file
 
     file_to_file(predict_file, model, source, out, said, json_output, "predicting", called=called)
 
 
 def predict_to_output(model: str, source: str, said: dict[str, Any]) -> None:
-    """Answer a file onto standard output, as JSON lines; nothing is kept that a later run could go on from."""
+    """Predict from a file onto standard output, as JSON lines; nothing is stored to resume from."""
     with tempfile.TemporaryDirectory(prefix="flodl-hf-") as folder:
         target = Path(folder) / "answers.jsonl"
         with redirect_stdout(sys.stderr):
@@ -413,7 +413,7 @@ def _bar(bar: Any, signals: Any, doing: str) -> Callable[[Progress], None]:
     def update(now: Progress) -> None:
         if signals.number and not warned:
             warned.append(True)
-            say("finishing this part; interrupt again to stop at once and lose it")
+            say("finishing this part; interrupt again to stop immediately and lose it")
         if bar.disable:
             return
         if not task:
@@ -437,7 +437,7 @@ def _tell(result: FileResult, empty: str, called: str) -> None:
             f"({figures['rows_per_s']:,.0f} rows/s, {figures['tokens_per_s']:,.0f} tokens/s)"
         )
     if result.resumed:
-        say(f"{result.resumed} of {result.parts} parts were there from an earlier run")
+        say(f"{result.resumed} of {result.parts} parts were reused from an earlier run")
     if result.empty:
         say(f"empty rows: {result.empty:,}; {empty}")
     if result.faulty:

@@ -32,7 +32,7 @@ def serve(
     with RunFolder(folder) as runs:
         url = runs.serve(port)
         for path, problem in runs.problems.items():
-            say(f"passed over {path}: {problem}", fg="yellow")
+            say(f"ignored {path}: {problem}", fg="yellow")
         count = len(runs.store.records)
         say(f"{count} run{'s' * (count != 1)} below {folder}")
         tell(url)

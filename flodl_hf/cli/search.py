@@ -43,7 +43,7 @@ def command(
         say("no query was given: as arguments, or one a line on standard input")
     texts, _ = texts_of(corpus, text_column)
     encode = encoder(model, revision, local_files_only, device, precision)
-    # Nobody looks for an empty line, which has a vector all the same.
+    # An empty line is never a result, although it has a vector.
     places = [place for place, text in enumerate(texts) if text.strip()]
     if not places:
         raise DataError(f"{corpus}: all {len(texts)} texts are empty; expected some to search")
@@ -54,7 +54,7 @@ def command(
     if (vectors is not None and len(kept) != len(texts)) or (kept.shape[1] != size and not bits):
         raise DataError(
             f"{vectors}: {len(kept)} vectors of {kept.shape[1]} numbers ({kept.dtype}) for {len(texts)} texts and a "
-            f"model of {size}; expected those of this file and model"
+            f"model of {size}; expected vectors of this file and model"
         )
     if vectors is not None and len(places) < len(kept):
         kept = kept[places]

@@ -48,11 +48,11 @@ Model = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")]
-Local = Annotated[bool, typer.Option("--local-files-only", help="Open no connection; use what is on this machine.")]
+Local = Annotated[bool, typer.Option("--local-files-only", help="Open no connection; use only local files.")]
 
 
 def reporting(command: Callable[P, R]) -> Callable[P, R]:
-    """Return ``command`` with our errors and those of files as one message on stderr and status 1, and Ctrl-C as 130.
+    """Return ``command`` with our errors and file errors as one message on stderr and status 1, and Ctrl-C as 130.
 
     Messages name options as the command line does.
     """
@@ -126,7 +126,7 @@ def as_json(value: Any, indent: int | None = None) -> str:
 
 
 def tell(text: str, **style: Any) -> None:
-    """Print a result on stdout; control characters of what it quotes are written out.
+    """Print a result on stdout with control characters escaped.
 
     Args:
         text: one line or several.
@@ -136,11 +136,11 @@ def tell(text: str, **style: Any) -> None:
 
 
 def say(text: str, *, always: bool = False, **style: Any) -> None:
-    """Print a line of progress on stderr, unless that is to be quiet; arguments as of `tell`.
+    """Print a line of progress on stderr, unless output is quiet; arguments as for `tell`.
 
     Args:
         text: one line or several.
-        always: say it however quiet it is to be: faults and warnings.
+        always: print even in quiet mode: faults and warnings.
         **style: colours.
     """
     if not always and verbosity() == Verbosity.QUIET:
@@ -153,7 +153,7 @@ def say(text: str, *, always: bool = False, **style: Any) -> None:
 
 
 def stdin_lines() -> Iterator[str]:
-    """Yield the lines of standard input, which is UTF-8 whatever the locale says, unless somebody types.
+    """Yield the lines of standard input, always decoded as UTF-8, unless it is a terminal.
 
     Raises:
         DataError: a line is not UTF-8.
@@ -173,18 +173,18 @@ def stdin_lines() -> Iterator[str]:
 
 
 def painted(text: str, stream: Any, **style: Any) -> str:
-    """Return ``text`` with colours where a terminal shows them and nobody asked for none (https://no-color.org)."""
+    """Return ``text`` with colours if the terminal supports them and they are not disabled (https://no-color.org)."""
     plain_wanted = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty()
     return text if plain_wanted or not style else typer.style(text, **style)
 
 
 def device_said(name: str) -> str:
-    """Return the device that a command runs on, after saying which on stderr.
+    """Return the device that a command runs on, and print it on stderr.
 
-    Under a launcher that starts several processes "auto" is the device of this one, and the first one speaks.
+    Under a launcher of several processes "auto" is the device of this one, and only the first one prints.
 
     Raises:
-        DeviceError: the device is not there.
+        DeviceError: the device does not exist.
     """
     from flodl.devices import described, find_device, pick_device
 
@@ -196,10 +196,10 @@ def device_said(name: str) -> str:
 
 
 def training_said(devices: Any) -> None:
-    """Say on which devices a run trains that is given ``devices``.
+    """Print the devices of a training run with the option ``devices``.
 
     Raises:
-        DeviceError: a device is not there.
+        DeviceError: a device does not exist.
     """
     from flodl.devices import cuda_count, described, find_device, pick_device, training_devices
 

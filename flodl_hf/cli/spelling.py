@@ -21,7 +21,7 @@ def command_line(*words: Any) -> str:
 
 
 def option_names(command: Callable[..., Any]) -> dict[str, tuple[str, str | None]]:
-    """Return the options of a command by their Python names: how each is said, and how the opposite of a switch is.
+    """Return the options of a command by parameter name: the option, and its negation for a switch.
 
     Args:
         command: a function whose parameters are annotated with ``typer.Option``.
@@ -43,7 +43,7 @@ def option_names(command: Callable[..., Any]) -> dict[str, tuple[str, str | None
 
 
 def in_options(text: str, options: Mapping[str, tuple[str, str | None]]) -> str:
-    """Return ``text`` with keywords of Python calls as options; what is quoted stays as it is.
+    """Return ``text`` with Python keywords replaced by options; quoted text stays unchanged.
 
     Args:
         text: a message of the library.
@@ -67,7 +67,7 @@ def in_options(text: str, options: Mapping[str, tuple[str, str | None]]) -> str:
 
 
 def begun_with_options(text: str, options: Mapping[str, tuple[str, str | None]]) -> str:
-    """Return what is said of choices, ``name: what is wrong`` in each line, with their names as options."""
+    """Return ``text`` with the names in lines ``name: fault`` replaced by options."""
     lines = [line.partition(": ") for line in text.split("\n")]
     named = [(head.strip(), head, colon + rest) for head, colon, rest in lines]
     return "\n".join(

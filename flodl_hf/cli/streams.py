@@ -1,6 +1,6 @@
-"""Standard streams as a command may find them: closed, of a small character set, or without room to write.
+"""Repair standard streams: closed, with a small character set, or on a full disk.
 
-`opened` is called once, before any command, and `lost` where a write has failed; what is written is decided elsewhere.
+`opened` is called once, before any command, and `lost` after a failed write; the output is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 def opened() -> None:
-    """Have closed streams read nothing and write nowhere, and characters that a stream lacks written as escapes.
+    """Replace closed streams with empty ones, and escape characters that a stream cannot encode.
 
-    A closed stream's number would be given to the next file that is opened, and what is printed would land in it.
+    A closed stream's descriptor would be reused for the next opened file, and printed text would end up in it.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -33,7 +33,7 @@ def opened() -> None:
             mode = "r" if number == 0 else "w"
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
     for stream in (sys.stdout, sys.stderr):
-        # Others than Python's own, as notebooks and tests put there, know what they take.
+        # Streams from notebooks and tests handle their own encoding.
         again = getattr(stream, "reconfigure", None)
         if again is not None and stream.errors == "strict":
             again(errors="backslashreplace")
@@ -49,7 +49,7 @@ def encodable(text: str) -> bool:
 
 
 def lost() -> None:
-    """Drop what standard output still holds after a write has failed, so that nothing fails again as Python ends."""
+    """Discard unwritten standard output after a failed write, so that Python's exit does not fail again."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

@@ -14,7 +14,7 @@ __all__ = ["Encode", "check_target", "encoder", "texts_of"]
 
 Encode = Callable[..., Any]
 """From texts to vectors, ``(texts, width)``, a numpy array; takes the keywords of ``encode``, and as
-``kind`` "query" or "document", whose route is taken where the folder has one."""
+``kind`` "query" or "document", which selects the route if the folder has one."""
 
 
 def check_target(path: Path, suffixes: Sequence[str]) -> None:
@@ -33,7 +33,7 @@ def check_target(path: Path, suffixes: Sequence[str]) -> None:
 
 
 def encoder(model: str, revision: str | None, local: bool, device: str, precision: str | None) -> Encode:
-    """Return a function from texts to vectors, long texts cut, as the folder says.
+    """Return a function from texts to vectors with truncation, using the folder's settings.
 
     Raises:
         PredictError: the model cannot make vectors.
@@ -42,9 +42,7 @@ def encoder(model: str, revision: str | None, local: bool, device: str, precisio
 
     found = BaseModel.from_pretrained(model, revision=revision, local_files_only=local, device=device_said(device))
     if found.tokenizer is None:
-        raise PredictError(
-            f"{model}: has no tokenizer, so texts cannot become vectors; put its files beside the weights"
-        )
+        raise PredictError(f"{model}: has no tokenizer, so texts cannot become vectors; add its files to the folder")
     run: dict[str, Any] = {} if precision is None else {"precision": str(precision)}
 
     routes = () if found.sentence_recipe is None else found.sentence_recipe.routes
@@ -60,7 +58,7 @@ def texts_of(path: str, column: str | None) -> tuple[list[str], list[dict[str, A
     """Return the texts of a file, and its rows; each line of plain text is one, so that vectors of the file fit.
 
     Raises:
-        DataError: no column of texts can be told.
+        DataError: no column of texts is identified.
     """
     from flodl_hf.readers import read_rows
     from flodl_hf.readers.columns import NAMES, column_names
@@ -75,7 +73,7 @@ def texts_of(path: str, column: str | None) -> tuple[list[str], list[dict[str, A
         column = known[0] if known else texts[0] if len(texts) == 1 else None
     if column is None or column not in rows[0]:
         raise DataError(
-            f"{path}: which of the columns {names} holds the texts? Say so: --text-column NAME", names=names
+            f"{path}: found several columns: {names}. Select the texts with --text-column NAME", names=names
         )
     wrong = [i for i, row in enumerate(rows) if not isinstance(row.get(column), str)]
     if wrong:

@@ -1,4 +1,4 @@
-"""``flodl-hf verify``: the files of a folder beside what was said of them when they were written."""
+"""``flodl-hf verify``: compare the files of a folder with the checksums from when they were written."""
 
 from __future__ import annotations
 
@@ -21,17 +21,15 @@ def command(
     expect: Annotated[
         str | None, typer.Option(metavar="FINGERPRINT", help="The fingerprint that the folder must have.")
     ] = None,
-    write: Annotated[
-        bool, typer.Option("--write", help="Take the files as they are: write checksums.json anew.")
-    ] = False,
+    write: Annotated[bool, typer.Option("--write", help="Accept the current files: rewrite checksums.json.")] = False,
     json_output: Json = False,
 ) -> None:
-    """Compare every file with the length and SHA-256 that were noted when it was written.
+    """Compare every file with the length and SHA-256 recorded when it was written.
 
     Works on exports and fine-tuned models (checksums.json), on the Hub's cache (names of blobs), on the checkpoints of
-    a run and on the finished parts of a file being answered. Loads nothing and needs no transformers.
+    a run and on the finished parts of an output file. Loads nothing and needs no transformers.
 
-    Exit status 0 if every file is as it was written, 1 if one is not, 3 if nothing says what the files should be.
+    Exit status 0 if every file is unchanged, 1 if one differs, 3 if no expected checksums exist.
     """
     from flodl.errors import CheckpointError
     from flodl_hf.checkpoints.weights.checksums import CHECKSUMS, write_checksums
@@ -71,7 +69,7 @@ def command(
 
 
 def _place(folder: str) -> Path:
-    """Return the folder of that name, or that of a Hub name in the cache."""
+    """Return the folder of that name, or the cached folder of a Hub name."""
     if os.path.exists(folder) or folder.startswith((".", "/", "~")) or folder.count("/") > 1:
         return Path(os.path.expanduser(folder))
     from flodl_hf.checkpoints.hub.folders import resolve_folder

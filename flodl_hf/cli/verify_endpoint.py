@@ -1,4 +1,4 @@
-"""``flodl-hf verify-endpoint``: what an endpoint answers beside what its model should."""
+"""``flodl-hf verify-endpoint``: compare an endpoint's outputs with its model's."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def command(
     ],
     source: Annotated[str, typer.Option(metavar="MODEL", help="The model it should answer as: a folder or Hub name.")],
     style: Annotated[
-        StyleWord, typer.Option(help="What the endpoint speaks: text-embeddings-inference, OpenAI, Hugging Face.")
+        StyleWord, typer.Option(help="API of the endpoint: text-embeddings-inference, OpenAI, Hugging Face.")
     ] = StyleWord.auto,
-    model: Annotated[str | None, typer.Option(help="Which of the endpoint's models is asked.")] = None,
+    model: Annotated[str | None, typer.Option(help="Name of the endpoint's model.")] = None,
     api_key: Annotated[
         str | None, typer.Option("--api-key", envvar="FLODL_HF_ENDPOINT_KEY", help="The key that the endpoint needs.")
     ] = None,

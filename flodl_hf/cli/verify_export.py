@@ -16,7 +16,7 @@ MARKS = {"pass": "pass", "fail": "FAIL", "not run": "  - "}
 @reporting
 def command(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The exported folder.")],
-    source: Annotated[str | None, typer.Option(help="What it was exported from: a folder or a Hub name.")] = None,
+    source: Annotated[str | None, typer.Option(help="Source of the export: a folder or a Hub name.")] = None,
     no_source: Annotated[bool, typer.Option("--no-source", help="There is no source (a fine-tuned model).")] = False,
     no_receipt: Annotated[
         bool, typer.Option("--no-receipt", help="Do not write verification.json into the folder.")
@@ -39,7 +39,7 @@ def command(
     if source is not None:
         base, _ = resolve_folder(source, {"local_files_only": local_files_only}, MODEL_FILES)
     elif not no_source:
-        say("no --source was given, so nothing says what the bytes should be; comparing with transformers alone")
+        say("no --source was given, so the bytes cannot be checked; comparing with transformers alone")
     result = verify_export(folder, source=base, receipt=not no_receipt, command=" ".join(["flodl-hf", *sys.argv[1:]]))
     if json_output:
         emit_json(result.to_dict())

@@ -28,7 +28,7 @@ def command(
     live: Annotated[
         bool, typer.Option("--live", help="Take the pinned Hub checkpoints instead of random ones.")
     ] = False,
-    jobs: Annotated[int, typer.Option(help="Processes at once.", min=1)] = 1,
+    jobs: Annotated[int, typer.Option(help="Number of parallel processes.", min=1)] = 1,
     seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
     markdown: Annotated[Path | None, typer.Option(help="Also write the page to this file.")] = None,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
@@ -48,7 +48,7 @@ def command(
             near = nearest(wrong[0], check_names())
             raise ParityError(f"no check {wrong[0]!r}{near}; expected {', '.join(check_names())}")
     except FlodlError as fault:
-        # A name that does not exist is wrong usage, and says nothing of the matrix.
+        # A name that does not exist is wrong usage, and not a result of the matrix.
         say(f"{type(fault).__name__}: {fault}")
         raise typer.Exit(2) from None
     results = []

@@ -1,10 +1,10 @@
 """Write models for other engines, and compare the results. A model's own folder: `flodl_hf.models.saving`.
 
-verify      a folder that was written, compared with what it came from and with transformers
+verify      compare a written folder with its source and with transformers
 convert     a ``.bin`` checkpoint written as safetensors
 engine      files for other engines: ONNX, torch.export, each verified
-traced      the modules that are traced for them
-graph_file  a graph's own ``.fdl`` file, to a folder and back
+traced      modules that are traced for them
+graph_file  convert a graph's own ``.fdl`` file to a folder and back
 """
 
 from flodl_hf.export.convert import convert_bin

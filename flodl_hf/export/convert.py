@@ -1,7 +1,7 @@
-"""A folder of ``.bin`` weights written once more as safetensors, nothing executed on the way.
+"""Rewrite a folder of ``.bin`` weights as safetensors, without executing pickle code.
 
-Decides which of several names for one tensor is kept where no family says so: that of an embedding, because
-it is the one that the reference keeps, else the first by the alphabet.
+Decides which of several names for one tensor is written if the family does not specify it: the name of an embedding,
+as in the reference, else the first in alphabetical order.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ def convert_bin(
 ) -> list[WrittenFile]:
     """Write the ``.bin`` checkpoint in ``folder`` to ``out`` as safetensors; return the weight files written.
 
-    Config, tokenizer and other model files of the folder are copied byte for byte, those of sentence-transformers'
-    modules too; a module's own ``.bin`` weights are written as the model's are. The new folder appears as a whole and
+    Config, tokenizer and other model files of the folder are copied byte for byte, including sentence-transformers'
+    modules; ``.bin`` weights of a module are converted too. The new folder appears as a whole and
     is read again before it does.
 
     Args:
-        folder: holds ``pytorch_model.bin``, or its index and shards.
+        folder: contains ``pytorch_model.bin``, or its index and shards.
         out: a new or empty folder.
         ties: a name to the name that it is tied to and that is kept, as the family declares it.
         max_shard_size: cut the weights above this size, see `plan_state`.
         overwrite: replace ``out`` if it is a model folder.
 
     Raises:
-        UnsafeFileError: a weight file asks for more than building tensors.
-        CheckpointError: the folder holds no usable ``.bin`` weights.
+        UnsafeFileError: a weight file does more than build tensors.
+        CheckpointError: the folder has no usable ``.bin`` weights.
         ExportError: ``out`` cannot be written.
     """
     root = Path(folder)
@@ -79,7 +79,7 @@ def convert_bin(
 
 
 def _parts_in_bin(root: Path, copies: Mapping[str, bytes]) -> list[str]:
-    """Return the folders whose weights are written anew: those of transformers, and of layers without safetensors."""
+    """Return the folders with weights to convert: of transformers, and of layers without safetensors."""
     layers = [
         _part_of(name) for name in copies
         if name.endswith(_BIN) and f"{_part_of(name)}/model.safetensors" not in copies
@@ -90,7 +90,7 @@ def _parts_in_bin(root: Path, copies: Mapping[str, bytes]) -> list[str]:
 def _planned(folder: Path, ties: Mapping[str, str], max_shard_size: int | str | None) -> WritePlan:
     with Checkpoint.open(folder, layout="bin") as source:
         aliases = kept_names(source.manifest.ties, ties)
-        # Shown, for they are only written: pages of files are no memory that must be there.
+        # Memory-mapped, because they are only written: mapped pages need no free memory.
         tensors = {name: tensor for name, tensor in source.read_all(mapped=True).items() if name not in aliases}
         return plan_state(tensors, ties=ties, max_shard_size=max_shard_size)
 
@@ -118,9 +118,9 @@ def kept_names(stored: Mapping[str, str], declared: Mapping[str, str]) -> dict[s
 
 
 def model_files(folder: Path) -> dict[str, bytes]:
-    """Return the files of ``folder`` besides its transformers' weights, by name; their links are held to the same rule.
+    """Return the files of ``folder`` other than its transformers' weights, by name; links follow the same rule.
 
-    Those of the modules that ``modules.json`` names are among them, with the weights of dense layers.
+    The files of modules in ``modules.json`` are included, with the weights of dense layers.
     """
     folders = module_folders(folder)
     routers = {_part_of(name): False for name in (routing_of(folder).files if folders else ())}
@@ -131,7 +131,7 @@ def model_files(folder: Path) -> dict[str, bytes]:
 
 
 def _files_in(root: Path, part: str, *, weights: bool) -> dict[str, bytes]:
-    """Return the model files of one folder by their names from ``root``."""
+    """Return the model files of one folder, keyed by path from ``root``."""
     if part and not (root / part).is_dir():
         return {}  # a module without settings, as Normalize
     opened = Folder(root / part)

@@ -1,9 +1,9 @@
-"""A model written for another engine: ONNX, or a program of torch.export; compared with ours before it is there.
+"""Export a model for another engine: ONNX or torch.export, compared with our outputs before it is published.
 
 Decides the folder: the file, configuration, tokenizer, small files of sentence-transformers, ``checksums.json``, and
-``verification.json`` that says which batches were compared and how far apart the two were. It is written beside its
-target, read again as its users read it, compared, and renamed: a file whose numbers are not the model's never stands
-where it was asked for.
+``verification.json`` with the compared batches and the largest difference. It is written next to its
+target, read again as its users read it, compared, and renamed: a file with different numbers is never
+published.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 __all__ = ["BOUND", "OPSET", "PROGRAM", "EngineFile", "export_onnx", "export_program"]
 
 OPSET = 18
-"""ONNX's operators that are used: those of December 2022, which every ONNX Runtime from 1.14 has."""
+"""Version of ONNX's operators: December 2022, which every ONNX Runtime from 1.14 supports."""
 BOUND = 1e-4
 """The largest difference from our outputs, of values up to 1; of larger ones as a part of the largest."""
 ONNX, PROGRAM = ENGINE_FILES
 DATA = "model.onnx_data"
 _OURS = (ONNX, f"onnx/{DATA}", PROGRAM)
 _EXTERNAL_FROM = 1 << 30
-"""Bytes of weights from which they lie beside the file; a file of ONNX cannot have 2 GiB."""
+"""Weights above this many bytes are stored in an external file; an ONNX file cannot have 2 GiB."""
 _MOST_TOKENS = 1024
 """Tokens of the longest rows compared: attention of eight times as many takes gigabytes."""
 
@@ -54,15 +54,15 @@ Answer = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class EngineFile:
-    """What was written for another engine.
+    """An exported engine file.
 
     Attributes:
-        folder: where.
+        folder: the written folder.
         file: the engine's file in it.
         inputs: names of inputs with the names of their axes.
         outputs: names of outputs with the names of their first axes.
-        largest_difference: from our outputs, over all batches compared.
-        receipt: what was compared, as in ``verification.json``.
+        largest_difference: from our outputs, over all compared batches.
+        receipt: the comparison, as in ``verification.json``.
     """
 
     folder: Path
@@ -82,17 +82,17 @@ def export_onnx(
     overwrite: bool = False,
     command: str | None = None,
 ) -> EngineFile:
-    """Write ``model`` as ONNX for any number and length of rows, compare it in ONNX Runtime, return what was written.
+    """Write ``model`` as ONNX for any number and length of rows, compare it in ONNX Runtime, return the result.
 
-    The folder is laid out as on the Hub: ``onnx/model.onnx``, configuration and tokenizer beside.
+    The folder layout is the Hub's: ``onnx/model.onnx``, with configuration and tokenizer.
 
     Args:
         model: any model of this package, in float32.
-        folder: where to; parents are made.
+        folder: the target; parents are created.
         opset: the version of ONNX's operators.
-        external_data: put weights into a file beside the model; None does so above a gigabyte.
-        overwrite: replace a folder that was written for an engine.
-        command: the command that asked, for the receipt.
+        external_data: store weights in an external file; None does so above a gigabyte.
+        overwrite: replace a folder that was exported for an engine.
+        command: the calling command, for the receipt.
 
     Raises:
         ExportError: packages are missing, the opset is none or one that torch or ONNX Runtime cannot do, the model
@@ -123,18 +123,18 @@ def export_program(
 ) -> EngineFile:
     """Write ``model`` as ``model.pt2``, a program of torch.export for any number and length of rows.
 
-    ``torch.export.load(folder / "model.pt2").module()`` runs where this package is not installed. What it answers is
+    ``torch.export.load(folder / "model.pt2").module()`` runs without this package. Its outputs are
     compared with ours, and equal to the bit.
 
     Args:
         model: any model of this package, in float32.
-        folder: where to; parents are made.
-        overwrite: replace a folder that was written for an engine.
-        command: the command that asked, for the receipt.
+        folder: the target; parents are created.
+        overwrite: replace a folder that was exported for an engine.
+        command: the calling command, for the receipt.
 
     Raises:
-        ExportError: the model cannot be traced for all shapes, what was read again answers otherwise, or the folder
-            is in use. An older folder is then as it was.
+        ExportError: the model cannot be traced for all shapes, the written file gives other outputs, or the folder
+            is in use. An older folder is then unchanged.
     """
     traced = Traced(model)
     size = sum(p.nbytes for p in {id(p): p for p in traced.parameters()}.values())
@@ -157,8 +157,8 @@ def _check_opset(opset: int) -> None:
     latest = onnx.defs.onnx_opset_version()
     if not 1 <= opset <= latest:
         raise ExportError(
-            f"export: opset {opset}; expected 1 to {latest}, those that onnx {onnx.__version__} knows; {OPSET} is what "
-            "every ONNX Runtime from 1.14 has",
+            f"export: opset {opset}; expected 1 to {latest}, as in onnx {onnx.__version__}; {OPSET} works in "
+            "every ONNX Runtime from 1.14",
             problems=[f"opset {opset}"],
         )
 
@@ -181,7 +181,7 @@ def _write_onnx(traced: Traced, program: ExportedProgram, path: Path, opset: int
     stated = {entry.domain: entry.version for entry in onnx.load(path, load_external_data=False).opset_import}
     if (written := stated.get("")) != opset:
         raise ExportError(
-            f"export: torch {torch.__version__} wrote ONNX of opset {written}, expected {opset}, as asked for; give "
+            f"export: torch {torch.__version__} wrote ONNX of opset {written}, expected {opset}, as requested; give "
             f"another, such as {OPSET}",
             problems=[str(stated)],
         )
@@ -229,30 +229,30 @@ class _Export:
         found = compare_folder(place)
         if not found.whole:
             raise ExportError(
-                f"{place}: read again, {'; '.join(map(str, found.faults))}; expected what was written; check the disk",
+                f"{place}: verification failed after writing: {'; '.join(map(str, found.faults))}; check the disk",
                 path=str(place),
                 problems=[state.name for state in found.faults],
             )
         return EngineFile(place, self.file, self.traced.inputs, self.traced.outputs, self.largest, self.receipt)
 
     def _check_weights(self, folder: Path) -> None:
-        """Refuse a folder with weights: what comes in its place has none, so they would be gone.
+        """Refuse a folder with weights: the new folder has none, so they would be lost.
 
         Raises:
-            ExportError: it holds some.
+            ExportError: the folder contains weights.
         """
         held = next((name for name in WEIGHT_FILES if os.path.lexists(folder / name)), None)
         if held is not None:
             raise ExportError(
                 f"{folder}: found {held}, the weights of a model; expected a new folder, or one written for an engine. "
-                f"What is written for {self.engine} replaces a folder whole, and these weights would be gone; choose "
+                f"The export for {self.engine} replaces the whole folder, and these weights would be lost; choose "
                 "another folder",
                 path=str(folder),
                 problems=[held],
             )
 
     def _surround(self, stage: Path) -> None:
-        """Write what stands beside: configuration, tokenizer, small files of sentence-transformers."""
+        """Write the files next to the engine file: configuration, tokenizer, small files of sentence-transformers."""
         from flodl_hf.models.saving import surroundings
 
         for name, data in surroundings(self.traced.model).items():
@@ -297,13 +297,13 @@ class _Export:
         except PredictError as fault:
             other = f" Give another opset, such as {OPSET}" if self.facts.get("opset", OPSET) != OPSET else ""
             raise ExportError(
-                f"export: {self.engine} cannot run what was written of {type(self.traced.model).__name__}, at "
+                f"export: {self.engine} cannot run the exported {type(self.traced.model).__name__}, at "
                 f"{batch.name} ({fault}). Nothing was written.{other}",
                 problems=[batch.name],
             ) from fault
 
     def _say_prompts(self) -> None:
-        """Say where a folder leaves tokens of prompts out of vectors, of which an engine is told nothing."""
+        """Warn if a folder excludes prompt tokens from vectors, because an engine file does not record this."""
         recipe = self.traced.model.sentence_recipe
         if "sentence_embedding" in self.traced.outputs and recipe is not None and not recipe.include_prompt:
             detail = (
@@ -361,7 +361,7 @@ class _Export:
 
 
 def _batches(traced: Traced) -> Iterator[AwkwardBatch]:
-    """Yield what is compared: rows alone, filled on either side, of one token, of two texts, and the longest."""
+    """Yield the compared batches: single rows, padding on either side, one token, two texts, and the longest."""
     from flodl_hf.parity.inputs import AwkwardBatch, as_choices, awkward_batches
 
     model = traced.model

@@ -1,11 +1,12 @@
 """A graph's checkpoint, ``.fdl`` or safetensors, written as a Hugging Face folder.
 
-Such a file holds tensors by the names of a graph and nothing else, so configuration and tokenizer come from a folder of
-the same architecture, or from the file's sidecar ``<stem>.config.json``. Names may be ours (``pooler.dense.weight``), a
-model's (``network.pooler...``), Hugging Face's, or the Rust flodl's (``bert.pooler.dense/weight``).
+Such a file contains tensors with the names of a graph and nothing else, so configuration and tokenizer are read from a
+folder of the same architecture, or from the file's sidecar ``<stem>.config.json``. Names may be ours
+(``pooler.dense.weight``), a model's (``network.pooler...``), Hugging Face's, or the Rust flodl's
+(``bert.pooler.dense/weight``).
 
-Everything goes the way of any folder: the tensors are put beside the configuration under Hugging Face's names, loaded
-as strictly as files from elsewhere, exported, read again and compared with the checkpoint, value by value.
+The tensors are saved in a folder with the configuration under Hugging Face's names, loaded
+as strictly as any other folder, exported, read again and compared with the checkpoint, value by value.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ _TOKENIZER = (
 
 @dataclass(frozen=True)
 class GraphFile:
-    """What became of a checkpoint.
+    """Result of exporting a checkpoint.
 
     Attributes:
-        folder: where it was written.
+        folder: the written folder.
         head: the task.
-        tensors: how many the file held.
-        names: whose names they had: "ours", or "Hugging Face".
-        checked: whether the file said for which structure it was made, and that held.
+        tensors: number of tensors in the file.
+        names: naming scheme of the file: "ours", or "Hugging Face".
+        checked: whether the file has a structural hash, which matched.
         model: the model that was written.
     """
 
@@ -97,19 +98,19 @@ def export_graph_file(
     Args:
         file: what ``graph.save_checkpoint`` or the Rust flodl wrote.
         out: the folder to write.
-        like: a folder or Hub name with the configuration and tokenizer of the same architecture; without it the sidecar
-            beside the file says them.
-        head: the task; "auto" for what the configuration names.
-        labels: names of the classes, where the configuration has others.
+        like: a folder or Hub name with the configuration and tokenizer of the same architecture; default: the sidecar
+            next to the file.
+        head: the task; "auto" for the configuration's task.
+        labels: names of the classes, if they differ from the configuration's.
         dtype: cast the weights to this; None keeps the file's.
-        max_shard_size: cut the weights above this size, as ``"5GB"`` or bytes.
-        overwrite: replace a folder that holds a model.
+        max_shard_size: split the weights above this size, as ``"5GB"`` or bytes.
+        overwrite: replace a folder that contains a model.
         revision: branch, tag or commit of ``like`` on the Hub.
         local_files_only: open no connection.
 
     Raises:
-        ExportError: there is no configuration, or what was written is not what the file holds.
-        CheckpointError: the file is damaged, or made for another architecture: names or shapes do not fit, all listed.
+        ExportError: there is no configuration, or the written tensors differ from the file.
+        CheckpointError: the file is damaged, or for another architecture: names or shapes do not fit, all listed.
     """
     from flodl_hf.auto import load
 
@@ -117,7 +118,7 @@ def export_graph_file(
     kinds = sorted({str(t.dtype).removeprefix("torch.") for t in found.tensors.values() if t.is_floating_point()})
     if len(kinds) > 1 and dtype is None:
         raise ExportError(
-            f"export: {found.path} holds {' and '.join(kinds)}; expected one dtype, or the one to cast to (--dtype)",
+            f"export: {found.path} contains {' and '.join(kinds)}; expected one dtype. Cast it with --dtype",
             path=found.path,
             problems=kinds,
         )
@@ -143,7 +144,7 @@ def export_graph_file(
 
 
 def _surroundings(file: Path, like: Any, hub: dict[str, Any]) -> tuple[dict[str, bytes], ModelConfig]:
-    """Return the files that go beside the weights, and the configuration."""
+    """Return the configuration and the files to write next to the weights."""
     if like is not None:
         root, _ = resolve_folder(like, hub, MODEL_FILES)
         folder = transformer_folder(root)
@@ -160,7 +161,7 @@ def _surroundings(file: Path, like: Any, hub: dict[str, Any]) -> tuple[dict[str,
     sidecar = file.with_name(f"{stem}.config.json")
     if not sidecar.is_file():
         raise ExportError(
-            f"export: {file} holds tensors and no configuration, and there is no {sidecar.name} beside it; expected "
+            f"export: {file} contains no configuration, and {sidecar.name} does not exist; expected "
             "config.json and a tokenizer from a folder of the same architecture; give it with like= (--like FOLDER)",
             path=str(file),
         )
@@ -171,10 +172,10 @@ def _surroundings(file: Path, like: Any, hub: dict[str, Any]) -> tuple[dict[str,
 
 
 def _named(found: Checkpoint, config: ModelConfig, task: str) -> tuple[dict[str, Tensor], str]:
-    """Return the tensors under Hugging Face's names, and whose names they had.
+    """Return the tensors under Hugging Face's names, and the original naming scheme.
 
     Raises:
-        CheckpointError: some have names of one kind and some of another.
+        CheckpointError: the file mixes two naming schemes.
     """
     key_map = config.family.key_map(config.encoder, task)
     plain = {_bare(name): tensor for name, tensor in found.tensors.items()}
@@ -197,7 +198,7 @@ def _named(found: Checkpoint, config: ModelConfig, task: str) -> tuple[dict[str,
 
 
 def _task_of(found: Checkpoint, config: ModelConfig, named: str) -> str:
-    """Return the task that the configuration names, or another one whose names a graph's file has."""
+    """Return the task of the configuration, or another one with the names in a graph's file."""
     names = [_bare(name) for name in found.tensors]
     for task in dict.fromkeys([named, *config.family.heads]):
         key_map = config.family.key_map(config.encoder, task)
@@ -231,10 +232,10 @@ def _config_text(config: ModelConfig, task: str, labels: Sequence[str] | None) -
 
 
 def _check(found: Checkpoint, model: EncoderModel, style: str) -> bool:
-    """Hold the file's structural hash to the model's, where it has one of ours; return whether it had.
+    """Compare the file's structural hash with the model's; return whether the file has one.
 
     Raises:
-        CheckpointError: it was made for another structure, or the model has tensors that are not in the file.
+        CheckpointError: the hash differs, or the model has tensors that are not in the file.
     """
     report = model.load_report
     if report is not None and report.new:
@@ -274,7 +275,7 @@ def _compare(tensors: Mapping[str, Tensor], folder: Path, dtype: torch.dtype, fi
             wrong.append(name)
     if wrong:
         raise ExportError(
-            f"export: {len(wrong)} tensors would not be those of {file}: {', '.join(wrong[:10])}; expected equal "
+            f"export: {len(wrong)} tensors would differ from {file}: {', '.join(wrong[:10])}; expected equal "
             "values. Nothing was written; please report this",
             path=file,
             problems=wrong,

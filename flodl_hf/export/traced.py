@@ -1,7 +1,7 @@
-"""A model as one function of named tensors, the way other engines run it.
+"""A model as one function of named tensors, as other engines run it.
 
 Decides the names and axes of inputs and outputs, for every head, and that a traced function serves batches of any
-shape. What is written of it, and how, is `flodl_hf.export.engine`'s.
+shape. `flodl_hf.export.engine` writes it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _OF_TOKENS = ("token_classification", "masked_lm", "replaced_tokens")
 class Traced(nn.Module):
     """A model of a task, from ids to the tensors that users of such files expect.
 
-    Inputs are ``input_ids``, ``attention_mask`` and, of families that read them, ``token_type_ids``, all int64. Outputs
-    are those of a call, and ``sentence_embedding`` where the folder says how tokens become a text's vector.
+    Inputs are ``input_ids``, ``attention_mask`` and, if the family reads them, ``token_type_ids``, all int64. Outputs
+    are the outputs of a call, and ``sentence_embedding`` if the folder defines how to pool tokens.
 
     Args:
         model: in float32. One that is on a processor and in evaluation mode is used as it is, others are copied.
@@ -67,7 +67,7 @@ class Traced(nn.Module):
                 f"export: the folder has the routes {', '.join(recipe.routes)}, and one graph computes one of them; "
                 "expected a folder without. "
                 + (
-                    "Each has a transformer of its own: export model.on_route('query')"
+                    "Each has a separate transformer: export model.on_route('query')"
                     if model.routed is not None
                     else "Export with head='base' and no recipe: model.sentence_recipe = "
                     "model.sentence_recipe.on('query')"
@@ -77,7 +77,7 @@ class Traced(nn.Module):
         if recipe is not None and recipe.changes_states:
             kinds = [step.kind for step in recipe.tokens] or ["hidden states of several layers"]
             raise ExportError(
-                f"export: found a folder whose vectors are made of {', '.join(kinds)}, expected a pooling of the last "
+                f"export: found vectors from {', '.join(kinds)}, expected a pooling of the last "
                 "states. Export the transformer alone: model.sentence_recipe = None",
                 problems=kinds,
             )
@@ -99,7 +99,7 @@ class Traced(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Return the outputs by their names."""
+        """Return the outputs as a dict."""
         found = self.model(input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids)
         outputs = {name: value for name, value in found.items() if isinstance(value, Tensor)}
         if self._recipe is not None:
@@ -130,7 +130,7 @@ class Traced(nn.Module):
         """Return the function as torch traces it, for batches of any shape.
 
         Raises:
-            ExportError: the trace holds for some shapes only.
+            ExportError: the trace is valid for some shapes only.
         """
         automatic = torch.export.Dim.AUTO
         shapes = {name: dict.fromkeys(range(len(axes)), automatic) for name, axes in self.inputs.items()}
@@ -140,7 +140,7 @@ class Traced(nn.Module):
         return program
 
     def _check(self, program: ExportedProgram) -> None:
-        """Refuse a program some axis of which has become a number, or is bounded below what the model takes."""
+        """Refuse a program with an axis of fixed size, or with a smaller maximum than the model's."""
         longest = self.model.config.max_tokens or 0
         faults = []
         fed = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind.name == "USER_INPUT"}
@@ -152,12 +152,12 @@ class Traced(nn.Module):
                     faults.append(f"{axis} of {node.name} is always {size}")
                 elif (known := program.range_constraints.get(size.node.expr)) is not None:
                     least, most = known.lower, known.upper
-                    # A trace cannot know whether 1 and more are alike, and says 2 or more; that 1 is too is compared.
+                    # A trace cannot know whether size 1 behaves like 2 and more, and reports 2; comparisons include 1.
                     if least > 2 or most < (longest if axis == TOKENS else 1_000_000):
                         faults.append(f"{axis} of {node.name} is from {least} to {most}")
         if faults:
             raise ExportError(
-                f"export: torch's trace of {type(self.model).__name__} holds for some shapes only: "
+                f"export: torch's trace of {type(self.model).__name__} is valid for some shapes only: "
                 f"{'; '.join(faults)}; expected axes of any length. Please report this with the configuration",
                 problems=faults,
             )
@@ -174,7 +174,7 @@ def _at_rest(model: EncoderModel) -> EncoderModel:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Keep what torch's exporters tell of themselves (deprecations, absent packages) from the caller.
+    """Hide messages of torch's exporters (deprecations, absent packages) from the caller.
 
     Raises:
         ExportError: they fail, with an error of any kind.

@@ -1,7 +1,7 @@
-"""A written folder, reopened and compared: with its source, and with what transformers makes of both.
+"""Reopen a written folder and compare it with its source, and both with transformers.
 
 Each check is one small function and one line of the result; all of them together are a receipt that
-can be kept beside the weights (``verification.json``).
+can be stored next to the weights (``verification.json``).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ __all__ = ["ENGINE_FILES", "RECEIPT", "Check", "Verification", "verify_export"]
 
 RECEIPT = "verification.json"
 ENGINE_FILES = ("onnx/model.onnx", "model.pt2")
-"""What folders for other engines hold in place of weights."""
+"""Weight files in folders for other engines."""
 Status = Literal["pass", "fail", "not run"]
 
 # The largest difference between our logits and transformers' that still passes, by dtype. Equal bits are
-# expected and reported as such; the bound leaves room for another torch build, not for another function.
+# expected and reported as such; the bound allows for another torch build, not for another function.
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 5e-3}
 
 
@@ -47,10 +47,10 @@ class Check:
     """One comparison.
 
     Attributes:
-        name: what was compared.
+        name: the compared property.
         status: "pass", "fail" or "not run".
-        detail: in words, with the reason where it did not run.
-        measured: the largest difference, where there is one.
+        detail: description, with the reason if it did not run.
+        measured: the largest difference, if measured.
     """
 
     name: str
@@ -98,10 +98,10 @@ def verify_export(
         source: local folder that it was exported from.
         model: the live model that was exported; without it the folder is loaded.
         receipt: write ``verification.json`` into the folder.
-        command: the command that asked, for the receipt.
+        command: the calling command, for the receipt.
 
     Raises:
-        ExportError: the folder was written for another engine; what was compared stands in its receipt.
+        ExportError: the folder was exported for another engine; its receipt lists the comparisons.
     """
     place = Path(folder)
     _check_not_for_an_engine(place)
@@ -130,9 +130,9 @@ def _check_not_for_an_engine(place: Path) -> None:
     held = next((name for name in ENGINE_FILES if (place / name).is_file()), None)
     if held is not None and not any((place / part / name).is_file() for part in _parts(place) for name in WEIGHT_FILES):
         raise ExportError(
-            f"{place}: found {held}, written for another engine, and no weights; expected a model's folder. What was "
-            f"compared stands in its {RECEIPT}; `flodl-hf verify` compares its files, and `flodl-hf "
-            "verify-endpoint` an ONNX file's answers with a model's",
+            f"{place}: found {held}, written for another engine, without weights; expected a model's folder. Its "
+            f"comparison is in its {RECEIPT}; `flodl-hf verify` compares its files, and `flodl-hf "
+            "verify-endpoint` an ONNX file's outputs with a model's",
             path=str(place),
             problems=[held],
         )
@@ -151,7 +151,7 @@ def _check(run: _Run, checks: Sequence[Callable[[_Run], Iterator[Check]]]) -> No
 
 
 def _parts(place: Path) -> list[str]:
-    """Return the folders with weights; the root alone where nothing says it, or what says it cannot be read."""
+    """Return the folders with weights; only the root if ``modules.json`` is missing or damaged."""
     try:
         return transformer_folders(place)
     except FlodlError:
@@ -169,7 +169,7 @@ def _model_of(model: EncoderModel | None, part: str) -> Any:
 
 
 class _Run:
-    """What the checks share: the two folders and models, each loaded once."""
+    """State shared by the checks: the two folders and models, each loaded once."""
 
     def __init__(self, place: Path, base: Path | None, model: EncoderModel | None, result: Verification) -> None:
         self.place, self.base, self.result = place, base, result
@@ -182,7 +182,7 @@ class _Run:
         if self._model is None:
             from flodl_hf.auto import AutoModelForPreTraining, load
 
-            # Both heads that such a class has, where load takes the one that most ask for.
+            # Both heads of such a class are compared; load uses the more common one.
             both = self.architecture.endswith("ForPreTraining")
             self._model = AutoModelForPreTraining.from_pretrained(self.place) if both else load(self.place)
         return self._model

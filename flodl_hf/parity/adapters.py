@@ -1,4 +1,4 @@
-"""The check of adapters: what their files say, beside what transformers computes with it, and the head in them."""
+"""Check adapters: compare our outputs with transformers' given the adapter's files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROUNDING = 2e-6
 
 
 def adapters(bench: Bench) -> Evidence:
-    """What adapters' files say, given to transformers: sums in its weights, prompts before words, keys before keys."""
+    """Apply an adapter's files in transformers: sums in its weights, prompts before words, prefixes before keys."""
     from flodl_hf.models.adapters.settings import Prefix, Prompt
 
     model = bench.load()
@@ -36,7 +36,7 @@ def adapters(bench: Bench) -> Evidence:
         lost = [name for name, value in model.graph.named_parameters() if not torch.equal(value, before[name])]
         if lost:
             return Evidence("adapters", "fail", f"the base changed: {', '.join(lost[:3])}", None, lost[0])
-    return verdict("adapters", gaps, "outputs beside transformers' with what the files hold", REORDERED)
+    return verdict("adapters", gaps, "outputs and transformers' with the adapter's files applied", REORDERED)
 
 
 def _sums(bench: Bench, model: Any) -> dict[str, float] | Evidence:

@@ -1,6 +1,6 @@
-"""One cell of the matrix at work: a checkpoint made by transformers, and the same model on both sides.
+"""One running cell of the matrix: a checkpoint from transformers, loaded on both sides.
 
-Everything is made when a check first asks for it, and shared by the checks of the cell.
+Everything is created on first use, and shared by the checks of the cell.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ def _vocabulary() -> Tokenizer:
 
 @dataclass
 class Bench:
-    """The two sides of a cell. Use as a context manager: what it writes is removed at the end.
+    """The two sides of a cell. Use as a context manager: written files are removed at the end.
 
     Args:
-        cell: which.
+        cell: the cell.
         size: "tiny" or "real".
-        seed: of the weights and the batches.
-        source: a checkpoint to take instead of one made on the spot.
+        seed: seed of the weights and the batches.
+        source: an existing checkpoint to use instead of a generated one.
     """
 
     cell: Cell
@@ -109,7 +109,7 @@ class Bench:
 
     @cached_property
     def folder(self) -> Path:
-        """The checkpoint, with a tokenizer beside it."""
+        """The checkpoint, with its tokenizer."""
         if self.source is not None:
             return self.source
         from flodl_hf.parity.reference import make_checkpoint
@@ -162,7 +162,7 @@ class Bench:
             return {"labels": torch.randint(0, NUM_LABELS, (rows,), generator=generator)}
         if self.cell.head == "question_answering":
             start = torch.randint(0, width, (rows,), generator=generator)
-            # One position lies outside the row, where it must not count.
+            # One position is outside the row, and must not count.
             start[-1] = width + 3
             return {"start_positions": start, "end_positions": (start + 1).clamp(max=width + 3)}
         if self.cell.head == "base":
@@ -199,7 +199,7 @@ class Bench:
             yield name, mine, other if part is None else split(other.detach(), part)
 
     def _pairs(self, ours: EncoderModel, theirs: Any) -> Iterator[tuple[str, Tensor, Tensor, Part | None]]:
-        """Yield our name of each tensor with ours, theirs, and which part of theirs it is."""
+        """Yield our name of each tensor with ours, theirs, and the matching slice of theirs."""
         family, head = self.cell.record, self.cell.head
         names = family.key_map(ours.config.encoder, head)
         known = dict(theirs.named_parameters(remove_duplicate=False))

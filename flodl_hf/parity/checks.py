@@ -1,6 +1,6 @@
 """The checks of a cell, one small function each.
 
-Equality to the bit is tried first and said so; a number is the largest difference in full precision.
+Bitwise equality is tested first and reported; a number is the largest difference in full precision.
 Bounds are one for each dtype for the whole project and are never widened for a cell.
 """
 
@@ -27,7 +27,7 @@ STEPS = 10
 
 
 def config_triage(bench: Bench) -> Evidence:
-    """Every key that transformers writes is used, inert, or refused by name; none is refused here."""
+    """Every key that transformers writes is used, ignored, or refused with its name; none is refused here."""
     from flodl_hf.checkpoints.config.model_config import read_config_file
 
     config = read_config_file(bench.folder)
@@ -55,7 +55,7 @@ def key_map(bench: Bench) -> Evidence:
     tied = {names.theirs(tie.also) for tie in spec.ties} if spec else set()
     covered: dict[str, set[str]] = {}
     for name, stored in ours.items():
-        # In memory the other side may have names of its own, where its files keep older ones.
+        # The other side may use other names in memory than in its files.
         options = [stored, *names.also(name)]
         found = next((as_whole(o) for o in options if as_whole(o) in theirs), as_whole(stored))
         covered.setdefault(found, set()).add(stored)
@@ -203,7 +203,7 @@ def reload(bench: Bench) -> Evidence:
     """Transformers loads our export of a changed model without a missing or surplus key, to the same outputs."""
     model = bench.load()
     with torch.no_grad():
-        # A changed model goes out under today's names, which is the path fine-tuning takes.
+        # A changed model is saved with current names, as fine-tuning does.
         for parameter in model.parameters():
             parameter.mul_(0.5)
     assert model.source is not None
@@ -243,9 +243,9 @@ def predictions(bench: Bench) -> Evidence:
 
 
 def _same_answers(mine: tuple[Any, list[float]], other: tuple[Any, list[float]]) -> bool:
-    """Return whether the answers are the same ones, in one order but for those that score alike.
+    """Return whether the answers are equal and in the same order, except for ties in score.
 
-    Of answers whose scores differ less than sums in another order do, neither is the better one.
+    If two scores differ less than by summation order, the order of their answers is arbitrary.
     """
     if mine[0] == other[0]:
         return True
@@ -270,7 +270,7 @@ def _row_scores(theirs: Any, ours: Any, row: Any) -> Tensor:
 
 
 def _decode(model: Any, head: str, scores: Callable[[list[Any]], list[Tensor]] | None) -> list[tuple[Any, list[float]]]:
-    """Return (what was answered, its scores) for each text, with the passes' scores replaced if given."""
+    """Return (answer, scores) for each text, with the scores of the forward pass replaced if given."""
     from flodl_hf.inference import passes
 
     saved = passes.scored, passes.all_states, passes.headed

@@ -1,6 +1,6 @@
-"""What a check found: its evidence, the distance of two tensors, and a verdict on named distances.
+"""Result of a check: its evidence, the distance of two tensors, and a verdict on named distances.
 
-Equality to the bit is tried first and said so; a number is the largest difference in full precision.
+Bitwise equality is tested first and reported; a number is the largest difference in full precision.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ REORDERED = 1e-5
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one check of one cell found.
+    """Result of one check of one cell.
 
     Attributes:
-        check: its name.
+        check: name of the check.
         status: one of five words.
-        detail: what was compared, or why it was not.
-        measured: the largest difference; None where nothing is measured.
-        where: the first module or tensor where the sides part.
+        detail: the compared values, or why they were not compared.
+        measured: the largest difference; None if nothing is measured.
+        where: the first module or tensor that differs.
     """
 
     check: str

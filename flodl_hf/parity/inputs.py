@@ -33,7 +33,7 @@ AWKWARD_TEXTS = (
 
 @dataclass(frozen=True)
 class AwkwardBatch:
-    """One batch as keyword arguments, with the name of what is awkward about it."""
+    """One batch as keyword arguments, with a name for its edge case."""
 
     name: str
     inputs: dict[str, Tensor]
@@ -53,7 +53,7 @@ def awkward_batches(config: ModelConfig, *, seed: int = 0, longest: int = 48) ->
     def batch(lengths: list[int]) -> dict[str, Tensor]:
         width = max(lengths)
         ids = torch.randint(0, config.encoder.vocab_size, (len(lengths), width), generator=generator)
-        # The padding id stands only where there is padding, as in text.
+        # The padding id occurs only as padding, as in text.
         ids = torch.where(ids == pad, (ids + 1) % config.encoder.vocab_size, ids)
         mask = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
         return {"input_ids": torch.where(mask, ids, pad), "attention_mask": mask.long()}
@@ -70,7 +70,7 @@ def awkward_batches(config: ModelConfig, *, seed: int = 0, longest: int = 48) ->
 
 
 def as_choices(batch: AwkwardBatch) -> AwkwardBatch:
-    """Return a batch with its rows as choices: two of each prompt where they come out even, else of one prompt."""
+    """Return a batch with its rows as choices: two of each prompt for an even row count, else of one prompt."""
     rows = len(batch.inputs["input_ids"])
     choices = 2 if rows > 2 and rows % 2 == 0 else rows
     return AwkwardBatch(batch.name, {key: value.unflatten(0, (-1, choices)) for key, value in batch.inputs.items()})

@@ -1,6 +1,6 @@
-"""The matrix on published checkpoints, those of `flodl_hf.parity.published`.
+"""The matrix on the published checkpoints of `flodl_hf.parity.published`.
 
-Needs a network (or a cache that holds them); without one every cell says "not run" and why.
+Needs a network (or a cache with the checkpoints); otherwise every cell reports "not run" and why.
 """
 
 from __future__ import annotations

@@ -138,14 +138,14 @@ def run_matrix(
     jobs: int = 1,
     seed: int = 0,
 ) -> Iterator[CellResult]:
-    """Yield each cell's result as it is there.
+    """Yield each cell's result when it is complete.
 
     Args:
         cells: from `select_cells`.
         size: "tiny" or "real".
-        checks: names of checks; all where none is named.
-        jobs: processes at once.
-        seed: of weights and batches.
+        checks: names of checks; all if empty.
+        jobs: number of parallel processes.
+        seed: seed of weights and batches.
 
     Raises:
         ParityError: an unknown check.

@@ -1,6 +1,6 @@
 """An ONNX file of an encoder, run by ONNX Runtime: tensors in and out, or texts in and arrays out.
 
-Any file with the usual inputs will do, whoever wrote it; ``onnx`` itself is not needed to run one.
+Any ONNX file with the usual inputs is supported; the package ``onnx`` is not needed to run one.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _USUAL = ("onnx/model.onnx", "model.onnx")
 
 
 def require(*packages: str) -> None:
-    """Raise for what is not installed.
+    """Raise if a package is not installed.
 
     Raises:
-        ExportError: a package is missing; the message says how to install it.
+        ExportError: a package is missing; the message contains the installation command.
     """
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
@@ -43,10 +43,10 @@ def require(*packages: str) -> None:
 
 
 def find_onnx(place: str | os.PathLike[str]) -> Path:
-    """Return the ONNX file that a path means: itself, or that of a folder.
+    """Return the ONNX file at a path: the path itself, or the file in a folder.
 
     Raises:
-        ExportError: there is none.
+        ExportError: no file was found.
     """
     path = Path(place)
     if path.is_file():
@@ -103,7 +103,7 @@ class OnnxModel:
         except Exception as fault:  # its errors are classes of a compiled module, without a common one
             raise ExportError(
                 f"{self.path}: ONNX Runtime {onnxruntime.__version__} cannot read it ({fault}); expected an ONNX file "
-                "with its data beside it. Write it again, or install a newer ONNX Runtime",
+                "with its external data. Export it again, or install a newer ONNX Runtime",
                 path=str(self.path),
             ) from fault
         given = {one.name: one.type for one in self._session.get_inputs()}
@@ -144,7 +144,7 @@ class OnnxModel:
 
     @cached_property
     def recipe(self) -> SentenceRecipe | None:
-        """What the folder says of vectors of texts; None where it says nothing, or the file gives scores."""
+        """The folder's settings for text vectors; None without settings, or if the file returns scores."""
         from flodl_hf.checkpoints.sentence.recipe import read_recipe
 
         return None if "logits" in self.outputs else read_recipe(self.folder)
@@ -160,7 +160,7 @@ class OnnxModel:
         return min((bound for bound in bounds if bound), default=None)
 
     def run(self, **inputs: Any) -> dict[str, np.ndarray]:
-        """Return the outputs of one batch by name; inputs are tensors or arrays, those the file has not are left out.
+        """Return the outputs of one batch by name; inputs are tensors or arrays, unknown inputs are ignored.
 
         Raises:
             PredictError: an input is missing, or ONNX Runtime cannot compute the file.
@@ -186,15 +186,15 @@ class OnnxModel:
         max_length: int | None = None,
         batch_size: int = 32,
     ) -> dict[str, list[np.ndarray]]:
-        """Return of each output one array a text, without filled places; long texts are cut.
+        """Return for each output one array per text, without padding; long texts are truncated.
 
-        Texts are lower-cased where a folder of sentence-transformers says so; prompts are the caller's.
+        Texts are lower-cased if the sentence-transformers folder specifies it; the caller adds prompts.
 
         Args:
             texts: the texts.
             pairs: the second text of each.
-            max_length: tokens that are read; None for as many as folder, tokenizer and configuration allow.
-            batch_size: texts of a batch, in the order given.
+            max_length: maximum number of tokens; None for the limit of folder, tokenizer and configuration.
+            batch_size: texts of a batch, in the given order.
         """
         if self.recipe is not None and self.recipe.lower_case:
             texts, pairs = [text.lower() for text in texts], pairs and [text.lower() for text in pairs]

@@ -20,9 +20,9 @@ class Parting:
     Attributes:
         ours: our module's name.
         theirs: the module's name on the other side.
-        call: which of its calls, from 0: shared layers are called often.
+        call: the index of the call, from 0: shared layers are called repeatedly.
         difference: the largest.
-        inputs_equal: whether both were given the same, so that the fault is inside.
+        inputs_equal: whether both had equal inputs, so that the fault is inside.
     """
 
     ours: str
@@ -32,7 +32,7 @@ class Parting:
     inputs_equal: bool
 
     def __str__(self) -> str:
-        cause = "its own arithmetic or weights" if self.inputs_equal else "what it was given"
+        cause = "its own arithmetic or weights" if self.inputs_equal else "its inputs"
         return f"{self.ours} ({self.theirs}), call {self.call}: differs by {self.difference:.3g}, because of {cause}"
 
 
@@ -45,7 +45,7 @@ def first_parting(
         ours: our model.
         theirs: transformers' model of the same checkpoint.
         inputs: one batch.
-        bound: the largest difference that is let pass.
+        bound: the largest accepted difference.
     """
     family = ours.config.family
     pairs = family.key_map(ours.config.encoder, ours.head).pairs

@@ -1,7 +1,7 @@
 """Published checkpoints on which ``verify-matrix --live`` proves each family of this package, by family and task.
 
-A catalogue of what stands on the Hub, which says nothing of how a family computes. A family from outside of the
-package names its own in its record (`flodl_hf.families.schema.Family.checkpoints`).
+A catalogue of checkpoints on the Hub, independent of how a family computes. A family from another
+package lists its checkpoints in its record (`flodl_hf.families.schema.Family.checkpoints`).
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def _transformers() -> Any:
         import transformers
     except ImportError:
         raise ParityError(
-            "transformers is not installed, and it is what is compared with; "
+            "transformers is not installed, but this comparison requires it; "
             "install it with: pip install 'flodl-hf[parity]'"
         ) from None
     return transformers
@@ -50,7 +50,7 @@ def _transformers() -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hold back transformers' progress bars and load tables; what they say is read from its return values."""
+    """Suppress transformers' progress bars and load tables; their content is read from its return values."""
     transformers = _transformers()
     logger = logging.getLogger("transformers")
     level = logger.level
@@ -77,7 +77,7 @@ class Reference:
     unexpected: list[str]
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the outputs of one batch by name, without gradients."""
+        """Return the outputs of one batch as a dict, without gradients."""
         with torch.no_grad():
             return dict(self.model(**inputs).items())
 
@@ -86,10 +86,10 @@ class Reference:
         return Reference(deepcopy(self.model).double(), self.missing, self.unexpected)
 
     def keys_before(self, held: Tensor, rows: int) -> Any:
-        """Return keys and values that stand before those of each row, as the model takes them for one call.
+        """Return keys and values to insert before each row's own, in the model's cache format for one call.
 
         Args:
-            held: those of all layers side by side, ``(tokens, layers * 2 * width)``, keys before values.
+            held: keys and values of all layers concatenated, ``(tokens, layers * 2 * width)``, keys before values.
             rows: how many rows the call has.
         """
         config = self.model.config
@@ -107,14 +107,14 @@ def load_reference(
     dtype: torch.dtype | None = None,
     pooler: bool | None = None,
 ) -> Reference:
-    """Return what transformers makes of a folder.
+    """Return the transformers model of a folder.
 
     Args:
         folder: a local folder.
         architecture: class name, as in ``config.json``.
         attention: "sdpa" or "eager".
         dtype: dtype of the weights; None keeps the file's.
-        pooler: for base models, whether the file has a pooler; None for as the class has it.
+        pooler: for base models, whether the file has a pooler; None for the class default.
 
     Raises:
         ParityError: transformers has no such class.
@@ -123,7 +123,7 @@ def load_reference(
     kind = getattr(transformers, architecture, None)
     if kind is None:
         raise ParityError(f"transformers {version()} has no class {architecture}", architecture=architecture)
-    # A family that has only the eager implementation says so itself.
+    # A family with only the eager implementation specifies it.
     options: dict[str, Any] = {"attn_implementation": attention if getattr(kind, "_supports_sdpa", False) else "eager"}
     pooling = signature(kind.__init__).parameters.get("add_pooling_layer")
     if pooler is not None and pooling is not None and pooling.default is not pooler:
@@ -132,9 +132,9 @@ def load_reference(
         model, info = kind.from_pretrained(
             str(folder), output_loading_info=True, dtype=dtype or "auto", local_files_only=True, **options
         )
-    # transformers leaves tensors mapped at whatever offset the file has, and the product of one row with a
+    # transformers leaves tensors mapped at the offsets of the file, and the product of one row with a
     # matrix rounds differently for other alignments (measured: 4.5e-8 on a real checkpoint). A copy puts
-    # both sides on the allocator's alignment, so that what is compared is the arithmetic.
+    # both sides on the allocator's alignment, so that only the arithmetic is compared.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()

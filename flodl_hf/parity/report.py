@@ -1,4 +1,4 @@
-"""The matrix as a table, as JSON, and as the page ``docs/parity.md``, with what it was measured on."""
+"""The matrix as a table, as JSON, and as the page ``docs/parity.md``, with the measured system."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def as_text(results: Sequence[CellResult]) -> str:
 
 
 def _not_passed(results: Sequence[CellResult]) -> list[tuple[str, str, str]]:
-    """Return where, status and reason of what did not pass: one row for a cell whose checks have the same reason."""
+    """Return cell, status and reason of failures: one row for a cell if all its checks have the same reason."""
     found = []
     for result in results:
         reasons = {(e.status, e.detail) for e in result.evidence}

@@ -1,7 +1,7 @@
-"""The configurations that cells are proven at: tiny ones for tests, and base sizes.
+"""Configurations of the cells: tiny ones for tests, and base sizes.
 
-Sizes that all families have are stated here by our words; a family's rows say what ``config.json`` calls them, and
-its record what it needs beyond them, in one variant or several.
+Sizes common to all families are listed here by field; a family's rows map them to ``config.json``, and
+its record adds family-specific settings, in one variant or several.
 """
 
 from __future__ import annotations

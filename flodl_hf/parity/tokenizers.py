@@ -1,7 +1,7 @@
-"""Where two descriptions of one tokenizer disagree: ``tokenizer.json`` and the vocabulary files beside it.
+"""Compare two descriptions of one tokenizer: ``tokenizer.json`` and the vocabulary files of the folder.
 
-Decides: which texts are tried and what counts as a difference.
-Leaves to others: showing it, and which of the two to believe.
+Decides: the compared texts and the definition of a difference.
+Others decide: its display, and which of the two is right.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`verify`: any folder that this library writes, beside what was said of its files when they were written.
+"""`verify`: compare any folder that this library writes with the checksums from when it was written.
 
-Decides what a folder is: a model, the checkpoints of a training run, the finished parts of a file being answered. What
-says how the files should be is read in `checksums`, or is the sealed manifest or record of a run.
+Decides the kind of folder: a model, the checkpoints of a training run, the finished parts of an output file. The
+expected checksums are read in `checksums`, or from the sealed manifest or record of a run.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ PARTS = ".parts"
 
 
 def verify(folder: str | os.PathLike[str]) -> list[Comparison]:
-    """Return what became of the files of a folder: one comparison, or one for each checkpoint of a run.
+    """Return the state of a folder's files: one comparison, or one for each checkpoint of a run.
 
     Nothing is loaded and nothing written; neither torch's weights nor transformers are needed.
 
     Args:
         folder: an export, the folder of a fine-tuned model, a snapshot in the Hub's cache, a checkpoint or the folder
-            of a run's checkpoints, or the ``.parts`` folder of a file being answered.
+            of a run's checkpoints, or the ``.parts`` folder of an output file.
 
     Raises:
-        CheckpointError: no such folder, or nothing says what its files should be.
+        CheckpointError: the folder does not exist, or no expected checksums exist.
     """
     place = Path(folder)
     if not place.is_dir():
         raise CheckpointError(
-            f"{place}: {'is a file' if place.exists() else 'does not exist'}; expected a folder. Give the one that "
-            "holds the files",
+            f"{place}: {'is a file' if place.exists() else 'does not exist'}; expected a folder. Give the folder "
+            "of the files",
             path=str(place),
             problems=["not a folder"],
         )
@@ -79,5 +79,5 @@ def _parts(place: Path) -> Comparison:
         if parts.is_whole(number):
             result.files.append(FileState(data, "ok"))
         else:
-            result.files.append(FileState(data, "changed", "other bytes, or no whole record", "what its record says"))
+            result.files.append(FileState(data, "changed", "other bytes, or a cut record", "the bytes in its record"))
     return result

@@ -1,12 +1,12 @@
-"""What an endpoint answers beside what its model should: the causes of differences by their names.
+"""Compare an endpoint's outputs with its model's, and name the causes of differences.
 
-targets    what can be asked in place of a model
+targets    interface of the compared targets
 http       endpoints over HTTP: text-embeddings-inference, OpenAI, Hugging Face
 folder     folders, as sentence-transformers or we read them
 onnx       ONNX files, run by ONNX Runtime
-opening    from an address to one of these
-reference  what the model itself gives, as it should be computed and with each known mistake
-checks     the comparisons, and which cause explains what was found
+opening    open one of these from an address
+reference  outputs of the model, computed correctly and with each known mistake
+checks     the comparisons, and the cause of each difference
 report     their results as a table and as JSON
 
 ``flodl-hf verify-endpoint`` is the command.

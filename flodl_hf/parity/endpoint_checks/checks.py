@@ -1,7 +1,7 @@
-"""The comparisons of an endpoint with its model, one after another, and what explains a difference.
+"""Compare an endpoint with its model in several steps, and explain differences.
 
-A difference is explained by a known mistake where computing with that mistake comes several times nearer to what was
-answered. Later comparisons take what earlier ones found as given, so that each names its own cause alone.
+A known mistake explains a difference if computing with that mistake is several times nearer to the endpoint's
+output. Later comparisons include the mistakes found before, so that each reports only a new cause.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _CUTS = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 def verify_endpoint(
     target: str, source: str, *, tolerance: float = TOLERANCE, local_files_only: bool = False, **options: Any
 ) -> Report:
-    """Return what an endpoint answers beside what its model should.
+    """Return the comparison of an endpoint's outputs with its model's.
 
     Args:
         target: a URL, a folder, or an ONNX file.
@@ -75,11 +75,11 @@ def verify_endpoint(
 
 
 class Comparison:
-    """A target beside a reference.
+    """A comparison of a target with a reference.
 
     Args:
-        target: what is asked.
-        reference: what it should answer.
+        target: the endpoint.
+        reference: the expected outputs.
         tolerance: see `verify_endpoint`.
     """
 
@@ -113,7 +113,7 @@ class Comparison:
         def run(what: str) -> Row:
             found = self.target.token_ids(self.texts)
             if found is None:
-                return Row(what, "not run", None, "there is no path that says them")
+                return Row(what, "not run", None, "the endpoint has no path for them")
             expected = self.reference.token_ids(self.texts)
             if found == expected:
                 return Row(what, "equal", 0.0)
@@ -127,7 +127,7 @@ class Comparison:
         yield "token ids", run
 
     def answers(self) -> Iterable[tuple[str, Callable[[str], Row]]]:
-        """Compare short texts, each asked alone."""
+        """Compare short texts, one per request."""
 
         def run(what: str) -> Row:
             found = np.concatenate([self.target.answers([text]) for text in self.texts])
@@ -146,7 +146,7 @@ class Comparison:
         )
 
     def length(self) -> Iterable[tuple[str, Callable[[str], Row]]]:
-        """Compare vectors that are asked for as they are, where that can be asked."""
+        """Compare vectors without scaling, if the endpoint supports this."""
 
         def run(what: str) -> Row:
             given = self.target.answers(self.texts[:2], normalize=False)
@@ -158,7 +158,7 @@ class Comparison:
             yield "vectors not scaled", run
 
     def prompts(self) -> Iterable[tuple[str, Callable[[str], Row]]]:
-        """Compare vectors with each prompt of the folder, where that can be asked."""
+        """Compare vectors with each prompt of the folder, if the endpoint supports this."""
         recipe = self.reference.recipe
         known = recipe.prompts if recipe else {}
         for name, prompt in known.items():
@@ -175,11 +175,11 @@ class Comparison:
                 yield f"prompt {name}", run
 
     def batch(self) -> Iterable[tuple[str, Callable[[str], Row]]]:
-        """Compare what texts get together with what each gets alone."""
+        """Compare outputs of a batch with outputs of single texts."""
 
         def run(what: str) -> Row:
             if self._alone is None:
-                return Row(what, "not run", None, "texts asked alone were not answered")
+                return Row(what, "not run", None, "requests of single texts failed")
             found = self._together()
             found = found[self._places(found)]
             most = max(map(len, self.reference.token_ids(self.texts)))
@@ -199,7 +199,7 @@ class Comparison:
 
         def run(what: str) -> Row:
             if self._alone is None:
-                return Row(what, "not run", None, "texts asked alone were not answered")
+                return Row(what, "not run", None, "requests of single texts failed")
             places = self._places(self._together())
             if places == list(range(len(self.texts))):
                 return Row(what, "equal")
@@ -233,7 +233,7 @@ class Comparison:
                 except TargetError:
                     return Row(what, "equal", None, f"{refused}, so nothing is truncated silently")
                 refused += ", and with truncate "
-            # What is never cut has to fit: of a ranking the query.
+            # Texts that are never truncated must fit: in a ranking, the query.
             least = 2 + len(self.reference.token_ids([QUERY])[0]) if self.reference.task == "ranking" else 0
             sizes = sorted({limit, *(size for size in _CUTS if least < size < limit)}, reverse=True)
             sides = (False, True) if self.reference.task != "ranking" else (False,)
@@ -254,7 +254,7 @@ class Comparison:
         if limit is not None:
             yield "a long text", run
 
-    # ---- what they share ---------------------------------------------------------------------------
+    # ---- shared functions --------------------------------------------------------------------------
 
     def _can(self, option: str) -> bool:
         try:
@@ -283,7 +283,7 @@ class Comparison:
         self, what: str, found: np.ndarray, expected: np.ndarray, items: Sequence[str], ways: Iterable[Way],
         base: Way | None = None, beside: str = "",
     ) -> Row:  # fmt: skip
-        """Return a row: equal, or with the mistake that comes nearest to what was answered."""
+        """Return a row: equal, or with the mistake nearest to the endpoint's output."""
         difference = _distance(found, expected)
         if difference <= self.tolerance:
             return Row(what, "equal", difference)
@@ -316,7 +316,7 @@ def _fitting(reference: Reference) -> list[str]:
     if reference.limit is None:
         return list(TEXTS)
     prompts = reference.recipe.prompts.values() if reference.recipe else ()
-    # In a ranking the query stands beside. Half of the room stays, for a cut there to be seen in long texts alone.
+    # A ranking also contains the query. Half of the length stays free, so that only long texts are truncated.
     before = [*prompts, QUERY if reference.task == "ranking" else ""]
     room = reference.limit - max(map(len, reference.token_ids(before)))
     room = min(room, reference.limit // 2)
@@ -330,7 +330,7 @@ def _fitting(reference: Reference) -> list[str]:
 
 
 def _said(way: Way, right: Way) -> str:
-    """Return in words what a way has otherwise than the right one."""
+    """Return a description of the settings that differ from the right ones."""
     same = {name: getattr(Way(), name) for name, value in vars(way).items() if value == getattr(right, name)}
     return replace(way, **same).said()
 
@@ -340,7 +340,7 @@ def _cut(way: Way) -> str:
 
 
 def _distance(found: np.ndarray, expected: np.ndarray) -> float:
-    """Return the largest difference as a share of the largest number; of scores that are there."""
+    """Return the largest difference as a share of the largest number, ignoring absent scores."""
     if found.shape != expected.shape:
         return float("inf")
     there = ~np.isnan(found)

@@ -1,4 +1,4 @@
-"""A folder asked as an endpoint is: by sentence-transformers where it is installed, else by us."""
+"""A folder as an endpoint: run by sentence-transformers if it is installed, else by this package."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FolderTarget:
         wanted = {"vectors": "base"}.get(task, "sequence_classification")
         if self._ours.head != wanted:
             raise TargetError(
-                f"{place}: the folder holds a model for {self._ours.head}; expected {wanted}, as the source has",
+                f"{place}: the folder has a model for {self._ours.head}; expected {wanted}, as the source has",
                 status=0,
             )
         self.name = f"{place} (read by {reader})"
@@ -68,7 +68,7 @@ class FolderTarget:
         return self._ours.encode(list(items))
 
     def token_ids(self, texts: Sequence[str]) -> list[list[int]] | None:
-        """Return the ids of texts, as whoever reads the folder has them."""
+        """Return the ids of texts from the tokenizer of the folder's library."""
         if self._theirs is not None:
             return [list(self._theirs.tokenizer(text)["input_ids"]) for text in texts]
         return [list(row.ids) for (row,) in self._ours.tokenizer.encode_rows(list(texts), offsets=False)]

@@ -1,6 +1,6 @@
 """Endpoints over HTTP: text-embeddings-inference, OpenAI's interface with what vLLM and Cohere add, Hugging Face's.
 
-Decides how each is asked and read; nothing is sent but the texts of the comparison.
+Decides the request and response format of each; only the texts of the comparison are sent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST = 256 << 20
 
 
 class _Server:
-    """What answers at an address, asked in JSON."""
+    """The JSON server at an address."""
 
     def __init__(self, url: str, model: str | None, api_key: str | None, timeout_s: float) -> None:
         self.url = url.rstrip("/")
@@ -54,12 +54,12 @@ class _Server:
 
 
 class _Told:
-    """What all interfaces share.
+    """Base of all interfaces.
 
     Args:
-        server: what is asked.
+        server: the server.
         task: "vectors", "labels" or "ranking".
-        labels: of the source.
+        labels: labels of the source.
     """
 
     scales = False
@@ -153,7 +153,7 @@ class Tei(_Told):
 
 
 class OpenAI(_Told):
-    """OpenAI's embeddings; labels and ranks as vLLM has them beside."""
+    """OpenAI's embeddings; labels and ranks as in vLLM's extensions."""
 
     style = "OpenAI"
 
@@ -169,7 +169,7 @@ class OpenAI(_Told):
             data = _part(ask("/classify", {"input": list(items)}), "data")
         else:
             data = _part(ask("/v1/embeddings", {"input": list(items), "encoding_format": "float"}), "data")
-        # Each says which text it is of.
+        # Each result contains the index of its text.
         try:
             data = sorted(data, key=lambda one: one["index"])
             rows = [one["probs" if self.task == "labels" else "embedding"] for one in data]
@@ -203,7 +203,7 @@ def open_http(
     url: str, task: str, labels: Sequence[str], *, style: str = "auto", model: str | None = None,
     api_key: str | None = None, timeout_s: float = 60.0, pooling: Sequence[str] = ("mean",),
 ) -> Target:  # fmt: skip
-    """Return what stands at a URL.
+    """Return the interface of the server at a URL.
 
     Args:
         url: its address; ``/v1`` at the end, as OpenAI's clients want it, may be there.
@@ -250,7 +250,7 @@ def _deep(found: Any) -> bool:
 
 
 def _pooled(states: Any, pooling: Sequence[str]) -> list[float]:
-    """Return the vector of a text whose states are given, ``(tokens, features)`` or one such in a list."""
+    """Return the vector of a text, pooled from states ``(tokens, features)`` or a list with one such array."""
     import torch
 
     from flodl_hf.inference.decode.pooling import pool_padded
@@ -271,7 +271,7 @@ def _part(found: Any, name: str) -> Any:
 
 
 def _shape(found: Any) -> str:
-    """Return what an answer looks like."""
+    """Return a description of a response's structure."""
     if isinstance(found, list):
         return f"a list of {len(found)}" + (f", each {_shape(found[0])}" if found else "")
     return {dict: "an object", str: "a string", float: "a number", int: "a number"}.get(type(found), "something else")

@@ -1,7 +1,7 @@
-"""An ONNX file asked as an endpoint is: ONNX Runtime computes, and what a file has no words for is done by its folder.
+"""An ONNX file as an endpoint: ONNX Runtime computes, and the folder provides the remaining steps.
 
-That is pooling, scaling, prompts and what makes scores of logits; vectors that the file gives whole are taken as they
-are.
+These are pooling, scaling, prompts and the activation for scores; complete vectors from the file are used
+unchanged.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = ["OnnxTarget"]
 
 
 class OnnxTarget:
-    """An ONNX file with its tokenizer and configuration beside it, as Hub folders have them.
+    """An ONNX file with its tokenizer and configuration in its folder, as on the Hub.
 
     Args:
-        place: the file, or a folder that holds it.
+        place: the file, or its folder.
         task: "vectors", "labels" or "ranking".
-        labels: of the source.
+        labels: labels of the source.
 
     Raises:
         TargetError: it cannot be read, or has no output for the task.
@@ -111,5 +111,5 @@ class OnnxTarget:
         return torch.stack(found).numpy()
 
     def token_ids(self, texts: Sequence[str]) -> list[list[int]] | None:
-        """Return the ids of texts, as the tokenizer beside the file has them."""
+        """Return the ids of texts, from the tokenizer in the folder of the file."""
         return [list(row.ids) for (row,) in self._tokenizer.encode_rows(list(texts), offsets=False)]

@@ -1,4 +1,4 @@
-"""From an address to what can be asked there: an endpoint over HTTP, a folder, or an ONNX file."""
+"""Open a target from its address: an endpoint over HTTP, a folder, or an ONNX file."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["open_target"]
 
 
 def open_target(where: str, task: str, labels: Sequence[str], **options: Any) -> Target:
-    """Return what stands at an address: a URL, a folder of sentence-transformers or transformers, or an ONNX file.
+    """Return the target at an address: a URL, a folder of sentence-transformers or transformers, or an ONNX file.
 
     A folder with an ONNX file and no other weights is that file.
 
     Args:
         where: ``http://...``, ``https://...``, a folder, or a file that ends in ``.onnx``.
         task: "vectors", "labels" or "ranking".
-        labels: of the source, in the order of their ids.
-        **options: of `flodl_hf.parity.endpoint_checks.http.open_http`.
+        labels: labels of the source, in the order of their ids.
+        **options: options of `flodl_hf.parity.endpoint_checks.http.open_http`.
 
     Raises:
-        TargetError: there is nothing that can be asked.
+        TargetError: the address has no usable target.
     """
     if where.startswith(("http://", "https://")):
         return open_http(where, task, labels, **options)
@@ -45,6 +45,6 @@ def open_target(where: str, task: str, labels: Sequence[str], **options: Any) ->
 
 
 def _only_onnx(place: Path) -> bool:
-    """Return whether a folder holds an ONNX file where folders of models have it, and no other weights."""
+    """Return whether a folder has an ONNX file at a usual path, and no other weights."""
     has_onnx = any((place / name).is_file() for name in ("onnx/model.onnx", "model.onnx"))
     return has_onnx and not any((place / name).is_file() for name in WEIGHT_FILES)

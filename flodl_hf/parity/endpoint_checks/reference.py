@@ -1,6 +1,6 @@
-"""What a model gives for a text: as it should be computed, and with each mistake that endpoints are known to make.
+"""Expected outputs of a model for a text: computed correctly, and with each known mistake of endpoints.
 
-Texts are run one at a time by the model's own operations in float32, without batches, windows or kernels in between.
+Texts are run one at a time by the model's own operations in float32, without batches, windows or kernels.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _POOLINGS = ("mean", "cls", "max", "last_token", "mean_sqrt_len", "pooler")
 
 @dataclass(frozen=True)
 class Way:
-    """How an answer may be computed; as it stands, the right way.
+    """Settings of a computation; the defaults are the right ones.
 
     Attributes:
         tanh: GELU by its tanh form.
         pooling: another pooling than the folder's.
         dense: whether the folder's dense layers are applied.
-        scaled: whether vectors have length 1; None as the folder says.
-        function: what makes scores of logits; None as the configuration says.
-        prompt: what stands before each text; None as the folder says.
+        scaled: whether vectors have length 1; None for the folder's setting.
+        function: activation for scores; None for the configuration's.
+        prompt: prefix of each text; None for the folder's prompt.
         lower: texts in lower case.
         special: whether special tokens are put around texts.
         swapped: the document before the query.
         one_type: the second text counted as the first.
         padded: texts filled up to so many tokens.
-        masked: whether attention leaves out what they were filled up with.
-        counted: whether pooling counts it.
+        masked: whether attention excludes the padding.
+        counted: whether pooling includes the padding.
         limit: texts cut after so many tokens.
         left: cut at their beginning.
         half: computed in bfloat16.
@@ -64,7 +64,7 @@ class Way:
     half: bool = False
 
     def said(self) -> str:
-        """Return in words what is otherwise than it should be."""
+        """Return a description of the differences from the right settings."""
         words = []
         if self.tanh:
             words.append("GELU is computed by its tanh form")
@@ -77,15 +77,15 @@ class Way:
         if self.function is not None:
             words.append({"none": "scores are raw"}.get(self.function, f"scores are made by {self.function}"))
         if self.prompt is not None:
-            words.append(f"the prompt {self.prompt!r} stands before texts" if self.prompt else "the prompt is left out")
+            words.append(f"the prompt {self.prompt!r} precedes texts" if self.prompt else "the prompt is omitted")
         if self.lower:
             words.append("texts are put in lower case")
         if not self.special:
             words.append("special tokens are left out")
         if self.swapped:
-            words.append("documents stand before the query")
+            words.append("documents precede the query")
         if self.one_type:
-            words.append("token types of the second text are those of the first")
+            words.append("token types of the second text equal the first text's")
         if not self.masked:
             words.append("attention reads the padding")
         if self.counted:
@@ -95,7 +95,7 @@ class Way:
         return " and ".join(words)
 
     def and_(self, other: Way) -> Way:
-        """Return this way with what the other has otherwise."""
+        """Return a copy with the other's differing settings applied."""
         right = Way()
         return replace(
             self,
@@ -104,14 +104,14 @@ class Way:
 
 
 class Reference:
-    """A model and what it gives.
+    """A model and its outputs.
 
     Args:
         source: a local folder or a name of the Hub.
         local_files_only: open no connection.
 
     Raises:
-        PredictError: it is no model of vectors, labels or ranks.
+        PredictError: it is not a model for vectors, labels or ranks.
     """
 
     def __init__(self, source: str, *, local_files_only: bool = False) -> None:
@@ -143,7 +143,7 @@ class Reference:
 
     @property
     def pooling(self) -> tuple[str, ...]:
-        """The poolings that the folder says."""
+        """The poolings in the folder's settings."""
         return tuple(self.recipe.pooling) if self.recipe else ("mean",)
 
     @property
@@ -158,13 +158,13 @@ class Reference:
         return [list(row.ids) for (row,) in rows]
 
     def whole(self, items: Sequence[str], way: Way) -> np.ndarray | None:
-        """Return what the model says of texts, long ones read in windows, ``(items, numbers)``.
+        """Return the model's outputs for texts, long ones read in windows, ``(items, numbers)``.
 
-        None where a way is otherwise in what cannot be asked of whole texts.
+        None if ``way`` has differences that are impossible for whole texts.
 
         Args:
             items: the texts.
-            way: how to compute.
+            way: settings of the computation.
         """
         if self.touched(way) - {"tanh", "pooling", "scaled", "function", "prompt", "lower"}:
             return None
@@ -205,7 +205,7 @@ class Reference:
 
     @staticmethod
     def touched(way: Way) -> set[str]:
-        """Return the names of what a way has otherwise than the right one."""
+        """Return the names of settings that differ from the right ones."""
         return {f.name for f in fields(Way) if getattr(way, f.name) != getattr(Way(), f.name)}
 
     def _mistakes(self, right: Way) -> Iterator[Way]:

@@ -15,10 +15,10 @@ class Row:
     """One comparison.
 
     Attributes:
-        what: what was compared.
+        what: the compared property.
         status: "equal", "rounded" (of the size of half precision's rounding), "differs" or "not run".
-        difference: the largest, as a share of the largest number of the reference; None where there is none to give.
-        cause: in words: what explains a difference, or what is to be known besides.
+        difference: the largest, as a share of the largest number of the reference; None if not measured.
+        cause: the explanation of a difference, or a further remark.
     """
 
     what: str
@@ -32,8 +32,8 @@ class Report:
     """All comparisons of one endpoint.
 
     Attributes:
-        target: what was asked.
-        source: the model that it should answer as.
+        target: the endpoint.
+        source: the expected model.
         rows: the comparisons.
     """
 
@@ -60,7 +60,7 @@ class Report:
 
 
 def _said(difference: float | None) -> str:
-    """Return a difference in words; what other orders of summation make is not worth a figure."""
+    """Return a difference as text; differences by summation order are not shown as numbers."""
     if difference is None:
         return ""
     return f"{difference:.1e}" if difference >= 1e-6 else "below 1e-6"

@@ -1,7 +1,7 @@
-"""What can be asked in place of a model: one row of numbers for each item.
+"""Interface of the compared targets: one row of numbers for each item.
 
-A row is a vector, a score for each label, or how well a document fits. How an interface is spoken stands in
-`flodl_hf.parity.endpoint_checks.http`, how a folder is read in `flodl_hf.parity.endpoint_checks.folder`.
+A row is a vector, a score for each label, or the relevance of a document. HTTP interfaces are in
+`flodl_hf.parity.endpoint_checks.http`, folders in `flodl_hf.parity.endpoint_checks.folder`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flodl.errors import FlodlError
 __all__ = ["QUERY", "Target", "TargetError", "by_label"]
 
 QUERY = "where does the river rise"
-"""What is looked for wherever documents are ranked."""
+"""Query of every ranking."""
 
 
 class TargetError(FlodlError):
@@ -30,12 +30,12 @@ class TargetError(FlodlError):
 
 
 class Target(Protocol):
-    """What is compared with a model."""
+    """A target that is compared with a model."""
 
     name: str
-    """What it is called in a report."""
+    """Its name in a report."""
     scales: bool
-    """Whether it scales vectors to length 1 whatever the folder says, unless it is asked not to."""
+    """Whether it scales vectors to length 1 regardless of the folder, unless disabled in the request."""
 
     def answers(self, items: Sequence[str], **options: Any) -> np.ndarray:
         """Return a row of numbers for each item, ``(items, numbers)``.
@@ -50,10 +50,10 @@ class Target(Protocol):
         ...
 
     def token_ids(self, texts: Sequence[str]) -> list[list[int]] | None:
-        """Return the ids of texts with special tokens, or None where the target does not say.
+        """Return the ids of texts with special tokens, or None if the target does not provide them.
 
         Raises:
-            TargetError: it does not answer.
+            TargetError: the target does not respond.
         """
         ...
 

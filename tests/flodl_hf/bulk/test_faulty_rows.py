@@ -243,7 +243,7 @@ def test_the_command_counts_and_names_faulty_rows(folder: Any, jsonl: Any, tmp_p
     [
         (["--in", "x.csv"], "--in needs --out FILE"),
         (["--out", "x.csv"], "--out needs --in FILE"),
-        (["a text", "--in", "x.csv", "--out", "y.csv"], "leave no room for texts"),
+        (["a text", "--in", "x.csv", "--out", "y.csv"], "cannot be combined with text"),
         (["a text", "--keep", "none"], "--keep: needs --in FILE and --out FILE"),
         (["a text", "--restart"], "--restart: needs --in"),
         (["--in", "x.csv", "--out", "y.csv", "--on-error", "ignore"], "is not one of 'stop', 'skip', 'null'"),

@@ -353,7 +353,7 @@ def test_signals_finish_the_part_and_say_how_to_go_on(
     running.send_signal(number)
     code, _, said = ended(running)
     assert code == 128 + number
-    assert "run the same command again to go on" in said
+    assert "run the same command again to resume" in said
     assert not list(folder_of(out).glob(".*"))
     records = len(list(folder_of(out).glob("part-*.json")))
     assert records == len(list(folder_of(out).glob("part-*.jsonl"))) >= 2

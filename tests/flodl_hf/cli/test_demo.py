@@ -32,6 +32,6 @@ def test_work_is_not_replaced_by_a_demo(labels: tuple[str, ...], more: str, tmp_
     folder = laid_out(tmp_path / "tuned", labels, more)
     done = typer_testing.CliRunner().invoke(app, ["demo", "--out", str(folder), "--steps", "1"])
     assert done.exit_code == 1
-    assert f"{folder}: holds what the demo did not write" in done.stderr
+    assert f"{folder}: contains files of other origin" in done.stderr
     assert "--force" in done.stderr
     assert (folder / "model.safetensors").read_bytes() == b"hours of work"

@@ -97,7 +97,7 @@ def test_a_sidecar_stands_for_the_folder(run: tuple[EncoderModel, Path]) -> None
     model.graph.save_checkpoint(place / "run.fdl.gz")
     model.graph.set_source_config(None)
     model.graph.save_checkpoint(place / "other.fdl")
-    with pytest.raises(ExportError, match=r"no other\.config\.json beside it"):
+    with pytest.raises(ExportError, match=r"other\.config\.json does not exist"):
         export_graph_file(place / "other.fdl", place / "out")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (place / "like" / name).exists():

@@ -136,7 +136,7 @@ def test_a_search_for_nothing_says_so(folder: Path, tmp_path: Path) -> None:
     [
         (
             ["--devices", "2", "--device", "cpu"],
-            "--devices 2 and --device cpu are one option (Number of devices, their",
+            "--devices 2 and --device cpu are one option (Number or names of",
         ),
         (["-b", "4", "--batch-size=8"], "-b 4 and --batch-size 8 are one option (Rows in a batch"),
     ],

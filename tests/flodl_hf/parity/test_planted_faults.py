@@ -146,7 +146,7 @@ def test_a_fault_is_caught_and_located(fault: Fault, monkeypatch: pytest.MonkeyP
     if fault.where is not None:
         found = by_name["forward"]
         assert found.where == fault.where, found.detail
-        cause = "its own arithmetic or weights" if fault.inside else "what it was given"
+        cause = "its own arithmetic or weights" if fault.inside else "its inputs"
         assert cause in found.detail
 
 

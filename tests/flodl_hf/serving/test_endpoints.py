@@ -164,13 +164,13 @@ MISTAKES: dict[str, tuple[Callable[[Any, list[str], dict[str, Any]], Any], str, 
         lambda m, t, b: rows_of(m, t, pooling="cls", normalize=False), "vectors",
         "pooling is cls and vectors are not scaled",
     ),
-    "prompted": (lambda m, t, b: rows_of(m, t, prompt=PROMPT), "vectors", "the prompt 'query: ' stands before"),
+    "prompted": (lambda m, t, b: rows_of(m, t, prompt=PROMPT), "vectors", "the prompt 'query: ' precedes"),
     "lower": (lambda m, t, b: rows_of(m, [x.lower() for x in t]), "vectors", "lower case"),
     "always scaled": (
         lambda m, t, b: rows_of(m, t, prompt_name=b.get("prompt_name")), "vectors not scaled", "vectors are scaled",
     ),
     "prompt passed over": (
-        lambda m, t, b: rows_of(m, t, normalize=b["normalize"]), "prompt query", "the prompt is left out",
+        lambda m, t, b: rows_of(m, t, normalize=b["normalize"]), "prompt query", "the prompt is omitted",
     ),
     "padding read": (lambda m, t, b: padded(m, t, mask=False, count=False), "in a batch", "attention reads the padding"),
     "padding counted": (lambda m, t, b: padded(m, t, mask=True, count=True), "in a batch", "pooling counts the padding"),
@@ -278,7 +278,7 @@ def test_scores_and_tokens(sources: dict[str, Path], fake: tuple[str, Fake]) -> 
 
     held.paths = {"/info": {"model_type": {}}, "/rerank": swapped}
     assert causes(verify_endpoint(url, str(sources["ranking"])))["scores of documents"] == (
-        "documents stand before the query"
+        "documents precede the query"
     )
 
 
