@@ -228,7 +228,7 @@ def modules(*kinds: str, path: str = "") -> str:
             "'nowhere' for the pooling",
         ),
         ("modules.json", modules("Transformer", "Pooling").replace("1_Pooling", "a\\u0000b"), "leads out"),
-        ("modules.json", modules("Transformer", "Pooling", path="1_Pooling"), "holds weights too"),
+        ("modules.json", modules("Transformer", "Pooling", path="1_Pooling"), "contains weights too"),
         ("sentence_bert_config.json", '{"max_seq_length": true}', "max_seq_length is True"),
         ("sentence_bert_config.json", '{"max_seq_length": 1}', "integer from 3"),
         ("sentence_bert_config.json", '{"max_seq_length": "x"}', "max_seq_length is 'x'"),

@@ -451,7 +451,7 @@ def test_multivector_encoders_folders_give_the_same_vectors(saved: Saved, tmp_pa
 
 
 def test_plain_folders_have_no_vectors_of_tokens(saved: Saved) -> None:
-    with pytest.raises(PredictError, match="vector for each token"):
+    with pytest.raises(PredictError, match="token vectors"):
         load(saved("bert")).embed_tokens("a cat")  # type: ignore[attr-defined]
     with pytest.raises(PredictError, match="sizes"):
         max_sim([torch.ones(2, 3)], [torch.ones(2, 4)])
