@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from flodl.verbosity import Verbosity, set_verbosity
-from flodl_hf.cli.once import OnceCommand
+from flodl_hf.cli.duplicate_options import OnceCommand
 
 if TYPE_CHECKING:
     app: typer.Typer

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from flodl_hf.cli.error_text import command_line
 from flodl_hf.cli.shared import Json, emit_json, progress, reporting, say, tell
-from flodl_hf.cli.spelling import command_line
 from flodl_hf.cli.verify_export import MARKS
 from flodl_hf.errors import ExportError
 

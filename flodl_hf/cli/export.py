@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flodl_hf.cli.choices import DtypeWord, EngineWord, Head
+from flodl_hf.cli.error_text import command_line
 from flodl_hf.cli.shared import Json, Local, Revision, emit_json, reporting, say, tell
-from flodl_hf.cli.spelling import command_line
 
 if TYPE_CHECKING:
     from flodl_hf.export.engine import EngineFile

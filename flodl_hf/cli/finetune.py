@@ -20,10 +20,10 @@ from flodl.errors import ConfigError, nearest
 from flodl.verbosity import Verbosity, verbosity
 from flodl_hf.checkpoints.weights.early import beginning
 from flodl_hf.cli.choices import choice, complete_task, task_word
-from flodl_hf.cli.once import OnceCommand
-from flodl_hf.cli.places import check_places
+from flodl_hf.cli.duplicate_options import OnceCommand
+from flodl_hf.cli.error_text import command_line
+from flodl_hf.cli.path_checks import check_places
 from flodl_hf.cli.shared import emit_json, reporting, say, tell, training_said
-from flodl_hf.cli.spelling import command_line
 from flodl_hf.families.schema.tasks import HEADS
 from flodl_hf.training.option_checks import SCHEDULES
 from flodl_hf.training.options import Options

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from flodl_hf.cli.error_text import command_line
 from flodl_hf.cli.shared import Json, Local, Revision, emit_json, reporting, say, tell
-from flodl_hf.cli.spelling import command_line
 
 
 @reporting

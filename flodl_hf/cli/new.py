@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from flodl_hf.cli.error_text import command_line
 from flodl_hf.cli.shared import Json, emit_json, reporting, say, tell
-from flodl_hf.cli.spelling import command_line
 
 TASKS = "The task: seqcls, ner, qa, mlm, choice, embedding or rank."
 

@@ -33,7 +33,7 @@ from flodl_hf.cli.options import (
     file_option,
     running_option,
 )
-from flodl_hf.cli.places import check_places
+from flodl_hf.cli.path_checks import check_places
 from flodl_hf.cli.shared import (
     Json,
     Local,

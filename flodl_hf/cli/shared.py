@@ -18,8 +18,8 @@ from flodl.errors import DataError, FlodlError, TrainInterrupted, printable, vis
 from flodl.progress import worded
 from flodl.verbosity import Verbosity, verbosity
 from flodl_hf.cli.choices import words_of
-from flodl_hf.cli.places import check_places
-from flodl_hf.cli.spelling import begun_with_options, in_options, option_names
+from flodl_hf.cli.error_text import begun_with_options, in_options, option_names
+from flodl_hf.cli.path_checks import check_places
 from flodl_hf.cli.streams import NO_ROOM, encodable, lost
 
 __all__ = [

@@ -16,7 +16,7 @@ from flodl_hf.checkpoints.saving.state import WritePlan, plan_state, write_state
 from flodl_hf.checkpoints.saving.write import WrittenFile, verify_files, write_bytes
 from flodl_hf.checkpoints.sentence.routing import module_folders, routing_of, transformer_folders
 from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
-from flodl_hf.checkpoints.weights.checkpoint.members import Folder
+from flodl_hf.checkpoints.weights.checkpoint.safe_open import Folder
 from flodl_hf.checkpoints.weights.checksums import CHECKSUMS, write_checksums
 from flodl_hf.errors import ExportError
 

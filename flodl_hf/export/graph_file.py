@@ -31,7 +31,7 @@ from flodl_hf.checkpoints.saving.json_text import patch_json
 from flodl_hf.checkpoints.saving.state import plan_state, write_state
 from flodl_hf.checkpoints.sentence.routing import transformer_folder
 from flodl_hf.checkpoints.weights import checkpoint as stored
-from flodl_hf.checkpoints.weights.checkpoint.members import read_member
+from flodl_hf.checkpoints.weights.checkpoint.safe_open import read_member
 from flodl_hf.checkpoints.weights.file_names import CONFIG_NAME, MODEL_FILES
 from flodl_hf.checkpoints.weights.loading import canonical_names, head_of
 from flodl_hf.errors import ExportError

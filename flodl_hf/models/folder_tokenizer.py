@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from flodl.errors import FlodlError
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.checkpoints.hub.choosing import TOKENIZER_FILES
-from flodl_hf.checkpoints.weights.checkpoint.members import is_entry
+from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry
 from flodl_hf.checkpoints.weights.file_names import VOCABULARY_FILES
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from flodl.errors import CheckpointError, ConfigError, DeviceError, printable
 from flodl.garbage_collection import gc_paused
 from flodl.graph import Graph
 from flodl_hf.checkpoints.config.model_config import MAX_LABELS, ModelConfig, listed_texts, read_config_file
-from flodl_hf.checkpoints.config.told import warn_of
+from flodl_hf.checkpoints.config.warnings import warn_of
 from flodl_hf.checkpoints.hub.folders import holds_adapter, resolve_folder
 from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe, read_recipe
 from flodl_hf.checkpoints.sentence.routing import transformer_folder

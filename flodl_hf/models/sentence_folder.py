@@ -16,7 +16,7 @@ from flodl.graph import FlowBuilder
 from flodl_hf.checkpoints.saving.json_text import patch_json
 from flodl_hf.checkpoints.sentence.multivector import colbert_recipe
 from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
-from flodl_hf.checkpoints.weights.checkpoint.members import is_entry
+from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry
 from flodl_hf.checkpoints.weights.file_names import BOUNDS
 from flodl_hf.checkpoints.weights.loading import class_of
 from flodl_hf.inference.decode.pooling import pool_padded

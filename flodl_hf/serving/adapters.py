@@ -71,7 +71,7 @@ def _directory(settings: Settings, given: str) -> tuple[Path, str | None]:
 def _base_of(settings: Settings, folder: Path) -> str:
     """Return the name of the served model that an adapter's configuration names as its base."""
     from flodl_hf.checkpoints.config.file import MAX_CONFIG_BYTES, read_json
-    from flodl_hf.checkpoints.weights.checkpoint.members import read_member
+    from flodl_hf.checkpoints.weights.checkpoint.safe_open import read_member
 
     text = read_member(folder, ADAPTER_CONFIG, MAX_CONFIG_BYTES, ConfigError)
     named = str(read_json(text, str(folder / ADAPTER_CONFIG)).get("base_model_name_or_path") or "")

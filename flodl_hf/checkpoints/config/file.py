@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flodl.errors import ConfigError, printable
-from flodl_hf.checkpoints.weights.checkpoint.members import is_entry, read_member
+from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry, read_member
 from flodl_hf.checkpoints.weights.file_names import CONFIG_NAME
 
 __all__ = ["MAX_CONFIG_BYTES", "Odd", "config_text_of", "read_json"]

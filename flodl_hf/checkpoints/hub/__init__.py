@@ -4,6 +4,6 @@ folders   resolve a name to a folder; select the files that a model needs
 download  a repository's files through the Hub's cache
 request   a request to the Hub, and the errors for its failures
 origin    restrict a token to one server
-patience  time limits for network calls
+timeouts  time limits for network calls
 upload    a local folder to the Hub
 """

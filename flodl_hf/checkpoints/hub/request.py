@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from flodl.errors import FlodlError, printable
-from flodl_hf.checkpoints.hub.patience import LEAST_RATE
+from flodl_hf.checkpoints.hub.timeouts import LEAST_RATE
 from flodl_hf.errors import HubError
 
 __all__ = ["HubRequest", "explain", "is_unreachable", "reason"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from flodl.errors import ConfigError, printable, shown
 from flodl_hf.checkpoints.sentence.small_files import settings_in, warn_of_unknown
 from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
-from flodl_hf.checkpoints.weights.checkpoint.members import is_entry, read_member
+from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry, read_member
 
 __all__ = ["module_files", "read_module", "refuse_setting", "wrong_tensors"]
 

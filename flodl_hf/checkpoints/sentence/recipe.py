@@ -33,7 +33,7 @@ from flodl_hf.checkpoints.sentence.steps import (
     read_step,
 )
 from flodl_hf.checkpoints.sentence.transformer_settings import TransformerSettings, layer_number, transformer_settings
-from flodl_hf.checkpoints.weights.checkpoint.members import is_entry
+from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry
 from flodl_hf.checkpoints.weights.file_names import BOUNDS, CONFIG_NAME
 from flodl_hf.errors import PredictError
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from flodl.errors import ConfigError, printable, shown
 from flodl_hf.checkpoints.sentence.small_files import place_in, read_json, settings_in, wrong
-from flodl_hf.checkpoints.weights.checkpoint.members import is_entry
+from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry
 
 __all__ = [
     "WEIGHT_FILES",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flodl.errors import ConfigError, printable
-from flodl_hf.checkpoints.weights.checkpoint.members import read_member
+from flodl_hf.checkpoints.weights.checkpoint.safe_open import read_member
 
 __all__ = ["bytes_of", "place_in", "read_json", "settings_in", "warn_of_unknown", "wrong"]
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from flodl.errors import CheckpointError, capped, printable
 from flodl.files import SEAL, seal, unseal
-from flodl_hf.checkpoints.weights.checkpoint.members import Folder, is_entry, plain_name_fault, read_member
+from flodl_hf.checkpoints.weights.checkpoint.safe_open import Folder, is_entry, plain_name_fault, read_member
 
 __all__ = [
     "CHECKSUMS",

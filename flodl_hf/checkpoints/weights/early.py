@@ -19,7 +19,7 @@ from typing import Any
 
 from flodl_hf.checkpoints.system import make_cuda_context
 from flodl_hf.checkpoints.weights.checkpoint.ahead import reading_ahead
-from flodl_hf.checkpoints.weights.checkpoint.scatter import usable_cpus
+from flodl_hf.checkpoints.weights.checkpoint.parallel_read import usable_cpus
 from flodl_hf.checkpoints.weights.process_exit import skip_gc_at_exit
 
 __all__ = ["beginning"]

@@ -20,7 +20,7 @@ from flodl_hf.checkpoints.config.file import MAX_CONFIG_BYTES, read_json
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.checkpoints.hub.folders import resolve_folder
 from flodl_hf.checkpoints.sentence.recipe import read_recipe
-from flodl_hf.checkpoints.weights.checkpoint.members import Folder, is_entry, read_member
+from flodl_hf.checkpoints.weights.checkpoint.safe_open import Folder, is_entry, read_member
 from flodl_hf.checkpoints.weights.checkpoint.shard import SafetensorsShard, Shard
 from flodl_hf.checkpoints.weights.file_names import ADAPTER_CONFIG as CONFIG
 from flodl_hf.checkpoints.weights.file_names import BASE_OF_ADAPTER, RECIPE_FILES

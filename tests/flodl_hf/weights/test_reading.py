@@ -18,7 +18,7 @@ from torch import Tensor
 from weight_tables import TABLES, same
 
 from flodl.errors import CheckpointError
-from flodl_hf.checkpoints.weights.checkpoint import Checkpoint, place, scatter
+from flodl_hf.checkpoints.weights.checkpoint import Checkpoint, parallel_read, place
 from flodl_hf.models.pretrained import _read
 
 
@@ -48,9 +48,9 @@ def test_reads_what_safetensors_wrote(
 def test_pieces_and_threads_give_the_same_bytes(
     single: Path, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, task: int
 ) -> None:
-    monkeypatch.setattr(scatter, "TASK_BYTES", task)
-    monkeypatch.setattr(scatter, "_MAX_VECTORS", 2)
-    monkeypatch.setattr(scatter, "usable_cpus", lambda: 4)
+    monkeypatch.setattr(parallel_read, "TASK_BYTES", task)
+    monkeypatch.setattr(parallel_read, "_MAX_VECTORS", 2)
+    monkeypatch.setattr(parallel_read, "usable_cpus", lambda: 4)
     with Checkpoint.open(single) as source:
         found = source.read_all()
     assert all(same(found[name], tensors[name]) for name in tensors)

@@ -3,14 +3,14 @@
 This package handles tensors, files and names. The key tables map names to parameters, the caller decides which
 tensors are required, and `flodl_hf.checkpoints.saving` writes folders.
 
-    members    which files of a folder may be opened, and how
-    manifest   contents of the files: names, dtypes, shapes, order, metadata
-    index      a shard index, checked against the shards it lists
-    scatter    bytes of a file into memory
-    ahead      the same while torch is imported
-    read       bytes of a file into tensors, copied or mapped
-    folder     `Checkpoint`, the four of them together
-    placing    tensors of a checkpoint onto the slots of a model
+    safe_open      which files of a folder may be opened, and how
+    manifest       contents of the files: names, dtypes, shapes, order, metadata
+    index          a shard index, checked against the shards it lists
+    parallel_read  bytes of a file into memory
+    ahead          the same while torch is imported
+    read           bytes of a file into tensors, copied or mapped
+    folder         `Checkpoint`, the four of them together
+    placing        tensors of a checkpoint onto the slots of a model
 """
 
 from importlib import import_module

@@ -21,8 +21,8 @@ from typing import Any
 from flodl.errors import FlodlError
 from flodl.safetensors_header import read_header
 
-from .members import Folder
-from .scatter import Extent, fill, usable_cpus
+from .parallel_read import Extent, fill, usable_cpus
+from .safe_open import Folder
 
 __all__ = ["reading_ahead", "taken"]
 

@@ -20,7 +20,7 @@ from flodl_hf.errors import MissingWeightsError
 
 from .index import INDEX_LIMIT, ShardIndex, check_shards, parse_index
 from .manifest import DTYPE_NAMES, Layout, SourceManifest, StoredTensor
-from .members import Folder, inside
+from .safe_open import Folder, inside
 from .shard import SafetensorsShard, Shard
 
 __all__ = ["Checkpoint"]

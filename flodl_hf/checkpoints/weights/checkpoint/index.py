@@ -13,7 +13,7 @@ from typing import Any
 
 from flodl.errors import CheckpointError, UnsafeFileError, capped, printable
 
-from .members import plain_name_fault
+from .safe_open import plain_name_fault
 
 __all__ = ["INDEX_LIMIT", "ShardIndex", "check_shards", "parse_index"]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .ahead import taken
 from .manifest import DTYPES
-from .scatter import Extent, cut, fill
+from .parallel_read import Extent, cut, fill
 
 __all__ = ["Extent", "map_extents", "read_extents", "read_extents_into"]
 

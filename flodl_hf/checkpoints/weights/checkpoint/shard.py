@@ -16,8 +16,8 @@ from flodl.files import read_at
 from flodl.safetensors_header import read_header
 
 from .manifest import DTYPES, SourceFile
+from .parallel_read import Extent
 from .read import map_extents, read_extents, read_extents_into
-from .scatter import Extent
 
 __all__ = ["OpenShard", "SafetensorsShard", "Shard"]
 

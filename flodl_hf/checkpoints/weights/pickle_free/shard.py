@@ -16,8 +16,8 @@ from torch import Tensor
 from flodl.errors import CheckpointError, printable
 from flodl.files import POINTER_ADVICE, is_pointer, open_regular, read_at
 from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPES
+from flodl_hf.checkpoints.weights.checkpoint.parallel_read import Extent
 from flodl_hf.checkpoints.weights.checkpoint.read import map_extents, read_extents
-from flodl_hf.checkpoints.weights.checkpoint.scatter import Extent
 from flodl_hf.checkpoints.weights.checkpoint.shard import OpenShard
 
 from .archive import Member, stored_members
