@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import resource
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -43,7 +42,10 @@ class Resources:
             psutil.cpu_percent(None)  # the first result has no earlier one to compare with
         else:
             self._readers["system/cpu"] = lambda: 100 * os.getloadavg()[0] / (os.cpu_count() or 1)
-            self._readers["system/process"] = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            with contextlib.suppress(ImportError):  # Windows lacks this module
+                import resource
+
+                self._readers["system/process"] = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         for gpu, handle in enumerate(_gpu_handles()):
             for name, read in _GPU_READERS.items():
                 self._readers[f"gpu{gpu}/{name}"] = partial(read, handle)

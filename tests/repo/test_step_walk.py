@@ -15,8 +15,8 @@ from flodl.data import TensorRows
 from flodl.train import Callback, Loss, Trainer, adamw
 
 ROOT = str(Path(flodl.__file__).parent)
-MAX_CALLS, MAX_FILES, MAX_MOVES = 40, 13, 20
-"""The targets are 45 calls, 10 files and 20 moves; lower these numbers when the step becomes shorter."""
+MAX_CALLS, MAX_FILES, MAX_MOVES = 40, 10, 20
+"""Lower these numbers when the step becomes shorter."""
 
 
 class Walk(Callback):

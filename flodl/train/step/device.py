@@ -83,7 +83,8 @@ class DeviceStep:
         self.fused.restore_rates()
         if self.end is not None and step.sums.refresh_buckets():
             self.forget()
-        graphs, samples = self.num_graphs, sum(map(batch_len, batches))
+        slowed, samples = timer.slowdown > 1, sum(map(batch_len, batches))
+        graphs = self.num_graphs if slowed else 0
         if not self._deferred:
             timer.__enter__()
         outcome = self.captures.run(batches) if self.captures is not None and batches else self.compute(batches)
@@ -96,7 +97,7 @@ class DeviceStep:
         elif not self._deferred:
             outcome = result.outcome or outcome
             figures = outcome.read(outcome.row.tolist())
-            timer.__exit__(graphs != self.num_graphs)  # a capture is not slowed down
+            timer.__exit__(slowed and graphs != self.num_graphs)  # a capture is not slowed down
             raising = partial(not_finite, self.ranks.rank, number) if step.on_nan == "stop" else None
             result.settle(figures, timer.take(), raising=raising)
         return result

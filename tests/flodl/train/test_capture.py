@@ -312,6 +312,30 @@ def test_other_optimizers_are_left_alone_with_one_line(monkeypatch, make, text):
     assert why_unsupported(make(make_model().parameters())) is not None
 
 
+def test_a_step_is_captured_and_replayed_without_a_trainer():
+    batch, capturer, weights = make_data(8), Repeats(), []
+    for captures in (False, True):
+        model = make_model(norm=False)
+        one = Step(model, adamw(1e-2)(model.parameters()), step)
+        if captures:
+            assert one.decide_on_device(capturer, pytest.fail, deferred=False, strict=True) is None
+        results = [one(batch) for _ in range(4)]
+        assert all(result.applied for result in results)
+        assert results[-1].loss < results[0].loss
+        weights.append(model[0].weight.detach())
+    assert capturer.replayed == 3
+    assert (one.recorded().steps, one.recorded().replayed) == (4, 3)
+    torch.testing.assert_close(*weights, rtol=2e-4, atol=2e-5)
+
+
+def test_capture_of_a_step_returns_why_the_host_decides():
+    model = make_model(norm=False)
+    assert "RMSprop" in Step(model, torch.optim.RMSprop(model.parameters(), lr=0.1), step).capture()
+    one = Step(model, adamw(1e-2)(model.parameters()), step)
+    assert one.capture() is None
+    assert one(make_data(8)).applied
+
+
 # ---- figures in windows, and numbers that are none ----------------------------------------------------------
 
 
@@ -589,7 +613,7 @@ def test_between_tellings_nobody_waits_for_the_device(capture):
         torch.cuda.set_sync_debug_mode("default")
 
     data = {name: part.cuda() for name, part in make_data(160).items()}
-    built = Trainer.builder(make_model, adamw(1e-3), step).dataset(data).devices("cuda").metrics_fn(lenient)
+    built = Trainer.builder(make_model, adamw(1e-2), step).dataset(data).devices("cuda").metrics_fn(lenient)
     built.set(batch_size=8, num_epochs=2, log_every=5, capture=capture, schedule=Linear(1e-2, 1e-3, 40))
     try:
         built.epoch_fn(strict).run()

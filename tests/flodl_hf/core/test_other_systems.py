@@ -26,7 +26,7 @@ for name in gone:
 os.supports_dir_fd.clear()
 shutil._use_fd_functions = False
 del signal.SIGKILL, signal.SIGSTOP, signal.SIGHUP
-for name in ("fcntl", "resource", "pwd", "grp", "termios"):
+for name in ("fcntl", "resource", "pwd", "grp", "termios", "psutil"):
     sys.modules[name] = None
 
 def library(name, *rest, **more):

@@ -170,7 +170,7 @@ def test_a_model_in_memory_is_adapted_and_goes_on(base: Path) -> None:
     before = learned(model)
     finetune(model, train=ROWS, epochs=1, batch_size=8)
     assert apart(before, learned(model)) > 0
-    with pytest.raises(ConfigError, match="asks for a new one"):
+    with pytest.raises(ConfigError, match="does not fit the data"):
         finetune(model, train=ROWS, lora=2)
 
 
