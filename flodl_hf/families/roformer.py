@@ -134,7 +134,7 @@ HEADS = {
     "multiple_choice": electra.HEADS["multiple_choice"],
 }
 
-TOKENIZER = replace(bert.TOKENIZER, words="jieba's dictionary of Chinese")
+TOKENIZER = replace(bert.TOKENIZER, words="jieba's dictionary (class RoFormerTokenizer)")
 
 FAMILY = bert.FAMILY.renamed(
     "roformer", "RoFormer", base_prefix="roformer", takes_prefix=False, config=RoFormerConfig, rows=CONFIG,
