@@ -6,6 +6,7 @@ the last. Items are read in the caller's thread only.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -397,14 +398,22 @@ class _Loop:
             warnings.warn(
                 f"{self.what}: truncated {self.truncated:,} of {self.done:,} texts to {self.limit} tokens, as "
                 "sentence-transformers does. windows=True reads the whole text in windows.",
-                stacklevel=6,
+                stacklevel=_caller_level(),
             )
         if self.truncated_pairs:
             warnings.warn(
                 f"{self.what}: truncated {self.truncated_pairs:,} of {self.done:,} pairs of two long texts, the longer "
                 "text first, as transformers does. strict=True raises an error instead.",
-                stacklevel=6,
+                stacklevel=_caller_level(),
             )
+
+
+def _caller_level() -> int:
+    """Return the stack level of the first frame outside of this library, for a warning of the calling function."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("flodl_hf."):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def torch_defaults() -> AbstractContextManager[Any]:

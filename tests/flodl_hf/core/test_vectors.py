@@ -52,8 +52,10 @@ def test_one_warning_counts_the_truncated_texts(
         with pytest.warns(UserWarning, match="truncated 2 of 7 texts to 40 tokens") as warned:
             list(call(given, devices=devices))
         assert len(warned) == 1
-    with pytest.warns(UserWarning, match="truncated 1 of 1 texts"):
+        assert warned[0].filename == __file__
+    with pytest.warns(UserWarning, match="truncated 1 of 1 texts") as warned:
         call(LONG)
+    assert warned[0].filename == __file__
     call([text for text in TEXTS if LONG not in text], devices=devices)
     call(TEXTS, windows=True)  # no warning
 
