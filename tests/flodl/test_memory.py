@@ -49,10 +49,10 @@ def test_a_process_has_current_and_peak_memory():
     before = process_memory()
     if before is None:
         pytest.skip("unknown on this system")
-    kept = torch.ones(8 << 20)  # 32 MiB
+    kept = torch.ones(16 << 20)  # 64 MiB: malloc maps blocks above 32 MiB anew, it does not reuse freed pages
     held, most = process_memory()
     assert most >= held > 1 << 20
-    assert held >= before[0] + (16 << 20)
+    assert held >= before[0] + (32 << 20)
     del kept
 
 
