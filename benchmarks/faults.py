@@ -128,7 +128,7 @@ def fall_in_phase(folder: Path, ranks: int, phase: str, number: int, victim: int
     if ranks == 1 and phase == "forward":  # one rank records no phases of its steps
         Step.run = watched_step  # type: ignore[method-assign]
     try:
-        run(folder, ranks).run().join()
+        run(folder, ranks).run()
     except RankError as error:
         named = error.rank == victim
         (folder / "noticed").write_text(f"{time.time()} {named}")
@@ -176,7 +176,7 @@ def torn_write(folder: Path, chance: random.Random) -> Outcome:
 
         keeper._write, os.rename = fatal(write), fatal(os.rename)  # type: ignore[assignment]
         keeper.sync_folder = fatal(keeper.sync_folder)
-        run(folder).run().join()
+        run(folder).run()
 
     process = apart(torn)
     process.join()
@@ -187,7 +187,7 @@ def anywhere(ranks: int) -> Callable[[Path, random.Random], Outcome]:
     """SIGKILL of the whole process (group) after a random time."""
 
     def fault(folder: Path, chance: random.Random) -> Outcome:
-        process = apart(lambda: run(folder, ranks).run().join())
+        process = apart(lambda: run(folder, ranks).run())
         process.join(timeout=chance.uniform(0.02, 0.2 if ranks == 1 else 0.7))
         happened = process.is_alive()
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -208,7 +208,7 @@ def signalled(number: signal.Signals, ranks: int) -> Callable[[Path, random.Rand
                 (folder / "begun").touch()
                 time.sleep(0.01)
 
-        run(folder, ranks).epoch_fn(lambda epoch, t: None if epoch else t.events.subscribe(rest)).run().join()
+        run(folder, ranks).epoch_fn(lambda epoch, t: None if epoch else t.events.subscribe(rest)).run()
 
     def fault(folder: Path, chance: random.Random) -> Outcome:
         process = apart(slowly, folder)
@@ -242,7 +242,7 @@ def full_disk(folder: Path, chance: random.Random) -> Outcome:
     keeper._write = limited  # type: ignore[assignment]
     try:
         builder = run(folder)
-        builder.subscribe(saved.append, Saved).subscribe(failed.append, SaveFailed).run().join()
+        builder.subscribe(saved.append, Saved).subscribe(failed.append, SaveFailed).run()
     finally:
         keeper._write = write
     kept = all((folder / f"step-{e.step:08d}").is_dir() for e in saved[-2:])
@@ -259,7 +259,7 @@ def not_a_number(folder: Path, chance: random.Random) -> Outcome:
         return Loss(loss.sum * float("nan"), loss.count) if count[0] == number else loss
 
     try:
-        run(folder, step=poisoned).run().join()
+        run(folder, step=poisoned).run()
     except TrainError as error:
         return Outcome(True, f"step {number - 1}" in str(error) or f"step {number}" in str(error))
     return Outcome(True, False)
@@ -274,7 +274,7 @@ def skipped_nan(folder: Path, chance: random.Random) -> Outcome:
         count[0] += 1
         return Loss(loss.sum * float("nan"), loss.count) if count[0] == number else loss
 
-    trained = run(folder, step=poisoned, on_nan="skip").subscribe(told.append, Warned).run().join()
+    trained = run(folder, step=poisoned, on_nan="skip").subscribe(told.append, Warned).run()
     finite = all(bool(torch.isfinite(t).all()) for t in trained.state_dict().values())
     shutil.rmtree(folder)
     folder.mkdir()
@@ -353,7 +353,7 @@ def main() -> None:
         whole = {}
         for ranks in (1, 2):
             folder = Path(base) / f"whole{ranks}"
-            apart(lambda f=folder, r=ranks: run(f, r).run().join()).join()
+            apart(lambda f=folder, r=ranks: run(f, r).run()).join()
             whole[ranks] = finished(folder)
         for name, ranks, fault in faults():
             if said.only not in name:
@@ -368,7 +368,7 @@ def main() -> None:
                 line.right += outcome.right
                 if outcome.stopped_after is not None:
                     line.stopped.append(outcome.stopped_after)
-                resumed = apart(lambda f=folder, r=ranks: run(f, r).run().join())
+                resumed = apart(lambda f=folder, r=ranks: run(f, r).run())
                 resumed.join()
                 line.equal += resumed.exitcode == 0 and same(finished(folder), whole[ranks])
                 shutil.rmtree(folder)

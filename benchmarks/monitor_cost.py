@@ -139,7 +139,7 @@ def run(kind: str, args: argparse.Namespace) -> dict[str, float]:
             command = [sys.executable, "-c", _READER, port, str(args.readers)]
             readers = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             assert readers.stdout.readline() == "ready\n"
-        made.run().join()
+        made.run()
         if monitor is not None:
             monitor.close()
         if readers is not None:

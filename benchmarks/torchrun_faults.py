@@ -108,7 +108,7 @@ def rank_main(folder: Path) -> None:
     if os.environ["BACKEND"] == "nccl":
         made.set(capture=True)
     made.eval_fn(lambda model: {"size": float(sum(p.abs().sum() for p in model.parameters()))})
-    made.run().join()
+    made.run()
 
 
 def job(folder: Path, ranks: int, backend: str, fault: str = "") -> tuple[int, list[tuple[float, str]]]:

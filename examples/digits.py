@@ -104,7 +104,7 @@ def main(folder: Path | None = None, epochs: int = 3) -> float:
     steps = epochs * -(-len(train) // 64)
     run = Trainer.builder(make_model, adamw(3e-3), step).dataset(train).batch_size(64).num_epochs(epochs)
     run.evaluate(judge, test, batch_size=250).scheduler(OneCycle(3e-3, total=steps)).progress(False)
-    trained = run.run().join()
+    trained = run.run()
     for epoch in trained.metrics:
         print(f"epoch {epoch.epoch + 1}: loss {epoch.loss:.3f}, held out {epoch.eval['accuracy']:.1%} right")
     model = trained.load_into(make_model(torch.device("cpu"))).eval()

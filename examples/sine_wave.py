@@ -61,7 +61,7 @@ def main(folder: Path, serve: bool = False) -> float:
     run = Trainer.builder(make_model, adamw(5e-3), step).dataset(wave(1_024, 1)).batch_size(64).num_epochs(40)
     run.evaluate(judge, wave(256, 2), batch_size=256).progress(False)
     run.set(monitor=monitor, watch=["features:norm"], rules=["stop when stalled(error, 6, 0.0005)"])
-    trained = run.subscribe(decided.append, Decided).run().join()
+    trained = run.subscribe(decided.append, Decided).run()
     errors = [epoch.eval["error"] for epoch in trained.metrics]
     print(f"{len(errors)} epochs: held-out error from {errors[0]:.3f} to {errors[-1]:.4f}")
     for decision in decided:

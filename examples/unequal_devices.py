@@ -54,7 +54,7 @@ def main(factor: float = 3.0, epochs: int = 2) -> dict[str, tuple[float, float]]
         run.evaluate(judge, test, batch_size=256).devices(2, start=start).policy(policy).progress(False)
         run.slowdown(rank=1, factor=factor).subscribe(meetings.append, Synced)
         begin = time.perf_counter()
-        trained = run.run().join()
+        trained = run.run()
         seconds = time.perf_counter() - begin
         last = trained.metrics[-1]
         shares = " and ".join(f"{share:.0%}" for share in last.share)

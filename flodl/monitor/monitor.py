@@ -42,7 +42,7 @@ class Monitor:
 
     ::
 
-        Trainer.builder(model, optimizer, step).dataset(data).set(monitor=True).run().join()
+        Trainer.builder(model, optimizer, step).dataset(data).set(monitor=True).run()
 
         monitor = Monitor(folder="runs/first")
         builder.subscribe(monitor)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from flodl.train.pre_run import Rehearsal
     from flodl.train.rate_search import RateSearch
 
-__all__ = ["TrainerBuilder"]
 
 OPTIONS = {*Settings.__dataclass_fields__, *Knobs.__dataclass_fields__, *ALIASES} - {"knobs"}
 FORMS: dict[str, Callable[..., dict[str, Any]]] = {

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from flodl.train.step.outcome import StepResult
 
-__all__ = ["Callback", "CheckpointFunction", "EpochFunction", "Hooks"]
 
 AROUND = ("before_backward", "after_backward", "before_optimizer_step")
 

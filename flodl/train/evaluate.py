@@ -22,8 +22,6 @@ from flodl.train.loss import as_loss, batch_len
 from flodl.train.precision import Precision
 from flodl.train.saving.judged import signed
 
-__all__ = ["Callbacks", "Evaluator", "RankedEval", "split_figures"]
-
 
 @runtime_checkable
 class RankedEval(Protocol):

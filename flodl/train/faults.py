@@ -11,8 +11,6 @@ from flodl.train.evaluate import Callbacks, RankedEval
 from flodl.train.optim.rates import make_schedule
 from flodl.train.settings import Settings
 
-__all__ = ["check_settings", "setting_faults"]
-
 
 def setting_faults(
     settings: Settings, *, world: int = 1, callbacks: Callbacks | None = None, own_loop: bool = False

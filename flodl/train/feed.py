@@ -25,18 +25,6 @@ from flodl.nested import map_leaves
 from flodl.train.loader_order import decide_order, random_kept
 from flodl.train.loss import batch_len, is_column
 
-__all__ = [
-    "EndlessFeed",
-    "Feed",
-    "RowFeed",
-    "Share",
-    "StreamFeed",
-    "as_feed",
-    "check_data",
-    "gives_batches",
-    "to_device",
-]
-
 
 @dataclass(frozen=True)
 class Share:

@@ -20,8 +20,6 @@ from flodl.train.saving.state import load_random, random_state
 if TYPE_CHECKING:
     from flodl.train.trainer_parts import TrainerParts
 
-__all__ = ["fit_micro_batch", "heaviest_turn", "try_turn"]
-
 
 def heaviest_turn(trainer: TrainerParts) -> int:
     """Return the step of this epoch with the most padded tokens; the first one if lengths are unknown."""

@@ -26,8 +26,6 @@ from flodl.train.plan import GivenModel, RunPlan
 from flodl.train.saving.state import model_state
 from flodl.train.snapshots import ModelSnapshot, ModelWeights, Tensors, unpack_weights
 
-__all__ = ["Handle", "RankStatus", "SendEvents", "Trained"]
-
 
 @dataclass(frozen=True)
 class Trained(ModelWeights):
@@ -102,10 +100,6 @@ class Trained(ModelWeights):
                 "checkpoint or the folder that was written."
             )
         return super().state_dict()
-
-    def join(self) -> Trained:
-        """Return self; runs in the foreground have ended when they return."""
-        return self
 
 
 @dataclass(frozen=True)

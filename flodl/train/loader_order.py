@@ -19,8 +19,6 @@ import torch
 from flodl.data.rng import Rng
 from flodl.train.saving.state import load_random, random_state
 
-__all__ = ["decide_order", "random_kept"]
-
 _SEEDS: WeakKeyDictionary[torch.Generator, tuple[int, int]] = WeakKeyDictionary()
 """The original seed, and the one set here, of each generator that was seeded here."""
 

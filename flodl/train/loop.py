@@ -33,8 +33,6 @@ from flodl.train.steplog import Tally
 if TYPE_CHECKING:
     from flodl.train.trainer_parts import TrainerParts
 
-__all__ = ["Loop"]
-
 
 class Loop:
     """The loop of one rank.

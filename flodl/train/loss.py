@@ -15,9 +15,6 @@ import torch
 
 from flodl.errors import TrainError
 
-__all__ = ["GRADIENT_FAULT", "LOSS_FAULT", "NOTHING_COUNTED", "Loss", "as_loss", "batch_len", "decide", "is_column"]
-
-
 NOTHING_COUNTED = "nothing was counted in this step"
 LOSS_FAULT = "loss is not finite"
 GRADIENT_FAULT = "gradient is not finite"

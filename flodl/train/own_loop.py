@@ -14,8 +14,6 @@ from flodl.train.step import StepResult
 if TYPE_CHECKING:
     from flodl.train.trainer_parts import TrainerParts
 
-__all__ = ["OwnLoop"]
-
 
 class OwnLoop:
     """Batches for a loop that a user writes, and the steps of that loop.

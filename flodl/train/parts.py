@@ -38,8 +38,6 @@ from flodl.train.steplog import StepLog, Tally
 if TYPE_CHECKING:
     from flodl.train.trainer_parts import TrainerParts
 
-__all__ = ["create_parts", "create_step", "seed_all", "unoptimised"]
-
 
 def create_parts(trainer: TrainerParts, ranks: Ranks) -> None:
     """Create the parts of ``trainer`` on this rank; all ranks call this together.

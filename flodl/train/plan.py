@@ -22,8 +22,6 @@ from flodl.train.optim.optimizers import OptimizerMaker, make_optimizer
 from flodl.train.settings import Settings
 from flodl.train.step import TrainStep
 
-__all__ = ["GivenModel", "RunPlan", "Subscription"]
-
 Subscription = tuple[Callable[[Any], Any], tuple[type[Event], ...]]
 
 

@@ -19,7 +19,6 @@ from flodl.train.settings import Settings
 if TYPE_CHECKING:
     from flodl.train.trainer_parts import TrainerParts
 
-__all__ = ["ALONE", "Copied", "Rehearsal", "rehearse"]
 
 ALONE: dict[str, Any] = {
     "folder": None, "resume": False, "save_every": None, "keep_best": None, "early_stopping": None, "eval_every": None,

@@ -12,8 +12,6 @@ from flodl.distributed.gradients import GradientSum
 from flodl.distributed.group import Ranks, join_ranks
 from flodl.train.saving.identity import check_same_model
 
-__all__ = ["Replicas"]
-
 
 class Replicas:
     """The copies of some models on this rank; all ranks start from the weights of rank 0.

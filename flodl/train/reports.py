@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from flodl.distributed.rounds import Round
     from flodl.train.trainer_parts import TrainerParts
 
-__all__ = ["about", "evaluate_now", "report_end", "report_failure", "report_round", "report_start"]
-
 
 def about(trainer: TrainerParts) -> dict[str, Any]:
     """Return the fields that the events have in common."""

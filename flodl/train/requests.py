@@ -12,8 +12,6 @@ from flodl.distributed.group import Ranks
 from flodl.errors import TrainError
 from flodl.signals import StopSignals
 
-__all__ = ["Requests"]
-
 EVALUATE, SAVE = 3, 4
 """Positions of two requests in `Requests.flags`."""
 

@@ -20,8 +20,6 @@ from flodl.train.step.capturer import Capturer, CudaCapturer
 if TYPE_CHECKING:
     from flodl.train.trainer_parts import TrainerParts
 
-__all__ = ["choose_route", "compiled"]
-
 
 def make_capturer(device: torch.device, settings: Settings) -> Capturer | None:
     """Return the capturer of a device; None for devices other than CUDA."""

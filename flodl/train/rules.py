@@ -24,8 +24,6 @@ from flodl.monitor.conditions import Condition, RuleContext, parse_condition
 from flodl.monitor.trend import Trend
 from flodl.train.events import Decided
 
-__all__ = ["Rule", "RuleEngine", "as_rule", "freeze_when", "parse_rule", "set_rate", "stop_when", "thaw_when"]
-
 KINDS = ("training", "watched", "evaluation")
 FORMS = "stop when ..., freeze PATH when ..., thaw PATH when ..., or rate PATH SCALE when ..."
 _TEXT = re.compile(

@@ -21,8 +21,6 @@ from flodl.train.precision import PRECISIONS
 from flodl.train.rules import Rule, as_rule
 from flodl.train.trackers import TRACKERS, make_trackers
 
-__all__ = ["MAY_CHANGE", "VALUES", "Settings", "make_settings"]
-
 _LENGTH = "length of the run; a schedule that depends on the length is compared"
 _SAVING = "which checkpoints are written"
 _SHOWN = "reports of the run"

@@ -26,8 +26,6 @@ from flodl.errors import CheckpointError, TrainError
 from flodl.train.saving.state import load_model
 from flodl.train.saving.tensor_stream import copies, copies_on_host, event_after
 
-__all__ = ["ModelSnapshot", "ModelWeights", "Snapshots", "pack_weights", "unpack_weights"]
-
 KEY = "snapshot"
 Tensors = dict[str, torch.Tensor]
 

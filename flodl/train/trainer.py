@@ -32,13 +32,10 @@ from flodl.train.parts import create_parts, create_step
 from flodl.train.plan import GivenModel, RunPlan, model_factory_of
 from flodl.train.pre_run import Rehearsal, rehearse
 from flodl.train.rate_search import RateSearch, search_rates
-from flodl.train.replicas import Replicas
 from flodl.train.settings import make_settings
 from flodl.train.snapshots import ModelSnapshot, pack_weights
 from flodl.train.step import StepResult, TrainStep
 from flodl.train.trainer_parts import TrainerParts
-
-__all__ = ["Trainer"]
 
 
 class Trainer(TrainerParts):
@@ -132,16 +129,6 @@ class Trainer(TrainerParts):
         trainer.prepare(ranks or join_ranks(device=_first_device(trainer.plan), timeout_s=chosen.timeout_s))
         trainer._loop = OwnLoop(trainer)
         return trainer
-
-    @classmethod
-    def setup_head(cls, head: Any, *, optimizer: OptimizerMaker, **settings: Any) -> Self:
-        """Deprecated: use `setup`, which accepts an object with a ``graph``."""
-        return cls.setup(head, optimizer=optimizer, **settings)
-
-    @staticmethod
-    def wrap(*models: nn.Module, ranks: Ranks | None = None) -> Replicas:
-        """Deprecated: use `flodl.train.Replicas`."""
-        return Replicas(models, ranks)
 
     def prepare(self, ranks: Ranks) -> Self:
         """Create the parts of the run on this rank; all ranks call this together."""
@@ -331,8 +318,6 @@ class Trainer(TrainerParts):
             SystemExit: SIGTERM ended the run after it saved its state.
         """
         return self._own.batches(loader, **options)
-
-    epoch = batches
 
     def backward(self, loss: Any, count: float | None = None) -> None:
         """Add the gradient of one batch, exactly for any split into micro-batches and ranks.

@@ -28,8 +28,6 @@ from flodl.train.settings import Settings
 from flodl.train.step import Step, TrainStep
 from flodl.train.steplog import StepLog, Tally
 
-__all__ = ["TrainerParts"]
-
 
 class TrainerParts(Protocol):
     """Parts of a trainer; created by `flodl.train.parts`."""

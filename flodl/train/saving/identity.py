@@ -11,8 +11,6 @@ from torch import nn
 from flodl.distributed.group import Ranks
 from flodl.errors import TrainError
 
-__all__ = ["check_same_model", "identity"]
-
 
 def check_same_model(ranks: Ranks, model: nn.Module) -> None:
     """Compare names, shapes and dtypes of the model over ranks, before any collective depends on them.

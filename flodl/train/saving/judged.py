@@ -10,8 +10,6 @@ from pathlib import Path
 
 from flodl.train.saving.reading import list_checkpoints, read_manifest
 
-__all__ = ["judged", "signed"]
-
 
 def signed(metric: str, figures: Mapping[str, float]) -> float | None:
     """Return the value of a metric with greater values better; None if it is missing or NaN.

@@ -37,8 +37,6 @@ from flodl.train.saving.reading import (
 )
 from flodl.train.saving.tensor_stream import event_after, safetensors_chunks
 
-__all__ = ["Keeper"]
-
 Files = Mapping[str, Any]
 
 

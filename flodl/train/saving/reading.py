@@ -24,8 +24,6 @@ from flodl.errors import CheckpointError
 from flodl.files import open_regular, read_regular, unseal
 from flodl.train.saving.state import MODEL, SHARDS
 
-__all__ = ["FORMAT", "Checkpoint", "list_checkpoints", "open_checkpoint", "read_checkpoint", "read_manifest"]
-
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?$")
 FORMAT = "flodl-run/1"
 """Format of the manifest."""

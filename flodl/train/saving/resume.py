@@ -36,7 +36,6 @@ from flodl.train.steplog import Tally
 if TYPE_CHECKING:
     from flodl.train.trainer_parts import TrainerParts
 
-__all__ = ["past_of", "restore", "snapshot"]
 
 OPTIMIZER = f"{SHARDS}optimizer/"  # prefix of the names of shards of optimiser state
 

@@ -17,8 +17,6 @@ from flodl.train.saving.keeper import Keeper
 if TYPE_CHECKING:
     from flodl.train.trainer_parts import TrainerParts
 
-__all__ = ["Saves"]
-
 
 class Saves:
     """The checkpoints of one trainer.

@@ -18,22 +18,6 @@ from flodl.distributed.sharded import like, put, whole, whole_parts
 from flodl.errors import CheckpointError, TrainError, capped
 from flodl.train.saving.tensor_stream import to_cpu
 
-__all__ = [
-    "MODEL",
-    "SHARDS",
-    "check_fits",
-    "fixed_names",
-    "learned_tensors",
-    "load_model",
-    "load_optimizer",
-    "load_random",
-    "model_state",
-    "model_tensors",
-    "optimizer_state",
-    "random_state",
-    "whole_model",
-]
-
 Tensors = dict[str, torch.Tensor]
 SHARDS = "shard/"
 """Prefix of the names of shards that a rank saves."""

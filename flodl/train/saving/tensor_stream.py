@@ -14,8 +14,6 @@ import torch
 from flodl.checkpoint.safetensors_file import compose_head
 from flodl.checkpoint.tensor_bytes import bytes_of
 
-__all__ = ["copies", "copies_on_host", "event_after", "safetensors_chunks", "to_cpu"]
-
 PIECE = 1 << 24
 """Bytes of a piece: large enough for the transfer rate, small enough to be hashed while in a cache."""
 

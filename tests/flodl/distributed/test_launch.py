@@ -151,7 +151,7 @@ def watch(epoch, trainer):
             os.kill(os.getpid(), signal.SIGKILL)
     trainer.events.subscribe(fall)
 run = Trainer.builder(model, adamw(1e-2), step).dataset(data).batch_size(6).num_epochs(2)
-run.checkpoints(folder, every=4).epoch_fn(watch).run().join()
+run.checkpoints(folder, every=4).epoch_fn(watch).run()
 """
 
 
@@ -220,7 +220,7 @@ def two_ranks(folder, wait_s, saving):
     if saving:
         run.checkpoints(str(folder / "kept"))
     try:
-        run.run().join()
+        run.run()
     except KeyboardInterrupt:
         sys.exit(130)
 

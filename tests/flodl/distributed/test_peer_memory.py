@@ -175,5 +175,5 @@ def test_on_two_gpus_a_run_says_by_what_gradients_were_summed(monkeypatch: pytes
     found: list[Any] = []
     rows = TensorRows({"x": torch.ones(64, 3)})
     built = Trainer.builder(linear, adamw(1e-2), loss).dataset(rows).batch_size(4).policy("sync").num_epochs(1)
-    built.devices(2).subscribe(found.append, RunDone).run().join()
+    built.devices(2).subscribe(found.append, RunDone).run()
     assert str(found[0].summed) == ("peer memory" if switch == "1" else "NCCL: FLODL_PEER_MEMORY is 0")

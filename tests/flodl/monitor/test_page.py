@@ -474,7 +474,7 @@ def test_a_run_is_driven_from_the_page(page: Any, tmp_path: Path) -> None:
         ends: list[RunDone] = []
         made = Trainer.builder(nn.Linear(8, 1), adamw(1e-2), train_step).dataset(data).batch_size(4).num_epochs(50)
         made.checkpoints(str(tmp_path)).set(monitor=monitor, progress=False).subscribe(ends.append, RunDone)
-        thread = threading.Thread(target=lambda: made.run().join())
+        thread = threading.Thread(target=lambda: made.run())
         thread.start()
         page.goto(url)
         until(page, "document.getElementById('status').textContent === 'running'")

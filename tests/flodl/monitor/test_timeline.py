@@ -131,7 +131,7 @@ class Marks(Callback):
 
 
 def test_callbacks_of_a_run_add_their_own_events(tmp_path):
-    run(timeline=str(tmp_path / "t"), callbacks=[Marks()]).run().join()
+    run(timeline=str(tmp_path / "t"), callbacks=[Marks()]).run()
     spans = json.loads((tmp_path / "t.json").read_text())["spans"]
     assert [one["epoch"] for one in spans if one["kind"] == "mark"] == [0, 1, 2]
 
@@ -173,7 +173,7 @@ def test_a_run_has_samples_of_the_first_rank(ranks, tmp_path):
     made = run(timeline=str(tmp_path / "t"))
     if ranks > 1:
         made.devices(ranks, start="fork").policy("sync")
-    made.run().join()
+    made.run()
     body = json.loads((tmp_path / "t.json").read_text())
     assert {one["rank"] for one in body["samples"]} == {0}
     assert {one["rank"] for one in body["spans"]} == set(range(ranks))

@@ -58,7 +58,7 @@ def builder(monitor, train_step=step, **settings):
 
 def test_a_run_is_told_from_beginning_to_end(tmp_path):
     with quiet(folder=tmp_path, name="first") as monitor:
-        builder(monitor).run().join()
+        builder(monitor).run()
         record = monitor.record
     assert record.state["status"] == "finished"
     assert (record.state["step"], record.state["total"], record.state["epoch"]) == (24, 24, 2.0)
@@ -93,7 +93,7 @@ def test_the_gradient_of_a_look_is_that_of_the_step():
     norms: list[float] = []
     looks: list[LayersTimed] = []
     with quiet() as monitor:
-        builder(monitor, callbacks=(Norms(),)).subscribe(looks.append, LayersTimed).run().join()
+        builder(monitor, callbacks=(Norms(),)).subscribe(looks.append, LayersTimed).run()
     [look] = looks
     squares = sum(look.gradients[path] ** 2 for path in ("0", "1", "3", "4"))
     assert squares**0.5 == pytest.approx(norms[look.step - 1], rel=1e-3)
@@ -118,10 +118,10 @@ def test_looking_on_changes_no_number(monkeypatch, recorded):
         assert capture.Capturer is not None
     monkeypatch.setattr("flodl.train.monitored.layer_probe.EVERY_S", 0.0)
     monkeypatch.setattr("flodl.train.monitored.layer_probe.IDLE_RATIO", 0.0)
-    plain = builder(None).run().join()
+    plain = builder(None).run()
     looks: list[LayersTimed] = []
     with quiet() as monitor:
-        watched = builder(monitor).subscribe(looks.append, LayersTimed).run().join()
+        watched = builder(monitor).subscribe(looks.append, LayersTimed).run()
         assert "layers cannot" not in json.dumps(monitor.record.log)
         heat = monitor.record.heat
     assert len(looks) > 10
@@ -151,7 +151,7 @@ def test_true_is_a_page_of_this_machine(capfd):
                     break
                 time.sleep(0.02)
 
-    builder(True, callbacks=(Looks(),)).run().join()
+    builder(True, callbacks=(Looks(),)).run()
     assert len(seen) == 1
 
 
@@ -165,7 +165,7 @@ def test_a_loop_of_ones_own_is_watched(tmp_path):
     with quiet(folder=tmp_path) as monitor:
         trainer = Trainer.setup(make_model(), optimizer=adamw(1e-2), monitor=monitor, progress=False)
         for _ in trainer.epochs(2):
-            for batch in trainer.epoch(DataLoader(data(), batch_size=8)):
+            for batch in trainer.batches(DataLoader(data(), batch_size=8)):
                 cross_entropy(trainer.model(batch["x"]), batch["y"]).backward()
                 trainer.step()
         record = monitor.record
@@ -201,7 +201,7 @@ def test_a_run_that_goes_on_adds_to_its_record(tmp_path):
 
     def again(*callbacks, resume=True):
         made = builder(monitor, callbacks=callbacks).checkpoints(tmp_path / "saved", every=4, resume=resume)
-        return made.run().join()
+        return made.run()
 
     with quiet(folder=tmp_path) as monitor, pytest.raises(SystemExit):
         again(Leaves())
@@ -216,7 +216,7 @@ def test_a_run_that_goes_on_adds_to_its_record(tmp_path):
     assert any("resumed from step" in line[3] for line in record.log)
     # a run that begins anew keeps the record of the one before under another name
     with quiet(folder=tmp_path) as monitor:
-        builder(monitor).run().join()
+        builder(monitor).run()
     assert len(list(tmp_path.glob("run*.jsonl"))) == 2
     assert read_record(tmp_path).id != left.id
 
@@ -224,7 +224,7 @@ def test_a_run_that_goes_on_adds_to_its_record(tmp_path):
 def test_a_disk_that_fails_ends_no_run(tmp_path):
     (tmp_path / "file").write_text("no folder")
     with quiet(folder=tmp_path / "file" / "inside") as monitor:
-        builder(monitor).run().join()
+        builder(monitor).run()
         record = monitor.record
     assert record.state["status"] == "finished"
     assert any("no record is written" in line[3] for line in record.log)
@@ -233,7 +233,7 @@ def test_a_disk_that_fails_ends_no_run(tmp_path):
 def test_two_runs_of_one_monitor_stand_side_by_side():
     with quiet() as monitor:
         for _ in range(2):
-            builder(monitor).run().join()
+            builder(monitor).run()
         runs = json.loads(monitor.store.to_json())["runs"]
     assert [run["state"]["status"] for run in runs] == ["finished", "finished"]
     assert runs[0]["id"] != runs[1]["id"]
@@ -278,7 +278,7 @@ def napping(model, batch):
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
 def test_each_rank_has_a_lane(policy):
     with quiet() as monitor:
-        ranks_of(monitor, policy, napping, anchor=2).run().join()
+        ranks_of(monitor, policy, napping, anchor=2).run()
         record = monitor.record
     assert set(record.lanes.ranks) == {"0", "1"}
     for lane in record.lanes.ranks.values():
@@ -312,7 +312,7 @@ def test_a_rank_that_dies_is_seen(tmp_path, monkeypatch):
     with quiet(folder=tmp_path) as monitor:
         run = ranks_of(monitor, "sync", dying, callbacks=(Dies(),)).subscribe(failures.append, RunFailed)
         with pytest.raises(RankError):
-            run.run().join()
+            run.run()
     record = read_record(tmp_path)
     assert record.state["status"] == "failed"
     assert "rank 1 of 2" in record.state["reason"]
@@ -331,7 +331,7 @@ class DiesOnce(Callback):
 def test_ranks_that_are_started_again_go_on_in_the_same_record(tmp_path):
     with quiet() as monitor:
         run = ranks_of(monitor, "sync", callbacks=(DiesOnce(),), max_restarts=1)
-        run.checkpoints(tmp_path, every=5).run().join()
+        run.checkpoints(tmp_path, every=5).run()
         record = monitor.record
     assert record.state["status"] == "finished"
     assert record.state["reason"] is None
@@ -364,7 +364,7 @@ def test_a_run_heeds_what_it_is_asked_for(tmp_path, ranks, policy, wish):
         run = builder(monitor, napping, callbacks=(AsksAt([wish]),), timeout_s=300, anchor=2).checkpoints(tmp_path)
         if ranks > 1:
             run = run.devices(ranks, start="fork").policy(policy)
-        run.subscribe(events.append).run().join()
+        run.subscribe(events.append).run()
         record = monitor.record
     assert record.state["orders"] == ["evaluate", "save", "stop"]
     saved = [event.step for event in events if isinstance(event, Saved)]
@@ -395,7 +395,7 @@ def test_ranks_in_processes_are_asked_from_the_process_that_started_them(tmp_pat
                 assert monitor._on_command("stop")[0] == 202
 
         # A hundred epochs: on a busy machine many steps may pass before the ranks hear of it.
-        ranks_of(monitor, "sync", nap).num_epochs(100).subscribe(events.append).subscribe(ask).run().join()
+        ranks_of(monitor, "sync", nap).num_epochs(100).subscribe(events.append).subscribe(ask).run()
         assert monitor._on_command("stop")[0] == 409
     [done] = [event for event in events if isinstance(event, RunDone)]
     assert done.reason == "stopped"

@@ -112,7 +112,7 @@ class Notes(Callback):
 
 def test_callbacks_are_called_in_the_order_of_the_loop() -> None:
     notes = Notes()
-    builder(batch_size=40, micro_batch_size=20, callbacks=[notes]).evaluate(judge, data()).num_epochs(1).run().join()
+    builder(batch_size=40, micro_batch_size=20, callbacks=[notes]).evaluate(judge, data()).num_epochs(1).run()
     assert notes.seen == [
         "begin", "epoch 0",
         "step of 2", "backward", "backward", "done 1",
@@ -125,7 +125,7 @@ def test_callbacks_act_in_a_loop_of_your_own() -> None:
     model, notes = make_model("cpu"), Notes()
     trainer = Trainer.setup(model, optimizer=sgd(0.1), callbacks=[notes, Doubles()], batch_size=30)
     for _ in trainer.epochs(1):
-        for batch in trainer.epoch(data()):
+        for batch in trainer.batches(data()):
             trainer.backward(step(model, batch))
             trainer.step()
     middle = ["step of 1", "backward", "done 1", "step of 1", "backward", "done 2"]
@@ -144,9 +144,9 @@ class Zeroes(Callback):
     "extra", [{"callbacks": [Doubles()]}, {"callbacks": [Zeroes()]}, {"ema": 0.9}, {"ema": Ema(0.9, warmup=False)}]
 )
 def test_what_they_do_is_the_same_however_a_step_is_cut(cut: dict[str, Any], extra: dict[str, Any]) -> None:
-    whole = flat(builder(**extra).run().join())
-    assert not torch.equal(whole, flat(builder().run().join()))
-    torch.testing.assert_close(flat(builder(**cut, **extra).run().join()), whole, rtol=1e-10, atol=1e-12)
+    whole = flat(builder(**extra).run())
+    assert not torch.equal(whole, flat(builder().run()))
+    torch.testing.assert_close(flat(builder(**cut, **extra).run()), whole, rtol=1e-10, atol=1e-12)
 
 
 def test_what_acts_around_the_backward_pass_is_seen_by_a_plain_loop() -> None:
@@ -161,7 +161,7 @@ def test_what_acts_around_the_backward_pass_is_seen_by_a_plain_loop() -> None:
             optimizer.step()
             optimizer.zero_grad()
     plain = torch.cat([p.detach().flatten() for _, p in sorted(model.named_parameters())])
-    torch.testing.assert_close(flat(builder(callbacks=[Doubles()]).run().join()), plain, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(flat(builder(callbacks=[Doubles()]).run()), plain, rtol=1e-10, atol=1e-12)
 
 
 def test_the_average_is_that_of_the_weights_after_each_step() -> None:
@@ -176,18 +176,18 @@ def test_the_average_is_that_of_the_weights_after_each_step() -> None:
             self.seen.append(torch.cat([p.detach().flatten() for _, p in sorted(trainer.model.named_parameters())]))
 
     weights = Weights()
-    averaged = flat(builder(ema=0.8, callbacks=[weights]).run().join())
+    averaged = flat(builder(ema=0.8, callbacks=[weights]).run())
     expected = weights.seen[0]
     for number, seen in enumerate(weights.seen[1:], start=1):
         expected = torch.lerp(expected, seen, 1 - min(0.8, (1 + number) / (10 + number)))
     assert torch.equal(averaged, expected)
-    assert torch.equal(weights.seen[-1], flat(builder().run().join()))  # training itself is as without
+    assert torch.equal(weights.seen[-1], flat(builder().run()))  # training itself is as without
 
 
 def test_the_average_is_judged_and_saved_beside_the_weights(tmp_path: Any) -> None:
     told: list[Any] = []
     made = builder(ema=0.9).evaluate(judge, data()).subscribe(told.append, EvalDone).checkpoints(str(tmp_path))
-    trained = made.run().join()
+    trained = made.run()
     saved = read_checkpoint(list_checkpoints(tmp_path)[-1])
     state = averaged_state(saved.tensors)
     assert all(torch.equal(state[name], tensor) for name, tensor in trained.state_dict().items())
@@ -199,21 +199,21 @@ def test_the_average_is_judged_and_saved_beside_the_weights(tmp_path: Any) -> No
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_resumed_run_has_the_same_average_and_callbacks_go_on(tmp_path: Any, devices: int) -> None:
-    straight = flat(builder(devices, ema=0.95).run().join())
+    straight = flat(builder(devices, ema=0.95).run())
     for most, notes in ((3, Notes()), (None, Notes())):
         made = builder(devices, ema=0.95, max_steps=most, callbacks=[notes]).checkpoints(str(tmp_path))
-        resumed = flat(made.run().join())
+        resumed = flat(made.run())
     assert torch.equal(resumed, straight)
     if devices == 1:
         assert notes.seen[0] == "before"
     with pytest.raises(Exception, match=r"ema: was '0.95', is '0.9'"):
-        builder(devices, ema=0.9, callbacks=[Notes()]).checkpoints(str(tmp_path)).num_epochs(3).run().join()
+        builder(devices, ema=0.9, callbacks=[Notes()]).checkpoints(str(tmp_path)).num_epochs(3).run()
 
 
 def test_callbacks_that_change_the_step_are_part_of_what_a_run_is(tmp_path: Any) -> None:
-    builder(callbacks=[Doubles()], max_steps=2).checkpoints(str(tmp_path)).run().join()
+    builder(callbacks=[Doubles()], max_steps=2).checkpoints(str(tmp_path)).run()
     with pytest.raises(TrainError, match="callbacks: was"):
-        builder().checkpoints(str(tmp_path)).run().join()
+        builder().checkpoints(str(tmp_path)).run()
 
 
 def test_what_can_not_be_is_refused() -> None:
@@ -273,30 +273,30 @@ def test_capturing_goes_on_with_an_average_and_lookers_on_and_not_around_the_bac
 def test_evaluation_at_the_start_and_delayed(settings: dict[str, Any], steps: list[int]) -> None:
     told: list[int] = []
     made = builder(**settings).evaluate(judge, data(), every=settings.get("eval_every"))
-    made.subscribe(lambda event: told.append(event.step), EvalDone).run().join()
+    made.subscribe(lambda event: told.append(event.step), EvalDone).run()
     assert told == steps
 
 
 def test_figures_of_the_start_decide_nothing(tmp_path: Any) -> None:
     made = builder(eval_start=True).evaluate(judge, data()).early_stopping("-score", 1)
-    made.checkpoints(str(tmp_path), keep_best="-score").run().join()
+    made.checkpoints(str(tmp_path), keep_best="-score").run()
     assert all(path.name != "step-00000000" for path in list_checkpoints(tmp_path))
 
 
 def test_totals_are_those_of_the_run() -> None:
     told: list[Any] = []
     for most in (None, 3, 99):
-        builder(max_steps=most).subscribe(told.append, RunStarted).run().join()
+        builder(max_steps=most).subscribe(told.append, RunStarted).run()
     assert [event.total_steps for event in told] == [10, 3, 10]
 
 
 def test_several_sets_are_evaluated_each_by_its_name() -> None:
     told: list[Any] = []
     made = builder().evaluate(judge, data(), name="all", batch_size=7).evaluate(judge, half(), name="half")
-    made.subscribe(told.append, EvalDone).early_stopping("half/score", 99).run().join()
+    made.subscribe(told.append, EvalDone).early_stopping("half/score", 99).run()
     assert list(told[-1].metrics) == ["all/score", "half/score"]
     alone: list[Any] = []
-    builder().evaluate(judge, half()).subscribe(alone.append, EvalDone).run().join()
+    builder().evaluate(judge, half()).subscribe(alone.append, EvalDone).run()
     assert alone[-1].metrics == {"score": told[-1].metrics["half/score"]}
 
 

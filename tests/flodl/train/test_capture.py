@@ -101,7 +101,7 @@ def run(
         .subscribe(lambda event: losses.append(event.loss), StepDone)
         .subscribe(lambda event: said.append(event.message), Warned)
     )
-    trained = builder.run().join()
+    trained = builder.run()
     return losses, trained.state_dict(), said
 
 
@@ -409,7 +409,7 @@ def test_a_run_that_is_over_keeps_no_captures(monkeypatch, breaks):
     built = Trainer.builder(make_model, adamw(1e-2), step).dataset(make_data())
     built.set(batch_size=8, num_epochs=3).epoch_fn(look)
     with pytest.raises(ValueError, match="enough") if breaks else nullcontext():
-        built.run().join()
+        built.run()
     assert [number > 0 for _, number in seen] == [False, True, True]
     assert seen[0][0].step_.device.captures.num_graphs == 0
 
@@ -680,7 +680,7 @@ def test_an_optimiser_whose_state_was_loaded_is_captured_anew(monkeypatch, loads
 
     monkeypatch.setattr(route, "make_capturer", lambda device, settings: capturer)
     built = Trainer.builder(make_model, adamw(1e-2), step).dataset(make_data()).batch_size(8).num_epochs(4)
-    built.set(seed=1).devices("cpu").epoch_fn(reload).run().join()
+    built.set(seed=1).devices("cpu").epoch_fn(reload).run()
     assert graphs == [1, 1, 2 if loads else 1]
 
 
@@ -693,7 +693,7 @@ def ends(monkeypatch, capturer, **settings):
     found = []
     builder = Trainer.builder(make_model, adamw(1e-2), step).dataset(make_data())
     builder.set(**{"batch_size": 8, "num_epochs": 4, "seed": 1, **settings}).devices("cpu")
-    builder.subscribe(found.append, RunDone).run().join()
+    builder.subscribe(found.append, RunDone).run()
     return found[0].recorded
 
 

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from flodl.distributed import launch
 from flodl.errors import TrainError
-from flodl.train import Callback, Loss, Saved, StepDone, Trainer, Warned, sgd
+from flodl.train import Callback, Loss, Replicas, Saved, StepDone, Trainer, Warned, sgd
 from flodl.train.optim.ema import averaged_state
 from flodl.train.saving.reading import list_checkpoints, read_checkpoint
 from flodl.train.saving.state import load_model
@@ -73,7 +73,7 @@ def test_gradients_of_what_the_optimiser_does_not_have_are_those_of_a_step(ranks
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.2).item())
             torch.optim.SGD(model.head.parameters(), lr=LR).step()
     run = made(Tied(), head_alone, max_grad_norm=0.2).subscribe(told.append, StepDone)
-    state = (run if ranks == 1 else run.devices(2, start="fork")).run().join().parameters
+    state = (run if ranks == 1 else run.devices(2, start="fork")).run().parameters
     assert [event.grad_norm for event in told] == pytest.approx(norms, rel=1e-9)
     torch.testing.assert_close(state["head.weight"], model.head.weight.detach(), rtol=1e-9, atol=1e-12)
     assert torch.equal(state["first.weight"], Tied().first.weight)
@@ -95,7 +95,7 @@ def test_what_is_to_learn_later_learns_or_is_refused(added: bool) -> None:
 
     run = made(frozen_first()).epoch_fn(thaw)
     if added:
-        trained = run.run().join().parameters
+        trained = run.run().parameters
         assert not torch.equal(trained["first.weight"], Tied().first.weight)
         return
     with pytest.raises(TrainError, match=r"epoch 1: first\.weight, first\.bias require gradients") as caught:
@@ -207,7 +207,7 @@ def test_patience_goes_on_and_by_another_metric_begins_anew(then: str, epochs_le
     said: list[Any] = []
     for metric, epochs in (("score", 2), (then, 6)):
         run = made(early_stopping=(metric, 2), num_epochs=epochs).checkpoints(str(tmp_path), keep_best=metric)
-        ended = run.eval_fn(judged).subscribe(said.append, Warned).run().join()
+        ended = run.eval_fn(judged).subscribe(said.append, Warned).run()
     assert len(ended.metrics) == epochs_left
     assert said == []
     assert list_checkpoints(tmp_path)[-1].name == f"step-000000{10 + 5 * epochs_left}"
@@ -218,7 +218,7 @@ def test_what_is_as_good_as_the_best_is_not_saved_again(tmp_path: Path) -> None:
     run = made(save_epochs=False, eval_every=2, folder=str(tmp_path), keep_best="score", keep_last=9)
     figures = iter([0.5, 0.5, 0.7, 0.7, 0.1])
     run.eval_fn(lambda model: {"score": next(figures)}).subscribe(lambda event: saved.append(event.step), Saved)
-    run.run().join()
+    run.run()
     assert saved == [2, 6, 10]
 
 
@@ -233,7 +233,7 @@ def test_a_step_that_is_left_out_is_in_no_figure() -> None:
 
     told: list[Any] = []
     run = made(None, sgd(0.0), spoilt, on_nan="skip", num_epochs=1).subscribe(told.append, StepDone)
-    [epoch] = run.run().join().metrics
+    [epoch] = run.run().metrics
     assert [event.skipped for event in told] == [False, True, False, False, False]
     kept = torch.cat([X[:5], X[10:]]), torch.cat([DATA["y"][:5], DATA["y"][10:]])
     assert epoch.loss == pytest.approx(cross_entropy(Tied()(kept[0]), kept[1]).item(), rel=1e-12)
@@ -343,7 +343,7 @@ def test_gradients_of_nothing_stay_nothing() -> None:
     model = Tied()
     step(model, DATA).backward()
     before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    bare = Trainer.wrap(model)
+    bare = Replicas([model])
     for count, share in ((3.0, 1.0), (0.0, 0.0)):
         bare.weighted_all_reduce_gradients(count)
         found = [p.grad for p in model.parameters() if p.grad is not None]

@@ -28,9 +28,9 @@ def main(devices, policy, backend, folder):
         made = Trainer.builder(model, adamw(1e-2), step).dataset(data).batch_size(32).num_epochs(3)
         return made.devices(devices).policy(policy).backend(backend).set(anchor=2, max_anchor=4, **settings)
     synced = []
-    whole = run().subscribe(synced.append, Synced).run().join()
-    run(folder=folder, resume=True, max_steps=40).run().join()
-    resumed = run(folder=folder, resume=True).run().join()
+    whole = run().subscribe(synced.append, Synced).run()
+    run(folder=folder, resume=True, max_steps=40).run()
+    resumed = run(folder=folder, resume=True).run()
     same = all(torch.equal(v, resumed.state_dict()[k]) for k, v in whole.state_dict().items())
     print(json.dumps({
         "losses": [m.loss for m in whole.metrics], "samples": [m.samples for m in whole.metrics],

@@ -128,7 +128,7 @@ def test_a_loop_of_ones_own_may_step_with_memory():
     graph = remembering()
     trainer = Trainer.setup(graph, optimizer=sgd(0.05), batch_size=4)
     for _ in trainer.epochs(2):
-        for batch in trainer.epoch(TensorRows(data())):
+        for batch in trainer.batches(TensorRows(data())):
             trainer.backward(step(graph, batch))
             trainer.step()
     assert math.isfinite(weights(graph).sum().item())

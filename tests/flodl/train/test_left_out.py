@@ -93,7 +93,7 @@ def test_neither_weights_nor_their_average_know_of_it(step: Any, make: Any, most
 def test_ranks_leave_it_out_together(step: Any, make: Any) -> None:
     _, average = plain(make)
     run = made(None, make, step, ema=0.9, on_nan="skip", schedule=RATES).devices(2, start="fork")
-    trained = run.run().join().load_into(Tied())
+    trained = run.run().load_into(Tied())
     torch.testing.assert_close(flat(trained), average, rtol=1e-9, atol=1e-12)
 
 

@@ -75,12 +75,12 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
 def test_what_cannot_train_is_told(name: str) -> None:
     make, says = CASES[name]
     with pytest.raises(TrainError, match=says):
-        make().run().join()
+        make().run()
 
 
 def test_a_stream_is_no_rows() -> None:
     with pytest.raises(DataError, match="Streamed"):
-        made(data=Streamed()).run().join()
+        made(data=Streamed()).run()
 
 
 def test_a_factory_that_names_its_device_may_be_a_class() -> None:
@@ -88,7 +88,7 @@ def test_a_factory_that_names_its_device_may_be_a_class() -> None:
         def __init__(self, device: Any) -> None:
             super().__init__()
 
-    assert made(Placed).run().join().metrics
+    assert made(Placed).run().metrics
 
 
 def test_a_collate_function_of_rows_alone_is_taken_as_torch_calls_it() -> None:
@@ -101,7 +101,7 @@ def test_a_collate_function_of_rows_alone_is_taken_as_torch_calls_it() -> None:
     for collate in (alone, lambda rows, where: alone(rows)):
         torch.manual_seed(0)
         run = Trainer.builder(Net(), adamw(1e-2), step).dataset(rows, collate=collate).batch_size(8).progress(False)
-        losses.append(run.run().join().metrics[-1].loss)
+        losses.append(run.run().metrics[-1].loss)
     assert losses[0] == losses[1]
 
 
@@ -116,7 +116,7 @@ def test_the_loss_of_a_loop_is_told_where_it_is_known(
         )
         trainer.events.subscribe(seen.append)
         for _ in trainer.epochs(epochs):
-            for batch in trainer.epoch(ROWS):
+            for batch in trainer.batches(ROWS):
                 loss = step(trainer.model, batch)
                 trainer.backward(loss) if told else loss.backward()
                 trainer.step()
@@ -131,7 +131,7 @@ def test_the_loss_of_a_loop_is_told_where_it_is_known(
 def loop(own: bool) -> None:
     trainer = Trainer.setup(Net(), optimizer=adamw(1e-2), batch_size=8, progress=False)
     for _ in trainer.epochs(1):
-        for batch in trainer.epoch(ROWS):
+        for batch in trainer.batches(ROWS):
             loss = step(trainer.model, batch)
             if own:  # as loops for torch alone do
                 loss.backward()

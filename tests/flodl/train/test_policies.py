@@ -19,7 +19,20 @@ from flodl.distributed.policy import make_policy
 from flodl.distributed.rounds import Knobs
 from flodl.distributed.sync import Sync
 from flodl.errors import TrainError
-from flodl.train import Callback, EpochMetrics, Loss, RunDone, RunStarted, Saved, Synced, Trainer, Warned, adamw, sgd
+from flodl.train import (
+    Callback,
+    EpochMetrics,
+    Loss,
+    Replicas,
+    RunDone,
+    RunStarted,
+    Saved,
+    Synced,
+    Trainer,
+    Warned,
+    adamw,
+    sgd,
+)
 
 torch.set_num_threads(1)
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
@@ -52,7 +65,7 @@ def run(ranks, policy, *, train_step=step, rows=ROWS, optimizer=None, **settings
     made = Trainer.builder(make_model, optimizer or adamw(1e-2), train_step).dataset(make_data(rows)).batch_size(8)
     made.num_epochs(3).devices(ranks, start="fork").policy(policy).set(**{"timeout_s": 300, **settings})
     events = []
-    trained = made.subscribe(events.append).run().join()
+    trained = made.subscribe(events.append).run()
     return trained, events
 
 
@@ -302,7 +315,7 @@ def numbers(case, monkeypatch, ranks=2, **settings):
         made = Trainer.builder(make_plain, sgd(0.1), double_step).dataset(make_data()).batch_size(8).num_epochs(2)
         events = []
         made.devices(ranks, start="fork").set(timeout_s=300, **settings).subscribe(events.append)
-        trained = made.run().join()
+        trained = made.run()
     [start] = [event for event in events if isinstance(event, RunStarted)]
     warnings = [event.message for event in events if isinstance(event, Warned)]
     return torch.cat([trained.parameters[name].flatten() for name in sorted(trained.parameters)]), start, warnings
@@ -352,7 +365,7 @@ def own_loop(ranks, settings):
     trainer = Trainer.setup(model, optimizer=sgd(0.1), ranks=ranks, **settings)
     seen = 0
     for _ in trainer.epochs(2):
-        for batch in trainer.epoch(DataLoader(make_data(), 8, seed=1)):
+        for batch in trainer.batches(DataLoader(make_data(), 8, seed=1)):
             loss = cross_entropy(model(batch["x"]), batch["y"])
             if settings.get("micro_batch_size"):
                 trainer.backward(loss)
@@ -373,7 +386,7 @@ def test_a_loop_of_ones_own_shares_batches_and_ends_with_one_model(settings):
 def gan(ranks):
     torch.manual_seed(ranks.rank)
     one, two = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1))
-    both = Trainer.wrap(one, two, ranks=ranks)
+    both = Replicas([one, two], ranks)
     start = one.weight.sum().item()
     x = torch.arange(12.0).view(4, 3) / 12
     mine = x[:3] if ranks.rank == 0 else x[3:]
@@ -388,7 +401,7 @@ def gan(ranks):
     return start, torch.allclose(grad, one.weight.grad), both.world_size, two[1].running_mean.item()
 
 
-def test_wrap_gives_the_bare_collectives():
+def test_replicas_gives_the_bare_collectives():
     (start_a, same_a, world, mean_a), (start_b, same_b, _, mean_b) = launch(gan, ranks=2, start="fork").wait()
     assert start_a == start_b
     assert same_a

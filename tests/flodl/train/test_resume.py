@@ -102,7 +102,7 @@ def whole(tmp_path_factory):
     made = {}
     for ranks in (1, 2):
         folder = tmp_path_factory.mktemp(f"whole{ranks}")
-        process = apart(lambda f=folder, r=ranks: builder(f, ranks=r).run().join())
+        process = apart(lambda f=folder, r=ranks: builder(f, ranks=r).run())
         process.join()
         assert process.exitcode == 0
         made[ranks] = finished(folder)
@@ -119,7 +119,7 @@ def die_at_step(folder, ranks, number, victim=0):
 
         trainer.events.subscribe(fall)
 
-    builder(folder, ranks=ranks).epoch_fn(boom).run().join()
+    builder(folder, ranks=ranks).epoch_fn(boom).run()
 
 
 # A checkpoint comes after every third step, an epoch ends with every eighth: those around the first and the last of each
@@ -132,7 +132,7 @@ def test_killed_at_any_step_and_resumed(whole, tmp_path, number):
     process = apart(die_at_step, tmp_path, 1, number)
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    builder(tmp_path).run().join()
+    builder(tmp_path).run()
     assert same_bits(finished(tmp_path), whole[1])
 
 
@@ -142,7 +142,7 @@ def test_two_ranks_one_killed_at_a_step_and_resumed(whole, tmp_path, number, vic
         die_at_step(tmp_path, 2, number, victim)
     assert caught.value.rank == victim
     assert "SIGKILL" in caught.value.reason
-    builder(tmp_path, ranks=2).run().join()
+    builder(tmp_path, ranks=2).run()
     assert same_bits(finished(tmp_path), whole[2])
 
 
@@ -163,7 +163,7 @@ def die_in_save(folder, number):
 
     keeper_write = keeper._write
     keeper._write, os.rename, keeper.sync_folder = fatal(keeper._write), fatal(os.rename), fatal(keeper.sync_folder)
-    builder(folder).run().join()
+    builder(folder).run()
 
 
 @pytest.mark.parametrize("number", [*range(1, 21), 27, 33, 41])
@@ -171,7 +171,7 @@ def test_killed_inside_a_save_and_resumed(whole, tmp_path, number):
     process = apart(die_in_save, tmp_path, number)
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    builder(tmp_path).run().join()
+    builder(tmp_path).run()
     assert same_bits(finished(tmp_path), whole[1])
     assert not [p for p in tmp_path.iterdir() if p.name.startswith((".stage", ".gone"))]
 
@@ -183,11 +183,11 @@ def test_killed_ten_times_at_random_moments_and_resumed(whole, tmp_path, ranks, 
     for run in range(runs):
         folder = tmp_path / str(run)
         for _ in range(10):
-            process = apart(lambda f=folder: builder(f, ranks=ranks).run().join())
+            process = apart(lambda f=folder: builder(f, ranks=ranks).run())
             process.join(timeout=chance.uniform(0.02, 0.35 if ranks == 1 else 0.9))
             process.kill()
             process.join()
-        builder(folder, ranks=ranks).run().join()
+        builder(folder, ranks=ranks).run()
         assert same_bits(finished(folder), whole[ranks]), run
         shutil.rmtree(folder)
 
@@ -197,25 +197,25 @@ def test_killed_ten_times_at_random_moments_and_resumed(whole, tmp_path, ranks, 
     "settings", [{"accumulate": 3}, {"precision": "bf16"}, {"schedule": Plateau(1e-2, 1)}], ids=str
 )
 def test_stopped_and_resumed_under_other_recipes(tmp_path, optimizer, settings):
-    builder(tmp_path / "a", optimizer=optimizer, **settings).run().join()
-    builder(tmp_path / "b", optimizer=optimizer, max_steps=4, **settings).run().join()
-    builder(tmp_path / "b", optimizer=optimizer, **settings).run().join()
+    builder(tmp_path / "a", optimizer=optimizer, **settings).run()
+    builder(tmp_path / "b", optimizer=optimizer, max_steps=4, **settings).run()
+    builder(tmp_path / "b", optimizer=optimizer, **settings).run()
     assert same_bits(finished(tmp_path / "a"), finished(tmp_path / "b"))
 
 
 def test_fp16_keeps_its_loss_scale_over_a_resume(tmp_path):
-    builder(tmp_path / "a", precision="fp16").run().join()
-    builder(tmp_path / "b", precision="fp16", max_steps=7).run().join()
-    builder(tmp_path / "b", precision="fp16").run().join()
+    builder(tmp_path / "a", precision="fp16").run()
+    builder(tmp_path / "b", precision="fp16", max_steps=7).run()
+    builder(tmp_path / "b", precision="fp16").run()
     assert same_bits(finished(tmp_path / "a"), finished(tmp_path / "b"))
     state = json.loads((list_checkpoints(tmp_path / "b")[-1] / "rank-0-state.json").read_text())
     assert state["precision"]["scale"] > 0
 
 
 def test_epoch_figures_do_not_notice_the_interruption(tmp_path):
-    straight = builder(tmp_path / "a").run().join().metrics
-    builder(tmp_path / "b", max_steps=11).run().join()
-    resumed = builder(tmp_path / "b").run().join().metrics
+    straight = builder(tmp_path / "a").run().metrics
+    builder(tmp_path / "b", max_steps=11).run()
+    resumed = builder(tmp_path / "b").run().metrics
     for one, other in zip(straight[-len(resumed) :], resumed, strict=True):
         assert (one.epoch, one.loss, dict(one.metrics), one.samples) == (
             other.epoch,
@@ -245,7 +245,7 @@ def _damage(path, how):
 @pytest.mark.parametrize("how", ["missing", "empty", "cut", "one bit"])
 def test_a_damaged_checkpoint_is_never_used_and_the_one_before_it_is(whole, tmp_path, how):
     source = tmp_path / "source"
-    builder(source, max_steps=9).run().join()
+    builder(source, max_steps=9).run()
     [older, newest] = list_checkpoints(source)
     for file in sorted(p.name for p in newest.iterdir()):
         folder = tmp_path / f"{how} {file}"
@@ -254,7 +254,7 @@ def test_a_damaged_checkpoint_is_never_used_and_the_one_before_it_is(whole, tmp_
         with pytest.raises(CheckpointError):
             read_checkpoint(folder / newest.name)
         said = []
-        builder(folder).subscribe(said.append, Warned).run().join()
+        builder(folder).subscribe(said.append, Warned).run()
         assert newest.name in said[0].message
         assert "before it" in said[0].message
         assert same_bits(finished(folder), whole[1])
@@ -275,16 +275,16 @@ def test_a_damaged_checkpoint_is_never_used_and_the_one_before_it_is(whole, tmp_
     ],
 )
 def test_another_recipe_is_refused_by_name_unless_allowed(tmp_path, change, named):
-    builder(tmp_path, max_steps=4).run().join()
+    builder(tmp_path, max_steps=4).run()
     with pytest.raises(TrainError) as caught:
         builder(tmp_path, **change).run()
     assert any(problem.startswith(f"{named}:") for problem in caught.value.problems), caught.value.problems
     names = [problem.split(":")[0] for problem in caught.value.problems]
-    builder(tmp_path, **change).set(allow_change=tuple(names), max_steps=5).run().join()
+    builder(tmp_path, **change).set(allow_change=tuple(names), max_steps=5).run()
 
 
 def test_another_optimizer_or_model_is_refused(tmp_path):
-    builder(tmp_path, max_steps=4).run().join()
+    builder(tmp_path, max_steps=4).run()
     with pytest.raises(TrainError, match="optimizer"):
         builder(tmp_path, optimizer=sgd(0.1)).run()
     other = Trainer.builder(lambda d: nn.Linear(6, 3), adamw(1e-2), step).dataset(Rows()).batch_size(6).num_epochs(3)
@@ -308,7 +308,7 @@ def test_a_full_disk_fails_the_save_and_neither_the_run_nor_earlier_checkpoints(
 
     monkeypatch.setattr(keeper, "_write", limited)
     events = []
-    trained = builder(tmp_path).subscribe(events.append, Saved, SaveFailed).run().join()
+    trained = builder(tmp_path).subscribe(events.append, Saved, SaveFailed).run()
     failed = [event for event in events if isinstance(event, SaveFailed)]
     assert failed
     assert "No space left" in failed[0].reason
@@ -322,7 +322,7 @@ def test_a_full_disk_fails_the_save_and_neither_the_run_nor_earlier_checkpoints(
 def test_the_last_n_and_the_best_stay(tmp_path):
     figures = iter([0.2, 0.9, 0.1, 0.3, 0.4])
     run = builder(tmp_path, save_every=None, num_epochs=5, schedule=None, keep_last=2, keep_best="score")
-    run.eval_fn(lambda model: {"score": next(figures)}).run().join()
+    run.eval_fn(lambda model: {"score": next(figures)}).run()
     names = [p.name for p in list_checkpoints(tmp_path)]
     assert names == ["step-00000016", "step-00000032", "step-00000040"]
 
@@ -359,7 +359,7 @@ def slowly(folder, ranks):
         trainer.events.subscribe(rest)
 
     run = builder(folder, ranks=ranks, save_every=None, save_epochs=False).epoch_fn(nap)
-    leaving_as_a_shell_reports(lambda: run.run().join())
+    leaving_as_a_shell_reports(lambda: run.run())
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -374,7 +374,7 @@ def test_a_signal_finishes_the_step_saves_and_leaves(whole, tmp_path, ranks, num
     assert process.exitcode == code
     [saved] = list_checkpoints(tmp_path)
     assert 0 < read_checkpoint(saved).step < 24
-    builder(tmp_path, ranks=ranks, save_every=None, save_epochs=False).run().join()
+    builder(tmp_path, ranks=ranks, save_every=None, save_epochs=False).run()
     assert same_bits(finished(tmp_path), whole[ranks])
 
 
@@ -393,7 +393,7 @@ def test_ctrl_c_raises_an_interruption_that_has_the_trained_weights(whole, tmp_p
     if not saved:
         run.set(folder=None)
     with pytest.raises(TrainInterrupted) as caught:
-        run.subscribe(press, StepDone).run().join()
+        run.subscribe(press, StepDone).run()
     stop = caught.value
     assert isinstance(stop, KeyboardInterrupt)
     assert signal.getsignal(signal.SIGINT) is before
@@ -406,7 +406,7 @@ def test_ctrl_c_raises_an_interruption_that_has_the_trained_weights(whole, tmp_p
     stored = read_checkpoint(path)
     assert stored.step == stop.step
     assert all(torch.equal(stop.trained.state_dict()[name], value) for name, value in stored.tensors["model"].items())
-    builder(tmp_path, ranks=ranks, save_every=None, save_epochs=False).run().join()
+    builder(tmp_path, ranks=ranks, save_every=None, save_epochs=False).run()
     assert same_bits(finished(tmp_path), whole[ranks])
 
 
@@ -417,7 +417,7 @@ def test_ctrl_c_in_a_loop_of_ones_own_leaves_the_average_in_the_model():
 
     def loop():
         for _ in trainer.epochs(3):
-            for number, x in enumerate(trainer.epoch([torch.ones(4, 2)] * 5)):
+            for number, x in enumerate(trainer.batches([torch.ones(4, 2)] * 5)):
                 if number == 3:
                     signal.raise_signal(signal.SIGINT)
                 trainer.backward(model(x).square().mean())

@@ -43,7 +43,7 @@ def test_figures_stand_beside_the_weights_that_they_were_taken_of(tmp_path, save
     judged(
         tmp_path, save_every=save, eval_every=judge, told=[lambda e: seen.update({e.step: e.metrics["score"]})
         if type(e).__name__ == "EvalDone" else None]
-    ).run().join()  # fmt: skip
+    ).run()  # fmt: skip
     assert best_of(tmp_path) == max((value, -step) for step, value in seen.items())
     for path in list_checkpoints(tmp_path):
         saved = read_checkpoint(path)
@@ -66,15 +66,15 @@ def stop_after(number):
 @pytest.mark.parametrize("settings", [{}, {"eval_every": 3, "save_every": 5}], ids=str)
 def test_runs_ended_at_any_step_choose_the_same_best_and_know_their_history(tmp_path, settings):
     whole = []
-    judged(tmp_path / "whole", told=[whole.append], **settings).run().join()
+    judged(tmp_path / "whole", told=[whole.append], **settings).run()
     losses = [e.loss for e in whole if type(e).__name__ == "StepDone"]
     for number in (2, 7, 8, 20):
         folder, events = tmp_path / str(number), []
         for stops in (number, number + 6):
-            process = apart(lambda f=folder, n=stops: judged(f, told=[stop_after(n)], **settings).run().join())
+            process = apart(lambda f=folder, n=stops: judged(f, told=[stop_after(n)], **settings).run())
             process.join()
             assert process.exitcode == (143 if stops < 24 else 0)
-        judged(folder, told=[events.append], **settings).run().join()
+        judged(folder, told=[events.append], **settings).run()
         assert same_bits(finished(folder), finished(tmp_path / "whole"))
         assert best_of(folder) == best_of(tmp_path / "whole")
         started = next(e for e in events if type(e).__name__ == "RunStarted")
@@ -89,11 +89,11 @@ def test_runs_ended_at_any_step_choose_the_same_best_and_know_their_history(tmp_
 
 def test_two_ranks_that_are_ended_choose_the_same_best(tmp_path):
     whole, events = [], []
-    judged(tmp_path / "whole", ranks=2, told=[whole.append]).run().join()
-    process = apart(lambda: judged(tmp_path / "cut", ranks=2, told=[stop_after(5)]).run().join())
+    judged(tmp_path / "whole", ranks=2, told=[whole.append]).run()
+    process = apart(lambda: judged(tmp_path / "cut", ranks=2, told=[stop_after(5)]).run())
     process.join()
     assert process.exitcode == 143
-    judged(tmp_path / "cut", ranks=2, told=[events.append]).run().join()
+    judged(tmp_path / "cut", ranks=2, told=[events.append]).run()
     assert same_bits(finished(tmp_path / "cut"), finished(tmp_path / "whole"))
     assert best_of(tmp_path / "cut") == best_of(tmp_path / "whole")
     started = next(e for e in events if type(e).__name__ == "RunStarted")
@@ -105,7 +105,7 @@ def test_two_ranks_that_are_ended_choose_the_same_best(tmp_path):
 @pytest.mark.parametrize("how", ["zeroed manifest", "gone", "one bit of the weights"])
 def test_a_best_checkpoint_that_is_lost_is_told_and_no_unjudged_one_takes_its_place(tmp_path, how):
     figures = [0.1, 0.9, 0.5, 0.3, 0.2, 0.1]
-    judged(tmp_path, figures=iter(figures), eval_every=4, save_every=5, max_steps=14, save_epochs=False).run().join()
+    judged(tmp_path, figures=iter(figures), eval_every=4, save_every=5, max_steps=14, save_epochs=False).run()
     best = next(p for p in list_checkpoints(tmp_path) if read_checkpoint(p).metrics.get("score") == 0.9)
     if how == "gone":
         shutil.rmtree(best)
@@ -114,7 +114,7 @@ def test_a_best_checkpoint_that_is_lost_is_told_and_no_unjudged_one_takes_its_pl
         if "manifest" in how:
             (best / "manifest.json").write_bytes(bytes((best / "manifest.json").stat().st_size))
     said = []
-    judged(tmp_path, figures=iter(figures[3:]), eval_every=4, save_every=5, told=[said.append]).run().join()
+    judged(tmp_path, figures=iter(figures[3:]), eval_every=4, save_every=5, told=[said.append]).run()
     warned = " ".join(e.message for e in said if isinstance(e, Warned))
     assert "best checkpoint, step 8 (score 0.9)" in warned
     left = [read_checkpoint(p) for p in list_checkpoints(tmp_path) if p != best]
@@ -123,14 +123,14 @@ def test_a_best_checkpoint_that_is_lost_is_told_and_no_unjudged_one_takes_its_pl
 
 def test_a_figure_that_changed_in_a_manifest_makes_no_best(tmp_path):
     figures = [0.1, 0.9, 0.5, 0.3, 0.2, 0.1]
-    judged(tmp_path, figures=iter(figures), eval_every=4, save_every=4, keep_last=9, max_steps=14).run().join()
+    judged(tmp_path, figures=iter(figures), eval_every=4, save_every=4, keep_last=9, max_steps=14).run()
     other = next(p for p in list_checkpoints(tmp_path) if read_checkpoint(p).metrics.get("score") == 0.5)
     manifest = other / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"score": 0.5', '"score": 0.95'))
     with pytest.raises(CheckpointError, match="checksum mismatch"):
         read_checkpoint(other)
     said = []
-    judged(tmp_path, figures=iter(figures[3:]), eval_every=4, keep_last=1, told=[said.append]).run().join()
+    judged(tmp_path, figures=iter(figures[3:]), eval_every=4, keep_last=1, told=[said.append]).run()
     assert not [e for e in said if isinstance(e, Warned) and "best" in e.message]
     kept = [path for path in list_checkpoints(tmp_path) if path != other]
     assert max(read_checkpoint(path).metrics.get("score", 0.0) for path in kept) == 0.9
@@ -138,11 +138,11 @@ def test_a_figure_that_changed_in_a_manifest_makes_no_best(tmp_path):
 
 def test_checkpoints_from_before_manifests_were_sealed_go_on(tmp_path):
     for folder in ("whole", "cut"):
-        judged(tmp_path / folder, figures=iter([0.1, 0.9]), eval_every=4, max_steps=8).run().join()
+        judged(tmp_path / folder, figures=iter([0.1, 0.9]), eval_every=4, max_steps=8).run()
     for path in list_checkpoints(tmp_path / "cut"):
         (path / "manifest.json").write_text(json.dumps(read_manifest(path)))
     for folder in ("whole", "cut"):
-        judged(tmp_path / folder, figures=iter([0.5, 0.3, 0.2, 0.1]), eval_every=4).run().join()
+        judged(tmp_path / folder, figures=iter([0.5, 0.3, 0.2, 0.1]), eval_every=4).run()
     assert same_bits(finished(tmp_path / "cut"), finished(tmp_path / "whole"))
     assert best_of(tmp_path / "cut") == best_of(tmp_path / "whole") == (0.9, -8)
 
@@ -151,7 +151,7 @@ def test_a_first_figure_that_is_no_number_is_no_best(tmp_path):
     figures = [math.nan, 0.5, 0.7, math.nan, 0.6, 0.1]
     events = []
     run = judged(tmp_path, figures=iter(figures), eval_every=4, early_stopping=("score", 3), told=[events.append])
-    run.run().join()
+    run.run()
     assert best_of(tmp_path) == (0.7, -12)
     assert [e.step for e in events if type(e).__name__ == "EvalDone"][-1] == 24
 
@@ -175,18 +175,18 @@ def test_a_figure_that_is_not_there_is_refused_at_the_first_evaluation(tmp_path,
     ],
 )
 def test_options_of_the_optimiser_are_part_of_a_run(tmp_path, change, named):
-    builder(tmp_path, optimizer=adamw(1e-2), max_steps=4).run().join()
+    builder(tmp_path, optimizer=adamw(1e-2), max_steps=4).run()
     with pytest.raises(TrainError) as caught:
         builder(tmp_path, optimizer=adamw(1e-2, **change)).run()
     assert caught.value.names == [named]
-    builder(tmp_path, optimizer=adamw(1e-2, **change), allow_change=(named,), max_steps=5).run().join()
+    builder(tmp_path, optimizer=adamw(1e-2, **change), allow_change=(named,), max_steps=5).run()
     [newest] = list_checkpoints(tmp_path)[-1:]
     [told] = read_checkpoint(newest).values["past"]["changes"]
     assert (told["step"], told["name"]) == (4, named)
 
 
 def test_a_rate_without_a_schedule_and_what_a_user_names_are_part_of_a_run(tmp_path):
-    builder(tmp_path, optimizer=adamw(1e-2), schedule=None, max_steps=4, identity={"rows": "a1"}).run().join()
+    builder(tmp_path, optimizer=adamw(1e-2), schedule=None, max_steps=4, identity={"rows": "a1"}).run()
     with pytest.raises(TrainError) as caught:
         builder(tmp_path, optimizer=adamw(2e-2), schedule=None, identity={"rows": "b2"}).run()
     assert caught.value.names == ["optimizer.lr", "rows"]
@@ -203,13 +203,13 @@ class Falling:
 
 
 def test_a_schedule_is_known_by_its_values_and_not_by_where_it_lies(tmp_path):
-    builder(tmp_path / "a", schedule=Falling(1e-2)).run().join()
-    builder(tmp_path / "b", schedule=Falling(1e-2), max_steps=5).run().join()
+    builder(tmp_path / "a", schedule=Falling(1e-2)).run()
+    builder(tmp_path / "b", schedule=Falling(1e-2), max_steps=5).run()
     with pytest.raises(TrainError, match="schedule"):
         builder(tmp_path / "b", schedule=Falling(2e-2)).run()
     with pytest.raises(TrainError, match="schedule"):
         builder(tmp_path / "b", schedule=lambda ranks: Falling(2e-2)).run()
-    builder(tmp_path / "b", schedule=Falling(1e-2)).run().join()
+    builder(tmp_path / "b", schedule=Falling(1e-2)).run()
     assert same_bits(finished(tmp_path / "a"), finished(tmp_path / "b"))
 
 
@@ -236,7 +236,7 @@ def test_a_best_that_could_not_be_written_is_none(tmp_path, monkeypatch, ranks, 
     refusing(monkeypatch, broken)
     said = []
     settings = {"figures": iter(FIGURES.values()), "eval_every": 4, "save_every": None, "save_epochs": False}
-    judged(tmp_path, ranks=ranks, told=[said.append], **settings).run().join()
+    judged(tmp_path, ranks=ranks, told=[said.append], **settings).run()
     assert [int(path.name[5:]) for path in list_checkpoints(tmp_path)] == [kept, last]
     failed = [event for event in said if isinstance(event, SaveFailed)]
     assert {event.step for event in failed} == set(broken)
@@ -253,7 +253,7 @@ def test_a_last_best_that_could_not_be_written_is_tried_again(tmp_path, monkeypa
         return write(path, chunks)
 
     monkeypatch.setattr(keeper, "_write", limited)
-    judged(tmp_path, figures=iter([0.1, 0.2, 0.9]), save_every=None, save_epochs=False).run().join()
+    judged(tmp_path, figures=iter([0.1, 0.2, 0.9]), save_every=None, save_epochs=False).run()
     assert best_of(tmp_path) == (0.9, -24)
 
 
@@ -268,9 +268,7 @@ def test_ranks_that_meet_now_and_then_know_what_was_not_written(tmp_path, monkey
 
     monkeypatch.setattr(keeper, "_write", limited)
     said, figures = [], iter([0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2])
-    judged(
-        tmp_path, ranks=2, policy=policy, figures=figures, eval_every=4, save_every=None, told=[said.append]
-    ).run().join()
+    judged(tmp_path, ranks=2, policy=policy, figures=figures, eval_every=4, save_every=None, told=[said.append]).run()
     failed = {event.step for event in said if isinstance(event, SaveFailed)}
     figures = {event.step: event.metrics["score"] for event in said if type(event).__name__ == "EvalDone"}
     assert len(failed) == 2
@@ -284,5 +282,5 @@ def test_a_best_that_is_gone_is_none(tmp_path):
             shutil.rmtree(event.path)
 
     settings = {"figures": iter(FIGURES.values()), "eval_every": 4, "save_epochs": False}
-    judged(tmp_path, told=[remove], **settings).run().join()
+    judged(tmp_path, told=[remove], **settings).run()
     assert best_of(tmp_path) == (0.7, -20)

@@ -76,7 +76,7 @@ def run(folder, *, epochs=5, figures=None, at_epoch=None, **settings):
     if at_epoch is not None:
         made.epoch_fn(at_epoch)
     saved = []
-    trained = made.subscribe(saved.append, Saved).run().join()
+    trained = made.subscribe(saved.append, Saved).run()
     assert [event.step for event in saved] == [read_checkpoint(path).step for path in list_checkpoints(folder)]
     return trained, [event.step for event in saved]
 
@@ -137,7 +137,7 @@ def ended(folder, *, ranks=1, epochs=1, figures=None, **settings):
     if ranks > 1:
         made.devices(["cpu"] * ranks)
     failed = []
-    trained = made.subscribe(failed.append, SaveFailed).run().join()
+    trained = made.subscribe(failed.append, SaveFailed).run()
     assert not list(folder.glob(".stage-*"))
     return [read_checkpoint(path).step for path in list_checkpoints(folder)], failed, trained.parameters["weight"]
 

@@ -72,7 +72,7 @@ def run(ranks: int, folder: Path | None = None, **settings: Any) -> Any:
         builder.devices(["cpu"] * ranks, start="fork")
     if folder is not None:
         builder.checkpoints(str(folder), keep_last=5, allow_change=accepted)
-    return builder.run().join()
+    return builder.run()
 
 
 def reads(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Any:

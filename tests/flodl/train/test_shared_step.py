@@ -132,7 +132,6 @@ def run(capturer, monkeypatch, *, ranks=2, model=with_norm, train_step=plain, op
         .subscribe(steps.append, StepDone)
         .subscribe(ends.append, RunDone)
         .run()
-        .join()
     )
     return steps, trained, ends
 
@@ -198,7 +197,7 @@ def looks(epoch, trainer):
 def test_buckets_are_full_before_the_pass_is_over_and_sent_in_order(monkeypatch):
     monkeypatch.setattr(route, "make_capturer", lambda device, settings: Early())
     built = Trainer.builder(layered, adamw(1e-2), plain).dataset(make_data()).batch_size(8).num_epochs(2)
-    built.policy("sync").epoch_fn(looks).devices(2, start="fork").run().join()
+    built.policy("sync").epoch_fn(looks).devices(2, start="fork").run()
 
 
 class BreaksOnOne(Repeats):
@@ -255,7 +254,7 @@ def test_on_two_gpus_captured_sums_are_those_of_ordinary_steps(monkeypatch, tmp_
         losses = []
         built = Trainer.builder(layered, adamw(1e-2), train_step).dataset(make_data()).set(**chosen)
         built.subscribe(lambda event, losses=losses: losses.append(event.loss), StepDone)
-        trained = built.epoch_fn(tells).devices(2).run().join()
+        trained = built.epoch_fn(tells).devices(2).run()
         found.append((losses, trained.state_dict()))
     assert found[0][0] == found[1][0]
     for name, tensor in found[0][1].items():
@@ -270,7 +269,7 @@ def test_on_two_gpus_what_is_trained_may_change_between_epochs():
     for capture in (False, True):
         built = Trainer.builder(layered, adamw(1e-2), plain).dataset(make_data()).batch_size(8).num_epochs(4)
         built.set(seed=1, capture=capture, policy="sync").epoch_fn(freezes_first)
-        found.append(built.devices(2).run().join().state_dict())
+        found.append(built.devices(2).run().state_dict())
     for name, tensor in found[0].items():
         assert torch.equal(found[1][name], tensor), name
 
@@ -308,7 +307,7 @@ def test_one_rank_that_wishes_to_stop_stops_all(monkeypatch):
     built = Trainer.builder(with_norm, adamw(1e-2), plain).dataset(make_data()).batch_size(8).num_epochs(9)
     seen = []
     built.set(log_every=1)  # figures are told when all ranks have them, one step late
-    built.policy("sync").epoch_fn(StopsAt(4)).subscribe(seen.append, StepDone).devices(2, start="fork").run().join()
+    built.policy("sync").epoch_fn(StopsAt(4)).subscribe(seen.append, StepDone).devices(2, start="fork").run()
     assert [event.step for event in seen] == [1, 2, 3, 4, 5, 6]
 
 
@@ -325,6 +324,6 @@ def test_what_is_trained_may_change_between_epochs(monkeypatch):
     for capturer in (None, Repeats()):
         monkeypatch.setattr(route, "make_capturer", lambda device, settings, capturer=capturer: capturer)
         built = Trainer.builder(without_norm, adamw(1e-2), counted).dataset(make_data()).batch_size(8).num_epochs(3)
-        found.append(built.set(check_every=1).epoch_fn(freezes).devices(2, start="fork").run().join())
+        found.append(built.set(check_every=1).epoch_fn(freezes).devices(2, start="fork").run())
     for name, tensor in found[0].parameters.items():
         torch.testing.assert_close(found[1].parameters[name], tensor, rtol=2e-4, atol=2e-5)

@@ -17,5 +17,5 @@ def test_a_run_that_ends_inside_an_epoch_is_evaluated_at_its_last_step() -> None
         lambda model, batch: model(batch["x"]).square().mean(),
     ).dataset({"x": torch.randn(12, 2)}).batch_size(2).num_epochs(2).set(max_steps=3).eval_fn(
         lambda model: {"size": float(model.weight.abs().sum())}
-    ).subscribe(lambda event: told.append(event) if isinstance(event, EvalDone) else None).run().join()
+    ).subscribe(lambda event: told.append(event) if isinstance(event, EvalDone) else None).run()
     assert [(event.step, list(event.metrics)) for event in told] == [(3, ["size"])]

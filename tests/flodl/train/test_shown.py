@@ -41,7 +41,7 @@ def test_the_total_is_that_of_the_run(
     devices: int, most: int | None, total: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     made = builder(max_steps=most).progress(True)
-    (made if devices == 1 else made.devices(devices, start="fork")).run().join()
+    (made if devices == 1 else made.devices(devices, start="fork")).run()
     said = capfd.readouterr()
     assert said.out == ""
     lines = said.err.splitlines()
@@ -54,7 +54,7 @@ def test_the_total_is_that_of_the_run(
 
 @pytest.mark.parametrize("show", [None, False])
 def test_a_short_run_shows_nothing(show: bool | None, capfd: pytest.CaptureFixture[str]) -> None:
-    builder().progress(show).run().join()
+    builder().progress(show).run()
     assert capfd.readouterr().err == ""
 
 
@@ -62,7 +62,7 @@ def test_a_loop_of_your_own_is_shown_too(capfd: pytest.CaptureFixture[str]) -> N
     model = nn.Linear(3, 3)
     trainer = Trainer.setup(model, optimizer=sgd(0.1), batch_size=10, progress=True)
     for _ in trainer.epochs(2):
-        for batch in trainer.epoch(TensorRows({"x": torch.ones(40, 3)})):
+        for batch in trainer.batches(TensorRows({"x": torch.ones(40, 3)})):
             step(model, batch).backward()
             trainer.step()
     lines = capfd.readouterr().err.splitlines()

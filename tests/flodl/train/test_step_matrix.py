@@ -137,7 +137,7 @@ def trained(way, ranks, recipe, train_step, monkeypatch):
         built.devices("cpu")
     if way == "host":
         built.set(capture=False)
-    return built.run().join().parameters
+    return built.run().parameters
 
 
 @pytest.mark.parametrize("train_step", [loss_of, counted])

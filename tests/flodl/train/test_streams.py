@@ -48,7 +48,7 @@ def weights(data: Any, *, ranks: int = 1, told: Any = None, **settings: Any) -> 
     run.set(**{"max_steps": 8, "num_epochs": 9 if isinstance(data, list) else 1, "timeout_s": 300, **settings})
     if ranks > 1:
         run.devices(ranks, start="fork").policy(settings.get("policy", "sync"))
-    return run.subscribe(told or (lambda event: None)).run().join().state_dict()["1.weight"]
+    return run.subscribe(told or (lambda event: None)).run().state_dict()["1.weight"]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def own_loop(data: Any, *, epochs: int = 1, told: Any = None, **settings: Any) -
     trainer = Trainer.setup(model(), optimizer=adamw(1e-2), progress=False, **{"max_steps": 8, **settings})
     trainer.events.subscribe(told or (lambda event: None))
     for _ in trainer.epochs(epochs):
-        for batch in trainer.epoch(data):
+        for batch in trainer.batches(data):
             trainer.backward(step(trainer.model, batch))
             trainer.step()
     return trainer.model.get_parameter("1.weight")

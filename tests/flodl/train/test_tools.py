@@ -146,8 +146,8 @@ def test_auto_finds_as_many_rows_as_fit_and_changes_nothing_else(room: int, size
     warned: list[str] = []
     model = Small(room if room != 2 else 3)
     made = builder(lambda device: model, micro_batch_size="auto").subscribe(lambda e: warned.append(e.message), Warned)
-    found = made.run().join().state_dict()
-    plain = builder(lambda device: Small(99), micro_batch_size=size).run().join().state_dict()
+    found = made.run().state_dict()
+    plain = builder(lambda device: Small(99), micro_batch_size=size).run().state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in plain.items())
     assert (f"micro_batch_size: {size} rows" in warned[0]) if size else warned == []
 
@@ -161,7 +161,7 @@ def test_two_ranks_agree_on_the_size() -> None:
         return Small(3 if int(os.environ.get("FLODL_TEST_RANK", "0")) else 99)
 
     made = builder(lambda device: Small(3), micro_batch_size="auto").devices(2, start="fork").policy("sync")
-    made.subscribe(lambda e: warned.append(e.message), Warned).run().join()
+    made.subscribe(lambda e: warned.append(e.message), Warned).run()
     assert "micro_batch_size: 3 rows" in warned[0]
     assert model("cpu") is not None
 
@@ -180,7 +180,7 @@ def test_a_row_that_does_not_fit_and_words_that_are_none() -> None:
 
 def test_the_profiler_writes_a_trace_of_some_steps(tmp_path: Path) -> None:
     profiler = Profiler(tmp_path, skip=1, warmup=1, steps=2)
-    builder(callbacks=[profiler]).run().join()
+    builder(callbacks=[profiler]).run()
     (path,) = profiler.written
     assert path.name == "rank-0-step-4.json"
     events = json.loads(path.read_text())["traceEvents"]

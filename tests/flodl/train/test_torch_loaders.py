@@ -74,9 +74,9 @@ def run(data: Any, folder: Path | None = None, **settings: Any) -> Any:
 
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_run_goes_on_inside_an_epoch_to_the_bit(kind: str, tmp_path: Path) -> None:
-    whole = run(LOADERS[kind]()).join()
+    whole = run(LOADERS[kind]())
     for most in (7, None):  # in the second epoch, whose order was drawn in another process
-        rest = run(LOADERS[kind](), tmp_path, max_steps=most).join()
+        rest = run(LOADERS[kind](), tmp_path, max_steps=most)
     assert all(torch.equal(whole.parameters[name], value) for name, value in rest.parameters.items())
     assert whole.metrics[-1].loss == rest.metrics[-1].loss
 
@@ -86,7 +86,7 @@ def test_epochs_have_orders_of_their_own() -> None:
         data, seen = LOADERS[kind](), []
         trainer = Trainer.setup(make_model(), optimizer=sgd(0.0), progress=False)
         for _ in trainer.epochs(EPOCHS):
-            for batch in trainer.epoch(data):
+            for batch in trainer.batches(data):
                 seen += batch[2].tolist()
                 trainer.backward(step(trainer.model, batch))
                 trainer.step()
@@ -98,7 +98,7 @@ def test_epochs_have_orders_of_their_own() -> None:
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
 def test_ranks_that_shuffle_by_themselves_share_each_row_once(policy: str) -> None:
     made = Trainer.builder(make_model, adamw(1e-2), step).dataset(loader(Plain(), shuffle=True))
-    trained = made.devices(2, start="fork").policy(policy).num_epochs(1).set(anchor=1).run().join()
+    trained = made.devices(2, start="fork").policy(policy).num_epochs(1).set(anchor=1).run()
     [epoch] = trained.metrics
     assert epoch.samples == ROWS
     assert {name for name in epoch.metrics if name.startswith("row ")} == {f"row {row}" for row in range(ROWS)}
@@ -141,7 +141,7 @@ def test_rows_are_counted_and_cut_where_texts_come_first(micro: int | None) -> N
     data = Batches(batches, len(batches))
     made = Trainer.builder(model, sgd(0.0), judged).dataset(data).set(accumulate=len(batches))
     made.evaluate(judged, data).set(micro_batch_size=micro).subscribe(told.append, StepDone)
-    [epoch] = made.run().join().metrics
+    [epoch] = made.run().metrics
     expected = cross_entropy(model(X.double()), y).item()
     assert epoch.samples == ROWS
     assert [event.loss for event in told] == [pytest.approx(expected, rel=1e-12)]

@@ -42,7 +42,7 @@ def wanted(tmp_path: Path) -> Figures:
         def write(self, step: int, figures: Any) -> None:
             kept.update({(step, name): value for name, value in figures.items()})
 
-    run(tmp_path / "whole", Keeps()).run().join()
+    run(tmp_path / "whole", Keeps()).run()
     assert {step for step, name in kept if name == "train/loss"} == set(range(1, 16))
     assert {name.partition("/")[0] for _, name in kept} == {"train", "watched", "epoch", "eval"}
     assert {(5, "eval/accuracy"), (10, "epoch/loss"), (15, "watched/2")} <= kept.keys()
@@ -197,11 +197,11 @@ def test_every_figure_is_kept_and_a_run_that_goes_on_is_gone_on_with_in_place(
 ) -> None:
     present(name)
     expected = wanted(tmp_path)
-    run(tmp_path, name, max_steps=4).run().join()  # saved after step 4
+    run(tmp_path, name, max_steps=4).run()  # saved after step 4
     if name == "wandb":
         end_of_process()
         time.sleep(1.1)  # folders of theirs are named by the second
-    run(tmp_path, name).run().join()
+    run(tmp_path, name).run()
     if name == "wandb":
         end_of_process()
     found = READ[name](tmp_path / "kept")
@@ -230,7 +230,7 @@ def test_steps_that_were_done_again_after_a_crash_are_there_once(name: str, tmp_
     if name == "csv":
         with open(tmp_path / "kept" / "figures.csv", "a") as file:
             file.write("7,train/lo")  # a line that was cut off
-    run(tmp_path, name).run().join()
+    run(tmp_path, name).run()
     same(READ[name](tmp_path / "kept"), expected)
 
 
@@ -257,7 +257,7 @@ def test_numbers_that_are_not_finite_are_json_too(tmp_path: Path) -> None:
 
 def test_ranks_are_told_of_by_the_first_and_every_step_of_it(tmp_path: Path) -> None:
     made = run(tmp_path, "csv", rules=()).devices(2, start="fork").policy("sync")
-    made.run().join()
+    made.run()
     assert {step for step, name in read_csv(tmp_path / "kept") if name == "train/loss"} == set(range(1, 16))
 
 
@@ -271,7 +271,7 @@ def test_a_loop_of_ones_own_has_trackers_too(tmp_path: Path) -> None:
     }
     trainer = Trainer.setup(model, optimizer=adamw(1e-2), **settings)
     for _ in trainer.epochs(1):
-        for batch in trainer.epoch(TensorRows(tensors())):
+        for batch in trainer.batches(TensorRows(tensors())):
             trainer.backward(builder()._plan.train_step(model, batch))
             trainer.step()
     assert {step for step, _ in read_csv(tmp_path)} == set(range(1, 6))
@@ -305,7 +305,7 @@ class Calls:
 def test_a_run_of_theirs_that_is_open_is_used_and_left_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     theirs = Calls()
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=theirs))  # type: ignore[arg-type]
-    run(tmp_path, make_tracker("wandb", tmp_path), max_steps=1, rules=()).run().join()
+    run(tmp_path, make_tracker("wandb", tmp_path), max_steps=1, rules=()).run()
     assert {call for call, _, _ in theirs.calls} == {"log"}
 
 

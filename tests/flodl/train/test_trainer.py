@@ -80,7 +80,7 @@ def same(a, b):
 
 @pytest.mark.parametrize(("rates", "clip"), [(None, None), (Cosine(0.5, 0.0, 12), 0.3)])
 def test_a_run_is_the_plain_loop_to_the_bit(rates, clip):
-    trained = builder(schedule=rates, max_grad_norm=clip).run().join()
+    trained = builder(schedule=rates, max_grad_norm=clip).run()
     assert same(trained.state_dict(), by_hand(rates, clip=clip))
 
 
@@ -89,7 +89,7 @@ def test_a_loop_of_ones_own_is_the_plain_loop(exact):
     model = make_model()
     trainer = Trainer.setup(model, optimizer=sgd(0.5, momentum=0.9))
     for _ in trainer.epochs(2):
-        for batch in trainer.epoch(DataLoader(make_data(), 7, seed=42)):
+        for batch in trainer.batches(DataLoader(make_data(), 7, seed=42)):
             loss = cross_entropy(model(batch["x"]), batch["y"])
             if exact:
                 trainer.backward(loss)
@@ -111,7 +111,7 @@ def test_a_loop_of_ones_own_accumulates_exactly_and_resumes(tmp_path):
         trainer = Trainer.setup(model, optimizer=adamw(1e-2), **settings)
         steps = 0
         for _ in trainer.epochs(epochs):
-            for batch in trainer.epoch(DataLoader(make_data(), 7, seed=42)):
+            for batch in trainer.batches(DataLoader(make_data(), 7, seed=42)):
                 trainer.backward(step(model, batch))
                 steps += trainer.step() is not None
         return model.state_dict(), steps
@@ -124,7 +124,7 @@ def test_a_loop_of_ones_own_accumulates_exactly_and_resumes(tmp_path):
     assert same(whole, rest)
 
 
-def test_setup_head_takes_the_graph_of_a_head_or_the_head_itself():
+def test_setup_takes_an_object_with_a_graph():
     class Head:
         def __init__(self):
             self._graph = make_model()
@@ -133,9 +133,7 @@ def test_setup_head_takes_the_graph_of_a_head_or_the_head_itself():
             return self._graph
 
     head = Head()
-    assert Trainer.setup_head(head, optimizer=sgd(0.1)).model is head.graph()
-    model = make_model()
-    assert Trainer.setup_head(model, optimizer=sgd(0.1)).model is model
+    assert Trainer.setup(head, optimizer=sgd(0.1)).model is head.graph()
 
 
 def test_plain_backward_on_one_of_several_micro_batches_is_refused():
@@ -143,7 +141,7 @@ def test_plain_backward_on_one_of_several_micro_batches_is_refused():
     trainer = Trainer.setup(model, optimizer=sgd(0.5), micro_batch_size=3)
 
     def go():
-        for batch in trainer.epoch(DataLoader(make_data(), 7)):
+        for batch in trainer.batches(DataLoader(make_data(), 7)):
             cross_entropy(model(batch["x"]), batch["y"]).backward()
             trainer.step()
 
@@ -160,7 +158,7 @@ def test_a_torch_loader_and_a_list_of_batches_serve_as_data():
 
     rows = torch.utils.data.TensorDataset(data.tensors["x"], data.tensors["y"])
     results = [
-        Trainer.builder(make_model, sgd(0.5), pair).dataset(source).num_epochs(2).run().join()
+        Trainer.builder(make_model, sgd(0.5), pair).dataset(source).num_epochs(2).run()
         for source in (batches, torch.utils.data.DataLoader(rows, batch_size=7))
     ]
     for name, value in results[0].state_dict().items():
@@ -187,7 +185,7 @@ def test_a_loss_that_is_no_number_stops_the_run_before_the_step():
 
 def test_skip_leaves_out_just_the_step_with_the_bad_row():
     events = []
-    trained = builder(make_data(bad=3), on_nan="skip").subscribe(events.append).run().join()
+    trained = builder(make_data(bad=3), on_nan="skip").subscribe(events.append).run()
     steps = [event for event in events if isinstance(event, StepDone)]
     assert [event.epoch for event in steps if event.skipped] == [0, 1]
     assert sum(isinstance(event, Warned) and "not finite" in event.message for event in events) == 2
@@ -214,7 +212,7 @@ def test_callbacks_come_in_order_and_their_errors_are_told_once(tmp_path):
         raise ValueError("broken callback")
 
     made = builder(num_epochs=3).epoch_fn(lambda epoch, trainer: seen.append(epoch)).checkpoint_fn(bad)
-    made.metrics_fn(lambda m: seen.append(f"m{m.epoch}")).subscribe(events.append).run().join()
+    made.metrics_fn(lambda m: seen.append(f"m{m.epoch}")).subscribe(events.append).run()
     assert seen == [0, "bad", "m0", 1, "bad", "m1", 2, "bad", "m2"]
     told = [event.message for event in events if isinstance(event, Warned)]
     assert len(told) == 1
@@ -232,12 +230,12 @@ def test_an_error_in_epoch_fn_ends_the_run():
 
 def test_checkpoint_fn_gets_the_number_of_epochs_done():
     seen = []
-    builder(num_epochs=5).checkpoint_fn(lambda done, model: seen.append(done), every=2).run().join()
+    builder(num_epochs=5).checkpoint_fn(lambda done, model: seen.append(done), every=2).run()
     assert seen == [2, 4]
 
 
 def test_metrics_fn_stops_the_run_by_returning_false():
-    trained = builder(num_epochs=9).metrics_fn(lambda m: m.epoch < 2).run().join()
+    trained = builder(num_epochs=9).metrics_fn(lambda m: m.epoch < 2).run()
     assert [m.epoch for m in trained.metrics] == [0, 1, 2]
 
 
@@ -246,7 +244,7 @@ def test_a_subscriber_that_raises_is_reported_once_and_forgotten():
         raise ValueError("broken subscriber")
 
     with pytest.warns(RuntimeWarning, match="broken subscriber") as caught:
-        builder().subscribe(bad).run().join()
+        builder().subscribe(bad).run()
     assert len(caught) == 1
 
 
@@ -259,7 +257,7 @@ def test_evaluation_shares_early_stopping_and_modes():
         return {"accuracy": (hits, len(batch["y"]))}
 
     made = builder(num_epochs=30).evaluate(evaluate, make_data(rows=23), batch_size=5).early_stopping("accuracy", 2)
-    trained = made.subscribe(events.append, EvalDone, RunDone).run().join()
+    trained = made.subscribe(events.append, EvalDone, RunDone).run()
     assert set(modes) == {False}
     scores = [event.metrics["accuracy"] for event in events if isinstance(event, EvalDone)]
     assert scores == [m.eval["accuracy"] for m in trained.metrics]
@@ -272,7 +270,7 @@ def test_evaluation_shares_early_stopping_and_modes():
 def test_an_evaluation_every_few_steps():
     steps = []
     made = builder(eval_every=4).eval_fn(lambda model: {"one": 1.0})
-    made.subscribe(lambda event: steps.append(event.step), EvalDone).run().join()
+    made.subscribe(lambda event: steps.append(event.step), EvalDone).run()
     assert steps == [4, 8, 12]
     steps.clear()
     builder(eval_every=5).eval_fn(lambda model: {"one": 1.0}).subscribe(
@@ -305,14 +303,14 @@ def test_a_plateau_of_an_evaluation_counts_evaluations_as_they_come():
 
 
 def test_plateau_is_told_the_loss_and_asked_by_name():
-    builder(schedule=Plateau(0.5, 1)).run().join()
+    builder(schedule=Plateau(0.5, 1)).run()
     with pytest.raises(TrainError, match="no figure 'accuracy'"):
         builder(schedule=Plateau(0.5, 1, metric="accuracy")).run()
 
 
 def test_max_steps_ends_inside_an_epoch():
     steps = []
-    builder(max_steps=8).subscribe(lambda event: steps.append(event.step), StepDone).run().join()
+    builder(max_steps=8).subscribe(lambda event: steps.append(event.step), StepDone).run()
     assert steps == list(range(1, 9))
 
 
@@ -323,7 +321,7 @@ def test_max_steps_ends_inside_an_epoch():
 def test_lower_precisions_train(precision):
     before = torch.get_float32_matmul_precision()
     try:
-        trained = builder(precision=precision, num_epochs=4).run().join()
+        trained = builder(precision=precision, num_epochs=4).run()
     finally:
         torch.set_float32_matmul_precision(before)
     assert trained.metrics[-1].loss < trained.metrics[0].loss
@@ -415,7 +413,7 @@ def test_a_loss_without_gradient_is_told_so():
 
 
 def test_the_trained_state_goes_into_a_fresh_model():
-    trained = builder().run().join()
+    trained = builder().run()
     model = trained.load_into(make_model())
     assert same(model.state_dict(), trained.state_dict())
     with pytest.raises(flodl.errors.CheckpointError):
@@ -435,7 +433,7 @@ def own_loop_events(tmp_path, with_epochs=True, **settings):
     trainer.events.subscribe(events.append)
     loader = DataLoader(make_data(), 8, seed=3)
     for _ in trainer.epochs(3) if with_epochs else range(3):
-        for batch in trainer.epoch(loader):
+        for batch in trainer.batches(loader):
             trainer.backward(step(trainer.model, batch))
             trainer.step()
     trainer.saves.close()
@@ -457,7 +455,7 @@ def test_a_loop_of_ones_own_reports_its_length_and_saves_each_epoch(tmp_path, wi
 def test_a_loop_of_ones_own_refuses_a_second_update(tmp_path):
     trainer = Trainer.setup(make_model(), optimizer=adamw(1e-2))
     before = [p.detach().clone() for p in trainer.model.parameters()]
-    for batch in trainer.epoch(DataLoader(make_data(), 8, seed=3)):
+    for batch in trainer.batches(DataLoader(make_data(), 8, seed=3)):
         trainer.backward(step(trainer.model, batch))
         with pytest.raises(TrainError, match=r"trainer\.step\(\) alone"):
             trainer.optimizer.step()
@@ -479,5 +477,5 @@ def test_no_micro_batch_has_a_single_row_for_statistics(listed):
 
     rows = {"x": torch.randn(11, 3)}
     built = Trainer.builder(lambda device: model, adamw(1e-2), loss).num_epochs(1).set(micro_batch_size=5)
-    (built.dataset([rows]) if listed else built.dataset(TensorRows(rows)).batch_size(11)).run().join()
+    (built.dataset([rows]) if listed else built.dataset(TensorRows(rows)).batch_size(11)).run()
     assert sizes == [5, 6]

@@ -283,7 +283,7 @@ def own_loop(model, **settings):
     seen = []
     trainer.events.subscribe(seen.append, Observed)
     for _ in trainer.epochs(2):
-        for batch in trainer.epoch(TensorRows(data())):
+        for batch in trainer.batches(TensorRows(data())):
             step(model, batch).backward()
             trainer.step()
     return values(seen, "step")
@@ -296,11 +296,11 @@ def test_a_loop_of_ones_own_tells_the_same():
 def test_a_loop_that_is_left_takes_in_nothing_more():
     model = Told()
     trainer = Trainer.setup(model, optimizer=sgd(0.05), batch_size=4, progress=False)
-    for _ in trainer.epoch(TensorRows(data())):
+    for _ in trainer.batches(TensorRows(data())):
         break
     assert collect.current_collector() is None
-    for _ in trainer.epoch(TensorRows(data())):
-        for _ in trainer.epoch(TensorRows(data())):
+    for _ in trainer.batches(TensorRows(data())):
+        for _ in trainer.batches(TensorRows(data())):
             break
         break
     assert collect.current_collector() is None

@@ -76,7 +76,7 @@ def test_a_resumed_run_has_the_same_noise(base: Path, tmp_path: Path) -> None:
         with ExitStack() as stack:
             planned = job_of(base, rows, max_steps=most, neftune=neftune, **given)
             folder = tmp_path / "run.checkpoints"  # as beside the result
-            return make_builder(planned, lambda event: None, stack, folder).run().join().state_dict()
+            return make_builder(planned, lambda event: None, stack, folder).run().state_dict()
 
     straight = weights(base, rows, max_steps=4, **given)
     go_on(2, 5.0)

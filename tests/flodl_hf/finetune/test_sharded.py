@@ -133,7 +133,7 @@ def test_a_step_of_a_generator_in_shards_has_the_loss_and_gradients_of_one_devic
         run.subscribe(lambda event, losses=losses: losses.append(event.loss), StepDone)
         if more:
             run.devices(["cpu", "cpu"], start="fork")
-        found.append((run.run().join().state_dict(), losses))
+        found.append((run.run().state_dict(), losses))
     (one, loss), (other, shared) = found
     assert shared == pytest.approx(loss, rel=1e-7)  # what is reported is summed in float32
     assert one.keys() == other.keys() == before.keys() - job.model.fixed_names()
@@ -266,7 +266,7 @@ def test_a_base_kept_in_half_precision_trains_to_the_bit_as_one_in_float32(
         with ExitStack() as stack:
             builder = make_builder(job, lambda event: None, stack).devices(["cpu", "cpu"], start="fork")
             builder.set(progress=False).subscribe(lambda event, losses=losses: losses.append(event.loss), StepDone)
-            found.append((builder.run().join().state_dict(), losses))
+            found.append((builder.run().state_dict(), losses))
     (one, loss), (other, expected) = found
     assert loss == expected
     assert len(loss) == 3

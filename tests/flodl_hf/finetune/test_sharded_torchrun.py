@@ -48,7 +48,7 @@ if sys.argv[2] == "fsdp":
     run.set(shard="fsdp").backend("gloo")
 run.checkpoints(sys.argv[1])
 run.devices("cpu").num_epochs(2)
-trained = run.run().join()
+trained = run.run()
 assert trained.whole == (sys.argv[2] != "fsdp" or os.environ["RANK"] == "0")
 if trained.whole:
     weights = trained.state_dict()
@@ -143,7 +143,7 @@ rows = [{"x": torch.ones(WIDTH)} for _ in range(4)]
 at = {}
 run = Trainer.builder(make, sgd(1e-6), step).dataset(rows).set(batch_size=4, progress=False, shard="fsdp").backend("gloo")
 run.subscribe(note, RunDone)
-trained = run.devices("cpu").num_epochs(1).run().join()
+trained = run.devices("cpu").num_epochs(1).run()
 print(f"rank {os.environ['RANK']}: {at['training']:.0f} {at['end']:.0f} {peak():.0f} {trained.whole}", flush=True)
 """
 

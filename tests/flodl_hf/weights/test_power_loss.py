@@ -113,7 +113,7 @@ def train(folder: Path) -> Callable[[], object]:
         trainer = Trainer.builder(
             lambda device: nn.Linear(2, 1), lambda parameters: torch.optim.SGD(parameters, lr=0.1), step
         ).dataset({"x": torch.ones(4, 2)}).batch_size(2).num_epochs(3).checkpoints(str(folder / "run"), keep_last=1)  # fmt: skip
-        trainer.run().join()
+        trainer.run()
 
     return fit
 
