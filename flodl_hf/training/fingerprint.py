@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,9 +61,6 @@ def fingerprint_of(job: Job) -> dict[str, Any]:
     asked = {name: _plain(value) for name, value in job.options.to_dict().items() if name not in passed}
     with ThreadPoolExecutor(1) as beside:
         start = beside.submit(_start, job)
-        if job.options.ranks == 1:
-            # The first optimiser of torch imports this, which keeps the interpreter busy; hashing does without it.
-            import_module("torch._dynamo")
     sets = {} if job.evaluation is None else job.evaluation.sets
     judged = {
         f"eval rows{name and f' of {name}'}": _digest(one.prepared.rows, _answers(job.task, job.tables.evals[name]))

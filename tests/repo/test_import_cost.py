@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -103,3 +105,44 @@ print(sorted({name for name in others if {name, "flodl_hf.cli." + name} & set(sy
 )
 def test_prediction_comes_without_training(module: str) -> None:
     assert not [name for name in imported(module)["new"] if str(name).startswith("flodl.train")]  # type: ignore[attr-defined]
+
+
+_TRAINING = """
+import sys
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+before = set(sys.modules)
+from flodl.data import TensorRows
+from flodl.train import Loss, Trainer, adamw
+
+def step(model, batch):
+    return Loss(cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"]))
+
+x = torch.randn(64, 8)
+rows = TensorRows({"x": x, "y": (x.sum(1) > 0).long()})
+for epochs in (1, 2):
+    settings = {"num_epochs": epochs, "batch_size": 32, "progress": False, "folder": sys.argv[1], "resume": True}
+    Trainer(nn.Linear(8, 2), adamw(1e-2), step, **settings).fit(rows)
+print(sorted(set(sys.modules) - before))
+"""
+UNUSED = (
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed",
+    "torch.export",
+    "triton",
+    "sympy",
+    "pandas",
+    "pyarrow",
+)
+
+
+def test_a_training_run_imports_no_compiler(tmp_path: Path) -> None:
+    # Two runs: the second one resumes, so it also loads the state of the optimiser.
+    command = [sys.executable, "-c", _TRAINING, str(tmp_path / "run")]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    new = ast.literal_eval(run.stdout.splitlines()[-1])
+    assert "flodl.train.trainer" in new
+    assert [name for name in new if name.startswith(UNUSED)] == []

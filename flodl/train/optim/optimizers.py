@@ -8,6 +8,7 @@ sent to other processes.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -206,3 +207,26 @@ def make_optimizer(
             found=sum(foreign),
         )
     return made
+
+
+# ---- without torch._dynamo ---------------------------------------------------------------------------------
+#
+# Methods of torch's optimisers import torch._dynamo, which takes seconds, so that torch.compile leaves them out. Here
+# they do so only in a process that has imported it.
+
+
+def _defer_dynamo(method: Callable[..., Any]) -> None:
+    """Make a method of torch's optimisers import `torch._dynamo` only if it was imported before."""
+    inner: Any = method.__wrapped__  # type: ignore[attr-defined]
+
+    def call(*args: Any, **options: Any) -> Any:
+        if "torch._dynamo" in sys.modules:
+            inner.__dynamo_disable = torch._dynamo.disable(inner, wrapping=False)
+            return inner.__dynamo_disable(*args, **options)
+        return inner(*args, **options)
+
+    inner.__dynamo_disable = call  # torch's cache of the method that torch.compile leaves out
+
+
+for _name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+    _defer_dynamo(getattr(torch.optim.Optimizer, _name))

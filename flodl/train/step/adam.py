@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from flodl.train.step.blocks import BlockLayout, capturing, is_dense, sent
+from flodl.train.step.host import has_plain_step
 
 __all__ = ["AdamUpdate", "has_torch_bits"]
 
@@ -75,7 +75,8 @@ class AdamUpdate:
         self, optimizer: torch.optim.Optimizer, divided: bool
     ) -> list[tuple[dict[str, Any], Tensors, Any]] | None:
         """Return groups, their tensors and what their launches need; None if torch updates everything."""
-        if self.device.type != "cuda" or not _is_plain(optimizer):
+        is_adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+        if self.device.type != "cuda" or not is_adam or not has_plain_step(optimizer):
             return None
         launches = []
         for number, group in enumerate(optimizer.param_groups):
@@ -162,19 +163,6 @@ def _places(tensors: Sequence[Sequence[torch.Tensor]]) -> np.ndarray:
 def _base(even: np.ndarray) -> int:
     """Return the parameter to which positions are relative: an even one, if any; even ones differ by fours."""
     return int(even.argmax())
-
-
-def _is_plain(optimizer: Any) -> bool:
-    """Return True if nothing modifies the effect of the optimiser's options and its fused kernel."""
-    kind = type(optimizer)
-    return (
-        kind in (torch.optim.Adam, torch.optim.AdamW)
-        and "step" not in vars(optimizer)
-        and not optimizer._optimizer_step_pre_hooks
-        and not optimizer._optimizer_step_post_hooks
-        and not _global_optimizer_pre_hooks
-        and not _global_optimizer_post_hooks
-    )
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Tensors | None:

@@ -14,6 +14,7 @@ import torch
 
 from flodl.train.step.adam import AdamUpdate
 from flodl.train.step.decide import StepDecision
+from flodl.train.step.host import take_step
 
 __all__ = ["FusedUpdate", "largest_first", "why_unsupported"]
 
@@ -91,7 +92,7 @@ class FusedUpdate:
             flags.grad_scale = decision.scale
         try:
             with largest_first(self.optimizer):
-                self.optimizer.step()
+                take_step(self.optimizer)
             self._adam.prepare(self.optimizer, decision.scale is not None)
         finally:
             del flags.found_inf

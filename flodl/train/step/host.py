@@ -8,6 +8,7 @@ rank divides before the backward pass instead, which gives the bits of a plain `
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from flodl.distributed.average import BufferMean
 from flodl.distributed.gradients import GradientSum
@@ -36,7 +38,7 @@ from flodl.train.step.outcome import (
 from flodl.train.step.timer import StepTimer
 from flodl.train.watching import Watching
 
-__all__ = ["HostStep", "TrainStep", "divide"]
+__all__ = ["HostStep", "TrainStep", "divide", "has_plain_step", "take_step"]
 
 TrainStep = Callable[[nn.Module, Any], Any]
 MAX_OVERFLOWS = 50
@@ -333,7 +335,7 @@ class HostStep:
             clip_grads_with_norm_(learned, self.max_grad_norm, norm)
         scaler = self.precision.scaler
         if scaler is None:
-            self.optimizer.step()
+            take_step(self.optimizer)
             return
         scaler.step(self.optimizer)
         scaler.update()
@@ -381,3 +383,28 @@ def divide(grads: Sequence[torch.Tensor], count: float | torch.Tensor) -> None:
     for dtype in dict.fromkeys(grad.dtype for grad in grads):
         part = [grad for grad in grads if grad.dtype == dtype]
         torch._foreach_div_(part, count.to(dtype))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def has_plain_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if ``optimizer.step`` is that of its class in torch, without hooks."""
+    return (
+        type(optimizer).__module__.startswith("torch.optim.")
+        and "step" not in vars(optimizer)
+        and not optimizer._optimizer_step_pre_hooks
+        and not optimizer._optimizer_step_post_hooks
+        and not _global_optimizer_pre_hooks
+        and not _global_optimizer_post_hooks
+    )
+
+
+def take_step(optimizer: torch.optim.Optimizer) -> None:
+    """Call ``optimizer.step()``, without its import of `torch._dynamo`."""
+    profiled = getattr(type(optimizer).step, "__wrapped__", None)
+    update = getattr(profiled, "__wrapped__", None)
+    if update is None or "torch._dynamo" in sys.modules or not has_plain_step(optimizer):
+        optimizer.step()
+        return
+    name = f"Optimizer.step#{type(optimizer).__name__}.step"
+    has_grad = optimizer.defaults.get("differentiable", False)
+    with torch.autograd.profiler.record_function(name), torch.set_grad_enabled(has_grad):
+        update(optimizer)

@@ -4,14 +4,15 @@ import os
 import sys
 from contextlib import nullcontext
 from importlib.util import find_spec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from flodl.train.step import adam
+from flodl.train.step import adam, host
 from flodl.train.step.adam import AdamUpdate
+from flodl.train.step.host import has_plain_step, take_step
 
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(
@@ -47,16 +48,29 @@ def test_options_without_a_kernel_are_torchs(options):
     assert adam._tensors_of(optimizer, optimizer.param_groups[0]) is None
 
 
-def test_whoever_watches_or_replaces_the_step_gets_torchs():
+def test_a_step_with_hooks_or_replaced_is_torchs():
     _, optimizer = made()
-    assert adam._is_plain(optimizer)
+    assert has_plain_step(optimizer)
     handle = optimizer.register_step_post_hook(lambda *args: None)
-    assert not adam._is_plain(optimizer)
+    assert not has_plain_step(optimizer)
     handle.remove()
-    assert adam._is_plain(optimizer)
+    assert has_plain_step(optimizer)
     vars(optimizer)["step"] = lambda: None
-    assert not adam._is_plain(optimizer)
-    assert not adam._is_plain(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+    assert not has_plain_step(optimizer)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adafactor])
+def test_a_step_without_torchs_compiler_has_the_same_bits(kind, monkeypatch):
+    monkeypatch.setattr(host, "sys", SimpleNamespace(modules={}))
+    found = []
+    for take in (kind.step, take_step):
+        parameter = nn.Parameter(torch.linspace(-1, 1, 12).reshape(3, 4))
+        optimizer = kind([parameter], lr=0.01)
+        for _ in range(3):
+            parameter.grad = parameter.detach().sin()
+            take(optimizer)
+        found.append(parameter.detach())
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("begins", [0, 1])
