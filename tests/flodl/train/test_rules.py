@@ -44,7 +44,6 @@ def told(builder):
     """Return the decisions and the end of a run, and its handle."""
     seen = []
     handle = builder.subscribe(seen.append, Decided, RunDone, StepDone, EvalDone, Warned).run()
-    handle.join()
     return seen, handle
 
 
@@ -217,7 +216,7 @@ def test_ranks_decide_alike(policy):
     seen, handle = told(run(*rules).devices(2, start="fork").policy(policy))
     assert [d[:2] for d in decisions(seen)] == [("freeze", "encoder"), ("rate", "head_0"), ("stop", "")]
     assert seen[-1].epoch == 3
-    assert handle.join().parameters
+    assert handle.parameters
 
 
 def from_rank(outlook):

@@ -55,7 +55,6 @@ def watched(builder):
     """Return the events of a run about what was watched, in order, and its handle."""
     seen = []
     handle = builder.subscribe(seen.append, Observed, StepDone, EpochMetrics, Warned).run()
-    handle.join()
     return seen, handle
 
 
