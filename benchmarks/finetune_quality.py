@@ -54,7 +54,7 @@ class Judged:
         self.model = model.to(device).eval()
         self.device = torch.device(device)
 
-    def run_graph(self, ids: Any, mask: Any, types: Any, positions: Any, outputs: Any = None) -> tuple[Any]:
+    def _run_graph(self, ids: Any, mask: Any, types: Any, positions: Any, outputs: Any = None) -> tuple[Any]:
         given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
         out = self.model(**given, **({} if types is None else {"token_type_ids": types}))
         if "start_logits" in out:

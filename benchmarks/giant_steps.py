@@ -93,7 +93,7 @@ def write(shape: Shape) -> dict[str, Any]:
     )  # fmt: skip
     small = AutoModelForSequenceClassification.from_config(config).to(torch.bfloat16)
     small.tokenizer = train_wordpiece([" ".join(WORDS)] * 4, vocab_size=200)
-    small.mark_untrained(())
+    small._mark_untrained(())
     small.save_pretrained(shape.source)
     for name in ("model.safetensors", "checksums.json"):
         (shape.source / name).unlink(missing_ok=True)

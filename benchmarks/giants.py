@@ -43,7 +43,7 @@ def make(folder: Path, hidden: int, layers: int, shard: str) -> None:
     torch.manual_seed(0)
     model = AutoModel.from_config(config, pooler=False)
     model.tokenizer = train_wordpiece(TEXTS, vocab_size=200)
-    model.mark_untrained(())
+    model._mark_untrained(())
     model.save_pretrained(folder, max_shard_size=shard)
 
 

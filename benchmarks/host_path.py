@@ -105,7 +105,7 @@ def model_of(head: str, tokenizer: Tokenizer, width: int, **settings: Any) -> En
     sizes["type_vocab_size"] = 2
     config = ModelConfig.for_model("bert", vocab_size=30_522, max_position_embeddings=512, **sizes, **settings)
     model = head_named(head).model.from_config(config)
-    model.mark_untrained(())
+    model._mark_untrained(())
     model.tokenizer = tokenizer
     return model
 

@@ -52,7 +52,7 @@ def model_of(model_type: str, head: str, tokenizer: Tokenizer, device: str) -> E
     labels = {"token_classification": 13}.get(head, 2)
     config = ModelConfig.for_model(model_type, **sizes, id2label={str(i): f"L{i}" for i in range(labels)})
     model = head_named(head).model.from_config(config)
-    model.mark_untrained(())
+    model._mark_untrained(())
     model.tokenizer = tokenizer
     return model.to(device)
 
@@ -73,7 +73,7 @@ def train(model: EncoderModel, table: Any) -> None:
             scores, wanted = out.start_logits, (ids * mask.long()).argmax(1)
             loss = torch.nn.functional.cross_entropy(scores.masked_fill(mask == 0, -1e4), wanted)
             loss = loss + torch.nn.functional.cross_entropy(out.end_logits.masked_fill(mask == 0, -1e4), wanted)
-        elif model.per_text:
+        elif model._per_text:
             loss = torch.nn.functional.cross_entropy(out.logits, ids[:, 1] % 2)
         else:
             loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), (ids % 13).flatten())
@@ -86,13 +86,13 @@ def train(model: EncoderModel, table: Any) -> None:
 def scores_of(model: EncoderModel, table: Any, precision: str) -> list[Tensor]:
     """Return the scores of each row."""
     engine = Engine.of(model, RunOptions().changed({"precision": precision}))
-    pending = engine.start(table, Scores(model.per_text))
-    return list(pending.stacked()) if model.per_text else pending.placed().rows(table)
+    pending = engine.start(table, Scores(model._per_text))
+    return list(pending.stacked()) if model._per_text else pending.placed().rows(table)
 
 
 def compare(model: EncoderModel, exact: list[Tensor], found: list[Tensor]) -> tuple[float, float, float]:
     """Return the largest and mean difference, and the share of changed best labels."""
-    a, b = (torch.stack(rows) if model.per_text else torch.cat(rows) for rows in (exact, found))
+    a, b = (torch.stack(rows) if model._per_text else torch.cat(rows) for rows in (exact, found))
     gap = (a - b).abs()
     if model.head == "question_answering":
         changed = [float((x.argmax(0) != y.argmax(0)).float().mean()) for x, y in zip(exact, found, strict=True)]

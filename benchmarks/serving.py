@@ -83,7 +83,7 @@ def write_model(folder: Path, size: str) -> Path:
         "bert", vocab_size=len(vocabulary), max_position_embeddings=512, type_vocab_size=2, **SIZES[size]
     )
     model = head_named("base").model.from_config(config)
-    model.mark_untrained(())
+    model._mark_untrained(())
     model.tokenizer = Tokenizer.from_files(
         {"tokenizer.json": inner.to_str().encode(), "tokenizer_config.json": json.dumps(settings).encode()},
         folder="made here",

@@ -48,7 +48,7 @@ def model_of(head: str, labels: tuple[str, ...], tokenizer: Tokenizer, device: s
     torch.manual_seed(0)
     config = ModelConfig.for_model("bert", **SIZES, id2label=dict(enumerate(labels)))
     model = head_named(head).model.from_config(config)
-    model.mark_untrained(())
+    model._mark_untrained(())
     model.tokenizer = tokenizer
     return model.eval().to(device)
 
@@ -139,7 +139,7 @@ def shares(model: EncoderModel, texts: list[str], precision: str) -> str:
     session = Session(model, {"precision": precision})  # type: ignore[typeddict-item]
     torch.cuda.synchronize()
     launch = time.perf_counter()
-    pending = session.start(encoded.table, Scores(model.per_text))
+    pending = session.start(encoded.table, Scores(model._per_text))
     launched = time.perf_counter()
     pending.wait()
     done = time.perf_counter()

@@ -218,7 +218,7 @@ def make_model(folder: Path, words: Sequence[str], size: dict[str, int]) -> Path
     )  # fmt: skip
     model = AutoModelForSequenceClassification.from_config(config)
     model.tokenizer = tokenizer
-    model.mark_untrained(())
+    model._mark_untrained(())
     model.save_pretrained(folder)
     return folder
 

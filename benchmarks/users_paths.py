@@ -195,7 +195,7 @@ class World:
             settings = {"vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2, **size}
             folder = self.place / name
             model = head_named(head).model.from_config(ModelConfig.for_model("bert", **settings))
-            model.mark_untrained(())
+            model._mark_untrained(())
             model.save_pretrained(folder)
             for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
                 shutil.copy(self.args.minilm / file, folder / file)

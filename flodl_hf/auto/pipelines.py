@@ -463,7 +463,7 @@ def _features(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> A
         if "truncation" in given:
             raise PredictError("feature-extraction: found truncation in tokenize_kwargs as well; pass it once")
         given["truncation"] = options["truncation"]
-    model.ready("feature-extraction")
+    model._ready("feature-extraction")
 
     def run(text: Any) -> Any:
         with torch.inference_mode():

@@ -262,6 +262,7 @@ FAMILY = Family(
     inert=INERT,
     keys=KEYS,
     ignored=IGNORED,
+    methods={"predict_contacts": "flodl_hf.models.protein_contacts:predict_contacts"},
     kept=KEPT,
     encoder=encoder,
     pooler=lambda c: pooler(c.hidden_size),

@@ -64,7 +64,7 @@ class BaseModel(EncoderModel):
             return_dict: False gives a tuple.
         """
         wanted = ["pooler_output"] if self.has_pooler else []
-        states, named, seen = self.run_graph(
+        states, named, seen = self._run_graph(
             input_ids,
             attention_mask,
             token_type_ids,
@@ -129,7 +129,7 @@ class BaseModel(EncoderModel):
         from flodl_hf.inference.passes import Pooled
         from flodl_hf.inference.vectors import Vectors
 
-        self.ready("embed", untrained=untrained)
+        self._ready("embed", untrained=untrained)
         recipe = self.sentence_recipe
         if task is not None and recipe is not None and recipe.routes and route in (None, task):
             task, route = None, task

@@ -85,7 +85,7 @@ def chunk_vectors(
     from flodl_hf.inference.items import several
     from flodl_hf.inference.token_table import table_of
 
-    tokenizer = model.ready("embed_chunks", untrained=untrained)
+    tokenizer = model._ready("embed_chunks", untrained=untrained)
     recipe = recipe_on(model.sentence_recipe, route)
     given = several(texts, "embed_chunks")
     single = isinstance(given, str)

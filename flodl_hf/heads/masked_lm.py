@@ -83,7 +83,7 @@ class MaskedLM(ScoringModel):
         from flodl_hf.inference.results.lists import Fills, is_empty
         from flodl_hf.inference.token_table import table_of
 
-        tokenizer = self.ready("fill_mask", untrained=untrained)
+        tokenizer = self._ready("fill_mask", untrained=untrained)
         texts = several(texts, "fill_mask")
         targets = [targets] if isinstance(targets, str) else targets
         if tokenizer.mask_token is None or tokenizer.mask_token_id is None:

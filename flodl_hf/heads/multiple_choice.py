@@ -31,7 +31,7 @@ class MultipleChoice(ScoringModel):
     """An encoder that scores each choice with its prompt; logits are ``(batch, choices)``."""
 
     head: ClassVar[str] = "multiple_choice"
-    per_text: ClassVar[bool] = True
+    _per_text: ClassVar[bool] = True
     output = MultipleChoiceOutput
 
     def forward(
@@ -65,7 +65,7 @@ class MultipleChoice(ScoringModel):
         """
         given = inputs_embeds[..., 0] if input_ids is None and inputs_embeds is not None else input_ids
         choices = given.shape[1] if given is not None and given.dim() == 3 else 1
-        scores, _, seen = self.run_graph(
+        scores, _, seen = self._run_graph(
             _rows(input_ids), _rows(attention_mask), _rows(token_type_ids), _rows(position_ids),
             embeds=_rows(inputs_embeds, 4), hidden_states=output_hidden_states, attentions=output_attentions,
         )  # fmt: skip
@@ -114,7 +114,7 @@ class MultipleChoice(ScoringModel):
         from flodl_hf.inference.passes import Scores
         from flodl_hf.inference.results.lists import Ranking
 
-        tokenizer = self.ready("predict", untrained=untrained)
+        tokenizer = self._ready("predict", untrained=untrained)
         single = isinstance(items, Mapping) or (isinstance(items, tuple) and _is_item(items))
         if isinstance(items, str):
             raise PredictError("predict: found a string; expected (prompt, [choice, ...]), or several in a list")

@@ -35,7 +35,7 @@ class NextSentence(ScoringModel):
     """An encoder that predicts whether a second text follows the first; logits are ``(batch, 2)``."""
 
     head: ClassVar[str] = "next_sentence"
-    per_text: ClassVar[bool] = True
+    _per_text: ClassVar[bool] = True
     output = NextSentenceOutput
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def judged(
     from flodl_hf.inference.inputs import encode, split_pairs
     from flodl_hf.inference.results.lists import Labels
 
-    tokenizer = model.ready("predict", untrained=untrained)
+    tokenizer = model._ready("predict", untrained=untrained)
     single = isinstance(pairs, tuple) and len(pairs) == 2 and all(isinstance(text, str) for text in pairs)
 
     def encoded(chunk: list[Any]) -> Encoded:

@@ -63,7 +63,7 @@ class Pretrainer(MaskedLM):
         Raises:
             PredictError: ids that are not ``(batch, seq)``, or a label that has no class.
         """
-        words, named, seen = self.run_graph(
+        words, named, seen = self._run_graph(
             input_ids, attention_mask, token_type_ids, position_ids, ["relation"], embeds=inputs_embeds,
             hidden_states=output_hidden_states, attentions=output_attentions,
         )  # fmt: skip

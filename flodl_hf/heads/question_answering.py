@@ -65,7 +65,7 @@ class QuestionAnswerer(EncoderModel):
             output_attentions: also return each layer's weights, ``(batch, heads, seq, seq)``; eager attention has them.
             return_dict: False gives a tuple.
         """
-        logits, _, seen = self.run_graph(
+        logits, _, seen = self._run_graph(
             input_ids, attention_mask, token_type_ids, position_ids, embeds=inputs_embeds,
             hidden_states=output_hidden_states, attentions=output_attentions,
         )  # fmt: skip
@@ -187,7 +187,7 @@ class QuestionAnswerer(EncoderModel):
         from flodl_hf.inference.passes import Scores
         from flodl_hf.inference.results.lists import Answers
 
-        tokenizer = self.ready("answer", untrained=untrained)
+        tokenizer = self._ready("answer", untrained=untrained)
         pairs = several(pairs, "answer", mapping=True)
         # The former pipeline applies the tokenizer's length to its default alone.
         stated = compat is not None and window_tokens != WINDOW_TOKENS

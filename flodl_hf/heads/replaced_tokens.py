@@ -109,7 +109,7 @@ class ReplacedTokens(ScoringModel):
         from flodl_hf.inference.passes import Scores
         from flodl_hf.inference.results.lists import Entities, is_empty
 
-        tokenizer = self.ready("predict", untrained=untrained)
+        tokenizer = self._ready("predict", untrained=untrained)
         texts = several(texts, "predict")
         scheme = TagScheme.detect(LABELS)
         limit = self.max_tokens

@@ -131,7 +131,7 @@ def saliency(
         PredictError: the model has no scores of this kind, the text does not fit into a window, or there is no such
             target.
     """
-    model.ready("saliency", untrained=True)
+    model._ready("saliency", untrained=True)
     if model.head not in ("sequence_classification", "token_classification", "question_answering"):
         raise PredictError(
             f"saliency: this model ({model.head}) has no score to attribute to tokens; expected a "

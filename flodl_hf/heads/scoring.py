@@ -58,7 +58,7 @@ class ScoringModel(EncoderModel):
         Raises:
             PredictError: ids that are not ``(batch, seq)``, or a label that has no class.
         """
-        logits, _, seen = self.run_graph(
+        logits, _, seen = self._run_graph(
             input_ids, attention_mask, token_type_ids, position_ids, embeds=inputs_embeds,
             hidden_states=output_hidden_states, attentions=output_attentions,
         )  # fmt: skip

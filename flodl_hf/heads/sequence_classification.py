@@ -39,7 +39,7 @@ class SequenceClassifier(ScoringModel):
     """An encoder that labels whole texts; logits are ``(batch, labels)``."""
 
     head: ClassVar[str] = "sequence_classification"
-    per_text: ClassVar[bool] = True
+    _per_text: ClassVar[bool] = True
     output = SequenceClassificationOutput
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class SequenceClassifier(ScoringModel):
         from flodl_hf.inference.passes import Scores
         from flodl_hf.inference.results.lists import Labels
 
-        self.ready("predict", untrained=untrained)
+        self._ready("predict", untrained=untrained)
         if max_length is not None and (not isinstance(max_length, Integral) or max_length < 3):
             raise PredictError(
                 f"predict: max_length={shown(max_length, 60)}; expected an integer from 3, or None",
@@ -195,7 +195,7 @@ class SequenceClassifier(ScoringModel):
         from flodl_hf.inference.passes import Scores
         from flodl_hf.inference.results.lists import Labels
 
-        self.ready("zero_shot", untrained=untrained)
+        self._ready("zero_shot", untrained=untrained)
         texts, labels = several(texts, "zero_shot"), several(labels, "zero_shot")
         if isinstance(labels, str) or not labels:
             raise PredictError(
@@ -269,7 +269,7 @@ class SequenceClassifier(ScoringModel):
         from flodl_hf.inference.passes import Scores
         from flodl_hf.inference.results.lists import Ranking
 
-        self.ready("rerank", untrained=untrained)
+        self._ready("rerank", untrained=untrained)
         activation = ranking_activation(self.config, function_to_apply)
         before = self._prompt("rerank", prompt, prompt_name)
         texts = _documents(query, documents)
@@ -330,7 +330,7 @@ class SequenceClassifier(ScoringModel):
         lower = recipe is not None and recipe.lower_case
         if prompt or lower:
             firsts, seconds = prompted(prompt, firsts, lower=lower), seconds and prompted("", seconds, lower=lower)
-        limit = self.most_tokens(recipe.max_tokens if recipe is not None else None)
+        limit = self._most_tokens(recipe.max_tokens if recipe is not None else None)
         limit = min((n for n in (limit, max_length) if n is not None), default=None)
         return encode(tokenizer, firsts, seconds, max_tokens=limit, strict=strict, truncate=truncate)
 

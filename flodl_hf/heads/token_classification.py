@@ -91,7 +91,7 @@ class TokenClassifier(ScoringModel):
         from flodl_hf.inference.passes import Scores
         from flodl_hf.inference.results.lists import Entities, is_empty
 
-        tokenizer = self.ready("predict", untrained=untrained)
+        tokenizer = self._ready("predict", untrained=untrained)
         texts = several(texts, "predict")
         scheme = TagScheme.detect(self.config.labels)
         # Letters of a text would be taken for labels.

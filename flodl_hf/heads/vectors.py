@@ -53,7 +53,7 @@ QUERIES = 32
 def most_sentence_tokens(model: EncoderModel) -> int | None:
     """Return the length in tokens that texts are truncated to for vectors: ``max_seq_length`` of the folder."""
     recipe = model.sentence_recipe
-    return model.most_tokens(recipe.max_tokens if recipe else None)
+    return model._most_tokens(recipe.max_tokens if recipe else None)
 
 
 def keywords_for(kind: str, model: EncoderModel, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def prompt_tokens(model: EncoderModel, recipe: SentenceRecipe, prompt: str) -> i
     """Return how many first tokens of a text are not pooled, counted as sentence-transformers does."""
     if not prompt or recipe.include_prompt:
         return 0
-    row = model.ready("embed").encode_rows([prompt], max_tokens=None, offsets=False)[0][0]
+    row = model._ready("embed").encode_rows([prompt], max_tokens=None, offsets=False)[0][0]
     return len(row.ids) - int(bool(row.special[-1]))
 
 
@@ -216,7 +216,7 @@ def token_embeddings(
             "the model itself for other outputs: model(**model.tokenizer(text, return_tensors='pt')).",
             output_value=output_value,
         )
-    model.ready("encode", untrained=untrained)
+    model._ready("encode", untrained=untrained)
     own = model.on_route(route)
     recipe = recipe_on(own.sentence_recipe, route if own is model else None)
     before = (recipe or SentenceRecipe()).resolve_prompt("encode", prompt)
@@ -283,7 +283,7 @@ def token_vectors(
     from flodl_hf.inference.passes import States
     from flodl_hf.inference.token_table import table_of
 
-    tokenizer = model.ready("embed_tokens", untrained=untrained)
+    tokenizer = model._ready("embed_tokens", untrained=untrained)
     late = None if model.sentence_recipe is None else model.sentence_recipe.late
     if late is None:
         raise PredictError(
@@ -363,7 +363,7 @@ def lexical_vectors(
     from flodl_hf.inference.inputs import encode
     from flodl_hf.inference.passes import States
 
-    tokenizer = model.ready("embed_sparse", untrained=untrained)
+    tokenizer = model._ready("embed_sparse", untrained=untrained)
     lexical = None if model.sentence_recipe is None else model.sentence_recipe.lexical
     if lexical is None:
         raise PredictError(
@@ -414,7 +414,7 @@ def splade_vectors(
     from flodl_hf.inference.items import prompted
     from flodl_hf.inference.passes import Splade
 
-    tokenizer = model.ready("embed_sparse", untrained=untrained)
+    tokenizer = model._ready("embed_sparse", untrained=untrained)
     # The recipe of an encoder that makes dense vectors has prompts for those.
     recipe = model.sentence_recipe
     if recipe is None or recipe.splade is None:

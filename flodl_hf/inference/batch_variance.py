@@ -51,10 +51,10 @@ def spread(model: GraphModel, texts: Sequence[Any], **run: Any) -> Spread:
     """
     given: RunKeywords = run  # type: ignore[assignment]
     options = options_of(model).changed(dict(given))
-    tokenizer = model.ready("spread", untrained=True)
+    tokenizer = model._ready("spread", untrained=True)
     firsts, seconds = split_pairs(list(texts), "spread")
     table = encode(tokenizer, firsts, seconds, max_tokens=model.max_tokens).table
-    work = States() if model.head == "base" else Scores(model.per_text)
+    work = States() if model.head == "base" else Scores(model._per_text)
 
     def scores(batch_invariant: bool) -> tuple[Tensor, Any]:
         engine = Engine.of(model, options.changed({"batch_invariant": batch_invariant}))

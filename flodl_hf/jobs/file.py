@@ -131,7 +131,7 @@ def predict_file(
         expect_tokenizer(model, "predict_file")
         hub = {"revision": revision, "local_files_only": local_files_only}
         model = load(str(model), head=head, device=device or rank.device, weights=weights, **hub)
-    model.ready("predict_file", untrained=bool(options.get("untrained")))
+    model._ready("predict_file", untrained=bool(options.get("untrained")))
     columns = ColumnArgs(**{name: job[name] for name in ColumnArgs.__dataclass_fields__})
     run: Run | None = None
     with ExitStack() as stack:

@@ -57,7 +57,7 @@ class Partitions:
             from flodl_hf.auto import load
 
             model = load(str(model), head=head, device=device).runtime(progress=False)
-        model.ready("answers", untrained=bool(words.get("untrained")))
+        model._ready("answers", untrained=bool(words.get("untrained")))
         if on_error not in ("stop", "null"):
             raise DataError(f"answers: on_error is {on_error!r}, expected stop or null", problems=["on_error"])
         args, options = split_words(words)

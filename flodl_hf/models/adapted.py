@@ -108,7 +108,7 @@ class Adapted(GraphModel):
         return self
 
     @contextmanager
-    def without_adapter(self) -> Iterator[Self]:
+    def disable_adapter(self) -> Iterator[Self]:
         """Have the model compute as it did before adapters, while inside."""
         held = self._held_adapters
         before, merged = held.active, held.merged
@@ -152,7 +152,7 @@ class Adapted(GraphModel):
             return []
         held, names = self._held_adapters, list(dict.fromkeys(given))
         first, answers = held.named(names[0]), []
-        with self.without_adapter():
+        with self.disable_adapter():
             mixed, config = Mixed(self, held, names), self.config
             if first.labels is not None or first.problem_type is not None:
                 self.config = config.changed(labels=first.labels, problem_type=first.problem_type)
@@ -230,9 +230,9 @@ class Adapted(GraphModel):
         adapter = held.named(name if name is not None else held.active or "default")
         return save_adapter(self, adapter, folder, overwrite=overwrite, extra_files=extra_files)
 
-    def fixed_names(self) -> frozenset[str]:
+    def _fixed_names(self) -> frozenset[str]:
         """Return the names of tensors that training does not change, which checkpoints can omit."""
         beside = self.beside
-        fixed = beside.fixed_names() if isinstance(beside, Adapted) else ()
+        fixed = beside._fixed_names() if isinstance(beside, Adapted) else ()
         found: Any = () if self.active_adapter is None else self._held_adapters.base_names(self)
         return frozenset([*(f"network.{name}" for name in found), *(f"beside.{name}" for name in fixed)])

@@ -22,7 +22,7 @@ from flodl_hf.errors import ExportError, PredictError
 from flodl_hf.models.adapted import Adapted
 from flodl_hf.models.building import build_graph, declared_ties, initialise, tie_tensors
 from flodl_hf.models.opening import Opened
-from flodl_hf.models.other_tasks import told
+from flodl_hf.models.other_tasks import method_named, told
 from flodl_hf.models.transformers_methods import Familiar
 
 if TYPE_CHECKING:
@@ -50,7 +50,12 @@ class EncoderModel(Opened, Adapted, Familiar):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if (method := method_named(self, name)) is not None:
+                return method
             raise AttributeError(told(type(self), name)) from None
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self.config.family.methods]
 
     @property
     def base_model(self) -> EncoderModel:
@@ -75,7 +80,7 @@ class EncoderModel(Opened, Adapted, Familiar):
         scale = float(config.source.get("initializer_range", 0.02))
         initialise(model.graph, (), scale)
         tie_tensors(model.graph, declared_ties(config, cls.head))
-        model.mark_untrained(name for name, _ in model.graph.named_parameters())
+        model._mark_untrained(name for name, _ in model.graph.named_parameters())
         if dtype is not None:
             model.to(dtype)
         return model
@@ -107,7 +112,7 @@ class EncoderModel(Opened, Adapted, Familiar):
         Setting it changes the tokenizer and the settings of ``sentence_bert_config.json``, and is saved with the model.
         """
         recipe = self.sentence_recipe
-        return self.most_tokens(recipe.max_tokens if recipe is not None else None)
+        return self._most_tokens(recipe.max_tokens if recipe is not None else None)
 
     @max_seq_length.setter
     def max_seq_length(self, length: int) -> None:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import partial
+from importlib import import_module
+from typing import Any
+
 from flodl.errors import nearest
 from flodl_hf.families.schema.tasks import HEADS, Task
 
-__all__ = ["FAMILIAR", "METHODS", "told"]
+__all__ = ["FAMILIAR", "METHODS", "method_named", "told"]
+
+RENAMED = {"without_adapter": "disable_adapter"}
+"""Former names of methods, which warn for one release."""
 
 METHODS: dict[str, list[Task]] = {
     method: [head for head in HEADS if method in head.methods]
@@ -48,6 +56,18 @@ FAMILIAR = {
     "generate": "encoders generate no text; fill_mask finds the word behind a mask, of AutoModelForMaskedLM",
 }
 """What other libraries' models have, and what stands for it here."""
+
+
+def method_named(model: Any, name: str) -> Any:
+    """Return a method that only the family of the model has, or one by its former name; None if there is none."""
+    if name in RENAMED:
+        warnings.warn(f"{name} is now {RENAMED[name]}", DeprecationWarning, stacklevel=3)
+        return getattr(model, RENAMED[name])
+    config = model.__dict__.get("config")
+    if config is None or name not in config.family.methods:
+        return None
+    module, _, function = config.family.methods[name].partition(":")
+    return partial(getattr(import_module(module), function), model)
 
 
 def told(kind: type, name: str) -> str:

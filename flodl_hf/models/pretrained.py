@@ -182,7 +182,7 @@ def _load(
     head = head_in_files(head, recipe)
     own = head == model_class.head
     read = _read_folder(folder, config, head, asked, warming, relabelled=relabelled, pooler=own)
-    report, kept = read.plan.report, _kept(read.plan.report.ignored, config)
+    report, kept = read.plan.report, _kept(read.plan.report.ignored, config, head)
     stored = read.manifest.index_name or read.manifest.files[0].name
     with read.finite:
         overrides = recipe.transformer_settings.tokenizer if recipe is not None else {}
@@ -196,7 +196,7 @@ def _load(
     if recipe is not None and recipe.changes_states:
         recipe.shares(config.encoder.num_layers, str(root))  # raises an error for a hidden state that is not there
     model = model_class(config, graph_of(read.graph, head, model_class.head, recipe))
-    model.mark_untrained(report.new)
+    model._mark_untrained(report.new)
     model.load_report = report
     model.tokenizer = tokenizer
     model.sentence_recipe = recipe or colbert_of(folder, config)
@@ -304,7 +304,9 @@ def _read_folder(
         same_head = plan.report.source_head == head and not plan.report.new
         carried = list(plan.report.ignored) if same_head else []
         repeated = (name for pair in plan.duplicates for name in pair)
-        names = list(dict.fromkeys([*plan.placed.values(), *repeated, *carried, *_kept(plan.report.ignored, config)]))
+        names = list(
+            dict.fromkeys([*plan.placed.values(), *repeated, *carried, *_kept(plan.report.ignored, config, head)])
+        )
         values, on_disk = _read(
             checkpoint, plan, names, folder, dtype, asked.device, mapped=asked.mapped, weights=asked.weights
         )
@@ -367,12 +369,12 @@ def _read(
     return values, OnDisk((values[name] for name in names if as_whole(name) in layers), place)
 
 
-def _kept(unused: Iterable[str], config: ModelConfig) -> dict[str, Kept]:
+def _kept(unused: Iterable[str], config: ModelConfig, head: str) -> dict[str, Kept]:
     """Return the stored tensors that are kept outside the model, by stored name."""
     prefix = config.family.base_prefix + "."
     stored = {name if name.startswith(prefix) else prefix + name: name for name in unused}
     found = {}
-    for kept in config.family.kept:
+    for kept in config.family.kept_by(head):
         name = next((stored[name] for name in (kept.name, *kept.also) if name in stored), None)
         if name is not None:
             found[name] = kept

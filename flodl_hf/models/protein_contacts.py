@@ -16,13 +16,33 @@ from flodl_hf.errors import PredictError
 if TYPE_CHECKING:
     from flodl_hf.inference.graph_model.model import GraphModel
 
-__all__ = ["contacts_of_texts", "contacts_of_tokens"]
+__all__ = ["predict_contacts"]
 
 HEAD = "contact_head.regression."
 END = 2  # the id of the last token of a protein, fixed in the reference implementation
 
 
-def contacts_of_tokens(model: GraphModel, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+def predict_contacts(
+    model: GraphModel, tokens: Tensor | str | Sequence[str], attention_mask: Tensor | None = None
+) -> Tensor | list[Tensor]:
+    """Return the probabilities that residues of proteins are in contact.
+
+    Args:
+        model: an ESM model, loaded with ``attention="eager"``.
+        tokens: ids ``(batch, seq)``, which give ``(batch, seq - 2, seq - 2)``; or a protein as text, which gives
+            ``(residues, residues)``; or several texts, which give a list.
+        attention_mask: of ids: 1 for tokens to keep, ``(batch, seq)``; None keeps all.
+
+    Raises:
+        PredictError: the model has no contact head, or its attention weights are not available.
+    """
+    if isinstance(tokens, Tensor):
+        return _of_tokens(model, tokens, attention_mask)
+    found = _of_texts(model, [tokens] if isinstance(tokens, str) else list(tokens))
+    return found[0] if isinstance(tokens, str) else found
+
+
+def _of_tokens(model: GraphModel, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
     """Return how probably tokens touch, ``(batch, seq - 2, seq - 2)``: the first and the last place are left out.
 
     Args:
@@ -36,7 +56,7 @@ def contacts_of_tokens(model: GraphModel, tokens: Tensor, attention_mask: Tensor
     weight, bias = _regression(model)
     mask = torch.ones_like(tokens) if attention_mask is None else attention_mask
     with torch.no_grad():
-        seen = model.run_graph(tokens, mask, None, None, attentions=True)[2]["attentions"]
+        seen = model._run_graph(tokens, mask, None, None, attentions=True)[2]["attentions"]
         maps = torch.stack(seen, 1)
         maps = maps * mask[:, None, None, None, :] * mask[:, None, None, :, None]
         real = tokens.ne(END).to(maps)
@@ -50,17 +70,17 @@ def contacts_of_tokens(model: GraphModel, tokens: Tensor, attention_mask: Tensor
         return scores.view(features.shape[:-1]).sigmoid()
 
 
-def contacts_of_texts(model: GraphModel, texts: Sequence[str]) -> list[Tensor]:
+def _of_texts(model: GraphModel, texts: Sequence[str]) -> list[Tensor]:
     """Return how probably the residues of each protein touch, ``(residues, residues)``.
 
     Args:
-        model: as in `contacts_of_tokens`.
+        model: as in `_of_tokens`.
         texts: one protein each.
 
     Raises:
-        PredictError: the errors of `contacts_of_tokens`, or a protein that is longer than the model's maximum.
+        PredictError: the errors of `_of_tokens`, or a protein that is longer than the model's maximum.
     """
-    tokenizer, found = model.ready("predict_contacts"), []
+    tokenizer, found = model._ready("predict_contacts"), []
     device = next(model.parameters()).device
     for place, text in enumerate(texts):
         windows = tokenizer.encode_rows([text], max_tokens=model.max_tokens)[0]
@@ -70,7 +90,7 @@ def contacts_of_texts(model: GraphModel, texts: Sequence[str]) -> list[Tensor]:
                 "and contacts are of whole proteins; cut it",
                 place=place,
             )
-        found.append(contacts_of_tokens(model, torch.tensor([windows[0].ids], device=device))[0])
+        found.append(_of_tokens(model, torch.tensor([windows[0].ids], device=device))[0])
     return found
 
 

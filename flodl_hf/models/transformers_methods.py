@@ -52,26 +52,6 @@ class Familiar(GraphModel):
         """Return how many bytes parameters and buffers take."""
         return sum(t.numel() * t.element_size() for t in (*self.parameters(), *self.buffers()))
 
-    # --- proteins -------------------------------------------------------------------------------
-
-    def predict_contacts(self, tokens: Any, attention_mask: Tensor | None = None) -> Any:
-        """Return how probably residues of proteins touch, as ESM's files know; load with ``attention="eager"``.
-
-        Args:
-            tokens: ids ``(batch, seq)``, which give ``(batch, seq - 2, seq - 2)``; or a protein as text, which gives
-                ``(residues, residues)``, or several in a list.
-            attention_mask: of ids: 1 for tokens to keep, ``(batch, seq)``; None keeps all.
-
-        Raises:
-            PredictError: the model has no such head, or its attention weights are never there.
-        """
-        from flodl_hf.models.protein_contacts import contacts_of_texts, contacts_of_tokens
-
-        if isinstance(tokens, Tensor):
-            return contacts_of_tokens(self, tokens, attention_mask)
-        found = contacts_of_texts(self, [tokens] if isinstance(tokens, str) else list(tokens))
-        return found[0] if isinstance(tokens, str) else found
-
     # --- words ----------------------------------------------------------------------------------
 
     def get_input_embeddings(self) -> nn.Embedding:
@@ -184,7 +164,7 @@ class Familiar(GraphModel):
 
     # --- being looked at ------------------------------------------------------------------------
 
-    def facts(self) -> dict[str, Any]:
+    def _summary(self) -> dict[str, Any]:
         """Return a short description of the model as a mapping."""
         config, encoder = self.config, self.config.encoder
         size = f"{count_text(self.num_parameters())} ({size_text(self.get_memory_footprint())})"
@@ -207,16 +187,16 @@ class Familiar(GraphModel):
         return {name: value for name, value in found.items() if value}
 
     def __repr__(self) -> str:
-        facts = self.facts()
-        family = facts.pop("family")
-        return f"{type(self).__name__} ({family}): " + "; ".join(f"{name} {value}" for name, value in facts.items())
+        shown = self._summary()
+        family = shown.pop("family")
+        return f"{type(self).__name__} ({family}): " + "; ".join(f"{name} {value}" for name, value in shown.items())
 
     def _repr_html_(self) -> str:
         from html import escape
 
         from flodl_hf.inference.results.pages import table
 
-        rows = [(escape(name), escape(value)) for name, value in self.facts().items()]
+        rows = [(escape(name), escape(value)) for name, value in self._summary().items()]
         return f"<div><b>{escape(type(self).__name__)}</b></div>{table(rows)}"
 
 

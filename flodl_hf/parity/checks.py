@@ -59,7 +59,7 @@ def key_map(bench: Bench) -> Evidence:
         options = [stored, *names.also(name)]
         found = next((as_whole(o) for o in options if as_whole(o) in theirs), as_whole(stored))
         covered.setdefault(found, set()).add(stored)
-    kept = {entry.name for entry in bench.cell.record.kept}
+    kept = {entry.name for entry in bench.cell.record.kept_by(bench.cell.head)}
     lost, extra = theirs - set(covered) - repeated - kept, set(covered) - theirs - tied
     faults = [f"{len(n)} {what}: {sorted(n)[:3]}" for what, n in (("not covered", lost), ("not theirs", extra)) if n]
     back = [name for name, stored in ours.items() if names.ours(stored) != name]
@@ -106,9 +106,9 @@ def layouts(bench: Bench) -> Evidence:
     with torch.no_grad():
         together = _scores(model(**batch))
         found = model.graph(torch.cat(rows), layout=layout)
-        parts = found.unbind(0) if model.per_text else layout.unpack(found)
+        parts = found.unbind(0) if model._per_text else layout.unpack(found)
         for i, row in enumerate(rows):
-            expected = together[i] if model.per_text else together[i, : len(row)]
+            expected = together[i] if model._per_text else together[i, : len(row)]
             size = max(1.0, float(expected.abs().max()))
             gaps[f"row {i} alone"] = gap(_scores(model(input_ids=row[None]))[0], expected) / size
             gaps[f"row {i} packed"] = gap(parts[i], expected) / size
@@ -275,7 +275,7 @@ def _decode(model: Any, head: str, scores: Callable[[list[Any]], list[Tensor]] |
 
     saved = passes.scored, passes.all_states, passes.headed
     if scores is not None:
-        replaced = partial(_replaced, scores, model.per_text)
+        replaced = partial(_replaced, scores, model._per_text)
         passes.scored = lambda *given, per_text: replaced(*given)
         passes.all_states = lambda graph, ids, types, layout: (replaced(graph, ids, types, layout), layout)
         passes.headed = lambda graph, picked, layout: picked
@@ -334,7 +334,7 @@ def half_precision(bench: Bench) -> Evidence:
         model = bench.load(dtype=dtype)
         with torch.no_grad():
             exact, half = _scores(bench.ours(**batch)), _scores(model(**batch)).float()
-        exact, half = (exact, half) if model.per_text else (exact[keep], half[keep])
+        exact, half = (exact, half) if model._per_text else (exact[keep], half[keep])
         name = str(dtype).removeprefix("torch.")
         near = float((half - exact).abs().max() / exact.abs().max().clamp(min=1e-3))
         gaps[name], bounds[name] = near if bool(half.isfinite().all()) else float("nan"), bound

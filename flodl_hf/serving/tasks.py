@@ -50,7 +50,7 @@ def _given(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 def _limit(model: Any) -> int | None:
     recipe = model.sentence_recipe
-    return model.most_tokens(recipe.max_tokens if recipe is not None and model.head == "base" else None)
+    return model._most_tokens(recipe.max_tokens if recipe is not None and model.head == "base" else None)
 
 
 # ---- vectors -------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def _embed_ids(
 
     recipe, normalize = recipe_on(model.sentence_recipe, options.get("route")), options.get("normalize")
     model = model.on_route(options.get("route"))
-    model.ready("embed")
+    model._ready("embed")
     if recipe is not None and (recipe.dense or recipe.changes_states):
         raise PredictError("embed: this model has modules that need texts. Send texts, not ids.")
     limit = min((size for size in (_limit(model), options.get("max_tokens")) if size), default=None)
@@ -181,7 +181,7 @@ def _embed_all(model: Any, items: list[str], options: Mapping[str, Any], request
     from flodl_hf.inference.inputs import encode
     from flodl_hf.inference.passes import States
 
-    tokenizer = model.ready("embed_all")
+    tokenizer = model._ready("embed_all")
     how = _vector_options(options)
     encoded = encode(tokenizer, items, max_tokens=_limit(model), strict=how["strict"], truncate=not how["windows"])
     request.count_truncated(encoded.truncated, encoded.dropped)
@@ -299,7 +299,7 @@ def _zero_shot(model: Any, items: list[str], options: Mapping[str, Any], request
 
 def _tokenize(model: Any, items: list[str], options: Mapping[str, Any], request: WorkerRequest) -> Done:
     """Return tokens of texts with their offsets."""
-    tokenizer = model.ready("tokenize", untrained=True)
+    tokenizer = model._ready("tokenize", untrained=True)
     special = options.get("special")
     found = []
     for text, (row,) in zip(items, tokenizer.encode_rows(items, add_special_tokens=special is not False), strict=True):
@@ -321,7 +321,7 @@ def _tokenize(model: Any, items: list[str], options: Mapping[str, Any], request:
 
 def _decode(model: Any, items: list[list[int]], options: Mapping[str, Any], request: WorkerRequest) -> Done:
     """Return texts of ids."""
-    tokenizer = model.ready("decode", untrained=True)
+    tokenizer = model._ready("decode", untrained=True)
     for place, row in enumerate(items):
         if wrong := [number for number in row if not 0 <= number < tokenizer.vocab_size]:
             raise TokenizerError(f"ids {place}: found id {wrong[0]}, expected 0 to {tokenizer.vocab_size - 1}")

@@ -136,7 +136,7 @@ class Worker:
         for name, model in self.models.items():
             check_head(name, model.head)
             if model.tokenizer is None:
-                model.ready("serve")
+                model._ready("serve")
             task, items = warm_items(model)
             for count in (1, 8) if not self.cuda else (1, 1, 1, 8, 64, 64, 64):
                 sample = items[:1] if count == 1 else items * count

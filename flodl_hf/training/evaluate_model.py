@@ -101,7 +101,7 @@ def evaluate(
     recipe = _recipe_of(model)
     chosen = _options(options, recipe)
     opened = _open(model, chosen)
-    opened.ready("evaluate", untrained=untrained)
+    opened._ready("evaluate", untrained=untrained)
     with _as_before(opened):
         evaluation, task, notes = _plan(
             opened, data, chosen, Own(metrics=metrics), is_loss_inherited="loss" not in options

@@ -107,7 +107,7 @@ class ModelFactory:
             if self.seed is not None:
                 torch.manual_seed(self.seed)
             _draw(model, new)
-            model.mark_untrained(new)
+            model._mark_untrained(new)
         model.dtype_in_shards = torch.float32
         return model
 

@@ -269,7 +269,7 @@ class JointObjective(Objective):
 
     def score(self, model: Any, batch: Any) -> Any:
         """Return `Scored`."""
-        return model.one_pass(self._scored, batch)
+        return model._one_pass(self._scored, batch)
 
     def _scored(self, model: Any, batch: Any) -> Scored:
         ids, labels = batch["input_ids"], batch["labels"]

@@ -43,7 +43,7 @@ def run_model(model: Any, batch: Any, outputs: Sequence[str] = ()) -> tuple[Tens
     """Return the head's scores of a batch, in the layout that the batch has, and the graph's outputs of these names."""
     ids, types = batch["input_ids"], batch.get("token_type_ids")
     if "cu_seqlens" not in batch and not batch["attention_mask"].is_cuda:
-        return model.run_graph(ids, batch["attention_mask"], types, None, outputs)[:2]
+        return model._run_graph(ids, batch["attention_mask"], types, None, outputs)[:2]
     layout = layout_of(batch)
     lead, led = lead_of(model.graph), layout
     if lead is not None:
@@ -52,7 +52,7 @@ def run_model(model: Any, batch: Any, outputs: Sequence[str] = ()) -> tuple[Tens
         scores, named = model.graph(ids, token_type_ids=types, layout=led, outputs=list(outputs))
     else:
         scores, named = model.graph(ids, token_type_ids=types, layout=led), {}
-    return scores if lead is None or model.per_text else layout.behind(lead.count, scores), named
+    return scores if lead is None or model._per_text else layout.behind(lead.count, scores), named
 
 
 def layout_of(batch: Any) -> Layout:

@@ -235,7 +235,7 @@ def _factory(job: Job, stack: ExitStack) -> Any:
     opening: dict[str, Any] = {**shown, "attention": job.options.attention}
     if job.model.active_adapter is not None:
         opening["adapter"] = job.model.save_adapter(room / "adapter")
-    with job.model.without_adapter() as base:
+    with job.model.disable_adapter() as base:
         base.save_pretrained(room / "model")
     start = job.task.start if isinstance(job.task, ATTACHING_TASKS) else None
     return ModelFactory(

@@ -284,7 +284,8 @@ class ModelConfig:
     def max_tokens(self) -> int | None:
         """The longest row of tokens that the position table allows, or that the model was made for without one."""
         positions = getattr(self.encoder, "max_positions", None)
-        return None if not positions else positions - self.family.unused_positions(self.encoder)
+        rows = positions and positions - self.family.unused_positions(self.encoder)
+        return min((limit for limit in (rows, self.family.max_tokens(self.encoder)) if limit), default=None)
 
     def changed(
         self,

@@ -114,7 +114,8 @@ class _Names:
             for entry in family.ignored
             for holes in (family.indices(config) if "{" in entry.name else [{}])
         }
-        self.reasons |= {name: kept.reason for kept in family.kept for name in (kept.name, *kept.also)}
+        every = [*family.kept, *(kept for spec in family.heads.values() for kept in spec.kept)]
+        self.reasons |= {name: kept.reason for kept in every for name in (kept.name, *kept.also)}
         self.pooler = {row.theirs for row in family.keys if row.ours.startswith("pooler")}
         prefix = family.base_prefix + "."
         self.parts = {row.theirs.removeprefix(prefix).partition(".")[0] for row in family.keys}

@@ -57,6 +57,7 @@ class FamilyHead:
         classifier: our name of the layer with one row for each label; another number of labels initialises it
             again.
         ties: tensors that are shared when the configuration ties words.
+        kept: tensors of a file that this head does not use and that a model keeps and writes back.
         aliases: Hugging Face names under which a file may repeat a tensor, as ``(alias, canonical)``.
         untyped_loss: ``loss(logits, labels)`` for configurations without a problem type, where the reference differs
             from the common rule; None for the common rule.
@@ -70,6 +71,7 @@ class FamilyHead:
     pooled: bool = False
     classifier: str | None = None
     ties: tuple[Tie, ...] = ()
+    kept: tuple[Kept, ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
     untyped_loss: Callable[[Tensor, Tensor], Tensor] | None = None
     relation: Callable[[Any, int], nn.Module] | None = None
@@ -159,6 +161,9 @@ class Family:
         heads: the head of each task, by the name of the task.
         indices: the values of the placeholders of key rows, one mapping for each layer.
         pretraining: further class names in ``architectures``, with the task of each.
+        max_tokens: ``max_tokens(config)`` is the longest row of tokens, where no position table limits it; None for no
+            limit.
+        methods: further methods of its models, as ``name -> "module:function"``; the function takes the model first.
         unused_positions: ``unused_positions(config)`` is the number of rows of the position table that no token uses.
         takes_prefix: whether transformers' model accepts keys and values of a prefix.
         ties_words: the default of ``tie_word_embeddings``.
@@ -191,6 +196,8 @@ class Family:
     )
     pretraining: Mapping[str, str] = field(default_factory=dict)
     unused_positions: Callable[[Any], int] = field(default=lambda config: 0)
+    max_tokens: Callable[[Any], int | None] = field(default=lambda config: None)
+    methods: Mapping[str, str] = field(default_factory=dict)
     takes_prefix: bool = False
     ties_words: bool = True
     tokenizer: FamilyTokenizer | None = None
@@ -202,6 +209,10 @@ class Family:
         """Return the names of this family's model for one task (or ``"base"``)."""
         rows = self.keys if head == "base" else (*self.keys, *self.heads[head].keys)
         return KeyMap(rows, self.indices(config), self.also)
+
+    def kept_by(self, head: str) -> tuple[Kept, ...]:
+        """Return the tensors that a model of one task (or ``"base"``) keeps without using them."""
+        return self.kept if head == "base" else (*self.kept, *self.heads[head].kept)
 
     def renamed(self, model_type: str, class_prefix: str, **changes: Any) -> Family:
         """Return an alias: the same architecture under another ``model_type`` and class prefix.

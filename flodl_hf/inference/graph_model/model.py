@@ -52,9 +52,9 @@ class GraphModel(nn.Module):
     """
 
     head: ClassVar[str] = "base"
-    per_text: ClassVar[bool] = False
+    _per_text: ClassVar[bool] = False
     """Whether the head scores whole texts rather than tokens."""
-    forward_methods: ClassVar[tuple[str, ...]] = ("one_pass",)
+    forward_methods: ClassVar[tuple[str, ...]] = ("_one_pass",)
     """Methods other than the forward that run passes of the model, for which sharded weights are gathered."""
     config: ModelConfig
     load_report: LoadReport | None
@@ -78,7 +78,7 @@ class GraphModel(nn.Module):
         # `flodl_hf.inference.RunOptions`, which those put in who run it.
         self._run_options: Any = None
 
-    def run_graph(
+    def _run_graph(
         self,
         input_ids: Tensor | None,
         attention_mask: Tensor | None,
@@ -127,11 +127,11 @@ class GraphModel(nn.Module):
             except IndexError as fault:
                 taken = self.virtual_tokens
                 raise beyond_tables(self.config, input_ids, token_type_ids, position_ids, taken) or fault from fault
-        if lead is not None and not self.per_text:
+        if lead is not None and not self._per_text:
             result = layout.behind(lead.count, result)
         return result, named, {name: tuple(values) for name, values in seen.items()}
 
-    def one_pass(self, call: Callable[[Self, Any], Any], batch: Any) -> Any:
+    def _one_pass(self, call: Callable[[Self, Any], Any], batch: Any) -> Any:
         """Return ``call`` of this model, of its additional modules, and of a batch."""
         return call(self, batch)
 
@@ -147,7 +147,7 @@ class GraphModel(nn.Module):
                 module.implementation = implementation  # type: ignore[assignment]
         return self
 
-    def mark_untrained(self, names: Iterable[str]) -> None:
+    def _mark_untrained(self, names: Iterable[str]) -> None:
         """Mark tensors with random values as untrained until they are written to."""
         self._untouched = {name: self.graph.get_parameter(name)._version for name in names}
 
@@ -162,9 +162,9 @@ class GraphModel(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.mark_untrained(state["_untouched"])
+        self._mark_untrained(state["_untouched"])
 
-    def ready(self, task: str, *, untrained: bool = False) -> Tokenizer:
+    def _ready(self, task: str, *, untrained: bool = False) -> Tokenizer:
         """Return the tokenizer if the model can predict.
 
         Args:
@@ -189,9 +189,9 @@ class GraphModel(nn.Module):
     @property
     def max_tokens(self) -> int | None:
         """The longest row of tokens that the model and its tokenizer allow; None where nothing bounds it."""
-        return self.most_tokens(None)
+        return self._most_tokens(None)
 
-    def most_tokens(self, stated: int | None) -> int | None:
+    def _most_tokens(self, stated: int | None) -> int | None:
         """Return the longest row of tokens; None where nothing bounds it.
 
         Args:

@@ -131,7 +131,7 @@ class Reference:
             raise PredictError(
                 f"{source}: the model is for {head}; expected one of vectors, labels or ranks, which endpoints share"
             )
-        self.model.ready("verify-endpoint")
+        self.model._ready("verify-endpoint")
         recipe = self.model.sentence_recipe if head == "base" else None
         self.recipe = None if recipe is None else recipe.on()  # texts of which an endpoint is told nothing
         self._models: dict[tuple[bool, bool], Any] = {(False, False): self.model}
@@ -149,7 +149,7 @@ class Reference:
     @property
     def limit(self) -> int | None:
         """Most tokens that are read of a text."""
-        return self.model.most_tokens(self.recipe.max_tokens if self.recipe else None)
+        return self.model._most_tokens(self.recipe.max_tokens if self.recipe else None)
 
     def token_ids(self, texts: Sequence[str], way: Way = Way()) -> list[list[int]]:
         """Return ids of texts, without prompts."""

@@ -70,7 +70,7 @@ def test_the_base_keeps_its_bits_through_training_steps_and_merging(adapted: Any
     assert not any(isinstance(m, AdaptedLinear) for m in model.modules())
     assert torch.allclose(logits(model), beside, rtol=0, atol=2e-5)
     assert torch.equal(logits(model.unmerge_adapter()), beside)
-    with model.without_adapter():
+    with model.disable_adapter():
         assert torch.equal(logits(model), said)
     assert torch.equal(logits(model), beside)
     model.set_adapter(None)
@@ -219,7 +219,7 @@ def test_vectors_are_made_as_the_adapter_says_and_as_the_base_says_without_it(ba
     assert torch.equal(first.set_adapter("default").embed(texts), wanted)
     second: Any = AutoModel.from_pretrained(tmp_path / "vectors")
     assert torch.equal(second.load_adapter(folder, "other").embed(texts), wanted)
-    with second.without_adapter():
+    with second.disable_adapter():
         assert torch.equal(second.embed(texts), plain)
         again = second.save_adapter(tmp_path / "again", "other")
     assert torch.equal(AutoModel.from_pretrained(tmp_path / "vectors", adapter=again).embed(texts), wanted)

@@ -115,7 +115,7 @@ def test_recorded_steps_train_adapters_as_launched_ones(base: Path) -> None:
     launched = finetune(base, train=rows, devices=["cuda:0"], capture=False, fused=False, **chosen)
     assert recorded.losses[-1] < recorded.losses[0]
     assert recorded.losses == pytest.approx(launched.losses, rel=5e-2)
-    fixed = recorded.model.fixed_names()
+    fixed = recorded.model._fixed_names()
     start = load(base).state_dict()
     state = recorded.model.state_dict()
     assert all(torch.equal(start[name], state[name].cpu()) for name in fixed if name in start)

@@ -101,7 +101,7 @@ def test_fine_tuning_trains_scales_and_the_head_alone(base: Path, tmp_path: Path
     )
     assert torch.equal(logits(found), logits(result.model.to("cpu")))
     start = load(base).state_dict()
-    fixed = result.model.fixed_names()
+    fixed = result.model._fixed_names()
     assert fixed
     assert all(torch.equal(result.model.state_dict()[name], start[name]) for name in fixed if name in start)
 

@@ -300,7 +300,7 @@ def test_our_kernels_train_it(kind: str, dtype: torch.dtype, monkeypatch: pytest
 @pytest.mark.parametrize("head", HEADS)
 def test_it_is_written_and_read_like_any_family(head: str, tmp_path: Any) -> None:
     model = made(head)
-    model.mark_untrained(())
+    model._mark_untrained(())
     again = load(model.save_pretrained(tmp_path / "toy"))
     assert again.head == head
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))

@@ -31,7 +31,7 @@ def entities(found: Any) -> list[dict[str, Any]]:
 def one_label(model: Any) -> Any:
     """Return a model of one label, as cross-encoders are."""
     ranker = AutoModelForSequenceClassification.from_pretrained(model.source.folder, num_labels=1)
-    ranker.mark_untrained(())
+    ranker._mark_untrained(())
     return ranker
 
 

@@ -98,7 +98,7 @@ def make(tokenizer: Tokenizer) -> Make:
             for name, parameter in model.graph.named_parameters():
                 if "norm" not in name:
                     parameter.normal_(0, 0.3)
-        model.mark_untrained(())
+        model._mark_untrained(())
         model.tokenizer = tokenizer
         return model.eval()
 

@@ -47,9 +47,9 @@ def test_packed_rows_equal_padded_rows(make: Make, model_type: str, head: str) -
     with torch.no_grad():
         expected = scores(model, inputs)
         found = model.graph(torch.tensor([t for row in rows for t in row]), layout=layout)
-    parts = found.unbind(0) if model.per_text else layout.unpack(found)
+    parts = found.unbind(0) if model._per_text else layout.unpack(found)
     for i, (part, n) in enumerate(zip(parts, LENGTHS, strict=True)):
-        torch.testing.assert_close(part, expected[i] if model.per_text else expected[i, :n], rtol=0, atol=1e-5)
+        torch.testing.assert_close(part, expected[i] if model._per_text else expected[i, :n], rtol=0, atol=1e-5)
 
 
 @cells
@@ -60,7 +60,7 @@ def test_filling_changes_no_real_token(make: Make, model_type: str, head: str) -
         together = scores(model, inputs)
         for i, row in enumerate(rows):
             alone = scores(model, {"input_ids": torch.tensor([row])})[0]
-            expected = together[i] if model.per_text else together[i, : len(row)]
+            expected = together[i] if model._per_text else together[i, : len(row)]
             torch.testing.assert_close(alone, expected, rtol=0, atol=1e-5)
 
 
@@ -95,7 +95,7 @@ def test_half_precision_is_finite_and_near(make: Make, model_type: str, head: st
         exact = scores(model, inputs)
         half = scores(model.to(dtype), inputs).float()
     real = inputs["attention_mask"].bool()
-    exact, half = (exact, half) if model.per_text else (exact[real], half[real])
+    exact, half = (exact, half) if model._per_text else (exact[real], half[real])
     assert half.isfinite().all()
     assert float((half - exact).abs().max()) < 0.15 * max(1.0, float(exact.abs().max()))
 

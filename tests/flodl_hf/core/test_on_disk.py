@@ -191,7 +191,7 @@ def test_commands_take_where_weights_stay(saved: Saved, tmp_path: Path, monkeypa
     folder, source = saved("bert", "sequence_classification"), tmp_path / "texts.txt"
     source.write_text("\n".join(TEXTS))
     seen: list[bool] = []
-    ready = GraphModel.ready
+    ready = GraphModel._ready
 
     def noted(self: Any, *given: Any, **how: Any) -> Any:
         seen.append(self.weights_on_disk is not None)

@@ -89,11 +89,11 @@ def test_large_batches_are_recorded_and_their_replays_give_the_same(make: Make, 
         encode(model.tokenizer, [" ".join(["good film"] * (1 + (i * step) % 17)) for i in range(900)], max_tokens=40)
         for step in (5, 7)
     )
-    work = Scores(model.per_text)
+    work = Scores(model._per_text)
 
     def scores(found: object) -> torch.Tensor:
         started = engine.start(found.table, work)  # type: ignore[attr-defined]
-        return started.stacked() if model.per_text else started.placed().values
+        return started.stacked() if model._per_text else started.placed().values
 
     known = [scores(first), scores(second)]
     for _ in range(3):

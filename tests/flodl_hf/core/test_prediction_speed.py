@@ -45,7 +45,7 @@ def values(model: EncoderModel, engine: Engine, texts: list[str]) -> list[torch.
     if model.head == "base":
         found = engine.start(table, States()).placed()
         return found.rows(table)
-    if model.per_text:
+    if model._per_text:
         return list(engine.start(table, Scores(True)).stacked())
     return engine.start(table, Scores(False)).placed().rows(table)
 
@@ -473,11 +473,11 @@ def test_large_batches_are_recorded_and_give_what_they_gave(
     monkeypatch.setattr("flodl_hf.inference.engine.SMALL", 30)
     # A copy home is a copy, unlike on a processor, where results are handed on as they are.
     monkeypatch.setattr(Engine, "_back", lambda self, found, count: (found[:count].clone(), None))
-    work = Scores(model.per_text)
+    work = Scores(model._per_text)
 
     def ask(engine: Engine, table: Any) -> torch.Tensor:
         found = engine.start(table, work)
-        return found.stacked() if model.per_text else torch.cat(found.placed().rows(table))
+        return found.stacked() if model._per_text else torch.cat(found.placed().rows(table))
 
     engine = engine_of(model, bucketed=True, token_budget=64)
     engine.recorder = Tape()

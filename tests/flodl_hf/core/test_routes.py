@@ -300,7 +300,7 @@ def test_a_classifier_takes_the_usual_transformer_alone(saved: Saved, tmp_path: 
     model: Any = load(folder, head="seqcls", num_labels=2)
     assert (model.config.model_type, model.routed) == ("bert", None)
     assert any("the transformers of other routes are not" in note for note in model.load_report.notes)
-    model.mark_untrained([])
+    model._mark_untrained([])
     kept: Any = load(model.save_pretrained(tmp_path / "classifier"), head="base")
     assert torch.equal(kept.embed(TEXTS), load(folder).embed(TEXTS))  # type: ignore[attr-defined]
 

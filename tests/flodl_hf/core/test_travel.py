@@ -96,7 +96,7 @@ def test_a_loaded_model_takes_its_source_along(saved: Callable[..., Path], tmp_p
 def test_random_weights_stay_known_as_random(make: Make) -> None:
     model: Any = make("bert", "sequence_classification")
     fresh = ["head.classifier.weight", "head.classifier.bias"]
-    model.mark_untrained(fresh)
+    model._mark_untrained(fresh)
     with torch.no_grad():
         model.graph.get_parameter(fresh[1]).add_(1)
     for name, way in WAYS.items():

@@ -276,7 +276,7 @@ def test_saliency_begins_at_the_texts_own_score() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.2)
-    model.eval().mark_untrained(())
+    model.eval()._mark_untrained(())
     model.tokenizer = Tokenizer.from_files(vocabulary(), model_type="esm")
     found = saliency(model, "MKTVLAG")
     with torch.no_grad():

@@ -32,7 +32,7 @@ WHOLE: dict[str, Any] = {
 
 
 def learned(model: Any) -> dict[str, Tensor]:
-    fixed = model.fixed_names()
+    fixed = model._fixed_names()
     return {name: t.clone() for name, t in model.state_dict().items() if name not in fixed}
 
 
@@ -48,7 +48,7 @@ def test_an_adapter_learns_beside_a_base_that_keeps_its_bits(task: str, base: Pa
     assert result.losses[-1] < result.losses[0]
     before = load(base, head=task, labels=result.model.config.labels or None if "token" in task else None)
     own = before.graph.state_dict()
-    fixed = [name.removeprefix("network.") for name in result.model.fixed_names()]
+    fixed = [name.removeprefix("network.") for name in result.model._fixed_names()]
     assert all(torch.equal(own[name], result.model.graph.get_parameter(name)) for name in fixed)
     assert {"adapter_config.json", "adapter_model.safetensors", "README.md", "recipe.yaml"} <= {
         path.name for path in (tmp_path / "out").iterdir()

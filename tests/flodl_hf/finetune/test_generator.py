@@ -362,7 +362,7 @@ def test_both_learn_by_adapters_whose_folders_are_read_again(
         assert read.active_adapter == "default"
         named = dict(read.graph.named_parameters())
         assert all(torch.equal(p, named[name]) for name, p in ours.graph.named_parameters())
-        with ours.without_adapter():  # the base, its embeddings too, is what it was
+        with ours.disable_adapter():  # the base, its embeddings too, is what it was
             own = dict(ours.graph.named_parameters())
             kept = [name for name, p in before.graph.named_parameters() if torch.equal(p, own[name])]
             assert len(kept) == len(own)

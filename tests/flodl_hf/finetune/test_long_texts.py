@@ -87,9 +87,9 @@ def test_windows_are_judged_as_predict_answers(
         for example in range(len(rows)):
             windows = np.flatnonzero(prepared.rows.owners == example)
             scores = [
-                job.model.run_graph(torch.as_tensor(prepared.rows.get(int(w))["input_ids"])[None], None, None, None)[0][
+                job.model._run_graph(torch.as_tensor(prepared.rows.get(int(w))["input_ids"])[None], None, None, None)[
                     0
-                ]
+                ][0]
                 for w in windows
             ]
             seen[example] = torch.tensor(scorer.update(example, scores)[0])

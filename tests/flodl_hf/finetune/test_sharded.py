@@ -123,7 +123,7 @@ def test_a_step_of_a_generator_in_shards_has_the_loss_and_gradients_of_one_devic
     start = InDouble(tmp_path / "replaced_tokens", given | adapter)
     job, found = start.job(), []
     before = {name: value.double() for name, value in job.model.state_dict().items()}
-    assert bool(job.model.fixed_names()) is bool(adapter)
+    assert bool(job.model._fixed_names()) is bool(adapter)
     for more in ({}, {"shard": "fsdp"}):
         losses: list[float] = []
         run = Trainer.builder(start, sgd(1.0), job.objective).dataset(
@@ -136,7 +136,7 @@ def test_a_step_of_a_generator_in_shards_has_the_loss_and_gradients_of_one_devic
         found.append((run.run().state_dict(), losses))
     (one, loss), (other, shared) = found
     assert shared == pytest.approx(loss, rel=1e-7)  # what is reported is summed in float32
-    assert one.keys() == other.keys() == before.keys() - job.model.fixed_names()
+    assert one.keys() == other.keys() == before.keys() - job.model._fixed_names()
     gradients = {name: before[name] - value for name, value in one.items()}  # at a rate of 1
     most = max(float(gradient.abs().max()) for gradient in gradients.values())
     assert most > 0.1
@@ -151,7 +151,7 @@ def half(base: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.F
     if request.param == "base":
         model = head_named("base").model.from_config(whole.config)
         model.tokenizer = whole.tokenizer
-        model.mark_untrained(())
+        model._mark_untrained(())
     return model.to(torch.bfloat16).save_pretrained(tmp_path_factory.mktemp("half") / "model")
 
 
@@ -219,7 +219,7 @@ def test_a_start_in_half_precision_trains_in_shards_as_on_one_device(
 
 def test_a_base_is_cast_when_somebody_asks_for_the_model(half: Path) -> None:
     cut = planned(half, devices=["cpu", "cpu"], shard="fsdp", lora=2).model
-    fixed = cut.fixed_names()
+    fixed = cut._fixed_names()
     before = {name: value.clone() for name, value in cut.state_dict().items()}
     take(cut, {name: torch.full(value.shape, 0.3) for name, value in before.items() if name not in fixed})
     stored = {name: value for name, value in cut.state_dict().items() if name in fixed}

@@ -70,7 +70,7 @@ def answered(model: EncoderModel, precision: Any, table: TokenTable, *, rounds: 
     """Return all that an engine can be asked of a model, one tensor a row and question."""
     engine = Engine.of(model, RunOptions(precision=precision, **options))
     assert engine.prepared.rounded
-    asked: list[Work] = [Scores(True)] if model.per_text else [Scores(False), ScoresAt()]
+    asked: list[Work] = [Scores(True)] if model._per_text else [Scores(False), ScoresAt()]
     if model.head == "base":
         asked = [States(), Pooled(POOLINGS)]
     places = [list(range(0, length, 2)) for length in table.lengths]
@@ -129,7 +129,7 @@ def test_texts_of_all_lengths_meet_few_kernels(head: str, precision: str, monkey
     model = made("bert", head, max_positions=512)
     engine = Engine.of(model, RunOptions(precision=precision))  # type: ignore[arg-type]
     rows = seen_rows(monkeypatch)
-    work: Work = Pooled(("mean",)) if head == "base" else Scores(model.per_text)
+    work: Work = Pooled(("mean",)) if head == "base" else Scores(model._per_text)
     for length in (*range(1, 65), *range(65, 513, 7), 512):
         engine.start(table_of((length,)), work).wait()
     for texts in range(1, 257, 15):

@@ -83,7 +83,7 @@ def test_the_products_that_are_tried_can_be_computed(dtype: torch.dtype) -> None
 
 def test_loading_waits_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     model = demo.demo_model(demo.learn_vocabulary())
-    model.mark_untrained(())
+    model._mark_untrained(())
     folder = model.half().save_pretrained(tmp_path / "model")
     told: list[Any] = []
 

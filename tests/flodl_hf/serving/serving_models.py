@@ -74,7 +74,7 @@ def write(folder: Path, name: str) -> Path:
         for label, parameter in model.graph.named_parameters():
             if "norm" not in label:
                 parameter.normal_(0, 0.2)
-    model.mark_untrained(())
+    model._mark_untrained(())
     model.tokenizer = tokenizer()
     place = model.eval().save_pretrained(folder / name)
     if name == "m3":

@@ -147,7 +147,7 @@ def test_a_new_process_reads_weights_while_it_imports_torch(tmp_path: Path) -> N
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     config = ModelConfig.for_model("bert", vocab_size=9, max_position_embeddings=8, type_vocab_size=2, **sizes)
     model = head_named("sequence_classification").model.from_config(config)
-    model.mark_untrained(())
+    model._mark_untrained(())
     model.save_pretrained(tmp_path / "model")
     code = PROGRAM.format(folder=str(tmp_path / "model"))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
