@@ -1,8 +1,7 @@
 """``config.json`` as read: the family's typed settings, labels, and the source text.
 
-Decides the meaning of a configuration for all families (labels, problem type, ties, the strict
-reading of the JSON); a family's own rows are in its file. The source text is stored, so that export
-writes it back and patches only the changes.
+Decides what is common to all families: labels, problem type, ties. A family's own rows are in its file. The source
+text is stored, so that export writes it back and patches only the changes.
 """
 
 from __future__ import annotations
@@ -42,10 +41,9 @@ _SHARED_ROWS = (
 )
 # Names from other libraries that are not misspellings of ours.
 _OTHERS = {
-    "xlnet": "XLNet", "longformer": "Longformer", "big-bird": "BigBird", "xlm": "XLM", "roformer": "RoFormer",
-    "ernie": "ERNIE", "mobilebert": "MobileBERT", "megatron-bert": "Megatron-BERT",
-    "squeezebert": "SqueezeBERT", "flaubert": "FlauBERT", "funnel": "Funnel",
-    "neobert": "NeoBERT", "gliner": "GLiNER, which finds spans of any label", "gliclass": "GLiClass",
+    "xlnet": "XLNet", "longformer": "Longformer", "big-bird": "BigBird", "xlm": "XLM", "neobert": "NeoBERT",
+    "mobilebert": "MobileBERT", "megatron-bert": "Megatron-BERT", "squeezebert": "SqueezeBERT", "flaubert": "FlauBERT",
+    "funnel": "Funnel", "gliner": "GLiNER, which finds spans of any label", "gliclass": "GLiClass",
     "convbert": "ConvBERT", "rembert": "RemBERT", "ibert": "I-BERT", "luke": "LUKE", "layoutlm": "LayoutLM",
     "gpt2": "GPT-2, which generates text", "t5": "T5, which generates text", "bart": "BART, which generates text",
     "llama": "Llama, which generates text", "qwen2": "Qwen2, which generates text",
