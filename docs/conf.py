@@ -1,4 +1,4 @@
-"""How the site is built from the Markdown of this folder and the docstrings of both packages: `make docs`."""
+"""Configuration of the site, which Sphinx builds from this folder and the docstrings: `make docs`."""
 
 from __future__ import annotations
 
@@ -20,24 +20,36 @@ extensions = [
     "sphinx_design",
 ]
 source_suffix = {".md": "markdown"}
-exclude_patterns = ["_build", "pictures"]
+exclude_patterns = ["_build", "pictures", "templates"]
+templates_path = ["templates"]
 
-# A heading's anchor is what the Markdown of a repository's pages has, so that links hold in both.
+# Anchors of headings are those of Markdown files on GitHub, so that links work in both.
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence", "deflist"]
-# Links from a page to a file of the repository that is no page: shown as text with its path.
+# Links to files of the repository that are not pages are shown as text.
 suppress_warnings = ["myst.xref_missing", "myst.header"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 napoleon_google_docstring = True
 napoleon_use_ivar = True
-# A name in single backticks is the object of that name where there is one.
+# A name in single backticks links to the object of that name, if there is one.
 default_role = "py:obj"
 
 html_theme = "furo"
 html_title = f"flodl-hf {release}"
 html_static_path = ["pictures"]
+html_extra_path = ["llms.txt"]
+html_sidebars = {
+    "**": [
+        "sidebar/brand.html",
+        "sidebar/search.html",
+        "versions.html",
+        "sidebar/scroll-start.html",
+        "sidebar/navigation.html",
+        "sidebar/scroll-end.html",
+    ]
+}
 html_theme_options = {"navigation_with_keys": True}
 html_show_sphinx = False
 # Prompts and output of console blocks are not copied.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import inspect
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from enum import StrEnum
@@ -33,6 +34,7 @@ FOLDER = Path(__file__).parent / "reference"
 INDEX = Path(__file__).parents[1] / "flodl_hf" / "families" / "index.json"
 MODELS = FOLDER.parent / "which-models.md"
 SPEED = FOLDER.parent / "performance.md"
+LLMS = FOLDER.parent / "llms.txt"
 MEASURED = FOLDER.parent / "families_measured.json"
 METHODS = (
     "embed",
@@ -480,6 +482,40 @@ def joined(*parts: str) -> str:
     return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
 
+def llms() -> str:
+    """Return ``llms.txt``: the pages of the site for language models, by chapter, with links to their Markdown."""
+    parts = [
+        "# flodl-hf",
+        "> Load, run, fine-tune, evaluate, serve and export Hugging Face encoders (BERT, RoBERTa, DeBERTa, ModernBERT "
+        "and more) with Python and the command line, without transformers.",
+        "`flodl-hf docs NAME --json` prints the entry of a public name of the installed version.",
+    ]
+    for caption, pages_of in chapters():
+        lines = [f"- [{title_of(page)}](_sources/{page}.md.txt): {summary_of(page)}" for page in pages_of]
+        parts += [f"## {caption}", "\n".join(lines)]
+    return joined(*parts)
+
+
+def chapters() -> Iterator[tuple[str, list[str]]]:
+    """Yield the chapters of the site with their pages, in order."""
+    book = (FOLDER.parent / "index.md").read_text("utf-8")
+    for body in re.findall(r"^```\{toctree\}\n(.*?)^```", book, re.MULTILINE | re.DOTALL):
+        caption = re.search(r":caption: (.+)", body)
+        yield caption[1] if caption else "Pages", re.findall(r"^([\w/-]+)$", body, re.MULTILINE)
+
+
+def title_of(page: str) -> str:
+    """Return the heading of a page."""
+    return (FOLDER.parent / f"{page}.md").read_text("utf-8").split("\n", 1)[0].removeprefix("# ")
+
+
+def summary_of(page: str) -> str:
+    """Return the first sentence of a page, without links."""
+    text = (FOLDER.parent / f"{page}.md").read_text("utf-8").split("\n\n", 2)[1]
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(text.split()))
+    return re.split(r"(?<=[a-z)`])[.:](?: |$)", plain)[0] + "."
+
+
 def families_index() -> str:
     """Return the file in which a family is looked up, a line a family."""
     return "[\n" + ",\n".join(map(json.dumps, index())) + "\n]\n"
@@ -490,6 +526,9 @@ def main() -> None:
     if INDEX.read_text("utf-8") != families_index():
         INDEX.write_text(families_index(), "utf-8")
         print("flodl_hf/families/index.json")
+    if not LLMS.exists() or LLMS.read_text("utf-8") != llms():
+        LLMS.write_text(llms(), "utf-8")
+        print("docs/llms.txt")
     FOLDER.mkdir(exist_ok=True)
     for name, text in pages().items():
         path = FOLDER / name

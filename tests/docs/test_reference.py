@@ -55,6 +55,11 @@ def test_speeds_are_those_that_were_measured() -> None:
         TOOLS["between"]("a page without marks", "families", "text")
 
 
+def test_the_list_for_language_models_is_what_is_generated() -> None:
+    assert (ROOT / "docs" / "llms.txt").read_text("utf-8") == TOOLS["llms"](), "docs/llms.txt is out of date: make docs"
+    assert "tasks/entities.md.txt" in TOOLS["llms"]()
+
+
 def test_no_page_is_left_over() -> None:
     assert {path.name for path in (ROOT / "docs" / "reference").iterdir()} == set(PAGES)
 
