@@ -30,6 +30,7 @@ from flodl.train import StepDone
 from flodl_hf import finetune
 from flodl_hf.auto import AutoModelForSequenceClassification
 from flodl_hf.checkpoints.config import ModelConfig
+from flodl_hf.models.adapters import Lora
 from flodl_hf.training.demo import learn_vocabulary
 
 BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
@@ -119,7 +120,7 @@ def ways_of(
                 # The first epoch records shapes; the second is timed.
                 result = finetune(
                     base, train=table, out=Path(place) / "out", epochs=2, batch_size=batch, report=False,
-                    precision="bf16" if cuda else "fp32", on_event=note, progress=False, log_every=1, **options,
+                    precision="bf16" if cuda else "fp32", on_event=note, progress=False, **options,
                 )  # fmt: skip
                 if result.recorded is not None:
                     print(f"    {result.recorded}", flush=True)
@@ -129,7 +130,7 @@ def ways_of(
 
         return run
 
-    ways = {"full": ours(), "lora": ours(lora=rank), "lora all-linear": ours(lora=rank, lora_targets="all-linear")}
+    ways = {"full": ours(), "lora": ours(lora=rank), "lora all-linear": ours(adapter=Lora(rank, targets="all-linear"))}
     if find_spec("peft") is not None and find_spec("transformers") is not None:
         ways["peft"] = lambda: of_peft(base, table, batch, steps, rank, cuda)
     return ways

@@ -13,7 +13,7 @@ from flodl_hf.checkpoints.weights.early import beginning
 from flodl_hf.cli.finetune import option_parameters, parameter, parse, train_data, with_parameters
 from flodl_hf.cli.path_checks import check_places
 from flodl_hf.cli.shared import emit_json, reporting, say, tell
-from flodl_hf.training.keywords import EvaluateOptions
+from flodl_hf.training.options import EvaluateOptions
 
 __all__ = ["command"]
 

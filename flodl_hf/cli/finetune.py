@@ -9,10 +9,9 @@ import inspect
 import json
 import os
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import fields
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -25,8 +24,9 @@ from flodl_hf.cli.error_text import command_line
 from flodl_hf.cli.path_checks import check_places
 from flodl_hf.cli.shared import emit_json, reporting, say, tell, training_said
 from flodl_hf.families.schema.tasks import HEADS
+from flodl_hf.models.adapters.settings import FLAT_WORDS
 from flodl_hf.training.option_checks import SCHEDULES
-from flodl_hf.training.options import Options
+from flodl_hf.training.options import HINTS
 from flodl_hf.training.training_arguments import REMOVED
 
 if TYPE_CHECKING:
@@ -49,14 +49,17 @@ GROUPS = {
     "revision": "The Hub",
 }
 """Groups of options in help, each by the option that begins it."""
+SHOWN_IN_HELP = (
+    *("model", "data", "train", "eval", "out", "overwrite", "recipe", "set", "dry_run", "dashboard", "help_all"),
+    *("task", "columns", "epochs", "batch_size", "max_length", "lr", "lora", "precision", "seed", "metric"),
+    *("early_stopping", "resume", "devices"),
+)
+"""What ``--help`` shows; ``--help-all`` shows all options."""
 IN_PARTS = (
-    *("columns", "schedule_options", "loss_options", "projection", "matryoshka", "class_weights", "labels", "freeze"),
-    "lora_targets",
-    *("lora_kinds", "ia3", "allow_change"),
-    "devices",
+    *("columns", "schedule_options", "loss_options", "matryoshka", "class_weights", "labels", "freeze", "devices"),
 )
 """Options that may be given several times, a bit each."""
-LISTS = ("labels", "freeze", "lora_targets", "lora_kinds", "ia3", "allow_change", "trackers", "matryoshka")
+LISTS = ("labels", "freeze", "trackers", "matryoshka")
 TASK: dict[str, Any] = {
     "metavar": "|".join(head.short for head in HEADS[1:6]) + "|...",
     "parser": task_word,
@@ -257,16 +260,32 @@ class Command(OnceCommand):
     """The command; ``--dashboard`` takes an optional port."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse arguments, with a default port; removed options raise an error with their replacement."""
+        """Parse arguments, with a default port; options without a flag raise an error with their replacement."""
+        if "--help-all" in args:
+            for option in self.params:
+                option.hidden = False  # type: ignore[attr-defined]
+            args = ["--help"]
         filled: list[str] = []
         for place, word in enumerate(args):
-            removed = REMOVED.get(word.partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_"))
-            if word.startswith("--") and removed is not None:
-                raise typer.BadParameter(f"{word}: this option was removed; {removed[1]}", ctx=ctx)
+            name = word.partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
+            if word.startswith("--") and (instead := _instead(name)):
+                raise typer.BadParameter(f"{word}: {instead}", ctx=ctx)
             filled.append(word)
             if word == "--dashboard" and not "".join(args[place + 1 : place + 2]).isdecimal():
                 filled.append(ANY_PORT)
         return super().parse_args(ctx, filled)
+
+
+def _instead(name: str) -> str:
+    """Return what replaces an option that the command line does not have; empty for others."""
+    if name in REMOVED:
+        return f"this option was removed; {REMOVED[name][1]}"
+    if name in FLAT_WORDS:
+        kind, setting, _ = FLAT_WORDS[name]
+        return f"this option was removed; use --set 'adapter={{type: {kind}, {setting or 'dora'}: ...}}'"
+    return (
+        f"this option has no flag; use --set {name}=..." if name in HINTS and not HINTS[name][1].metadata["cli"] else ""
+    )
 
 
 def train_data(text: Any) -> Any:
@@ -307,7 +326,7 @@ def parse(name: str, text: Any) -> Any:
             return json.loads(text)
         except ValueError:
             raise ConfigError(f"--prompts: found {text!r}, expected JSON", problems=[name]) from None
-    is_map = name in ("columns", "schedule_options", "loss_options", "projection")
+    is_map = name in ("columns", "schedule_options", "loss_options")
     if is_map or (name in ("vector_loss", "prompts") and "=" in text):
         return dict(_pairs(name, text))
     if name == "class_weights":
@@ -339,10 +358,10 @@ def _pairs(name: str, text: str) -> list[tuple[str, str]]:
 
 def _command() -> Callable[..., None]:
     """Return the command with its arguments and one option for each row of the table."""
-    table = {f.name: f for f in fields(Options)}
+    table = [name for name, (_, row) in HINTS.items() if row.metadata["cli"]]
 
     def command(**said: Any) -> None:
-        given = {name: parse(name, said.pop(name)) for name in table}
+        given = {name: parse(name, said.pop(name)) for name in table} | _set_values(said["set"] or ())
         if said["data"] is not None and said["train"] is not None:
             raise ConfigError(
                 f"train: found {said['data']!r} after MODEL and {said['train']!r}; expected one of them",
@@ -369,6 +388,8 @@ def _command() -> Callable[..., None]:
         parameter("recipe", Path | None, typer.Option("--recipe", "-r", help="YAML file with options; those on the "
                    "command line win.")),
         parameter("env", str | None, typer.Option("--env", help="Override the recipe with RECIPE.ENV.yaml.")),
+        parameter("set", list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Set any option of the "
+                   "reference, with the value as YAML: --set beta1=0.8 --set 'adapter={type: ia3}'.")),
         parameter("dry_run", bool, typer.Option("--dry-run", help="Read and check all, try the heaviest batch and "
                    "three steps on a copy, report the resources needed, and write nothing."), False),
         parameter("find_lr", bool, typer.Option("--find-lr", help="Train a copy at rising rates, report where the loss "
@@ -379,10 +400,29 @@ def _command() -> Callable[..., None]:
                    "evaluate, save or stop, authorised by the token in its address."), False),
     ]  # fmt: skip
     parameters += option_parameters(table)
-    parameters.append(
-        parameter("json_output", bool, typer.Option("--json", help="Print one JSON document instead of text."), False)
-    )
+    parameters += [
+        parameter("json_output", bool, typer.Option("--json", help="Print one JSON document instead of text."), False),
+        parameter("help_all", bool, typer.Option("--help-all", help="Show all options and exit."), False),
+    ]
+    for one in parameters:
+        one.annotation.__metadata__[0].hidden = one.name not in SHOWN_IN_HELP
     return with_parameters(command, parameters)
+
+
+def _set_values(texts: Sequence[str]) -> dict[str, Any]:
+    """Return the options that ``--set NAME=VALUE`` sets; values are YAML."""
+    import yaml
+
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        try:
+            if not name or not equals:
+                raise ValueError
+            found[name.replace("-", "_")] = yaml.safe_load(value)
+        except (yaml.YAMLError, ValueError):
+            raise ConfigError(f"--set: found {text!r}, expected name=value with YAML", problems=["set"]) from None
+    return found
 
 
 def with_parameters(command: Callable[..., None], parameters: list[inspect.Parameter]) -> Callable[..., None]:
@@ -394,13 +434,13 @@ def with_parameters(command: Callable[..., None], parameters: list[inspect.Param
 
 def option_parameters(names: Container[str]) -> list[inspect.Parameter]:
     """Return a parameter of a command for each of these rows of the table of options."""
-    hints, group, parameters = get_type_hints(Options), "", []
-    for name, row in {f.name: f for f in fields(Options)}.items():
+    group, parameters = "", []
+    for name, (hint, row) in HINTS.items():
         group = GROUPS.get(name, group)
         if name not in names:
             continue
         flag = "--" + name.replace("_", "-")
-        kind, shown = _kind(hints[name], name, row.metadata.get("among")), _default(row.default)
+        kind, shown = _kind(hint, name, row.metadata.get("among")), _default(row.default)
         kind = list[str] if name in IN_PARTS else kind
         flags = [f"{flag}/--no-{flag[2:]}"] if kind is bool else [flag, *([SHORT[name]] if name in SHORT else [])]
         text = row.metadata["help"] + (f" (default {shown})" if shown else "")
@@ -424,6 +464,8 @@ def _kind(hint: Any, name: str, among: tuple[str, ...] | None) -> Any:
     if among:
         return choice(name, among)
     kinds = [k for k in (get_args(hint) or (hint,)) if k in (bool, int, float, str)]
+    if bool in kinds:
+        return bool
     if hint == Sequence[str]:
         return list[str]
     return kinds[0] if len(kinds) == 1 and "Sequence" not in str(hint) and "Mapping" not in str(hint) else str

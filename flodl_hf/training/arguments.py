@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from flodl_hf.inference.graph_model.model import GraphModel
-from flodl_hf.models.adapters.settings import IA3, Lora, Prefix, Prompt, adapter_words
 from flodl_hf.training.option_checks import Problems
 from flodl_hf.training.options import Options, read_options
 
@@ -25,7 +24,7 @@ OTHERS = {
 
 
 def read_arguments(
-    where: str, model: Any, train: Any, given: Mapping[str, Any], *, loss: Callable[..., Any] | str | None, adapter: Any
+    where: str, model: Any, train: Any, given: Mapping[str, Any], *, loss: Callable[..., Any] | str | None
 ) -> tuple[Options, Callable[..., Any] | None, Problems]:
     """Return the options of a call, its loss if that is a function, and the problems of all arguments.
 
@@ -35,7 +34,6 @@ def read_arguments(
         train: the training data.
         given: the options.
         loss: the name of a loss, or a function.
-        adapter: settings of a new adapter.
     """
     problems, values = Problems(where), dict(given)
     if isinstance(loss, str):
@@ -44,13 +42,6 @@ def read_arguments(
         problems.add([f"model: found {_model_text(model)}"])
     if train is None and given.get("train_dataset") is None:
         problems.add(["train: found None; expected a file or rows to learn from"])
-    if adapter is not None and not isinstance(adapter, (Lora, IA3, Prompt, Prefix)):
-        problems.add([
-            f"adapter: found {type(adapter).__name__}; expected Lora, IA3, Prompt or Prefix of flodl_hf.models.adapters"
-        ])  # fmt: skip
-    else:
-        with problems:
-            values = {**adapter_words(adapter), **values}
     options, faults = read_options(values)
     problems.add(faults)
     return options, loss, problems

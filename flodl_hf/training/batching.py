@@ -71,7 +71,7 @@ def batch_rows(
         cut: Any = {"micro_batch_size": micro_batch_rows(options), "accumulate": options.accumulate}
         collate = replace(collate, widths=choose_widths(laid.lengths, laid.widest, batches, **cut))
     notes = () if vectors is None else batches.notes()
-    if unrecorded and options.capture and _on_cuda(options):
+    if unrecorded and _on_cuda(options):
         notes += (f"steps are launched one operation at a time, with the same numbers, because {unrecorded}",)
     return Batching(batches, collate, layout, unrecorded, notes)
 
@@ -112,7 +112,7 @@ def evaluation_layout(options: Options) -> Literal["padded", "packed"]:
 def _has_widths(options: Options, task: Task) -> bool:
     """Return whether padded batches have a few fixed widths, for captured steps."""
     # A loss that includes padding depends on the padded length of a batch, so that length is kept.
-    return options.capture and _on_cuda(options) and (task.kind != "spans" or options.masks_padding)
+    return _on_cuda(options) and (task.kind != "spans" or options.masks_padding)
 
 
 def _on_cuda(options: Options) -> bool:

@@ -28,9 +28,7 @@ __all__ = ["front_matter", "head_of_card", "hub_name", "papers"]
 SHOWN = (
     *("epochs", "max_steps", "batch_size", "accumulate", "tokens_per_batch", "layout", "max_length", "optimizer"),
     *("lr", "schedule", "schedule_options", "warmup", "weight_decay", "max_grad_norm", "layerwise_decay", "freeze"),
-    *("lora", "lora_alpha", "lora_dropout", "lora_targets", "lora_kinds", "ia3"),
-    *("prompt_tokens", "prompt_text", "prompt_encoder", "prompt_encoder_kind"),
-    *("prefix_tokens", "prefix_encoder"),
+    *("lora", "adapter"),
     *("class_weights", "label_smoothing", "dropout", "neftune", "ema", "precision", "seed"),
     *("concatenate", "whole_words", "mask_probability", "generator"),
     *("vector_loss", "loss_options", "matryoshka", "guide", "pooling", "normalize", "prompts"),

@@ -237,7 +237,7 @@ def choose_task(tables: Tables, options: Options, known: Known, own: Any = None)
     if is_ranked or named in ("embedding", *OTHER_VECTORS) or (named is None and (pairs or tables.parts)):
         tables.drop_unlabelled(_class_column(tables, options))
     if denoises(options.vector_loss) and named in (None, "embedding") and not tables.parts:
-        options = replace(options, vector_loss="DenoisingAutoEncoderLoss", fused=False)
+        options = replace(options, vector_loss="DenoisingAutoEncoderLoss")
         return plan_embedding({"": tables.train}, options, own, DenoisingTask)
     if named == "embedding" and not tables.parts and own is None and _needs_layer(tables.train, options):
         return plan_embedding({"": tables.train}, options, own, AuxiliaryTask)

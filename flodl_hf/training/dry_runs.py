@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
-from flodl.train import Callback, RateSearch, Rehearsal
+from flodl.train import RateSearch, Rehearsal
 from flodl_hf.inference.graph_model.model import GraphModel
 from flodl_hf.training.arguments import read_arguments
 from flodl_hf.training.evaluation import Evaluation
 from flodl_hf.training.factory import cast_stored
 from flodl_hf.training.job import Job, plan_job
-from flodl_hf.training.keywords import FinetuneWords
+from flodl_hf.training.options import FinetuneArguments
 from flodl_hf.training.run import check_free
 from flodl_hf.training.training import make_builder, settings_of_torch
 from flodl_hf.training.user_code import Own
 
 if TYPE_CHECKING:
-    from flodl_hf.models.adapters.settings import Settings
     from flodl_hf.models.encoder_model import EncoderModel
 
 __all__ = ["DryRun", "dry_run", "find_lr"]
@@ -74,47 +73,29 @@ class DryRun:
         return "\n".join(lines)
 
 
-def dry_run(
-    model: str | Path | EncoderModel,
-    *,
-    train: Any = None,
-    eval: Any = None,
-    out: str | Path | None = None,
-    overwrite: bool = False,
-    on_event: Callable[[Any], Any] | None = None,
-    progress: bool | None = None,
-    monitor: Any = None,
-    loss: Callable[..., Any] | str | None = None,
-    metrics: Any = None,
-    callbacks: Sequence[Callback] = (),
-    adapter: Settings | None = None,
-    **options: Unpack[FinetuneWords],
-) -> DryRun:
+def dry_run(model: str | Path | EncoderModel, **arguments: Unpack[FinetuneArguments]) -> DryRun:
     """Return the steps and resources of ``finetune`` with the same arguments, after a short trial.
 
     All data is read and tokenized; a copy of the model runs the largest batch and three steps, evaluates some
     rows and is written to a temporary folder. Nothing else is written, and no model changes.
-    All arguments of ``finetune`` are accepted. ``out`` is checked and not written; ``on_event``, ``progress``,
-    ``monitor`` and ``callbacks`` are not used.
+    ``out`` is checked and not written; ``on_event``, ``progress``, ``monitor`` and ``callbacks`` are not used.
 
     Raises:
         Exception: errors that `flodl_hf.training.finetune` would raise up to this point.
     """
-    own = Own(metrics=metrics, callbacks=tuple(callbacks))
     with ExitStack() as stack:
-        job = _plan_trial(stack, "dry_run", model, train, eval, options, adapter, loss, own, out, overwrite)
+        job = _plan_trial(stack, "dry_run", model, arguments)
         needs = make_builder(job, lambda event: None, stack).dry_run()
         figures = _evaluate_some(job)
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flodl-hf-"))) / "model"
         job.model.save_pretrained(place)
-    sets = _sets(job)
     return DryRun(
         job.task.head,
         job.task.labels,
         len(job.rows),
         int(job.rows.lengths.sum()),
         int(job.rows.lengths.max()),
-        {name: len(one.prepared.rows) for name, one in sets.items()},
+        {name: len(one.prepared.rows) for name, one in _sets(job).items()},
         None if job.options.tokens_per_batch is not None else job.options.batch_size,
         job.steps,
         needs,
@@ -122,17 +103,21 @@ def dry_run(
     )
 
 
-def _plan_trial(
-    stack: ExitStack, where: str, model: Any, train: Any, held_out: Any, given: Mapping[str, Any], adapter: Any,
-    loss: Any, own: Own, out: Any, overwrite: bool,
-) -> Job:  # fmt: skip
+def _plan_trial(stack: ExitStack, where: str, model: Any, arguments: Mapping[str, Any]) -> Job:
     """Return the job of `finetune` with the same arguments; ``stack`` restores a model in memory."""
+    options = dict(arguments)
+    train, held_out, out, loss, metrics = (
+        options.pop(name, None) for name in ("train", "eval", "out", "loss", "metrics")
+    )
+    overwrite, callbacks = options.pop("overwrite", False), options.pop("callbacks", ())
+    for name in ("on_event", "progress", "monitor"):
+        options.pop(name, None)
     stack.enter_context(_vectors_kept(model))
-    options, loss, problems = read_arguments(where, model, train, given, loss=loss, adapter=adapter)
+    chosen, loss, problems = read_arguments(where, model, train, options, loss=loss)
     if out is not None and not problems.found:
         check_free(Path(out), overwrite)
-    own = replace(own, loss=loss)
-    job = plan_job(model, train, held_out, options, where=where, own=own, problems=problems)
+    own = Own(loss, metrics, tuple(callbacks))
+    job = plan_job(model, train, held_out, chosen, where=where, own=own, problems=problems)
     cast_stored(job.model)  # a trial runs on one device, without shards
     stack.enter_context(settings_of_torch())
     if not job.named and job.options.adapter is not None:
@@ -177,38 +162,27 @@ def _evaluate_some(job: Job) -> dict[str, float]:
 def find_lr(
     model: str | Path | EncoderModel,
     *,
-    train: Any = None,
-    eval: Any = None,
     low: float = 1e-7,
     high: float = 1.0,
     steps: int = 100,
-    out: str | Path | None = None,
-    overwrite: bool = False,
-    on_event: Callable[[Any], Any] | None = None,
-    progress: bool | None = None,
-    monitor: Any = None,
-    loss: Callable[..., Any] | str | None = None,
-    metrics: Any = None,
-    callbacks: Sequence[Callback] = (),
-    adapter: Settings | None = None,
-    **options: Unpack[FinetuneWords],
+    **arguments: Unpack[FinetuneArguments],
 ) -> RateSearch:
     """Train a copy of ``model`` at rising rates; ``suggestion`` of the result is a value for ``lr``.
 
     It stops where the loss is four times the lowest. Nothing is written and no model is changed.
 
     Args:
-        train: data, as for `flodl_hf.training.finetune`.
-        eval: evaluation data; rows that the run would split off are not used for training.
+        low: the first rate.
+        high: the last rate.
         steps: optimiser steps at most; rates rise by the same factor at each.
-        out: checked and not written; ``on_event``, ``progress``, ``monitor``, ``metrics`` and ``callbacks`` are not
-            used. The other arguments are described in `flodl_hf.training.finetune`.
+        **arguments: as for `flodl_hf.training.finetune`; rows that the run would split off for ``eval`` are not used
+            for training. ``out`` is checked and not written; ``on_event``, ``progress``, ``monitor``, ``metrics`` and
+            ``callbacks`` are not used.
 
     Raises:
         ConfigError, DataError: as in `finetune`; rates that do not rise.
         TrainError: the loss is not finite from the start.
     """
-    own = Own(metrics=metrics, callbacks=tuple(callbacks))
     with ExitStack() as stack:
-        job = _plan_trial(stack, "find_lr", model, train, eval, options, adapter, loss, own, out, overwrite)
+        job = _plan_trial(stack, "find_lr", model, arguments)
         return make_builder(job, lambda event: None, stack).find_lr(low, high, steps)

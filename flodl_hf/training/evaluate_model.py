@@ -24,13 +24,12 @@ from flodl_hf.training.declared import classes_used, numbered_as
 from flodl_hf.training.eval_predictions import EvalPredictions
 from flodl_hf.training.evaluation import Evaluation, Evaluations
 from flodl_hf.training.job import make_evaluation, prepare_held_out, row_limits
-from flodl_hf.training.keywords import EvaluateOptions
 from flodl_hf.training.lists import has_lists
 from flodl_hf.training.losses.auxiliary import needs_layer
 from flodl_hf.training.losses.tsdae import denoises
 from flodl_hf.training.multilabel_columns import list_multilabel_columns
 from flodl_hf.training.option_checks import Problems
-from flodl_hf.training.options import Options, make_options
+from flodl_hf.training.options import EvaluateOptions, Options, make_options
 from flodl_hf.training.report.figures import LabelTable, label_table
 from flodl_hf.training.sequence import SequenceTask
 from flodl_hf.training.start import known_of

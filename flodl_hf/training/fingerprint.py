@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from flodl.train.settings import MAY_CHANGE
+from flodl_hf.models.adapters.settings import flat_words
 from flodl_hf.training.rows import EncodedRows
 
 if TYPE_CHECKING:
@@ -43,10 +44,10 @@ BY_THE_TRAINER = (
 BY_HASH = ("columns", "revision")
 CHANGES_NO_NUMBER: Mapping[str, str] = {
     **dict.fromkeys(("epochs", "max_steps"), MAY_CHANGE["num_epochs"]),
-    **dict.fromkeys(("gradient_checkpointing", "deterministic", "fused", "compile"), MAY_CHANGE["compile"]),
+    **dict.fromkeys(("gradient_checkpointing", "deterministic", "compile"), MAY_CHANGE["compile"]),
     **dict.fromkeys(("save_every", "checkpoints", "keep_checkpoints", "keep_last"), MAY_CHANGE["folder"]),
-    **dict.fromkeys(("log_every", "trackers", "log_dir", "profile", "report"), MAY_CHANGE["trackers"]),
-    **{name: MAY_CHANGE[name] for name in ("capture", "resume", "allow_change")},
+    **dict.fromkeys(("trackers", "log_dir", "profile", "report"), MAY_CHANGE["trackers"]),
+    "resume": MAY_CHANGE["resume"],
     "eval_batch_size": "how many rows are evaluated in a batch",
     "local_files_only": "where the start is read from, which is compared itself",
 }
@@ -57,7 +58,7 @@ REMOVED = {"adaptive_layers": False, "eval_delay": 0}
 
 def fingerprint_of(job: Job) -> dict[str, Any]:
     """Return the values that define the numbers of a planned run, without the values of the trainer; JSON values."""
-    passed = {*BY_THE_TRAINER, *BY_HASH, *CHANGES_NO_NUMBER, "class_weights", "metric"}
+    passed = {*BY_THE_TRAINER, *BY_HASH, *CHANGES_NO_NUMBER, "class_weights", "metric", "lora", "adapter"}
     asked = {name: _plain(value) for name, value in job.options.to_dict().items() if name not in passed}
     with ThreadPoolExecutor(1) as beside:
         start = beside.submit(_start, job)
@@ -69,6 +70,7 @@ def fingerprint_of(job: Job) -> dict[str, Any]:
     return {
         **REMOVED,
         **asked,
+        **_plain(flat_words(job.options.adapter)),
         "loss": _plain(job.own.loss),
         "class_weights": job.objective.weights,
         "metric": job.metric,

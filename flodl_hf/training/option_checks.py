@@ -8,9 +8,7 @@ from numbers import Real
 from typing import Any, get_args
 
 from flodl.errors import ConfigError, FlodlError, capped, nearest
-from flodl_hf.models.adapters.settings import adapter_faults, adapter_of
-
-__all__ = ["SCHEDULES", "Problems", "checked", "combination_faults", "schedule_values", "task_faults", "weight_faults"]
+from flodl_hf.models.adapters.settings import Prompt
 
 SCHEDULES: dict[str, dict[str, type]] = {
     "linear": {},
@@ -51,7 +49,7 @@ def checked(value: Any, hint: Any, checks: Mapping[str, Any]) -> Any:
         if type(None) in kinds or hint is Any:
             return None
         raise ValueError("found nothing; expected a value")
-    if hint in (Sequence[str], Sequence[str] | None):
+    if hint in (Sequence[str], Sequence[str] | None, bool | Sequence[str]) and not isinstance(value, bool):
         value = _texts(value)
     elif hint == Mapping[str, str] | None:
         if not isinstance(value, Mapping):
@@ -104,11 +102,9 @@ def _number(value: Any, fraction: bool) -> int | float:
 
 def combination_faults(options: Any) -> list[str]:
     """Return the problems of options that are valid by themselves and exclude each other."""
-    problems = adapter_faults(options)
-    try:
-        adapter_of(options)
-    except ConfigError as fault:
-        problems.append(f"adapter: {fault.message}")
+    problems = []
+    if isinstance(options.adapter, Prompt) and options.neftune:
+        problems.append("neftune: a prompt has separate trained embeddings; expected no noise")
     prompts = options.prompts
     texts = [*prompts, *prompts.values()] if isinstance(prompts, Mapping) else [prompts or ""]
     if not all(isinstance(text, str) for text in texts):

@@ -1,4 +1,4 @@
-"""Options of a fine-tuning run, each with its default and a one-line description.
+"""Options of a fine-tuning run: types, defaults, descriptions and valid values in one table.
 
 ``finetune``, the command line, recipe files and the model card use this table.
 It checks single values; checks that need the data or the model are made where they are used.
@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, get_type_hints
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack, get_args, get_type_hints
 
 from flodl.errors import ConfigError, capped, nearest
-from flodl_hf.models.adapters.settings import Settings, adapter_of
+from flodl_hf.models.adapters.settings import FLAT_WORDS, Settings, adapter_mapping, plain_rank, read_adapter
 from flodl_hf.training.option_checks import checked, combination_faults, schedule_values
-from flodl_hf.training.training_arguments import TAKEN, translated
-
-__all__ = ["BATCH_SIZE", "Options", "make_options", "read_options"]
+from flodl_hf.training.training_arguments import TAKEN, TrainerWords, translated
 
 BATCH_SIZE = 32
 """Default number of rows in a batch."""
@@ -25,248 +24,223 @@ TRACKERS = ("csv", "jsonl", "mlflow", "tensorboard", "wandb")
 """Names of `flodl.train.trackers`, which is imported when a run starts."""
 
 
-def _opt(default: Any, says: str, **checks: Any) -> Any:
-    return field(default=default, metadata={"help": says, **checks})
+class Option:
+    """Default, description and valid values of an option.
+
+    Args:
+        default: the default value.
+        text: one sentence for the help.
+        cli: whether the command line has a flag; ``--set name=value`` sets all options.
+        **checks: valid values, see `flodl_hf.training.option_checks.checked`.
+    """
+
+    def __init__(self, default: Any, text: str, cli: bool = True, **checks: Any) -> None:
+        self.default, self.metadata = default, {"help": text, "cli": cli, **checks}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Options of one run; the ``help`` of each field describes it."""
+# fmt: off
+class FinetuneOptions(TypedDict, total=False):
+    """Options of `flodl_hf.finetune`, of recipes and of the command line."""
 
-    task: str | None = _opt(
-        None,
-        "seqcls, tokcls (ner), qa, mlm, choice, nsp, pretrain, replaced, embedding, sparse, multivector or rank; by "
-        "default inferred from the columns.",
-    )
-    columns: Mapping[str, str] | None = _opt(None, "Columns by role: text=headline.")
-    labels: Sequence[str] | None = _opt(None, "Label names in order; by default the labels of the data.")
-    new_head: bool | None = _opt(
-        None,
-        "Initialise a new head; by default if the label names or their order differ from those of the model; no "
-        "keeps the old head with the new names.",
-    )
-    problem_type: str | None = _opt(
-        None,
-        "regression, single_label_classification or multi_label_classification; by default inferred from the labels.",
-        among=("regression", "single_label_classification", "multi_label_classification"),
-    )
+    task: Annotated[str | None, Option(None, "seqcls, tokcls (ner), qa, mlm, choice, nsp, pretrain, replaced, "
+        "embedding, sparse, multivector or rank; by default inferred from the columns.")]
+    columns: Annotated[Mapping[str, str] | None, Option(None, "Columns by role: text=headline.")]
+    labels: Annotated[Sequence[str] | None, Option(None, "Label names in order; by default the labels of the data.")]
+    new_head: Annotated[bool | None, Option(None, "Initialise a new head; by default if the label names or their order "
+        "differ from those of the model; no keeps the old head with the new names.", cli=False)]
+    problem_type: Annotated[str | None, Option(None, "regression, single_label_classification or "
+        "multi_label_classification; by default inferred from the labels.",
+        among=("regression", "single_label_classification", "multi_label_classification"))]
 
-    epochs: int = _opt(3, "Number of epochs.", least=1)
-    max_steps: int | None = _opt(None, "Maximum number of optimiser steps.", least=1)
-    batch_size: int | None = _opt(
-        None,
-        "Rows in a batch, over all devices together; by default 32, or 16, 8 or 4 if a run for classification or "
-        "question answering would have too few steps.",
-        least=1,
-    )
-    accumulate: int = _opt(1, "Gradient accumulation: batches per optimiser step.", least=1)
-    micro_batch_size: int | str | None = _opt(
-        None, "Maximum rows per forward pass, or auto for as many as fit; changes only the memory.",
-        least=1, words=("auto",),
-    )  # fmt: skip
-    tokens_per_batch: int | None = _opt(
-        None, "Maximum number of tokens per batch, instead of a number of rows.", least=1
-    )
-    group_by_length: bool | None = _opt(
-        None,
-        "Group rows of similar length, which saves padding; by default if rows are padded and an epoch has at least "
-        "256 batches.",
-    )
-    layout: str = _opt(
-        "auto",
-        "padded, or packed (concatenated rows without padding); auto packs on CUDA in bf16 and fp16.",
-        among=("auto", "padded", "packed"),
-    )
-    max_length: int | None = _opt(None, "Maximum number of tokens per row; by default the limit of the model.", least=4)
-    stride: int | None = _opt(
-        None, "Tokens shared by neighbouring windows of a long text (seqcls 0, tokcls 64, qa 128).", least=0
-    )
-    long_texts: str = _opt(
-        "cut",
-        "seqcls: cut texts that are longer than a row at their end, or read them in windows, each trained with the "
-        "label; the evaluation uses the mean of the windows, as predict does.",
-        among=("cut", "windows"),
-    )
+    epochs: Annotated[int, Option(3, "Number of epochs.", least=1)]
+    max_steps: Annotated[int | None, Option(None, "Maximum number of optimiser steps.", least=1)]
+    batch_size: Annotated[int | None, Option(None, "Rows in a batch, over all devices together; by default 32, or 16, "
+        "8 or 4 if a run for classification or question answering would have too few steps.", least=1)]
+    accumulate: Annotated[int, Option(1, "Gradient accumulation: batches per optimiser step.", least=1)]
+    micro_batch_size: Annotated[int | str | None, Option(None, "Maximum rows per forward pass, or auto for as many as "
+        "fit; changes only the memory.", least=1, words=("auto",))]
+    tokens_per_batch: Annotated[int | None, Option(None, "Maximum number of tokens per batch, instead of a number of "
+        "rows.", least=1)]
+    group_by_length: Annotated[bool | None, Option(None, "Group rows of similar length, which saves padding; by "
+        "default if rows are padded and an epoch has at least 256 batches.", cli=False)]
+    layout: Annotated[str, Option("auto", "padded, or packed (concatenated rows without padding); auto packs on CUDA "
+        "in bf16 and fp16.", among=("auto", "padded", "packed"))]
+    max_length: Annotated[int | None, Option(None, "Maximum number of tokens per row; by default the limit of the "
+        "model.", least=4)]
+    stride: Annotated[int | None, Option(None, "Tokens shared by neighbouring windows of a long text (seqcls 0, tokcls "
+        "64, qa 128).", least=0)]
+    long_texts: Annotated[str, Option("cut", "seqcls: cut texts that are longer than a row at their end, or read them "
+        "in windows, each trained with the label; the evaluation uses the mean of the windows, as predict does.",
+        among=("cut", "windows"))]
 
-    lr: float = _opt(5e-5, "Highest learning rate.", least=0.0)
-    schedule: Any = _opt(  # noqa: RUF009
-        "linear",
-        "linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt, warmup_stable_decay, constant, one_cycle or "
-        "plateau.",
-    )
-    schedule_options: Mapping[str, Any] | None = _opt(
-        None, "Options of the schedule, such as power=2 (polynomial) or decay=0.2 (warmup_stable_decay)."
-    )
-    warmup: float = _opt(0.0, "Warmup steps; below 1, a share of all steps.", least=0.0)
-    optimizer: str = _opt("adamw", "adamw or sgd.", among=("adamw", "sgd"))
-    weight_decay: float = _opt(0.0, "Weight decay, not applied to biases and norms.", least=0.0)
-    beta1: float = _opt(0.9, "AdamW's decay of the mean; SGD's momentum.", least=0.0, most=1.0)
-    beta2: float = _opt(0.999, "AdamW's decay of the variance.", least=0.0, most=1.0)
-    eps: float = _opt(1e-8, "AdamW's epsilon.", least=0.0)
-    max_grad_norm: float | None = _opt(1.0, "Clip the gradient to this 2-norm; 0 does not clip.", least=0.0)
-    layerwise_decay: float | None = _opt(
-        None, "Factor of the learning rate from each layer to the layer below.", least=0.0, most=1.0
-    )
-    freeze: Sequence[str] = _opt((), "Parts of the base model that are not trained: embeddings, layers.0-5, encoder.")
-    class_weights: Any = _opt(None, "Weights of the labels in the loss, as a mapping or in order, or 'balanced'.")  # noqa: RUF009
-    label_smoothing: float = _opt(
-        0.0, "Label smoothing: share of the target that is spread over all labels.", least=0.0, most=1.0
-    )
-    dropout: float | None = _opt(
-        None, "Dropout probability of all layers; by default that in the config.", least=0.0, most=0.99
-    )
+    lr: Annotated[float, Option(5e-5, "Highest learning rate.", least=0.0)]
+    schedule: Annotated[Any, Option("linear", "linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt, "
+        "warmup_stable_decay, constant, one_cycle or plateau.")]
+    schedule_options: Annotated[Mapping[str, Any] | None, Option(None, "Options of the schedule, such as power=2 "
+        "(polynomial) or decay=0.2 (warmup_stable_decay).")]
+    warmup: Annotated[float, Option(0.0, "Warmup steps; below 1, a share of all steps.", least=0.0)]
+    optimizer: Annotated[str, Option("adamw", "adamw or sgd.", among=("adamw", "sgd"))]
+    weight_decay: Annotated[float, Option(0.0, "Weight decay, not applied to biases and norms.", least=0.0)]
+    beta1: Annotated[float, Option(0.9, "AdamW's decay of the mean; SGD's momentum.", least=0.0, most=1.0, cli=False)]
+    beta2: Annotated[float, Option(0.999, "AdamW's decay of the variance.", least=0.0, most=1.0, cli=False)]
+    eps: Annotated[float, Option(1e-8, "AdamW's epsilon.", least=0.0, cli=False)]
+    max_grad_norm: Annotated[float | None, Option(1.0, "Clip the gradient to this 2-norm; 0 does not clip.", least=0.0)]
+    layerwise_decay: Annotated[float | None, Option(None, "Factor of the learning rate from each layer to the layer "
+        "below.", least=0.0, most=1.0)]
+    freeze: Annotated[Sequence[str], Option((), "Parts of the base model that are not trained: embeddings, layers.0-5, "
+        "encoder.")]
+    class_weights: Annotated[Any, Option(None, "Weights of the labels in the loss, as a mapping or in order, or "
+        "'balanced'.")]
+    label_smoothing: Annotated[float, Option(0.0, "Share of the target that is spread over all labels.",
+        least=0.0, most=1.0)]
+    dropout: Annotated[float | None, Option(None, "Dropout probability of all layers; by default that in the config.",
+        least=0.0, most=0.99, cli=False)]
 
-    lora: int | None = _opt(
-        None, "Train a LoRA adapter of this rank and the head; all other weights are frozen.", least=1
-    )
-    lora_alpha: float | None = _opt(None, "lora: alpha; the scale is alpha / rank, by default 1.")
-    lora_dropout: float = _opt(0.0, "lora: dropout of the adapter input.", least=0.0, most=1.0)
-    lora_targets: Sequence[str] = _opt(
-        (), "lora: names or patterns of projections, or all-linear; by default query and value."
-    )
-    lora_kinds: Sequence[str] = _opt(
-        (), "lora: rslora (scale by the root of the rank), dora (learned lengths of rows).", each=("rslora", "dora")
-    )
+    lora: Annotated[int | None, Option(None, "Train a LoRA adapter of this rank and the head; all other weights are "
+        "frozen.", least=1)]
+    adapter: Annotated[Settings | Mapping[str, Any] | None, Option(None, "The adapter to train: Lora, IA3, Prompt or "
+        "Prefix, or a mapping {type: lora, rank: 8, alpha: 16}.", cli=False)]
 
-    ia3: Sequence[str] = _opt(
-        (), "Train scales (IA3) of these projections and the head; 'usual' for key, value and the feed-forward part."
-    )
+    neftune: Annotated[float | None, Option(None, "Noise on word embeddings in training, alpha of arXiv:2310.05914 (5 "
+        "is usual).", least=0.0)]
+    ema: Annotated[float | None, Option(None, "Evaluate and keep a moving average of the weights with this decay "
+        "(0.999).", least=0.0, most=1.0)]
 
-    prompt_tokens: int | None = _opt(
-        None, "Prompt tuning: number of trained vectors before each text; the head is trained too.", least=1
-    )
-    prompt_text: str | None = _opt(None, "prompt_tokens: text that initialises them; by default random words.")
-    prompt_encoder: int | None = _opt(
-        None, "prompt_tokens: width of the network that generates them (P-tuning).", least=1
-    )
-    prompt_encoder_kind: str = _opt("mlp", "prompt_encoder: kind of network.", among=("mlp", "lstm"))
-    prefix_tokens: int | None = _opt(
-        None, "Prefix tuning: number of trained keys and values per layer; the head is trained too.", least=1
-    )
-    prefix_encoder: int | None = _opt(None, "prefix_tokens: width of the network that generates them.", least=1)
+    precision: Annotated[str, Option("fp32", "fp32, tf32, bf16 or fp16.", among=("fp32", "tf32", "bf16", "fp16"))]
+    gradient_checkpointing: Annotated[bool, Option(False, "Recompute layers in the backward pass to save memory.")]
+    attention: Annotated[str, Option("sdpa", "sdpa or eager.", among=("sdpa", "eager"), cli=False)]
+    seed: Annotated[int, Option(42, "Seed of new weights, data order, dropout and masking.")]
+    deterministic: Annotated[bool, Option(False, "Use deterministic kernels only.", cli=False)]
+    compile: Annotated[bool, Option(False, "Compile the model with torch.compile before training.")]
+    on_nan: Annotated[str, Option("stop", "stop or skip if the loss or gradient is not finite.",
+        among=("stop", "skip"), cli=False)]
+    compat: Annotated[str | None, Option(None, "transformers: compute the losses of its Trainer: gradients of "
+        "accumulated batches are added without division, and the loss of answers includes padding.",
+        among=("transformers",), cli=False)]
 
-    neftune: float | None = _opt(
-        None, "Noise on word embeddings in training, alpha of arXiv:2310.05914 (5 is usual).", least=0.0
-    )
-    ema: float | None = _opt(
-        None,
-        "Evaluate and keep a moving average of the weights with this decay (0.999).",
-        least=0.0,
-        most=1.0,
-    )
+    eval_every: Annotated[int | None, Option(None, "Steps between evaluations; default: after each epoch. The last "
+        "model is always evaluated.", least=1)]
+    eval_batch_size: Annotated[int | None, Option(None, "Rows per evaluation batch; by default batch_size if given, "
+        "else 32.", least=1, cli=False)]
+    metric: Annotated[str | None, Option(None, "Metric that selects the best model; '-name' if lower is better.")]
+    keep_best: Annotated[bool, Option(True, "Keep the best model instead of the last.")]
+    tune_thresholds: Annotated[bool, Option(False, "Choose decision thresholds (of each label, or of the second label "
+        "of two) on the evaluation data; the model stores them for predict(threshold='tuned').")]
+    early_stopping: Annotated[int | None, Option(None, "Stop after this number of evaluations without improvement.",
+        least=1)]
 
-    precision: str = _opt("fp32", "fp32, tf32, bf16 or fp16.", among=("fp32", "tf32", "bf16", "fp16"))
-    gradient_checkpointing: bool = _opt(False, "Recompute layers in the backward pass to save memory.")
-    attention: str = _opt("sdpa", "sdpa or eager.", among=("sdpa", "eager"))
-    seed: int = _opt(42, "Seed of new weights, data order, dropout and masking.")
-    deterministic: bool = _opt(False, "Use deterministic kernels only.")
-    capture: bool = _opt(True, "Capture steps as CUDA graphs, one per batch shape, if possible.")
-    fused: bool = _opt(True, "Compute encoder layers by fused kernels on CUDA in half precision.")
-    compile: bool = _opt(False, "Compile the model with torch.compile before training.")
-    log_every: int = _opt(20, "Steps between reads of metrics from a CUDA device.", least=1)
-    on_nan: str = _opt("stop", "stop or skip if the loss or gradient is not finite.", among=("stop", "skip"))
-    compat: str | None = _opt(
-        None,
-        "transformers: compute the losses of its Trainer: gradients of accumulated batches are added without division, "
-        "and the loss of answers includes padding.",
-        among=("transformers",),
-    )
+    concatenate: Annotated[bool, Option(False, "mlm: concatenate lines with separators into full rows.")]
+    whole_words: Annotated[bool, Option(False, "mlm, pretrain, generator: mask whole words.")]
+    mask_probability: Annotated[float, Option(0.15, "mlm, pretrain: share of the tokens that are masked; replaced: "
+        "that are replaced.", least=0.0, most=1.0)]
+    generator: Annotated[str | None, Option(None, "replaced: folder or name of a masked language model that is trained "
+        "jointly and samples the replacements (as ELECTRA); by default they are drawn from the vocabulary.")]
 
-    eval_every: int | None = _opt(
-        None, "Steps between evaluations; default: after each epoch. The last model is always evaluated.", least=1
-    )
-    eval_batch_size: int | None = _opt(
-        None, "Rows per evaluation batch; by default batch_size if given, else 32.", least=1
-    )
-    metric: str | None = _opt(None, "Metric that selects the best model; '-name' if lower is better.")
-    keep_best: bool = _opt(True, "Keep the best model instead of the last.")
-    tune_thresholds: bool = _opt(
-        False,
-        "Choose decision thresholds (of each label, or of the second label of two) on the evaluation data; the model "
-        "stores them for predict(threshold='tuned').",
-    )
-    early_stopping: int | None = _opt(None, "Stop after this number of evaluations without improvement.", least=1)
+    vector_loss: Annotated[Any, Option(None, "embedding, sparse, multivector, rank: the loss, by "
+        "sentence-transformers' name (MultipleNegativesRankingLoss, CoSENTLoss, LambdaLoss, ...), or a mapping of "
+        "tables to losses; the default depends on the columns.")]
+    loss_options: Annotated[Mapping[str, Any] | None, Option(None, "embedding, sparse, multivector, rank: settings of "
+        "the loss: scale=50, margin=0.2, directions=query_to_doc.")]
+    matryoshka: Annotated[Sequence[str], Option((), "embedding: sizes of truncated vectors; the loss is the sum over "
+        "all sizes.")]
+    guide: Annotated[str | None, Option(None, "embedding: folder or name of a second model: the guide of "
+        "GISTEmbedLoss, the teacher of MSELoss.")]
+    pooling: Annotated[str | None, Option(None, "embedding: mean, cls, max, ... or several (mean+max); by default that "
+        "of the folder, else mean.")]
+    normalize: Annotated[bool | None, Option(None, "embedding: scale vectors to length 1; by default as in the folder, "
+        "else yes.")]
+    prompts: Annotated[Any, Option(None, "embedding, sparse: a text before each text of the loss, or a mapping of "
+        "columns to such texts. Metrics use the prompts of the folder, as sentence-transformers does.")]
+    projection: Annotated[Mapping[str, Any] | None, Option(None, "multivector: settings of a new projection: size=128, "
+        "query_length=32, document_length=180, query_marker, document_marker, expanded=yes, attended=no, "
+        "punctuation=no (documents have no vectors of them).", cli=False)]
+    no_duplicates: Annotated[bool, Option(True, "embedding: exclude repeated texts from a batch with in-batch "
+        "negatives.", cli=False)]
+    mixing: Annotated[str, Option("proportional", "embedding: sample batches of several tables in proportion to their "
+        "rows, or alternate until one table ends.", among=("proportional", "round_robin"), cli=False)]
+    cache_tokens: Annotated[int | None, Option(None, "embedding: maximum tokens per forward pass; a batch is processed "
+        "in parts, twice, with the same step, so that memory limits only the vectors (gradient caching).",
+        least=16, cli=False)]
 
-    concatenate: bool = _opt(False, "mlm: concatenate lines with separators, and split them into full rows.")
-    whole_words: bool = _opt(False, "mlm, pretrain, generator: mask whole words.")
-    mask_probability: float = _opt(
-        0.15, "mlm, pretrain: share of the tokens that are masked; replaced: that are replaced.", least=0.0, most=1.0
-    )
-    generator: str | None = _opt(
-        None,
-        "replaced: folder or name of a masked language model that is trained jointly and samples the replacements "
-        "(the training of ELECTRA); by default they are drawn from the vocabulary.",
-    )
+    trackers: Annotated[Sequence[str], Option((), "Trackers of metrics: csv, jsonl, tensorboard, wandb, mlflow.",
+        each=TRACKERS)]
+    log_dir: Annotated[str | None, Option(None, "Folder of trackers; by default next to the result.", cli=False)]
+    profile: Annotated[str | None, Option(None, "Folder for traces of torch.profiler over some steps.", cli=False)]
+    report: Annotated[bool, Option(True, "Write report.html into the result: curves, and predictions for the "
+        "evaluation data.")]
 
-    vector_loss: Any = _opt(  # noqa: RUF009
-        None,
-        "embedding, sparse, multivector, rank: the loss, by sentence-transformers' name (MultipleNegativesRankingLoss, "
-        "CoSENTLoss, LambdaLoss, ...), or a mapping of tables to losses; the default depends on the columns.",
-    )
-    loss_options: Mapping[str, Any] | None = _opt(
-        None,
-        "embedding, sparse, multivector, rank: settings of the loss: scale=50, margin=0.2, directions=query_to_doc.",
-    )
-    matryoshka: Sequence[str] = _opt((), "embedding: sizes of truncated vectors; the loss is the sum over all sizes.")
-    guide: str | None = _opt(
-        None, "embedding: folder or name of a second model: the guide of GISTEmbedLoss, the teacher of MSELoss."
-    )
-    pooling: str | None = _opt(
-        None, "embedding: mean, cls, max, ... or several (mean+max); by default that of the folder, else mean."
-    )
-    normalize: bool | None = _opt(None, "embedding: scale vectors to length 1; by default as in the folder, else yes.")
-    prompts: Any = _opt(  # noqa: RUF009
-        None,
-        "embedding, sparse: a text before each text of the loss, or a mapping of columns to such texts. "
-        "Metrics use the prompts of the folder, as sentence-transformers does.",
-    )
-    projection: Mapping[str, Any] | None = _opt(
-        None,
-        "multivector: settings of a new projection: size=128, query_length=32, document_length=180, query_marker, "
-        "document_marker, expanded=yes, attended=no, punctuation=no (documents have no vectors of them).",
-    )
-    no_duplicates: bool = _opt(True, "embedding: exclude repeated texts from a batch with in-batch negatives.")
-    mixing: str = _opt(
-        "proportional",
-        "embedding: sample batches of several tables in proportion to their rows, or alternate until one table ends.",
-        among=("proportional", "round_robin"),
-    )
-    cache_tokens: int | None = _opt(
-        None,
-        "embedding: maximum tokens per forward pass; a batch is processed in parts, twice, with the same step, so "
-        "that memory limits only the vectors (gradient caching).",
-        least=16,
-    )
+    save_every: Annotated[int | None, Option(None, "Steps between checkpoints, in addition to one per epoch.",
+        least=1, cli=False)]
+    checkpoints: Annotated[str | None, Option(None, "Folder of checkpoints; by default next to the result.")]
+    keep_last: Annotated[int, Option(1, "Number of newest checkpoints to keep, in addition to the best one.", least=1)]
+    keep_checkpoints: Annotated[bool, Option(False, "Keep the checkpoints at the end of the run.", cli=False)]
+    resume: Annotated[bool | Sequence[str], Option(False, "Resume an interrupted run from its checkpoints; True, or "
+        "names of settings that may differ from the checkpoint.")]
 
-    trackers: Sequence[str] = _opt((), "Trackers of metrics: csv, jsonl, tensorboard, wandb, mlflow.", each=TRACKERS)
-    log_dir: str | None = _opt(None, "Folder of trackers; by default next to the result.")
-    profile: str | None = _opt(None, "Folder for traces of torch.profiler over some steps.")
-    report: bool = _opt(True, "Write report.html into the result: curves, and predictions for the evaluation data.")
+    devices: Annotated[Any, Option(None, "Number or names of devices (cpu,cpu), or auto for all; not needed under "
+        "torchrun.")]
+    policy: Annotated[str | None, Option(None, "sync, cadence or async; default: sync, or cadence where device names "
+        "differ.", among=("sync", "cadence", "async"))]
+    shard: Annotated[str | None, Option(None, "fsdp: shard weights, gradients and optimiser state over the devices.",
+        among=("fsdp",))]
 
-    save_every: int | None = _opt(None, "Steps between checkpoints, in addition to one per epoch.", least=1)
-    checkpoints: str | None = _opt(None, "Folder of checkpoints; by default next to the result.")
-    keep_last: int = _opt(1, "Number of newest checkpoints to keep, in addition to the best one.", least=1)
-    keep_checkpoints: bool = _opt(False, "Keep the checkpoints at the end of the run.")
-    resume: bool = _opt(False, "Resume an interrupted run from its checkpoints.")
-    allow_change: Sequence[str] = _opt((), "With resume: names of settings that may differ from the checkpoint.")
+    revision: Annotated[str | None, Option(None, "Branch, tag or commit of the model on the Hub.")]
+    local_files_only: Annotated[bool, Option(False, "Do not connect to the Hub.")]
+# fmt: on
 
-    devices: Any = _opt(None, "Number or names of devices (cpu,cpu), or auto for all; not needed under torchrun.")  # noqa: RUF009
-    policy: str | None = _opt(
-        None,
-        "sync, cadence or async; default: sync, or cadence where device names differ.",
-        among=("sync", "cadence", "async"),
-    )
-    shard: str | None = _opt(
-        None, "fsdp: shard weights, gradients and optimiser state over the devices.", among=("fsdp",)
-    )
 
-    revision: str | None = _opt(None, "Branch, tag or commit of the model on the Hub.")
-    local_files_only: bool = _opt(False, "Do not connect to the Hub.")
+class FinetuneWords(FinetuneOptions, TrainerWords, total=False):
+    """Options of `flodl_hf.finetune` with the names of transformers that it accepts."""
 
-    @property
-    def adapter(self) -> Settings | None:
-        """The trained adapter; None if all weights are trained."""
-        return adapter_of(self)
+
+class FinetuneArguments(FinetuneWords, total=False):
+    """All keywords of `flodl_hf.finetune`, which `dry_run` and `find_lr` accept too."""
+
+    train: Any
+    eval: Any
+    out: str | Path | None
+    overwrite: bool
+    on_event: Callable[[Any], Any] | None
+    progress: bool | None
+    monitor: Any
+    loss: Callable[..., Any] | str | None
+    metrics: Any
+    callbacks: Sequence[Any]
+
+
+class EvaluateOptions(TypedDict, total=False):
+    """Options of `flodl_hf.evaluate`: the options of `flodl_hf.finetune` that concern data and evaluation."""
+
+    task: str | None
+    columns: Mapping[str, str] | None
+    problem_type: str | None
+    max_length: int | None
+    stride: int | None
+    long_texts: str
+    batch_size: int | None
+    layout: str
+    precision: str
+    attention: str
+    seed: int
+    concatenate: bool
+    whole_words: bool
+    mask_probability: float
+    loss: str | None
+    vector_loss: str | None
+    loss_options: Mapping[str, Any] | None
+    matryoshka: Sequence[str]
+    pooling: str | None
+    normalize: bool | None
+    revision: str | None
+    local_files_only: bool
+
+
+class _Values:
+    """Values that follow from several options."""
+
+    devices: Any
+    batch_size: int | None
+    compat: str | None
 
     @property
     def places(self) -> int | str | list[str] | None:
@@ -300,7 +274,34 @@ class Options:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options as a mapping, as JSON values where possible."""
-        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+        values = {f.name: _plain(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]
+        return values | {"adapter": None if values["lora"] else _plain(adapter_mapping(values["adapter"]))}
+
+
+HINTS: dict[str, Any] = {
+    name: get_args(hint) for name, hint in get_type_hints(FinetuneOptions, include_extras=True).items()
+}
+"""Type and `Option` of each option."""
+
+if TYPE_CHECKING:
+
+    @dataclass(frozen=True)
+    class Options(_Values):
+        """Options of one run; the fields are those of `FinetuneOptions`."""
+
+        def __init__(self, **options: Unpack[FinetuneOptions]) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    Options = make_dataclass(
+        "Options",
+        [(name, hint, field(default=row.default, metadata=row.metadata)) for name, (hint, row) in HINTS.items()],
+        bases=(_Values,),
+        frozen=True,
+        kw_only=True,
+    )
+    Options.__module__ = __name__
+    Options.__doc__ = "Options of one run; the fields are those of `FinetuneOptions`."
 
 
 def _plain(value: Any) -> Any:
@@ -314,7 +315,7 @@ def _plain(value: Any) -> Any:
 def make_options(given: Mapping[str, Any], where: str = "finetune") -> Options:
     """Return the options that ``given`` contains, with defaults for the rest.
 
-    Words of transformers stand for ours where they mean the same (`flodl_hf.training.training_arguments`).
+    Names of transformers with an equal meaning are accepted (`flodl_hf.training.training_arguments`).
 
     Raises:
         ConfigError: names that are no options, or invalid values; ``problems`` lists all of them.
@@ -327,21 +328,22 @@ def make_options(given: Mapping[str, Any], where: str = "finetune") -> Options:
 
 def read_options(given: Mapping[str, Any]) -> tuple[Options, list[str]]:
     """Return the valid options of ``given``, with defaults for the rest, and all problems, each with its option."""
-    table = {f.name: f for f in fields(Options)}
-    hints = get_type_hints(Options)
     values: dict[str, Any] = {}
-    given, problems = translated(given, table)
-    problems += [f"{name}: no such option{nearest(name, [*table, *TAKEN])}" for name in given if name not in table]
+    given, problems = translated(given, HINTS)
     for name, value in given.items():
-        if name not in table:
-            continue
-        try:
-            values[name] = checked(value, hints[name], table[name].metadata)
-        except ValueError as fault:
-            problems.append(f"{name}: {fault}")
-    options, invalid = Options(**values), [name for name in given if name not in values]
+        if name not in HINTS:
+            if name not in FLAT_WORDS:
+                problems.append(f"{name}: no such option{nearest(name, [*HINTS, *TAKEN])}")
+        elif name != "adapter":
+            try:
+                values[name] = checked(value, HINTS[name][0], HINTS[name][1].metadata)
+            except ValueError as fault:
+                problems.append(f"{name}: {fault}")
+    values["adapter"], faults = read_adapter({**given, "lora": values.get("lora")})
+    values["lora"] = plain_rank(values["adapter"])
+    options, invalid = Options(**values), [name for name in given if name in HINTS and name not in values]
     # What depends on an invalid value is not known.
-    problems += [p for p in combination_faults(options) if not any(re.search(rf"\b{name}\b", p) for name in invalid)]
-    if options.schedule_options and not problems:
+    faults += [p for p in combination_faults(options) if not any(re.search(rf"\b{name}\b", p) for name in invalid)]
+    if options.schedule_options and not problems + faults:
         options = replace(options, schedule_options=schedule_values(options.schedule, options.schedule_options)[0])
-    return options, problems
+    return options, problems + faults

@@ -58,7 +58,7 @@ class FinetuneResult:
         best_step: the step that ``model`` is from.
         seconds: wall clock of the training.
         recipe: the options that reproduce the run, as written to ``recipe.yaml``.
-        changes: settings that were changed with ``allow_change`` when the run was resumed: ``step``, ``name``, ``was``,
+        changes: settings that ``resume=[names]`` changed: ``step``, ``name``, ``was``,
             ``is``. Losses, history, steps and seconds are those of the whole run, including interruptions.
         tuned: the thresholds that ``tune_thresholds`` chose, on the first rank; None without.
         recorded: how many steps were replayed from captured graphs, and why others were not; None on a processor.

@@ -29,7 +29,6 @@ from flodl.train.saving.reading import list_checkpoints
 from flodl.train.trackers import Tracker, make_tracker
 from flodl_hf.checkpoints.saving.publish import GENERATOR, check_space, is_model_file
 from flodl_hf.errors import ExportError
-from flodl_hf.models.adapters.settings import Settings
 from flodl_hf.models.adapters.write import contents_of
 from flodl_hf.models.saving import write_contents
 from flodl_hf.readers.path_checks import path_fault
@@ -42,9 +41,8 @@ from flodl_hf.training.eval_predictions import EvalPredictions
 from flodl_hf.training.evaluation import collect_predictions
 from flodl_hf.training.factory import cast_stored
 from flodl_hf.training.job import Job, plan_job
-from flodl_hf.training.keywords import FinetuneWords
 from flodl_hf.training.monitoring import monitor_of_job
-from flodl_hf.training.options import Options
+from flodl_hf.training.options import FinetuneWords, Options
 from flodl_hf.training.result import FinetuneResult, OnFirstRank
 from flodl_hf.training.task import name_of
 from flodl_hf.training.thresholds import tune_thresholds
@@ -73,7 +71,6 @@ def finetune(
     loss: Callable[..., Any] | str | None = None,
     metrics: Any = None,
     callbacks: Sequence[Callback] = (),
-    adapter: Settings | None = None,
     **options: Unpack[FinetuneWords],
 ) -> FinetuneResult:
     """Return ``model`` trained on ``train``, written to ``out`` as a Hugging Face folder if that is given.
@@ -109,11 +106,10 @@ def finetune(
             lists of those accepted.
         callbacks: hooks into the training loop, see `flodl.train.Callback`. `flodl_hf.training.observation` has
             ``Watch`` (records values inside the model) and ``Rules`` (freezes, changes rates or stops on trends).
-        adapter: the adapter to train in place of all weights; ``lora=8`` is the same as ``Lora(rank=8)``. Then ``out``
-            contains the adapter with its head, readable by peft. A model with an adapter trains this adapter.
         **options: fields of `flodl_hf.training.Options`; the defaults are the defaults of transformers, whose names
             are accepted too (``learning_rate``, ``num_train_epochs``; all in
-            `flodl_hf.training.training_arguments.TAKEN`).
+            `flodl_hf.training.training_arguments.TAKEN`). With ``adapter=`` or ``lora=`` the adapter is trained
+            instead of all weights, and ``out`` contains the adapter with its head, readable by peft.
 
     Raises:
         ConfigError: an option does not exist or does not fit; all are listed.
@@ -127,7 +123,7 @@ def finetune(
     Torch's and Python's global random generators are seeded by this call. Under torchrun every rank calls it; the
     first one writes, and its result has the best model. With ``shard`` the others' results have none (``holds_model``).
     """
-    chosen, loss, problems = read_arguments("finetune", model, train, options, loss=loss, adapter=adapter)
+    chosen, loss, problems = read_arguments("finetune", model, train, options, loss=loss)
     if progress is None and (options.get("disable_tqdm") or is_wanted()):
         progress = not options.get("disable_tqdm")
     target = None if out is None else Path(out)
@@ -150,6 +146,10 @@ def finetune(
     except (TrainInterrupted, SystemExit) as stop:
         _stopped(stop, job, notes, target, recipe)
         raise
+    except TrainError as fault:
+        if "allow_change=" not in fault.message:
+            raise
+        raise TrainError(fault.message.replace("allow_change=", "resume="), **fault.details) from None
     tuned = _tuned(ended, chosen)
     ended.model.training_recipe = recipe
     found: Any = ended.model if ended.is_whole else OnFirstRank()
@@ -473,7 +473,7 @@ def _named(source: Any) -> Any:
 
 def _recipe(job: Job) -> dict[str, Any]:
     """Return the options that reproduce the run, without paths of this machine."""
-    left_out = ("checkpoints", "keep_checkpoints", "resume", "allow_change", "local_files_only")
+    left_out = ("checkpoints", "keep_checkpoints", "resume", "local_files_only")
     left_out += ("trackers", "log_dir", "profile", "report")
     values = {k: v for k, v in job.options.to_dict().items() if k not in left_out and v is not None}
     if not isinstance(values["schedule"], str):

@@ -22,8 +22,8 @@ from flodl_hf.training.factory import FixedModel, ModelFactory, checkpoint_layer
 from flodl_hf.training.fingerprint import fingerprint_of
 from flodl_hf.training.job import Job
 from flodl_hf.training.observation import observed_of
-from flodl_hf.training.options import Options
 from flodl_hf.training.start import ATTACHING_TASKS
+from flodl_hf.training.vectors.tsdae import DenoisingTask
 
 if TYPE_CHECKING:
     from flodl.train.builder import TrainerBuilder
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["CHECKPOINTS", "make_builder", "settings_of_torch", "train_job"]
 
 CHECKPOINTS = ".checkpoints"  # after the name of the folder that a run writes
+LOG_EVERY = 20
+"""Steps between reads of metrics from a CUDA device."""
 NO_DECAY = ("*bias", "*norm.weight", "*norm*.weight")
 
 
@@ -120,12 +122,12 @@ def make_builder(
             on_nan=options.on_nan,
             sum_of_means=options.compat is not None,
             deterministic=options.deterministic,
-            capture="auto" if options.capture and job.unrecorded is None else False,
+            capture="auto" if job.unrecorded is None else False,
             compile=options.compile,
-            log_every=options.log_every,
+            log_every=LOG_EVERY,
             schedule=job.schedule,
             parameter_groups=_Groups(options.lr, options.layerwise_decay),
-            prepare_model=_arrangement(options),
+            prepare_model=_arrangement(job),
             callbacks=(*job.own.hooks, *([Profiler(options.profile)] if options.profile else []), Notes(job.notes)),
             ema=None if options.ema is None else Ema(options.ema),
             **observed_of(job),
@@ -143,8 +145,8 @@ def make_builder(
             every=options.save_every or options.eval_every,
             keep_last=options.keep_last,
             keep_best=job.metric if options.keep_best else None,
-            resume=options.resume,
-            allow_change=options.allow_change,
+            resume=bool(options.resume),
+            allow_change=() if isinstance(options.resume, bool) else options.resume,
         ).set(
             save_epochs="idle",
             save_end=_saved_at_end(job, folder),
@@ -189,12 +191,14 @@ class Notes(Callback):
             trainer.warn(note)
 
 
-def _arrangement(options: Options) -> Callable[[Any], Any] | None:
+def _arrangement(job: Job) -> Callable[[Any], Any] | None:
     """Return the change of layers before training: recomputed activations, or fused kernels in half precision."""
+    options = job.options
     if options.gradient_checkpointing:
         return checkpoint_layers
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options.precision)
-    return None if half is None or not options.fused or options.compile else _Fuse(half)
+    reads_layers = isinstance(job.task, DenoisingTask) or getattr(job.objective, "layers", False)
+    return None if half is None or options.compile or reads_layers else _Fuse(half)
 
 
 @dataclass(frozen=True)

@@ -8,58 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, TypedDict
-
-__all__ = ["INERT", "REFUSED", "REMOVED", "TAKEN", "TrainerWords", "translated"]
-
-
-class TrainerWords(TypedDict, total=False):
-    """Words of transformers that ``finetune`` takes, for type checkers; a test compares it with `TAKEN`."""
-
-    adam_beta1: float
-    adam_beta2: float
-    adam_epsilon: float
-    auto_find_batch_size: bool
-    bf16: bool
-    data_seed: int | None
-    disable_tqdm: bool
-    doc_stride: int
-    early_stopping_patience: int
-    eval_steps: int | None
-    eval_strategy: Any
-    evaluation_strategy: Any
-    fp16: bool
-    full_determinism: bool
-    gradient_accumulation_steps: int
-    greater_is_better: bool | None
-    id2label: Mapping[int, str]
-    label_smoothing_factor: float
-    learning_rate: float
-    line_by_line: bool
-    load_best_model_at_end: bool
-    logging_dir: str | None
-    lr_scheduler_kwargs: Mapping[str, Any] | None
-    lr_scheduler_type: Any
-    max_seq_length: int | None
-    metric_for_best_model: str | None
-    mlm_probability: float
-    neftune_noise_alpha: float | None
-    no_cuda: bool
-    num_train_epochs: float
-    optim: Any
-    per_device_eval_batch_size: int
-    per_device_train_batch_size: int
-    report_to: Any
-    resume_from_checkpoint: bool | None
-    save_steps: int
-    save_strategy: Any
-    save_total_limit: int | None
-    tf32: bool | None
-    torch_compile: bool
-    train_sampling_strategy: Any
-    use_cpu: bool
-    warmup_ratio: float
-    warmup_steps: float
+from typing import Annotated, Any, TypedDict, get_args, get_type_hints
 
 
 class Refusal(ValueError):
@@ -189,6 +138,12 @@ def _resume(value: Any, given: Mapping[str, Any]) -> Found:
     return {"resume": bool(value)} if value else {}
 
 
+def _device(value: Any, given: Mapping[str, Any]) -> Found:
+    if value is not None and not isinstance(value, str) and not hasattr(value, "type"):
+        raise Refusal("expected the name of one device; devices= is for several")
+    return {} if value is None else {"devices": str(value)}
+
+
 def _order(value: Any, given: Mapping[str, Any]) -> Found:
     name = str(getattr(value, "value", value))
     if name in ("random", "group_by_length"):
@@ -202,52 +157,60 @@ def _labels(value: Any, given: Mapping[str, Any]) -> Found:
     return {"labels": [value[k] for k in sorted(value, key=int)]}
 
 
+class TrainerWords(TypedDict, total=False):
+    """Names of transformers that ``finetune`` accepts, each with the function that converts its value."""
+
+    adam_beta1: Annotated[float, _renamed("beta1")]
+    adam_beta2: Annotated[float, _renamed("beta2")]
+    adam_epsilon: Annotated[float, _renamed("eps")]
+    auto_find_batch_size: Annotated[bool, _flag({"micro_batch_size": "auto"})]
+    bf16: Annotated[bool, _flag({"precision": "bf16"})]
+    data_seed: Annotated[int | None, _data_seed]
+    disable_tqdm: Annotated[bool, lambda value, given: {}]
+    doc_stride: Annotated[int, _renamed("stride")]
+    early_stopping_patience: Annotated[int, _renamed("early_stopping")]
+    eval_steps: Annotated[int | None, _renamed("eval_every")]
+    eval_strategy: Annotated[Any, _strategy("eval_every", "eval_steps")]
+    evaluation_strategy: Annotated[Any, _strategy("eval_every", "eval_steps")]
+    fp16: Annotated[bool, _flag({"precision": "fp16"})]
+    full_determinism: Annotated[bool, _flag({"deterministic": True})]
+    gradient_accumulation_steps: Annotated[int, _renamed("accumulate")]
+    greater_is_better: Annotated[bool | None, _greater]
+    id2label: Annotated[Mapping[int, str], _labels]
+    label_smoothing_factor: Annotated[float, _renamed("label_smoothing")]
+    learning_rate: Annotated[float, _renamed("lr")]
+    line_by_line: Annotated[bool, lambda value, given: {"concatenate": not value}]
+    load_best_model_at_end: Annotated[bool, _renamed("keep_best")]
+    logging_dir: Annotated[str | None, _renamed("log_dir")]
+    lr_scheduler_kwargs: Annotated[Mapping[str, Any] | None, _curve]
+    lr_scheduler_type: Annotated[Any, _schedule]
+    max_seq_length: Annotated[int | None, _renamed("max_length")]
+    metric_for_best_model: Annotated[str | None, _metric]
+    mlm_probability: Annotated[float, _renamed("mask_probability")]
+    neftune_noise_alpha: Annotated[float | None, _renamed("neftune")]
+    no_cuda: Annotated[bool, _flag({"devices": "cpu"})]
+    num_train_epochs: Annotated[float, _epochs]
+    optim: Annotated[Any, _optimizer]
+    per_device_eval_batch_size: Annotated[int, _renamed("eval_batch_size")]
+    per_device_train_batch_size: Annotated[int, _batch_size]
+    report_to: Annotated[Any, _trackers]
+    resume_from_checkpoint: Annotated[bool | None, _resume]
+    save_steps: Annotated[int, _renamed("save_every")]
+    save_strategy: Annotated[Any, _strategy("save_every", "save_steps")]
+    save_total_limit: Annotated[int | None, _renamed("keep_last")]
+    tf32: Annotated[bool | None, _flag({"precision": "tf32"})]
+    torch_compile: Annotated[bool, _renamed("compile")]
+    train_sampling_strategy: Annotated[Any, _order]
+    use_cpu: Annotated[bool, _flag({"devices": "cpu"})]
+    warmup_ratio: Annotated[float, _warmup_ratio]
+    warmup_steps: Annotated[float, lambda value, given: {"warmup": value} if value else {}]
+    device: Annotated[Any, _device]
+
+
 TAKEN: dict[str, Callable[[Any, Mapping[str, Any]], Found]] = {
-    "adam_beta1": _renamed("beta1"),
-    "adam_beta2": _renamed("beta2"),
-    "adam_epsilon": _renamed("eps"),
-    "auto_find_batch_size": _flag({"micro_batch_size": "auto"}),
-    "bf16": _flag({"precision": "bf16"}),
-    "data_seed": _data_seed,
-    "disable_tqdm": lambda value, given: {},  # `finetune` shows no progress then
-    "doc_stride": _renamed("stride"),
-    "early_stopping_patience": _renamed("early_stopping"),
-    "eval_steps": _renamed("eval_every"),
-    "eval_strategy": _strategy("eval_every", "eval_steps"),
-    "evaluation_strategy": _strategy("eval_every", "eval_steps"),
-    "fp16": _flag({"precision": "fp16"}),
-    "full_determinism": _flag({"deterministic": True}),
-    "gradient_accumulation_steps": _renamed("accumulate"),
-    "greater_is_better": _greater,
-    "id2label": _labels,
-    "label_smoothing_factor": _renamed("label_smoothing"),
-    "learning_rate": _renamed("lr"),
-    "line_by_line": lambda value, given: {"concatenate": not value},
-    "load_best_model_at_end": _renamed("keep_best"),
-    "logging_dir": _renamed("log_dir"),
-    "lr_scheduler_kwargs": _curve,
-    "lr_scheduler_type": _schedule,
-    "max_seq_length": _renamed("max_length"),
-    "metric_for_best_model": _metric,
-    "mlm_probability": _renamed("mask_probability"),
-    "neftune_noise_alpha": _renamed("neftune"),
-    "no_cuda": _flag({"devices": "cpu"}),
-    "num_train_epochs": _epochs,
-    "optim": _optimizer,
-    "per_device_eval_batch_size": _renamed("eval_batch_size"),
-    "per_device_train_batch_size": _batch_size,
-    "report_to": _trackers,
-    "resume_from_checkpoint": _resume,
-    "save_steps": _renamed("save_every"),
-    "save_strategy": _strategy("save_every", "save_steps"),
-    "save_total_limit": _renamed("keep_last"),
-    "tf32": _flag({"precision": "tf32"}),
-    "torch_compile": _renamed("compile"),
-    "train_sampling_strategy": _order,
-    "use_cpu": _flag({"devices": "cpu"}),
-    "warmup_ratio": _warmup_ratio,
-    "warmup_steps": lambda value, given: {"warmup": value} if value else {},
+    name: get_args(hint)[1] for name, hint in get_type_hints(TrainerWords, include_extras=True).items()
 }
+"""Accepted names with the functions that return our options for a value and all given options."""
 
 INERT = frozenset({
     "average_tokens_across_devices", "dataloader_in_order", "dataloader_multiprocessing_context",
@@ -270,7 +233,6 @@ REFUSED = {
     "data_collator": "rows are put together as the task needs them",
     "dataloader_drop_last": "no row is left out here",
     "deepspeed": "weights are split among ranks by shard='fsdp' here, with torch's own FSDP2",
-    "device": "use devices=",
     "device_map": "a model is not split among devices; use devices= for the number of devices",
     "dtype": "trained weights are float32; use precision= for the computation",
     "eval_dataset": "use eval=",
@@ -292,17 +254,21 @@ REFUSED = {
     "tokenizer": "the tokenizer is the model's; set model.tokenizer for another",
     "torch_dtype": "trained weights are float32; use precision= for the computation",
     "train_dataset": "use train=",
-    "use_liger_kernel": "use fused=, which is on by default",
+    "use_liger_kernel": "fused kernels are used where they apply",
 }
 """Names with another meaning here, and the replacement."""
 
 REMOVED: dict[str, tuple[Any, str]] = {
     "adaptive_layers": (False, "pass loss=AdaptiveLayerLoss(...) of flodl_hf.training.losses"),
     "backend": (None, "gradients are averaged by the backend of the device"),
+    "allow_change": ((), "pass the names as resume=[...]"),
+    "capture": (True, "steps on CUDA are captured where possible; flodl.train.Trainer has this setting"),
     "discriminator_weight": (None, "the weight is 50, as in ELECTRA"),
     "ema_warmup": (True, "the moving average always warms up; flodl.train.Trainer has this setting"),
     "eval_delay": (0, "set eval_every to a larger number of steps"),
     "eval_start": (False, "call flodl_hf.evaluate with the model before the run"),
+    "fused": (True, "fused kernels are used where they apply; compile=True trains without them"),
+    "log_every": (20, "metrics are read from a device every 20 steps; flodl.train.Trainer has this setting"),
     "mask_padding": (None, "compat='transformers' includes padding in the loss of answers"),
     "rules": ((), "pass callbacks=[Rules(...)] of flodl_hf.training.observation"),
     "trend_every": (None, "pass callbacks=[Rules(..., trend_every=...)] of flodl_hf.training.observation"),
@@ -328,7 +294,9 @@ def translated(given: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[dict
             continue
         if name in REMOVED:
             default, replacement = REMOVED[name]
-            if value is not None and (tuple(value) if isinstance(value, list) else value) != default:
+            # Earlier versions wrote fused: false into the recipes of denoising runs.
+            recorded = name == "fused" and str(given.get("vector_loss")).startswith("Denoising")
+            if not recorded and value not in (None, default, list(default) if isinstance(default, tuple) else default):
                 problems.append(f"{name}: this option was removed; {replacement}")
             continue
         if name in known:
@@ -354,10 +322,20 @@ def translated(given: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[dict
     return values, problems
 
 
+SPELLINGS = {
+    "precision": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"},
+    "long_texts": {"truncate": "cut"},
+}
+"""Further spellings of values."""
+
+
 def _ours(name: str, value: Any) -> Found:
     """Return an option that exists in both libraries, with transformers' values converted."""
     if name == "max_steps" and value == -1:
         return {name: None}
     if name == "gradient_checkpointing" and value is None:
         return {}
+    if name in SPELLINGS:
+        value = getattr(value, "value", str(value).removeprefix("torch."))
+        return {name: SPELLINGS[name].get(value, value)}
     return {name: value}

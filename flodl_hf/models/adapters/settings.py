@@ -6,6 +6,7 @@ Needs no torch.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -18,15 +19,17 @@ from flodl_hf.compat.taking import Word, taking
 __all__ = [
     "ALL_LINEAR",
     "BIASES",
+    "FLAT_WORDS",
     "IA3",
     "Lora",
     "Prefix",
     "Prompt",
     "Settings",
-    "adapter_faults",
-    "adapter_of",
-    "adapter_words",
+    "adapter_mapping",
     "fits",
+    "flat_words",
+    "plain_rank",
+    "read_adapter",
 ]
 
 ALL_LINEAR = "all-linear"
@@ -335,78 +338,97 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_TOKENS
 
 
-def adapter_words(adapter: Settings | None) -> dict[str, Any]:
-    """Return the options of a fine-tuning run that describe an adapter; none for None.
+ADAPTERS: dict[str, type[Settings]] = {"lora": Lora, "ia3": IA3, "prompt": Prompt, "prefix": Prefix}
+"""Settings by the ``type`` of a mapping."""
+FLAT_WORDS = {
+    "lora_alpha": ("lora", "alpha", None), "lora_dropout": ("lora", "dropout", 0.0),
+    "lora_targets": ("lora", "targets", ()), "lora_kinds": ("lora", "", ()), "ia3": ("ia3", "targets", ()),
+    "prompt_tokens": ("prompt", "tokens", None), "prompt_text": ("prompt", "text", None),
+    "prompt_encoder": ("prompt", "encoder", None), "prompt_encoder_kind": ("prompt", "kind", "mlp"),
+    "prefix_tokens": ("prefix", "tokens", None), "prefix_encoder": ("prefix", "encoder", None),
+}  # fmt: skip
+"""Deprecated options, which recipes and checkpoints of earlier versions contain: kind, field, default."""
 
-    Raises:
-        ConfigError: it has ranks or alphas by name, or inputs, which options cannot express.
-    """
+
+def adapter_mapping(adapter: Settings | None) -> dict[str, Any] | None:
+    """Return an adapter as a mapping of ``type`` and the settings that differ from their defaults."""
     if adapter is None:
-        return {}
-    if isinstance(adapter, Prefix):
-        return {"prefix_tokens": adapter.tokens, "prefix_encoder": adapter.encoder}
-    if isinstance(adapter, Prompt):
-        return {
-            "prompt_tokens": adapter.tokens, "prompt_text": adapter.text, "prompt_encoder": adapter.encoder,
-            "prompt_encoder_kind": adapter.kind,
-        }  # fmt: skip
-    if isinstance(adapter, IA3):
-        if adapter.inputs != IA3().inputs:
-            raise ConfigError(
-                "adapter: inputs of your own are no option of a run; add_adapter it to the model, and give that",
-                problems=["inputs"],
-            )
-        return {"ia3": adapter.wanted or ("usual",)}
-    if adapter.ranks or adapter.alphas:
-        raise ConfigError(
-            "adapter: options of a run cannot express ranks and alphas by name; use add_adapter, and pass the model",
-            problems=["ranks" if adapter.ranks else "alphas"],
-        )
-    if adapter.bias != "none" or adapter.lora_bias or adapter.trainable_token_indices:
-        raise ConfigError(
-            "adapter: found bias, lora_bias or trainable_token_indices; expected settings that are options of a run. "
-            "Call add_adapter on the model, and pass the model to finetune.",
-            problems=["bias", "lora_bias", "trainable_token_indices"],
-        )
-    kinds = [name for name in ("rslora", "dora") if getattr(adapter, name)]
-    return {
-        "lora": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": adapter.dropout,
-        "lora_targets": adapter.wanted, "lora_kinds": kinds,
-    }  # fmt: skip
-
-
-def adapter_of(options: Any) -> Settings | None:
-    """Return the adapter that the options of a fine-tuning run request; None if all weights are trained."""
-    if options.prompt_tokens is not None:
-        return Prompt(options.prompt_tokens, options.prompt_text, options.prompt_encoder, options.prompt_encoder_kind)
-    if options.prefix_tokens is not None:
-        return Prefix(options.prefix_tokens, options.prefix_encoder)
-    if options.ia3:
-        return IA3() if tuple(options.ia3) == ("usual",) else IA3(options.ia3)
-    if options.lora is None:
         return None
-    return Lora(
-        options.lora, options.lora_alpha, options.lora_dropout, options.lora_targets,
-        rslora="rslora" in options.lora_kinds, dora="dora" in options.lora_kinds,
-    )  # fmt: skip
+    kind = next(name for name, one in ADAPTERS.items() if type(adapter) is one)
+    values, usual = vars(adapter), vars(type(adapter)())
+    return {"type": kind, **{name: value for name, value in values.items() if value != usual[name]}}
 
 
-def adapter_faults(options: Any) -> list[str]:
-    """Return problems of a run's adapter options that are individually valid."""
-    problems = []
-    asked = [name for name in ("lora", "ia3", "prompt_tokens", "prefix_tokens") if getattr(options, name)]
+def plain_rank(adapter: Settings | None) -> int | None:
+    """Return the rank of a LoRA adapter without further settings; None for other adapters."""
+    return adapter.rank if isinstance(adapter, Lora) and adapter == Lora(adapter.rank) else None
+
+
+def read_adapter(values: Mapping[str, Any]) -> tuple[Settings | None, list[str]]:
+    """Return the adapter that the options of a run describe, and the problems of these options."""
+    adapter, rank = values.get("adapter"), values.get("lora")
+    flat = {
+        name: values[name]
+        for name, (_, _, usual) in FLAT_WORDS.items()
+        if values.get(name) is not None and values[name] not in (usual, [])
+    }
+    asked = {name: 1 for name in ("adapter", "lora") if values.get(name) is not None}
+    asked |= {FLAT_WORDS[name][0]: 1 for name in flat}
     if len(asked) > 1:
-        problems.append(f"{' and '.join(asked)}: expected only one of them")
-    lone = [name for name in ("prompt_text", "prompt_encoder") if getattr(options, name) is not None]
-    if lone and options.prompt_tokens is None:
-        problems.append(f"{' and '.join(lone)}: expected prompt_tokens too")
-    if options.prefix_encoder is not None and options.prefix_tokens is None:
-        problems.append("prefix_encoder: expected prefix_tokens too")
-    if options.prompt_encoder_kind != "mlp" and options.prompt_encoder is None:
-        problems.append("prompt_encoder_kind: expected prompt_encoder too")
-    if options.prompt_tokens is not None and options.neftune:
-        problems.append("neftune: prompt_tokens trains separate embeddings; expected no noise")
-    return problems
+        return None, [f"{' and '.join(asked)}: expected only one adapter"]
+    try:
+        if flat:
+            return _from_flat(flat, rank), []
+        if isinstance(adapter, Mapping):
+            settings = {name: tuple(value) if isinstance(value, list) else value for name, value in adapter.items()}
+            kind = ADAPTERS.get(settings.pop("type", ""))
+            if kind is None:
+                return None, [f"adapter: found {dict(adapter)}; expected a type: {', '.join(ADAPTERS)}"]
+            return kind(**settings), []
+    except (ConfigError, TypeError) as fault:
+        return None, [f"adapter: {fault}"]
+    if adapter is not None and not isinstance(adapter, Settings):
+        found = type(adapter).__name__
+        return None, [f"adapter: found {found}; expected Lora, IA3, Prompt or Prefix of flodl_hf.models.adapters"]
+    return adapter if rank is None else Lora(rank), []
+
+
+def _from_flat(flat: Mapping[str, Any], rank: int | None) -> Settings:
+    kind = ADAPTERS[FLAT_WORDS[next(iter(flat))][0]]
+    warnings.warn(
+        f"{', '.join(flat)}: deprecated options; use adapter={kind.__name__}(...)", DeprecationWarning, stacklevel=2
+    )
+    settings = {
+        FLAT_WORDS[name][1]: tuple(value) if isinstance(value, list) else value
+        for name, value in flat.items()
+        if name != "lora_kinds"
+    }
+    if kind is IA3 and tuple(_listed(settings["targets"])) == ("usual",):
+        settings = {}
+    if kind is Lora:
+        kinds = _listed(flat.get("lora_kinds", ()))
+        settings |= {"rank": 8 if rank is None else rank, **dict.fromkeys(kinds, True)}
+    return kind(**settings)
+
+
+def flat_words(adapter: Settings | None) -> dict[str, Any]:
+    """Return an adapter as the identity of a run contains it: the deprecated options, and further settings."""
+    found = {name: usual for name, (_, _, usual) in FLAT_WORDS.items()}
+    mapping = adapter_mapping(adapter) or {}
+    for name, (kind, setting, _) in FLAT_WORDS.items():
+        if kind == mapping.get("type") and setting in mapping:
+            value = mapping.pop(setting)
+            found[name] = _listed(value) if setting == "targets" else value
+    if isinstance(adapter, Lora):
+        found["lora_kinds"] = [name for name in ("rslora", "dora") if mapping.pop(name, False)]
+    elif isinstance(adapter, IA3):
+        found["ia3"] = found["ia3"] or ("usual",)
+    elif isinstance(adapter, (Prompt, Prefix)):
+        found[f"{mapping['type']}_tokens"] = adapter.tokens
+    further = {name: value for name, value in mapping.items() if name not in ("type", "rank")}
+    return {"lora": adapter.rank if isinstance(adapter, Lora) else None, **found} | (
+        {"adapter": further} if further else {}
+    )
 
 
 def fits(wanted: str, name: str) -> bool:

@@ -450,8 +450,6 @@ def plan_embedding(
         options = replace(options, cache_tokens=CACHE)
     if options.ranks > 1:
         options = replace(options, policy="sync")
-    if any(isinstance(loss, AdaptiveLayerLoss) for loss in losses):
-        options = replace(options, fused=False)
     guide = None if options.guide is None else os.fspath(options.guide)
     options = replace(options, guide=guide)
     return kind(tables, tuple(losses), options), options

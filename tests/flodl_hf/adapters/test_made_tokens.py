@@ -65,8 +65,6 @@ def test_what_cannot_be_is_refused(base: Path) -> None:
     for call, said in (
         (lambda: Prompt(3, encoder=8, kind="gru"), "mlp or lstm"),
         (lambda: Prefix(3, encoder=0), "encoder 0"),
-        (lambda: finetune(base, train=ROWS, prefix_encoder=8), "expected prefix_tokens too"),
-        (lambda: finetune(base, train=ROWS, prompt_tokens=3, prompt_encoder_kind="lstm"), "expected prompt_encoder"),
     ):
         with pytest.raises(ConfigError, match=said):
             call()

@@ -52,11 +52,11 @@ def test_every_bound_of_a_choice_of_a_run_is_one_of_its_option() -> None:
     checked = 0
     for name, row in Options.__dataclass_fields__.items():
         least = row.metadata.get("least")
-        if least is None or str(row.type) not in ("int", "int | None", "float", "float | None"):
+        if least is None or not row.metadata["cli"] or "str" in str(row.type):
             continue
         assert options[name].min == least, name
         checked += 1
-    assert checked > 20
+    assert checked > 15
 
 
 @pytest.mark.parametrize("words", [["--help"], ["finetune", "--help"], ["--version"]], ids=" ".join)

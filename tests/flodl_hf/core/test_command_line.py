@@ -51,7 +51,7 @@ def test_words_of_options_are_those_of_the_tables() -> None:
     assert set(choices.DtypeWord) == set(DTYPE_NAMES.values())
     options = {p.name: p for p in commands()["finetune"].params}
     for name, field in Options.__dataclass_fields__.items():
-        if "among" in field.metadata:
+        if "among" in field.metadata and field.metadata["cli"]:
             assert set(words_of(options[name])) == set(field.metadata["among"]), name
     assert set(words_of(options["schedule"])) == set(SCHEDULES)
 
@@ -60,10 +60,11 @@ def test_options_come_in_groups() -> None:
     from flodl_hf.cli.finetune import GROUPS
     from flodl_hf.training.options import Options
 
+    shown = [name for name, field in Options.__dataclass_fields__.items() if field.metadata["cli"]]
     assert set(GROUPS) <= set(Options.__dataclass_fields__)
     panels = {p.name: getattr(p, "rich_help_panel", None) for p in commands()["finetune"].params}
-    assert all(panels[name] for name in Options.__dataclass_fields__)
-    assert (panels["lr"], panels["warmup"], panels["save_every"]) == ("Learning", "Learning", "Checkpoints")
+    assert all(panels[name] for name in shown)
+    assert (panels["lr"], panels["warmup"], panels["keep_last"]) == ("Learning", "Learning", "Checkpoints")
     said = run("predict", "--help", env={"COLUMNS": "160", "TERMINAL_WIDTH": "160"}).output
     assert [said.index(f"─ {group} ─") for group in ("Options", "Answers", "How it runs", "A file of texts")]
 

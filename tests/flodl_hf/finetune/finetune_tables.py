@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from flodl_hf.training import demo
+import pytest
+
+from flodl_hf.training import demo, finetune, training
+
+
+def finetune_with(*args: Any, capture: bool = True, fused: bool = True, **options: Any) -> Any:
+    """Fine-tune, on request without captured steps or fused kernels."""
+    make_builder = training.make_builder
+    with pytest.MonkeyPatch.context() as patch:
+        if not capture:
+            patch.setattr(training, "make_builder", lambda *job: make_builder(*job).set(capture=False))
+        if not fused:
+            patch.setattr(training, "_arrangement", lambda job: None)
+        return finetune(*args, **options)
 
 
 def sentences() -> list[str]:

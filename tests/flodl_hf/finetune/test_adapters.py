@@ -18,16 +18,15 @@ from flodl.errors import ConfigError
 from flodl_hf import load
 from flodl_hf.cli.app import app
 from flodl_hf.models.adapters import IA3, Lora, Prefix, Prompt
-from flodl_hf.models.adapters.settings import adapter_words
 from flodl_hf.training import dry_run, finetune, plan_job
 from flodl_hf.training.options import make_options
 from flodl_hf.training.run import make_builder
 
 ROWS = labelled(48)
-BASIC: dict[str, Any] = {"epochs": 2, "batch_size": 8, "lr": 5e-3, "max_length": 24, "lora": 4, "lora_alpha": 8}
+BASIC: dict[str, Any] = {"epochs": 2, "batch_size": 8, "lr": 5e-3, "max_length": 24, "adapter": Lora(4, 8)}
 WHOLE: dict[str, Any] = {
     "batch_size": 8, "max_steps": 3, "schedule": "constant", "optimizer": "sgd", "lr": 0.1, "dropout": 0.0,
-    "max_length": 24, "stride": 8, "group_by_length": False, "lora": 4, "lora_alpha": 8,
+    "max_length": 24, "stride": 8, "group_by_length": False, "adapter": Lora(4, 8),
 }  # fmt: skip
 
 
@@ -44,7 +43,9 @@ def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("task", TABLES)
 def test_an_adapter_learns_beside_a_base_that_keeps_its_bits(task: str, base: Path, tmp_path: Path) -> None:
     rows = TABLES[task](40)
-    result = finetune(base, train=rows, eval=rows[:8], out=tmp_path / "out", lora_targets="all-linear", **BASIC)
+    result = finetune(
+        base, train=rows, eval=rows[:8], out=tmp_path / "out", **{**BASIC, "adapter": Lora(4, 8, targets="all-linear")}
+    )
     assert result.losses[-1] < result.losses[0]
     before = load(base, head=task, labels=result.model.config.labels or None if "token" in task else None)
     own = before.graph.state_dict()
@@ -111,7 +112,7 @@ def test_a_run_that_was_ended_goes_on_to_the_bit(base: Path, tmp_path: Path) -> 
         if type(event).__name__ == "StepDone" and event.step == 5:
             raise Stopped
 
-    chosen = {**BASIC, "lora_dropout": 0.1, "lora_kinds": ["dora"]}
+    chosen = {**BASIC, "adapter": Lora(4, 8, dropout=0.1, dora=True)}
     whole = finetune(base, train=ROWS, **chosen)
     with pytest.raises(Stopped):
         finetune(base, train=ROWS, out=tmp_path / "out", save_every=1, on_event=stop, **chosen)
@@ -130,7 +131,7 @@ def on_ranks(ranks: Ranks, base: Path) -> Any:
 @pytest.mark.parametrize("kinds", [(), ("dora", "rslora")])
 @pytest.mark.parametrize("cut", [{"micro_batch_size": 3}, {"batch_size": 4, "accumulate": 2}, {"layout": "packed"}])
 def test_a_step_is_the_same_however_it_is_cut(kinds: Any, cut: dict[str, Any], base: Path) -> None:
-    chosen = {**WHOLE, "lora_kinds": kinds}
+    chosen = {**WHOLE, "adapter": Lora(4, 8, **dict.fromkeys(kinds, True))}
     whole = learned(finetune(base, train=ROWS[:21], **chosen).model)
     parts = learned(finetune(base, train=ROWS[:21], **{**chosen, **cut}).model)
     start = learned(plan_job(base, ROWS[:21], None, make_options(chosen)).model)
@@ -163,7 +164,7 @@ def test_a_model_in_memory_is_adapted_and_goes_on(base: Path) -> None:
     )
     assert first.model is model
     assert model.active_adapter == "default"
-    assert first.recipe["lora"] == 2
+    assert first.recipe["adapter"] == {"type": "lora", "rank": 2, "targets": ["query", "feed_forward.up"]}
     other = load(base, head="sequence_classification")
     dry_run(other, train=ROWS, lora=2, batch_size=8)
     assert not other.adapters
@@ -184,12 +185,12 @@ def test_the_command_trains_an_adapter_and_predicts_with_it(base: Path, tmp_path
         str(table),
         "--out",
         str(tmp_path / "out"),
-        "--lora",
-        "4",
         "--epochs",
         "1",
     ]
-    ran = CliRunner().invoke(app, [*words, "--lora-targets", "query,key", "--lora-kinds", "rslora"])
+    ran = CliRunner().invoke(
+        app, [*words, "--set", "adapter={type: lora, rank: 4, targets: [query, key], rslora: true}"]
+    )
     assert ran.exit_code == 0, ran.output
     assert "flodl-hf merge" in ran.output
     settings = load(tmp_path / "out").adapters["default"]
@@ -210,7 +211,7 @@ ADAPTERS: dict[str, Any] = {
 def test_freeze_applies_to_the_base_and_every_part_of_the_adapter_learns(
     kind: str, frozen: list[str], base: Path
 ) -> None:
-    before = learned(plan_job(base, ROWS[:16], None, make_options(adapter_words(ADAPTERS[kind]))).model)
+    before = learned(plan_job(base, ROWS[:16], None, make_options({"adapter": ADAPTERS[kind]})).model)
     chosen: dict[str, Any] = {"adapter": ADAPTERS[kind], "max_steps": 3, "batch_size": 8, "lr": 1e-2, "report": False}
     free = finetune(base, train=ROWS[:16], **chosen).model
     model = finetune(base, train=ROWS[:16], freeze=frozen, **chosen).model

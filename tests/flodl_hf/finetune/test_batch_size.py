@@ -132,7 +132,7 @@ def test_a_run_goes_on_with_the_batch_size_that_it_began_with(base: Path, tmp_pa
     with pytest.raises(Stopped):
         finetune(base, out=out, on_event=stop, save_every=1, **given)
     assert usual(40, max_steps=6) == 32 > usual(40) == 4  # so short a run would not have had smaller batches by itself
-    rest = finetune(base, out=out, resume=True, max_steps=6, allow_change=["schedule"], **given)
+    rest = finetune(base, out=out, resume=["schedule"], max_steps=6, **given)
     whole = finetune(base, max_steps=6, batch_size=4, eval_batch_size=32, **given)
     assert (rest.recipe["batch_size"], rest.losses, rest.metrics) == (4, whole.losses, whole.metrics)
     assert json.loads((out / "training.json").read_text())["batch_size"] == 4

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from finetune_tables import sentences
+from finetune_tables import finetune_with, sentences
 
 from flodl.data import Batch, Where
 from flodl.errors import ConfigError, DataError
@@ -280,7 +280,7 @@ def test_a_loss_beside_that_of_choices_is_refused(starts: dict[str, Path]) -> No
 def test_on_a_gpu_steps_are_recorded_and_give_the_bits_of_ordinary_ones(
     family: str, task: str, starts: dict[str, Path]
 ) -> None:
-    options: Any = {**FIXED, "max_steps": 24, "precision": "bf16", "log_every": 5, "task": task}
+    options: Any = {**FIXED, "max_steps": 24, "precision": "bf16", "task": task}
     found = []
     for capture in (True, False):
         told: list[str] = []
@@ -289,7 +289,7 @@ def test_on_a_gpu_steps_are_recorded_and_give_the_bits_of_ordinary_ones(
             if isinstance(event, Warned):
                 told.append(event.message)
 
-        result = finetune(starts[family], train=TABLES[task](48), on_event=note, capture=capture, **options)
+        result = finetune_with(starts[family], train=TABLES[task](48), on_event=note, capture=capture, **options)
         found.append((result.losses, {k: v.clone() for k, v in result.model.graph.state_dict().items()}, told))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(tensor, found[1][1][name]) for name, tensor in found[0][1].items())

@@ -138,9 +138,7 @@ def test_a_run_that_goes_on_decides_and_writes_as_one_left_alone(base: Path, tmp
     _, whole = told(base, labelled(32), out=tmp_path / "whole", **options)
     cut: dict[str, Any] = {**options, "checkpoints": str(tmp_path / "saved"), "log_dir": str(tmp_path / "logs")}
     told(base, labelled(32), out=tmp_path / "part", max_steps=5, save_every=3, **cut)
-    seen, rest = told(
-        base, labelled(32), out=tmp_path / "rest", save_every=3, resume=True, allow_change=["schedule"], **cut
-    )
+    seen, rest = told(base, labelled(32), out=tmp_path / "rest", save_every=3, resume=["schedule"], **cut)
     assert decisions(seen) == [("stop", "", 8)]
     assert isinstance(seen[-1], RunDone)
     assert rest.steps == whole.steps == 8

@@ -2,39 +2,99 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 from finetune_tables import labelled
 
 from flodl.data import LengthGroupedBatches
 from flodl.errors import ConfigError
+from flodl_hf.models.adapters import IA3, Lora, Prefix, Prompt
+from flodl_hf.models.adapters.settings import flat_words
 from flodl_hf.training import plan_job
-from flodl_hf.training.keywords import FinetuneOptions
-from flodl_hf.training.options import Options, make_options
+from flodl_hf.training.options import FinetuneOptions, Options, make_options
+
+pytest.importorskip("typer")
+from typer.testing import CliRunner
 
 
-def test_the_keywords_for_type_checkers_are_the_fields_of_the_table() -> None:
-    assert get_type_hints(FinetuneOptions) == get_type_hints(Options)
-    assert list(get_type_hints(FinetuneOptions)) == [f.name for f in fields(Options)]
+def test_every_option_has_a_description() -> None:
+    assert all(row.metadata["help"].endswith(".") for row in fields(Options))
+    assert [row.name for row in fields(Options)] == list(FinetuneOptions.__annotations__)
 
 
-def test_every_option_says_what_it_is() -> None:
-    assert all(f.metadata["help"].endswith(".") for f in fields(Options))
-
-
-def test_the_command_has_one_flag_for_each_option_with_its_default_in_the_help() -> None:
-    typer = pytest.importorskip("typer")
+def finetune_help(*words: str) -> str:
     from flodl_hf.cli.app import app
 
-    command = typer.main.get_command(app).commands["finetune"]
-    flags = {parameter.name: parameter for parameter in command.params}
-    for row in fields(Options):
-        assert "--" + row.name.replace("_", "-") in flags[row.name].opts
-        assert row.metadata["help"] in flags[row.name].help
-    assert "(default 5e-05)" in flags["lr"].help
+    shown = CliRunner(env={"COLUMNS": "80", "NO_COLOR": "1"}).invoke(app, ["finetune", *words])
+    assert shown.exit_code == 0
+    return shown.output
+
+
+def test_help_has_the_most_needed_options_at_80_columns_and_help_all_has_all() -> None:
+    short, whole = (
+        set(re.findall(r"^│ (--[a-z-]+)", finetune_help(word), re.MULTILINE)) for word in ("--help", "--help-all")
+    )
+    assert max(map(len, finetune_help("--help").splitlines())) <= 80
+    assert {"--epochs", "--lr", "--lora", "--eval", "--help-all"} <= short < whole
+    assert len(short) <= 25
+    assert 60 < len(whole) <= 75
+    flags = {"--" + row.name.replace("_", "-") for row in fields(Options) if row.metadata["cli"]}
+    assert {flag[:14] for flag in flags} <= {flag[:14] for flag in whole}
+
+
+def test_the_command_sets_every_option_by_its_name() -> None:
+    from flodl_hf.cli.finetune import _set_values
+
+    assert _set_values(["beta1=0.8", "adapter={type: ia3}", "resume=[seed]"]) == {
+        "beta1": 0.8, "adapter": {"type": "ia3"}, "resume": ["seed"],
+    }  # fmt: skip
+    with pytest.raises(ConfigError):
+        _set_values(["beta1"])
+
+
+@pytest.mark.parametrize(
+    ("word", "instead"),
+    [
+        ("--beta1", "--set beta1="),
+        ("--ia3", "--set 'adapter={type: ia3"),
+        ("--no-fused", "compile"),
+        ("--watch", "callbacks="),
+    ],
+)
+def test_an_option_without_a_flag_names_its_replacement(word: str, instead: str) -> None:
+    from flodl_hf.cli.app import app
+
+    done = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["finetune", "m", "--train", "t.csv", word, "1"])
+    assert done.exit_code == 2
+    assert instead in done.output
+
+
+def test_recipes_of_earlier_versions_describe_the_same_adapter() -> None:
+    empty = {"lora_dropout": 0.0, "lora_targets": [], "lora_kinds": [], "ia3": [], "prompt_encoder_kind": "mlp"}
+    recorded: list[tuple[dict[str, Any], Any]] = [
+        ({**empty}, None),
+        ({**empty, "lora": 4}, Lora(4)),
+        ({**empty, "lora": 4, "lora_alpha": 8.0, "lora_kinds": ["dora"]}, Lora(4, 8.0, dora=True)),
+        ({**empty, "ia3": ["usual"]}, IA3()),
+        ({**empty, "prompt_tokens": 3, "prompt_text": "a"}, Prompt(3, "a")),
+        ({**empty, "prefix_tokens": 3}, Prefix(3)),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for values, adapter in recorded:
+            options = make_options(values)
+            assert options.adapter == adapter
+            assert make_options({k: v for k, v in options.to_dict().items() if v is not None}) == options
+            words = {name: list(v) if isinstance(v, tuple) else v for name, v in flat_words(adapter).items()}
+            assert values.items() <= words.items()
+    assert make_options({"vector_loss": "DenoisingAutoEncoderLoss", "fused": False}).vector_loss
+    with pytest.raises(ConfigError, match="expected only one adapter"):
+        make_options({"lora": 4, "adapter": IA3()})
 
 
 @pytest.mark.parametrize(
@@ -47,6 +107,8 @@ def test_the_command_has_one_flag_for_each_option_with_its_default_in_the_help()
         ("labels", ["a", 1], ("a", "1")),
         ("max_steps", None, None),
         ("columns", {"text": "headline"}, {"text": "headline"}),
+        ("precision", "bfloat16", "bf16"),
+        ("long_texts", "truncate", "cut"),
     ],
 )
 def test_values_are_brought_to_their_type(name: str, value: Any, kept: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from finetune_tables import TABLES, sentences
+from finetune_tables import TABLES, finetune_with, sentences
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -240,7 +240,7 @@ def test_replayed_steps_are_ordinary_ones_and_a_run_says_how_many_there_were(
     monkeypatch.setattr(Padded, "of", lambda mask: Padded(mask != 0))
     monkeypatch.setattr(route, "make_capturer", lambda device, settings: Repeats())
     options: Any = {**FIXED, "max_steps": 15, "task": task, "lr": 0.01, **given}
-    replayed, plain = (finetune(starts(task), train=rows, capture=capture, **options) for capture in (True, False))
+    replayed, plain = (finetune_with(starts(task), train=rows, capture=capture, **options) for capture in (True, False))
     assert replayed.losses == plain.losses
     learned, others = replayed.model.graph.state_dict(), plain.model.graph.state_dict()
     assert all(torch.equal(tensor, others[name]) for name, tensor in learned.items())
@@ -292,7 +292,7 @@ def test_gradients_of_the_largest_values_are_shared_by_equal_ones() -> None:
 @pytest.mark.parametrize("cell", CELLS)
 def test_on_a_gpu_recorded_steps_are_ordinary_ones(cell: str, starts: Callable[[str], Path]) -> None:
     task, rows, given = cell_of(cell, starts)
-    options: Any = {**FIXED, "max_steps": 24, "precision": "bf16", "log_every": 5, "task": task, "lr": 0.01, **given}
+    options: Any = {**FIXED, "max_steps": 24, "precision": "bf16", "task": task, "lr": 0.01, **given}
     found = []
     for capture in (True, False):
         told: list[str] = []
@@ -301,7 +301,7 @@ def test_on_a_gpu_recorded_steps_are_ordinary_ones(cell: str, starts: Callable[[
             if isinstance(event, Warned):
                 told.append(event.message)
 
-        result = finetune(starts(task), train=rows, on_event=note, capture=capture, **options)
+        result = finetune_with(starts(task), train=rows, on_event=note, capture=capture, **options)
         found.append((result.losses, {k: v.clone() for k, v in result.model.graph.state_dict().items()}, told))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
     apart = [float((tensor - found[1][1][name]).abs().max()) for name, tensor in found[0][1].items()]
@@ -315,7 +315,7 @@ def test_on_a_gpu_recorded_steps_are_ordinary_ones(cell: str, starts: Callable[[
 @pytest.mark.parametrize("way", ["neighbours", "neighbours, values too"])
 def test_on_a_gpu_neighbours_turn_in_recorded_steps(way: str, starts: Callable[[str], Path]) -> None:
     rows = CELLS["sequence_classification"][1]
-    options: Any = {**FIXED, "max_steps": 24, "precision": "bf16", "log_every": 5, "lr": 0.01}
+    options: Any = {**FIXED, "max_steps": 24, "precision": "bf16", "lr": 0.01}
     told: list[str] = []
 
     def note(event: Any) -> None:
@@ -323,7 +323,7 @@ def test_on_a_gpu_neighbours_turn_in_recorded_steps(way: str, starts: Callable[[
             told.append(event.message)
 
     recorded, launched, plain = (
-        finetune(starts(way), train=rows, on_event=note, capture=capture, fused=fused, **options)
+        finetune_with(starts(way), train=rows, on_event=note, capture=capture, fused=fused, **options)
         for capture, fused in ((True, True), (False, True), (False, False))
     )
     assert recorded.losses == pytest.approx(launched.losses, rel=1e-6)

@@ -157,7 +157,6 @@ def test_a_disk_without_room_is_refused_before_training(
         ("class_weights", ["balanced"], "balanced"),
         ("devices", ["cpu", "cpu"], ["cpu", "cpu"]),
         ("devices", ["2"], 2),
-        ("allow_change", ["dropout", "a b"], ["dropout", "a b"]),
     ],
 )
 def test_bits_of_an_option_add_up(name: str, said: list[str], value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
