@@ -1,18 +1,15 @@
 """Worker process of one device: texts in, arrays of scores out.
 
-Started by `flodl_hf.inference.workers`; ends when its connection is closed. Tokenization, computation and sending
+Started by `flodl_hf.inference.workers`. Tokenization, computation and sending
 overlap in three threads.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from queue import Queue
 from threading import Thread
 from typing import Any
@@ -23,9 +20,10 @@ import torch
 from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.engine import Engine, current
 from flodl_hf.inference.inputs import Encoded
-from flodl_hf.inference.worker_messages import packed, receive, send, unpacked
+from flodl_hf.workers.messages import Stream
+from flodl_hf.workers.objects import pack_object, unpack_object
 
-__all__ = ["serve"]
+__all__ = ["known_of", "serve"]
 
 # Windows that wait for the device in addition to the running one.
 _AHEAD = 2
@@ -33,38 +31,29 @@ _AHEAD = 2
 _CALLS = 64
 
 
-def serve(descriptor: int) -> None:
+def known_of(model: Any) -> dict[str, Any]:
+    """Return the objects that the caller and its workers have, by name."""
+    return {"model": model, "tokenizer": model.tokenizer}
+
+
+def serve(stream: Stream) -> None:
     """Process requests until the connection is closed.
 
     Args:
-        descriptor: file descriptor of the connection.
+        stream: the connection with the caller.
     """
-    # Ctrl-C reaches the whole process group; the caller handles it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The caller may end while threads compute; their results are not needed.
-    connection = Connection(descriptor)
-    code = 0
-    try:
-        Worker(connection).run()
-    except (EOFError, OSError):
-        pass
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    Worker(stream).run()
 
 
 class Worker:
     """The model of one process.
 
     Args:
-        connection: connection to the caller.
+        stream: connection to the caller.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
         self._model: Any = None
         self._device = torch.device("cpu")
         self._calls: dict[int, tuple[Any, Any, Any]] = {}
@@ -77,21 +66,19 @@ class Worker:
             Thread(target=work, daemon=True).start()
         # Two threads, so that one window is tokenized while another is decoded.
         pool = ThreadPoolExecutor(2)
-        while True:
-            kind, *message = receive(self._connection)
-            if kind == "model":
-                self._model, self._device, threads = message
+        while (received := self._stream.read()) is not None:
+            message, arrays = received
+            if message["kind"] == "model":
+                self._model, self._device, threads = unpack_object(arrays)
                 torch.set_num_threads(threads)
-                self._running.put((0, None))
-            elif kind == "call":
-                number, data = message
+                self._running.put((message["id"], None))
+            elif message["kind"] == "call":
                 while len(self._calls) >= _CALLS:
                     del self._calls[next(iter(self._calls))]
-                self._calls[number] = unpacked(data, self._model)
+                self._calls[message["call"]] = unpack_object(arrays, known_of(self._model))
             else:
-                number, call, texts = message
-                encode, work, options = self._calls[call]
-                self._encoding.put((number, pool.submit(encode, texts), work, options))
+                encode, work, options = self._calls[message["call"]]
+                self._encoding.put((message["id"], pool.submit(encode, unpack_object(arrays)), work, options))
 
     def _start_all(self) -> None:
         while True:
@@ -112,21 +99,17 @@ class Worker:
                 if isinstance(found, tuple):
                     encoded, work, pending = found
                     found = (slim(encoded) if work.per_text else encoded, pending.arrays())
+                arrays = pack_object(found, plain=True)
             except BaseException as fault:
-                found = self._picklable(fault)
-            try:
-                send(self._connection, (number, found))
-            except OSError:
-                return  # the caller has ended, which the reader detects too
-            except Exception as fault:
-                # The error occurs before anything is written, so the connection is intact.
-                send(self._connection, (number, RuntimeError(f"{type(fault).__name__}: {fault}")))
+                arrays = pack_object(self._picklable(fault), plain=True)
+            with suppress(OSError):  # the caller has ended, which the reader detects too
+                self._stream.write({"id": number}, arrays)
 
     def _picklable(self, fault: BaseException) -> BaseException:
         note = f"in the process for {self._device}:\n{''.join(traceback.format_tb(fault.__traceback__))}"
         try:
             # Not every exception can be unpickled.
-            unpacked(packed(fault))
+            unpack_object(pack_object(fault))
         except Exception:
             fault = RuntimeError(f"{type(fault).__name__}: {fault}")
         fault.add_note(note)

@@ -8,28 +8,26 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count, islice
-from multiprocessing.connection import Connection
-from threading import Lock, Thread, current_thread
+from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import numpy as np
 import torch
 
-from flodl.errors import FlodlError
-from flodl_hf.errors import PredictError
 from flodl_hf.inference.options import RunOptions
 from flodl_hf.inference.passes import Work
 from flodl_hf.inference.prepared_graph import Stamp
-from flodl_hf.inference.worker_messages import packed, receive, send
+from flodl_hf.inference.worker import known_of
 from flodl_hf.tokenization.threads import cores
+from flodl_hf.workers.objects import pack_object, unpack_object
+from flodl_hf.workers.pool import Worker
+from flodl_hf.workers.process import Process
 
 if TYPE_CHECKING:
     from flodl_hf.inference.graph_model.model import GraphModel
@@ -43,17 +41,6 @@ WINDOWS_AHEAD = 3
 # Texts of a window: one or two batches, so that all devices finish at about the same time.
 WINDOW_TEXTS = 2048
 
-# The device's context is created while torch is imported.
-_SERVE = """
-import sys
-sys.path[:] = {path!r}
-from threading import Thread
-from flodl_hf.checkpoints.system import make_cuda_context
-if {place!r} is not None:
-    Thread(target=make_cuda_context, args=({place!r},), daemon=True).start()
-from flodl_hf.inference.worker import serve
-serve({descriptor})
-"""
 _ALL: WeakSet[Workers] = WeakSet()
 _OF: WeakKeyDictionary[GraphModel, Workers] = WeakKeyDictionary()
 _TEXTS: WeakKeyDictionary[GraphModel, int] = WeakKeyDictionary()
@@ -65,130 +52,11 @@ def worth_it(devices: Sequence[torch.device]) -> bool:
     return len(set(devices)) == len(devices) > 1 and all(device.type == "cuda" for device in devices)
 
 
-def _started(descriptor: int, cores: int, device: torch.device) -> subprocess.Popen[bytes]:
+def _started(device: torch.device, cores: int) -> Process:
     # Each process tokenizes; with all cores in each they would compete.
-    share = {"RAYON_NUM_THREADS": str(cores)} | os.environ
-    # Not multiprocessing, which would run the caller's program again up to the start of processes.
-    place = device.index or 0 if device.type == "cuda" else None
-    code = _SERVE.format(path=sys.path, descriptor=descriptor, place=place)
-    # A separate process group, which Ctrl-C does not reach during the imports.
-    return subprocess.Popen(
-        [sys.executable, "-c", code], pass_fds=[descriptor], stdin=subprocess.DEVNULL, process_group=0, env=share
-    )
-
-
-class _Process:
-    """The process of one device.
-
-    Args:
-        device: the device.
-        cores: number of cores for it.
-    """
-
-    def __init__(self, device: torch.device, cores: int) -> None:
-        self.device = device
-        self.asked: dict[int, Future[Any]] = {}
-        self.waiting = 0
-        self.sound = True
-        self._lock = Lock()
-        self._ended = False
-        self._asking = Lock()
-        self._closing = Lock()
-        mine, its = socket.socketpair()
-        with its:
-            self.process = _started(its.fileno(), cores, device)
-        self.connection = Connection(mine.detach())
-        self._listener = Thread(target=self._listen, name=f"flodl-hf-{device}", daemon=True)
-        self._listener.start()
-
-    def send(self, *message: Any, weights: bool = False) -> None:
-        with self._lock:
-            send(self.connection, message, weights=weights)
-
-    def ask(self, number: int, size: int, *message: Any, weights: bool = False) -> Future[Any]:
-        """Send a message that has a result; return its future."""
-        future: Future[Any] = Future()
-        with self._asking:
-            self.waiting += size
-            # No result is received after the listener has ended.
-            if self._ended:
-                self.waiting -= size
-                future.set_exception(self._fault())
-                return future
-            self.asked[number] = future
-        future.add_done_callback(lambda _: self._less(size))
-        try:
-            self.send(*message, weights=weights)
-        except OSError:
-            self._gone()
-        return future
-
-    def _less(self, size: int) -> None:
-        with self._asking:
-            self.waiting -= size
-
-    def _listen(self) -> None:
-        while True:
-            try:
-                number, found = receive(self.connection)
-            except (EOFError, OSError):
-                self._gone()
-                return
-            except BaseException as fault:  # neither this message nor later ones can be read
-                self._gone(fault)
-                return
-            with self._asking:
-                future = self.asked.pop(number, None)
-            if future is None:
-                continue
-            if isinstance(found, BaseException):
-                # Other errors than those of texts may leave the device unusable.
-                self.sound = self.sound and isinstance(found, FlodlError)
-                future.set_exception(found)
-            else:
-                future.set_result(found)
-
-    def _gone(self, cause: BaseException | None = None) -> None:
-        """Fail all current and later requests of the process."""
-        if cause is None:
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(1)
-        with self._asking:
-            self._ended, self.sound = True, False
-            left, self.asked = self.asked, {}
-        for future in left.values():
-            if not future.done():
-                future.set_exception(self._fault(cause))
-
-    def _fault(self, cause: BaseException | None = None) -> PredictError:
-        how = f"ended (exit code {self.process.returncode}); its stderr is above"
-        if cause is not None:
-            how = f"sent an invalid message ({type(cause).__name__}: {cause})"
-        return PredictError(
-            f"the worker process of {self.device} {how}; the next call starts a new one",
-            device=str(self.device),
-        )
-
-    def close(self) -> None:
-        """End the process."""
-        # Once, also if garbage collection intervenes: the file descriptor of a closed connection is soon reused.
-        if not self._closing.acquire(blocking=False):
-            return
-        # Closing does not wake the reading thread.
-        with suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as line:
-            line.shutdown(socket.SHUT_RDWR)
-        try:
-            self.process.wait(2)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        # The file descriptor is reused by the next connection, which no thread may use by mistake.
-        if self._listener is not current_thread():
-            self._listener.join(30)
-            if self._listener.is_alive():
-                return
-        with self._lock:
-            self.connection.close()
+    share = {"RAYON_NUM_THREADS": os.environ.get("RAYON_NUM_THREADS", str(cores))}
+    cuda = device.index or 0 if device.type == "cuda" else None
+    return Process("flodl_hf.inference.worker:serve", str(device), env=share, cuda=cuda)
 
 
 class Workers:
@@ -197,7 +65,7 @@ class Workers:
     Args:
         model: the model.
         devices: device of each process.
-        data: the call for which they are started, see `packed`.
+        data: the call for which they are started: `pack_object` of (encode, work, options).
         texts: sample of its texts, which is predicted to load kernels and record graphs before results are needed.
 
     Attributes:
@@ -206,7 +74,11 @@ class Workers:
     """
 
     def __init__(
-        self, model: GraphModel, devices: Sequence[torch.device], data: bytes = b"", texts: Sequence[Any] = ()
+        self,
+        model: GraphModel,
+        devices: Sequence[torch.device],
+        data: list[np.ndarray] | None = None,
+        texts: Sequence[Any] = (),
     ) -> None:
         self.devices = tuple(devices)
         self.ready = False
@@ -215,8 +87,8 @@ class Workers:
         self._owner = os.getpid()
         self._stamp = Stamp(model.graph)
         self._read = (model.tokenizer, model.sentence_recipe)
-        self._processes: list[_Process] = []
-        self._numbers = count(1)
+        self._workers: list[Worker] = []
+        self._calls = count(1)
         self._lock = Lock()
         self._starting = Thread(
             target=self._start, args=(model, data, list(texts)), name="flodl-hf-workers", daemon=True
@@ -224,16 +96,18 @@ class Workers:
         _ALL.add(self)
         self._starting.start()
 
-    def _start(self, model: GraphModel, data: bytes, texts: list[Any]) -> None:
+    def _start(self, model: GraphModel, data: list[np.ndarray] | None, texts: list[Any]) -> None:
         share = max(2, cores() // len(self.devices))
         threads = max(1, torch.get_num_threads() // len(self.devices))
         try:
             for device in self.devices:
-                self._processes.append(_Process(device, share))
-            answers = [one.ask(0, 0, "model", model, one.device, threads, weights=True) for one in self._processes]
+                self._workers.append(Worker(_started(device, share), lambda message, arrays: unpack_object(arrays)))
+            answers = []
+            for worker, device in zip(self._workers, self.devices, strict=True):
+                answers.append(worker.ask({"kind": "model"}, pack_object((model, device, threads))))
             for future in answers:
                 future.result()
-            if texts:
+            if texts and data is not None:
                 self._rehearse(self.call(data), texts)
             self.ready = not self.closed
         except BaseException as fault:
@@ -248,13 +122,10 @@ class Workers:
 
     def _rehearse(self, call: int, texts: list[Any]) -> None:
         # Twice, because shapes are recorded at their second occurrence.
-        answers = []
-        for one in [*self._processes, *self._processes]:
-            number = next(self._numbers)
-            answers.append(one.ask(number, 0, "texts", number, call, texts))
+        answers = [self._send(worker, call, texts, 0) for worker in [*self._workers, *self._workers]]
         for future in answers:
             # An error of the texts is reported by their own call.
-            if (fault := future.exception()) is not None and not all(one.sound for one in self._processes):
+            if (fault := future.exception()) is not None and not all(worker.sound for worker in self._workers):
                 raise fault
 
     def wait(self) -> None:
@@ -263,7 +134,7 @@ class Workers:
 
     def fits(self, model: GraphModel, devices: Sequence[torch.device]) -> bool:
         """Return whether they have this model, unchanged, on these devices."""
-        alive = not self.ready or all(one.sound and one.process.poll() is None for one in self._processes)
+        alive = not self.ready or all(worker.sound for worker in self._workers)
         same = all(a is b for a, b in zip(self._read, (model.tokenizer, model.sentence_recipe), strict=True))
         return (
             self._owner == os.getpid()
@@ -279,20 +150,18 @@ class Workers:
         self.closed, self.ready = True, False
         if self._owner != os.getpid():
             return  # a fork shares the connections but does not own the processes
-        for one in self._processes:
-            one.close()
+        for worker in self._workers:
+            worker.close()
 
     def __del__(self) -> None:
         with suppress(Exception):
             self.close()
 
-    def call(self, data: bytes) -> int:
+    def call(self, data: list[np.ndarray]) -> int:
         """Announce a call and return its number."""
-        number = next(self._numbers)
-        for one in self._processes:
-            # An ended process is reported by its next request.
-            with suppress(OSError):
-                one.send("call", number, data)
+        number = next(self._calls)
+        for worker in self._workers:
+            worker.send({"kind": "call", "call": number}, data)
         return number
 
     def ask(self, call: int, texts: list[Any]) -> Future[Any]:
@@ -300,10 +169,11 @@ class Workers:
         # Load is measured in characters.
         plain = set(map(type, texts)) == {str}
         size = sum(map(len, texts)) if plain else sum(len(t) if isinstance(t, str) else sum(map(len, t)) for t in texts)
-        number = next(self._numbers)
         with self._lock:
-            one = min(self._processes, key=lambda one: one.waiting)
-            return one.ask(number, size, "texts", number, call, texts)
+            return self._send(min(self._workers, key=lambda worker: worker.load), call, texts, size)
+
+    def _send(self, worker: Worker, call: int, texts: list[Any], size: int) -> Future[Any]:
+        return worker.ask({"kind": "texts", "call": call}, pack_object(texts, plain=True), size=size)
 
 
 class Call:
@@ -311,10 +181,10 @@ class Call:
 
     Args:
         workers: the processes.
-        data: description of the call, see `packed`.
+        data: description of the call, see `Workers`.
     """
 
-    def __init__(self, workers: Workers, data: bytes) -> None:
+    def __init__(self, workers: Workers, data: list[np.ndarray]) -> None:
         self._workers = workers
         self._data = data
         self._number: int | None = None
@@ -366,7 +236,7 @@ def call_of(
         if workers is None and _TEXTS[model] < MIN_TEXTS:
             return None
         try:
-            data = packed((encode, work, options), model)
+            data = pack_object((encode, work, options), known_of(model))
         except Exception:
             # Contains functions that cannot be pickled.
             return None

@@ -61,7 +61,6 @@ def predict_file(
     weights: Literal["memory", "disk"] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
-    parent: int | None = None,
     **options: Any,
 ) -> FileResult:
     """Predict every row of a file, write the results to another file, and return a summary.
@@ -101,7 +100,6 @@ def predict_file(
             the available memory.
         on_progress: called several times a second.
         should_stop: called after each part; True ends the run.
-        parent: process id; this process ends together with it. For ranks that were started by another one.
         **options: options of the model's method: ``top_k``, ``strict``, ``threshold``, ``aggregation``, ``no_answer``,
             ...
 
@@ -135,7 +133,7 @@ def predict_file(
     columns = ColumnArgs(**{name: job[name] for name in ColumnArgs.__dataclass_fields__})
     run: Run | None = None
     with ExitStack() as stack:
-        heart = Heartbeat(parts, rank, lambda: {} if run is None else run.figures(), parent)
+        heart = Heartbeat(parts, rank, lambda: {} if run is None else run.figures())
         if rank.rank:
             stack.enter_context(heart)
             if not heart.join(should_stop or (lambda: False)):
@@ -226,7 +224,7 @@ def encode_file(
     return predict_file(model, source, out, keep=kept, head="base", store=store, **how)
 
 
-_OWN = ("devices", "device", "restart", "on_progress", "should_stop", "parent", "job")
+_OWN = ("devices", "device", "restart", "on_progress", "should_stop", "job")
 
 
 def _check(path: Path, out: Path, on_error: str, part_rows: int | None, rank: Rank, processes: int) -> None:

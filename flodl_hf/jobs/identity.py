@@ -22,7 +22,7 @@ __all__ = ["RUNNING", "differences", "input_identity", "model_identity", "option
 
 RUNNING = frozenset((
     "devices", "device", "token_budget", "window", "progress", "weights", "revision", "local_files_only", "head",
-    "part_rows", "restart", "on_progress", "should_stop", "parent", "untrained", "model", "source", "target",
+    "part_rows", "restart", "on_progress", "should_stop", "untrained", "model", "source", "target",
 ))  # fmt: skip
 """Options of a file job that change no answer, or whose effect is part of the model's or the input's identity."""
 

@@ -7,19 +7,12 @@ the folder of an earlier run. Rank 0 then waits for the parts of the others.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -27,6 +20,8 @@ from flodl.devices import all_devices, cuda_count, find_device
 from flodl.errors import DeviceError
 from flodl_hf.errors import PredictError
 from flodl_hf.jobs.parts import Parts
+from flodl_hf.workers.pool import Worker
+from flodl_hf.workers.process import Process
 
 __all__ = ["Heartbeat", "LostRank", "Rank", "Workers", "device_names", "wait_for_parts"]
 
@@ -35,7 +30,7 @@ SEEK_S = 0.05  # interval of checks for other ranks
 FROZEN_S = 60.0  # a rank that wrote nothing for this time is considered dead
 START_S = 600.0  # a rank that wrote nothing yet may still be loading its model
 JOIN_S = 120.0  # time for the first rank to lay out the folder
-TAIL = 8192  # reported bytes of a worker's stderr
+RANK = "flodl_hf.jobs.worker:serve"  # function of a worker process
 
 
 class LostRank(Exception):
@@ -94,13 +89,10 @@ class Heartbeat:
         parts: the folder.
         rank: the rank of this process.
         figures: returns the figures to write.
-        parent: process id; this process ends if it is no longer its parent.
     """
 
-    def __init__(
-        self, parts: Parts, rank: Rank, figures: Callable[[], Mapping[str, Any]], parent: int | None = None
-    ) -> None:
-        self._parts, self._rank, self._figures, self._parent = parts, rank, figures, parent
+    def __init__(self, parts: Parts, rank: Rank, figures: Callable[[], Mapping[str, Any]]) -> None:
+        self._parts, self._rank, self._figures = parts, rank, figures
         self._life = f"{os.getpid()}-{time.time_ns()}"
         self._seen: dict[str, str] = {}  # acknowledged process of each other rank
         self._beats = 0
@@ -154,8 +146,6 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._over.wait(PULSE_S if self._rank.rank or len(self._seen) + 1 >= self._rank.world else SEEK_S):
-            if self._parent is not None and os.getppid() != self._parent:
-                os._exit(1)
             if self._rank.rank == 0:
                 others = {r: self._parts.read_rank_status(r) for r in range(1, self._rank.world)}
                 self._seen = {str(r): status["life"] for r, status in others.items() if "life" in status}
@@ -240,26 +230,16 @@ class Workers:
     """
 
     def __init__(self, job: Mapping[str, Any], devices: Sequence[str]) -> None:
-        threads = str(max(1, torch.get_num_threads() // len(devices)))
-        self._before = torch.get_num_threads()
-        self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._messages: dict[int, IO[bytes]] = {}
-        self._reported: set[int] = set()
-        on_cpu = all(name.startswith("cpu") for name in devices)
-        if on_cpu:
-            torch.set_num_threads(int(threads))
+        self._threads = torch.get_num_threads()
+        env = {"WORLD_SIZE": str(len(devices))}
+        if all(name.startswith("cpu") for name in devices):
+            torch.set_num_threads(max(1, self._threads // len(devices)))
+            env["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+        self._running: list[Worker] = []
         for rank, device in enumerate(devices[1:], 1):
-            env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(len(devices)), "LOCAL_RANK": str(rank)}
-            if on_cpu:
-                env["OMP_NUM_THREADS"] = threads
-            root = str(Path(__file__).parents[2])
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, env.get("PYTHONPATH"))))
-            command = [sys.executable, "-m", "flodl_hf.jobs.worker", json.dumps({**job, "device": device})]
-            self._messages[rank] = messages = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop
-            # A separate process group: Ctrl-C reaches it through rank 0, once.
-            self._running[rank] = subprocess.Popen(
-                command, env=env, stdin=subprocess.DEVNULL, stderr=messages, start_new_session=True
-            )
+            numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            self._running.append(Worker(Process(RANK, f"rank {rank}", env=env | numbers)))
+            self._running[-1].send({**job, "device": device})
 
     def check(self, again: str = "run the same command again") -> None:
         """Raise if a worker ended before its parts were finished.
@@ -270,29 +250,14 @@ class Workers:
         Raises:
             LostRank: a worker was ended by a signal, or with another status than 0.
         """
-        for rank, process in self._running.items():
-            if code := process.poll():
-                how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-                message = self._message(rank)
-                self._reported.add(rank)
+        for rank, worker in enumerate(self._running, 1):
+            if worker.end and (status := worker.process.wait()):
                 raise LostRank(
                     PredictError(
-                        f"rank {rank}: {how}{': ' if message else ''}{message}\nAll finished parts are kept. "
-                        f"To resume, {again}",
-                        rank=rank,
-                        status=code,
-                        reason=message or how,
+                        f"rank {rank}: {worker.end}\nAll finished parts are kept. To resume, {again}",
+                        rank=rank, status=status, reason=worker.process.reason or worker.end,
                     )
-                )
-
-    def _message(self, rank: int) -> str:
-        """Return the last lines of a worker's stderr; of a traceback, the exception."""
-        file = self._messages[rank]
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
-        text = file.read().decode("utf-8", "replace").strip()
-        _, trace, after = text.rpartition("Traceback (most recent call last):")
-        lines = [line for line in after.splitlines() if line.strip() and not line.startswith(" ")] if trace else []
-        return "\n".join(lines) or text
+                )  # fmt: skip
 
     def stop(self, *, finish: bool = False) -> None:
         """End all workers and wait for them.
@@ -300,14 +265,13 @@ class Workers:
         Args:
             finish: let each worker finish its current part; otherwise they are killed, and unfinished parts are lost.
         """
-        for process in self._running.values():
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate() if finish else process.kill()
-        for rank, process in self._running.items():
-            process.wait()
-            with self._messages[rank] as file:
-                if rank not in self._reported:
-                    file.seek(0)
-                    sys.stderr.write(file.read().decode("utf-8", "replace"))
-        self._running = {}
-        torch.set_num_threads(self._before)
+        for worker in self._running:
+            if finish:
+                worker.send({"stop": True})
+            else:
+                worker.process.kill()
+        for worker in self._running:
+            worker.join()
+            worker.close()
+        self._running = []
+        torch.set_num_threads(self._threads)

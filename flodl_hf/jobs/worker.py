@@ -1,37 +1,31 @@
-"""``python -m flodl_hf.jobs.worker JOB``: one rank of a job that another process started."""
+"""Worker process of one rank of a job that another process started."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
+from threading import Event, Thread
 
-from flodl.errors import FlodlError
-from flodl.signals import StopSignals
 from flodl_hf.jobs.file import predict_file
+from flodl_hf.workers.messages import Stream
 
-__all__: list[str] = []
-
-
-def main() -> None:
-    """Predict this rank's parts of the job on the command line."""
-    job = json.loads(sys.argv[1])
-    with StopSignals() as signals:
-        try:
-            predict_file(
-                job.pop("model"),
-                job.pop("source"),
-                job.pop("target"),
-                should_stop=lambda: signals.number != 0,
-                parent=os.getppid(),
-                **job,
-            )
-        except FlodlError as fault:
-            # Rank 0 reports it.
-            sys.stderr.write(f"{type(fault).__name__}: {fault}\n")
-            raise SystemExit(1) from None
-    raise SystemExit(128 + signals.number if signals.number else 0)
+__all__ = ["serve"]
 
 
-if __name__ == "__main__":
-    main()
+def serve(stream: Stream) -> None:
+    """Predict this rank's parts of a job; the connection's end is the end of rank 0.
+
+    Args:
+        stream: connection to rank 0, which sends the job, and then a message to stop after the current part.
+    """
+    received, stop = stream.read(), Event()
+    if received is None:
+        return
+
+    def listen() -> None:
+        if stream.read() is None:
+            os._exit(1)
+        stop.set()
+
+    Thread(target=listen, name="flodl-hf-stop", daemon=True).start()
+    job = received[0]
+    predict_file(job.pop("model"), job.pop("source"), job.pop("target"), should_stop=stop.is_set, **job)

@@ -29,7 +29,6 @@ from flodl_hf.serving.endpoint import (
     send_response,
 )
 from flodl_hf.serving.http_errors import RefusedError
-from flodl_hf.serving.messages import as_json
 from flodl_hf.serving.metrics import Metrics
 from flodl_hf.serving.openapi import below_model, openapi
 from flodl_hf.serving.routes import ROUTES
@@ -39,6 +38,7 @@ from flodl_hf.serving.shared_counters import SharedCounters
 from flodl_hf.serving.traces import Traces
 from flodl_hf.serving.worker_processes import Processes
 from flodl_hf.serving.workers import Workers
+from flodl_hf.workers.messages import as_json
 
 __all__ = ["close_state", "create_app", "make_app", "new_state", "reload_on"]
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
-from flodl_hf.serving.messages import as_json
+from flodl_hf.workers.messages import as_json
 
 __all__ = ["Lines", "Log", "log_event"]
 

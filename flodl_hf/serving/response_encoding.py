@@ -15,8 +15,9 @@ from functools import lru_cache
 import numpy as np
 
 from flodl_hf.serving.http_errors import RefusedError
-from flodl_hf.serving.messages import CHUNK_NUMBERS, as_json, json_pieces, msgpack_pieces
 from flodl_hf.serving.routes.route import Response
+from flodl_hf.serving.serialization import CHUNK_NUMBERS, json_pieces, msgpack_pieces
+from flodl_hf.workers.messages import as_json
 
 __all__ = ["Part", "encode_response", "response_format"]
 

@@ -8,7 +8,6 @@ The process ends when its first socket is closed.
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 import time
@@ -18,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
-from threading import Lock, Semaphore, Thread
+from threading import Semaphore, Thread
 from typing import Any
 
 import numpy as np
@@ -28,12 +27,13 @@ from flodl_hf.errors import TextTooLongError, TokenizerError
 from flodl_hf.serving.adapter_models import MixedAdapters, mix_adapters, open_adapters
 from flodl_hf.serving.admission import count_characters
 from flodl_hf.serving.batching import Batcher
-from flodl_hf.serving.ipc import receive_socket
-from flodl_hf.serving.messages import HEAD, as_json, as_msgpack, pack_message, unpack_message
 from flodl_hf.serving.request import DeadlineError, GivenUpError, Timeline, WorkerRequest
+from flodl_hf.serving.serialization import as_msgpack
 from flodl_hf.serving.tasks import TASKS, check_head, describe, warm_items
 from flodl_hf.serving.thread_pool import run_threads
 from flodl_hf.serving.throughput import TokenRate, measure_peak
+from flodl_hf.workers.link import receive_socket
+from flodl_hf.workers.messages import Stream, as_json
 
 __all__ = ["serve"]
 
@@ -62,33 +62,7 @@ _KINDS = {
 }
 
 
-class _Stream:
-    """Both directions of a socket; writing is thread-safe."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-        self._file = connection.makefile("rb")
-        self._lock = Lock()
-
-    def write(self, message: dict[str, Any], arrays: list[np.ndarray] | None = None) -> None:
-        parts = pack_message(message, arrays or [])
-        with self._lock:
-            self._socket.sendall(b"".join(parts))
-
-    def read(self) -> dict[str, Any] | None:
-        head = self._file.read(HEAD.size)
-        if len(head) < HEAD.size:
-            return None
-        size, text = HEAD.unpack(head)
-        body = self._file.read(size)
-        return unpack_message(text, body)[0] if len(body) == size else None
-
-    def close(self) -> None:
-        self._file.close()
-        self._socket.close()
-
-
-_Received = tuple[_Stream, dict[str, Any], WorkerRequest]
+_Received = tuple[Stream, dict[str, Any], WorkerRequest]
 
 
 class Worker:
@@ -217,10 +191,10 @@ class _Requests:
 
     def __init__(self, worker: Worker, most: int) -> None:
         self._worker, self._most = worker, most
-        self._requests: dict[tuple[_Stream, int], WorkerRequest] = {}
+        self._requests: dict[tuple[Stream, int], WorkerRequest] = {}
         self._turns, self._long_turns = Semaphore(MAX_COMPUTING), Semaphore(MAX_COMPUTING)
 
-    def answer_all(self, stream: _Stream) -> None:
+    def answer_all(self, stream: Stream) -> None:
         """Answer the requests of a connection until it ends, and cancel those that remain."""
         # One thread more than requests, so that cancellations are always read.
         run_threads(partial(self._read, stream), self._work, self._most + 1)
@@ -234,11 +208,12 @@ class _Requests:
         with suppress(OSError):
             while (found := receive_socket(way)) is not None:
                 if found[1] is not None:
-                    link = _Stream(found[1])
+                    link = Stream(found[1])
                     Thread(target=self.answer_all, args=(link,), name="flodl-hf-link", daemon=True).start()
 
-    def _read(self, stream: _Stream) -> _Received | None:
-        while (message := stream.read()) is not None:
+    def _read(self, stream: Stream) -> _Received | None:
+        while (read := stream.read()) is not None:
+            message = read[0]
             if "cancel" not in message:
                 request = self._requests[stream, message["id"]] = WorkerRequest(
                     message["key"], time.monotonic() + message["left_s"], message["priority"]
@@ -294,39 +269,33 @@ class _Requests:
                 stream.write({**reply, "data": None, "fault": _fault(fault)})
 
 
-def serve(descriptor: int, fd_channel: int | None = None) -> None:
-    """Answer the requests of a socket until it is closed.
+def serve(stream: Stream, fd_channel: int | None = None) -> None:
+    """Answer the requests of a connection until it ends.
 
     Args:
-        descriptor: file descriptor of the inherited socket.
+        stream: the connection with the process that started this one, which sends the settings first.
         fd_channel: file descriptor of a socket that receives connections to further HTTP processes; they end with the
-            first socket.
+            first connection.
     """
-    # A service manager signals all processes; this one continues until its HTTP processes have finished.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    stream = _Stream(socket.socket(fileno=descriptor))
-    given = stream.read()
-    if given is None:
+    received = stream.read()
+    if received is None:
         return
+    given = received[0]
     # Warnings go to the log of the HTTP process, without a file name.
     warnings.showwarning = lambda message, *_, **__: stream.write({"warned": str(message)})
-    try:
-        started = time.perf_counter()
-        worker = Worker(given)
-        worker.warm()
-        infos = {name: worker.describe(name) for name in worker.models}
-        ready = {
-            "ready": infos, "device": str(worker.device), "warm_s": time.perf_counter() - started,
-            "max_batch_tokens": worker.max_tokens, "peak": worker.peak(), "rate": worker.pace(),
-            "room": worker.has_room(), "pid": os.getpid(),
-        }  # fmt: skip
-        worker.batcher.drained()
-        requests = _Requests(worker, given["threads"])
-        if fd_channel is not None:
-            way = socket.socket(fileno=fd_channel)
-            Thread(target=requests.accept_links, args=(way,), name="flodl-hf-links", daemon=True).start()
-        stream.write(ready)
-    except Exception as fault:
-        stream.write({"broken": f"{type(fault).__name__}: {fault}"})
-        return
+    started = time.perf_counter()
+    worker = Worker(given)
+    worker.warm()
+    infos = {name: worker.describe(name) for name in worker.models}
+    ready = {
+        "ready": infos, "device": str(worker.device), "warm_s": time.perf_counter() - started,
+        "max_batch_tokens": worker.max_tokens, "peak": worker.peak(), "rate": worker.pace(),
+        "room": worker.has_room(), "pid": os.getpid(),
+    }  # fmt: skip
+    worker.batcher.drained()
+    requests = _Requests(worker, given["threads"])
+    if fd_channel is not None:
+        way = socket.socket(fileno=fd_channel)
+        Thread(target=requests.accept_links, args=(way,), name="flodl-hf-links", daemon=True).start()
+    stream.write(ready)
     requests.answer_all(stream)

@@ -16,9 +16,10 @@ import numpy as np
 
 from flodl.errors import FlodlError
 from flodl_hf.serving.adapters import find_adapters
-from flodl_hf.serving.ipc import Child, start
 from flodl_hf.serving.settings import Settings
 from flodl_hf.serving.workers import Worker
+from flodl_hf.workers.link import connect_link
+from flodl_hf.workers.process import Process as Child
 
 __all__ = ["Process", "Processes", "WorkerListener", "WorkersError"]
 
@@ -139,7 +140,9 @@ class Processes:
         first: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
 
         def on_message(message: dict[str, Any], arrays: list[np.ndarray]) -> None:
-            if "warned" in message:
+            if "end" in message:
+                child.reason = message["end"]
+            elif "warned" in message:
                 LOG.warning(message["warned"], extra={"said": {"device": device}})
             elif first.done():
                 self._deaths = 0
@@ -147,8 +150,8 @@ class Processes:
             else:
                 first.set_result(message)
 
-        child = await start("flodl_hf.serving.worker", on_message, fd_channel=self._fd_channel)
-        found = Process(child.link, device=device, child=child)
+        child = Child("flodl_hf.serving.worker:serve", device, fd_channel=self._fd_channel)
+        found = Process(await connect_link(child.socket, on_message), device=device, child=child)
         found.link.send(self.settings.for_worker(device, adapters))
         try:
             await asyncio.wait((first, found.link.closed), return_when=asyncio.FIRST_COMPLETED)
@@ -156,13 +159,10 @@ class Processes:
             found.link.close()
             await child.reaped(0.0)
             raise
-        if first.done():
-            message = first.result()
-        else:
-            message = {"broken": f"the worker of {device} ended with status {await child.reaped()}"}
-        if "broken" in message:
+        if not first.done():
             await self._let_go(found)
-            raise WorkersError(f"serve: {message['broken']}", device=device)
+            raise WorkersError(f"serve: the worker of {device} {child.end()}", device=device)
+        message = first.result()
         found.info, found.rate = message, float(message["rate"])
         LOG.info("worker ready", extra={"said": {"device": message["device"], "pid": message["pid"]}})
         return found
@@ -177,9 +177,9 @@ class Processes:
         expected = process.leaving or self._closing or process not in self.here
         if not expected:
             self.here.remove(process)
-        status = await process.child.reaped()
+        await process.child.reaped()
         if not expected:
-            LOG.error("worker ended", extra={"said": {"device": process.device, "status": status}})
+            LOG.error("worker ended", extra={"said": {"device": process.device, "fault": process.child.end()}})
             self._task(self._replace(process.device), self._replacing)
 
     async def _replace(self, device: str) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from flodl.errors import FlodlError
-from flodl_hf.serving.ipc import Link
 from flodl_hf.serving.settings import Settings
+from flodl_hf.workers.link import Link
 
 __all__ = ["Answer", "TaskError", "Worker", "Workers"]
 

@@ -21,11 +21,12 @@ from flodl_hf.serving.admission import key_ids
 from flodl_hf.serving.app import close_state, make_app, new_state
 from flodl_hf.serving.http import HttpServer, freeze_gc, http_server, runner, server_log
 from flodl_hf.serving.http_errors import RefusedError
-from flodl_hf.serving.ipc import Link, connect_link, receive_socket
 from flodl_hf.serving.metrics import Metrics, merged
 from flodl_hf.serving.settings import Settings
 from flodl_hf.serving.shared_counters import SharedCounters
 from flodl_hf.serving.workers import Worker
+from flodl_hf.workers.link import Link, connect_link, receive_socket
+from flodl_hf.workers.messages import Stream
 
 __all__ = ["serve"]
 
@@ -254,17 +255,17 @@ class _HttpProcess:
         return merged([self._state.metrics.dump(), *message["of"]]), message["here"], message["restarts"]
 
 
-def serve(descriptor: int, fd_channel: int, memory: int) -> None:
+def serve(stream: Stream, fd_channel: int, memory: int) -> None:
     """Answer HTTP requests until the parent requests a stop or ends.
 
     Args:
-        descriptor: file descriptor of the connection to the parent.
+        stream: the connection to the parent.
         fd_channel: file descriptor of the socket that receives sockets.
         memory: file descriptor of the shared counters.
     """
 
     async def run() -> None:
-        await _HttpProcess(socket.socket(fileno=fd_channel), memory).run(socket.socket(fileno=descriptor))
+        await _HttpProcess(socket.socket(fileno=fd_channel), memory).run(stream.socket)
 
     with server_log(), runner() as held:
         held.run(run())

@@ -22,12 +22,14 @@ from flodl.errors import FlodlError
 from flodl_hf.serving.admission import key_ids
 from flodl_hf.serving.app import reload_on
 from flodl_hf.serving.http import signal_handlers
-from flodl_hf.serving.ipc import END_S, Child, send_socket, start
 from flodl_hf.serving.metrics import Metrics
 from flodl_hf.serving.settings import Settings
 from flodl_hf.serving.shared_counters import SharedCounters, shared_memory
 from flodl_hf.serving.traces import Traces
 from flodl_hf.serving.worker_processes import Process, Processes, WorkersError
+from flodl_hf.workers.link import Link, connect_link, send_socket
+from flodl_hf.workers.process import END_S
+from flodl_hf.workers.process import Process as Child
 
 __all__ = ["Parent"]
 
@@ -48,6 +50,7 @@ class _HttpChild:
     Attributes:
         number: its index in the shared counters.
         child: its process.
+        link: connection for messages.
         ready: done when it accepts connections; has an exception if it cannot be started.
         workers: the workers it is connected with, by number.
         taken: connections that were sent to it.
@@ -59,6 +62,7 @@ class _HttpChild:
 
     number: int
     child: Child
+    link: Link
     ready: asyncio.Future[None]
     since: float
     workers: dict[int, Process] = field(default_factory=dict)
@@ -154,7 +158,7 @@ class Parent:
         if self._end.is_set():
             # The second signal stops immediately.
             for one in self._children:
-                one.child.process.kill()
+                one.child.kill()
         self._end.set()
 
     async def _close(self) -> None:
@@ -171,9 +175,9 @@ class Parent:
         for one in self._children:
             with contextlib.suppress(OSError):
                 if one.ready.done():
-                    one.child.link.send({"stop": True})
+                    one.link.send({"stop": True})
                 else:
-                    one.child.link.close()
+                    one.link.close()
         await asyncio.gather(*(child.reaped(self.settings.drain_s + END_S) for child in here))
         await self.processes.close()
         # The first of several errors was already raised.
@@ -197,19 +201,18 @@ class Parent:
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
-        child = await start(
-            "flodl_hf.serving.multiprocess.http_process", lambda message, _: self._on_message(one, message),
-            fd_channel=True, memory=self._memory,
-        )  # fmt: skip
+        target = "flodl_hf.serving.multiprocess.http_process:serve"
+        child = Child(target, "an HTTP process", fd_channel=True, descriptors=[self._memory])
+        link = await connect_link(child.socket, lambda message, _: self._on_message(one, message))
         if self._closing:
-            child.link.close()
+            link.close()
             await child.reaped()
             return
-        one = _HttpChild(number, child, loop.create_future(), began)
+        one = _HttpChild(number, child, link, loop.create_future(), began)
         self._children.append(one)
         self._task(self._watch(one))
         with contextlib.suppress(OSError):  # it has ended, which is handled elsewhere
-            child.link.send({"settings": self.settings.to_dict(), "number": number})
+            link.send({"settings": self.settings.to_dict(), "number": number})
         self._send_workers(one)
         await one.ready
         LOG.info("http process ready", extra={"said": {"pid": child.pid}})
@@ -218,21 +221,19 @@ class Parent:
     async def _watch(self, one: _HttpChild) -> None:
         """Replace a process when it ends."""
         child = one.child
-        await child.link.closed
-        child.link.close()
+        await one.link.closed
+        one.link.close()
         self._children.remove(one)
         if one.asked is not None and not one.asked.done():
             one.asked.set_result(None)
-        status = await child.reaped()
+        await child.reaped()
         self.counters.clear(one.number)
         if one.counted is not None:
             self._past.take({**one.counted, "operations": 0.0})
         if not one.ready.done():
-            one.ready.set_exception(
-                WorkersError(f"serve: an HTTP process ended with status {status} during its start", device="")
-            )
+            one.ready.set_exception(WorkersError(f"serve: an HTTP process {child.end()} during its start", device=""))
         elif one.ready.exception() is None and not self._closing:
-            LOG.error("http process ended", extra={"said": {"pid": child.pid, "status": status}})
+            LOG.error("http process ended", extra={"said": {"pid": child.pid, "fault": child.end()}})
             lived = asyncio.get_running_loop().time() - one.since
             self._task(self._replace(one.number, 0.0 if lived > MIN_UPTIME_S else RESTART_DELAY_S), self._replacing)
 
@@ -251,6 +252,8 @@ class Parent:
 
     def _on_message(self, one: _HttpChild, message: dict[str, Any]) -> None:
         """Handle a message of an HTTP process."""
+        if "end" in message:
+            one.child.reason = message["end"]
         if "counted" in message:
             one.counted = message["counted"]
             if message["answers"]:
@@ -264,7 +267,7 @@ class Parent:
             asyncio.get_running_loop().call_later(RESTART_DELAY_S, self._send_workers, one)
         if "leaving" in message:
             one.leaving = True
-            one.child.link.send({"stop": True})
+            one.link.send({"stop": True})
         if "ready" in message and not one.ready.done():
             one.ready.set_result(None)
         if "scrape" in message:
@@ -278,7 +281,7 @@ class Parent:
                 if other.asked is None or other.asked.done():
                     other.asked = asyncio.get_running_loop().create_future()
                     with contextlib.suppress(OSError):
-                        other.child.link.send({"count": True})
+                        other.link.send({"count": True})
                 waits.append(other.asked)
         if waits:
             await asyncio.wait(waits, timeout=COLLECT_TIMEOUT_S)
@@ -287,7 +290,7 @@ class Parent:
             "gathered": number, "of": [self._past.dump(), *counted], "here": len(self.pids), "restarts": self.restarts,
         }  # fmt: skip
         with contextlib.suppress(OSError):
-            one.child.link.send(said)
+            one.link.send(said)
 
     # ---- workers -----------------------------------------------------------------------------------
 
@@ -328,10 +331,10 @@ class Parent:
                     self._connect(child, process, number)
                     one.workers[number] = process
             said = [{"number": self._numbers[process], "info": process.info} for process in here]
-            child.link.send({"workers": said, "restarts": self.processes.restarts})
+            one.link.send({"workers": said, "restarts": self.processes.restarts})
         except OSError:
             # It does not read any more, and will be replaced.
-            child.process.kill()
+            child.kill()
 
     def _connect(self, child: Child, process: Process, number: int) -> None:
         """Connect an HTTP process with a worker."""

@@ -9,8 +9,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -20,9 +18,11 @@ import torch
 from flodl.errors import FlodlError
 from flodl_hf.errors import PredictError
 from flodl_hf.inference import Engine, workers
-from flodl_hf.inference.worker import Worker
-from flodl_hf.inference.worker_messages import packed, receive, send, unpacked
+from flodl_hf.inference.worker import Worker, known_of
 from flodl_hf.models.encoder_model import EncoderModel
+from flodl_hf.workers import pool
+from flodl_hf.workers.messages import Stream
+from flodl_hf.workers.objects import pack_object, unpack_object
 
 Make = Callable[..., EncoderModel]
 LONG = "the cat sat on the mat and ran " * 12
@@ -35,26 +35,28 @@ TWO: dict[str, Any] = {"devices": ["cpu", "cpu"], **EXACT}
 class Threaded:
     """A worker in a thread of this process, which starts at once."""
 
-    returncode: int | None = None
+    reason = ""
+    pid = 0
 
-    def __init__(self, descriptor: int, cores: int, device: torch.device) -> None:
-        self.connection = Connection(os.dup(descriptor))
+    def __init__(self, device: torch.device, cores: int) -> None:
+        self.name = str(device)
+        self.socket, its = socket.socketpair()
+        self.stream = Stream(its)
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
-        # As a process does, the line is closed however it ends.
-        with suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as line:
-            with suppress(EOFError, OSError):
-                Worker(self.connection).run()
-            line.shutdown(socket.SHUT_RDWR)
+        Worker(self.stream).run()
+        # As the end of a process does.
+        self.stream.shut()
+        self.stream.close()
 
-    def poll(self) -> None:
-        return None
+    def kill(self) -> None:
+        self.stream.shut()
 
-    def wait(self, timeout: float | None = None) -> int:
-        self.thread.join(timeout)
-        return 0
+    def end(self) -> str:
+        self.thread.join(30)
+        return "ended"
 
 
 @pytest.fixture
@@ -132,14 +134,14 @@ def test_the_first_texts_are_answered_for_nothing_before_answers_are_waited_for(
 ) -> None:
     model: Any = make("bert", "sequence_classification")
     sent: list[list[str]] = []
-    plain = workers._Process.ask
+    plain = pool.Worker.ask
 
-    def ask(self: Any, number: int, size: int, kind: str, *message: Any, **words: Any) -> Any:
-        if kind == "texts":
-            sent.append(message[-1])
-        return plain(self, number, size, kind, *message, **words)
+    def ask(self: Any, message: Any, arrays: Any, **words: Any) -> Any:
+        if message["kind"] == "texts":
+            sent.append(unpack_object(arrays))
+        return plain(self, message, arrays, **words)
 
-    monkeypatch.setattr(workers._Process, "ask", ask)
+    monkeypatch.setattr(pool.Worker, "ask", ask)
     monkeypatch.setattr(workers, "WINDOW_TEXTS", 5)
     # Neither faults of texts nor answers of theirs come to anyone but the call that they belong to.
     with pytest.raises(FlodlError, match="surrogate"):
@@ -184,9 +186,9 @@ def test_a_device_that_broke_is_left_and_a_fork_leaves_all(
     assert not second.fits(model, second.devices)
     second.close()
     monkeypatch.undo()
-    assert all(one.sound and not one.connection.closed for one in second._processes)
+    assert all(one.sound and not one.end for one in second._workers)
     second.close()
-    assert all(one.connection.closed for one in second._processes)
+    assert all(one.end for one in second._workers)
 
 
 def test_a_call_that_is_left_in_the_middle_disturbs_no_other(make: Make, threaded: None) -> None:
@@ -239,30 +241,31 @@ def test_what_cannot_be_sent_stays_here_with_one_warning(
     [torch.arange(6.0).view(2, 3).t(), torch.zeros(0, 4), torch.tensor(True), torch.ones(3, dtype=torch.bfloat16)],
     ids=["strided", "empty", "scalar", "bfloat16"],
 )
-def test_parcels_hold_what_was_put_in(tensor: torch.Tensor) -> None:
-    one, other = (Connection(end.detach()) for end in socket.socketpair())
+def test_objects_come_back_with_their_tensors(tensor: torch.Tensor) -> None:
+    one, other = (Stream(end) for end in socket.socketpair())
     array = np.arange(5)
-    send(one, {"tensor": tensor, "again": tensor, "array": array, "none": np.zeros(0)}, weights=True)
-    send(one, ["text", array])
-    found = receive(other)
+    one.write({"id": 1}, pack_object({"tensor": tensor, "again": tensor, "array": array, "none": np.zeros(0)}))
+    one.write({"id": 2}, pack_object(["text", array], plain=True))
+    (_, arrays), (_, more) = other.read() or ({}, []), other.read() or ({}, [])
+    found = unpack_object(arrays)
     assert torch.equal(found["tensor"], tensor)
     assert found["tensor"].dtype == tensor.dtype
     assert found["again"] is found["tensor"]
     found["array"][0] = 7  # may be written to, as what was sent
-    text, second = receive(other)
+    text, second = unpack_object(more)
     assert (text, second.tolist()) == ("text", array.tolist())
+    one.shut()
+    assert other.read() is None
     one.close()
-    with pytest.raises(EOFError):
-        receive(other)
     other.close()
 
 
 def test_a_model_is_a_word_where_both_sides_have_it(make: Make) -> None:
-    model = make("bert", "base")
-    data = packed((model.embed, model.tokenizer), model)  # type: ignore[attr-defined]
-    assert len(data) < 1000
+    model: Any = make("bert", "base")
+    arrays = pack_object((model.embed, model.tokenizer), known_of(model))
+    assert sum(array.nbytes for array in arrays) < 1000
     other = make("bert", "base")
-    method, tokenizer = unpacked(data, other)
+    method, tokenizer = unpack_object(arrays, known_of(other))
     assert method.__self__ is other
     assert tokenizer is other.tokenizer
 
@@ -280,12 +283,12 @@ model.predict(texts, **run)
 workers._OF[model].wait()
 assert workers._OF[model].ready
 assert model.predict(texts, **run) == model.predict(texts, **(run | dict(devices=None)))
-pids = [one.process.pid for one in workers._OF[model]._processes]
+pids = [one.process.pid for one in workers._OF[model]._workers]
 for pid in pids:
     os.kill(pid, signal.SIGINT)  # Ctrl-C reaches all of a group, and means something to the caller alone
 assert len(model.predict(texts, **run)) == 16
 os.kill(pids[0], signal.SIGKILL)
-workers._OF[model]._processes[0].process.wait()
+workers._OF[model]._workers[0].join()
 print(len(model.predict(texts, **run)), *pids, flush=True)
 """
 
@@ -306,9 +309,8 @@ def test_processes_start_answer_and_end_with_the_program(saved: Callable[..., An
 
 def cut(found: workers.Workers) -> None:
     """Cut the lines to all processes."""
-    for one in found._processes:
-        with socket.socket(fileno=os.dup(one.connection.fileno())) as line:
-            line.shutdown(socket.SHUT_RDWR)
+    for one in found._workers:
+        one._stream.shut()
 
 
 def test_a_process_that_ends_is_told(make: Make, threaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,8 +334,8 @@ def test_a_process_that_ends_is_told(make: Make, threaded: None, monkeypatch: py
     second.wait()
     # One that ended between calls is told to nobody.
     cut(second)
-    for one in second._processes:
-        one._listener.join(30)
+    for one in second._workers:
+        one.join()
     assert model.predict(TEXTS, **TWO) == expected
 
 
@@ -367,18 +369,17 @@ def test_answers_that_cannot_be_read_end_the_wait_and_the_process_is_left(
     expected = model.predict(TEXTS, **TWO)
     first = workers._OF[model]
     first.wait()
-    plain = workers.receive
+    plain = workers.unpack_object
 
-    def receive_nothing(connection: Connection) -> Any:
-        plain(connection)
+    def unreadable(arrays: Any) -> Any:
         raise AttributeError("no such class here")
 
-    monkeypatch.setattr(workers, "receive", receive_nothing)
+    monkeypatch.setattr(workers, "unpack_object", unreadable)
     with pytest.raises(PredictError, match=r"sent an invalid message .AttributeError: no such class here"):
         model.predict(TEXTS, **TWO)
-    monkeypatch.setattr(workers, "receive", plain)
+    monkeypatch.setattr(workers, "unpack_object", plain)
     # Nobody listens there any more.
-    late = first._processes[0].ask(99, 1, "texts", 99, 1, ["a"])
+    late = first._workers[0].ask({"kind": "texts", "call": 99})
     with pytest.raises(PredictError, match="cpu"):
         late.result(10)
     assert not first.fits(model, first.devices)

@@ -36,12 +36,12 @@ from test_operation import (  # noqa: F401
 )
 
 from flodl_hf.serving.admission import Admission, OverloadedError
-from flodl_hf.serving.ipc import receive_socket, send_socket
-from flodl_hf.serving.messages import HEAD, pack_message, unpack_message
 from flodl_hf.serving.metrics import Metrics, merged
 from flodl_hf.serving.running import running
 from flodl_hf.serving.settings import Served, Settings, served
 from flodl_hf.serving.shared_counters import SharedCounters, shared_memory
+from flodl_hf.workers.link import receive_socket, send_socket
+from flodl_hf.workers.messages import HEAD, Stream, pack_message, unpack_message
 
 ASKED = json.dumps({"inputs": "the cat sat on the mat"})
 HEADERS = {"authorization": "Bearer first-key", "content-type": "application/json"}
@@ -172,12 +172,12 @@ def test_sockets_are_handed_over_with_their_numbers() -> None:
 
 
 def test_requests_of_all_links_share_batches_and_go_with_their_link(folders: dict[str, Path]) -> None:
-    from flodl_hf.serving.worker import Worker, _Requests, _Stream
+    from flodl_hf.serving.worker import Worker, _Requests
 
     worker = Worker(Settings(models=(Served("m", str(folders["embed"])),)).for_worker("cpu"))
     requests, batcher = _Requests(worker, 4), worker.batcher
     ours, theirs = zip(*(socket.socketpair() for _ in range(3)), strict=True)
-    threads = [Thread(target=requests.answer_all, args=(_Stream(held),), daemon=True) for held in theirs]
+    threads = [Thread(target=requests.answer_all, args=(Stream(held),), daemon=True) for held in theirs]
     for thread in threads:
         thread.start()
     asked = {"id": 0, "task": "embed", "model": "m", "options": {}, "key": "", "left_s": 60.0, "priority": 0}
@@ -214,12 +214,12 @@ def test_requests_of_all_links_share_batches_and_go_with_their_link(folders: dic
 
 
 def test_an_answer_that_cannot_be_sent_is_a_fault_at_once() -> None:
-    from flodl_hf.serving.worker import _Requests, _Stream
+    from flodl_hf.serving.worker import _Requests
 
     batcher = SimpleNamespace(queued_tokens=0, drained=list, pace=SimpleNamespace(now=1.0))
     worker: Any = SimpleNamespace(batcher=batcher, answer=lambda message, request: ({1j}, []))
     ours, theirs = socket.socketpair()
-    thread = Thread(target=_Requests(worker, 1).answer_all, args=(_Stream(theirs),), daemon=True)
+    thread = Thread(target=_Requests(worker, 1).answer_all, args=(Stream(theirs),), daemon=True)
     thread.start()
     asked = {"task": "embed", "model": "m", "items": ["a"], "key": "", "left_s": 60.0, "priority": 0}
     with ours:
@@ -366,7 +366,7 @@ def test_one_that_is_told_to_stop_answers_first_and_is_replaced(quiet: tuple[str
                 assert parent._open(one) == 1
         assert asked.result()[0] == 200
     until(lambda: parent.restarts == restarts + 1)
-    assert one.child.process.returncode == 0
+    assert one.child.poll() == 0
 
 
 def counted(way: http.client.HTTPConnection) -> float:

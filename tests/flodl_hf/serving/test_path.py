@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flodl_hf.serving.ipc import Link
 from flodl_hf.serving.log import Lines, Log, log_event
-from flodl_hf.serving.messages import CHUNK_NUMBERS, as_json, as_msgpack, msgpack_pieces, pack_message
 from flodl_hf.serving.response_encoding import SEND_CHUNK_BYTES, encode_response
 from flodl_hf.serving.routes.route import Response
+from flodl_hf.serving.serialization import CHUNK_NUMBERS, as_msgpack, msgpack_pieces
 from flodl_hf.serving.settings import Settings, served
+from flodl_hf.workers.link import Link
+from flodl_hf.workers.messages import as_json, pack_message
 
 
 class Wire:
@@ -152,7 +153,7 @@ def test_a_worker_that_sends_nonsense_loses_its_connection(caplog: pytest.LogCap
 
 
 def test_messages_come_whole_however_they_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flodl_hf.serving.ipc.LARGE", 100)
+    monkeypatch.setattr("flodl_hf.workers.link.LARGE", 100)
     sent = [({"id": at}, [np.full(at * 7 % 61, at, np.int32)]) for at in range(40)]
     data = b"".join(bytes(part) for message, arrays in sent for part in pack_message(dict(message), arrays))
 

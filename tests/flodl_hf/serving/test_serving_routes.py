@@ -263,13 +263,13 @@ def test_binary_answers(http: Any) -> None:
 def test_a_large_answer_is_that_in_one_piece(
     http: Any, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], form: str
 ) -> None:
-    from flodl_hf.serving import messages, response_encoding
+    from flodl_hf.serving import response_encoding, serialization
 
     headers = {"accept": form}
     whole = http.post(path, json=body, headers=headers)
     least = (
         (response_encoding, "CHUNK_NUMBERS", 8),
-        (messages, "CHUNK_NUMBERS", 8),
+        (serialization, "CHUNK_NUMBERS", 8),
         (response_encoding, "SEND_CHUNK_BYTES", 100),
     )
     for module, name, few in least:

@@ -71,7 +71,7 @@ class _Made:
 
         info = {"room": False, "ready": {}, "max_batch_tokens": 1, "device": device, "pid": len(self.made)}
         link: Any = SimpleNamespace(closed=closed, close=end)
-        child: Any = SimpleNamespace(reaped=reaped)
+        child: Any = SimpleNamespace(reaped=reaped, end=lambda: "ended")
         self.made.append(Process(link, info, 2.0, device=device, child=child))
         if len(self.made) <= self.ends_at_once:
             end()

@@ -1,81 +1,18 @@
-"""Serialization: JSON and MessagePack in bounded steps, and messages between processes.
-
-A message is a header with lengths, JSON, and the bytes of arrays; it contains no executable content.
-"""
+"""JSON and MessagePack in bounded steps, between which an event loop can run."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Iterator, Sequence
-from struct import Struct
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "CHUNK_NUMBERS",
-    "HEAD",
-    "as_json",
-    "as_msgpack",
-    "chunks_of",
-    "from_json",
-    "json_pieces",
-    "msgpack_pieces",
-    "pack_message",
-    "remaining_room",
-    "unpack_message",
-]
+from flodl_hf.workers.messages import as_json, from_json
 
-HEAD = Struct("<QI")
-"""Header of a message: bytes after the header, and bytes of the JSON."""
+__all__ = ["CHUNK_NUMBERS", "as_msgpack", "chunks_of", "json_pieces", "msgpack_pieces", "remaining_room"]
 
 CHUNK_NUMBERS = 16_384
 """Maximum numbers in one step of encoding: half a millisecond in which the event loop is blocked."""
-
-_KINDS = ("float32", "float16", "int64", "int32", "uint8")
-_NAMES = {np.dtype(kind): kind for kind in _KINDS}  # numpy builds a dtype's name on each access
-
-as_json: Callable[[Any], bytes]
-"""Return a value as JSON in UTF-8; numbers that are not finite become null."""
-from_json: Callable[[bytes | bytearray], Any]
-"""Return the value of JSON; raises ValueError for invalid or too deeply nested JSON."""
-
-try:
-    import orjson
-except ImportError:
-
-    def _finite(value: Any) -> Any:
-        if isinstance(value, float):
-            return value if math.isfinite(value) else None
-        if isinstance(value, dict):
-            return {name: _finite(part) for name, part in value.items()}
-        if isinstance(value, np.ndarray):
-            return _finite(value.tolist())
-        return [_finite(part) for part in value] if isinstance(value, (list, tuple)) else value
-
-    def _dumped(value: Any) -> bytes:
-        return json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
-
-    def _refused(name: str) -> Any:
-        raise ValueError(f"{name} is not JSON")
-
-    def _loaded(data: bytes | bytearray) -> Any:
-        try:
-            found = json.loads(data.decode("utf-8"), parse_constant=_refused)
-            if b"\\ud" in data.lower():
-                json.dumps(found, ensure_ascii=False).encode()  # refuses lone surrogates
-            return found
-        except RecursionError:
-            raise ValueError("nested too deeply") from None
-
-    as_json, from_json = _dumped, _loaded
-else:
-
-    def _dumped(value: Any) -> bytes:
-        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
-
-    as_json, from_json = _dumped, orjson.loads
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
@@ -146,45 +83,6 @@ def remaining_room(value: Any, room: int) -> int:
     return room - 1
 
 
-def pack_message(message: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> list[bytes | memoryview]:
-    """Return the parts of a message, to be written one after another.
-
-    Args:
-        message: JSON types.
-        arrays: arrays of the message.
-    """
-    contiguous = [np.ascontiguousarray(array) for array in arrays]
-    if contiguous:
-        message = {
-            **message,
-            "arrays": [[_NAMES.get(array.dtype) or array.dtype.name, array.shape] for array in contiguous],
-        }
-    text = as_json(message)
-    bodies = [array.data.cast("B") for array in contiguous if array.size]
-    return [HEAD.pack(len(text) + sum(len(body) for body in bodies), len(text)), text, *bodies]
-
-
-def unpack_message(text_size: int, body: bytes | bytearray | memoryview) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Return a message and its arrays, which share the memory of ``body``.
-
-    Args:
-        text_size: bytes of the JSON, from the header.
-        body: the bytes after the header.
-
-    Raises:
-        ValueError: the message is invalid.
-    """
-    message = from_json(bytes(memoryview(body)[:text_size]))
-    arrays, at = [], text_size
-    for kind, shape in message.pop("arrays", ()):
-        if kind not in _KINDS:
-            raise ValueError(f"an array of {kind}")
-        count = math.prod(shape)
-        arrays.append(np.frombuffer(body, kind, count, at).reshape(shape))
-        at += arrays[-1].nbytes
-    return message, arrays
-
-
 # ---- MessagePack ----------------------------------------------------------------------------------------
 
 # Bytes from which MessagePack has only one form of a length: this byte and four bytes of length.
@@ -195,8 +93,8 @@ def as_msgpack(value: Any) -> bytes:
     """Return a JSON value as MessagePack; numbers that are not finite become nil, as in JSON."""
     import msgpack
 
-    pack_message: Any = msgpack.packb(from_json(as_json(value)))
-    return pack_message
+    packed: Any = msgpack.packb(from_json(as_json(value)))
+    return packed
 
 
 def msgpack_pieces(value: Any) -> Iterator[bytes | memoryview]:

@@ -1,4 +1,4 @@
-"""Messages between doors and workers, with orjson and without."""
+"""Messages between processes and JSON of responses, with orjson and without."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flodl_hf.serving import messages
+from flodl_hf.serving import serialization
+from flodl_hf.workers import messages
 
 
 @pytest.fixture(params=["as installed", "without orjson"])
@@ -65,8 +66,9 @@ VALUES = {
 
 @pytest.mark.parametrize("name", VALUES)
 def test_pieces_are_the_whole(module: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(module, "CHUNK_NUMBERS", 12)
-    pieces = list(module.json_pieces(VALUES[name]))
+    monkeypatch.setattr(serialization, "CHUNK_NUMBERS", 12)
+    monkeypatch.setattr(serialization, "as_json", module.as_json)
+    pieces = list(serialization.json_pieces(VALUES[name]))
     assert b"".join(pieces) == module.as_json(VALUES[name])
     if name not in ("a text", "no rows"):
         assert len(pieces) > 4

@@ -1,4 +1,4 @@
-"""Child processes, connections to them, and open sockets sent to them.
+"""Connections of a program with asyncio to other processes, and open sockets sent over them.
 
 Messages are handled by the callback that reads them, without a task in between, so a result reaches its request in the
 next iteration of the event loop.
@@ -9,17 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from flodl_hf.serving.messages import HEAD, pack_message, unpack_message
+from flodl_hf.workers.messages import HEAD, pack_message, unpack_message
 
-__all__ = ["Link", "OnMessage", "connect_link"]
+__all__ = ["Link", "OnMessage", "connect_link", "receive_socket", "send_socket"]
 
 LOG = logging.getLogger("flodl_hf.serving")
 # Messages of at least this size are assembled as their parts arrive; assembling them at the end would block the event
@@ -197,80 +194,3 @@ def receive_socket(way: socket.socket) -> tuple[int, socket.socket | None] | Non
     if not data:
         return None
     return int.from_bytes(data, "little"), socket.socket(fileno=descriptors[0]) if descriptors else None
-
-
-# ---- processes ------------------------------------------------------------------------------------------
-
-END_S = 8.0
-"""Time in which a child process has to end by itself."""
-LOOK_S = 0.02
-_PROGRAM = """
-import os, sys
-sys.path[:] = {path!r}
-from {module} import serve
-serve({given})
-sys.stderr.flush()
-os._exit(0)
-"""
-
-
-@dataclass(eq=False)
-class Child:
-    """A child process. It ends when its socket is closed, so it never outlives its parent.
-
-    Attributes:
-        process: the process.
-        link: connection for messages.
-        fd_channel: socket over which open sockets are sent to it, or None.
-    """
-
-    process: subprocess.Popen[bytes]
-    link: Link
-    fd_channel: socket.socket | None = None
-
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self.process.pid
-
-    async def reaped(self, within_s: float = END_S) -> int:
-        """Wait for the end of the process and return its exit status; kill it after a timeout.
-
-        Args:
-            within_s: the timeout in seconds.
-        """
-        if self.fd_channel is not None:
-            self.fd_channel.close()
-        loop = asyncio.get_running_loop()
-        until, killed = loop.time() + within_s, False
-        while (status := self.process.poll()) is None:
-            if loop.time() > until and not killed:
-                self.process.kill()
-                killed = True
-            await asyncio.sleep(LOOK_S)
-        return status
-
-
-async def start(module: str, on_message: OnMessage, *, fd_channel: bool = False, memory: int | None = None) -> Child:
-    """Start a child process that runs the ``serve`` function of a module.
-
-    Args:
-        module: the module; ``serve`` receives the file descriptors of the message socket and, if used, of the socket
-            for sockets and of the shared memory.
-        on_message: called with each message.
-        fd_channel: whether sockets can be sent to it.
-        memory: file descriptor of shared memory, or None.
-    """
-    pairs = [socket.socketpair() for _ in range(1 + fd_channel)]
-    given = [theirs.fileno() for _, theirs in pairs]
-    if memory is not None:
-        given.append(memory)
-    code = _PROGRAM.format(path=sys.path, module=module, given=", ".join(map(str, given)))
-    # A separate process group: Ctrl-C reaches only the parent, which lets its children finish.
-    process = subprocess.Popen([sys.executable, "-c", code], pass_fds=given, stdin=subprocess.DEVNULL, process_group=0)
-    for _, theirs in pairs:
-        theirs.close()
-    link = await connect_link(pairs[0][0], on_message)
-    if fd_channel:
-        pairs[1][0].setblocking(False)
-    return Child(process, link, pairs[1][0] if fd_channel else None)

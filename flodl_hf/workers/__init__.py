@@ -1,0 +1,13 @@
+"""Worker processes: their start, their messages, and the report of their end.
+
+Used by predictions on several devices (`flodl_hf.inference.workers`), file jobs (`flodl_hf.jobs.ranks`) and the server
+(`flodl_hf.serving`). A worker is connected with its parent by a socket. The socket closes with either process: a worker
+never outlives its parent, and the parent detects any end of a worker at once.
+
+process   start and end of a child process
+child     main function of a child process
+messages  wire format, blocking connections
+objects   Python objects and tensors in messages
+pool      workers of a program with threads: requests with futures
+link      workers of a program with asyncio
+"""

@@ -1,0 +1,123 @@
+"""Worker processes of a program with threads: requests with futures, and the report of a worker's end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from itertools import count
+from threading import Lock, Thread, current_thread
+from typing import Any
+
+import numpy as np
+
+from flodl.errors import FlodlError
+from flodl_hf.errors import PredictError
+from flodl_hf.workers.messages import Stream
+from flodl_hf.workers.process import Process
+
+__all__ = ["Worker"]
+
+
+def _no_result(message: dict[str, Any], arrays: list[np.ndarray]) -> Any: ...
+
+
+class Worker:
+    """A worker process. A thread reads its messages.
+
+    Args:
+        process: the process.
+        result: function from a message and its arrays to the result of a request; an exception is raised by the future.
+
+    Attributes:
+        load: sum of the sizes of its current requests.
+        sound: whether it accepts requests.
+        end: how it ended; "" while it runs.
+    """
+
+    def __init__(
+        self, process: Process, result: Callable[[dict[str, Any], list[np.ndarray]], Any] = _no_result
+    ) -> None:
+        self.process = process
+        self.load = 0
+        self.sound, self.end = True, ""
+        self._result = result
+        self._stream = Stream(process.socket)
+        self._futures: dict[int, Future[Any]] = {}
+        self._numbers = count(1)
+        self._lock, self._closing = Lock(), Lock()
+        self._listener = Thread(target=self._listen, name=f"flodl-hf-{process.name}", daemon=True)
+        self._listener.start()
+
+    def send(self, message: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
+        """Send a message without a result; does nothing if the process has ended."""
+        with suppress(OSError):
+            self._stream.write(message, arrays)
+
+    def ask(self, message: dict[str, Any], arrays: Sequence[np.ndarray] = (), *, size: int = 0) -> Future[Any]:
+        """Send a request and return its future.
+
+        Args:
+            message: the request.
+            arrays: its arrays.
+            size: its size, for ``load``.
+        """
+        future: Future[Any] = Future()
+        with self._lock:
+            if self.end:
+                future.set_exception(self.fault())
+                return future
+            number = next(self._numbers)
+            self._futures[number] = future
+            self.load += size
+        future.add_done_callback(lambda _: self._less(size))
+        # The listener reports a process that has ended.
+        self.send({**message, "id": number}, arrays)
+        return future
+
+    def _less(self, size: int) -> None:
+        with self._lock:
+            self.load -= size
+
+    def _listen(self) -> None:
+        end = ""
+        try:
+            while (message := self._stream.read()) is not None:
+                if "end" in message[0]:
+                    self.process.reason = message[0]["end"]
+                    continue
+                result = self._result(*message)
+                with self._lock:
+                    future = self._futures.pop(message[0]["id"])
+                if isinstance(result, BaseException):
+                    # Other errors than those of the input may leave the device unusable.
+                    self.sound = self.sound and isinstance(result, FlodlError)
+                    future.set_exception(result)
+                else:
+                    future.set_result(result)
+        except BaseException as fault:  # later messages cannot be read either
+            end = f"sent an invalid message ({type(fault).__name__}: {fault})"
+            self.process.kill()
+        end = end or self.process.end()
+        with self._lock:
+            self.end, self.sound = end, False
+            left, self._futures = self._futures, {}
+        for future in left.values():
+            future.set_exception(self.fault())
+
+    def fault(self) -> PredictError:
+        """Return the error that reports the end of the process."""
+        name = self.process.name
+        return PredictError(f"the worker process of {name} {self.end}; the next call starts a new one", device=name)
+
+    def join(self) -> None:
+        """Wait for the end of the process."""
+        self._listener.join()
+
+    def close(self) -> None:
+        """End the process, once also if garbage collection intervenes."""
+        if self._closing.acquire(blocking=False):
+            self._stream.shut()
+            if self._listener is not current_thread():
+                self._listener.join()
+                self._stream.close()

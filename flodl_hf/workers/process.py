@@ -1,0 +1,113 @@
+"""Start and end of a child process that is connected with this process by a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+__all__ = ["END_S", "Process"]
+
+END_S = 8.0
+"""Time in which a process has to end when its connection is closed."""
+REPORT_S = 1.5
+"""The same for a process that closed its connection itself, so that its end is reported within two seconds."""
+LOOK_S = 0.02
+_PROGRAM = """
+import sys
+sys.path[:] = {path!r}
+from flodl_hf.workers.child import main
+main({target!r}, {descriptors!r}, {cuda!r})
+"""
+
+
+class Process:
+    """A child process. It ends when its connection is closed, so it never outlives this process.
+
+    Args:
+        target: see `flodl_hf.workers.child.main`.
+        name: its name in messages.
+        env: environment variables in addition to those of this process.
+        fd_channel: whether open sockets can be sent to it (`flodl_hf.workers.link.send_socket`).
+        descriptors: further file descriptors that it receives.
+        cuda: index of its CUDA device, if any.
+
+    Attributes:
+        socket: the connection.
+        fd_channel: socket over which open sockets are sent, or None.
+        reason: its last message before it ended; "" if there is none.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        name: str,
+        *,
+        env: Mapping[str, str] | None = None,
+        fd_channel: bool = False,
+        descriptors: Sequence[int] = (),
+        cuda: int | None = None,
+    ) -> None:
+        self.name = name
+        self.reason = ""
+        pairs = [socket.socketpair() for _ in range(1 + fd_channel)]
+        given = [*(theirs.fileno() for _, theirs in pairs), *descriptors]
+        code = _PROGRAM.format(path=sys.path, target=target, descriptors=given, cuda=cuda)
+        # Not multiprocessing, which would run the caller's program again up to the start of processes. A separate
+        # process group, which Ctrl-C does not reach.
+        self._popen = subprocess.Popen(
+            [sys.executable, "-c", code], pass_fds=given, stdin=subprocess.DEVNULL, process_group=0,
+            env={**os.environ, **(env or {})},
+        )  # fmt: skip
+        for _, theirs in pairs:
+            theirs.close()
+        self.socket = pairs[0][0]
+        self.fd_channel = pairs[1][0] if fd_channel else None
+        if self.fd_channel is not None:
+            self.fd_channel.setblocking(False)
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._popen.pid
+
+    def poll(self) -> int | None:
+        """Return the exit status, or None if the process runs."""
+        return self._popen.poll()
+
+    def kill(self) -> None:
+        """Kill the process."""
+        self._popen.kill()
+
+    def wait(self, within_s: float = END_S) -> int:
+        """Wait for the end of the process and return its exit status; kill it after a timeout."""
+        try:
+            return self._popen.wait(within_s)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            return self._popen.wait()
+
+    async def reaped(self, within_s: float = END_S) -> int:
+        """Return the result of `wait` without blocking the event loop."""
+        if self.fd_channel is not None:
+            self.fd_channel.close()
+        until = asyncio.get_running_loop().time() + within_s
+        while (status := self._popen.poll()) is None:
+            if asyncio.get_running_loop().time() > until:
+                self._popen.kill()
+            await asyncio.sleep(LOOK_S)
+        return status
+
+    def end(self) -> str:
+        """Return how the process ended, for messages: exit status or signal, and its last message."""
+        status = self.wait(REPORT_S)
+        if status >= 0:
+            how = f"ended with status {status}"
+        else:
+            name = next((known.name for known in signal.Signals if known == -status), f"signal {-status}")
+            how = f"ended by {name}" + (", as when memory is exhausted" if status == -signal.SIGKILL else "")
+        return f"{how}: {self.reason}" if self.reason else how
