@@ -39,6 +39,8 @@ NAMES = (
     "doctor",
     "config",
     "runs",
+    "run",
+    "schema",
 )
 
 
@@ -77,7 +79,11 @@ def app_of(*names: str) -> typer.Typer:
         if hasattr(module, "app"):
             made.add_typer(module.app, name=name)
         else:
-            made.command(name=name, cls=getattr(module, "Command", OnceCommand))(module.command)
+            made.command(
+                name=name,
+                cls=getattr(module, "Command", OnceCommand),
+                context_settings=getattr(module, "CONTEXT", None),
+            )(module.command)
     return made
 
 
