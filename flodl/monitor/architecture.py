@@ -11,8 +11,6 @@ from torch import nn
 from flodl.graph.picture import svg
 from flodl.graph.tree import MAX_DEPTH, children_of, joined
 
-__all__ = ["facts_of", "picture_of", "tree_of"]
-
 MAX_PARTS = 64
 """Number of children that a part lists."""
 

@@ -13,8 +13,6 @@ import html
 from functools import cache
 from importlib.resources import files
 
-__all__ = ["archive_page", "asset", "served_page"]
-
 SCRIPTS = ("words", "record", "chart", "charts", "panels", "lanes", "model", "page")
 
 

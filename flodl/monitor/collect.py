@@ -10,25 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextvars import ContextVar
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flodl.errors import GraphError, nearest
-
-__all__ = [
-    "COLLECTOR",
-    "Collector",
-    "Pair",
-    "Reduce",
-    "current_collector",
-    "log",
-    "one_value",
-    "reduce_named",
-    "reduced",
-    "set_collector",
-]
 
 Pair = tuple[Any, Any]
 """Sum and weight; each a number or a tensor ``()``."""
@@ -45,27 +32,18 @@ class Reduce(StrEnum):
     """The L2 norm of all elements."""
 
 
-class Adder(Protocol):
-    """Adds up tensors on their device, all of them in one launch; see `flodl.train.step.tensor_sums`."""
-
-    def takes(self, value: Tensor) -> bool: ...
-    def add(self, value: Tensor, *, squared: bool) -> None: ...
-    def finish(self) -> Tensor: ...
-    def clear(self) -> None: ...
-
-
 class Collector:
     """Values of one forward pass.
 
     Args:
         owners: dotted name of each graph that reports here, by ``id``.
-        adder: adds up tensors that it accepts; otherwise torch does.
+        adder: a `flodl.train.step.tensor_sums.TensorSums`, which adds up tensors that it accepts in one launch.
 
     Attributes:
         pairs: ``name: (sum, weight)``.
     """
 
-    def __init__(self, owners: Mapping[int, str] | None = None, adder: Adder | None = None) -> None:
+    def __init__(self, owners: Mapping[int, str] | None = None, adder: Any = None) -> None:
         self.owners = owners or {}
         self.pairs: dict[str, Pair] = {}
         self._adder = adder

@@ -6,29 +6,15 @@ A condition is a value: it can be compared, pickled, combined by ``&``, ``|`` an
 
 from __future__ import annotations
 
+import ast
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from flodl.errors import ConfigError, nearest
 from flodl.monitor.trend import Trend
-
-__all__ = [
-    "Condition",
-    "RuleContext",
-    "above",
-    "after_epochs",
-    "after_steps",
-    "below",
-    "converged",
-    "improving",
-    "no_better",
-    "parse_condition",
-    "stalled",
-    "worsening",
-]
 
 _DEFAULTS = {"stalled": 1e-3, "improving": "min", "worsening": "min", "no_better": "min"}
 
@@ -221,58 +207,38 @@ def _argument_text(value: Any) -> str:
     return str(value)
 
 
-_PART = re.compile(r"""\s*(?:(and|or)\s+)?(not\s+)?(\w+)\s*\(((?:'[^']*'|"[^"]*"|[^()'"])*)\)\s*""")
-_ARGUMENT = re.compile(r"""\s*(?:(\w+)\s*=\s*)?(?:'([^']*)'|"([^"]*)"|([^\s,='"]+))\s*(?:,|$)""")
+_BARE_ARGUMENT = re.compile(r"""'[^']*'|"[^"]*"|(?<=[(,=])\s*([^\s()'",=]+)\s*(?=[,)])""")
 
 
 def parse_condition(text: str) -> Condition:
     """Return the condition of a text such as ``stalled(loss, 3) and not improving(dev/f1, 2, mode=max)``.
 
-    ``and`` binds more tightly than ``or``; brackets are available in Python only. Names with spaces or commas need
-    quotes.
+    The text is an expression of Python in which names need quotes only if they contain spaces, commas or brackets.
 
     Raises:
         ConfigError: the text is not a condition.
     """
-    groups: list[list[Condition]] = []
-    for joined, negated, word, arguments in _matches(_PART, text, text):
-        if bool(joined) != bool(groups) or word not in _FUNCTIONS:
-            raise _unreadable(text, f"{joined or ''} {word}{nearest(word, _FUNCTIONS)}")
-        args: list[Any] = []
-        named: dict[str, Any] = {}
-        for name, quoted, other, bare in _matches(_ARGUMENT, arguments, text):
-            value = _read(bare) if bare else quoted or other
-            named.update({name: value}) if name else args.append(value)
-        try:
-            condition = _FUNCTIONS[word](*args, **named)
-        except (TypeError, ConfigError) as fault:
-            raise ConfigError(f"condition {text!r}: {fault}", problems=[str(fault)]) from None
-        if joined != "and":
-            groups.append([])
-        groups[-1].append(~condition if negated else condition)
-    if not groups:
-        raise _unreadable(text, "nothing")
-    parts = [group[0] if len(group) == 1 else Condition("and", tuple(group)) for group in groups]
-    return parts[0] if len(parts) == 1 else Condition("or", tuple(parts))
+    quoted = _BARE_ARGUMENT.sub(lambda found: found[0] if found[1] is None else repr(_read(found[1])), text.strip())
+    try:
+        return _built(ast.parse(quoted, mode="eval").body)
+    except (SyntaxError, TypeError, ValueError, RecursionError, ConfigError) as fault:
+        raise ConfigError(
+            f"condition {text!r}: {fault}; expected {', '.join(_FUNCTIONS)} with arguments, joined by and, or, not.",
+            problems=[str(fault)],
+        ) from None
 
 
-def _matches(pattern: re.Pattern[str], text: str, whole: str) -> Iterator[tuple[Any, ...]]:
-    """Yield the groups of consecutive matches, which must cover the text."""
-    place = 0
-    while place < len(text.rstrip()):
-        match = pattern.match(text, place)
-        if match is None:
-            raise _unreadable(whole, text[place:].strip())
-        yield match.groups()
-        place = match.end()
-
-
-def _unreadable(text: str, found: str) -> ConfigError:
-    return ConfigError(
-        f"condition {text!r}: found {found.strip()!r}, expected {', '.join(_FUNCTIONS)} with arguments, joined by and, "
-        "or, not, without brackets around them.",
-        problems=[text],
-    )
+def _built(node: ast.expr) -> Condition:
+    """Return the condition of a parsed expression."""
+    if isinstance(node, ast.BoolOp):
+        return Condition("and" if isinstance(node.op, ast.And) else "or", tuple(map(_built, node.values)))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return ~_built(node.operand)
+    word = ast.unparse(node.func if isinstance(node, ast.Call) else node)
+    if not isinstance(node, ast.Call) or word not in _FUNCTIONS:
+        raise ValueError(f"found {word!r}{nearest(word, _FUNCTIONS)}")
+    named = {part.arg or "**": ast.literal_eval(part.value) for part in node.keywords}
+    return _FUNCTIONS[word](*map(ast.literal_eval, node.args), **named)
 
 
 def _read(text: str) -> int | float | str:

@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["EpochRecord", "console_line", "duration_text", "eta_s", "metric_text"]
-
 # Each epoch has this weight relative to the next one, so the estimate follows a change of speed in a few epochs.
 _DECAY = 0.7
 

@@ -16,8 +16,6 @@ from flodl.monitor.record import RunRecord
 from flodl.monitor.store import RunStore
 from flodl.monitor.trend import Trend
 
-__all__ = ["csv_of_epochs", "csv_of_record", "csv_text", "write_trends"]
-
 
 def csv_text(rows: Iterable[Sequence[object]]) -> bytes:
     """Return rows as UTF-8 CSV."""

@@ -19,8 +19,6 @@ from flodl.monitor.record import RunRecord
 from flodl.monitor.server import PageServer
 from flodl.monitor.store import RunStore
 
-__all__ = ["RunFolder"]
-
 MAX_DEPTH = 4
 MAX_RUNS = 200
 SEARCH_S = 5.0

@@ -16,8 +16,6 @@ from torch import Tensor
 from flodl.monitor.collect import one_value
 from flodl.monitor.trend import Trend, mean
 
-__all__ = ["History"]
-
 
 class History:
     """Buffers and histories of metrics, in the order of first use.

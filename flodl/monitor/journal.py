@@ -18,8 +18,6 @@ from flodl.errors import TrainError, printable
 from flodl.files import open_regular
 from flodl.monitor.record import RunRecord, as_text
 
-__all__ = ["FIRST_LINE", "RECORD_FILE", "Journal", "JournalReader", "read_record"]
-
 RECORD_FILE = "run.jsonl"
 FIRST_LINE = {"flodl_run": 1}
 """Part of the first line of each session."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["KINDS", "Lanes"]
-
 KINDS = ("compute", "sync", "wait", "evaluation")
 """Kinds of activity; the rest of a bin is idle time."""
 MAX_BINS = MAX_MEETINGS = 400

@@ -14,8 +14,6 @@ from flodl.monitor.record import RunRecord
 from flodl.monitor.recorder import Recorder
 from flodl.monitor.resources import Resources, hardware
 
-__all__ = ["LiveRun"]
-
 MAX_WAITING = 200_000
 """Events in the queue; the oldest are dropped and counted."""
 

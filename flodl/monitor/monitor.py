@@ -31,8 +31,6 @@ from flodl.monitor.resources import usage_text
 from flodl.monitor.server import PageServer
 from flodl.monitor.store import RunStore
 
-__all__ = ["COMMANDS", "Monitor"]
-
 COMMANDS = ("evaluate", "save", "stop")
 """Requests to a run that the page can send."""
 

@@ -16,8 +16,6 @@ from flodl.monitor.history import History
 from flodl.monitor.profiler import GraphProfiler, Profile
 from flodl.monitor.trend import Trend, TrendGroup
 
-__all__ = ["Observer", "observer_of"]
-
 Names = str | Iterable[str]
 
 

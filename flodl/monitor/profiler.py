@@ -21,8 +21,6 @@ from flodl.graph.core import GraphCore
 from flodl.graph.picture import Heat
 from flodl.graph.tree import modules_of
 
-__all__ = ["LevelTime", "NodeTime", "Profile", "Profiler", "look_at"]
-
 
 @dataclass(frozen=True)
 class NodeTime:

@@ -26,8 +26,6 @@ from typing import Any
 from flodl.monitor.lanes import Lanes
 from flodl.monitor.series import MAX_POINTS, Series
 
-__all__ = ["MAX_EPOCHS", "MAX_LINES", "MAX_SERIES", "RunRecord", "as_text"]
-
 MAX_LINES, FIRST_LINES = 400, 50
 """Lines of the log: the first ones and the newest ones are kept."""
 MAX_EPOCHS = 1000

@@ -17,8 +17,6 @@ from typing import Any
 from flodl.monitor.series import Series
 from flodl.monitor.throughput import Throughput
 
-__all__ = ["Recorder"]
-
 MAX_POINTS_A_DELTA = 8
 """Points of one curve in a delta; neighbours are merged where more steps were done."""
 FIRST_POINTS = 256

@@ -20,8 +20,6 @@ with contextlib.suppress(ImportError):
     import psutil
 pynvml: Any = getattr(torch.cuda, "pynvml", None)  # of nvidia-ml-py
 
-__all__ = ["Resources", "hardware", "usage_text"]
-
 
 class Resources:
     """Reads the state of the machine.

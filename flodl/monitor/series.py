@@ -9,8 +9,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["MAX_POINTS", "Series"]
-
 MAX_POINTS = 2000
 
 Point = list[Any]

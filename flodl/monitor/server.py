@@ -25,8 +25,6 @@ from flodl.errors import TrainError
 from flodl.monitor.archive import archive_page, asset, served_page
 from flodl.monitor.store import RunStore
 
-__all__ = ["PageServer"]
-
 FIRST_PORT, NUM_PORTS = 6060, 20
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 MAX_STREAMS = 24

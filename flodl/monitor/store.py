@@ -12,8 +12,6 @@ from typing import Any
 from flodl.monitor.record import RunRecord, as_text
 from flodl.monitor.series import MAX_POINTS
 
-__all__ = ["RunStore"]
-
 MAX_WAITING = 400
 """Messages that wait for one page; a page that reads too slowly is disconnected, and reconnects by itself."""
 MAX_TOTAL_POINTS = 40_000

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["Throughput"]
-
 WINDOW_S = 2.0
 """Minimal time over which a speed is measured."""
 LOOK_BACK, MIN_LOOK_BACK_S = 0.2, 30.0

@@ -17,8 +17,6 @@ from flodl.monitor.lanes import MAX_BINS, Lanes
 from flodl.monitor.record import RunRecord, as_text
 from flodl.monitor.store import RunStore
 
-__all__ = ["Timeline"]
-
 # Kinds of spans by event, and the field with their duration in milliseconds.
 _EVENTS = {
     "StepDone": ("step", "compute_ms"),

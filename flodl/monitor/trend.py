@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from flodl.errors import GraphError
 
-__all__ = ["Trend", "TrendGroup", "mean"]
-
 
 class Trend:
     """One value of a metric for each epoch, oldest first; does not change when the history grows.

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from flodl.monitor import Monitor
     from flodl.train.plan import Subscription
 
-__all__ = ["Audience"]
-
 
 class Audience:
     """The subscribers of one run in this process; a context manager that closes them.

@@ -24,8 +24,6 @@ from flodl.train.events import (
 )
 from flodl.verbosity import Verbosity, verbosity
 
-__all__ = ["ShowProgress"]
-
 
 class ShowProgress:
     """A subscriber that shows the progress of a run, see `flodl.progress`.

@@ -7,8 +7,6 @@ from typing import Any
 
 from flodl.train.events import EpochMetrics
 
-__all__ = ["epoch_metrics", "means"]
-
 
 def means(parts: Sequence[Mapping[str, Any]], kind: str) -> dict[str, float]:
     """Return means over all ranks, weighted by count.

@@ -14,30 +14,6 @@ from typing import Any, Literal, Protocol
 from flodl.distributed.group import Summed
 from flodl.train.recorded import Recorded
 
-__all__ = [
-    "Decided",
-    "EpochDone",
-    "EpochMetrics",
-    "EvalDone",
-    "Event",
-    "Events",
-    "LayersTimed",
-    "ModelDescribed",
-    "Observed",
-    "Past",
-    "RankWork",
-    "RunDone",
-    "RunFailed",
-    "RunStarted",
-    "SaveFailed",
-    "Saved",
-    "StepDone",
-    "Subscriber",
-    "Synced",
-    "Warned",
-    "figures_in",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Event:

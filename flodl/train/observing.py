@@ -21,8 +21,6 @@ from flodl.train.settings import Settings
 from flodl.train.steplog import Tally
 from flodl.train.watching import Watching
 
-__all__ = ["Observing"]
-
 
 class Observing:
     """Watched values and rules of one run.

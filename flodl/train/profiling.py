@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from flodl.train.step.outcome import StepResult
     from flodl.train.trainer_parts import TrainerParts
 
-__all__ = ["Profiler"]
-
 
 class Profiler(Callback):
     """Writes traces of some steps to ``<folder>/rank-0-step-8.json``, for Perfetto or chrome://tracing.

@@ -22,8 +22,6 @@ from flodl.train.optim.rates import Rates
 from flodl.train.step.decide import KEPT_ROWS
 from flodl.train.step.outcome import Outcome, StepResult, not_finite
 
-__all__ = ["StepLog", "Tally"]
-
 
 @dataclass
 class Tally:

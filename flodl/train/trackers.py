@@ -35,18 +35,6 @@ from flodl.train.events import (
     Warned,
 )
 
-__all__ = [
-    "TRACKERS",
-    "CsvTracker",
-    "JsonLinesTracker",
-    "MlflowTracker",
-    "TensorBoardTracker",
-    "Tracker",
-    "WandbTracker",
-    "make_tracker",
-    "make_trackers",
-]
-
 
 class Tracker:
     """Base class: passes the values of events to `write`. Override what you need.

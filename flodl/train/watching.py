@@ -19,8 +19,6 @@ from flodl.monitor.collect import Collector, Pair, Reduce, current_collector, re
 from flodl.monitor.observer import observer_of
 from flodl.train.step.tensor_sums import TensorSums
 
-__all__ = ["Watching"]
-
 
 class Watching:
     """Collects watched values of one model.

@@ -18,8 +18,6 @@ from flodl.train.settings import Settings
 if TYPE_CHECKING:
     from flodl.monitor import Monitor
 
-__all__ = ["callbacks_of", "monitor_of", "orders_of"]
-
 
 def monitor_of(settings: Settings, is_first: bool = True) -> Monitor | None:
     """Return the monitor of a run with its page served; None if none is wanted, or on other ranks.

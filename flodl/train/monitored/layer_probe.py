@@ -21,8 +21,6 @@ from flodl.train.callback import Callback
 from flodl.train.events import LayersTimed, ModelDescribed, Warned
 from flodl.train.step.outcome import Part
 
-__all__ = ["LayerProbe"]
-
 EVERY_S = 20.0
 """Seconds between two measured steps."""
 IDLE_RATIO = 200.0

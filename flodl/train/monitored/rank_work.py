@@ -21,8 +21,6 @@ from flodl.monitor.timeline import Timeline
 from flodl.train.callback import Callback
 from flodl.train.events import RankWork, StepDone
 
-__all__ = ["RankActivity"]
-
 EVERY_S = 0.5
 MAX_SPANS = 6
 _LANES = {"step": "compute", "sync": "sync", "evaluation": "evaluation"}

@@ -83,6 +83,7 @@ TEXTS = {
     'above("it\'s", -0.5)': above("it's", -0.5),
     "above('3', .5)": above("3", 0.5),
     "not after_epochs(2)": ~after_epochs(2),
+    "(above(a, 1) or above(b, 1)) and above(c, 1)": (above("a", 1) | above("b", 1)) & above("c", 1),
     "above(a, 1) or above(b, 1) and above(c, 1)": above("a", 1) | (above("b", 1) & above("c", 1)),
 }
 
@@ -131,7 +132,8 @@ TEXTS_WITH_FAULTS = [
     "above(3, 1)",
     "import os",
     "__import__('os').system('true')",
-    "(above(a, 1) or above(b, 1)) and above(c, 1)",
+    "above(a, 1) if above(b, 1) else above(c, 1)",
+    "above(*a)",
 ]
 
 
