@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from importlib import import_module
 from typing import Any
-
-from flodl import monitor
-
-_NAMES = (
-    "above", "after_epochs", "after_steps", "below", "converged", "improving", "log", "look_at", "no_better",
-    "stalled", "worsening", "RuleContext", "Reduce", "Trend",
-)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     now = "RuleContext" if name == "Outlook" else name
-    if now not in _NAMES:
-        raise AttributeError(f"module 'flodl.observe' has no attribute {name!r}")
-    warnings.warn(f"flodl.observe.{name} is deprecated; use flodl.monitor.{now}", DeprecationWarning, stacklevel=2)
-    return getattr(monitor, now)
+    for module in ("collect", "conditions", "profiler", "trend"):
+        found = getattr(import_module(f"flodl.monitor.{module}"), now, None)
+        if found is not None and not now.startswith("_"):
+            warnings.warn(f"flodl.observe.{name} is deprecated; use flodl.monitor", DeprecationWarning, stacklevel=2)
+            return found
+    raise AttributeError(f"module 'flodl.observe' has no attribute {name!r}")

@@ -25,7 +25,8 @@ from flodl.graph.tree import PathKind
 
 if TYPE_CHECKING:
     from flodl.checkpoint import LoadReport
-    from flodl.monitor import Observer, Trend, TrendGroup
+    from flodl.monitor.observer import Observer
+    from flodl.monitor.trend import Trend, TrendGroup
 
 
 class Graph(GraphCore):

@@ -9,9 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flodl.monitor.collect import Reduce, log
+from flodl.monitor.collect import log
 from flodl.monitor.conditions import (
-    RuleContext,
     above,
     after_epochs,
     after_steps,
@@ -22,27 +21,18 @@ from flodl.monitor.conditions import (
     stalled,
     worsening,
 )
-from flodl.monitor.trend import Trend, TrendGroup
 
 if TYPE_CHECKING:
-    from flodl.monitor.console import EpochRecord
     from flodl.monitor.folder import RunFolder
     from flodl.monitor.journal import read_record
     from flodl.monitor.monitor import Monitor
     from flodl.monitor.profiler import look_at
-    from flodl.monitor.record import RunRecord
     from flodl.monitor.timeline import Timeline
 
 __all__ = [
-    "EpochRecord",
     "Monitor",
-    "Reduce",
-    "RuleContext",
     "RunFolder",
-    "RunRecord",
     "Timeline",
-    "Trend",
-    "TrendGroup",
     "above",
     "after_epochs",
     "after_steps",
@@ -58,13 +48,7 @@ __all__ = [
 ]
 
 # A training step must not load the page and its server.
-_LAZY = {
-    "EpochRecord": "console",
-    "look_at": "profiler",
-    "read_record": "journal",
-    "RunFolder": "folder",
-    "RunRecord": "record",
-}
+_LAZY = {"look_at": "profiler", "read_record": "journal", "RunFolder": "folder"}
 
 
 def __getattr__(name: str) -> Any:

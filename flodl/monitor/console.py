@@ -3,38 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
-# Each epoch has this weight relative to the next one, so the estimate follows a change of speed in a few epochs.
-_DECAY = 0.7
-
-
-@dataclass(frozen=True)
-class EpochRecord:
-    """One epoch.
-
-    Attributes:
-        epoch: counted from 0.
-        duration_s: seconds it took.
-        metrics: names and values, in the given order.
-        pace_s: seconds since the previous epoch ended, work between epochs included.
-    """
-
-    epoch: int
-    duration_s: float
-    metrics: dict[str, float]
-    pace_s: float
-
-
-def eta_s(records: Sequence[EpochRecord], total_epochs: int) -> float | None:
-    """Return the seconds left at the recent speed; None before the first epoch and after the last."""
-    left = total_epochs - records[-1].epoch - 1 if records else 0
-    if left <= 0:
-        return None
-    weights = [_DECAY**age for age in range(len(records))]
-    pace = math.fsum(w * r.pace_s for w, r in zip(weights, reversed(records), strict=True))
-    return pace / math.fsum(weights) * left
+from collections.abc import Mapping
 
 
 def duration_text(seconds: float) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
+from typing import Any
 
 from flodl.errors import GraphError
 from flodl.files import write_atomically
 from flodl.monitor.archive import archive_page
-from flodl.monitor.console import EpochRecord, console_line
+from flodl.monitor.console import console_line
 from flodl.monitor.record import RunRecord
 from flodl.monitor.store import RunStore
 from flodl.monitor.trend import Trend
@@ -24,14 +25,10 @@ def csv_text(rows: Iterable[Sequence[object]]) -> bytes:
     return text.getvalue().encode()
 
 
-def csv_of_epochs(epochs: Sequence[EpochRecord]) -> bytes:
-    """Return one row for each epoch, with a column for each metric of any epoch."""
-    names = list(dict.fromkeys(name for record in epochs for name in record.metrics))
-    rows: list[list[str]] = [["epoch", "duration_s", *names]]
-    for record in epochs:
-        values = [_number(record.metrics.get(name, math.nan)) for name in names]
-        rows.append([str(record.epoch + 1), f"{record.duration_s:.3f}", *values])
-    return csv_text(rows)
+def csv_of_rows(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return one line for each row, with a column for each key of any row; blank without a finite value."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return csv_text([names, *([_cell(row.get(name)) for name in names] for row in rows)])
 
 
 def csv_of_record(record: RunRecord) -> bytes:
@@ -67,33 +64,34 @@ def write_trends(
     Raises:
         GraphError: no history has a value.
     """
-    columns = [(trend.name, trend.by_epoch()) for trend in trends]
-    num_epochs = max((max(values, default=-1) for _, values in columns), default=-1) + 1
+    known = {trend.name: trend.by_epoch() for trend in trends}
+    num_epochs = max((max(values, default=-1) for values in known.values()), default=-1) + 1
     if not num_epochs:
         raise GraphError(
-            f"{path}: nothing to write, the metrics {[name for name, _ in columns]} have no epoch. "
-            "Record or collect values, then flush."
+            f"{path}: nothing to write, the metrics {list(known)} have no epoch. Record or collect values, then flush."
         )
+    epochs = [{name: values.get(e) for name, values in known.items()} for e in range(num_epochs)]
     if kind == "html":
         store, record = RunStore(), RunRecord("trends", title)
         store.add(record)
-        for name, values in columns:
+        for name, values in known.items():
             points = [[e + 1, e + 1, 0.0, v if math.isfinite(v) else None] for e, v in values.items()]
             record.fold({"p": {f"train/{name}": points}, "state": {"status": "finished"}})
         data = archive_page(store.to_json(), title).encode()
     elif kind == "csv":
-        rows = [[str(e + 1), *(_number(v.get(e, math.nan)) for _, v in columns)] for e in range(num_epochs)]
-        data = csv_text([["epoch", *(name for name, _ in columns)], *rows])
+        data = csv_of_rows([{"epoch": epoch + 1, **values} for epoch, values in enumerate(epochs)])
     else:
         lines, ends = [], [0.0, *times_s]
-        for epoch in range(num_epochs):
-            metrics = {name: values[epoch] for name, values in columns if epoch in values}
+        for epoch, values in enumerate(epochs):
             took = ends[epoch + 1] - ends[epoch] if epoch < len(times_s) else None
             left = ends[epoch + 1] / (epoch + 1) * (total - epoch - 1) if took is not None else 0.0
+            metrics = {name: value for name, value in values.items() if value is not None}
             lines.append(console_line(epoch, max(total, num_epochs), metrics, took, left or None) + "\n")
         data = "".join(lines).encode()
     write_atomically(path, [data])
 
 
-def _number(value: float) -> str:
+def _cell(value: Any) -> str:
+    if not isinstance(value, float):
+        return "" if value is None else str(value)
     return f"{value:.8f}" if math.isfinite(value) else ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from flodl.monitor.record import RunRecord
 from flodl.monitor.server import PageServer
 from flodl.monitor.store import RunStore
 
-MAX_DEPTH = 4
 MAX_RUNS = 200
 SEARCH_S = 5.0
 """Seconds between two searches for new files."""
@@ -31,7 +29,7 @@ class RunFolder:
     """The records below a folder.
 
     Args:
-        folder: searched for ``run*.jsonl``, four folders deep; links are not followed.
+        folder: searched for ``run*.jsonl`` in all folders below; links are not followed.
         every_s: seconds between two readings of the files.
 
     Attributes:
@@ -63,8 +61,8 @@ class RunFolder:
         now = time.monotonic()
         if not self._searched or now - self._searched > SEARCH_S:
             self._searched = now
-            for path in _record_files(self.folder):
-                if path not in self._readers and str(path) not in self.problems and len(self._readers) < MAX_RUNS:
+            for path in sorted(self.folder.rglob("run*.jsonl"))[:MAX_RUNS]:
+                if path not in self._readers and str(path) not in self.problems and not path.is_symlink():
                     self._readers[path] = (JournalReader(path), RunRecord())
         for path, (reader, record) in list(self._readers.items()):
             try:
@@ -95,18 +93,16 @@ class RunFolder:
         """Return all runs as one file that opens offline."""
         return archive_page(self.store.to_json(), str(self.folder))
 
-    def serve(
-        self, port: int | None = None, *, host: str = "127.0.0.1", token: str | None = None, names: Iterable[str] = ()
-    ) -> str:
-        """Serve the page and update it as runs grow; see `flodl.monitor.Monitor.serve`."""
-        self._server = PageServer(self.store, host=host, port=port, token=token, names=names)
+    def serve(self, port: int | None = None) -> str:
+        """Serve the page on this machine and update it as runs grow; see `flodl.monitor.Monitor.serve`."""
+        self._server = PageServer(self.store, port=port)
         self._thread = threading.Thread(target=self._follow, name="flodl-runs", daemon=True)
         self._thread.start()
         return self._server.url
 
-    def wait(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Wait until ``until()``, `close` or an interruption."""
-        while not until() and not self._closed.wait(0.5):
+    def wait(self) -> None:
+        """Wait until `close` or an interruption."""
+        while not self._closed.wait(0.5):
             pass
 
     def close(self) -> None:
@@ -126,14 +122,3 @@ class RunFolder:
     def _follow(self) -> None:
         while not self._closed.wait(self.every_s):
             self.refresh()
-
-
-def _record_files(folder: Path) -> Iterator[Path]:
-    """Yield the record files below a folder in alphabetical order."""
-    for here, below, files in os.walk(folder):
-        is_deep = len(Path(here).parts) - len(folder.parts) >= MAX_DEPTH
-        below[:] = [] if is_deep else sorted(name for name in below if not name.startswith("."))
-        for name in sorted(files):
-            path = Path(here) / name
-            if name.startswith("run") and name.endswith(".jsonl") and not path.is_symlink():
-                yield path

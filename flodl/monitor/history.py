@@ -51,12 +51,10 @@ class History:
     def buffer(self, name: str) -> list[float]:
         """Return the values since the last flush."""
         values = self._buffers.get(name, [])
-        found = [0.0 if isinstance(value, Tensor) else float(value) for value in values]
-        for device in {value.device for value in values if isinstance(value, Tensor)}:
-            places = [i for i, value in enumerate(values) if isinstance(value, Tensor) and value.device == device]
-            for i, number in zip(places, torch.stack([values[i].double() for i in places]).tolist(), strict=True):  # pyright: ignore
-                found[i] = number
-        return found
+        if len(values) > 1 and all(isinstance(value, Tensor) for value in values):
+            device = values[-1].device  # pyright: ignore[reportAttributeAccessIssue]
+            return torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in values]).tolist()
+        return [float(value) for value in values]
 
     def names(self) -> list[str]:
         """Return the names that have a history."""

@@ -22,8 +22,8 @@ from flodl.errors import TrainError
 from flodl.files import write_atomically
 from flodl.monitor.architecture import facts_of, picture_of, tree_of
 from flodl.monitor.archive import archive_page
-from flodl.monitor.console import EpochRecord, console_line, duration_text, eta_s, metric_text
-from flodl.monitor.export import csv_of_epochs, csv_of_record
+from flodl.monitor.console import console_line, duration_text, metric_text
+from flodl.monitor.export import csv_of_record, csv_of_rows
 from flodl.monitor.live import LiveRun
 from flodl.monitor.profiler import Profiler
 from flodl.monitor.record import RunRecord, as_text
@@ -80,8 +80,9 @@ class Monitor:
         self.name, self.folder = name, folder
         self.throughput: dict[str, Any] = {}
         self._stream, self._quiet = stream, quiet
-        self._epochs: list[EpochRecord] = []
+        self._epochs: list[dict[str, float]] = []
         self._began = self._last_epoch = monotonic()
+        self._pace_s = 0.0
         self.pages: list[str] = []
         self._facts: dict[str, dict[str, Any]] = {}
         self._commands: tuple[list[str], Callable[[str], Any]] | None = None
@@ -131,8 +132,8 @@ class Monitor:
         """Add a line to the log of the run; levels are ``info``, ``warning`` and ``error``."""
         self._run().put(lambda run: run.recorder.note(text, level))
 
-    def log(self, epoch: Any, duration_s: float | None = None, metrics: Any = None) -> EpochRecord:
-        """Record and print one epoch of a loop without events, and return its record.
+    def log(self, epoch: Any, duration_s: float | None = None, metrics: Any = None) -> None:
+        """Record and print one epoch of a loop without events.
 
         Args:
             epoch: its number, the first being 0; or an `flodl.train.EpochMetrics` instead of all arguments.
@@ -151,26 +152,26 @@ class Monitor:
                 epoch=epoch,
                 duration_s=duration_s,
             )
-        now, run = monotonic(), self._run()
-        # Time between epochs (evaluation, saving) counts; time before the first epoch is set-up.
-        pace = max(duration_s, now - self._last_epoch) if self._epochs else duration_s
-        self._last_epoch = now
-        record = EpochRecord(epoch, duration_s, _flat_metrics(metrics), pace)
-        self._epochs.append(record)
-        left, total = self.eta(), self.total_epochs
-        if len(self._epochs) == 1:
+        now, run, values = monotonic(), self._run(), _flat_metrics(metrics)
+        if self._epochs:
+            # Time between epochs (evaluation, saving) counts; time before the first epoch is set-up.
+            self._pace_s = (self._pace_s + max(duration_s, now - self._last_epoch)) / 2
+        else:
+            self._pace_s = duration_s
             run.put(lambda run: run.open(is_resumed=epoch > 0))
-        run.put(lambda run: run.recorder.add_epoch(epoch, duration_s, record.metrics, total, left))
+        self._last_epoch = now
+        self._epochs.append({"epoch": epoch + 1, "duration_s": duration_s, **values})
+        left, total = self.eta(), self.total_epochs
+        run.put(lambda run: run.recorder.add_epoch(epoch + 1, duration_s, values, total, left))
         if self.resources_s and not self._quiet:
             run.put(LiveRun.read_machine)
             self._flush()
-        self._print(console_line(epoch, total or epoch + 1, record.metrics, duration_s, left, usage_text(run.usage)))
-        return record
+        self._print(console_line(epoch, total or epoch + 1, values, duration_s, left, usage_text(run.usage)))
 
     def finish(self) -> None:
         """Print the last line, and write the page requested by `save_html`."""
-        metrics = self._epochs[-1].metrics if self._epochs else {}
-        listed = ", ".join(f"{name}: {metric_text(value)}" for name, value in metrics.items())
+        metrics = list(self._epochs[-1].items())[2:] if self._epochs else []
+        listed = ", ".join(f"{name}: {metric_text(value)}" for name, value in metrics)
         took = duration_text(monotonic() - self._began)
         self._print(f"training complete in {took}" + (f"  | {listed}" if listed else ""))
         self._end({"status": "finished", "left_s": None})
@@ -196,14 +197,14 @@ class Monitor:
         self._flush()
         return self._run().record
 
-    def history(self) -> list[EpochRecord]:
-        """Return the epochs passed to `log`."""
+    def history(self) -> list[dict[str, float]]:
+        """Return the epochs passed to `log`: ``epoch`` from 1, ``duration_s``, and metrics."""
         return list(self._epochs)
 
     def eta(self) -> float | None:
         """Return the seconds left at the recent speed; None if unknown, and at the end."""
         if self._epochs and self.total_epochs is not None:
-            return eta_s(self._epochs, self.total_epochs)
+            return max(0, self.total_epochs - self._epochs[-1]["epoch"]) * self._pace_s or None
         return None if self._live is None else self.record.state.get("left_s")
 
     def save_html(self, path: str | PathLike[str]) -> None:
@@ -223,7 +224,8 @@ class Monitor:
         Missing values and values that are not finite are blank. Without any value no file is written.
         """
         if self._epochs:
-            write_atomically(path, [csv_of_epochs(self._epochs)])
+            rows = [{**row, "duration_s": f"{row['duration_s']:.3f}"} for row in self._epochs]
+            write_atomically(path, [csv_of_rows(rows)])
         elif self._live is not None and self.record.series:
             write_atomically(path, [csv_of_record(self.record)])
 

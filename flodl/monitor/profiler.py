@@ -233,46 +233,38 @@ class Profiler:
 
 
 class GraphProfiler(Profiler):
-    """Measures the nodes of a graph in its last finished call."""
+    """Measures the nodes of a graph in its last call."""
 
     def __init__(self, graph: GraphCore) -> None:
-        super().__init__(graph, [(node.name, getattr(graph, node.name)) for node in graph.plan.calls])
-        self._plan, self._start, self._last = graph.plan, None, None
-        self._handles += [
-            graph.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
-            graph.register_forward_hook(self._finish, with_kwargs=True),
-        ]
+        named = [(node.name, getattr(graph, node.name)) for node in graph.plan.calls]
+        super().__init__(graph, [("", graph), *named])
+        self._plan = graph.plan
 
     def profile(self) -> Profile | None:
         """Return the times of the last finished call; waits for the device."""
-        if self._last is None:
+        if self._running or not self._spans:
             return None
-        start, spans, done = self._last
-        if isinstance(done, torch.cuda.Event):
-            done.synchronize()
+        if isinstance(self._spans[-1][2], torch.cuda.Event):
+            self._spans[-1][2].synchronize()
         times: dict[int, list[float]] = {}
-        for key, begin, end in spans:
+        for key, begin, end in self._spans:
             times.setdefault(key, []).append(_seconds(begin, end))
-        num_nodes = Counter(id(module) for _, module in self.modules)
+        (_, graph), *members = self.modules
+        num_nodes = Counter(id(module) for _, module in members)
         nodes = []
-        for node, (_, module) in zip(self._plan.calls, self.modules, strict=True):
+        for node, (_, module) in zip(self._plan.calls, members, strict=True):
             own = times.get(id(module))
             if own:
                 # Nodes that share a module call it in the order of the plan.
                 seconds = sum(own) if num_nodes[id(module)] == 1 else own.pop(0)
                 nodes.append(NodeTime(node.id, node.name, node.tags, node.level, seconds))
-        return Profile(_seconds(start, done), tuple(nodes))
-
-    def _begin(self, graph: nn.Module, args: Any, kwargs: Any) -> None:
-        self._device = next((p.device for p in graph.parameters()), self._device)
-        self._running, self._spans, self._start = [], [], self._mark()
-
-    def _finish(self, graph: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._start is not None:
-            self._last, self._start = (self._start, self._spans, self._mark()), None
+        return Profile(times[id(graph)][-1], tuple(nodes))
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._start is not None:  # the graph itself is running
+        if module is self.model:
+            self._device = next((p.device for p in module.parameters()), self._device)
+            self._running, self._spans = [], []
+        if self._running or module is self.model:
             super()._enter(module, args, kwargs)
 
 

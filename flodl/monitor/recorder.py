@@ -79,10 +79,9 @@ class Recorder:
         _merge(self._delta, parts)
 
     def add_epoch(
-        self, epoch: int, seconds: float, metrics: Mapping[str, float], total: int | None, left_s: float | None
+        self, done: int, seconds: float, metrics: Mapping[str, float], total: int | None, left_s: float | None
     ) -> None:
-        """Add an epoch, counted from 0, of a loop without events."""
-        done = epoch + 1
+        """Add the epoch with the number ``done``, counted from 1, of a loop without events."""
         self.points("train/", metrics, done, epoch=done)
         self._delta.setdefault("epochs", []).append({"epoch": done, "seconds": round(seconds, 3), **metrics})
         state = {"step": done, "epoch": done, "epochs": total, "total": total, "left_s": left_s}

@@ -7,6 +7,7 @@ absent.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from functools import partial
 from typing import Any
 
 import torch
+
+from flodl.memory import process_memory
 
 psutil: Any = None
 with contextlib.suppress(ImportError):
@@ -40,10 +43,7 @@ class Resources:
             psutil.cpu_percent(None)  # the first result has no earlier one to compare with
         else:
             self._readers["system/cpu"] = lambda: 100 * os.getloadavg()[0] / (os.cpu_count() or 1)
-            with contextlib.suppress(ImportError):  # Windows lacks this module
-                import resource
-
-                self._readers["system/process"] = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            self._readers["system/process"] = lambda: (process_memory() or (math.nan,))[0]
         for gpu, handle in enumerate(_gpu_handles()):
             for name, read in _GPU_READERS.items():
                 self._readers[f"gpu{gpu}/{name}"] = partial(read, handle)
@@ -81,8 +81,6 @@ def hardware() -> dict[str, Any]:
     }  # fmt: skip
     if psutil is not None:
         found["ram"] = float(psutil.virtual_memory().total)
-    with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo", encoding="utf-8") as lines:
-        found["cpu"] = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     with contextlib.suppress(Exception):
         for handle in _gpu_handles():
             memory, limit = pynvml.nvmlDeviceGetMemoryInfo(handle), pynvml.nvmlDeviceGetEnforcedPowerLimit(handle)

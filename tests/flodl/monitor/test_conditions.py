@@ -7,8 +7,6 @@ import pytest
 
 from flodl.errors import ConfigError
 from flodl.monitor import (
-    RuleContext,
-    Trend,
     above,
     after_epochs,
     after_steps,
@@ -19,7 +17,8 @@ from flodl.monitor import (
     stalled,
     worsening,
 )
-from flodl.monitor.conditions import parse_condition
+from flodl.monitor.conditions import RuleContext, parse_condition
+from flodl.monitor.trend import Trend
 
 
 def context(epochs=0, steps=0, **series):

@@ -13,8 +13,8 @@ from torch import nn
 
 from flodl.errors import TrainError
 from flodl.graph import FlowBuilder
-from flodl.monitor import EpochRecord, Monitor, look_at
-from flodl.monitor.console import console_line, duration_text, eta_s
+from flodl.monitor import Monitor, look_at
+from flodl.monitor.console import console_line, duration_text
 from flodl.train import EpochMetrics
 
 
@@ -68,23 +68,21 @@ def test_epoch_metrics_and_nested_mappings_are_logged():
         monitor.log(event)
         monitor.log(2, 1.0, {"loss": torch.tensor(0.25), "dev": {"f1": 0.5}})
         first, second = monitor.history()
-    assert (first.epoch, first.duration_s) == (1, 2.5)
-    assert first.metrics == {"loss": 0.5, "accuracy": 0.75, "f1": 0.25}
-    assert second.metrics == {"loss": 0.25, "dev/f1": 0.5}
-
-
-def record(epoch: int, seconds: float = 1.0) -> EpochRecord:
-    return EpochRecord(epoch, seconds, {}, seconds)
+    assert first == {"epoch": 2, "duration_s": 2.5, "loss": 0.5, "accuracy": 0.75, "f1": 0.25}
+    assert second == {"epoch": 3, "duration_s": 1.0, "loss": 0.25, "dev/f1": 0.5}
 
 
 def test_recent_epochs_weigh_more():
-    steady = [record(i, 10) for i in range(5)]
-    assert eta_s(steady, 10) == pytest.approx(50)
-    slowing = [*steady, *(record(5 + i, 20) for i in range(2))]
+    monitor = Monitor(10, quiet=True, resources_s=0)
+    for epoch in range(5):
+        monitor.log(epoch, 10, {})
+    assert monitor.eta() == pytest.approx(50)
+    monitor.log(5, 20, {})
+    monitor.log(6, 20, {})
     plain_average = (5 * 10 + 2 * 20) / 7 * 3
-    assert plain_average < eta_s(slowing, 10) < 60
-    assert eta_s([], 10) is None
-    assert eta_s([record(9)], 10) is None
+    assert plain_average < monitor.eta() < 60
+    monitor.log(9, 10, {})
+    assert monitor.eta() is None
 
 
 def test_metrics_come_as_table_pairs_or_graph():
@@ -96,7 +94,8 @@ def test_metrics_come_as_table_pairs_or_graph():
     graph.flush()
     monitor.log(1, 0.5, graph)
     monitor.log(2, 0.5, [("b", 1), ("a", 2)])
-    assert [r.metrics for r in monitor.history()] == [{}, {"loss": 2.0}, {"b": 1.0, "a": 2.0}]
+    timed = [{"epoch": epoch, "duration_s": 0.5} for epoch in (1, 2, 3)]
+    assert monitor.history() == [timed[0], {**timed[1], "loss": 2.0}, {**timed[2], "b": 1.0, "a": 2.0}]
     monitor.finish()
     lines = out.getvalue().splitlines()
     assert lines[0] == "  epoch 1/3  [500ms  ETA 1s]"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flodl.errors import GraphError
-from flodl.monitor import Trend, TrendGroup
+from flodl.monitor.trend import Trend, TrendGroup
 
 numbers = st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=12)
 
@@ -97,9 +97,10 @@ def test_values_know_their_epochs():
 
 def test_documented_names_of_the_former_package_warn():
     from flodl import monitor, observe
+    from flodl.monitor.conditions import RuleContext
 
     for name in ("stalled", "look_at", "log"):
         with pytest.warns(DeprecationWarning, match="flodl.monitor"):
             assert getattr(observe, name) is getattr(monitor, name)
-    with pytest.warns(DeprecationWarning, match="RuleContext"):
-        assert observe.Outlook is monitor.RuleContext
+    with pytest.warns(DeprecationWarning, match="flodl.monitor"):
+        assert observe.Outlook is RuleContext
