@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -16,6 +17,7 @@ from flodl.monitor.export import csv_text
 from flodl.monitor.lanes import MAX_BINS, Lanes
 from flodl.monitor.record import RunRecord, as_text
 from flodl.monitor.store import RunStore
+from flodl.monitor.trend import mean
 
 # Kinds of spans by event, and the field with their duration in milliseconds.
 _EVENTS = {
@@ -29,7 +31,6 @@ _EVENTS = {
 _BUSY = ("step", "sync", "evaluation")
 _LANE_KINDS = {"step": "compute", "sync": "sync", "evaluation": "evaluation"}
 _FIELDS = ("rank", "kind", "begin_ms", "end_ms", "step", "epoch", "wait_ms", "divergence")
-_IDLE_PERCENT = 5.0
 
 Span = dict[str, Any]
 
@@ -60,7 +61,7 @@ class Timeline:
 
     def start(self) -> None:
         """Start a thread that takes samples."""
-        if self._read is not None and self._thread is None:
+        if self._read is not None:
             self._thread = threading.Thread(target=self._sample, name="flodl-timeline", daemon=True)
             self._thread.start()
 
@@ -69,7 +70,6 @@ class Timeline:
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(timeout=5)
-            self._thread = None
 
     def _sample(self) -> None:
         while self._read is not None:
@@ -119,8 +119,7 @@ class Timeline:
     def merge(cls, parts: Sequence[Mapping[str, Any]]) -> Timeline:
         """Return one timeline of all ranks from the results of `to_dict`."""
         merged = cls()
-        spans = [dict(span) for part in parts for span in part["spans"]]
-        samples = [dict(sample) for part in parts for sample in part.get("samples", ())]
+        spans, samples = ([dict(one) for part in parts for one in part.get(key, ())] for key in ("spans", "samples"))
         starts = [span["begin_ms"] for span in spans] or [sample["at_ms"] for sample in samples]
         start = min(starts, default=0.0)
         for entry in (*spans, *samples):
@@ -158,34 +157,21 @@ class Timeline:
         return {rank: dict(shares) for rank, shares in found.items()}
 
     def summary(self) -> dict[str, Any]:
-        """Return the length, number and mean duration of synchronisations, and means of samples.
+        """Return the length, number and mean duration of synchronisations, means of samples, and idle shares.
 
-        ``idle`` is the part of the samples in which a device was used less than 5 %; ``idle_shares`` the idle time of
-        each rank by cause. ``mean_sync_ms`` covers synchronisations with a measured duration.
+        ``mean_sync_ms`` covers synchronisations with a measured duration.
         """
-        syncs = [span["end_ms"] - span["begin_ms"] for span in self.spans if span["kind"] == "sync"]
-        measured = [length for length in syncs if length > 0]
+        syncs = [span for span in self.spans if span["kind"] == "sync"]
+        measured = [length for span in syncs if (length := span["end_ms"] - span["begin_ms"]) > 0]
         names = sorted({name for sample in self.samples for name in sample} - {"rank", "at_ms"})
-        values = {name: [sample[name] for sample in self.samples if name in sample] for name in names}
         return {
             "total_ms": max((span["end_ms"] for span in self.spans), default=0.0),
             "spans": len(self.spans),
             "samples": len(self.samples),
-            "syncs": max(Counter(span["rank"] for span in self.spans if span["kind"] == "sync").values(), default=0),
-            "mean_sync_ms": sum(measured) / len(measured) if measured else 0.0,
-            "means": {name: sum(found) / len(found) for name, found in values.items()},
-            "most": {name: max(found) for name, found in values.items()},
-            "idle": {name: sum(value < _IDLE_PERCENT for value in found) / len(found)
-                     for name, found in values.items() if name.endswith("/util")},
+            "syncs": max(Counter(span["rank"] for span in syncs).values(), default=0),
+            "mean_sync_ms": mean(measured),
+            "means": {name: mean(sample[name] for sample in self.samples if name in sample) for name in names},
             "idle_shares": self.idle_shares(),
-        }  # fmt: skip
-
-    def busy_share(self) -> dict[int, float]:
-        """Return the part of the whole time that each rank computed."""
-        whole = self._length_ms()
-        return {
-            rank: sum(s["end_ms"] - s["begin_ms"] for s in own if s["kind"] == "step") / whole if whole else 0.0
-            for rank, own in self._by_rank().items()
         }
 
     def _length_ms(self) -> float:
@@ -193,32 +179,26 @@ class Timeline:
         return max((span["end_ms"] for span in self.spans), default=0.0) - min(begins, default=0.0)
 
     def _by_rank(self) -> dict[int, list[Span]]:
-        found: dict[int, list[Span]] = defaultdict(list)
-        for span in self.spans:
-            found[span["rank"]].append(span)
-        return dict(sorted(found.items()))
+        ranks = sorted({span["rank"] for span in self.spans})
+        return {rank: [span for span in self.spans if span["rank"] == rank] for rank in ranks}
 
     def write(self, path: str | PathLike[str]) -> tuple[Path, ...]:
         """Write a merged timeline and return the paths of its files.
 
-        ``<path>.json`` contains spans, samples, gaps, the busy share and the summary, ``<path>.csv`` the spans,
-        ``<path>.samples.csv`` the samples; ``<path>.html`` is a page that opens offline.
+        ``<path>.json`` contains spans, samples, gaps and the summary, ``<path>.csv`` the spans; ``<path>.html`` is a
+        page that opens offline.
         """
-        base = Path(path)
+        base, summary = Path(path), self.summary()
         base.parent.mkdir(parents=True, exist_ok=True)
-        summary = self.summary()
-        body = {"spans": self.spans, "samples": self.samples, "gaps": self.gaps(), "busy": self.busy_share()}
-        columns = ["at_ms", "rank", *summary["means"]]
+        body = {"spans": self.spans, "samples": self.samples, "gaps": self.gaps(), "summary": summary}
         contents = {
-            ".json": as_text({**body, "summary": summary}).encode(),
+            ".json": as_text(body).encode(),
             ".csv": csv_text([_FIELDS, *([span.get(key, "") for key in _FIELDS] for span in self.spans)]),
-            ".samples.csv": csv_text([columns, *([one.get(key, "") for key in columns] for one in self.samples)]),
             ".html": self._page(summary).encode(),
         }
-        paths = tuple(base.with_name(base.name + suffix) for suffix in contents)
-        for file, content in zip(paths, contents.values(), strict=True):
-            write_atomically(file, [content])
-        return paths
+        for suffix, content in contents.items():
+            write_atomically(base.with_name(base.name + suffix), [content])
+        return tuple(base.with_name(base.name + suffix) for suffix in contents)
 
     def _page(self, summary: Mapping[str, Any]) -> str:
         record, store = RunRecord("timeline", "Timeline"), RunStore("folder")
@@ -226,21 +206,26 @@ class Timeline:
         record.lanes = Lanes(max(summary["total_ms"] / 1e3 / MAX_BINS, 1e-4) * 1.01)
         for span in self.spans:
             begin, end = span["begin_ms"] / 1e3, span["end_ms"] / 1e3
-            spans: list[Any] = []
-            if span["kind"] in _LANE_KINDS:
-                waited = min(end, begin + span.get("wait_ms", 0.0) / 1e3)
-                spans = [["wait", begin, waited], [_LANE_KINDS[span["kind"]], waited, end]]
-            elif span["rank"] == 0:
+            record.fold({"t": end, "lanes": {str(span["rank"]): {"spans": lane_spans(span)}}})
+            if span["kind"] not in _LANE_KINDS and span["rank"] == 0:
                 record.fold({"log": [[begin, span["step"], "info", span["kind"]]]})
             if span["kind"] == "sync" and span["rank"] == 0:
                 record.fold({"lanes": {"all": {"meetings": [end]}}})
-            record.fold({"t": end, "lanes": {str(span["rank"]): {"spans": spans}}})
         for sample in self.samples:
             t = max(0.0, sample["at_ms"] / 1e3)
             values = {name: [[0, 0, t, value]] for name, value in sample.items() if name not in ("rank", "at_ms")}
             record.fold({"p": values})
         record.fold({"state": {"status": "finished"}, "facts": {"timeline": dict(summary)}})
         return archive_page(store.to_json(), "Timeline")
+
+
+def lane_spans(span: Span, after_s: float = -math.inf) -> list[tuple[str, float, float]]:
+    """Return a span as ``(kind, begin, end)`` of a lane, in seconds, without the part before ``after_s``."""
+    begin, end = max(span["begin_ms"] / 1e3, after_s), span["end_ms"] / 1e3
+    if span["kind"] not in _LANE_KINDS or end <= begin:
+        return []
+    waited = min(end, begin + span.get("wait_ms", 0.0) / 1e3)
+    return [("wait", begin, waited), (_LANE_KINDS[span["kind"]], waited, end)]
 
 
 def _gap(rank: int, begin_ms: float, length_ms: float, cause: str) -> dict[str, Any]:

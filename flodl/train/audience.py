@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from flodl.errors import TrainError
+from flodl.train.callback import Callback
 from flodl.train.console import ShowProgress
 from flodl.train.events import Events
-from flodl.train.monitored import monitor_of, orders_of
 from flodl.train.settings import Settings
 from flodl.train.trackers import Tracker
 
@@ -44,7 +46,7 @@ class Audience:
             self.needs_all_events = True
             if isinstance(tracker, Tracker):
                 self._stack.callback(tracker.end)
-        self.monitor: Monitor | None = monitor_of(settings, first)
+        self.monitor: Monitor | None = _monitor_of(settings) if first else None
         if self.monitor is not None:
             self._add(self.monitor)
             self.needs_all_events = True
@@ -57,7 +59,8 @@ class Audience:
         for call, kinds in self.subscribers:
             events.subscribe(call, *kinds)
         if self.monitor is not None:
-            self.monitor.enable_control(orders_of(self.settings, evaluates), ask)
+            evaluate, save = ["evaluate"] * evaluates, ["save"] * (self.settings.folder is not None)
+            self.monitor.enable_control([*evaluate, *save, "stop"], ask)
 
     def __enter__(self) -> Audience:
         """Return self."""
@@ -68,3 +71,38 @@ class Audience:
         if self.monitor is not None and isinstance(error[1], Exception):
             self.monitor.failed(f"{type(error[1]).__name__}: {error[1]}")
         self._stack.close()
+
+
+def _monitor_of(settings: Settings) -> Monitor | None:
+    """Return the monitor of a run with its page served; None if none is requested.
+
+    Raises:
+        TrainError: the setting is not a bool, a port or a monitor, or the port is taken.
+    """
+    wanted = settings.monitor
+    if wanted is None or wanted is False:
+        return None
+    from flodl.monitor import Monitor
+
+    if isinstance(wanted, Monitor):
+        return wanted
+    if wanted is not True and not (isinstance(wanted, int) and 0 <= wanted < 65536):
+        raise TrainError(
+            f"monitor: found {wanted!r}, expected True, a port, or a flodl.monitor.Monitor.", found=repr(wanted)
+        )
+    monitor = Monitor(folder=settings.folder, quiet=True)
+    url = monitor.serve(None if wanted is True else wanted)
+    print(f"watch this run at {url}", file=sys.stderr, flush=True)
+    return monitor
+
+
+def callbacks_of(settings: Settings) -> tuple[Callback, ...]:
+    """Return the callbacks of a run, with those that the timeline and the monitor need."""
+    is_monitored = settings.monitor is not None and settings.monitor is not False
+    if not is_monitored and not settings.timeline:
+        return tuple(settings.callbacks)
+    from flodl.train.layer_probe import LayerProbe
+    from flodl.train.rank_activity import RankActivity
+
+    activity = RankActivity(settings.timeline or None, is_monitored)
+    return (*settings.callbacks, activity, *([LayerProbe()] if is_monitored else []))

@@ -18,11 +18,11 @@ from flodl.distributed.policy import Choice, choose_policy, make_policy
 from flodl.distributed.sharded import shard_model, spread
 from flodl.distributed.sync import Sync
 from flodl.errors import TrainError
+from flodl.train.audience import callbacks_of
 from flodl.train.callback import Hooks
 from flodl.train.evaluate import Evaluator
 from flodl.train.events import Events
 from flodl.train.faults import check_settings
-from flodl.train.monitored import callbacks_of
 from flodl.train.observing import Observing
 from flodl.train.optim.ema import WeightAverage
 from flodl.train.optim.optimizers import make_optimizer

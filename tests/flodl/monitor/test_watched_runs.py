@@ -116,8 +116,8 @@ def test_looking_on_changes_no_number(monkeypatch, recorded):
     if recorded:
         monkeypatch.setattr("flodl.train.route.make_capturer", lambda device, settings: Repeats())
         assert capture.Capturer is not None
-    monkeypatch.setattr("flodl.train.monitored.layer_probe.EVERY_S", 0.0)
-    monkeypatch.setattr("flodl.train.monitored.layer_probe.IDLE_RATIO", 0.0)
+    monkeypatch.setattr("flodl.train.layer_probe.EVERY_S", 0.0)
+    monkeypatch.setattr("flodl.train.layer_probe.IDLE_RATIO", 0.0)
     plain = builder(None).run()
     looks: list[LayersTimed] = []
     with quiet() as monitor:
@@ -307,7 +307,7 @@ class Dies(Callback):
 
 
 def test_a_rank_that_dies_is_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr("flodl.train.monitored.rank_work.EVERY_S", 0.01)
+    monkeypatch.setattr("flodl.train.rank_activity.EVERY_S", 0.01)
     failures: list[RunFailed] = []
     with quiet(folder=tmp_path) as monitor:
         run = ranks_of(monitor, "sync", dying, callbacks=(Dies(),)).subscribe(failures.append, RunFailed)

@@ -428,7 +428,6 @@ def test_the_timeline_is_written_with_syncs_and_gaps(tmp_path):
     assert {"step", "sync", "epoch"} <= kinds
     assert {span["rank"] for span in body["spans"]} == {0, 1}
     assert min(span["begin_ms"] for span in body["spans"]) == 0
-    assert 0 < body["busy"]["0"] <= 1
     header, *rows = (tmp_path / "runs" / "timeline.csv").read_text().splitlines()
     assert header == "rank,kind,begin_ms,end_ms,step,epoch,wait_ms,divergence"
     assert len(rows) == len(body["spans"])

@@ -12,19 +12,18 @@ import contextlib
 import json
 import math
 import time
+from collections import Counter
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from flodl.monitor.resources import Resources
-from flodl.monitor.timeline import Timeline
+from flodl.monitor.timeline import Timeline, lane_spans
 from flodl.train.callback import Callback
 from flodl.train.events import RankWork, StepDone
 
 EVERY_S = 0.5
-MAX_SPANS = 6
-_LANES = {"step": "compute", "sync": "sync", "evaluation": "evaluation"}
-Span = tuple[str, float, float]
 
 
 class RankActivity(Callback):
@@ -44,8 +43,8 @@ class RankActivity(Callback):
         samples = self.path is not None and not ranks.local_rank
         self.timeline = trainer.timeline = Timeline(ranks.rank, read=Resources().read if samples else None)
         self._trainer, self._shares = trainer, trainer.policy.shares_gradients and not ranks.solo
-        self._spans: list[Span] = []
-        self._end, self._sent = -math.inf, time.monotonic()
+        self._sums: Counter[str] = Counter()
+        self._first, self._end, self._sent = math.inf, -math.inf, time.monotonic()
         self._begun = 0.0
         self._steps: list[StepDone] = []
         self._num_written, self._num_read = 0, [0] * ranks.world
@@ -110,12 +109,9 @@ class RankActivity(Callback):
 
     def _add_to_lane(self, span: dict[str, Any]) -> None:
         """Add a span without what overlaps the one before."""
-        kind, waited_ms = _LANES.get(span["kind"]), span.get("wait_ms", 0.0)
-        begin, end = max(span["begin_ms"] / 1e3, self._end), span["end_ms"] / 1e3
-        if kind is not None and end > begin:
-            middle = min(end, begin + waited_ms / 1e3)
-            self._spans += [("wait", begin, middle)] * (middle > begin) + [(kind, middle, end)]
-            self._end = end
+        for kind, begin, end in lane_spans(span, self._end):
+            self._sums[kind] += end - begin
+            self._first, self._end = min(self._first, begin), end
 
     def _send(self, *, at_once: bool = False) -> None:
         self._add_steps()
@@ -123,11 +119,13 @@ class RankActivity(Callback):
         if not self.is_monitored or (now - self._sent < EVERY_S and not at_once):
             return
         self._sent = now
-        if self._spans:
-            shift, device = time.time() - now, ranks.device
-            spans = tuple((kind, begin + shift, end + shift) for kind, begin, end in _summed(self._spans))
+        if self._sums:
+            # One span for each kind, one after the other: a monitor shows sums.
+            ends = [*accumulate(self._sums.values(), initial=self._first + time.time() - now)]
+            spans = tuple(zip(self._sums, ends, ends[1:], strict=False))
+            device = ranks.device
             name = f"{device}, {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
-            self._spans = []
+            self._sums, self._first = Counter(), math.inf
             if ranks.rank == 0:
                 self._emit(0, spans, name)
             elif ranks.pipe is not None:
@@ -148,17 +146,3 @@ class RankActivity(Callback):
 
     def _key(self, rank: int, number: int) -> str:
         return f"work/{self._trainer.ranks.attempt}/{rank}/{number}"
-
-
-def _summed(spans: list[Span]) -> list[Span]:
-    """Return one span for each kind, one after the other, if there are many."""
-    if len(spans) <= MAX_SPANS:
-        return spans
-    sums: dict[str, float] = {}
-    for kind, begin, end in spans:
-        sums[kind] = sums.get(kind, 0.0) + end - begin
-    found, at = [], spans[0][1]
-    for kind, seconds in sums.items():
-        found.append((kind, at, at + seconds))
-        at += seconds
-    return found
