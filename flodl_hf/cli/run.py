@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from flodl.errors import ConfigError, nearest
-from flodl_hf.cli.schema import key_of, parameters_of
+from flodl_hf.cli.schema import key_of, parameters_of, recipe_keys
 from flodl_hf.cli.shared import Json, emit_json, reporting, say, tell
 
 FILE = "flodl-hf.yaml"
@@ -107,6 +107,10 @@ def preset_words(
     origins: list[tuple[str, str | None]] = []
     for key, value in (entry.get("options") or {}).items():
         option = known.get(key.replace("-", "_"))
+        if option is None and entry["command"] == "finetune" and key.replace("-", "_") in recipe_keys():
+            words += ["--set", f"{key.replace('-', '_')}={json.dumps(value)}"]
+            origins.append((key, f"commands.{name}.options.{key}"))
+            continue
         if option is None:
             raise ConfigError(
                 f"{file}: commands.{name}.options.{key}: found an option that flodl-hf {entry['command']} does not "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
@@ -57,7 +56,7 @@ def parameters_of(name: str) -> list[Any]:
 def schema_of(name: str) -> dict[str, Any]:
     """Return the JSON schema (draft 2020-12) of a command's options, or of the recipes of ``finetune``."""
     options = {option.name: option for option in parameters_of(name)}
-    properties = _recipe_keys(options) if name == "finetune" else {}
+    properties = recipe_keys() if name == "finetune" else {}
     for key, hint in get_type_hints(_function(name)).items() if not properties else ():
         if (option := options.get(key)) is not None:
             value = getattr(option.default, "value", option.default)
@@ -76,22 +75,23 @@ def key_of(option: Any) -> str:
     return option.opts[0].lstrip("-").replace("-", "_")
 
 
-def _recipe_keys(options: dict[str, Any]) -> dict[str, Any]:
-    from flodl_hf.training.options import Options
+def recipe_keys() -> dict[str, Any]:
+    """Return the schema of each key of a recipe of ``finetune``."""
+    from flodl_hf.training.options import HINTS
 
-    texts = {"type": ["string", "array"], "items": {"type": "string"}}
-    properties: dict[str, Any] = {"inherit-from": texts | _about("The recipes that this one changes.", None)}
-    properties["model"] = _kind(str) | _about("A local folder or a Hub name.", None)
-    properties["train"] = properties["eval"] = {"type": ["string", "object"]}
-    properties["out"] = _kind(str)
-    properties["overwrite"] = _kind(bool)
-    for key in ("train", "eval", "out", "overwrite"):
-        properties[key] = properties[key] | _about(options[key].help, None)
-    hints = get_type_hints(Options)
-    for row in fields(Options):
-        among = {"enum": [*row.metadata["among"], None]} if row.metadata.get("among") else _kind(hints[row.name])
-        properties[row.name] = among | _about(row.metadata["help"], row.default)
-    return properties
+    about = {option.name: option.help for option in parameters_of("finetune")}
+    keys: dict[str, Any] = {
+        "inherit-from": {"type": ["string", "array"]} | _about("The recipes that this one changes.", None),
+        "model": _kind(str) | _about("A local folder or a Hub name.", None),
+        "train": {"type": ["string", "object"]} | _about(about["train"], None),
+        "eval": {"type": ["string", "object", "number"]} | _about(about["eval"], None),
+        "out": _kind(str) | _about(about["out"], None),
+        "overwrite": _kind(bool) | _about(about["overwrite"], False),
+    }
+    for name, (hint, row) in HINTS.items():
+        among = row.metadata.get("among")
+        keys[name] = ({"enum": [*among, None]} if among else _kind(hint)) | _about(row.metadata["help"], row.default)
+    return keys
 
 
 def _function(name: str) -> Any:
