@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(Path(__file__).parent))
 _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 project = "flodl-hf"
@@ -18,6 +20,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "sphinx_design",
+    "public_names",
 ]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build", "pictures", "templates"]
@@ -26,8 +29,9 @@ templates_path = ["templates"]
 # Anchors of headings are those of Markdown files on GitHub, so that links work in both.
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence", "deflist"]
-# Links to files of the repository that are not pages are shown as text.
-suppress_warnings = ["myst.xref_missing", "myst.header"]
+# Links to files of the repository that are not pages are shown as text. A name that several modules define links to
+# the first of them.
+suppress_warnings = ["myst.xref_missing", "myst.header", "ref.python"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

@@ -72,8 +72,11 @@ def index_page() -> str:
         "- [Command line](cli.md): every option\n"
         "- [Errors](errors.md): the tree\n"
         "- [Routes](routes.md): the fields of each path of `flodl-hf serve`\n"
-        "- [flodl_hf](../api/flodl_hf.md) and [flodl](../api/flodl.md): classes and functions, in the built site",
-        "```{toctree}\n:hidden:\n\nfamilies\nheads\ncli\nerrors\nroutes\n../api/flodl_hf\n../api/flodl\n```",
+        "- Classes and functions, in the built site: [flodl_hf](../api/flodl_hf.md), [models](../api/models.md), "
+        "[predictions](../api/predictions.md), [training](../api/training.md), "
+        "[serving and export](../api/serving.md), [flodl](../api/flodl.md), [its training](../api/flodl-training.md)",
+        "```{toctree}\n:hidden:\n\nfamilies\nheads\ncli\nerrors\nroutes\n../api/flodl_hf\n../api/models\n"
+        "../api/predictions\n../api/training\n../api/serving\n../api/flodl\n../api/flodl-training\n```",
     )
 
 

@@ -14,6 +14,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+from docs.public_names import missing_names
+
 DOCS = Path(__file__).parent
 PROJECT = tomllib.loads((DOCS.parent / "pyproject.toml").read_text("utf-8"))["project"]
 
@@ -23,6 +25,8 @@ def build(root: Path, version: str) -> Path:
     target = root / version
     sphinx = [sys.executable, "-m", "sphinx", "-b", "html", "-q", "-W", "--keep-going", "-D", f"release={version}"]
     subprocess.run([*sphinx, DOCS, target], check=True)
+    if missing := missing_names((target / "objects.inv").read_bytes()):
+        raise SystemExit(f"docs/api: found no entry of the public names {', '.join(missing)}")
     return target
 
 

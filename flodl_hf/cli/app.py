@@ -36,6 +36,7 @@ NAMES = (
     "verify-matrix",
     "convert",
     "merge",
+    "docs",
     "doctor",
     "config",
     "runs",

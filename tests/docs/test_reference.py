@@ -1,20 +1,21 @@
-"""The generated pages are what the tables say now, and every command, family and head stands in the documents."""
+"""The generated pages equal the tables of the program, and the documents list every command, family, head and name."""
 
 from __future__ import annotations
 
-import pydoc
+import importlib
+import inspect
+import json
 import re
 import runpy
+import zlib
 from pathlib import Path
 
 import pytest
 
-import flodl_hf
 from flodl_hf import families as families_known
-from flodl_hf import training as finetuning
+from flodl_hf.cli.docs import MODULES, options_of, public_names
 from flodl_hf.families import FAMILIES
 from flodl_hf.heads import HEADS
-from flodl_hf.inference import results
 
 ROOT = Path(__file__).parents[2]
 TOOLS = runpy.run_path(str(ROOT / "docs" / "generate.py"))
@@ -99,16 +100,45 @@ def test_the_picture_of_speed_has_the_figures_of_the_tables() -> None:
             assert shown in table, f"{bar.what}: {shown} is not in {bar.source}"
 
 
-def test_the_api_page_contains_every_public_name_of_the_library() -> None:
-    """Names that are imported on demand are invisible to automodule, which does not report that."""
-    page = (ROOT / "docs" / "api" / "flodl_hf.md").read_text("utf-8")
-    named = re.findall(r"^\.\. auto(?:class|function):: (\S+)$", page, re.MULTILINE)
-    whole = re.findall(r"^\.\. automodule:: (\S+)$", page, re.MULTILINE)
-    found = [pydoc.locate(name) for name in named]
-    assert [name for name, value in zip(named, found, strict=True) if value is None] == []
-    modules = [vars(pydoc.locate(name)) for name in whole]
-    public = {name: getattr(flodl_hf, name) for name in flodl_hf.__all__ if name != "AutoConfig"}
-    public |= {name: getattr(finetuning, name) for name in finetuning.__all__ if name != "plan_job"}
-    public |= {name: getattr(results, name) for name in results.__all__}
-    listed = [*found, *(value for members in modules for value in members.values())]
-    assert [name for name, value in public.items() if not any(value is one for one in listed)] == []
+def test_the_api_pages_list_every_public_module_once() -> None:
+    """`make docs` compares the built inventory with `__all__` of these modules."""
+    pages = [path.read_text("utf-8") for path in sorted((ROOT / "docs" / "api").glob("*.md"))]
+    listed = [module for page in pages for module in re.findall(r"^\.\. public:: (\S+)$", page, re.MULTILINE)]
+    assert sorted(listed) == sorted(MODULES)
+
+
+def test_public_names_have_a_description() -> None:
+    found = dict(public_names())
+    assert {"flodl_hf.finetune", "flodl_hf.training.Options", "flodl_hf.serving.serving", "flodl.Trainer"} <= set(found)
+    routines = {name: value for name, value in found.items() if inspect.isclass(value) or inspect.isroutine(value)}
+    assert [name for name, value in routines.items() if not inspect.getdoc(value)] == []
+    assert all(option["summary"] for option in options_of(found["flodl_hf.training.Options"]))
+
+
+def test_a_name_without_an_entry_is_reported() -> None:
+    pytest.importorskip("sphinx")
+    missing_names = runpy.run_path(str(ROOT / "docs" / "public_names.py"))["missing_names"]
+    names = [f"{module}.{name}" for module in MODULES for name in importlib.import_module(module).__all__]
+    lines = "".join(f"{name} py:class 1 api.html#$ -\n" for name in names if name != "flodl_hf.finetune")
+    inventory = b"# Sphinx inventory version 2\n# Project: x\n# Version: 1\n# zlib\n" + zlib.compress(lines.encode())
+    assert missing_names(inventory) == ["flodl_hf.finetune"]
+
+
+def test_a_name_is_described_in_the_terminal() -> None:
+    from typer.testing import CliRunner
+
+    from flodl_hf.cli.app import app
+
+    def run(*words: str) -> str:
+        result = CliRunner().invoke(app, ["docs", *words])
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    entry = json.loads(run("Options", "--json"))
+    assert entry["name"] == "flodl_hf.training.Options"
+    assert {"name": "epochs", "default": " = 3", "summary": "Number of epochs."} in entry["options"]
+    assert json.loads(run("Trainer.fit", "--json"))["name"] == "flodl.Trainer.fit"
+    assert run("flodl_hf.load").startswith("flodl_hf.load(")
+    assert "flodl_hf.finetune" in {one["name"] for one in json.loads(run("--list", "--json"))}
+    wrong = CliRunner().invoke(app, ["docs", "fintune"])
+    assert (wrong.exit_code, "'finetune'" in wrong.stderr) == (1, True)

@@ -7,7 +7,6 @@ import importlib
 import inspect
 import pickle
 import pkgutil
-import re
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +16,7 @@ import flodl
 import flodl_hf
 from flodl import errors
 from flodl_hf import errors as hf_errors
+from flodl_hf.cli.docs import MODULES
 
 ROOT = Path(__file__).parents[2]
 
@@ -147,9 +147,7 @@ MAX_PUBLIC_NAMES = 213
 
 def public_names() -> dict[str, set[str]]:
     """Return the public names of flodl by module: the modules in its reference, and the package itself."""
-    page = (ROOT / "docs" / "api" / "flodl.md").read_text("utf-8")
-    listed = ["flodl", *re.findall(r"^\.\. automodule:: (\S+)$", page, re.MULTILINE)]
-    return {module: set(loaded(module).__all__) for module in listed}
+    return {m: set(loaded(m).__all__) for m in MODULES if m.split(".")[0] == "flodl"}
 
 
 def imports_from_flodl() -> dict[str, set[str]]:

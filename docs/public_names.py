@@ -1,0 +1,96 @@
+"""Sphinx extension: ``.. public:: MODULE`` documents every name in the ``__all__`` of a module.
+
+It reads ``__all__`` with ``getattr``, so that names that are imported on demand are included. A name that another
+public module documents becomes a short entry with a link. Private base classes are not shown; their members are.
+"""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from docutils.nodes import Node
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+from flodl_hf.cli.docs import options_of, public_names
+
+
+@cache
+def public() -> tuple[tuple[str, Any], ...]:
+    """Return the public names with their objects."""
+    return tuple(public_names())
+
+
+class Public(SphinxDirective):
+    """Entries of a module's public names."""
+
+    required_arguments = 1
+
+    def run(self) -> list[Node]:
+        """Return the entries."""
+        module = self.arguments[0]
+        found = import_module(module)
+        lines = [f".. py:module:: {module}", ""]
+        for name in found.__all__:
+            lines += [*entry(module, name, getattr(found, name)), ""]
+        return self.parse_text_to_nodes("\n".join(lines))
+
+
+def entry(module: str, name: str, value: Any) -> Iterator[str]:
+    """Yield the directive of a name."""
+    full = f"{module}.{name}"
+    kind = "class" if inspect.isclass(value) else "function" if inspect.isroutine(value) else "data"
+    main = next((known for known, other in public() if other is value), full)
+    if kind == "data":
+        yield from (f".. autodata:: {full}", "   :no-value:")
+    elif main != full:
+        yield from (f".. py:{kind}:: {name}", "", f"   The same as :py:obj:`{main}`.")
+    else:
+        yield f".. auto{kind}:: {full}"
+        if kind == "class":
+            yield "   :members:"
+            yield "   :show-inheritance:"
+            if any(base.__name__.startswith("_") for base in value.__mro__):
+                shown = [base.__name__ for base in value.__mro__[1:] if not base.__name__.startswith("_")]
+                yield f"   :inherited-members: {', '.join(shown)}"
+
+
+def without_private_bases(app: Sphinx, name: str, value: Any, options: Any, bases: list[type[Any]]) -> None:
+    """Remove base classes that are not public from the line of bases."""
+    known = [other for _, other in public() if inspect.isclass(other)]
+    shown = [base for base in bases if base in known or getattr(base, "__module__", "") in ("builtins", "torch.nn")]
+    bases[:] = shown or [object]
+
+
+def with_options(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """Append the descriptions of the options of a dataclass."""
+    for option in options_of(value):
+        lines += ["", f"``{option['name']}{option['default']}``", f"    {option['summary']}"]
+
+
+def short_signature(app: Sphinx, what: str, name: str, value: Any, options: Any, signature: str, returned: str) -> Any:
+    """Return a short signature for a class of options, which the description lists."""
+    return ("(**options)", None) if any(options_of(value)) else None
+
+
+def missing_names(inventory: bytes) -> list[str]:
+    """Return the public names that a built ``objects.inv`` lacks."""
+    # Four lines of text, then compressed lines: name, domain:role, priority, address, title.
+    lines = zlib.decompress(inventory.split(b"\n", 4)[4]).decode().splitlines()
+    entries = {line.split(" ", 1)[0] for line in lines if " py:" in line}
+    modules = [import_module(module) for module in sorted({full.rpartition(".")[0] for full, _ in public()})]
+    return [f"{m.__name__}.{name}" for m in modules for name in m.__all__ if f"{m.__name__}.{name}" not in entries]
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register the directive and the hooks."""
+    app.add_directive("public", Public)
+    app.connect("autodoc-process-bases", without_private_bases)
+    app.connect("autodoc-process-docstring", with_options)
+    app.connect("autodoc-process-signature", short_signature)
+    return {"parallel_read_safe": True}

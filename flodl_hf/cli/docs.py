@@ -1,0 +1,191 @@
+"""``flodl-hf docs``: entries of the API reference in the terminal. The site lists the modules of `MODULES`, too."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+
+from flodl.errors import ConfigError, nearest
+from flodl_hf.cli.shared import Json, emit_json, reporting, tell
+
+MODULES = (
+    "flodl_hf",
+    "flodl_hf.training",
+    "flodl_hf.models.adapters",
+    "flodl_hf.jobs",
+    "flodl_hf.serving",
+    "flodl_hf.serving.client",
+    "flodl_hf.inference.results",
+    "flodl_hf.inference.similarity",
+    "flodl_hf.inference.search",
+    "flodl_hf.inference.mining",
+    "flodl_hf.inference.communities",
+    "flodl_hf.inference.quantize",
+    "flodl_hf.inference",
+    "flodl_hf.auto.pipelines",
+    "flodl_hf.auto",
+    "flodl_hf.models",
+    "flodl_hf.models.opening",
+    "flodl_hf.checkpoints.config",
+    "flodl_hf.heads.base",
+    "flodl_hf.heads.sequence_classification",
+    "flodl_hf.heads.token_classification",
+    "flodl_hf.heads.question_answering",
+    "flodl_hf.heads.masked_lm",
+    "flodl_hf.heads.multiple_choice",
+    "flodl_hf.heads.next_sentence",
+    "flodl_hf.heads.pretraining",
+    "flodl_hf.heads.replaced_tokens",
+    "flodl_hf.heads.saliency",
+    "flodl_hf.heads",
+    "flodl_hf.tokenization.tokenizer",
+    "flodl_hf.readers",
+    "flodl_hf.training.losses",
+    "flodl_hf.training.recipe",
+    "flodl_hf.training.demo",
+    "flodl_hf.export",
+    "flodl_hf.export.engine",
+    "flodl_hf.export.verify",
+    "flodl_hf.parity.onnx_session",
+    "flodl_hf.parity.verifying",
+    "flodl_hf.parity.endpoint_checks",
+    "flodl_hf.families",
+    "flodl_hf.families.schema",
+    "flodl_hf.errors",
+    "flodl",
+    "flodl.graph",
+    "flodl.train",
+    "flodl.train.schedule",
+    "flodl.train.warmed_up",
+    "flodl.distributed",
+    "flodl.data",
+    "flodl.metrics",
+    "flodl.monitor",
+    "flodl.checkpoint",
+    "flodl.devices",
+    "flodl.memory",
+    "flodl.losses",
+    "flodl.files",
+    "flodl.safetensors_header",
+    "flodl.progress",
+    "flodl.verbosity",
+    "flodl.garbage_collection",
+    "flodl.signals",
+    "flodl.errors",
+)
+"""Public modules: names in their ``__all__`` are documented. The first module that has an object documents it."""
+
+
+@reporting
+def command(
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="finetune, Options or flodl.train.Trainer.")] = "",
+    listed: Annotated[bool, typer.Option("--list", help="Print all public names.")] = False,
+    json_output: Json = False,
+) -> None:
+    """Print the reference entry of a public name: signature, description, options and methods.
+
+    Without NAME, or with --list, print all public names with the first line of their descriptions.
+    """
+    if listed or not name:
+        found = [{"name": full, "summary": _doc(value).split("\n", 1)[0]} for full, value in public_names()]
+        if json_output:
+            emit_json(found)
+            return
+        for one in found:
+            tell(f"{one['name']}\n    {one['summary']}")
+        return
+    entry = describe(name)
+    if json_output:
+        emit_json(entry)
+        return
+    tell(f"{entry['name']}{entry['signature']}", bold=True)
+    tell(f"\n{entry['description']}")
+    for title in ("options", "members"):
+        if entry[title]:
+            tell(f"\n{title.capitalize()}:", bold=True)
+            for one in entry[title]:
+                tell(f"  {one['name']}{one['default']}\n      {one['summary']}")
+
+
+def public_names() -> Iterator[tuple[str, Any]]:
+    """Yield the full name and object of each public name once, in the order of `MODULES`."""
+    seen: list[Any] = []
+    for module in MODULES:
+        try:
+            found = import_module(module)
+        except ImportError:  # a module of an extra that is not installed
+            continue
+        for name in found.__all__:
+            value = getattr(found, name)
+            if not any(value is other for other in seen):
+                if inspect.isclass(value) or inspect.isfunction(value):
+                    seen.append(value)
+                yield f"{module}.{name}", value
+
+
+def describe(name: str) -> dict[str, Any]:
+    """Return the entry of a public name, or of a method of one.
+
+    Args:
+        name: full name, or the last parts of it: ``finetune``, ``Trainer.fit``.
+
+    Raises:
+        ConfigError: there is no such name.
+    """
+    names = list(public_names())
+    for full, value in names:
+        if full == name or full.endswith(f".{name}"):
+            return _entry(full, value)
+    for full, value in names:
+        owner, _, member = name.rpartition(".")
+        if owner and (full == owner or full.endswith(f".{owner}")) and hasattr(value, member):
+            return _entry(f"{full}.{member}", getattr(value, member))
+    known = [full.rpartition(".")[2] for full, _ in names]
+    raise ConfigError(
+        f"docs: found {name!r}, expected a public name{nearest(name.rpartition('.')[2], known)} "
+        "(flodl-hf docs --list prints all names)."
+    )
+
+
+def _entry(full: str, value: Any) -> dict[str, Any]:
+    options = list(options_of(value))
+    try:
+        signature = "(**options)" if options else str(inspect.signature(value)) if callable(value) else ""
+    except ValueError:
+        signature = ""
+    return {
+        "name": full,
+        "kind": "class" if inspect.isclass(value) else "function" if callable(value) else "value",
+        "signature": signature,
+        "description": _doc(value),
+        "options": options,
+        "members": list(_members(value)) if inspect.isclass(value) else [],
+    }
+
+
+def options_of(value: Any) -> Iterator[dict[str, str]]:
+    """Yield name, default and description of each field of a dataclass that describes its fields as options."""
+    if inspect.isclass(value) and dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            if "help" in field.metadata:
+                known = field.default is not dataclasses.MISSING
+                default = f" = {field.default!r}" if known else ""
+                yield {"name": field.name, "default": default, "summary": field.metadata["help"]}
+
+
+def _members(kind: type[Any]) -> Iterator[dict[str, str]]:
+    described = {name for other in kind.__mro__ if other.__module__.startswith("flodl") for name in vars(other)}
+    for name in sorted(name for name in described if not name.startswith("_")):
+        member = inspect.getattr_static(kind, name)
+        if callable(member) or isinstance(member, (property, classmethod, staticmethod)):
+            yield {"name": name, "default": "", "summary": _doc(getattr(kind, name)).split("\n", 1)[0]}
+
+
+def _doc(value: Any) -> str:
+    described = inspect.isclass(value) or inspect.isroutine(value) or isinstance(value, property)
+    return (inspect.getdoc(value) or "") if described else f"{type(value).__name__}: {value!r}"[:200]
