@@ -6,22 +6,27 @@ Execution is in `core`, paths in `tree`, the generated source in `source`, measu
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING, Any, Self, cast
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from flodl.errors import GraphError
-from flodl.graph import summary, tree
-from flodl.graph.core import GraphCore
-from flodl.graph.fingerprint import structural_hash
+from flodl.errors import GraphError, GraphPathError
+from flodl.graph import tree
+from flodl.graph.core import GraphCore, nearest_graphs
 from flodl.graph.loops import read_traces
+from flodl.graph.nodes import offered
 from flodl.graph.picture import Heat
-from flodl.graph.tag_values import run_captured
-from flodl.graph.tree import PathKind
+from flodl.graph.source import compile_forward, forward_source
+from flodl.graph.tree import PathKind, part_at
 
 if TYPE_CHECKING:
     from flodl.checkpoint import LoadReport
@@ -41,7 +46,28 @@ class Graph(GraphCore):
     """
 
     def _observed_forward(self, outputs: Sequence[str] | None, *inputs: Any) -> Any:
-        return run_captured(self, outputs, inputs)
+        """Run with watched values, or with requested ones: ``outputs`` are tags, here or by path in graphs inside."""
+        watched = self._watched
+        distant = {name: _value_at(self, name) for name in outputs or () if "." in name}
+        local = [name for name in outputs or () if "." not in name]
+        for name in local:
+            self.plan.require_value(name, "outputs")
+        # The owners of distant values watch them during this call.
+        before = [(owner, owner._watched) for owner, _ in distant.values()]
+        for owner, segment in distant.values():
+            owner._watched |= {segment}
+        try:
+            wanted = watched | frozenset(local)
+            result, values = _variant(self, wanted)(self, *inputs) if wanted else (self.forward(*inputs), {})
+            if watched:
+                self._captured = {name: values[name] for name in watched}
+            for name, (owner, segment) in distant.items():
+                values[name] = owner._captured.get(segment)
+        finally:
+            for owner, names in reversed(before):
+                owner._watched = names
+                owner._captured = {name: value for name, value in owner._captured.items() if name in names}
+        return result if outputs is None else (result, {name: values[name] for name in outputs})
 
     # steps and epochs
 
@@ -68,8 +94,27 @@ class Graph(GraphCore):
     # structure
 
     def structural_hash(self) -> str:
-        """Return the SHA-256 of the structure, 64 hex digits, without weights and label."""
-        return structural_hash(self)
+        """Return the SHA-256 of the structure, 64 hex digits.
+
+        It covers the nodes in the order of execution (id, kind, name, parameter and buffer names with shapes, the
+        hashes of graphs inside), edges, references, tags, inputs and the output; not weights, dtypes and the label.
+        """
+        plan = self.plan
+        nodes = []
+        for index in plan.order:
+            node = plan.nodes[index]
+            module = self._modules.get(node.name) if node.name else None
+            references = [[r.keyword, r.tag, r.source] for r in node.references]
+            structure = None if module is None else _structure(module)
+            nodes.append([node.id, node.kind, node.name, node.mode, list(node.inputs), references, structure])
+        record = {
+            "nodes": nodes,
+            "tags": sorted(plan.tags.items()),
+            "inputs": [[i.name, i.node, i.required, repr(i.default)] for i in plan.inputs],
+            "output": plan.output,
+            "memory": list(plan.memory),
+        }
+        return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
     def traces(self, name: str) -> list[Tensor]:
         """Return the trace that a loop body published under a name.
@@ -80,12 +125,34 @@ class Graph(GraphCore):
         return read_traces(self, name)
 
     def tree_summary(self) -> str:
-        """Return the tree of graphs as indented text: label, hash, counts, tags."""
-        return summary.tree_summary(self)
+        """Return one line for each graph, children indented: label, short hash, modules, parameters, tags."""
+        plan = self.plan
+        tags = ", ".join(tag for tag in plan.tags if tag not in plan.internal)
+        line = f"{self.label or '(unlabelled)'} [{self.structural_hash()[:8]}] {len(plan.calls)} modules"
+        line += f", {sum(p.numel() for p in self.parameters()):,} parameters"
+        line += f", tags: {tags}" if tags else ""
+        line += f", {len(plan.internal)} internal" if plan.internal else ""
+        return "\n".join([line, *(indent(child.tree_summary(), "  ") for child in self.tree_children().values())])
 
     def param_summary(self) -> str:
-        """Return a table of trainable and frozen parameters by child."""
-        return summary.param_summary(self)
+        """Return a table of the parameters of labelled children, the rest and the total.
+
+        Counts are elements, tied parameters once; a parameter of two children counts for the first.
+        """
+        seen: set[int] = set()
+        rows: list[tuple[str, list[nn.Parameter]]] = []
+        for label, child in (*self.tree_children().items(), ("(own)", self)):
+            rows.append((label, [p for p in child.parameters() if id(p) not in seen]))
+            seen.update(map(id, rows[-1][1]))
+        rows.append(("total", list(self.parameters())))
+        width = max(len(label) for label, _ in rows)
+        lines = [f"{'part':<{width}}  {'elements':>14}  {'trainable':>14}  {'frozen':>14}  state"]
+        for label, parameters in rows:
+            total = sum(p.numel() for p in parameters)
+            trainable = sum(p.numel() for p in parameters if p.requires_grad)
+            state = "none" if not total else {total: "trainable", 0: "frozen"}.get(trainable, "partly frozen")
+            lines.append(f"{label:<{width}}  {total:>14,}  {trainable:>14,}  {total - trainable:>14,}  {state}")
+        return "\n".join(lines)
 
     # paths
 
@@ -300,3 +367,44 @@ class Graph(GraphCore):
 
     def _repr_html_(self) -> str:
         return self.svg()
+
+
+def _variant(graph: GraphCore, names: frozenset[str]) -> Callable[..., Any]:
+    """Return a forward pass that returns ``(result, {name: value})`` for at least one name."""
+    if torch.compiler.is_compiling():
+        # A graph cannot be changed while a compiler traces it. The compiler drops the unused values.
+        return type(graph)._forward_captured
+    function = graph._variants.get(names)
+    if function is None:
+        function = graph._variants[names] = compile_forward(forward_source(graph.plan, names))
+    return function
+
+
+def _value_at(graph: GraphCore, path: str) -> tuple[GraphCore, str]:
+    """Return the graph that owns a value, and the name of the value there."""
+    part = part_at(graph, path)
+    if part.owner is None or part.owner.plan.value_of(part.segment) is None:
+        raise GraphPathError(
+            f"path {path!r}: {part.segment!r} is neither a tag nor a node of a graph, so it has no value",
+            path=path,
+            segment=part.segment,
+        )
+    return part.owner, part.segment
+
+
+def _structure(module: nn.Module) -> Any:
+    own = offered(module, "structural_hash")
+    if own is not None:
+        return own()
+    shape = offered(module, "structure")
+    return [
+        type(module).__name__,
+        shape() if shape is not None else "",
+        sorted([name, _shape(p)] for name, p in module.named_parameters(remove_duplicate=False)),
+        sorted([name, _shape(b)] for name, b in module.named_buffers(remove_duplicate=False)),
+        [cast("Graph", inner).structural_hash() for _, inner in nearest_graphs(module)],
+    ]
+
+
+def _shape(tensor: Any) -> list[int] | str:
+    return "lazy" if is_lazy(tensor) else list(tensor.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from itertools import groupby
 from typing import Any
@@ -34,9 +35,7 @@ def tree_of(module: nn.Module, path: str = "", depth: int = 0) -> dict[str, Any]
     if inside and depth < MAX_DEPTH:
         groups = [list(group) for _, group in groupby(inside, _shape)]
         folded = [{**g[0], **({"folded": [one["path"] for one in g]} if len(g) > 1 else {})} for g in groups]
-        part["parts"] = folded[:MAX_PARTS]
-        if len(folded) > MAX_PARTS:
-            part["left_out"] = len(folded) - MAX_PARTS
+        part["parts"], part["left_out"] = folded[:MAX_PARTS], max(0, len(folded) - MAX_PARTS)
     return part
 
 
@@ -48,19 +47,14 @@ def _shape(part: dict[str, Any]) -> Any:
 
 def picture_of(model: nn.Module) -> str:
     """Return the architecture as SVG text; empty if it cannot be drawn."""
-    try:
+    with contextlib.suppress(Exception):  # a picture must not end a run
         return svg(model)
-    except Exception:  # a picture must not end a run
-        return ""
+    return ""
 
 
 def facts_of(model: nn.Module) -> dict[str, Any]:
     """Return the class of a model, its numbers of parameters, and their bytes."""
     parameters = list(model.parameters())
-    total = sum(p.numel() for p in parameters)
-    trainable = sum(p.numel() for p in parameters if p.requires_grad)
-    size = sum(p.numel() * p.element_size() for p in parameters)
-    return {
-        "class": type(model).__name__, "parameters": total, "trainable": trainable, "frozen": total - trainable,
-        "bytes": size,
-    }  # fmt: skip
+    total, trainable = (sum(p.numel() for p in parameters if p.requires_grad or every) for every in (True, False))
+    counts = {"parameters": total, "trainable": trainable, "frozen": total - trainable}
+    return {"class": type(model).__name__, **counts, "bytes": sum(p.numel() * p.element_size() for p in parameters)}

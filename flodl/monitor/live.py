@@ -15,7 +15,7 @@ from flodl.monitor.recorder import Recorder
 from flodl.monitor.resources import Resources, hardware
 
 MAX_WAITING = 200_000
-"""Events in the queue; the oldest are dropped and counted."""
+"""Events in the queue; the oldest are dropped."""
 
 
 class LiveRun:
@@ -43,14 +43,12 @@ class LiveRun:
         self._journal: Journal | None = None
         self._is_open, self._is_stored = False, False
         self._queue: deque[Any] = deque(maxlen=MAX_WAITING)
-        self._num_put = 0
         self._resources: Resources | None = None
         self._read_at = 0.0
 
     def put(self, item: Any) -> None:
         """Add an event, or a function that is called with this run; from any thread."""
         self._queue.append(item)
-        self._num_put += 1
 
     def update(self, **parts: Any) -> None:
         """Add parts of a delta; from any thread."""
@@ -63,12 +61,7 @@ class LiveRun:
         if self.record.name != self._monitor.name and not self.is_over:
             self.record.name = self._monitor.name
             self.recorder.update(name=self.record.name)
-        count = len(self._queue)
-        lost = self._num_put - count
-        self._num_put -= max(lost, 0) + count
-        if lost > 0:
-            self.recorder.note(f"{lost:,} events were dropped", "warning")
-        for _ in range(count):
+        for _ in range(len(self._queue)):
             item: Any = self._queue.popleft()
             kind = type(item).__name__
             if kind == "RunStarted":
@@ -86,13 +79,14 @@ class LiveRun:
     def read_machine(self) -> None:
         """Record the state of the machine, unless it was read a short time ago."""
         now, every_s = time.monotonic(), self._monitor.resources_s
-        if every_s and now - self._read_at >= every_s:
-            self._read_at = now
-            if self._resources is None:
-                self._resources = Resources()
-                self.recorder.update(facts={"hardware": hardware()})
-            self.usage = self._resources.read()
-            self.recorder.points("", self.usage, self.recorder.step)
+        if not every_s or now - self._read_at < every_s:
+            return
+        self._read_at = now
+        if self._resources is None:
+            self._resources = Resources()
+            self.recorder.update(facts={"hardware": hardware()})
+        self.usage = self._resources.read()
+        self.recorder.points("", self.usage, self.recorder.step)
 
     def open(self, is_resumed: bool) -> None:
         """Open the record on disk; a resumed run continues its earlier record."""
@@ -112,14 +106,14 @@ class LiveRun:
             if self._is_stored:
                 self._write({**FIRST_LINE, **self.record.snapshot()})
             return
-        waiting, shift = self.recorder.delta() or {}, self.recorder.began - before.began
+        waiting = self.recorder.delta() or {}
         before.id, before.name = before.id or self.record.id, self.record.name or before.name
         self.recorder = Recorder(before.began, **self._monitor.throughput)
         self._monitor.store.records.pop(self.record.id, None)
         self.record, self._is_stored = before, False
         self.recorder.update(**{key: value for key, value in waiting.items() if key in ("facts", "model", "picture")})
-        for t, step, level, text in waiting.get("log", ()):
-            self.recorder.note(text, level, step=step, at=t + shift)
+        for _, step, level, text in waiting.get("log", ()):
+            self.recorder.note(text, level, step=step)
 
     def _store(self, delta: dict[str, Any] | None) -> None:
         if delta is not None:

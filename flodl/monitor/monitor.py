@@ -147,11 +147,7 @@ class Monitor:
         if hasattr(epoch, "epoch_ms"):
             epoch, duration_s, metrics = epoch.epoch, epoch.epoch_ms / 1e3, epoch
         if epoch < 0 or duration_s is None or not duration_s >= 0:
-            raise TrainError(
-                f"monitor: epoch {epoch} of {duration_s} s, expected an epoch and seconds from 0",
-                epoch=epoch,
-                duration_s=duration_s,
-            )
+            raise TrainError(f"monitor: epoch {epoch} of {duration_s} s, expected an epoch and seconds from 0")
         now, run, values = monotonic(), self._run(), _flat_metrics(metrics)
         if self._epochs:
             # Time between epochs (evaluation, saving) counts; time before the first epoch is set-up.
@@ -262,10 +258,8 @@ class Monitor:
             "/history.json": ("application/json", lambda: as_text(self._run().record.epochs)),
             "/graph.svg": ("image/svg+xml", lambda: self._run().record.picture),
         }
-        self._server = PageServer(
-            self.store, host=host, port=port, control=control, token=token, names=names,
-            on_command=self._on_command, routes=routes,
-        )  # fmt: skip
+        access: Any = {"host": host, "port": port, "control": control, "token": token, "names": names}
+        self._server = PageServer(self.store, **access, on_command=self._on_command, routes=routes)
         if "status" not in self.record.state:
             self._run().update(state={"status": "waiting"})
         self._flush()

@@ -21,9 +21,6 @@ MAX_POINTS_A_DELTA = 8
 """Points of one curve in a delta; neighbours are merged where more steps were done."""
 FIRST_POINTS = 256
 """The first points of a curve are all kept: a short run is recorded step by step."""
-MAX_UNKNOWN = 20
-"""Lines of the log for each unknown kind of event."""
-_FIELDS = ("event", "at_s", "rank", "step", "epoch", "scope", "values", "message", "reason")
 
 
 class Recorder:
@@ -41,7 +38,6 @@ class Recorder:
         self._delta: dict[str, Any] = {}
         self._points: dict[str, Series] = {}
         self._num_points: Counter[str] = Counter()
-        self._num_unknown: Counter[str] = Counter()
         self._epoch, self._epoch_step, self._steps_per_epoch = 0, 0, 0
         self._observed_in_steps: set[str] = set()
 
@@ -131,11 +127,8 @@ class Recorder:
         self._epoch_step = event.step - max(0, event.step - event.epoch * event.steps_per_epoch)
         total = self.total_steps or event.total_steps or None
         self.throughput.begin(event.step, total, self.now())
-        run = {
-            "ranks": event.world, "policy": event.policy, "policy_reason": event.policy_reason,
-            "epochs": event.epochs, "steps": total, "steps_per_epoch": event.steps_per_epoch,
-            "resumed_from": event.resumed_from,
-        }  # fmt: skip
+        named = ("policy", "policy_reason", "epochs", "steps_per_epoch", "resumed_from")
+        run = {"ranks": event.world, "steps": total, **{name: getattr(event, name) for name in named}}
         self.update(
             session={"step": event.step},
             facts={"run": {name: value for name, value in run.items() if value}},
@@ -163,8 +156,6 @@ class Recorder:
         self._epoch, self._epoch_step = event.epoch + 1, event.step
         for rank, share in enumerate(event.share if len(event.share) > 1 else ()):
             self.update(lanes={str(rank): {"share": round(share, 4)}})
-
-    _on_EpochDone = _on_EpochMetrics
 
     def _on_Synced(self, event: Any, t: float) -> None:
         self.update(lanes={"all": {"meetings": [t]}})
@@ -226,17 +217,13 @@ class Recorder:
     def _on_Decided(self, event: Any, t: float) -> None:
         self.note(f"{event.reason} (rule: {event.rule})", "decision", step=event.step, at=t)
 
-    def _on_unknown(self, kind: str, fields: Mapping[str, Any]) -> None:
+    def _on_unknown(self, kind: str, fields: dict[str, Any]) -> None:
         step = fields.get("step") or self.step
         if isinstance(fields.get("values"), Mapping):
             self.points("observed/", fields["values"], step)
-            return
-        self._num_unknown[kind] += 1
-        if self._num_unknown[kind] <= MAX_UNKNOWN:
-            text = fields.get("message") or fields.get("reason") or ""
-            rest = {name: value for name, value in fields.items() if name not in _FIELDS}
-            rest_text = json.dumps(rest, default=str)[:500] if rest else ""
-            self.note(f"{kind}: {text} {rest_text}".strip(), step=step)
+        else:
+            reported = {name: value for name, value in fields.items() if name not in ("event", "at_s", "rank", "step")}
+            self.note(f"{kind} {json.dumps(reported, default=str)[:500]}", step=step)
 
 
 def _eval_names(metrics: Mapping[str, Any]) -> dict[str, Any]:
