@@ -7,7 +7,7 @@ CONTAINER ?= docker
 # One thread per test process: the tests are small, and several processes share the machine.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-slow test-isa torture torture-short check format bench docs docs-serve release image clean
+.PHONY: help demo test test-slow test-family test-isa torture torture-short check format bench docs docs-serve release image clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -27,6 +27,9 @@ test: $(VENV)/.ready ## run the tests
 
 test-slow: $(VENV)/.ready ## run the full-size and long tests, file by file; a second run skips files that have passed
 	JOBS=$(JOBS) $(BIN)/python -m tests.slow
+
+test-family: $(VENV)/.ready ## run every test of one family, slow ones too: make test-family FAMILY=roberta
+	$(BIN)/python -m pytest -q -n $(JOBS) -m "not gpu" --family "$(FAMILY)" tests/flodl_hf
 
 test-isa: $(VENV)/.ready ## run the tests of arithmetic with the kernels of other processors, on one and two threads
 	JOBS=$(JOBS) $(BIN)/python -m tests.isa

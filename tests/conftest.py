@@ -84,7 +84,23 @@ def _covering(items: list[pytest.Item]) -> set[pytest.Item]:
     return found
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--family", help="run every test of one family, by its model_type")
+
+
+def _of_family(item: pytest.Item, family: str) -> bool:
+    """Return whether a test has the family among its parameters, or is in the family's own file."""
+    own = f"test_{family.replace('-', '_')}"
+    values = [value for name, value in _params(item).items() if name in FAMILY]
+    return item.path.stem == own or any(getattr(value, "model_type", value) == family for value in values)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if family := config.getoption("--family"):
+        config.hook.pytest_deselected(items=[item for item in items if not _of_family(item, family)])
+        items[:] = [item for item in items if _of_family(item, family)]
+        if not items:
+            raise pytest.UsageError(f"--family {family}: found no test; expected a model_type, such as roberta")
     missing = pytest.mark.skip(reason="transformers is not installed")
     no_gpu = pytest.mark.skip(reason="no CUDA device")
     tests: dict[tuple[Path, str], list[pytest.Item]] = {}
