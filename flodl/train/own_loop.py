@@ -98,7 +98,7 @@ class OwnLoop:
                 self._samples += self._rows
                 self._batches += 1
                 trainer.ranks.phase("forward", trainer.policy.lr_step)
-                self._timer = trainer.step_.timed()
+                self._timer = trainer.step_.timer
                 self._timer.__enter__()
                 trainer.graphs.cut()
                 with trainer.observing.watching:  # until the user steps, or leaves the loop

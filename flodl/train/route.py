@@ -15,7 +15,7 @@ from torch import nn
 from flodl.distributed.sync import Sync
 from flodl.errors import TrainError
 from flodl.train.settings import Settings
-from flodl.train.step.capturer import Capturer, CudaCapturer
+from flodl.train.step.cuda_graphs import Capturer, CudaCapturer
 
 if TYPE_CHECKING:
     from flodl.train.trainer_parts import TrainerParts

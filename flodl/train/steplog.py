@@ -12,15 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 
 from flodl.train.events import Events, Observed, StepDone, Warned
 from flodl.train.optim.rates import Rates
-from flodl.train.step.decide import KEPT_ROWS
-from flodl.train.step.outcome import Outcome, StepResult, not_finite
+from flodl.train.step.outcome import Outcome, StepResult
 
 
 @dataclass
@@ -104,7 +102,7 @@ class StepLog:
 
     Args:
         events: receives the reports.
-        every: steps in a window; fewer if the device would overwrite their rows.
+        every: steps in a window.
         on_nan: ``"stop"`` raises when a step is reported that was not finite.
 
     Attributes:
@@ -113,7 +111,7 @@ class StepLog:
     """
 
     def __init__(self, events: Events, *, every: int, on_nan: str) -> None:
-        self.events, self.every, self.on_nan = events, min(max(1, every), KEPT_ROWS // 2), on_nan
+        self.events, self.every, self.on_nan = events, max(1, every), on_nan
         self._open: list[_Entry] = []
         self._sent: deque[_Window] = deque()
         self._start: torch.cuda.Event | None = None
@@ -170,9 +168,8 @@ class StepLog:
 
     def _report_window(self, tally: Tally, window: _Window) -> None:
         for entry, values, compute_ms in window.read():
-            assert entry.outcome is not None
-            raising = partial(not_finite, self.events.rank, entry.step) if self.on_nan == "stop" else None
-            entry.result.settle(entry.outcome.read(values), compute_ms, raising=raising)
+            stop = (self.events.rank, entry.step) if self.on_nan == "stop" else None
+            entry.result.settle(values, compute_ms, stop=stop)
             self._report(tally, entry)
 
     def _report(self, tally: Tally, entry: _Entry) -> None:

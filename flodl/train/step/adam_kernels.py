@@ -1,7 +1,7 @@
 """Triton kernels of Adam and AdamW (Kingma and Ba 2015; Loshchilov and Hutter 2019) over all parameters together.
 
 They do the operations of torch's fused kernels in the same order, so that parameters and averages are the same to the
-bit; loads and stores are sixteen bytes wide, and divided gradients are not written back. `flodl.train.step.adam`
+bit; loads and stores are sixteen bytes wide, and divided gradients are not written back. `flodl.train.step.update`
 launches them; importing this file needs Triton.
 
 Torch's kernels let the compiler decide when a product and a sum become one operation with one rounding; here it is

@@ -3,31 +3,32 @@
 A captured graph contains everything a step does on the device; what Python does in it (prints, counters, choices)
 happens at the capture and never again. So a step is captured only after an ordinary run of the same batch shape that
 never synchronised with the device, and is refused if it draws random numbers on the host. Capturing trains nothing: the
-runs before it are ordinary steps, and the capture itself computes nothing. `flodl.train.step.step` defines the
-computation of a step.
+runs before it are ordinary steps, and the capture itself computes nothing.
 """
 
 from __future__ import annotations
 
+import random
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from operator import is_, itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 
 from flodl.data.batch import Batch
 from flodl.errors import TrainError
 from flodl.nested import map_leaves
 from flodl.train.recorded import Recorded
-from flodl.train.step.capturer import Capturer, HostRandom, Refused, Run, translations
+from flodl.train.step.cuda_graphs import Capturer, Overlap, Run
 from flodl.train.step.host import HostStep
 from flodl.train.step.outcome import OBSERVED, Outcome
-from flodl.train.step.overlap import Overlap
 
-__all__ = ["EndCaptures", "StepCaptures", "flatten"]
+__all__ = ["EndCaptures", "Refused", "StepCaptures", "flatten"]
 
 MOST_GRAPHS = 64
 MOST_ENDS = 8
@@ -39,14 +40,16 @@ MAX_SYNCING_RUNS = 2  # a first run may wait while kernels are chosen; a second 
 _TRAINING = itemgetter("training")
 
 
+class Refused(Exception):
+    """A step cannot be captured; the text is the reason."""
+
+
 @dataclass
 class _Graph:
     replay: Run
     inputs: Sequence[torch.Tensor] = ()
     held: object = None  # memory that the captured graph reads
-    put_tags: Callable[[], object] | None = (
-        None  # makes graphs return the values of tags that the captured graph writes
-    )
+    put_tags: Callable[[], object] | None = None  # restores the values of tags that the captured graph writes
 
     def __post_init__(self) -> None:
         # Small tensors of one dtype are copied by one launch, each large tensor by its own.
@@ -58,9 +61,6 @@ class _Graph:
     def take(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy a batch to the memory that the captured graph reads."""
         for places in self.groups:
-            if len(places) == 1:
-                self.inputs[places[0]].copy_(tensors[places[0]])
-                continue
             into, parts = [self.inputs[i] for i in places], [tensors[i] for i in places]
             torch._foreach_copy_(into, parts)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -131,14 +131,6 @@ class _Captures:
         groups = self.step.optimizer.param_groups
         return tuple([(_plain(group), id(group["lr"]), len(group["params"])) for group in groups])
 
-    def _launch(self, run: Run) -> Outcome:
-        """Return the outcome of an ordinary step."""
-        began = time.perf_counter()
-        try:
-            return run()
-        finally:
-            self.first_s += time.perf_counter() - began
-
     def _observe(self, run: Run) -> tuple[Outcome, str | None]:
         """Return the outcome of an ordinary step, and the operation that a graph cannot contain, or None."""
         assert self.capturer is not None
@@ -159,11 +151,11 @@ class _Captures:
     def _capture(self, key: Any, run: Run, inputs: Sequence[torch.Tensor] = ()) -> _Graph | None:
         """Return the new captured graph of a key; None, with random states as before, if it cannot be captured."""
         assert self.capturer is not None
-        before, began = HostRandom(), time.perf_counter()
+        before, began = _host_random(), time.perf_counter()
         fault, replay = None, None
         try:
             replay = self.capturer.capture(run)
-            if before.changed():
+            if _host_random() != before:
                 raise Refused("the step draws random numbers on the host, which a captured graph would repeat")
         except Exception as error:
             fault = f"{error}".strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -171,7 +163,7 @@ class _Captures:
         fault = self._of_all_ranks(fault)
         if fault is not None or replay is None:
             # Outside of the handler, since the error's frames refer to the incomplete capture.
-            before.restore()
+            _restore_host_random(*before)
             self._give_up(fault or "nothing was captured")
             return None
         self.num_captured += 1
@@ -259,9 +251,9 @@ class StepCaptures(_Captures):
                 self._warn_of_full()
                 return self._launch(ordinary)
             if key not in self._runs:
-                translated = translations()
+                translated = _translations()
                 outcome, fault = self._observe(ordinary)
-                if translated == translations():  # torch.compile waits for the device while it translates
+                if translated == _translations():  # torch.compile waits for the device while it translates
                     self._note_run(key, fault, self._steps)
                 return outcome
             if self._is_rare(key):
@@ -276,7 +268,14 @@ class StepCaptures(_Captures):
         if graph.put_tags is not None:
             graph.put_tags()
         self._replayed += 1
-        return graph.replay().replayed()
+        return _copied(graph.replay())
+
+    def _launch(self, run: Run) -> Outcome:
+        """Return the outcome of an ordinary step."""
+        began = time.perf_counter()
+        outcome = run()
+        self.first_s += time.perf_counter() - began
+        return outcome
 
     def _is_rare(self, key: Any) -> bool:
         """Count a run of a shape, and return True if it comes too seldom for a capture to pay yet."""
@@ -344,15 +343,18 @@ class EndCaptures(_Captures):
             if graph is None:
                 self.step.sums.abandon()
                 return ordinary()
-        if self.overlap is None:
-            return graph.replay().replayed()
-        return self.overlap.beside(graph.replay).replayed()
+        return _copied(graph.replay() if self.overlap is None else self.overlap.beside(graph.replay))
 
     def _of_all_ranks(self, fault: str | None) -> str | None:
         """Return the fault of this rank or of another one."""
         if any(row[0] for row in self.step.ranks.table([float(fault is not None)])):
             return fault or "another rank cannot capture the end of a step"
         return None
+
+
+def _copied(outcome: Outcome) -> Outcome:
+    """Return the outcome of a replay with a row that later replays do not overwrite."""
+    return replace(outcome, row=outcome.row.clone())
 
 
 def _fixed_numbers(outcome: Outcome) -> str | None:
@@ -417,3 +419,26 @@ def _with(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
         return Batch({name: _with(inner, tensors) for name, inner in part.items()}, part.num_rows)
 
     return map_leaves(value, put)
+
+
+# ---- state of the host ---------------------------------------------------------------------------------------
+
+
+def _host_random() -> tuple[Any, Any, Any]:
+    """Return the random states of the host, which can be compared."""
+    kind, keys, *rest = np.random.get_state()
+    return torch.get_rng_state().tolist(), (kind, list(keys), *rest), random.getstate()
+
+
+def _restore_host_random(of_torch: list[int], of_numpy: Any, of_python: Any) -> None:
+    torch.set_rng_state(torch.tensor(of_torch, dtype=torch.uint8))
+    np.random.set_state(of_numpy)
+    random.setstate(of_python)
+
+
+def _translations() -> tuple[int, int]:
+    """Return the numbers of functions and graphs that ``torch.compile`` has translated."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is None:
+        return 0, 0
+    return dynamo.counters["frames"]["total"], dynamo.counters["stats"]["unique_graphs"]

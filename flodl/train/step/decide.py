@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,12 +19,9 @@ from torch.nn.utils import get_total_norm
 
 from flodl.train.step.blocks import BLOCK, BlockLayout, capturing, is_dense, sent
 
-__all__ = ["KEPT_ROWS", "GradientCheck", "StepDecision", "find_faults", "load_kernels"]
-
-KEPT_ROWS = 512
+__all__ = ["GradientCheck", "StepDecision", "kernels_with", "load_kernels"]
 
 SUMS = 1024
-MOST_FURTHER = 1024  # numbers besides loss, norm and count that one program copies
 WARPS = 4
 
 
@@ -35,17 +32,12 @@ class StepDecision:
     Attributes:
         found: float32, 1 if the step is left out.
         scale: float32, divisor of the gradients; None if nothing is clipped.
-        figures: the loss, norms of parts of the gradient, the count if it is a tensor, and the rest.
-        norms: number of norms.
-        next_row: after a capture: returns the figures of the next replay, which later replays do not overwrite for at
-            least `KEPT_ROWS` steps.
+        figures: float64, the loss, the norm, the count if it is a tensor, and the rest.
     """
 
     found: torch.Tensor
     scale: torch.Tensor | None
     figures: torch.Tensor
-    norms: int
-    next_row: Callable[[], torch.Tensor] | None = None
 
 
 class GradientCheck:
@@ -67,30 +59,6 @@ class GradientCheck:
         self._kernels = _kernels(device) if device.type == "cuda" else None
         self._layouts: dict[Any, BlockLayout] = {}
         self._unknown: list[tuple[BlockLayout, torch.Tensor, list[int]]] = []
-        if self._kernels is not None:
-            self._make_ring()
-
-    def _make_ring(self) -> None:
-        """Allocate memory for the figures of replays; device and host count the replays to find the row."""
-        self._turn = torch.zeros((), dtype=torch.int64, device=self.device)
-        self._turns = 0
-        self._rings: dict[int, torch.Tensor] = {}
-        self._rows: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
-
-    def _ring_of(self, further: int) -> torch.Tensor | None:
-        """Return the memory for rows with this many further figures; None if it is too late to allocate it."""
-        if further not in self._rings:
-            # Other tensors of the graph would use memory that is allocated in a capture.
-            if further > MOST_FURTHER or capturing(self.device):
-                return None
-            self._rings[further] = torch.zeros(KEPT_ROWS, 3 + further, dtype=torch.float64, device=self.device)
-        return self._rings[further]
-
-    def _next_row(self, width: int, further: int) -> torch.Tensor:
-        self._turns += 1
-        if (width, further) not in self._rows:
-            self._rows[width, further] = self._rings[further][:, :width].unbind()
-        return self._rows[width, further][(self._turns - 1) % KEPT_ROWS]
 
     def __call__(
         self,
@@ -98,7 +66,6 @@ class GradientCheck:
         loss: torch.Tensor,
         count: Any,
         *,
-        apart: bool,
         summed: bool = False,
         rest: torch.Tensor | None = None,
     ) -> StepDecision:
@@ -108,50 +75,37 @@ class GradientCheck:
             grads: the whole gradient, at least one tensor.
             loss: the mean loss.
             count: number of items; 0 is possible only if it is a tensor.
-            apart: figures may be norms of parts, unless the gradient is clipped.
             summed: the gradient is not divided by ``count``, a tensor, so the scale of the decision includes it.
             rest: further figures, float64, appended to the row.
         """
         blocks = self._layout_of(grads) if self._kernels is not None else None
         if blocks is not None:
             return self._by_kernels(blocks, grads, loss, count, summed, rest)
-        norm = None
-        if apart and self.max_grad_norm is None and not summed:
-            norms = torch._foreach_norm(list(grads))  # pyright: ignore[reportPrivateImportUsage]
-            norms = [n if n.dtype == torch.float64 else n.to(torch.float32) for n in norms]
-        else:
-            norm = get_total_norm(list(grads))
-            norm = norm if norm.dtype == torch.float64 else norm.to(torch.float32)
-            norm = norm / _divisor(count).to(norm.dtype) if summed else norm
-            norms = [norm]
-        figures = torch.cat([loss.reshape(1).to(torch.float64), torch.stack(norms).to(torch.float64)])
-        decision = self._of_figures(figures, norm, count, summed)
-        known = [decision.figures, *([count.reshape(1)] if isinstance(count, torch.Tensor) else [])]
-        further = [] if rest is None else [rest]
-        if len(known) + len(further) == 1:
-            return decision
-        return replace(decision, figures=torch.cat([part.to(torch.float64) for part in (*known, *further)]))
-
-    def _of_figures(self, figures: torch.Tensor, norm: torch.Tensor | None, count: Any, summed: bool) -> StepDecision:
-        """Return the decision on a step from its loss and norms; the figures are modified."""
+        norm = get_total_norm(list(grads))
+        norm = norm if norm.dtype == torch.float64 else norm.to(torch.float32)
+        if summed:
+            norm = norm / _divisor(count).to(norm.dtype)
+        counts = isinstance(count, torch.Tensor)
+        figures = torch.stack([loss.reshape(()).to(torch.float64), norm.to(torch.float64)])
         if not self.sticky:
             self.state.zero_()
-        found = torch.zeros_like(self.state) if isinstance(count, torch.Tensor) else self.state
-        find_faults([figures], found, self._one)
-        if isinstance(count, torch.Tensor):
+        found = torch.zeros_like(self.state) if counts else self.state
+        torch._amp_foreach_non_finite_check_and_unscale_([figures], found, self._one)  # pyright: ignore
+        if counts:
             # The mean of nothing is NaN but no fault; the step is left out nevertheless.
             empty = (count == 0).to(torch.float32)
             torch.maximum(self.state, found * (1 - empty), out=self.state)
             found = torch.maximum(self.state, empty)
         scale = None
         if self.max_grad_norm is not None:
-            assert norm is not None
             # The update divides gradients by it, which saves a pass over them.
             scale = ((norm + 1e-6) / self.max_grad_norm).clamp(min=1.0).to(torch.float32)
         if summed:
             divisor = _divisor(count).to(torch.float32)
             scale = divisor if scale is None else scale * divisor
-        return StepDecision(found, scale, figures, figures.numel() - 1)
+        further = [count.reshape(1).to(torch.float64)] if counts else []
+        further += [] if rest is None else [rest]
+        return StepDecision(found, scale, torch.cat([figures, *further]) if further else figures)
 
     def finish_capture(self) -> object:
         """Complete a capture; keep the returned object as long as the graph is replayed."""
@@ -197,22 +151,15 @@ class GradientCheck:
         summed: bool,
         rest: torch.Tensor | None,
     ) -> StepDecision:
-        further = 0 if rest is None else rest.numel()
-        ring = self._ring_of(further)
-        if ring is None:
-            assert rest is not None
-            decision = self._by_kernels(blocks, grads, loss, count, summed, None)
-            return replace(decision, figures=torch.cat([decision.figures, rest]), next_row=None)
         kernels: Any = self._kernels
+        further = 0 if rest is None else rest.numel()
         counts, clips = isinstance(count, torch.Tensor), self.max_grad_norm is not None
         table = self._table(blocks, [g.data_ptr() for g in grads])
         programs = blocks.which.numel()
         sums = torch.empty(programs, dtype=torch.float32, device=self.device)
-        width = (3 if counts else 2) + further
-        figures = torch.empty(width, dtype=torch.float64, device=self.device)
+        figures = torch.empty((3 if counts else 2) + further, dtype=torch.float64, device=self.device)
         found = torch.empty_like(self.state) if counts else self.state
-        scales = clips or summed
-        scale = torch.empty_like(self.state) if scales else None
+        scale = torch.empty_like(self.state) if clips or summed else None
         kind = getattr(kernels.tl, _KINDS[grads[0].dtype])
         room = max(16, 1 << (further - 1).bit_length()) if further else 0
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
@@ -220,31 +167,16 @@ class GradientCheck:
                 table, blocks.sizes, blocks.which, blocks.starts, sums, blocks.span, kind, BLOCK, num_warps=WARPS
             )
             kernels.decide[(1,)](
-                sums, programs, loss, count if counts else loss, self.state, found, scale if scales else self.state,
-                figures, ring, self._turn, figures if rest is None else rest, further, float(self.max_grad_norm or 1.0),
-                counts, self.sticky, clips, summed, KEPT_ROWS, room, SUMS, num_warps=8,
+                sums, programs, loss, count if counts else loss, self.state, found,
+                self.state if scale is None else scale, figures, figures if rest is None else rest, further,
+                float(self.max_grad_norm or 1.0), counts, self.sticky, clips, summed, room, SUMS, num_warps=8,
             )  # fmt: skip
-        if capturing(self.device):
-            return StepDecision(found, scale, figures, 1, partial(self._next_row, width, further))
-        self._turns += 1
-        return StepDecision(found, scale, figures, 1)
+        return StepDecision(found, scale, figures)
 
 
 def _divisor(count: torch.Tensor) -> torch.Tensor:
     """Return the count, or 1 if nothing was counted and the step is left out."""
     return torch.where(count == 0, 1, count)
-
-
-def find_faults(tensors: Sequence[torch.Tensor], found: torch.Tensor, one: torch.Tensor) -> None:
-    """Set ``found`` (float32, one number) to 1 if a tensor contains a number that is not finite.
-
-    Args:
-        tensors: the tensors; the kernel writes the same values to them.
-        one: float32, 1.
-    """
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # one kernel takes tensors of one dtype
-        part = [tensor for tensor in tensors if tensor.dtype == dtype]
-        torch._amp_foreach_non_finite_check_and_unscale_(part, found, one)  # pyright: ignore[reportPrivateImportUsage]
 
 
 _KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -259,23 +191,34 @@ def load_kernels() -> Any:
     return None
 
 
-@lru_cache(maxsize=8)
-def _kernels(device: torch.device) -> Any:
-    """Return the kernels; None without Triton, or if their results differ from torch's on this device."""
+def kernels_with(trial: Callable[[Any], tuple[list[float], list[float]]], what: str) -> Any:
+    """Return the module of the kernels; None without Triton, or if results differ from torch's on a device.
+
+    Args:
+        trial: returns results of the kernels of a module, and the expected results.
+        what: the use of the kernels, for a warning.
+    """
     kernels = load_kernels()
     if kernels is None:
         return None
-    check = GradientCheck(torch.device("cpu"), max_grad_norm=1.0)
-    check.device, check._kernels, check.state = device, kernels, check.state.to(device)
-    check._make_ring()
-    grads = [torch.linspace(-1, 1, size, device=device) for size in (3, BLOCK + 1)]
     try:
-        found = check(grads, torch.ones((), device=device), 1.0, apart=False).figures.tolist()
-        wanted = [1.0, float(get_total_norm(grads))]
-        fault = None if np.allclose(found, wanted, rtol=1e-5) else f"found {found}, expected {wanted}"
+        found, expected = trial(kernels)
+        fault = None if np.allclose(found, expected, rtol=1e-5) else f"found {found}, expected {expected}"
     except Exception as error:  # compilers and drivers fail in many ways
-        fault = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    if fault is not None:
-        warnings.warn(f"train: kernels for the gradient's norm are not used: {fault}", RuntimeWarning, stacklevel=2)
-        return None
-    return kernels
+        fault = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    if fault is None:
+        return kernels
+    warnings.warn(f"train: kernels for {what} are not used: {fault}", RuntimeWarning, stacklevel=2)
+    return None
+
+
+@lru_cache(maxsize=8)
+def _kernels(device: torch.device) -> Any:
+    def trial(kernels: Any) -> tuple[list[float], list[float]]:
+        check = GradientCheck(torch.device("cpu"), max_grad_norm=1.0)
+        check.device, check._kernels, check.state = device, kernels, check.state.to(device)
+        grads = [torch.linspace(-1, 1, size, device=device) for size in (3, BLOCK + 1)]
+        found = check(grads, torch.ones((), device=device), 1.0).figures.tolist()
+        return found, [1.0, float(get_total_norm(grads))]
+
+    return kernels_with(trial, "the gradient's norm")

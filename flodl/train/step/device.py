@@ -12,33 +12,34 @@ between hosts, so that no host waits for a device.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
+from flodl.distributed.group import Summed
 from flodl.train.loss import batch_len
+from flodl.train.recorded import Recorded
 from flodl.train.step.capture import EndCaptures, StepCaptures
-from flodl.train.step.capturer import Capturer
+from flodl.train.step.cuda_graphs import Capturer, CudaCapturer, Overlap
 from flodl.train.step.decide import GradientCheck
-from flodl.train.step.fused import FusedUpdate
-from flodl.train.step.host import HostStep, divide
-from flodl.train.step.outcome import Outcome, Part, StepResult, not_finite, outcome_of, pack_metrics
-from flodl.train.step.overlap import Overlap
+from flodl.train.step.host import HostStep, TrainStep, divide
+from flodl.train.step.outcome import Outcome, Part, StepResult, outcome_of, pack_metrics
+from flodl.train.step.update import FusedUpdate, why_unsupported
 
-__all__ = ["DeviceStep"]
+__all__ = ["DeviceStep", "Step", "TrainStep"]
 
 
 class DeviceStep:
     """Reduce, decide and apply steps on their device.
 
     Args:
-        step: accumulates gradients; its optimiser is one that `flodl.train.step.fused.why_unsupported` accepts.
+        step: accumulates gradients; its optimiser is one that `flodl.train.step.update.why_unsupported` accepts.
         capturer: captures steps; None runs them one operation at a time.
         warn: receives one message if steps cannot be captured.
-        deferred: see `flodl.train.step.step.Step.decide_on_device`.
+        deferred: see `Step.decide_on_device`.
         strict: raise if steps cannot be captured.
         num_rows: whether the step may read ``num_rows`` of a batch.
 
@@ -76,44 +77,40 @@ class DeviceStep:
         if capturer is not None:
             self.captures = StepCaptures(step, self.compute, self.finish_capture, capturer, warn, strict=strict)
             self.captures.num_rows = num_rows
+        self._all_captures = [captures for captures in (self.captures, self.end) if captures is not None]
 
     def run(self, batches: Sequence[Any], number: int, flags: Sequence[float]) -> StepResult:
-        """Return the result of one step; see `flodl.train.step.step.Step.run`."""
+        """Return the result of one step; see `Step.run`."""
         step, timer = self.step, self.step.timer
         self.fused.restore_rates()
         if self.end is not None and step.sums.refresh_buckets():
             self.forget()
-        slowed, samples = timer.slowdown > 1, sum(map(batch_len, batches))
-        graphs = self.num_graphs if slowed else 0
         if not self._deferred:
             timer.__enter__()
         outcome = self.captures.run(batches) if self.captures is not None and batches else self.compute(batches)
-        result = StepResult(samples=samples, flags=flags, outcome=outcome)
+        result = StepResult(samples=sum(map(batch_len, batches)), flags=flags, outcome=outcome)
         if self.end is not None:
-            self._finish(self.end, outcome, result)
+            outcome = result.outcome = self._finish(self.end, outcome, result)
         if self._one_late:
             timer.__exit__()
             result.compute_ms = timer.take_previous()
         elif not self._deferred:
-            outcome = result.outcome or outcome
-            figures = outcome.read(outcome.row.tolist())
-            timer.__exit__(slowed and graphs != self.num_graphs)  # a capture is not slowed down
-            raising = partial(not_finite, self.ranks.rank, number) if step.on_nan == "stop" else None
-            result.settle(figures, timer.take(), raising=raising)
+            figures = outcome.row.tolist()
+            timer.__exit__()
+            result.settle(figures, timer.take(), stop=(self.ranks.rank, number) if step.on_nan == "stop" else None)
         return result
 
-    def _finish(self, end: EndCaptures, own: Outcome, result: StepResult) -> None:
-        """Exchange flags and missing gradients, and run the end of the step."""
+    def _finish(self, end: EndCaptures, own: Outcome, result: StepResult) -> Outcome:
+        """Exchange flags and missing gradients, and return the outcome of the end of the step."""
         self.ranks.phase("reduce")
         rows, missing = self.step.sums.agree(own.lacking, [float(self.step.arrived()), *result.flags])
         arrived, *flags = zip(*rows, strict=True)
         result.flags, result.arrived = [float(sum(column)) for column in flags], all(arrived)
         self.ranks.phase("optimiser")
         outcome = end.run(own.row[:2], result.samples, missing)
-        if own.metrics:
-            row = torch.cat([outcome.row.to(torch.float64), own.row[2:]])
-            outcome = replace(outcome, row=row, metrics=own.metrics)
-        result.outcome = outcome
+        if not own.metrics:
+            return outcome
+        return replace(outcome, row=torch.cat([outcome.row, own.row[2:]]), metrics=own.metrics)
 
     # ---- what graphs contain -------------------------------------------------------------------------
 
@@ -123,13 +120,12 @@ class DeviceStep:
         try:
             if self.end is not None:
                 lacking = self.step.sums.fill_buckets()
-                return outcome_of(self._pair(part), 0.0, True, part.metrics, lacking)
+                return outcome_of(self._pair(part), part.metrics, lacking)
             with torch.no_grad():
-                total = self._zero() if part.total is None else part.total.to(self.place)
                 count: Any = part.count
                 if isinstance(count, torch.Tensor) and count.device != self.place:
                     count = float(count) if count.device.type == "cpu" else count.to(self.place)
-                return self._update(total, count, divided=part.divided, apart=len(batches) == 1, metrics=part.metrics)
+                return self._update(self._total(part).to(self.place), count, divided=part.divided, metrics=part.metrics)
         finally:
             self.step.model.zero_grad(set_to_none=True)
 
@@ -155,7 +151,7 @@ class DeviceStep:
                 step.buffers(weight)
             total, count = pair.unbind()
             # Dividing inside the update reads the gradient one time less, and rounds once instead of twice if it clips.
-            outcome = self._update(total, count, divided=step.sum_of_means, apart=False, metrics={}, inside=True)
+            outcome = self._update(total, count, divided=step.sum_of_means, metrics={}, inside=not step.sum_of_means)
             step.model.zero_grad(set_to_none=True)
         return outcome
 
@@ -165,7 +161,6 @@ class DeviceStep:
         count: Any,
         *,
         divided: bool,
-        apart: bool,
         metrics: Mapping[str, tuple[Any, Any]],
         inside: bool = False,
     ) -> Outcome:
@@ -175,38 +170,34 @@ class DeviceStep:
             total: float64, the sum of losses; with ``sum_of_means`` of means.
             count: the number of items, a number or a tensor on the device.
             divided: True if gradients are divided already.
-            apart: norms of parts of the gradient may be figures.
             metrics: metrics of the outcome.
             inside: divide inside the update.
         """
         grads = [p.grad for p in self.step.model.parameters() if p.requires_grad and p.grad is not None]
-        on_device = isinstance(count, torch.Tensor)
-        loss = total
-        if on_device and not self.step.sum_of_means:
-            loss = torch.where(count == 0, total, total / count)
-        elif count and not self.step.sum_of_means:
-            loss = total / count
+        on_device, loss = isinstance(count, torch.Tensor), total
+        if not self.step.sum_of_means and (on_device or count):
+            loss = torch.where(count == 0, total, total / count) if on_device else total / count
         if not grads or not (on_device or count != 0):
-            return outcome_of(torch.stack([loss, loss.new_zeros(())]), count, False, metrics)
-        inside = inside and not divided
+            return outcome_of(torch.stack([loss, loss.new_zeros(())]), metrics)
         if not divided and not inside:
             divide(grads, count)
         packed, rest = pack_metrics(metrics, self.place)
-        decision = self.check(grads, loss, count, apart=apart, summed=inside, rest=rest)
+        decision = self.check(grads, loss, count, summed=inside, rest=rest)
         self.fused(decision)
-        known = None if on_device else float(count)
-        return Outcome(decision.figures, known, packed, norms=decision.norms, next_row=decision.next_row)
+        return Outcome(decision.figures, None if on_device else float(count), packed)
 
-    def _zero(self) -> torch.Tensor:
-        return torch.zeros((), dtype=torch.float64, device=self.place)
+    def _total(self, part: Part) -> torch.Tensor:
+        """Return the sum of losses, float64 ``()``."""
+        return torch.zeros((), dtype=torch.float64, device=self.place) if part.total is None else part.total
 
     def _pair(self, part: Part) -> torch.Tensor:
         """Return total and count as float64 ``(2,)`` on the device, without waiting for it."""
-        total, count = self._zero() if part.total is None else part.total, part.count
+        total, count = self._total(part), part.count
         if isinstance(count, torch.Tensor):
-            return torch.stack([total, count.to(total.device, torch.float64)]).to(self.place)
-        # Filled on the device: a copy from the host would wait for it.
-        return torch.stack([total, total.new_full((), float(count))]).to(self.place)
+            count = count.to(total.device, torch.float64)
+        else:
+            count = total.new_full((), float(count))  # filled on the device: a copy from the host would wait for it
+        return torch.stack([total, count]).to(self.place)
 
     # ---- captured graphs -----------------------------------------------------------------------------
 
@@ -217,21 +208,126 @@ class DeviceStep:
     @property
     def num_graphs(self) -> int:
         """Number of captured graphs."""
-        return sum(graphs.num_graphs for graphs in (self.captures, self.end) if graphs is not None)
+        return sum(captures.num_graphs for captures in self._all_captures)
 
     def forget(self) -> None:
         """Drop all captured graphs, and free their device memory."""
-        for graphs in (self.captures, self.end):
-            if graphs is not None:
-                graphs.forget()
+        for captures in self._all_captures:
+            captures.forget()
 
     def invalidate_if_changed(self) -> None:
         """Drop captured graphs if the model or the optimiser changed."""
-        for graphs in (self.captures, self.end):
-            if graphs is not None:
-                graphs.invalidate_if_changed()
+        for captures in self._all_captures:
+            captures.invalidate_if_changed()
 
     def reload(self) -> None:
         """Drop captured graphs after values were loaded, and move the loaded state to the device."""
         self.forget()
         self.fused.prepare()
+
+
+class Step(HostStep):
+    """Turn micro-batches into one update of the parameters.
+
+    ::
+
+        step = Step(model, adamw(1e-3)(model.parameters()), train_step)
+        step.capture()  # on CUDA: capture each shape of batch once, then replay it
+        for batch in loader:
+            result = step(batch)
+        print(step.recorded())
+
+    Its arguments and attributes are those of `flodl.train.step.host.HostStep`.
+
+    Attributes:
+        device: takes steps without the host; None if the host decides.
+        unrecorded: why steps are not captured on a device that can; None if they are.
+    """
+
+    device: DeviceStep | None = None
+    unrecorded: str | None = None
+
+    def capture(self, *, strict: bool = False) -> str | None:
+        """Decide on the device from now on, and capture steps if it is a CUDA device.
+
+        Args:
+            strict: raise if steps cannot be captured, instead of a warning.
+
+        Returns:
+            Why steps are decided on the host; None if they are not.
+        """
+        capturer = CudaCapturer(self.ranks.device) if self.ranks.device.type == "cuda" else None
+        return self.decide_on_device(capturer, warnings.warn, deferred=False, strict=strict)
+
+    def decide_on_device(
+        self,
+        capturer: Capturer | None,
+        warn: Callable[[str], Any],
+        *,
+        deferred: bool,
+        strict: bool = False,
+        num_rows: bool = True,
+    ) -> str | None:
+        """Reduce, decide and apply on the device from now on; return why this is not possible, or None.
+
+        Args:
+            capturer: captures steps; None runs them one operation at a time.
+            warn: receives one message if steps cannot be captured.
+            deferred: results have no figures, which `StepResult.outcome` contains, and no times. Otherwise a CUDA
+                device still runs one step ahead of the known figures: a result then has the time of the step before.
+            strict: raise if steps cannot be captured.
+            num_rows: whether the step may read `flodl.data.Batch.num_rows`.
+        """
+        if self.sharded:
+            return "the weights are sharded"
+        if self.share_gradients and self.sums.on_cpu:
+            return "gradients travel through host memory"
+        if self.precision.scaler is not None:
+            return "float16 needs a loss scale, which the host decides"
+        reason = why_unsupported(self.optimizer)
+        if reason is None:
+            self.device = DeviceStep(self, capturer, warn, deferred=deferred, strict=strict, num_rows=num_rows)
+            self.runner = self.device.run
+        return reason
+
+    def recorded(self, steps: int = 0) -> Recorded | None:
+        """Return how many steps were replayed, and why not all; None on a device that captures none.
+
+        Args:
+            steps: number of steps of the run, for runs without captures.
+        """
+        if self.device is not None and self.device.captures is not None:
+            return self.device.captures.recorded
+        return None if self.unrecorded is None else Recorded(steps, 0, 0, reason=self.unrecorded)
+
+    @property
+    def summed(self) -> Summed | None:
+        """How gradients are summed over ranks, and why not faster; None if they are not."""
+        if not self.share_gradients:
+            return None
+        if self.sharded:
+            cuda = self.ranks.device.type == "cuda"
+            return Summed("NCCL", "the weights are sharded") if cuda else Summed("gloo")
+        return self.sums.summed
+
+    def count_writes(self) -> None:
+        """Increment the versions of parameters that replays wrote to, which torch does not see."""
+        if self.device is not None and self.device.num_graphs:
+            torch.autograd.graph.increment_version(list(self.model.parameters()))
+
+    def drop_captures(self) -> None:
+        """Free the device memory of captured graphs."""
+        if self.device is not None:
+            self.device.forget()
+
+    def invalidate_if_changed(self) -> None:
+        """Drop captured graphs if the model or the optimiser changed."""
+        if self.device is not None:
+            self.device.invalidate_if_changed()
+
+    def loaded(self) -> None:
+        """Drop what depends on parameters and buffers, which were replaced, or on modules, which changed."""
+        if self.device is not None:
+            self.device.reload()
+        if self.buffers is not None:
+            self.buffers.refresh()

@@ -1,8 +1,12 @@
-"""One optimiser step: accumulate, reduce, decide, apply, with figures that the host reads.
+"""One optimiser step: accumulate, reduce, decide, apply.
 
 Gradients of *sums* of losses are added up, so that the same samples give the same step however they are cut into
 micro-batches and ranks; they are divided once, by the count of all. A step whose samples are one micro-batch of one
 rank divides before the backward pass instead, which gives the bits of a plain ``mean().backward()`` loop.
+
+`HostStep.accumulate` serves all steps. `HostStep.update` finishes a step with figures that the host reads; it serves
+loss scales, all optimisers, shards and CPUs. On a device that should never wait, `flodl.train.step.device` reduces,
+decides and applies without the host.
 """
 
 from __future__ import annotations
@@ -11,7 +15,8 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,14 +32,7 @@ from flodl.monitor.collect import COLLECTOR
 from flodl.train.callback import Hooks
 from flodl.train.loss import GRADIENT_FAULT, NOTHING_COUNTED, Loss, as_loss, batch_len, decide
 from flodl.train.precision import Precision
-from flodl.train.step.outcome import (
-    OBSERVED,
-    Part,
-    StepResult,
-    not_finite,
-    pack_metrics,
-    read_metrics,
-)
+from flodl.train.step.outcome import OBSERVED, Part, StepResult, not_finite, pack_metrics, read_metrics
 from flodl.train.step.timer import StepTimer
 from flodl.train.watching import Watching
 
@@ -44,16 +42,8 @@ TrainStep = Callable[[nn.Module, Any], Any]
 MAX_OVERFLOWS = 50
 
 
-class DeviceRunner(Protocol):
-    """Takes steps without the host."""
-
-    def run(self, batches: Sequence[Any], number: int, flags: Sequence[float]) -> StepResult:
-        """Return the result of one step."""
-        ...
-
-
 class HostStep:
-    """A step whose figures the host reads, for loss scales, all optimisers, shards and CPUs.
+    """A step whose figures the host reads.
 
     Args:
         model: the model, on its device.
@@ -77,7 +67,7 @@ class HostStep:
         watching: collects values inside the model; None if nothing is collected.
         arrived: returns True if the oldest pending figures are on this host.
         timer: measures the compute time of this rank.
-        runner: takes steps without the host; None if the host decides.
+        runner: takes a step without the host, from batches, number and flags; None if the host decides.
     """
 
     def __init__(
@@ -112,11 +102,10 @@ class HostStep:
             self.buffers = BufferMean(self.ranks, model)
         self.timer = StepTimer(self.ranks.device, slowdown=slowdown)
         self.arrived: Callable[[], bool] = lambda: False
-        self.runner: DeviceRunner | None = None
-        self._has_peers = not self.ranks.solo  # which report the phase of a rank that died
+        self.runner: Callable[[Sequence[Any], int, Sequence[float]], StepResult] | None = None
         self._part = Part()
-        self._unit = 1.0  # float16 sums are kept small by this power of two, which rounds nothing
-        self._unit_known = self.precision.scaler is None
+        # Float16 sums are kept small by this power of two, which rounds nothing; None until the first step.
+        self._unit: float | None = 1.0 if self.precision.scaler is None else None
         self._overflows = 0
         self._spare: Any = None
 
@@ -135,10 +124,10 @@ class HostStep:
             TrainError: loss or gradient is not finite and ``on_nan`` is ``"stop"``, or the loss depends on no
                 parameter.
         """
-        if self._has_peers:
+        if not self.ranks.solo:
             self.ranks.phase("forward", step)
         if self.runner is not None:
-            return self.runner.run(batches, step, flags)
+            return self.runner(batches, step, flags)
         timer = self.timer
         if timer.is_plain:
             began = time.perf_counter()
@@ -154,7 +143,7 @@ class HostStep:
     def accumulate(self, batches: Sequence[Any]) -> Part:
         """Add up gradients, losses and counts of micro-batches, without waiting for the device."""
         part = self._part = Part()
-        if not (batches or self._unit_known):
+        if self._unit is None and not batches:
             self._agree_on_unit(0.0)
         more = self._extra_passes(batches) if self.sharded else 0
         alone = len(batches) == 1 and not self.share_gradients
@@ -162,16 +151,13 @@ class HostStep:
         early = self.share_gradients and not self.sharded and not (self.hooks and self.hooks.acts("after_backward"))
         for left, batch in zip(range(len(batches) - 1, -1, -1), batches, strict=True):
             loss = self.loss_of(batch, part)
-            if self._has_peers:
+            if not self.ranks.solo:
                 self.ranks.phase("backward")
-            if not self._unit_known:
+            if self._unit is None:
                 self._agree_on_unit(loss.count)
-            if early and not left:
-                with self.sums.during_backward(send=self.runner is None):
-                    self._add(part, loss, alone)
-            else:
+            with self.sums.during_backward(send=self.runner is None) if early and not left else nullcontext():
                 self._add(part, loss, alone)
-            if self._has_peers and left:
+            if not self.ranks.solo and left:
                 self.ranks.phase("forward")
         for _ in range(more):
             # For the other ranks, whose passes wait for this rank's part of the weights; it counts for nothing.
@@ -215,7 +201,8 @@ class HostStep:
         if self.sum_of_means or alone:
             value, part.divided = loss.as_mean(), True
         else:
-            value = loss.as_sum() * self._unit if self._unit != 1 else loss.as_sum()
+            value, unit = loss.as_sum(), self._unit or 1.0
+            value = value if unit == 1 else value * unit
         scaler = self.precision.scaler
         (value if scaler is None else scaler.scale(value)).backward()
         if self.hooks is not None:
@@ -233,7 +220,6 @@ class HostStep:
         """Choose, once, the power of two that keeps scaled float16 sums about as small as means."""
         rows = self.ranks.table([float(count)]) if self.share_gradients else [[float(count)]]
         self._unit = 2.0 ** -math.ceil(math.log2(max(1.0, *(row[0] for row in rows))))
-        self._unit_known = True
 
     def _extra_passes(self, batches: Sequence[Any]) -> int:
         """Return how many passes other ranks take more than this one.
@@ -252,10 +238,6 @@ class HostStep:
         return int(max(row[0] for row in rows)) - len(batches)
 
     # ---- a loop that the user writes -----------------------------------------------------------------
-
-    def timed(self) -> StepTimer:
-        """Return a context that adds its time to the compute time of this step."""
-        return self.timer
 
     def backward(self, loss: Loss, samples: int) -> None:
         """Add the gradient of one micro-batch."""
@@ -322,7 +304,7 @@ class HostStep:
         if self.precision.scaler is not None:
             self.precision.scaler.unscale_(self.optimizer)
         if not divided:
-            divide(grads, count * self._unit)
+            divide(grads, count * (self._unit or 1.0))
         if self.hooks is not None:
             self.hooks.call("before_optimizer_step")
             grads = [p.grad for p in self.model.parameters() if p.grad is not None and p.requires_grad]

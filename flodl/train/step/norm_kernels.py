@@ -103,8 +103,6 @@ def decide(
     found,
     scale,
     row,
-    ring,
-    turn,
     rest,
     further,
     max_norm,
@@ -112,7 +110,6 @@ def decide(
     sticky: tl.constexpr,
     clips: tl.constexpr,
     summed: tl.constexpr,
-    rows: tl.constexpr,
     room: tl.constexpr,
     block: tl.constexpr,
 ):
@@ -127,8 +124,6 @@ def decide(
         found: float32, set to 1 if this step is left out; ``state`` itself unless ``counts``.
         scale: float32, set to the divisor of gradients if ``clips`` or ``summed``.
         row: float64, set to loss, norm, the count if ``counts``, and the ``rest``.
-        ring: float64 ``(rows, 3 + further)``, receives the same at row ``turn % rows``.
-        turn: int64, number of rows written before; incremented.
         rest: float64, further figures of the step, unless ``room`` is 0.
         further: their number.
         max_norm: clip to this.
@@ -151,18 +146,11 @@ def decide(
     held = 0.0
     if sticky:
         held = tl.load(state)
-    turns = tl.load(turn)
-    place = ring + (turns % rows) * (3 + further)
-    tl.store(turn, turns + 1)
-    value = tl.load(loss).to(tl.float64)
-    tl.store(row, value)
-    tl.store(place, value)
+    tl.store(row, tl.load(loss).to(tl.float64))
     tl.store(row + 1, norm.to(tl.float64))
-    tl.store(place + 1, norm.to(tl.float64))
     if counts:
         items = tl.load(count).to(tl.float64)
         tl.store(row + 2, items)
-        tl.store(place + 2, items)
         # The mean of nothing is NaN but no fault; the step is left out nevertheless.
         empty = tl.where(items == 0.0, 1.0, 0.0)
         held = tl.maximum(held, fault * (1.0 - empty))
@@ -171,9 +159,8 @@ def decide(
         held = tl.maximum(held, fault)
     if room:
         slots = tl.arange(0, room)
-        told = tl.load(rest + slots, mask=slots < further, other=0.0)
-        tl.store(row + slots + 2 + counts, told, mask=slots < further)
-        tl.store(place + slots + 2 + counts, told, mask=slots < further)
+        numbers = tl.load(rest + slots, mask=slots < further, other=0.0)
+        tl.store(row + slots + 2 + counts, numbers, mask=slots < further)
     tl.store(state, held)
     if clips:
         factor = tl.maximum((norm + 1e-6) / max_norm, 1.0)

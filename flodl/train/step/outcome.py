@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,17 +12,7 @@ import torch
 from flodl.errors import TrainError
 from flodl.train.loss import LOSS_FAULT, NOTHING_COUNTED, decide
 
-__all__ = [
-    "OBSERVED",
-    "Figures",
-    "Outcome",
-    "Part",
-    "StepResult",
-    "not_finite",
-    "outcome_of",
-    "pack_metrics",
-    "read_metrics",
-]
+__all__ = ["OBSERVED", "Outcome", "Part", "StepResult", "not_finite", "outcome_of", "pack_metrics", "read_metrics"]
 
 OBSERVED = "\0"
 """Prefix of the names of values collected inside the model, which travel with the metrics of a step."""
@@ -64,58 +54,20 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Figures of a step on the host.
-
-    Attributes:
-        loss: mean loss.
-        count: number of counted items.
-        grad_norm: 2-norm of the gradient before clipping.
-        metrics: ``name: (sum, count)``.
-    """
-
-    loss: float
-    count: float
-    grad_norm: float
-    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Outcome:
     """Figures of a step on the device.
 
     Attributes:
-        row: the loss, norms of parts of the gradient, then the numbers that the host does not know.
+        row: the loss, the norm of the gradient, then the numbers that the host does not know.
         count: number of counted items if the host knows it; otherwise it is in the row.
         metrics: metrics, see `Packed`.
-        moved: False if there was no gradient.
         lacking: positions of parameters without a gradient on this rank.
-        norms: number of norms; together they are the norm of the gradient.
-        next_row: after a capture: returns ``row`` of the last launched replay, in memory that the next replays do not
-            write to. None if the next replay writes to the same row.
     """
 
     row: torch.Tensor
     count: float | None
     metrics: Packed = ()
-    moved: bool = True
     lacking: tuple[int, ...] = ()
-    norms: int = 1
-    next_row: Callable[[], torch.Tensor] | None = None
-
-    def replayed(self) -> Outcome:
-        """Return the outcome of the last launched replay; call it after each replay."""
-        row = self.next_row() if self.next_row is not None else None
-        if row is None or row.numel() != self.row.numel():
-            row = self.row.clone()
-        return replace(self, row=row, next_row=None)
-
-    def read(self, values: Sequence[float]) -> Figures:
-        """Return the figures of a row that was copied to the host."""
-        rest = iter(values[1 + self.norms :])
-        count = self.count if self.count is not None else next(rest)
-        norm = math.hypot(*values[1 : 1 + self.norms])
-        return Figures(values[0], count if self.moved else 0.0, norm, read_metrics(self.metrics, rest))
 
 
 @dataclass
@@ -154,29 +106,31 @@ class StepResult:
         """Return True if the parameters were updated; waits for the device if only it knows."""
         if self.outcome is None:
             return self.applied
-        figures = self.outcome.read(self.outcome.row.tolist())
-        return not decide(figures.loss, figures.count, figures.grad_norm)
+        loss, norm, *rest = self.outcome.row.tolist()
+        return not decide(loss, rest[0] if self.outcome.count is None else self.outcome.count, norm)
 
-    def settle(
-        self, figures: Figures, compute_ms: float, *, raising: Callable[[str, float, float], TrainError] | None
-    ) -> None:
-        """Store the figures and the decision of the device.
+    def settle(self, values: Sequence[float], compute_ms: float, *, stop: tuple[int, int] | None) -> None:
+        """Store the figures of the outcome, and the decision of the device.
 
         Args:
+            values: the row of the outcome, copied to the host.
             compute_ms: time of forward and backward.
-            raising: creates the error for a loss or gradient that is not finite, from the reason, loss and norm; None
-                only marks the step as not applied.
+            stop: rank and step for the error of a loss or gradient that is not finite; None marks the step as not
+                applied.
 
         Raises:
-            TrainError: the error that ``raising`` created.
+            TrainError: loss or gradient is not finite, and ``stop`` is given.
         """
-        self.loss, self.count, self.grad_norm = figures.loss, figures.count, figures.grad_norm
-        self.compute_ms, self.outcome = compute_ms, None
-        self.add_metrics(figures.metrics)
+        outcome, self.outcome, self.compute_ms = self.outcome, None, compute_ms
+        assert outcome is not None
+        rest = iter(values[2:])
+        self.loss, self.grad_norm = values[:2]
+        self.count = next(rest) if outcome.count is None else outcome.count
+        self.add_metrics(read_metrics(outcome.metrics, rest))
         self.reason = decide(self.loss, self.count, self.grad_norm)
         self.applied = not self.reason
-        if raising is not None and self.reason not in ("", NOTHING_COUNTED):
-            raise raising(self.reason, self.loss, self.grad_norm)
+        if stop is not None and self.reason not in ("", NOTHING_COUNTED):
+            raise not_finite(*stop, self.reason, self.loss, self.grad_norm)
 
     def add_metrics(self, metrics: Mapping[str, tuple[float, float]]) -> None:
         """Store metrics, and values collected inside the model."""
@@ -187,18 +141,10 @@ class StepResult:
                 self.metrics[name] = pair
 
 
-def outcome_of(
-    pair: torch.Tensor, count: Any, moved: bool, metrics: Mapping[str, tuple[Any, Any]], lacking: tuple[int, ...] = ()
-) -> Outcome:
-    """Return an outcome whose row begins with ``pair`` and ends with the tensors of ``count`` and ``metrics``."""
+def outcome_of(pair: torch.Tensor, metrics: Mapping[str, tuple[Any, Any]], lacking: tuple[int, ...] = ()) -> Outcome:
+    """Return an outcome in which nothing was counted, whose row is ``pair`` and the tensors of ``metrics``."""
     packed, rest = pack_metrics(metrics, pair.device)
-    parts = [pair]
-    if isinstance(count, torch.Tensor):
-        parts.append(count.detach().reshape(1).to(pair.device))
-    if rest is not None:
-        parts.append(rest)
-    row = torch.cat([part.to(torch.float64) for part in parts]) if len(parts) > 1 else pair
-    return Outcome(row, None if isinstance(count, torch.Tensor) else float(count), packed, moved, lacking)
+    return Outcome(pair if rest is None else torch.cat([pair, rest]), 0.0, packed, lacking)
 
 
 def pack_metrics(metrics: Mapping[str, tuple[Any, Any]], device: torch.device) -> tuple[Packed, torch.Tensor | None]:

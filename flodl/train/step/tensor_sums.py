@@ -8,17 +8,15 @@ order of sums depends on sizes only.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from flodl.train.step.blocks import is_dense
-from flodl.train.step.decide import load_kernels
+from flodl.train.step.decide import kernels_with
 
 __all__ = ["TensorSums"]
 
@@ -96,24 +94,15 @@ class TensorSums:
 
 @lru_cache(maxsize=8)
 def _kernels(device: torch.device) -> Any:
-    """Return the kernels; None without Triton, or if their results differ from torch's on this device."""
-    kernels = load_kernels()
-    if kernels is None:
-        return None
-    sums = TensorSums(device, kernels)
-    try:
-        wanted, told = [], []
+    def trial(kernels: Any) -> tuple[list[float], list[float]]:
+        sums, found, expected = TensorSums(device, kernels), [], []
         for dtype in DTYPES:
-            values = [torch.linspace(0, 1, size, device=device).to(dtype) for size in (3, PROGRAMS * BLOCK + 1)]
-            for value in values:
+            for size in (3, PROGRAMS * BLOCK + 1):
+                value = torch.linspace(0, 1, size, device=device).to(dtype)
                 sums.add(value, squared=False)
                 sums.add(value, squared=True)
-                wanted += [float(value.double().sum()), float(value.double().norm())]
-            told += sums.finish().tolist()
-        fault = None if np.allclose(told, wanted, rtol=1e-5) else f"found {told}, expected {wanted}"
-    except Exception as error:  # compilers and drivers fail in many ways
-        fault = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    if fault is not None:
-        warnings.warn(f"train: kernels for collected values are not used: {fault}", RuntimeWarning, stacklevel=2)
-        return None
-    return kernels
+                expected += [float(value.double().sum()), float(value.double().norm())]
+            found += sums.finish().tolist()
+        return found, expected
+
+    return kernels_with(trial, "collected values")

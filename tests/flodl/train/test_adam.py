@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from flodl.train.step import adam, host
-from flodl.train.step.adam import AdamUpdate
+from flodl.train.step import update as adam
 from flodl.train.step.host import has_plain_step, take_step
+from flodl.train.step.update import AdamUpdate
 
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(
@@ -61,7 +61,7 @@ def test_a_step_with_hooks_or_replaced_is_torchs():
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adafactor])
 def test_a_step_without_torchs_compiler_has_the_same_bits(kind, monkeypatch):
-    monkeypatch.setattr(host, "sys", SimpleNamespace(modules={}))
+    monkeypatch.setattr("flodl.train.step.host.sys", SimpleNamespace(modules={}))
     found = []
     for take in (kind.step, take_step):
         parameter = nn.Parameter(torch.linspace(-1, 1, 12).reshape(3, 4))

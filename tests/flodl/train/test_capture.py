@@ -17,9 +17,8 @@ from flodl.train import Callback, Loss, RunDone, StepDone, Trainer, Warned, adam
 from flodl.train.recorded import Recorded
 from flodl.train.schedule import Linear
 from flodl.train.step import Step, capture
-from flodl.train.step.capture import flatten
-from flodl.train.step.capturer import Refused
-from flodl.train.step.fused import why_unsupported
+from flodl.train.step.capture import Refused, flatten
+from flodl.train.step.update import why_unsupported
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")

@@ -9,7 +9,6 @@ import torch
 
 from flodl.train.step import decide
 from flodl.train.step.decide import GradientCheck
-from flodl.train.step.outcome import Outcome
 
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(
@@ -23,7 +22,6 @@ def make_judge(*, kernels: bool, device: torch.device = CPU, **options) -> Gradi
     check._kernels = None
     if kernels:
         check._kernels = decide.load_kernels()
-        check._make_ring()
     return check
 
 
@@ -39,17 +37,15 @@ def gradients(bad=None, dtype=torch.float32, device=CPU):
 
 def told(decision):
     """Return whether the step is left out, what gradients are divided by, loss and norm."""
-    loss, *rest = decision.figures.tolist()
-    scale = None if decision.scale is None else float(decision.scale)
-    return float(decision.found), scale, loss, math.hypot(*rest[: decision.norms]), rest[decision.norms :]
+    loss, norm, *rest = decision.figures.tolist()
+    return float(decision.found), None if decision.scale is None else float(decision.scale), loss, norm, rest
 
 
-@pytest.mark.parametrize("apart", [True, False])
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("clip", [None, 0.5, 1e9])
-def test_what_is_not_finite_is_found_and_norms_are_norms(bad, clip, apart):
+def test_what_is_not_finite_is_found_and_norms_are_norms(bad, clip):
     check = make_judge(kernels=False, max_grad_norm=clip)
-    left_out, scale, loss, norm, _ = told(check(gradients(bad), torch.tensor(2.5), 8.0, apart=apart))
+    left_out, scale, loss, norm, _ = told(check(gradients(bad), torch.tensor(2.5), 8.0))
     whole = float(torch.cat([g.reshape(-1) for g in gradients(bad)]).norm())
     assert left_out == (bad is not None)
     assert loss == 2.5
@@ -61,9 +57,9 @@ def test_what_is_not_finite_is_found_and_norms_are_norms(bad, clip, apart):
 @pytest.mark.parametrize("clip", [None, 0.5, 1e9])
 def test_a_gradient_that_is_a_sum_is_judged_and_clipped_as_the_mean_that_it_will_be(clip):
     check, count = make_judge(kernels=False, max_grad_norm=clip), torch.tensor(4.0)
-    _, scale, _, norm, _ = told(check(gradients(), torch.tensor(2.5), count, apart=True, summed=True))
+    _, scale, _, norm, _ = told(check(gradients(), torch.tensor(2.5), count, summed=True))
     divided = [g / 4.0 for g in gradients()]
-    _, wanted, _, mean_norm, _ = told(check(divided, torch.tensor(2.5), count, apart=False))
+    _, wanted, _, mean_norm, _ = told(check(divided, torch.tensor(2.5), count))
     assert norm == pytest.approx(mean_norm, rel=1e-6)
     assert scale == pytest.approx(4.0 * (wanted or 1.0), rel=1e-6)
 
@@ -94,7 +90,7 @@ def follow(check, case, device):
     for bad, loss in ((case["bad"], case["loss"]), (None, 0.75)):
         grads = gradients(bad, case["dtype"], device)
         further = torch.arange(case["further"], dtype=torch.float64, device=device) if case["further"] else None
-        given = {"apart": False, "summed": case["summed"], "rest": further}
+        given = {"summed": case["summed"], "rest": further}
         decision = check(grads, torch.tensor(loss, device=device), count, **given)
         left_out, scale, *figures, rest = told(decision)
         assert rest == [*([float(count)] if isinstance(count, torch.Tensor) else []), *range(case["further"])]
@@ -119,48 +115,9 @@ def test_kernels_decide_as_torch_does():
 
 
 @interpreted
-@pytest.mark.parametrize("further", [0, 3])
-def test_figures_of_replays_are_kept_for_a_while_each_in_a_place_of_its_own(monkeypatch, further):
-    """On a processor capturing runs once, so what is captured stands for its first replay."""
-    check = make_judge(kernels=True)
-    rest = torch.zeros(further, dtype=torch.float64) if further else None
-    told(check(gradients(), torch.tensor(0.0), 1.0, apart=True, rest=rest))  # an ordinary step goes before
-    monkeypatch.setattr(decide, "capturing", lambda device: True)
-    monkeypatch.setattr(GradientCheck, "_table", lambda self, plan, addresses: torch.tensor(addresses))
-    assert check(gradients()[1:], torch.tensor(0.0), 1.0, apart=True).next_row is None  # no ordinary step of this shape
-    metrics = tuple((f"m{i}", None, 1.0) for i in range(further))
-    found = []
-    for number in range(5):
-        rest = torch.arange(number, number + further, dtype=torch.float64) if further else None
-        decision = check(gradients(), torch.tensor(float(number)), torch.tensor(7), apart=True, rest=rest)
-        assert decision.next_row is not None
-        replayed = Outcome(decision.figures, None, metrics, norms=1, next_row=decision.next_row).replayed()
-        found.append(replayed)
-        decision.figures.zero_()  # which the next replay writes to
-    figures = [outcome.read(outcome.row.tolist()) for outcome in found]
-    assert [one.loss for one in figures] == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert {one.count for one in figures} == {7.0}
-    assert [one.metrics for one in figures] == [{f"m{i}": (i + n, 1.0) for i in range(further)} for n in range(5)]
-    longer = Outcome(torch.arange(7.0), None, norms=1, next_row=decision.next_row).replayed()
-    assert longer.row.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-
-
-@interpreted
-def test_numbers_that_no_ordinary_step_told_come_after_the_figures_all_the_same(monkeypatch):
-    check, rest = make_judge(kernels=True), torch.tensor([5.0, 6.0], dtype=torch.float64)
-    told(check(gradients(), torch.tensor(0.0), 1.0, apart=True))
-    monkeypatch.setattr(decide, "capturing", lambda device: True)
-    monkeypatch.setattr(GradientCheck, "_table", lambda self, plan, addresses: torch.tensor(addresses))
-    decision = check(gradients(), torch.tensor(0.5), 1.0, apart=True, rest=rest)
-    assert decision.next_row is None
-    assert decision.figures.tolist()[0::2] == [0.5, 5.0]
-    assert decision.figures.tolist()[3:] == [6.0]
-
-
-@interpreted
 def test_room_for_the_addresses_of_a_capture_is_made_before_it(monkeypatch):
     check = make_judge(kernels=True)
-    told(check(gradients(), torch.tensor(0.0), 1.0, apart=True))
+    told(check(gradients(), torch.tensor(0.0), 1.0))
     (plan,) = check._layouts.values()
     (room,) = plan.spare
     monkeypatch.setattr(decide, "capturing", lambda device: True)
@@ -187,14 +144,14 @@ def test_a_capture_of_the_kernels_reads_its_own_gradients():
     check = GradientCheck(device)
     grads = gradients(device=device)
     loss = torch.zeros((), device=device)
-    want = told(check(grads, loss, 1.0, apart=True))
+    want = told(check(grads, loss, 1.0))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         # What is free again before the kernels run gives its memory to whatever comes next, at each replay.
         freed = [torch.full((64 << i,), 1.0, device=device) for i in range(8)]
         del freed
         doubled = [2 * g for g in grads]
-        decision = check(doubled, loss, 1.0, apart=True)
+        decision = check(doubled, loss, 1.0)
     held = check.finish_capture()
     graph.replay()
     assert told(decision)[3] == pytest.approx(2 * want[3], rel=1e-6)

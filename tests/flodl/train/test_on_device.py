@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from flodl.train.step.fused import largest_first
+from flodl.train.step.update import largest_first
 
 
 def made():

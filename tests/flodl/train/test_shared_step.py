@@ -15,7 +15,7 @@ from flodl.distributed import RankError, gradients
 from flodl.distributed.peer_memory import SWITCH
 from flodl.train import Loss, RunDone, StepDone, Trainer, adamw, route, sgd
 from flodl.train.schedule import Linear
-from flodl.train.step.overlap import fault_of
+from flodl.train.step.cuda_graphs import fault_of
 
 torch.set_num_threads(1)
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)  # what it imports takes longer than these runs

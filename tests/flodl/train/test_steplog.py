@@ -8,7 +8,6 @@ import torch
 from flodl.train import StepDone, steplog
 from flodl.train.events import Events
 from flodl.train.step import StepResult
-from flodl.train.step.decide import KEPT_ROWS
 from flodl.train.step.outcome import Outcome
 from flodl.train.steplog import StepLog, Tally
 
@@ -35,15 +34,6 @@ def test_the_time_of_a_step_is_its_part_of_the_window():
     assert [event.loss for event in found] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert [event.compute_ms for event in found] == pytest.approx([11.5] * 4 + [14.5] * 2)
     assert tally.compute_ms == pytest.approx(sum(range(10, 16)))
-
-
-def test_figures_are_copied_before_a_replay_can_overwrite_them():
-    events, found = Events(), []
-    events.subscribe(found.append, StepDone)
-    log = StepLog(events, every=100_000, on_nan="stop")
-    for number in range(KEPT_ROWS - 1):
-        log.note(Tally(), done(float(number)), step=number + 1, epoch=0, rates=RATES, wall_ms=1.0)
-    assert found
 
 
 class Clock:
