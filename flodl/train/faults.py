@@ -26,7 +26,7 @@ def setting_faults(
     return [
         *(_own_loop_faults(settings) if own_loop else []),
         *_policy_faults(settings, world),
-        *_schedule_faults(settings, world),
+        *_schedule_faults(settings),
         *([] if settings.shard is None else _shard_faults(settings, callbacks or Callbacks())),
         *([] if callbacks is None else _metric_faults(settings, callbacks)),
     ]
@@ -78,13 +78,13 @@ def _policy_faults(settings: Settings, world: int) -> Iterator[str]:
         yield f"max_restarts: found {settings.max_restarts} and no folder to resume from, expected .checkpoints(folder)"
 
 
-def _schedule_faults(settings: Settings, world: int) -> Iterator[str]:
+def _schedule_faults(settings: Settings) -> Iterator[str]:
     schedule = settings.schedule
     if schedule is None or isinstance(schedule, torch.optim.lr_scheduler.LRScheduler):
         return
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=getattr(schedule, "reference", 1.0) or 1.0)
     try:
-        made = make_schedule(schedule, optimizer, world)
+        made = make_schedule(schedule, optimizer)
     except TrainError as error:
         if not hasattr(error, "schedule"):  # the rate of the real optimiser is compared later
             yield error.message

@@ -16,7 +16,7 @@ from flodl.train.pre_run import ALONE, Copied
 if TYPE_CHECKING:
     from flodl.train.trainer_parts import TrainerParts
 
-__all__ = ["RateSearch", "search_rates", "search_settings"]
+__all__ = ["RateSearch", "search_rates"]
 
 SMOOTH = 0.9
 DIVERGED = 4.0
@@ -59,25 +59,6 @@ class RateSearch:
         return {**vars(self)}
 
 
-def search_settings(low: float, high: float, steps: int) -> dict[str, Any]:
-    """Return the settings of a search.
-
-    Raises:
-        ConfigError: rates that do not rise, or fewer than 8 steps.
-    """
-    if not 0 < low < high or steps < 8:
-        raise ConfigError(
-            f"find_lr: found {low!r} to {high!r} in {steps} steps; expected rates above 0 that rise, and 8 steps or "
-            "more",
-            problems=["low", "high", "steps"],
-        )
-    return {
-        "schedule": _Rising(low, (high / low) ** (1 / (steps - 1))),
-        "num_epochs": 1_000_000, "max_steps": steps, "log_every": 1, "on_nan": "skip",
-        "ema": None, "lr_scale_ratio": 0.0, **ALONE,
-    }  # fmt: skip
-
-
 class _Rising:
     """Absolute rates, whatever the optimiser has."""
 
@@ -115,11 +96,28 @@ def search_rates(
     """Return the result of a search over the run of ``plan``; its model and its folder do not change.
 
     Raises:
+        ConfigError: rates that do not rise, or fewer than 8 steps.
         TrainError: the loss was never finite.
     """
+    if not 0 < low < high or steps < 8:
+        raise ConfigError(
+            f"find_lr: found {low!r} to {high!r} in {steps} steps; expected rates above 0 that rise, and 8 steps or "
+            "more",
+            problems=["low", "high", "steps"],
+        )
     watch = _Stops()
-    given = plan.settings
-    settings = replace(given, **search_settings(low, high, steps), callbacks=(*given.callbacks, watch))
+    settings = replace(
+        plan.settings,
+        schedule=_Rising(low, (high / low) ** (1 / (steps - 1))),
+        num_epochs=1_000_000,
+        max_steps=steps,
+        log_every=1,
+        on_nan="skip",
+        ema=None,
+        lr_scale_ratio=0.0,
+        callbacks=(*plan.settings.callbacks, watch),
+        **ALONE,
+    )
     trial = replace(plan, model_factory=Copied(plan.model_factory), settings=settings)
     run(replace(trial, functions=(), metrics_fn=None, eval_fn=None, evals={}, subscribers=()))
     if not watch.losses:

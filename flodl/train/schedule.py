@@ -58,8 +58,8 @@ class Schedule:
 
     @property
     def reference(self) -> float:
-        """The rate that has the factor 1."""
-        return vars(self)["base"]
+        """The rate that has the factor 1: the largest rate among the arguments."""
+        return max(vars(self)[name] for name, values in self.values.items() if values is RATE)
 
     def lr(self, step: int) -> float:
         """Return the learning rate of ``step``; the first step is 0."""
@@ -98,11 +98,6 @@ class Linear(Schedule, start=RATE, end=RATE, total=SOME_STEPS):
     start: float = 1.0
     end: float = 0.0
     total: int = 0
-
-    @property
-    def reference(self) -> float:
-        """The larger of both rates."""
-        return max(self.start, self.end)
 
     def lr(self, step: int) -> float:
         """Return the rate of a step."""
@@ -204,11 +199,6 @@ class Warmup(Schedule, target=RATE, steps=STEPS):
     target: float = 1.0
     steps: int = 0
 
-    @property
-    def reference(self) -> float:
-        """The rate at the end of the rise."""
-        return self.target
-
     def lr(self, step: int) -> float:
         """Return the rate of a step."""
         if step < self.steps:
@@ -231,11 +221,6 @@ class OneCycle(Schedule, peak=RATE, total=SOME_STEPS, warmup_fraction=SHARE, div
     total: int = 0
     warmup_fraction: float = 0.3
     divisor: float = 25.0
-
-    @property
-    def reference(self) -> float:
-        """The highest rate."""
-        return self.peak
 
     def lr(self, step: int) -> float:
         """Return the rate of a step."""
@@ -263,11 +248,6 @@ class Cyclic(Schedule, base=RATE, peak=RATE, up=SOME_STEPS, down=SOME_STEPS | No
     peak: float = 1.0
     up: int = 0
     down: int | None = None
-
-    @property
-    def reference(self) -> float:
-        """The highest rate."""
-        return self.peak
 
     def lr(self, step: int) -> float:
         """Return the rate of a step."""
@@ -326,20 +306,10 @@ class Plateau(Schedule, base=RATE, patience=whole(1), factor=number(above=0, bel
                 self._rate, self._wait = max(self._rate * self.factor, self.floor), 0
         return self._rate
 
-    def state_dict(self) -> dict[str, float | int | None]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON values."""
         return {"rate": self._rate, "best": self._best, "wait": self._wait}
 
-    def load_state_dict(self, state: dict[str, float | int | None]) -> None:
-        """Load a state of `state_dict`.
-
-        Raises:
-            ConfigError: entries are missing or unknown.
-        """
-        rate, wait = state.get("rate"), state.get("wait")
-        if state.keys() != {"rate", "best", "wait"} or rate is None or wait is None:
-            raise ConfigError(
-                f"{self!r}: state has {sorted(state)}, expected rate, best and wait; pass a state_dict().",
-                problems=sorted(state),
-            )
-        self._rate, self._best, self._wait = float(rate), state["best"], int(wait)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state of `state_dict`."""
+        self._rate, self._best, self._wait = state["rate"], state["best"], state["wait"]

@@ -192,19 +192,13 @@ def make_optimizer(
             "an optimiser whose step() needs no closure, such as AdamW."
         )
     own = {id(p) for p in model.parameters()}
-    foreign = [id(p) not in own for group in made.param_groups for p in group["params"]]
-    if all(foreign):
+    foreign = sum(id(p) not in own for group in made.param_groups for p in group["params"])
+    if foreign:
         raise TrainError(
-            f"optimizer: found a {type(made).__name__} of other parameters than the model's, which would learn "
-            "nothing; expected one of this model's, or a factory such as flodl.train.adamw(1e-3), which is given "
-            "them."
-        )
-    if any(foreign):
-        raise TrainError(
-            f"optimizer: found a {type(made).__name__} with {sum(foreign)} parameters that the model does not have. "
-            "Their gradients would be neither divided nor clipped, nor summed over ranks, and checkpoints would not "
-            "hold them. Expected the model's alone; make a module with learned parameters, such as a loss, part of it.",
-            found=sum(foreign),
+            f"optimizer: found a {type(made).__name__} with {foreign} parameters that the model does not have, so they "
+            "would be neither summed over ranks nor saved. Expected parameters of the model only; make a module with "
+            "learned parameters, such as a loss, part of it, or pass a factory such as flodl.train.adamw(1e-3).",
+            found=foreign,
         )
     return made
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -25,34 +24,24 @@ EXPECTED = (
 )
 
 
-def make_schedule(given: Any, optimizer: torch.optim.Optimizer, world: int) -> Any:
+def make_schedule(given: Any, optimizer: torch.optim.Optimizer) -> Any:
     """Return the schedule of a run: a function of the step, an object with ``lr(step)``, or an ``LRScheduler``.
 
     Args:
-        given: one of these; or a function of the optimiser or of the number of ranks that returns one.
+        given: one of these, or a function of the optimiser that returns one.
         optimizer: the optimiser of the run.
-        world: number of ranks.
 
     Raises:
         TrainError: it is none of these, has another learning rate than the optimiser, or belongs to another optimiser.
     """
     if given is None:
         return None
-    made, error = given, None
+    made, fault = given, None
     if not isinstance(given, LRScheduler) and not hasattr(given, "lr"):
-        arguments = (optimizer, world) if _takes_optimizer(given) else (world, optimizer)
-        for argument in arguments:
-            try:
-                made = given(argument)
-                break
-            except Exception as fault:
-                error = error or fault
-        else:
-            raise TrainError(
-                f"schedule: found a function that raises {type(error).__name__}: {error}; expected {EXPECTED}."
-            )
-        if _is_rate(made):
-            made = given
+        rate, fault = _call(given, 0)
+        if not _is_rate(rate):
+            made, error = _call(given, optimizer)
+            fault = fault or error
     if isinstance(made, LRScheduler):
         if made.optimizer is not optimizer:
             raise TrainError(
@@ -60,10 +49,12 @@ def make_schedule(given: Any, optimizer: torch.optim.Optimizer, world: int) -> A
                 "Pass a function: lambda optimizer: CosineAnnealingLR(optimizer, T_max=10)."
             )
         return made
-    if not callable(getattr(made, "lr", made)):
-        raise TrainError(f"schedule: found {type(made).__name__}; expected {EXPECTED}.")
     made = copy.deepcopy(made)  # a schedule with a state changes, and the caller may start another run with it
-    _check_first_rate(made)
+    rate, error = _call(getattr(made, "lr", made), 0)
+    if error is not None or not _is_rate(rate) or not 0 <= rate < float("inf"):
+        fault = fault or error
+        found = f"{type(fault).__name__}: {fault}" if fault is not None else f"the value {rate!r}"
+        raise TrainError(f"schedule: found {found} in step 0 of {given!r}; expected {EXPECTED}.")
     reference, rate = getattr(made, "reference", None), float(optimizer.defaults.get("lr", 1.0))
     if reference is not None and reference not in (rate, 1.0):
         raise TrainError(
@@ -75,26 +66,16 @@ def make_schedule(given: Any, optimizer: torch.optim.Optimizer, world: int) -> A
     return made
 
 
-def _takes_optimizer(given: Any) -> bool:
-    """Return whether the first parameter without a value is named ``optimizer``."""
+def _call(function: Any, argument: Any) -> tuple[Any, Exception | None]:
+    """Return the result of a function, and its error."""
     try:
-        return next(iter(inspect.signature(given).parameters), "").startswith("opt")
-    except (TypeError, ValueError):
-        return False
+        return function(argument), None
+    except Exception as error:
+        return None, error
 
 
 def _is_rate(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _check_first_rate(made: Any) -> None:
-    name = "lr(0)" if hasattr(made, "lr") else "the function"
-    try:
-        rate = made.lr(0) if hasattr(made, "lr") else made(0)
-    except Exception as error:
-        raise TrainError(f"schedule: {name} raises {type(error).__name__}: {error}; expected {EXPECTED}.") from error
-    if not _is_rate(rate) or not 0 <= rate < float("inf"):
-        raise TrainError(f"schedule: {name} returns {rate!r}; expected a number of 0 or more.")
 
 
 class Rates:
@@ -118,7 +99,7 @@ class Rates:
             group.setdefault("lr_scale", float(group["lr"]) / float(base) if base else 1.0)
             if self.factor != 1 and (schedule is None or isinstance(schedule, LRScheduler)):
                 group["lr"] = group["lr"] * self.factor
-        self.schedule = make_schedule(schedule, optimizer, world)
+        self.schedule = make_schedule(schedule, optimizer)
         relative = getattr(self.schedule, "reference", None) == 1.0 or not hasattr(self.schedule, "lr")
         self._base = float(base) if base and relative else 1.0
         self._rate_of: Callable[[int], float] | None = getattr(self.schedule, "lr", self.schedule)

@@ -61,7 +61,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "a class": (lambda: made(Net), "found Net, which cannot be called with a device"),
     "a function of nothing": (lambda: made(lambda: Net()), "which cannot be called with a device"),
     "a name": (lambda: made(optimizer="adamw"), "optimizer: found 'adamw'; expected a factory"),
-    "another's": (lambda: made(optimizer=torch.optim.SGD(Net().parameters(), 0.1)), "of other parameters than the model's"),
+    "another's": (lambda: made(optimizer=torch.optim.SGD(Net().parameters(), 0.1)), "parameters that the model does not have"),
     "another's beside": (lambda: made(optimizer=lambda own: torch.optim.SGD([*own, nn.Parameter(X)], 0.1)), "1 parameters that the model does not have"),
     "a closure": (lambda: made(optimizer=torch.optim.LBFGS), "LBFGS computes the loss several times in a step"),
     "sparse": (lambda: made(nn.Sequential(nn.Embedding(3, 4, sparse=True), Net())), "0 would have sparse gradients"),
