@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from flodl.verbosity import Verbosity, set_verbosity
-from flodl_hf.cli.duplicate_options import OnceCommand
+from flodl_hf.cli.command import OnceCommand
 
 if TYPE_CHECKING:
     app: typer.Typer
@@ -18,31 +18,31 @@ if TYPE_CHECKING:
 __all__ = ["app", "app_for"]
 
 # In the order of the help. Each command is in the file of its name; groups of commands are last.
-NAMES = (
-    "demo",
-    "new",
-    "predict",
-    "encode",
-    "search",
-    "mine",
-    "serve",
-    "finetune",
-    "evaluate",
-    "inspect",
-    "export",
-    "verify",
-    "verify-endpoint",
-    "verify-export",
-    "verify-matrix",
-    "convert",
-    "merge",
-    "docs",
-    "doctor",
-    "config",
-    "runs",
-    "run",
-    "schema",
-)
+NAMES = {
+    "demo": "Train, predict, export and verify a small model offline.",
+    "new": "Write a project for fine-tuning.",
+    "predict": "Predict from texts or from a file.",
+    "encode": "Write the embeddings of the texts of a file.",
+    "search": "Find the texts of a file that are most similar to a query.",
+    "mine": "Find hard negatives for pairs of texts.",
+    "serve": "Serve models over HTTP.",
+    "finetune": "Train a model on your data.",
+    "evaluate": "Evaluate a model on labelled data.",
+    "inspect": "Show the contents of a checkpoint.",
+    "export": "Write a model as a folder, ONNX or OpenVINO.",
+    "verify": "Compare files with their checksums.",
+    "verify-endpoint": "Compare a server with the model that it serves.",
+    "verify-export": "Compare an export with its source.",
+    "verify-matrix": "Compare every family and task with transformers.",
+    "convert": "Write a .bin checkpoint as safetensors.",
+    "merge": "Write a model with its adapter merged.",
+    "docs": "Print the reference entry of a name.",
+    "doctor": "Examine the machine, devices, kernels and caches.",
+    "run": "Run a command of the project's flodl-hf.yaml.",
+    "schema": "Print the JSON schema of options.",
+    "config": "Show the values of a recipe with their origin.",
+    "runs": "List and compare training runs.",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -72,16 +72,18 @@ def app_of(*names: str) -> typer.Typer:
         no_args_is_help=True,
         add_completion=True,
         pretty_exceptions_enable=False,
+        rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     made.callback(invoke_without_command=True)(options)
     for name in names:
         module = import_module(f"flodl_hf.cli.{name.replace('-', '_')}")
         if hasattr(module, "app"):
-            made.add_typer(module.app, name=name)
+            made.add_typer(module.app, name=name, short_help=NAMES[name])
         else:
             made.command(
                 name=name,
+                short_help=NAMES[name],
                 cls=getattr(module, "Command", OnceCommand),
                 context_settings=getattr(module, "CONTEXT", None),
             )(module.command)
@@ -89,7 +91,7 @@ def app_of(*names: str) -> typer.Typer:
 
 
 def options(
-    version: bool = typer.Option(False, "--version", "-V", help="Show the version and leave."),
+    version: bool = typer.Option(False, "--version", "-V", help="Print the version and exit."),
     more: int = typer.Option(
         0, "-v", "--verbose", count=True, help="-v checkpoints, averaging; -vv metrics; -vvv every event."
     ),

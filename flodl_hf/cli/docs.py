@@ -83,7 +83,7 @@ MODULES = (
 
 @reporting
 def command(
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help="finetune, Options or flodl.train.Trainer.")] = "",
+    name: Annotated[str, typer.Argument(metavar="NAME", help="finetune, Options or flodl.train.Trainer.")] = "",
     listed: Annotated[bool, typer.Option("--list", help="Print all public names.")] = False,
     json_output: Json = False,
 ) -> None:

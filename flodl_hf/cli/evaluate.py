@@ -51,7 +51,7 @@ def _command() -> Callable[..., None]:
     command.__doc__ = HELP
     parameters = [
         parameter("model", str, typer.Argument(metavar="MODEL", help="A local folder or a Hub name."), REQUIRED),
-        parameter("file", str | None, typer.Argument(metavar="[DATA]", help="Labelled data, as of --data.")),
+        parameter("file", str | None, typer.Argument(metavar="DATA", help="Labelled data, as of --data.")),
         parameter("data", str | None, typer.Option("--data", "-d", help="Labelled data: CSV, TSV, JSON lines, Parquet, "
                   "CoNLL, SQuAD JSON or text; or several as name=file,name=file.")),
         parameter("batch_size", int | None, typer.Option("--batch-size", "-b", min=1, help="Rows of a batch "

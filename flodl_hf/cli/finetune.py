@@ -19,7 +19,7 @@ from flodl.errors import ConfigError, nearest
 from flodl.verbosity import Verbosity, verbosity
 from flodl_hf.checkpoints.weights.early import beginning
 from flodl_hf.cli.choices import choice, complete_task, task_word
-from flodl_hf.cli.duplicate_options import OnceCommand
+from flodl_hf.cli.command import OnceCommand
 from flodl_hf.cli.error_text import command_line
 from flodl_hf.cli.path_checks import check_places
 from flodl_hf.cli.shared import emit_json, reporting, say, tell, training_said
@@ -261,10 +261,6 @@ class Command(OnceCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse arguments, with a default port; options without a flag raise an error with their replacement."""
-        if "--help-all" in args:
-            for option in self.params:
-                option.hidden = False  # type: ignore[attr-defined]
-            args = ["--help"]
         filled: list[str] = []
         for place, word in enumerate(args):
             name = word.partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
@@ -376,8 +372,8 @@ def _command() -> Callable[..., None]:
 
     command.__doc__ = HELP
     parameters = [
-        parameter("model", str | None, typer.Argument(metavar="[MODEL]", help="A local folder or a Hub name.")),
-        parameter("data", str | None, typer.Argument(metavar="[TRAIN]", help="Training data, as of --train.")),
+        parameter("model", str | None, typer.Argument(metavar="MODEL", help="A local folder or a Hub name.")),
+        parameter("data", str | None, typer.Argument(metavar="TRAIN", help="Training data, as of --train.")),
         parameter("train", str | None, typer.Option("--train", "-t", help="Training data: CSV, TSV, JSON lines, "
                    "Parquet, CoNLL, SQuAD JSON or text; for vectors also several as name=file,name=file.")),
         parameter("eval", str | None, typer.Option("--eval", help="Held-out data, evaluated after each epoch: a file, "

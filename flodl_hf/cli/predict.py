@@ -19,6 +19,7 @@ import typer
 from flodl.errors import ConfigError, printable
 from flodl_hf.checkpoints.weights.early import beginning
 from flodl_hf.cli.choices import AggregationWord, FaultWord, Head
+from flodl_hf.cli.command import OnceCommand
 from flodl_hf.cli.options import (
     Device,
     Devices,
@@ -35,6 +36,7 @@ from flodl_hf.cli.options import (
 )
 from flodl_hf.cli.path_checks import check_places
 from flodl_hf.cli.shared import (
+    HelpAll,
     Json,
     Local,
     Model,
@@ -63,7 +65,7 @@ def _answer_option(*names: str, says: str, **more: Any) -> Any:
     return typer.Option(*names, help=says, rich_help_panel="Answers", **more)
 
 
-Text = Annotated[list[str] | None, typer.Argument(metavar="[TEXT]...", help="Texts; none reads lines from stdin.")]
+Text = Annotated[list[str] | None, typer.Argument(metavar="TEXT", help="Texts; none reads lines from stdin.")]
 Question = Annotated[str | None, _answer_option("--question", "-q", says="The question, for question answering.")]
 Query = Annotated[
     str | None, _answer_option("--query", says="Order texts by how well they fit this, with a model of one label.")
@@ -119,6 +121,15 @@ Keep = Annotated[
 ]
 
 
+class Command(OnceCommand):
+    """The command, with a short help."""
+
+    rare = frozenset((
+        "strict", "batch_invariant", "weights", "header", "input_format", "pair_column", "question_column",
+        "context_column", "query_column", "page", "part_rows", "revision", "keep",
+    ))  # fmt: skip
+
+
 @reporting
 def command(
     model: Model,
@@ -155,6 +166,7 @@ def command(
     revision: Revision = None,
     local_files_only: Local = False,
     json_output: Json = False,
+    help_all: HelpAll = False,
 ) -> None:
     """Predict from texts, from the lines of standard input, or from a file (--in) to a file (--out).
 

@@ -26,7 +26,7 @@ CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": False, "he
 def command(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="The command; without it all are listed.")] = None,
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="Passed on; they override the preset.")
+        list[str] | None, typer.Argument(metavar="ARGUMENT", help="Passed on; they override the preset.")
     ] = None,
     env: Annotated[str | None, typer.Option("--env", help="Override with flodl-hf.ENV.yaml.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the command and the origin of each value.")] = False,

@@ -14,7 +14,7 @@ from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporti
 def command(
     model: Model,
     query: Annotated[
-        list[str] | None, typer.Argument(metavar="[QUERY]...", help="Queries; none reads lines from stdin.")
+        list[str] | None, typer.Argument(metavar="QUERY", help="Queries; none reads lines from stdin.")
     ] = None,
     corpus: Annotated[str, typer.Option("--in", "-i", help="File of the texts to search.")] = ...,  # type: ignore[assignment]
     vectors: Annotated[

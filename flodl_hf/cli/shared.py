@@ -23,6 +23,7 @@ from flodl_hf.cli.path_checks import check_places
 from flodl_hf.cli.streams import NO_ROOM, encodable, lost
 
 __all__ = [
+    "HelpAll",
     "Json",
     "Local",
     "Model",
@@ -47,6 +48,7 @@ Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A local folder or a Hub name: owner/name or owner/name@revision.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+HelpAll = Annotated[bool, typer.Option("--help-all", help="Show all options and exit.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")]
 Local = Annotated[bool, typer.Option("--local-files-only", help="Open no connection; use only local files.")]
 

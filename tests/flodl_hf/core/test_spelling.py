@@ -16,7 +16,7 @@ typer_testing = pytest.importorskip("typer.testing")
 
 from flodl_hf.cli import export, finetune, predict  # noqa: E402
 from flodl_hf.cli.app import app  # noqa: E402
-from flodl_hf.cli.duplicate_options import names_given  # noqa: E402
+from flodl_hf.cli.command import names_given  # noqa: E402
 from flodl_hf.cli.error_text import in_options, option_names  # noqa: E402
 
 SPELLED = [

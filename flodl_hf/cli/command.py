@@ -1,10 +1,11 @@
-"""Commands with option aliases: conflicting values raise an error instead of the last one winning."""
+"""The class of all commands: conflicting values of one option raise an error, and --help-all shows all options."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, ClassVar
 
 import typer
 from typer.core import TyperCommand
@@ -13,7 +14,28 @@ __all__ = ["OnceCommand", "names_given"]
 
 
 class OnceCommand(TyperCommand):
-    """A command that takes each option under one name."""
+    """A command that takes each option under one name.
+
+    Attributes:
+        rare: names of parameters that ``--help`` leaves out and ``--help-all`` shows.
+    """
+
+    rare: ClassVar[frozenset[str]] = frozenset()
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments and the options in their groups; no name is cut, however narrow the terminal is."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            named = getattr(parameter, "rich_help_panel", None)
+            group = named or ("Options" if parameter.param_type_name == "option" else "Arguments")
+            if (record := parameter.get_help_record(ctx)) is not None:
+                names, text = record
+                # The description of an option with many choices lists them.
+                names = names if len(names) < formatter.width - 2 else re.sub("<.*>", "<word>", names)
+                groups.setdefault(group, []).append((names, text))
+        for group, rows in groups.items():
+            with formatter.section(group):
+                formatter.write_dl(rows)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse arguments.
@@ -22,6 +44,9 @@ class OnceCommand(TyperCommand):
             typer.BadParameter: one option is given under two names, with different values.
         """
         options: list[Any] = self.params
+        for option in options:
+            option.hidden = (option.hidden or option.name in self.rare) and "--help-all" not in args
+        args = ["--help"] if "--help-all" in args else args
         for option in options:
             said = names_given(option, args)
             if len({name for name, _ in said}) > 1 and len({value for _, value in said}) > 1:
