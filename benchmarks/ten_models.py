@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from benchmarks.graph_overhead import align, scaled_mad
 from benchmarks.models import MODELS, Model
 from flodl.memory import process_memory
-from flodl.train import OptimizerFactory, Trainer, Warned
+from flodl.train import Trainer, Warned
+from flodl.train.optim.optimizers import OptimizerFactory
 
 BATCHES = 50
 WARM_UP = 3

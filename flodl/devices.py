@@ -17,19 +17,10 @@ from torch.nn import functional as F
 from flodl.errors import DeviceError, nearest
 
 __all__ = [
-    "all_devices",
-    "best_device",
-    "cuda_count",
-    "default_device",
-    "described",
     "find_device",
     "hardware_summary",
-    "parse_device",
-    "pick_device",
     "probe_device",
-    "training_devices",
     "usable_devices",
-    "why_no_cuda",
 ]
 
 Devices = int | str | Sequence[str | torch.device]

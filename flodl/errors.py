@@ -38,11 +38,6 @@ __all__ = [
     "TrainError",
     "TrainInterrupted",
     "UnsafeFileError",
-    "capped",
-    "nearest",
-    "printable",
-    "shown",
-    "visible",
 ]
 
 

@@ -13,23 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flodl.errors import CheckpointError, printable
-from flodl.system import lock, read_at, read_vectors_at, sync_folder
-
-__all__ = [
-    "POINTER_ADVICE",
-    "SEAL",
-    "is_pointer",
-    "lock",
-    "make_folders",
-    "open_regular",
-    "read_at",
-    "read_regular",
-    "read_vectors_at",
-    "seal",
-    "sync_folder",
-    "unseal",
-    "write_atomically",
-]
+from flodl.system import lock, sync_folder
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 POINTER_ADVICE = "found a git-lfs pointer, expected the file itself. Run `git lfs pull` in its folder."

@@ -7,8 +7,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["gc_frozen", "gc_paused"]
-
 _LOCK = threading.Lock()
 _PAUSES: set[int] = set()
 _WAS_ENABLED = False

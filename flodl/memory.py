@@ -12,13 +12,7 @@ import torch
 
 from flodl.devices import find_device
 
-__all__ = [
-    "MemoryUse",
-    "available_memory",
-    "device_memory",
-    "live_tensors",
-    "process_memory",
-]
+__all__ = ["device_memory", "live_tensors", "process_memory"]
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,6 @@ from typing import Any, Self, TextIO
 
 from flodl.verbosity import Verbosity, verbosity
 
-__all__ = ["Progress", "clock", "count", "figures_of", "in_words", "is_wanted", "worded"]
-
 _WORDING: ContextVar[Callable[[str], str]] = ContextVar("_WORDING", default=str)
 
 AFTER_S = 1.0

@@ -23,8 +23,6 @@ from flodl.errors import CheckpointError, capped, printable
 from flodl.files import POINTER_ADVICE, is_pointer, open_regular
 from flodl.system import read_at
 
-__all__ = ["name_fault", "read_header"]
-
 _NUMBERS = "U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ F4 F6_E2M3 F6_E3M2"
 _WIDER = "I16 U16 F16 BF16 I32 U32 F32 I64 U64 F64 C64"
 DTYPE_BITS: Mapping[str, int] = {

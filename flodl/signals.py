@@ -10,8 +10,6 @@ from typing import Any, NoReturn
 
 from flodl.errors import TrainInterrupted
 
-__all__ = ["StopSignals"]
-
 REPEAT_S = 1.0
 """Two signals within this time count as one: a launcher forwards Ctrl-C to ranks that the terminal signals too."""
 

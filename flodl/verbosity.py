@@ -19,7 +19,7 @@ from enum import IntEnum
 
 from flodl.errors import ConfigError, nearest
 
-__all__ = ["Verbosity", "parsed", "set_verbosity", "verbosity"]
+__all__ = ["set_verbosity"]
 
 VARIABLE = "FLODL_VERBOSITY"
 

@@ -18,7 +18,8 @@ from benchmarks.ddp.builtin import normalize_cifar10
 from benchmarks.ddp.data import Split, digits, photographs, text
 from benchmarks.ddp.models import changed, small
 from flodl.data import TensorRows
-from flodl.train import Loss, OptimizerFactory, adamw
+from flodl.train import Loss, adamw
+from flodl.train.optim.optimizers import OptimizerFactory
 from flodl.train.schedule import Cosine, MultiStep, Warmup
 
 __all__ = ["CASES", "Case", "bert", "small"]

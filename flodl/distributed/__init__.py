@@ -3,8 +3,8 @@
 Built on `torch.distributed`, under torchrun or with our own launcher. Loops, losses and files belong to `flodl.train`.
 """
 
-from flodl.distributed.cadence import DivergenceGuard, ElChe
+from flodl.distributed.cadence import ElChe
 from flodl.distributed.group import Ranks, join_ranks
-from flodl.distributed.launch import Crew, RankError, launch
+from flodl.distributed.launch import RankError, launch
 
-__all__ = ["Crew", "DivergenceGuard", "ElChe", "RankError", "Ranks", "join_ranks", "launch"]
+__all__ = ["ElChe", "RankError", "Ranks", "join_ranks", "launch"]

@@ -3,7 +3,6 @@
 from flodl.graph.flow import FlowBuilder
 from flodl.graph.graph import Graph
 from flodl.graph.loops import TraceEmit, forward_via_step
-from flodl.graph.nodes import Fault
 from flodl.graph.picture import Heat, dot, svg
 from flodl.graph.routers import (
     ArgmaxSelector,
@@ -16,18 +15,15 @@ from flodl.graph.routers import (
     StateAdd,
     ThresholdHalt,
 )
-from flodl.graph.tree import PathKind, parts_at
 
 __all__ = [
     "ArgmaxSelector",
-    "Fault",
     "FixedSelector",
     "FlowBuilder",
     "GaussianBlur",
     "Graph",
     "Heat",
     "LearnedHalt",
-    "PathKind",
     "Reshape",
     "SigmoidRouter",
     "SoftmaxRouter",
@@ -36,6 +32,5 @@ __all__ = [
     "TraceEmit",
     "dot",
     "forward_via_step",
-    "parts_at",
     "svg",
 ]

@@ -29,7 +29,7 @@ from flodl.graph.source import compile_forward, forward_source
 from flodl.graph.tree import PathKind, part_at
 
 if TYPE_CHECKING:
-    from flodl.checkpoint import LoadReport
+    from flodl.checkpoint.loading import LoadReport
     from flodl.monitor.observer import Observer
     from flodl.monitor.trend import Trend, TrendGroup
 

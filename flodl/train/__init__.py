@@ -7,31 +7,25 @@ events to subscribe to, optimiser factories and parameter groups. How ranks shar
 To read it: `settings`, `trainer`, `parts` (what a run consists of), `loop`; then `step`.
 """
 
-from flodl.train.builder import TrainerBuilder
 from flodl.train.callback import Callback
-from flodl.train.console import ShowProgress
-from flodl.train.evaluate import RankedEval
 from flodl.train.events import (
     Decided,
     EpochMetrics,
     EvalDone,
     Event,
-    Events,
     Observed,
     RunDone,
     RunStarted,
     Saved,
     SaveFailed,
     StepDone,
-    Subscriber,
     Synced,
     Warned,
 )
-from flodl.train.handle import Handle, RankStatus, Trained
+from flodl.train.handle import Trained
 from flodl.train.loss import Loss
-from flodl.train.optim.ema import Ema, WeightAverage
-from flodl.train.optim.optimizers import OptimizerFactory, adamw, layerwise_decay, parameter_groups, sgd
-from flodl.train.pre_run import Rehearsal
+from flodl.train.optim.ema import Ema
+from flodl.train.optim.optimizers import adamw, layerwise_decay, parameter_groups, sgd
 from flodl.train.precision import Precision
 from flodl.train.profiling import Profiler
 from flodl.train.rate_search import RateSearch
@@ -39,39 +33,25 @@ from flodl.train.replicas import Replicas
 from flodl.train.rules import Rule, freeze_when, set_rate, stop_when, thaw_when
 from flodl.train.settings import Settings
 from flodl.train.snapshots import ModelSnapshot
-from flodl.train.step import Step, StepResult
+from flodl.train.step import Step
 from flodl.train.trackers import (
-    CsvTracker,
-    JsonLinesTracker,
-    MlflowTracker,
-    TensorBoardTracker,
     Tracker,
-    WandbTracker,
 )
 from flodl.train.trainer import Trainer
 
 __all__ = [
     "Callback",
-    "CsvTracker",
     "Decided",
     "Ema",
     "EpochMetrics",
     "EvalDone",
     "Event",
-    "Events",
-    "Handle",
-    "JsonLinesTracker",
     "Loss",
-    "MlflowTracker",
     "ModelSnapshot",
     "Observed",
-    "OptimizerFactory",
     "Precision",
     "Profiler",
-    "RankStatus",
-    "RankedEval",
     "RateSearch",
-    "Rehearsal",
     "Replicas",
     "Rule",
     "RunDone",
@@ -79,20 +59,13 @@ __all__ = [
     "SaveFailed",
     "Saved",
     "Settings",
-    "ShowProgress",
     "Step",
     "StepDone",
-    "StepResult",
-    "Subscriber",
     "Synced",
-    "TensorBoardTracker",
     "Tracker",
     "Trained",
     "Trainer",
-    "TrainerBuilder",
-    "WandbTracker",
     "Warned",
-    "WeightAverage",
     "adamw",
     "freeze_when",
     "layerwise_decay",

@@ -155,11 +155,6 @@ class EvalDone(Event):
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
-def figures_in(evaluation: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures of a record of `Past.evaluations`."""
-    return {name: value for name, value in evaluation.items() if name not in ("step", "epoch", "details")}
-
-
 @dataclass(frozen=True, kw_only=True)
 class EpochMetrics(Event):
     """Figures of an epoch over all ranks: means weighted by count, times in milliseconds.

@@ -26,7 +26,6 @@ __all__ = [
     "MultiStep",
     "OneCycle",
     "Plateau",
-    "Schedule",
     "StepDecay",
     "Warmup",
 ]

@@ -70,12 +70,8 @@ MODULES = (
     "flodl.devices",
     "flodl.memory",
     "flodl.losses",
-    "flodl.files",
-    "flodl.safetensors_header",
-    "flodl.progress",
     "flodl.verbosity",
-    "flodl.garbage_collection",
-    "flodl.signals",
+    "flodl.background",
     "flodl.errors",
 )
 """Public modules: names in their ``__all__`` are documented. The first module that has an object documents it."""

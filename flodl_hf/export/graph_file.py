@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flodl.checkpoint import Checkpoint, load_tensors
+from flodl.checkpoint import load_tensors
+from flodl.checkpoint.files import Checkpoint
 from flodl.errors import CheckpointError, capped, printable
 from flodl_hf.checkpoints.config.file import MAX_CONFIG_BYTES
 from flodl_hf.checkpoints.config.model_config import ModelConfig, read_config_file

@@ -10,13 +10,17 @@ from typing import Any
 from torch import nn
 
 from flodl.errors import CheckpointError
-from flodl.train.events import figures_in
 from flodl.train.optim.ema import averaged_state
 from flodl.train.saving.judged import judged, signed
 from flodl.train.saving.reading import read_checkpoint
 from flodl.train.saving.state import load_model, model_state
 
-__all__ = ["Best", "take_best"]
+__all__ = ["Best", "figures_in", "take_best"]
+
+
+def figures_in(evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a record of `flodl.train.events.Past.evaluations`."""
+    return {name: value for name, value in evaluation.items() if name not in ("step", "epoch", "details")}
 
 
 class Best:

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flodl.data import Batch, Where
-from flodl.distributed.group import Ranks
+from flodl.distributed import Ranks
 from flodl.distributed.sharded import is_sharded
 from flodl.distributed.shares import deal
 from flodl.errors import ConfigError, nearest
 from flodl.metrics import merged
-from flodl.train.precision import Precision
+from flodl.train import Precision
 from flodl_hf.training.eval_predictions import EvalPredictions
 from flodl_hf.training.generator import JointObjective
 from flodl_hf.training.pairs import PretrainingObjective

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flodl.errors import ConfigError, GraphPathError, capped
-from flodl.graph import parts_at
+from flodl.graph.tree import parts_at
 from flodl.train import Callback
 
 if TYPE_CHECKING:

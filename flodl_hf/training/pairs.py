@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl.data import Rng
+from flodl.data.rng import Rng
 from flodl.errors import DataError, capped
 from flodl.metrics import Classification, Metric
 from flodl.train import Loss

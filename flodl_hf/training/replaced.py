@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flodl.data import Rng, Where
+from flodl.data import Where
+from flodl.data.rng import Rng
 from flodl.errors import DataError, capped
 from flodl.metrics import Classification
 from flodl_hf.readers.columns import Columns, infer_columns

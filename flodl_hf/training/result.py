@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from flodl.errors import TrainError
 from flodl.progress import clock, count
-from flodl.train.events import figures_in
+from flodl_hf.training.best import figures_in
 from flodl_hf.training.factory import cast_stored
 
 if TYPE_CHECKING:

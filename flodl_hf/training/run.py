@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from flodl.errors import TrainError, TrainInterrupted, printable, visible
 from flodl.progress import in_words, is_wanted
-from flodl.train import Callback, EpochMetrics, EvalDone, RunDone, RunStarted, StepDone, Warned
-from flodl.train.events import Past, figures_in
+from flodl.train import Callback, EpochMetrics, EvalDone, RunDone, RunStarted, StepDone, Tracker, Warned
+from flodl.train.events import Past
 from flodl.train.saving.reading import list_checkpoints
-from flodl.train.trackers import Tracker, make_tracker
+from flodl.train.trackers import make_tracker
 from flodl_hf.checkpoints.saving.publish import GENERATOR, check_space, is_model_file
 from flodl_hf.errors import ExportError
 from flodl_hf.models.adapters.write import contents_of
@@ -34,7 +34,7 @@ from flodl_hf.models.saving import write_contents
 from flodl_hf.readers.path_checks import path_fault
 from flodl_hf.training.arguments import read_arguments
 from flodl_hf.training.batch_size import as_before
-from flodl_hf.training.best import Best, take_best
+from flodl_hf.training.best import Best, figures_in, take_best
 from flodl_hf.training.card import papers
 from flodl_hf.training.data import is_several
 from flodl_hf.training.eval_predictions import EvalPredictions

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flodl.errors import ConfigError, TrainInterrupted
-from flodl.train import Callback, Ema, Profiler, Trainer, adamw, parameter_groups, sgd
-from flodl.train.optim.optimizers import layerwise_decay
+from flodl.train import Callback, Ema, Profiler, Trainer, adamw, layerwise_decay, parameter_groups, sgd
 from flodl_hf.inference.graph_model.model import GraphModel
 from flodl_hf.training.factory import FixedModel, ModelFactory, checkpoint_layers, restore_layers, set_dropout, take
 from flodl_hf.training.fingerprint import fingerprint_of

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flodl.data import Rng
+from flodl.data.rng import Rng
 from flodl.errors import DataError
 from flodl_hf.tokenization.alignment import (
     IGNORE,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from flodl.data import Rng
+from flodl.data.rng import Rng
 from flodl.errors import DataError
 from flodl_hf.tokenization.alignment.tags import IGNORE
 

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flodl.data import EpochPlan, Rng, digest
+from flodl.data.batches import EpochPlan
+from flodl.data.rng import Rng
+from flodl.data.samplers import digest
 
 __all__ = ["TextBatches"]
 

@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flodl.data import Rng, Where
+from flodl.data import Where
+from flodl.data.rng import Rng
 from flodl.train import Loss
 from flodl_hf.nn.layout.buckets import round_up
 from flodl_hf.tokenization.alignment import IGNORE

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flodl.checkpoint import Checkpoint, load_into, load_tensors, migrate_checkpoint, save_tensors
+from flodl.checkpoint import load_into, load_tensors, migrate_checkpoint, save_tensors
+from flodl.checkpoint.files import Checkpoint
 from flodl.errors import CheckpointError
 
 A, B = "aa" * 32, "bb" * 32

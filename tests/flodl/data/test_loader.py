@@ -23,8 +23,8 @@ from flodl.data import (
     SequentialSampler,
     TensorRows,
     TokenBudgetBatches,
-    collate_rows,
 )
+from flodl.data.collate import collate_rows
 from flodl.data.memory import DeviceMemory, clamp_usage, fits, prefetch_depth
 from flodl.data.piece import lay_out
 from flodl.data.stream import Channel, Placement

@@ -5,15 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flodl.data import (
-    EpochPlan,
-    FixedBatches,
-    LengthGroupedBatches,
-    RandomSampler,
-    Rng,
-    SequentialSampler,
-    TokenBudgetBatches,
-)
+from flodl.data import FixedBatches, LengthGroupedBatches, RandomSampler, SequentialSampler, TokenBudgetBatches
+from flodl.data.batches import EpochPlan
+from flodl.data.rng import Rng
 from flodl.errors import DataError
 
 few = settings(max_examples=60, deadline=None)

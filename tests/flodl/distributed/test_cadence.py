@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flodl.distributed import DivergenceGuard, ElChe
+from flodl.distributed import ElChe
+from flodl.distributed.cadence import DivergenceGuard
 from flodl.errors import TrainError
 
 

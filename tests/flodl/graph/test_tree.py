@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flodl import FlowBuilder, Graph, GraphError, GraphPathError, StateAdd
 from flodl.errors import CheckpointError
-from flodl.graph import PathKind, parts_at
+from flodl.graph.tree import PathKind, parts_at
 
 W = 4
 

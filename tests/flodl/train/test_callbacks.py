@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 from flodl.data import TensorRows
 from flodl.distributed.group import join_ranks
 from flodl.errors import TrainError
-from flodl.train import Callback, Ema, EvalDone, Loss, RunStarted, Trainer, WeightAverage, adamw, sgd
-from flodl.train.optim.ema import averaged_state
+from flodl.train import Callback, Ema, EvalDone, Loss, RunStarted, Trainer, adamw, sgd
+from flodl.train.optim.ema import WeightAverage, averaged_state
 from flodl.train.route import choose_route
 from flodl.train.saving.reading import list_checkpoints, read_checkpoint
 

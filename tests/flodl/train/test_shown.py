@@ -12,7 +12,8 @@ from torch.nn.functional import mse_loss
 
 from flodl.data import TensorRows
 from flodl.progress import Progress
-from flodl.train import EvalDone, RunDone, RunStarted, ShowProgress, StepDone, Trainer, sgd
+from flodl.train import EvalDone, RunDone, RunStarted, StepDone, Trainer, sgd
+from flodl.train.console import ShowProgress
 
 torch.set_num_threads(1)
 

@@ -12,7 +12,8 @@ from finetune_tables import sentences
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl.data import Rng, Where
+from flodl.data import Where
+from flodl.data.rng import Rng
 from flodl.errors import ConfigError
 from flodl_hf import load
 from flodl_hf.auto import head_named

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from flodl.errors import CheckpointError
-from flodl.files import read_vectors_at
+from flodl.system import read_vectors_at
 
 __all__ = ["Extent", "cut", "fill", "usable_cpus"]
 

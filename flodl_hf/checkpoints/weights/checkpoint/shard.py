@@ -12,8 +12,8 @@ from typing import Protocol
 from torch import Tensor
 
 from flodl.errors import CheckpointError, capped, printable
-from flodl.files import read_at
 from flodl.safetensors_header import read_header
+from flodl.system import read_at
 
 from .manifest import DTYPES, SourceFile
 from .parallel_read import Extent

@@ -11,7 +11,7 @@ import struct
 from typing import NamedTuple, NoReturn
 
 from flodl.errors import CheckpointError, printable
-from flodl.files import read_at
+from flodl.system import read_at
 
 __all__ = ["Member", "stored_members"]
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from flodl.errors import CheckpointError, capped, printable
-from flodl.files import read_at
+from flodl.system import read_at
 
 from .archive import Member
 

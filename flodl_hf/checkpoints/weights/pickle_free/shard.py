@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from flodl.errors import CheckpointError, printable
-from flodl.files import POINTER_ADVICE, is_pointer, open_regular, read_at
+from flodl.files import POINTER_ADVICE, is_pointer, open_regular
+from flodl.system import read_at
 from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPES
 from flodl_hf.checkpoints.weights.checkpoint.parallel_read import Extent
 from flodl_hf.checkpoints.weights.checkpoint.read import map_extents, read_extents
