@@ -12,7 +12,6 @@ import contextlib
 import json
 import math
 import time
-from collections import Counter
 from itertools import accumulate
 from typing import Any
 
@@ -43,7 +42,7 @@ class RankActivity(Callback):
         samples = self.path is not None and not ranks.local_rank
         self.timeline = trainer.timeline = Timeline(ranks.rank, read=Resources().read if samples else None)
         self._trainer, self._shares = trainer, trainer.policy.shares_gradients and not ranks.solo
-        self._sums: Counter[str] = Counter()
+        self._sums: dict[str, float] = {}
         self._first, self._end, self._sent = math.inf, -math.inf, time.monotonic()
         self._begun = 0.0
         self._steps: list[StepDone] = []
@@ -110,7 +109,7 @@ class RankActivity(Callback):
     def _add_to_lane(self, span: dict[str, Any]) -> None:
         """Add a span without what overlaps the one before."""
         for kind, begin, end in lane_spans(span, self._end):
-            self._sums[kind] += end - begin
+            self._sums[kind] = self._sums.get(kind, 0.0) + end - begin
             self._first, self._end = min(self._first, begin), end
 
     def _send(self, *, at_once: bool = False) -> None:
@@ -125,7 +124,7 @@ class RankActivity(Callback):
             spans = tuple(zip(self._sums, ends, ends[1:], strict=False))
             device = ranks.device
             name = f"{device}, {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
-            self._sums, self._first = Counter(), math.inf
+            self._sums, self._first = {}, math.inf
             if ranks.rank == 0:
                 self._emit(0, spans, name)
             elif ranks.pipe is not None:

@@ -107,6 +107,7 @@ def test_the_text_omits_defaults_and_the_reason_has_the_values():
     assert both.why(now) == "loss is 0.25 and 1 epochs are done"
     assert (above("loss", 1) | below("loss", 0.3)).why(now) == "loss is 0.25"
     assert both.names == ["loss"]
+    assert both.renamed({"loss": "dev/loss"}) == below("dev/loss", 0.3) & after_epochs(1)
 
 
 TEXTS_WITH_FAULTS = [
