@@ -46,6 +46,10 @@ def command(
             "--http-processes", help="HTTP processes on one port; use several for many small requests.", min=1
         ),
     ] = 1,
+    served_model_name: Annotated[
+        str | None,
+        typer.Option("--served-model-name", help="Name of the only model; requests may use any name then."),
+    ] = None,
     precision: Annotated[PrecisionWord | None, typer.Option(help="Default: the type of the weights.")] = None,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="Results do not depend on other requests, bit for bit; slower.")
@@ -115,6 +119,7 @@ def command(
         host=host,
         port=port,
         head=head,
+        served_model_name=served_model_name,
         here=lambda url: say(f"ready: {url}", always=True),
         devices=tuple(device or ["auto"]),
         workers=workers,

@@ -36,6 +36,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8080,
     head: str = "auto",
+    served_model_name: str | None = None,
     here: Callable[[str], None] | None = None,
     **settings: Any,
 ) -> None:
@@ -46,6 +47,8 @@ def serve(
         host: address to listen on; "0.0.0.0" is all interfaces.
         port: port to listen on; 0 selects a free one.
         head: task for which models are loaded; "auto" uses the task of each folder.
+        served_model_name: the name of the only model, in ``/v1/models`` and in responses; default: the last part of its
+            path. Requests may use any name if one model is served.
         here: called with the server's URL as soon as all models are warm and requests are answered.
         **settings: fields of `Settings`.
 
@@ -55,7 +58,7 @@ def serve(
         DeviceError: the address cannot be bound.
     """
     running = _needed()
-    running.run(_settings(models, head, settings), host, port, here or (lambda url: None))
+    running.run(_settings(models, head, settings, served_model_name), host, port, here or (lambda url: None))
 
 
 @contextmanager
@@ -80,9 +83,11 @@ def serving(
         yield url
 
 
-def _settings(models: str | Served | Iterable[str | Served], head: str, options: dict[str, Any]) -> Settings:
+def _settings(
+    models: str | Served | Iterable[str | Served], head: str, options: dict[str, Any], name: str | None = None
+) -> Settings:
     listed = [models] if isinstance(models, (str, Served)) else models
-    settings = Settings(models=served(listed, head), **options)
+    settings = Settings(models=served(listed, head, name), **options)
     for model in settings.models:
         expect_place(model.source)
         expect_tokenizer(model.source, "serve")

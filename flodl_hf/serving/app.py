@@ -28,11 +28,11 @@ from flodl_hf.serving.endpoint import (
     send_error,
     send_response,
 )
-from flodl_hf.serving.http_errors import RefusedError
+from flodl_hf.serving.http_errors import RefusedError, Style, error_response
 from flodl_hf.serving.metrics import Metrics
 from flodl_hf.serving.openapi import below_model, openapi
 from flodl_hf.serving.routes import ROUTES
-from flodl_hf.serving.routes.route import AppState, CollectMetrics
+from flodl_hf.serving.routes.route import AppState, CollectMetrics, model_named
 from flodl_hf.serving.settings import Settings
 from flodl_hf.serving.shared_counters import SharedCounters
 from flodl_hf.serving.traces import Traces
@@ -47,6 +47,19 @@ _CSP = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "frame-ancestors 'none'"
 )
+
+# Browsers load the page's script from this address, as FastAPI's page does.
+_SWAGGER_URL = "https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/"
+_DOCS_CSP = (
+    f"default-src 'none'; style-src 'unsafe-inline' {_SWAGGER_URL}; script-src 'unsafe-inline' {_SWAGGER_URL}; "
+    "img-src data:; connect-src 'self'; frame-ancestors 'none'"
+)
+_SWAGGER = f"""<!doctype html>
+<html><head><meta charset="utf-8"><title>flodl-hf serve</title>
+<link rel="stylesheet" href="{_SWAGGER_URL}swagger-ui.css"></head>
+<body><div id="page"></div><script src="{_SWAGGER_URL}swagger-ui-bundle.js"></script>
+<script>SwaggerUIBundle({{url: "openapi.json", dom_id: "#page"}})</script></body></html>
+""".encode()
 
 
 def create_app(settings: Settings) -> Starlette:
@@ -178,12 +191,13 @@ async def _not_found(request: Any, fault: Any) -> Any:
     from starlette.responses import Response
 
     path, headers = request.url.path[:200], dict(fault.headers or {})
+    style: Style = "openai" if path.startswith("/v1/") else "cohere" if path.startswith("/v2/") else "tei"
     if taken := ", ".join(sorted(filter(None, headers.get("Allow", "").split(", ")))):
         said = f"{path}: found method {request.method}, expected {taken}"
     else:
         hint = nearest(path, [route.path for route in ROUTES])
         said = f"{request.method} {path}: no such route{hint}; see /openapi.json"
-    body = {"error": said, "error_type": "Validation"}
+    _, body, _ = error_response(RefusedError(said, "path"), style)
     return Response(as_json(body), status_code=fault.status_code, headers=headers, media_type="application/json")
 
 
@@ -200,13 +214,14 @@ class _StatusPage:
         try:
             if not self.public:
                 check_key(self.state, Headers(scope))
-            found = self.what()
+            found = self.what(**scope.get("path_params", {}))
             status, body = found if isinstance(found, tuple) else await found
         except RefusedError as fault:
-            await send_error(send, fault, "tei")
+            await send_error(send, fault, "openai" if scope["path"].startswith("/v1/") else "tei")
             return
         data = body if isinstance(body, bytes) else as_json(body)
-        headers = {"content-security-policy": _CSP, "referrer-policy": "no-referrer"} if "html" in self.kind else {}
+        policy = _DOCS_CSP if scope["path"] == "/docs" else _CSP
+        headers = {"content-security-policy": policy, "referrer-policy": "no-referrer"} if "html" in self.kind else {}
         await send_response(send, status, self.kind, data, encoded(headers))
 
 
@@ -238,7 +253,10 @@ def _status_routes(state: AppState) -> list[Route]:
         metrics.set("flodl_ready", float(workers.ready))
         return 200, metrics.text().encode()
 
-    text = "text/plain; version=0.0.4; charset=utf-8"
+    text, html = "text/plain; version=0.0.4; charset=utf-8", "text/html; charset=utf-8"
+
+    def one_model(name: str) -> tuple[int, Any]:
+        return 200, _model(model_named(state.workers.models, name), state)
 
     def described() -> tuple[int, Any]:
         pages = [(path, summary, page.public) for path, summary, page in listed]
@@ -252,14 +270,16 @@ def _status_routes(state: AppState) -> list[Route]:
         ("/metrics", "metrics in Prometheus' text format", _StatusPage(state, metrics_text, text)),
         ("/info", "models, limits and version", _StatusPage(state, lambda: (200, _info(state)), public=False)),
         ("/v1/models", "served models", _StatusPage(state, lambda: (200, _models(state)), public=False)),
+        ("/v1/models/{name}", "one served model", _StatusPage(state, one_model, public=False)),
         ("/openapi.json", "this document", _StatusPage(state, described)),
+        ("/docs", "Swagger page of this document", _StatusPage(state, lambda: (200, _SWAGGER), html)),
         (
             "/",
             "HTML page to try each model",
-            _StatusPage(state, lambda: (200, _page(state.workers.models)), "text/html; charset=utf-8"),
+            _StatusPage(state, lambda: (200, _page(state.workers.models)), html),
         ),
     ]
-    return [Route(path, page, methods=["GET"]) for path, _, page in listed]
+    return [Route(path.replace("{name}", "{name:path}"), page, methods=["GET"]) for path, _, page in listed]
 
 
 @cache
@@ -275,11 +295,12 @@ def _page(models: Mapping[str, dict[str, Any]]) -> bytes:
 
 
 def _models(state: AppState) -> dict[str, Any]:
-    data = [
-        {"id": name, "object": "model", "created": 0, "owned_by": "flodl-hf", "parent": info.get("base"), **info}
-        for name, info in state.workers.models.items()
-    ]
-    return {"object": "list", "data": data}
+    return {"object": "list", "data": [_model(name, state) for name in state.workers.models]}
+
+
+def _model(name: str, state: AppState) -> dict[str, Any]:
+    info = state.workers.models[name]
+    return {"id": name, "object": "model", "created": 0, "owned_by": "flodl-hf", "parent": info.get("base"), **info}
 
 
 def _info(state: AppState) -> dict[str, Any]:
@@ -295,6 +316,7 @@ def _info(state: AppState) -> dict[str, Any]:
         kind = {"reranker" if "rerank" in info["tasks"] else "classifier": labels}
     return {
         "model_id": name,
+        "served_model_name": name,
         "model_sha": None,
         "model_dtype": settings.precision or info["dtype"],
         "model_type": kind,

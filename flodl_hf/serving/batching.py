@@ -169,6 +169,8 @@ class Batcher:
         if not len(table):
             return pending
         ends = np.cumsum(table.lengths)
+        if not request.rows:
+            request.tokenized_s = time.perf_counter() - request.started
         request.rows += len(table)
         request.longest = max(request.longest, int(table.lengths.max()))
         request.tokens += int(ends[-1])

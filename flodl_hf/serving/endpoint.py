@@ -272,6 +272,7 @@ class Endpoint:
             (b"x-compute-characters", b"%d" % request.characters),
             (b"x-compute-tokens", b"%d" % request.tokens),
             (b"x-total-time", ms),
+            (b"x-tokenization-time", b"%.1f" % (request.tokenized_s * 1000)),
             (b"x-queue-time", b"%.1f" % (request.waited_s * 1000)),
             (b"x-inference-time", b"%.1f" % (request.inferred_s * 1000)),
             (b"x-flodl-windows", b"%d" % request.windows),

@@ -24,6 +24,7 @@ _KINDS: dict[str, tuple[int, int, str, str]] = {
     "empty": (400, 400, "Empty", "invalid_request_error"),
     "tokenizer": (422, 400, "Tokenizer", "invalid_request_error"),
     "refused": (422, 400, "Validation", "invalid_request_error"),
+    "path": (404, 404, "Validation", "invalid_request_error"),
     "model": (404, 404, "Validation", "invalid_request_error"),
     "head": (424, 400, "Backend", "invalid_request_error"),
     "accept": (406, 406, "Validation", "invalid_request_error"),

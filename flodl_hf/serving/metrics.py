@@ -23,6 +23,7 @@ _KNOWN: dict[str, tuple[str, str, Sequence[float]]] = {
     "te_request_success": ("counter", "successful requests", ()),
     "te_request_failure": ("counter", "failed requests, by error", ()),
     "te_request_duration": ("histogram", "seconds from a request's headers to its response", SECONDS),
+    "te_request_tokenization_duration": ("histogram", "seconds of a request's tokenization", SECONDS),
     "te_request_queue_duration": ("histogram", "seconds in which a request waited for its batch", SECONDS),
     "te_request_inference_duration": ("histogram", "seconds of a request in the worker after the queue", SECONDS),
     "te_request_input_length": ("histogram", "tokens of a request", SIZES),

@@ -24,11 +24,6 @@ def openapi(routes: Sequence[Route], pages: Sequence[tuple[str, str, bool]], *, 
     from flodl_hf.checkpoints.version import own_version
 
     paths: dict[str, Any] = {route.path: {"post": _operation(route)} for route in routes}
-    for path, summary, public in pages:
-        described: dict[str, Any] = {"summary": summary, "responses": {"200": {"description": summary}}}
-        if keys and public:
-            described["security"] = []
-        paths.setdefault(path, {})["get"] = described
     name = {
         "name": "name",
         "in": "path",
@@ -36,6 +31,13 @@ def openapi(routes: Sequence[Route], pages: Sequence[tuple[str, str, bool]], *, 
         "description": "name of a served model",
         "schema": {"type": "string"},
     }
+    for path, summary, public in pages:
+        described: dict[str, Any] = {"summary": summary, "responses": {"200": {"description": summary}}}
+        if "{name}" in path:
+            described["parameters"] = [name]
+        if keys and public:
+            described["security"] = []
+        paths.setdefault(path, {})["get"] = described
     for route in routes:
         operation = _operation(route)
         operation |= {"operationId": f"model_{operation['operationId']}", "parameters": [name]}

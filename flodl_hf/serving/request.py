@@ -103,6 +103,8 @@ class WorkerRequest:
         dropped: truncated tokens.
         truncated: truncated texts.
         waited_s: time in which its rows waited before the first of them ran.
+        started: when its thread started to answer it, by ``time.perf_counter``.
+        tokenized_s: time from ``started`` until its first rows were ready.
         timeline: its timeline if it is traced.
         turn: semaphore that its thread acquires for computation and releases while it waits for a batch.
         read_on: called when the device has its rows, so that another request may be read.
@@ -118,6 +120,8 @@ class WorkerRequest:
     dropped: int = 0
     truncated: int = 0
     waited_s: float = 0.0
+    started: float = 0.0
+    tokenized_s: float = 0.0
     timeline: Timeline | None = None
     turn: Semaphore | None = None
     read_on: Callable[[], None] = _nothing

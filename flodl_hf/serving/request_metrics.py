@@ -97,6 +97,7 @@ class _ModelMetrics:
         self._state, self._model = state, model
         self._seconds = metrics.histogram("flodl_request_seconds", model=model)
         self._texts = metrics.counter("flodl_texts_total", model=model)
+        self._tokenization = metrics.histogram("te_request_tokenization_duration")
         self._queue = metrics.histogram("te_request_queue_duration")
         self._inference = metrics.histogram("te_request_inference_duration")
         self._length = metrics.histogram("te_request_input_length")
@@ -108,6 +109,7 @@ class _ModelMetrics:
     def add(self, request: Request, seconds: float) -> None:
         self._seconds.add(seconds)
         self._texts.value += request.texts
+        self._tokenization.add(request.tokenized_s)
         self._queue.add(request.waited_s)
         self._inference.add(request.inferred_s)
         self._length.add(request.tokens)

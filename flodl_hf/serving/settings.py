@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from flodl.errors import ConfigError
@@ -31,7 +32,8 @@ class Settings:
     """Settings of a server.
 
     Attributes:
-        models: the served models; the server never loads others.
+        models: the served models; the server never loads others. Requests may use any name if there is one model. A
+            model named "*" answers requests with names of no other model.
         devices: devices of the models; "auto" is the best available one.
         workers: worker processes for each device, each with all models. Many small requests occupy the interpreter
             rather than the device. None is two on a GPU with enough memory, otherwise one.
@@ -152,19 +154,33 @@ class Settings:
         }
 
 
-def served(models: Iterable[str | Served], head: str = "auto") -> tuple[Served, ...]:
-    """Return models with names; ``NAME=FOLDER`` sets the name, otherwise it is the source without trailing slashes.
+def served(models: Iterable[str | Served], head: str = "auto", name: str | None = None) -> tuple[Served, ...]:
+    """Return models with names: NAME of ``NAME=FOLDER``, otherwise the last part of the source if it is unique.
 
     Args:
         models: local folders, Hub names, or records.
         head: task of models that are not records.
+        name: name of the only model, as ``NAME=FOLDER`` gives it.
+
+    Raises:
+        ConfigError: a name is given for several models.
     """
+    listed = list(models)
+    if name is not None and len(listed) != 1:
+        raise ConfigError(
+            f"serve: found a served model name for {len(listed)} models, expected one. Name each with NAME=FOLDER."
+        )
     found = []
-    for model in models:
+    for model in listed:
         if isinstance(model, Served):
-            found.append(model)
+            found.append(model if name is None else replace(model, name=name))
             continue
-        name, equal, source = str(model).partition("=")
-        source = source if equal else str(model)
-        found.append(Served((name if equal else source).rstrip("/\\") or source, source, head))
-    return tuple(found)
+        given, equal, folder = model.partition("=")
+        source = folder if equal else model
+        found.append(Served(name or (given if equal else re.split(r"[/\\]", source.rstrip("/\\"))[-1]), source, head))
+    names = [model.name for model in found]
+    # Models of the same last part keep their whole source as a name; duplicate given names are refused later.
+    return tuple(
+        replace(model, name=source) if names.count(model.name) > 1 and source == model.source else model
+        for model, source in zip(found, map(str, listed), strict=True)
+    )

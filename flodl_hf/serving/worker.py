@@ -242,6 +242,7 @@ class _Requests:
         with request.turn:
             try:
                 request.check()
+                request.started = time.perf_counter()
                 reply["data"], arrays = worker.answer(message, request)
                 if "as_text" in message:
                     write = as_msgpack if message["as_text"].endswith("msgpack") else as_json
@@ -254,7 +255,7 @@ class _Requests:
         reply |= {
             "id": number, "tokens": request.tokens, "rows": request.rows, "dropped": request.dropped,
             "truncated": request.truncated,
-            "waited_s": request.waited_s, "took_s": time.perf_counter() - started,
+            "waited_s": request.waited_s, "tokenized_s": request.tokenized_s, "took_s": time.perf_counter() - started,
             "queued": worker.batcher.queued_tokens, "ran": worker.batcher.drained(),
             "rate": worker.batcher.pace.now,
         }  # fmt: skip

@@ -46,6 +46,7 @@ class Answer:
         dropped: number of truncated tokens.
         truncated: number of truncated texts.
         waited_s: time in which the first row waited for its batch.
+        tokenized_s: time of tokenization, before the first row waited.
         took_s: total time in the worker.
         timeline: steps with their times, if the request is traced.
     """
@@ -57,6 +58,7 @@ class Answer:
     dropped: int
     truncated: int
     waited_s: float
+    tokenized_s: float
     took_s: float
     timeline: Sequence[Any] = ()
 
@@ -300,7 +302,7 @@ class Workers:
             Answer(
                 message["data"], arrays, message["tokens"], message["rows"], message["dropped"], message["truncated"],
                 message["waited_s"],
-                message["took_s"], message.get("timeline", ()),
+                message["tokenized_s"], message["took_s"], message.get("timeline", ()),
             )
         )  # fmt: skip
 

@@ -132,6 +132,10 @@ def _word(*words: str) -> tuple[dict[str, Any], str, Callable[[Any], Any]]:
     return {"type": "string", "enum": list(words)}, f"one of {', '.join(words)}", check
 
 
+def _encodings(value: Any) -> list[str] | None:
+    return value if isinstance(value, list) and value and all(one in ("float", "base64") for one in value) else None
+
+
 def _tokens(value: Any) -> int | None:
     return value if type(value) is int and (value == -1 or value >= 1) else None
 
@@ -178,6 +182,11 @@ KINDS: dict[str, tuple[dict[str, Any], str, Callable[[Any], Any]]] = {
     ),
     "flag": ({"type": "boolean"}, "true or false", _flag),
     "object": ({"type": "object"}, "an object", lambda value: value if isinstance(value, dict) else None),
+    "objects": (
+        {"type": "array", "items": {"type": "object"}},
+        "a list of objects",
+        lambda value: value if isinstance(value, list) and all(isinstance(one, dict) for one in value) else None,
+    ),
     "any": ({}, "anything", lambda value: value),
     "tokens": ({"type": "integer", "minimum": -1}, "-1, or an integer from 1", _tokens),
     "labels": ({"oneOf": [_STRING, _LIST]}, "a list of labels, or comma-separated labels", _labels),
@@ -190,6 +199,8 @@ KINDS: dict[str, tuple[dict[str, Any], str, Callable[[Any], Any]]] = {
     "modality": _word("text"),
     "pooling task": _word("embed", "token_embed", "classify"),
     "encoding": _word("float", "base64"),
+    "encodings": (_LIST, "a list of float and base64", _encodings),
+    "truncated side": _word("none", "start", "end"),
     "input_type": _word(
         "query", "document", "passage", "search_query", "search_document", "classification", "clustering"
     ),
@@ -200,7 +211,7 @@ KINDS: dict[str, tuple[dict[str, Any], str, Callable[[Any], Any]]] = {
 """JSON schema, description, and function to the normalized value (None if invalid) of each kind."""
 
 
-_LISTED = ("inputs", "rows", "pairs", "documents", "questions", "any")
+_LISTED = ("inputs", "rows", "pairs", "documents", "questions", "objects", "any")
 
 
 def read(fields: Sequence[Field], body: Any, *, most: int, path: str = "") -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 from flodl.errors import shown
 from flodl_hf.serving.http_errors import RefusedError
 from flodl_hf.serving.routes.fields import KINDS, Field, not_a_field, read
+from flodl_hf.serving.routes.ranking import RANKED, rank_texts
 from flodl_hf.serving.routes.route import MODEL, Request, Response, Route, truncation_options
 from flodl_hf.serving.routes.tei import (
     CUT,
@@ -18,6 +19,7 @@ from flodl_hf.serving.routes.tei import (
     NORMALIZE,
     PAIR,
     PROMPT,
+    RAW,
     ROUTE,
     TRUNCATE,
     WINDOWS,
@@ -84,7 +86,7 @@ def _given(request: Request, takes: tuple[Field, ...], *, above: bool = False) -
         RefusedError: the task has no such parameter.
     """
     known = [field.name for field in (*takes, *_INERT)]
-    fields = {field.name: request.fields[field.name] for field in _VECTORS}
+    fields = {field.name: request.fields[field.name] for field in (*_VECTORS, *RANKED)}
     given = {name: value for name, value in (request.fields["parameters"] or {}).items() if value is not None}
     beside = {name: value for name, value in fields.items() if value is not None}
     for path, names in (("parameters.", given), ("", beside)):
@@ -96,6 +98,10 @@ def _given(request: Request, takes: tuple[Field, ...], *, above: bool = False) -
 
 async def _root(request: Request) -> Response:
     inputs = request.fields["inputs"]
+    if request.fields["query"] is not None:
+        return await rank_texts(request)
+    if inputs is None:
+        raise RefusedError("inputs is missing, expected the input of the model's head", "field", param="inputs")
     if isinstance(inputs, dict) and "source_sentence" in inputs:
         return await similarity(request, read(PAIR, inputs, most=request.state.settings.max_inputs, path="inputs."),
                                 _given(request, _SIMILARITY, above=True))  # fmt: skip
@@ -123,10 +129,11 @@ async def _classes(request: Request, inputs: Any, single: bool) -> Any:
         rows = [[{"label": one["label"], "score": one["score"]} for one in row] for row in found.data]
         return rows[0] if single else rows
     items = _of("pairs", inputs, "inputs")
-    given = _given(request, _CLASSES)
+    given = _given(request, (*_CLASSES, RAW), above=True)
     options = {name: given.get(name) for name in ("function_to_apply", "top_k", "threshold")} | truncation_options(
         request, given
     )
+    options["raw"] = given.get("raw_scores")
     if options["truncate"] is None and given.get("truncation"):
         options["truncate"] = True
     found = await request.ask("classify", items, options)
@@ -203,7 +210,7 @@ _PARAMETERS = {
     for field in table
 }
 _ROOT = (
-    Field("inputs", "any", "input of the model's head", True),
+    Field("inputs", "any", "input of the model's head; for a ranking, query and texts instead"),
     Field(
         "parameters",
         "object",
@@ -211,9 +218,36 @@ _ROOT = (
         fields=tuple(_PARAMETERS.values()),
     ),
     *_VECTORS,
+    *RANKED,
     Field("options", "object", "accepted", effect=False),
     MODEL,
 )
 
-ROUTES = (Route("/", "result of the model's head", _ROOT, _root, group="Hugging Face Inference"),)
-"""The root route; with several models, ``/models/NAME`` is the root of each."""
+
+async def _vertex(request: Request) -> Response:
+    """Return the result of each instance, which is the body of a request to the root."""
+    instances, found = request.fields["instances"], []
+    for number, instance in enumerate(instances):
+        path = f"instances[{number}]."
+        request.fields = read(_ROOT, instance, most=request.state.settings.max_inputs, path=path)
+        found.append((await _root(request)).data)
+    return Response({"predictions": found})
+
+
+ROUTES = (
+    *(
+        Route(path, "result of the model's head", _ROOT, _root, group=group)
+        for path, group in (("/", "Hugging Face Inference"), ("/invocations", "Amazon SageMaker"))
+    ),
+    Route(
+        "/vertex",
+        "results of several requests to the root",
+        (
+            Field("instances", "objects", "bodies of requests to the root", True),
+            Field("parameters", "object", "accepted", effect=False),
+        ),
+        _vertex,
+        group="Google Vertex AI",
+    ),
+)
+"""The root routes; with several models, ``/models/NAME`` is the root of each."""

@@ -1,4 +1,4 @@
-"""OpenAI's embeddings: texts or token ids, as floats or base64.
+"""OpenAI's and Cohere's embeddings: texts or token ids, as floats or base64.
 
 Ids are the model's own, including special tokens. Texts that are too long are refused with status 400 unless
 ``truncate``, or vLLM's ``truncate_prompt_tokens``, is given.
@@ -7,6 +7,7 @@ Ids are the model's own, including special tokens. Texts that are too long are r
 from __future__ import annotations
 
 import base64
+import uuid
 from typing import Any
 
 import numpy as np
@@ -66,29 +67,72 @@ def encoded_vector(row: np.ndarray, encoding: str | None) -> Any:
     return base64.b64encode(np.ascontiguousarray(row, "<f4").tobytes()).decode() if encoding == "base64" else row
 
 
+_INPUT_TYPE = Field("input_type", "input_type", "query or document; selects the model's prompt and route")
+_FIELDS = (
+    Field("input", "inputs", "texts, or token ids of the model", True),
+    MODEL,
+    Field("encoding_format", "encoding", "float or base64"),
+    DIMENSIONS,
+    NORMALIZE,
+    Field("use_activation", "flag", "alias of normalize, which takes precedence"),
+    TRUNCATE,
+    *SHORTENED,
+    WINDOWS,
+    PROMPT,
+    _INPUT_TYPE,
+    *FORMS,
+    Field("modality", "modality", "text"),
+    *OTHERS,
+)
+
+
+async def _cohere_embed(request: Request) -> Response:
+    """Return vectors by type, as Cohere's second version does; long texts are truncated by default."""
+    fields = request.fields
+    truncate = fields["truncate"] or "end"
+    given = {
+        "truncate": truncate != "none",
+        "side": "left" if truncate == "start" else "right",
+        "max_tokens": fields["max_tokens"],
+        "dimensions": fields["output_dimension"],
+        "kind": _KINDS.get(fields["input_type"]),
+    }
+    found = await request.ask("embed", fields["texts"], given)
+    vectors = found.arrays[0]
+    kinds = fields["embedding_types"] or ["float"]
+    return Response(
+        {
+            "id": str(uuid.uuid4()),
+            "embeddings": {kind: [encoded_vector(row, kind) for row in vectors] for kind in kinds},
+            "texts": fields["texts"],
+            "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": request.tokens}},
+            "response_type": "embeddings_by_type",
+        },
+        vectors,
+    )
+
+
 ROUTES = (
+    *(
+        Route(path, "a vector for each text", _FIELDS, _embeddings, style="openai", group="OpenAI")
+        for path in ("/v1/embeddings", "/embeddings")
+    ),
     Route(
-        "/v1/embeddings",
+        "/v2/embed",
         "a vector for each text",
         (
-            Field("input", "inputs", "texts, or token ids of the model", True),
             MODEL,
-            Field("encoding_format", "encoding", "float or base64"),
-            DIMENSIONS,
-            NORMALIZE,
-            Field("use_activation", "flag", "alias of normalize, which takes precedence"),
-            TRUNCATE,
-            *SHORTENED,
-            WINDOWS,
-            PROMPT,
-            Field("input_type", "input_type", "query or document; selects the model's prompt and route"),
-            *FORMS,
-            Field("modality", "modality", "text"),
-            *OTHERS,
+            Field("texts", "texts", "the texts", True),
+            _INPUT_TYPE,
+            Field("embedding_types", "encodings", "types of the vectors; default: float"),
+            Field("truncate", "truncated side", "end (default) or start truncates long texts, none refuses them"),
+            Field("max_tokens", "whole", "truncate texts to this number of tokens"),
+            Field("output_dimension", "whole", "truncate vectors to this number of features"),
+            OTHERS[-1],
         ),
-        _embeddings,
-        style="openai",
-        group="OpenAI",
+        _cohere_embed,
+        style="cohere",
+        group="Cohere and Jina",
     ),
 )
-"""Routes of OpenAI's API."""
+"""Routes of OpenAI's and Cohere's embeddings."""

@@ -1,8 +1,9 @@
-"""Reranking of Cohere (``/v2/rerank``, ``/v1/rerank``) and Jina (``/v1/rerank``)."""
+"""Reranking: ``/rerank`` of text-embeddings-inference, and Cohere's and Jina's routes with ``documents``."""
 
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from typing import Any
 
 from flodl_hf.serving.http_errors import RefusedError
@@ -20,26 +21,55 @@ from flodl_hf.serving.routes.route import (
     wants_raw_scores,
     with_empty_flag,
 )
-from flodl_hf.serving.routes.tei import CUT
+from flodl_hf.serving.routes.tei import CUT, DIRECTION, RAW
 
-__all__ = ["ROUTES"]
+__all__ = ["RANKED", "ROUTES", "rank_texts"]
 
 
-async def _rerank(request: Request) -> Response:
-    fields = request.fields
-    documents = fields["documents"]
-    if not documents:
-        raise RefusedError("documents is empty, expected at least one", "empty", param="documents")
-    query = fields["query"]
+async def _ranked(request: Request, name: str) -> tuple[str, list[str], Any]:
+    """Return the query, the texts of a field, and their scores, best first."""
+    query, texts = request.fields["query"], request.fields[name]
+    if not texts:
+        raise RefusedError(f"{name} is empty, expected at least one", "empty", param=name)
     given = {
         **truncation_options(request),
-        "max_tokens_per_doc": fields["max_tokens_per_doc"],
+        "max_tokens_per_doc": request.fields.get("max_tokens_per_doc"),
         "raw": wants_raw_scores(request),
     }
-    found = await request.ask("rerank", [query, *documents], given, texts=len(documents))
+    found = await request.ask("rerank", [query, *texts], given, texts=len(texts))
+    return query, texts, found.data
+
+
+async def rank_texts(request: Request) -> Response:
+    """Return the ranks of the field ``texts``, in the form of text-embeddings-inference.
+
+    Raises:
+        RefusedError: query or texts are missing.
+    """
+    for name in ("query", "texts"):
+        if request.fields[name] is None:
+            raise RefusedError(f"{name} is missing, expected it for a ranking", "field", param=name)
+    query, texts, found = await _ranked(request, "texts")
+    rows = []
+    for one in found:
+        text = texts[one["index"]]
+        row = {"index": one["index"], "score": one["score"]}
+        if request.fields["return_text"]:
+            row["text"] = text
+        rows.append(with_empty_flag(row, is_blank(query) or is_blank(text)))
+    return Response(rows)
+
+
+async def _rank_either(request: Request) -> Response:
+    return await (rank_texts if request.fields["documents"] is None else _rank_documents)(request)
+
+
+async def _rank_documents(request: Request) -> Response:
+    fields = request.fields
+    query, documents, found = await _ranked(request, "documents")
     top = fields["top_n"] or len(documents)
     results: list[dict[str, Any]] = []
-    for one in found.data[:top]:
+    for one in found[:top]:
         empty = is_blank(query) or is_blank(documents[one["index"]])
         result = with_empty_flag({"index": one["index"], "relevance_score": one["score"]}, empty)
         if fields["return_documents"]:
@@ -52,7 +82,7 @@ async def _rerank(request: Request) -> Response:
             "results": results,
             "usage": {"prompt_tokens": request.tokens, "total_tokens": request.tokens},
             "meta": {
-                "api_version": {"version": request.route.path[2]},
+                "api_version": {"version": "2" if request.route.path.startswith("/v2/") else "1"},
                 "billed_units": {"search_units": 1},
                 "tokens": {"input_tokens": request.tokens},
                 "warnings": [f"{request.dropped} tokens were truncated"] if request.dropped else [],
@@ -61,10 +91,18 @@ async def _rerank(request: Request) -> Response:
     )
 
 
+RANKED = (
+    Field("query", "text", "the query"),
+    Field("texts", "texts", "texts to rank"),
+    RAW,
+    Field("return_text", "flag", "include texts in the response"),
+)
+"""Fields of a ranking in text-embeddings-inference."""
+_DOCUMENTS = Field("documents", "documents", "documents to rank", True)
 _FIELDS = (
     MODEL,
     Field("query", "text", "the query", True),
-    Field("documents", "documents", "documents to rank", True),
+    _DOCUMENTS,
     Field("top_n", "whole", "maximum number of documents in the response"),
     Field(
         "max_tokens_per_doc",
@@ -78,9 +116,15 @@ _FIELDS = (
     *ACTIVATIONS,
     *OTHERS,
 )
+_EITHER = {field.name: field for field in (*_FIELDS, *RANKED, DIRECTION)}
+_EITHER["documents"] = replace(_DOCUMENTS, required=False)
+_SUMMARY = "texts ranked by relevance for a query"
 
-ROUTES = tuple(
-    Route(path, "documents ranked by relevance for a query", _FIELDS, _rerank, style="cohere", group="Cohere and Jina")
-    for path in ("/v1/rerank", "/v2/rerank")
+ROUTES = (
+    Route("/rerank", _SUMMARY, tuple(_EITHER.values()), _rank_either, group="text-embeddings-inference"),
+    *(
+        Route(path, _SUMMARY, _FIELDS, _rank_documents, style="cohere", group="Cohere and Jina")
+        for path in ("/v1/rerank", "/v2/rerank")
+    ),
 )
 """Routes of reranking services."""

@@ -29,6 +29,7 @@ __all__ = [
     "Response",
     "Route",
     "is_blank",
+    "model_named",
     "truncation_options",
     "wants_raw_scores",
     "with_empty_flag",
@@ -150,6 +151,7 @@ class Request:
     truncated: int = 0
     empty: int = 0
     waited_s: float = 0.0
+    tokenized_s: float = 0.0
     inferred_s: float = 0.0
     size: int = 0
     """Approximate number of numbers and words of the response."""
@@ -164,13 +166,7 @@ class Request:
         models = self.state.workers.models
         named = self.path_model or self.fields.get("model")
         if named is not None:
-            if named not in models:
-                raise RefusedError(
-                    f"model {shown(named, 60)} is not served{nearest(named, list(models))}, expected one of "
-                    f"{', '.join(models)}",
-                    "model",
-                    param="model",
-                )
+            named = model_named(models, named)
             if tasks and not _able(models[named], tasks):
                 raise RefusedError(
                     f"the model {named!r} ({models[named]['head']}) has no head for {tasks[0]}; its tasks are "
@@ -260,7 +256,8 @@ class Request:
         self.dropped += found.dropped
         self.truncated += found.truncated
         self.waited_s += found.waited_s
-        self.inferred_s += max(0.0, found.took_s - found.waited_s)
+        self.tokenized_s += found.tokenized_s
+        self.inferred_s += max(0.0, found.took_s - found.waited_s - found.tokenized_s)
         return found
 
     async def forward(self, task: str, items: list[Any], options: dict[str, Any]) -> Response:
@@ -280,6 +277,22 @@ class Request:
     def usage(self) -> dict[str, int]:
         """Return the counts of tokens of the request."""
         return {"tokens": self.tokens, "windows": self.windows, "dropped_tokens": self.dropped}
+
+
+def model_named(models: Mapping[str, Any], name: str) -> str:
+    """Return the served model of a name in a request: any name if there is one model, or one named "*".
+
+    Raises:
+        RefusedError: no model has the name.
+    """
+    if name in models:
+        return name
+    if len(models) == 1 or "*" in models:
+        return "*" if "*" in models else next(iter(models))
+    raise RefusedError(
+        f"model {shown(name, 60)} is not served{nearest(name, list(models))}, expected one of {', '.join(models)}",
+        "model", param="model",
+    )  # fmt: skip
 
 
 def truncation_options(request: Request, given: Mapping[str, Any] | None = None) -> dict[str, Any]:

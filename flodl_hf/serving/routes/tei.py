@@ -32,6 +32,7 @@ __all__ = [
     "NORMALIZE",
     "PAIR",
     "PROMPT",
+    "RAW",
     "ROUTE",
     "TRUNCATE",
     "WINDOWS",
@@ -134,25 +135,6 @@ async def _predict(request: Request) -> Response:
     return Response(rows[0] if single else rows)
 
 
-async def _rerank(request: Request) -> Response:
-    query, texts = request.fields["query"], request.fields["texts"]
-    if not texts:
-        raise RefusedError("texts is empty, expected at least one", "empty", param="texts")
-    given = {**truncation_options(request), "raw": wants_raw_scores(request)}
-    found = await request.ask("rerank", [query, *texts], given, texts=len(texts))
-    ranked = [(one, texts[one["index"]]) for one in found.data]
-    more = request.fields["return_text"] is True
-    return Response(
-        [
-            with_empty_flag(
-                {"index": one["index"], "score": one["score"]} | ({"text": text} if more else {}),
-                is_blank(query) or is_blank(text),
-            )
-            for one, text in ranked
-        ]
-    )
-
-
 async def _similarity(request: Request) -> Response:
     return await similarity(request, request.fields["inputs"], request.fields["parameters"] or {})
 
@@ -214,19 +196,6 @@ ROUTES = tuple(
                 RAW,
             ),
             _predict,
-        ),
-        (
-            "/rerank",
-            "texts ranked by relevance for a query",
-            (
-                Field("query", "text", "the query", True),
-                Field("texts", "texts", "texts to rank", True),
-                CUT,
-                DIRECTION,
-                RAW,
-                Field("return_text", "flag", "include texts in the response"),
-            ),
-            _rerank,
         ),
         (
             "/similarity",

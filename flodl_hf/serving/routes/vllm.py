@@ -115,21 +115,17 @@ async def _pooling(request: Request) -> Response:
 _INPUT = Field("input", "texts", "one text or several", True)
 
 _SCORES = (*ACTIVATIONS, *SHORTENED, FORMS[0], *OTHERS)
+_PAIRS = (
+    Field("text_1", "texts", "one text, or the same number as text_2", True),
+    Field("text_2", "texts", "one text or several", True),
+    *_SCORES,
+)
 
 ROUTES = tuple(
     Route(path, summary, (MODEL, *fields), answer, style="openai", group="vLLM")
     for path, summary, fields, answer in (
         ("/classify", "the best label and all probabilities", (_INPUT, *_SCORES), _classify),
-        (
-            "/score",
-            "similarity or relevance of pairs of texts",
-            (
-                Field("text_1", "texts", "one text, or the same number as text_2", True),
-                Field("text_2", "texts", "one text or several", True),
-                *_SCORES,
-            ),
-            _score,
-        ),
+        *((path, "similarity or relevance of pairs of texts", _PAIRS, _score) for path in ("/score", "/v1/score")),
         (
             "/pooling",
             "vectors, states of tokens, or scores",

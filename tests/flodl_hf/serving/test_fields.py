@@ -48,7 +48,12 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "/v1/zero-shot": {"model": "nli", "inputs": ["a cat"], "labels": ["animal", "city"]},
     "/v1/late-interaction": {"model": "m3", "inputs": ["a cat", "dog"]},
     "/": {"model": "m3", "inputs": ["a cat", "dog"]},
+    "/v2/embed": {"model": "m3", "texts": ["a cat", LONG_CHARACTERS]},
+    "/vertex": {"instances": [{"model": "m3", "inputs": ["a cat", "dog"]}]},
 }
+# Paths with the fields and the function of another.
+SAME = {"/embeddings": "/v1/embeddings", "/v1/score": "/score", "/invocations": "/"}
+REQUESTS |= {path: REQUESTS[other] for path, other in SAME.items()}
 SHORTENED = {"truncate_prompt_tokens": (8, {}), "truncation_side": ("left", SHORT_CHARACTERS)}
 TEI = {"truncation_direction": ("Left", {**CUT, "inputs": LONG_CHARACTERS}), "prompt_name": ("query", {})}
 VECTORS = {**TEI, "normalize": (True, {}), "dimensions": (8, {})}
@@ -93,6 +98,13 @@ APPLIED: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
         **SHORTENED,
         **RAW,
     },
+    "/v2/embed": {
+        "input_type": ("search_query", {}),
+        "embedding_types": (["base64"], {}),
+        "truncate": ("START", {}),
+        "max_tokens": (3, {}),
+        "output_dimension": (8, {}),
+    },
     "/classify": {**SHORTENED, **RAW},
     "/score": {**SHORTENED, **RAW},
     "/pooling": {
@@ -119,6 +131,8 @@ APPLIED: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
     "/": {
         **VECTORS,
         **{f"parameters.{name}": value for name, value in VECTORS.items()},
+        "raw_scores": (True, CLASSES),
+        "return_text": (True, {"model": "ranker", "query": "cat", "texts": ["a cat"], "inputs": None}),
         "parameters.top_k": (1, CLASSES),
         "parameters.function_to_apply": ("NONE", CLASSES),
         "parameters.threshold": (0.3, CLASSES),
@@ -144,6 +158,11 @@ APPLIED: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
     },
 }  # fmt: skip
 APPLIED["/v1/rerank"] = APPLIED["/v2/rerank"]
+APPLIED["/rerank"] |= {
+    name: (value, {**RANKED, "texts": None, **more})
+    for name, (value, more) in APPLIED["/v2/rerank"].items()
+    if name not in APPLIED["/rerank"]
+}
 # Fields that turn a refusal into an answer, or the reverse: truncate and windows of vectors.
 DECIDES = {
     "truncate": {"/embed", "/embed_all", "/embed_sparse", "/v1/embeddings", "/"},
@@ -161,11 +180,14 @@ ONE_VALUE = {
     "rank_fields": (["text"], ["title"]),
     "encoding_format": ("float", "base64"),
 }
-NO_EFFECT = {"options": {"wait_for_model": True}, "batch_size": 4, "padding": True, "priority": 3}
+NO_EFFECT = {"options": {"wait_for_model": True}, "parameters": {}, "batch_size": 4, "padding": True, "priority": 3}
 # In tests of their own; "query" changes vectors of other folders than this one's.
 ELSEWHERE = {
     "model",
     "query",
+    "texts",
+    "documents",
+    "inputs",
     "route",
     "parameters.route",
     "parameters.truncation_direction",
@@ -215,6 +237,8 @@ def same(a: Any, b: Any) -> bool:
 
 def test_every_field_of_every_route_is_in_a_table_here() -> None:
     for route in ROUTES:
+        if route.path in SAME:
+            continue
         for path, field in fields_of(route.fields):
             name = path.rpartition(".")[2]
             inert = not field.effect or (name in ONE_VALUE and field.kind not in ("flag", "encoding"))
@@ -270,7 +294,7 @@ def test_fields_without_effect_and_unknown_fields(http: Any, route: Any) -> None
         f"{path}." for path, field in fields_of(route.fields) if field.fields and path in ("inputs", "parameters")
     ]
     for path in ("nothing_known", *(f"{path}nothing_known" for path in objects)):
-        for address in (route.path, f"/models/{body['model']}/-{'' if route.path == '/' else route.path}"):
+        for address in (route.path, f"/models/{body.get('model', 'm3')}/-{'' if route.path == '/' else route.path}"):
             answer = http.post(address, json=put(body, path, 1))
             assert answer.status_code == 422, answer.text
             assert repr(path) in param_of(answer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
 import json
 import shutil
@@ -34,6 +35,10 @@ def test_openais(served: tuple[str, Any], local: dict[str, Any]) -> None:
         by_ids = client.embeddings.create(model="embed", input=ids)
         assert np.abs(np.array(by_ids.data[0].embedding) - expected[0]).max() < CLOSE
         assert "embed" in {model.id for model in client.models.list()}
+        assert client.models.retrieve("embed").id == "embed"
+        with pytest.raises(openai.NotFoundError) as caught:
+            client.models.retrieve("gpt")
+        assert caught.value.code == "model_not_found"
         with pytest.raises(openai.BadRequestError):
             client.embeddings.create(model="embed", input=[LONG_CHARACTERS])
         cut = client.embeddings.create(
@@ -65,6 +70,10 @@ def _ask_cohere(cohere: Any, client: Any, local: dict[str, Any]) -> None:
     assert [one.relevance_score for one in found.results] == pytest.approx(
         [one.score for one in expected][:3], abs=CLOSE
     )
+    vectors = local["embed"].embed(TEXTS).numpy()
+    answer = client.embed(model="embed", texts=TEXTS, input_type="search_document", embedding_types=["float", "base64"])
+    assert np.abs(np.array(answer.embeddings.float_) - vectors).max() < CLOSE
+    assert np.abs(np.frombuffer(base64.b64decode(answer.embeddings.base64[0]), "<f4") - vectors[0]).max() < CLOSE
     with pytest.raises(cohere.errors.NotFoundError):
         client.rerank(model="none", query="a", documents=["b"])
 
