@@ -96,10 +96,10 @@ def test_unknown_paths_have_the_error_of_their_convention(encoder: Any, path: st
 
 
 def test_names_of_models() -> None:
-    def names(*models: str, **options: Any) -> list[str]:
+    def names(*models: str | Served, **options: Any) -> list[str]:
         return [model.name for model in served(models, **options)]
 
-    assert names("models/a/", "org/b", "c=models/a") == ["a", "b", "c"]
+    assert names("models/a/", "org/b", "c=models/a", Served("d", "e")) == ["a", "b", "c", "d"]
     assert names("x/a", "y/a") == ["x/a", "y/a"]
     assert names("models/a", name="mine") == ["mine"]
     assert names("x=models/a", name="mine") == ["mine"]

@@ -274,12 +274,6 @@ def test_what_cannot_be_served_is_said_before_anybody_asks(tmp_path: Path, folde
         serve("a", max_concurrent=0)
 
 
-def test_names_of_models() -> None:
-    assert [(m.name, m.source) for m in served(["owner/name", "ner=./folder", "./here/", Served("a", "b")])] == [
-        ("owner/name", "owner/name"), ("ner", "./folder"), ("./here", "./here/"), ("a", "b"),
-    ]  # fmt: skip
-
-
 def test_keys_are_compared_whole() -> None:
     assert key_id((), None) == ""
     words = {key_id(("a", "b"), given) for given in ("a", "b")}
