@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from flodl.errors import TrainError
-
 __all__ = ["DivergenceGuard", "ElChe"]
 
 DEAD_ZONE = 0.10
@@ -70,29 +68,12 @@ class ElChe:
             max_anchor: upper bound of the anchor, at least 1; None for the larger of 200 and ``anchor``.
             max_batch_diff: largest change of a count in one update; None for no bound.
             speed_hint: ``(slow rank, ratio)``: every other rank is ``ratio`` times as fast.
-
-        Raises:
-            TrainError: fewer than two ranks, an anchor below 1, or a hint with an unknown rank or a ratio below 1.
         """
-        if world < 2 or anchor < 1:
-            raise TrainError(
-                f"ElChe: found {world} ranks and anchor {anchor}; expected at least 2 ranks and an anchor of at least "
-                "1. A single rank needs no cadence.",
-                world=world,
-                anchor=anchor,
-            )
         most = max(200, anchor) if max_anchor is None else max(1, max_anchor)
         anchor = min(anchor, most)
         counts = [anchor] * world
         if speed_hint is not None:
             slow, ratio = speed_hint
-            if not 0 <= slow < world or ratio < 1:
-                raise TrainError(
-                    f"speed_hint: found slow rank {slow} and ratio {ratio}; expected a rank from 0 to {world - 1} and "
-                    "a ratio of at least 1.",
-                    slow=slow,
-                    ratio=ratio,
-                )
             counts = [anchor if rank == slow else max(1, rounded(anchor * ratio)) for rank in range(world)]
         target = min(max(overhead_target, 0.01), 0.50)
         return cls(tuple(counts), (0.0,) * world, anchor, False, target, anchor, most, max_batch_diff)

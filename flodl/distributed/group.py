@@ -119,23 +119,22 @@ class Ranks:
             return self.sum_(cells).tolist()
         return self.sum_(cells.to(self.device)).cpu().tolist()
 
-    def tell(self, value: Any, source: int = 0) -> Any:
-        """Return the JSON value of rank ``source`` on every rank."""
-        if self.solo:
-            return value
-        text = json.dumps(value).encode() if self.rank == source else b""
-        [size] = self.table([len(text)])[source]
-        data = torch.zeros(int(size), dtype=torch.uint8)
-        if self.rank == source:
-            data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        if dist.get_backend().startswith("nccl"):
-            data = data.to(self.device)
-        self.copy_from(source, [data])
-        return json.loads(data.cpu().numpy().tobytes())
-
     def gather(self, value: Any) -> list[Any]:
         """Return the JSON values of all ranks, by rank, on every rank."""
-        return [self.tell(value, source) for source in range(self.world)]
+        if self.solo:
+            return [value]
+        text = json.dumps(value).encode()
+        sizes = [int(row[0]) for row in self.table([len(text)])]
+        cells = torch.zeros(self.world, max(sizes), dtype=torch.uint8)
+        cells[self.rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        if dist.get_backend().startswith("nccl"):
+            cells = cells.to(self.device)
+        rows = self.sum_(cells).cpu().numpy()
+        return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+    def tell(self, value: Any, source: int = 0) -> Any:
+        """Return the JSON value of rank ``source`` on every rank."""
+        return value if self.solo else self.gather(value if self.rank == source else None)[source]
 
     def barrier(self) -> None:
         """Wait until every rank calls this."""

@@ -54,29 +54,44 @@ class _Member:
 
 
 class Crew:
-    """Ranks that were started together; created by `launch`.
+    """Processes on this host that call ``fn(ranks, *args)``; they end when the thread that created them ends.
 
-    ``poll`` reads their messages, ``wait`` returns their results, ``stop`` ends them.
+    ``poll`` reads their messages, ``wait`` returns their results, ``stop`` ends them. `launch` is another name.
 
-    Attributes:
+    Args:
+        fn: its first argument is the `Ranks` of the rank. New processes must be able to import it, unless
+            ``start="fork"``.
+        args: its further arguments.
+        ranks: number of processes.
+        device: one device for all, or one for each; None gives each rank its own CUDA device, or the CPU.
+        start: ``"spawn"``, or ``"fork"`` for CPU ranks of a process in which torch uses one thread.
+        timeout_s: how long a collective waits for a rank that is alive.
+        frozen_after_s: a stopped rank is lost after this time without a pulse; a running one after 15 times as long,
+            but at least two minutes.
+        max_restarts: how often all ranks are restarted after a failure.
         on_message: called in this process with ``(rank, message)`` for each message that a rank sends through
             ``ranks.pipe``; a result other than None is sent back to that rank. The message of a failed rank is
             ``("failed", (error, True if all ranks are restarted))``.
+
+    Attributes:
         attempt: number of restarts after failures.
+
+    Raises:
+        TrainError: ``fn`` cannot be sent to a new process.
     """
 
     def __init__(
         self,
         fn: Callable[..., Any],
-        args: tuple[Any, ...],
+        args: tuple[Any, ...] = (),
         *,
         ranks: int,
-        device: str | Sequence[str] | None,
-        start: str,
-        timeout_s: float,
-        frozen_after_s: float,
-        max_restarts: int,
-        on_message: Callable[[int, Any], Any] | None,
+        device: str | Sequence[str] | None = None,
+        start: str = "spawn",
+        timeout_s: float = 600.0,
+        frozen_after_s: float = FROZEN_S,
+        max_restarts: int = 0,
+        on_message: Callable[[int, Any], Any] | None = None,
     ) -> None:
         self.fn, self.args, self.world, self.start = fn, args, ranks, start
         devices = [device] * ranks if device is None or isinstance(device, str) else list(device)
@@ -107,9 +122,17 @@ class Crew:
         try:
             for rank in range(self.world):
                 ours, theirs = context.Pipe()
-                seat = _Seat(rank, self.world, self.devices[rank], self.attempt, self.timeout_s, os.getpid())
+                place = {
+                    "rank": rank,
+                    "world": self.world,
+                    "local_rank": rank,
+                    "device": self.devices[rank],
+                    "attempt": self.attempt,
+                    "parent": os.getpid(),
+                    "timeout_s": self.timeout_s,
+                }
                 process = context.Process(
-                    target=_rank_main, args=(self.fn, self.args, seat, self.board, theirs), daemon=True
+                    target=_rank_main, args=(self.fn, self.args, place, self.board, theirs), daemon=True
                 )
                 with warnings.catch_warnings():
                     # Python warns of fork in a process with threads; `launch` documents this.
@@ -305,38 +328,21 @@ def _end(members: list[_Member]) -> None:
             member.process.kill()
 
 
-@dataclass(frozen=True)
-class _Seat:
-    rank: int
-    world: int
-    device: str | None
-    attempt: int
-    timeout_s: float
-    parent: int
-
-
-def _rank_main(fn: Callable[..., Any], args: tuple[Any, ...], seat: _Seat, board: Board, pipe: Connection) -> None:
-    die_with_parent(seat.parent)
+def _rank_main(
+    fn: Callable[..., Any], args: tuple[Any, ...], place: dict[str, Any], board: Board, pipe: Connection
+) -> None:
+    """Call ``fn`` in a new process; ``place`` contains arguments of `join_ranks`."""
+    die_with_parent(place["parent"])
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    board.beat(seat.rank)
+    board.beat(place["rank"])
     code = 1
     try:
-        torch.set_num_threads(max(1, torch.get_num_threads() // seat.world))
+        torch.set_num_threads(max(1, torch.get_num_threads() // place["world"]))
         if loopback() is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", str(loopback()))
         port = pipe.recv()
-        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=seat.timeout_s))
-        ranks = join_ranks(
-            rank=seat.rank,
-            world=seat.world,
-            local_rank=seat.rank,
-            device=seat.device,
-            store=PrefixStore(f"attempt{seat.attempt}", store),
-            board=board,
-            attempt=seat.attempt,
-            parent=seat.parent,
-            timeout_s=seat.timeout_s,
-        )
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=place["timeout_s"]))
+        ranks = join_ranks(**place, board=board, store=PrefixStore(f"attempt{place['attempt']}", store))
         ranks.pipe = pipe
         result = fn(ranks, *args)
         ranks.leave()
@@ -362,43 +368,4 @@ def _rank_main(fn: Callable[..., Any], args: tuple[Any, ...], seat: _Seat, board
     os._exit(code)
 
 
-def launch(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...] = (),
-    *,
-    ranks: int,
-    device: str | Sequence[str] | None = None,
-    start: str = "spawn",
-    timeout_s: float = 600.0,
-    frozen_after_s: float = FROZEN_S,
-    max_restarts: int = 0,
-    on_message: Callable[[int, Any], Any] | None = None,
-) -> Crew:
-    """Start ``ranks`` processes on this host that call ``fn(ranks, *args)``, and return their `Crew`.
-
-    Args:
-        fn: its first argument is the `Ranks` of the rank. New processes must be able to import it, unless
-            ``start="fork"``.
-        device: one device for all, or one for each; None gives each rank its own CUDA device, or the CPU.
-        start: ``"spawn"``, or ``"fork"`` for CPU ranks of a process in which torch uses one thread.
-        timeout_s: how long a collective waits for a rank that is alive.
-        frozen_after_s: a stopped rank is lost after this time without a pulse; a running one after 15 times as long,
-            but at least two minutes.
-        max_restarts: how often all ranks are restarted after a failure.
-
-    Raises:
-        TrainError: ``fn`` cannot be sent to a new process.
-
-    The ranks end when the thread that called this ends.
-    """
-    return Crew(
-        fn,
-        args,
-        ranks=ranks,
-        device=device,
-        start=start,
-        timeout_s=timeout_s,
-        frozen_after_s=frozen_after_s,
-        max_restarts=max_restarts,
-        on_message=on_message,
-    )
+launch = Crew

@@ -90,8 +90,7 @@ def create_parts(trainer: TrainerParts, ranks: Ranks) -> None:
     ema = settings.average
     trainer.average = None if ema is None else WeightAverage(model, ema.decay, warmup=ema.warmup)
     together = f"shard={settings.shard!r}" if trainer.sharded else "ema" if ema is not None else None
-    slowdown = settings.slowdown.get(ranks.rank, 1.0)
-    create_step(trainer, choose_policy(ranks, settings.policy, slowdown=slowdown, together=together))
+    create_step(trainer, choose_policy(ranks, settings.policy, together=together))
     trainer.timeline = None
     # torch refuses statistics over a single row.
     norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())

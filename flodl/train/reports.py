@@ -32,8 +32,6 @@ def report_start(trainer: TrainerParts) -> None:
         past=trainer.saves.past(),
     )
     trainer.events.emit(started)
-    if trainer.policy_choice.warning and trainer.ranks.rank == 0:
-        trainer.warn(trainer.policy_choice.warning)
 
 
 def report_end(trainer: TrainerParts, reason: str, step: int) -> None:
