@@ -8,6 +8,8 @@ Paths, each with transformers' or sentence-transformers' beside it where `--peer
   ``TOKENIZERS_PARALLELISM=false`` in its environment;
 * ``embed``: MiniLM's vectors of 20,000 texts, five calls;
 * ``answers``: BERT-large, 6,000 questions with contexts, five calls;
+* ``documents``: ranks, vectors, labels, entities and answers of documents of 1,800 tokens, truncated at 512 tokens or
+  read in windows;
 * ``devices``: ``predict`` on 100,000 texts with one device and with all of them;
 * ``finetune``: ``flodl-hf finetune`` on one device and on two, with and without ``--out``; rows a second of each epoch.
 
@@ -116,6 +118,31 @@ for _ in range(2):
             found = model(**tokenizer.pad(part, return_tensors="pt").to({device!r}))
             found.start_logits.float().cpu(), found.end_logits.float().cpu()
             start = stop
+    took.append(time.perf_counter() - begin)
+print(json.dumps(took))
+"""
+# A statement each, for documents that a model truncates or reads in windows.
+DOCUMENTS = """
+import json, time
+from flodl_hf import load
+texts = json.load(open({texts!r}))[:{count}]
+model = load({model!r}, head={head!r}, device={device!r}, dtype={dtype!r})
+took = []
+for _ in range({calls}):
+    begin = time.perf_counter()
+    found = {call}
+    took.append(time.perf_counter() - begin)
+print(json.dumps(took))
+"""
+RERANK_PEER = """
+import json, time
+from sentence_transformers import CrossEncoder
+texts = json.load(open({texts!r}))[:{count}]
+model = CrossEncoder({model!r}, device={device!r}, model_kwargs={{"dtype": {dtype!r}}}, max_length=512)
+took = []
+for _ in range({calls}):
+    begin = time.perf_counter()
+    model.rank("what does the speaker ask for", texts, batch_size=32)
     took.append(time.perf_counter() - begin)
 print(json.dumps(took))
 """
@@ -351,6 +378,61 @@ def answers(world: World) -> None:
         world.note("answers", "transformers by hand, no decoding", found, wanted, "questions/s")
 
 
+def documents(world: World) -> None:
+    """Long documents."""
+    counts = {"rerank": 100, "embed": 1_500, "labels": 1_500, "entities": 300, "answers": 300}
+    counts = {name: max(2, count // world.scale) for name, count in counts.items()}
+    words = [word for text in world.texts for word in text.split()]
+    size = 1_350  # 1,800 tokens
+    texts = [" ".join(words[at * size : (at + 1) * size]) for at in range(max(counts.values()))]
+    path = world.place / "documents.json"
+    given = {"texts": str(path), "device": world.device, "dtype": world.dtype, "calls": CALLS}
+    path.write_text(json.dumps(texts))
+    rank, ask = "model.rerank('what does the speaker ask for', texts, untrained=True", "'what does the speaker ask for'"
+    labels = "model.predict(texts, untrained=True"
+    for name, head, width, what, call in (
+        ("rerank", "sequence_classification", LARGE, "BERT-large rerank, truncated", f"{rank}, truncate=True)"),
+        ("embed", "base", None, "MiniLM embed, truncated", "model.embed(texts)"),
+        ("embed", "base", None, "MiniLM embed, windows", "model.embed(texts, windows=True)"),
+        ("labels", "sequence_classification", BASE, "labels, truncated", f"{labels}, truncate=True)"),
+        ("labels", "sequence_classification", BASE, "labels, windows", f"{labels})"),
+        ("entities", "token_classification", BASE, "entities, windows", f"{labels})"),
+        ("answers", "question_answering", BASE, "answers, windows",
+         f"model.answer_batch([({ask}, text) for text in texts], untrained=True)"),
+    ):  # fmt: skip
+        model = world.args.minilm if width is None else world.model(head, width)
+        if name == "rerank":  # one score of a pair
+            config = json.loads((model / "config.json").read_text())
+            if len(config.get("id2label", ())) != 1:
+                model = one_label(model, world.place / "ranker")
+        given |= {"model": str(model), "head": head, "count": counts[name], "call": call}
+        world.note("documents", what, last_json(fresh(DOCUMENTS.format(**given))[1]), counts[name], "documents/s")
+        peer = {"rerank": RERANK_PEER, "embed": EMBED_PEER}.get(name)
+        if world.args.peers and peer is not None and "windows" not in what:
+            found = last_json(fresh(peer.format(**given))[1])
+            world.note("documents", f"sentence-transformers, {name}", found, counts[name], "documents/s")
+
+
+def one_label(model: Path, folder: Path) -> Path:
+    """Return a folder with the same classifier, which gives one score."""
+    import torch
+
+    from flodl_hf.auto import head_named
+    from flodl_hf.checkpoints.config import ModelConfig
+
+    torch.manual_seed(0)
+    settings = json.loads((model / "config.json").read_text()) | {
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+    }
+    ranker = head_named("sequence_classification").model.from_config(ModelConfig.from_dict(settings))
+    ranker.mark_untrained(())
+    ranker.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
+        shutil.copy(model / file, folder / file)
+    return folder
+
+
 def devices(world: World) -> None:
     """Several devices."""
     import torch
@@ -405,6 +487,7 @@ PATHS: dict[str, Callable[[World], None]] = {
     "labels": labels,
     "embed": embed,
     "answers": answers,
+    "documents": documents,
     "devices": devices,
     "finetune": finetune,
 }

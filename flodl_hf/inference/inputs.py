@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -12,12 +12,24 @@ import numpy as np
 from flodl_hf.errors import PredictError, TokenizerError
 from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.items import FIRST_PLACE, plain_pairs
-from flodl_hf.inference.token_table import Flat, Frame, frame_of, framed, joined, of_encodings, of_one, table_of
-from flodl_hf.tokenization.backend import row_of
+from flodl_hf.inference.token_table import (
+    Frame,
+    chosen_rows,
+    cut_table,
+    frame_of,
+    framed,
+    joined,
+    of_encodings,
+    of_one,
+    table_of,
+)  # fmt: skip
 from flodl_hf.tokenization.batch import check_batch
-from flodl_hf.tokenization.rows import cut_each, plan_windows
+from flodl_hf.tokenization.first_tokens import beginnings, replaced
+from flodl_hf.tokenization.rows import Cut, Overflow
 
 if TYPE_CHECKING:
+    from flodl_hf.tokenization.backend import Backend
+    from flodl_hf.tokenization.blocks import Flat
     from flodl_hf.tokenization.tokenizer import Row, Tokenizer
 
 __all__ = ["TRUNCATION", "Encoded", "Text", "Truncation", "encode", "split_pairs"]
@@ -39,10 +51,11 @@ class Truncation:
     side: Literal["left", "right"] | None = None
 
 
-_NONE = np.zeros(0, np.int64)
+# A text with more characters for each token that fits is read as a long one at once. English has four or five.
+_LONG_CHARS = 6
 
 TRUNCATION: ContextVar[Truncation | None] = ContextVar("TRUNCATION", default=None)
-"""The `Truncation` of the calls of this thread. A server sets it for one request."""
+"""The `Truncation` of the calls of this thread. A server sets it for one request, and reports all dropped tokens."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +67,8 @@ class Encoded:
         texts: how many texts there are.
         rows: the windows as records, text after text; empty unless requested.
         truncated: the number of texts that were truncated.
-        dropped: the number of their tokens that are in no window.
+        dropped: the number of their tokens that are in no window; incomplete unless `TRUNCATION` is set, because the
+            ends of long texts are not read.
         uncut: whether windows were requested: these texts are pairs of two long texts.
     """
 
@@ -130,7 +144,7 @@ def encode(
     strict: bool = False,
     words: bool = False,
     offsets: bool = False,
-    cut: str | None = None,
+    cut: Cut | None = None,
     snap: bool = True,
     truncate: bool = False,
     records: bool = False,
@@ -152,149 +166,99 @@ def encode(
         truncate: keep what fits into one window, up to the last token.
         records: also return the windows as records, which compatible outputs read.
     """
-
     if pairs is not None:
         cut = cut or ("longest" if truncate else "longer")
-    own = TRUNCATION.get() or Truncation()
-    max_tokens = min((most for most in (max_tokens, own.max_tokens) if most is not None), default=None)
-    given: dict[str, Any] = {
-        "max_tokens": max_tokens, "stride": stride, "cut": cut, "snap": snap and not truncate,
-        "overflow": "error" if strict else "truncate" if truncate else "windows",
-        "side": own.side or tokenizer._cut_side,
+    elif cut == "second":
+        raise TokenizerError("cut is 'second', but there are no second texts; pass pairs, or cut='first'")
+    stated = TRUNCATION.get()
+    own = stated or Truncation()
+    limit = min((most for most in (max_tokens, own.max_tokens) if most is not None), default=None)
+    snap = snap and not truncate
+    overflow: Overflow = "error" if strict else "truncate" if truncate else "windows"
+    if records or words or not len(texts) or stride < 0 or (limit is not None and limit < 1):
+        groups = tokenizer.encode_rows(
+            texts, pairs, max_tokens=limit, stride=stride, cut=cut, words=words, overflow=overflow, snap=snap,
+            offsets=offsets,
+        )  # fmt: skip
+        owners = [text for text, group in enumerate(groups) for _ in group]
+        rows = [row for group in groups for row in group]
+        return Encoded(table_of(rows, owners, offsets=offsets), len(texts), rows)
+    check_batch(texts, "text", False)
+    if pairs is not None:
+        check_batch(pairs, "second text", False)
+    how: dict[str, Any] = {
+        "cut": cut or "first", "overflow": overflow, "stride": stride, "snap": snap,
+        "side": own.side or tokenizer._cut_side, "first_place": FIRST_PLACE.get(),
     }  # fmt: skip
-    if not records and not words and len(texts) and stride >= 0 and (max_tokens is None or max_tokens > 0):
-        check_batch(texts, "text", False)
-        if pairs is not None:
-            check_batch(pairs, "second text", False)
-        frame = frame_of(tokenizer, pairs=pairs is not None)
-        if offsets or frame is None:
-            found, over = _of_encodings(tokenizer, texts, pairs, frame, offsets, given)
-        else:
-            found, over = _of_ids(tokenizer, texts, pairs, frame, given)
-        return Encoded(found, len(texts), [], len(over), int(over.sum()), uncut=not truncate)
-    del given["side"]
-    groups = tokenizer.encode_rows(texts, pairs, words=words, offsets=offsets, **given)
-    owners = [text for text, group in enumerate(groups) for _ in group]
-    rows = [row for group in groups for row in group]
-    return Encoded(table_of(rows, owners, offsets=offsets), len(texts), rows)
-
-
-def _of_encodings(
-    tokenizer: Tokenizer,
-    texts: Sequence[str],
-    pairs: Sequence[str] | None,
-    frame: Frame | None,
-    offsets: bool,
-    given: dict[str, Any],
-) -> tuple[TokenTable, np.ndarray]:
-    """Return the windows of texts, long texts last, and how many tokens each truncated text lost."""
-    encodings = tokenizer._backend.encodings(texts, pairs, fast=not offsets)
-    lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
-    long = _too_long(lengths, given["max_tokens"])
-    if not len(long):
-        return of_encodings(encodings, frame=frame, offsets=offsets), _NONE
-    rows = [row_of(encodings[i]) for i in long.tolist()] if offsets else None
-    rest, over = _windows(tokenizer, texts, pairs, long, offsets, given, rows)
-    short = np.delete(np.arange(len(encodings)), long)
-    if not len(short):
-        return rest, over
-    first = of_encodings([encodings[i] for i in short.tolist()], short, frame=frame, offsets=offsets)
-    return joined(first, rest), over
-
-
-def _of_ids(
-    tokenizer: Tokenizer, texts: Sequence[str], pairs: Sequence[str] | None, frame: Frame, given: dict[str, Any]
-) -> tuple[TokenTable, np.ndarray]:
-    """Return what `_of_encodings` returns, without an object for each text."""
-    backend, limit = tokenizer._backend, given["max_tokens"]
-    if len(texts) == 1 and pairs is None and not any(frame.types):
+    frame, backend = frame_of(tokenizer, pairs=pairs is not None), tokenizer._backend
+    if len(texts) == 1 and pairs is None and not offsets and frame is not None and not any(frame.types):
         ids = backend.encodings(texts, fast=True)[0].ids
         if limit is None or len(ids) <= limit:
-            return of_one(ids, frame), _NONE
-    first, second = backend.flat(texts), None if pairs is None else backend.flat(pairs)
-    lengths = first[1] + (0 if second is None else second[1]) + frame.size
-    long = _too_long(lengths, limit)
-    if not len(long):
-        return framed(frame, first, second), _NONE
-    short = np.delete(np.arange(len(texts)), long)
-    if second is None and (cut := _cut_ids(tokenizer, texts, long, frame, given)) is not None:
-        rest, owners, starts, numbers = cut
-        ids, counts = _but(first, long)
-        zeros = np.zeros(len(short), np.int64)
-        table = framed(
-            frame,
-            (np.concatenate([ids, rest[0]]), np.concatenate([counts, rest[1]])),
-            owners=np.concatenate([short, owners]),
-            first_token=np.concatenate([zeros, starts]),
-            window=np.concatenate([zeros, numbers]),
-        )
-        return table, lengths[long] - limit if given["overflow"] == "truncate" else _NONE
-    windows, over = _windows(tokenizer, texts, pairs, long, False, given)
-    if not len(short):
-        return windows, over
-    second = None if second is None else _but(second, long)
-    return joined(framed(frame, _but(first, long), second, owners=short), windows), over
-
-
-def _too_long(lengths: np.ndarray, limit: int | None) -> np.ndarray:
-    return np.flatnonzero(lengths > limit) if limit is not None else np.zeros(0, np.int64)
-
-
-def _but(flat: Flat, texts: np.ndarray) -> Flat:
-    """Return the ids of all texts but some."""
-    kept = np.ones(len(flat[1]), bool)
-    kept[texts] = False
-    return flat[0][np.repeat(kept, flat[1])], flat[1][kept]
+            return Encoded(of_one(ids, frame), 1)
+    if offsets or frame is None:
+        encodings = backend.encodings(texts, pairs, fast=not (offsets or snap))
+        table = of_encodings(encodings, frame=frame, offsets=offsets, words=offsets or snap)
+        table, lost = cut_table(table, limit, **how)
+        table = table if offsets else replace(table, word_ids=None)
+    elif limit is not None and snap and overflow == "windows":
+        table, lost = _windows(backend, texts, pairs, frame, limit, how)
+    elif limit is not None and overflow == "truncate" and how["side"] == "right" and stated is None:
+        parts = _first_ids(backend, texts, pairs, limit - frame.size, how["cut"])
+        table, lost = cut_table(framed(frame, *parts), limit, **how)
+    else:
+        parts = backend.flat(texts), None if pairs is None else backend.flat(pairs)
+        table, lost = cut_table(framed(frame, *parts), limit, **how)
+    return Encoded(table, len(texts), truncated=len(lost), dropped=int(lost.sum()), uncut=not truncate)
 
 
 def _windows(
-    tokenizer: Tokenizer,
-    texts: Sequence[str],
-    pairs: Sequence[str] | None,
-    places: np.ndarray,
-    offsets: bool,
-    given: dict[str, Any],
-    rows: list[Row] | None = None,
+    backend: Backend, texts: Sequence[str], pairs: Sequence[str] | None, frame: Frame, limit: int, how: dict[str, Any]
 ) -> tuple[TokenTable, np.ndarray]:
-    """Return the windows of texts that are too long for one, and the numbers of dropped tokens of truncated ones.
+    """Return the windows of texts, the long texts last, and how many tokens each truncated pair lost.
 
-    ``rows`` are those texts if they are tokenized already.
+    Borders between words, where windows begin and end, are read for long texts only.
     """
-    chosen = places.tolist()
-    if rows is None:
-        seconds = None if pairs is None else [pairs[i] for i in chosen]
-        # Borders of words are looked for.
-        rows = tokenizer._backend.rows([texts[i] for i in chosen], seconds, fast=not given["snap"])
-    how = {**given, "cut": given["cut"] or ("first" if pairs is None else "second")}
-    if how["cut"] == "second" and pairs is None:
-        raise TokenizerError("cut is 'second', but there are no second texts; pass pairs, or cut='first'")
-    numbers = [FIRST_PLACE.get() + place for place in chosen]
-    groups = cut_each(rows, how.pop("max_tokens"), places=numbers, **how)
-    owners = [place for place, group in zip(chosen, groups, strict=True) for _ in group]
-    dropped = [len(row) - len(cut[0]) for row, cut in zip(rows, groups, strict=True) if cut[0].truncated]
-    return table_of([row for group in groups for row in group], owners, offsets=offsets), np.array(dropped, np.int64)
+    sizes = np.fromiter(map(len, texts), np.int64, len(texts))
+    if pairs is not None:
+        sizes += np.fromiter(map(len, pairs), np.int64, len(pairs))
+    short = np.flatnonzero(sizes <= _LONG_CHARS * limit)
+    chosen = short.tolist()
+    second = None if pairs is None else backend.flat([pairs[i] for i in chosen])
+    table = framed(frame, backend.flat([texts[i] for i in chosen]), second, owners=short)
+    fits = table.lengths <= limit
+    if len(short) == len(texts) and fits.all():
+        return table, np.zeros(0, np.int64)
+    long = np.setdiff1d(np.arange(len(texts)), short[fits])
+    chosen = long.tolist()
+    encodings = backend.encodings([texts[i] for i in chosen], None if pairs is None else [pairs[i] for i in chosen])
+    windows, lost = cut_table(of_encodings(encodings, long, frame=frame, words=True), limit, **how)
+    return joined(chosen_rows(table, fits), replace(windows, word_ids=None)), lost
 
 
-def _cut_ids(
-    tokenizer: Tokenizer, texts: Sequence[str], places: np.ndarray, frame: Frame, given: dict[str, Any]
-) -> tuple[Flat, np.ndarray, np.ndarray, np.ndarray] | None:
-    """Return the windows of single texts: their ids, owners, first tokens and numbers; None if rows are required."""
-    snap, stride, room = given["snap"], given["stride"], given["max_tokens"] - frame.size
-    if given["overflow"] == "error" or given["cut"] == "second" or room < 1:
-        return None
-    if not snap and (stride >= room or given["side"] == "left"):
-        return None
-    chosen = places.tolist()
-    parts: list[np.ndarray] = []
-    told: list[tuple[int, int, int]] = []
-    for place, found in zip(
-        chosen, tokenizer._backend.encodings([texts[i] for i in chosen], special=False, fast=not snap), strict=True
-    ):
-        ids = np.array(found.ids, np.int32)
-        windows = plan_windows(len(ids), room, stride, found.word_ids if snap else None)
-        for number, (start, stop) in enumerate(windows[:1] if given["overflow"] == "truncate" else windows):
-            parts.append(ids[start:stop])
-            told.append((place, start, number))
-    counts = np.fromiter(map(len, parts), np.int64, len(parts))
-    owners, starts, numbers = np.array(told, np.int64).T
-    return (np.concatenate(parts), counts), owners, starts, numbers
+def _first_ids(
+    backend: Backend, texts: Sequence[str], pairs: Sequence[str] | None, space: int, cut: str
+) -> tuple[Flat, Flat | None]:
+    """Return the ids of texts and of second texts, without most of the tokens that truncation on the right removes.
+
+    Args:
+        backend: the tokenizer.
+        texts: texts.
+        pairs: second texts.
+        space: how many tokens fit, without special tokens.
+        cut: "first", "second" or "longest": the text that is truncated.
+    """
+
+    def read(given: Sequence[str], name: str) -> Flat:
+        if cut in (name, "longest") and backend.splits_at_spaces and space > 0:
+            # One token more than fits shows that a text is truncated.
+            return beginnings(given, space + 1, backend.flat)[1]
+        return backend.flat(given)
+
+    first, second = read(texts, "first"), None if pairs is None else read(pairs, "second")
+    if pairs is not None and second is not None:
+        # Of two long texts the longer one keeps one token more, so both are counted.
+        unclear = np.flatnonzero((first[1] > space) & (second[1] > space)).tolist() if cut == "longest" else []
+        if unclear and space % 2:
+            first = replaced(first, unclear, backend.flat([texts[at] for at in unclear]))
+            second = replaced(second, unclear, backend.flat([pairs[at] for at in unclear]))
+    return first, second

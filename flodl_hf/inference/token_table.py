@@ -11,20 +11,27 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from flodl_hf.inference.decode.rows import TokenTable, integers
+from flodl_hf.tokenization.rows import (
+    Cut,
+    Overflow,
+    divided_text,
+    leaves_too_few,
+    longest_first,
+    plan_windows,
+    too_long,
+)  # fmt: skip
 
 if TYPE_CHECKING:
+    from flodl_hf.tokenization.blocks import Flat
     from flodl_hf.tokenization.tokenizer import Row, Tokenizer
 
-__all__ = ["Flat", "Frame", "chosen_rows", "frame_of", "framed", "joined", "of_encodings", "of_one", "table_of"]
-
-Flat = tuple[np.ndarray, np.ndarray]
-"""Ids of many texts end to end, without specials, ``(tokens,)``, and how many each has, ``(texts,)``."""
+__all__ = ["Frame", "chosen_rows", "cut_table", "frame_of", "framed", "joined", "of_encodings", "of_one", "table_of"]
 
 _ZERO = np.zeros(1, np.int64)
 
@@ -165,15 +172,17 @@ def of_one(ids: list[int], frame: Frame) -> TokenTable:
 
 
 def of_encodings(
-    encodings: list[Any], owners: np.ndarray | None = None, *, frame: Frame | None = None, offsets: bool = False
-) -> TokenTable:
+    encodings: list[Any], owners: np.ndarray | None = None, *, frame: Frame | None = None, offsets: bool = False,
+    words: bool = False,
+) -> TokenTable:  # fmt: skip
     """Return encodings of the tokenizers library as rows.
 
     Args:
         encodings: one for each row.
         owners: the text of each; by default each is a text.
         frame: of the tokenizer, for these rows; None queries each row.
-        offsets: whether to note offsets and words.
+        offsets: whether to record offsets.
+        words: whether to record words.
     """
     lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
     total, rows = int(lengths.sum()), len(lengths)
@@ -206,14 +215,15 @@ def of_encodings(
         sequence = integers(each("sequence_ids"), total).astype(np.int8)
         counts = _per_row(~special, lengths)
         nulls = _first_true(special, lengths, starts)
-    spans = words = None
+    spans = word_ids = None
     if offsets:
         spans = np.fromiter(chain.from_iterable(each("offsets")), np.int64, 2 * total).reshape(total, 2)
-        words = None if frame is None else _content_words(encodings, sequence, frame, first)
-        if words is None:
-            words = integers(each("word_ids"), total)
+    if words:
+        word_ids = None if frame is None else _content_words(encodings, sequence, frame, first)
+        if word_ids is None:
+            word_ids = integers(each("word_ids"), total)
     owners = np.arange(rows) if owners is None else owners
-    return TokenTable(ids, types, lengths, owners, counts, zeros, zeros, sequence, spans, words, nulls)
+    return TokenTable(ids, types, lengths, owners, counts, zeros, zeros, sequence, spans, word_ids, nulls)
 
 
 def _content_words(
@@ -336,3 +346,128 @@ def joined(a: TokenTable, b: TokenTable) -> TokenTable:
         join("ids"), both(a.types, b.types), join("lengths"), join("owners"), join("counts"), join("first_token"),
         join("window"), join("sequence"), both(a.offsets, b.offsets), both(a.word_ids, b.word_ids), join("nulls"),
     )  # fmt: skip
+
+
+def cut_table(
+    table: TokenTable,
+    limit: int | None,
+    *,
+    cut: Cut,
+    overflow: Overflow,
+    stride: int,
+    snap: bool,
+    side: Literal["left", "right"],
+    first_place: int,
+) -> tuple[TokenTable, np.ndarray]:
+    """Return the rows that fit, then the windows of the others; and how many tokens each truncated row lost.
+
+    Args:
+        table: one row for each text or pair, with words if windows snap to them.
+        limit: most tokens of a window, specials included; None leaves all rows whole.
+        cut: see `flodl_hf.tokenization.rows.cut_rows`, as the following.
+        overflow: windows, truncation or an error.
+        stride: tokens that neighbouring windows share.
+        snap: whether windows start and end between words.
+        side: which end is dropped.
+        first_place: number of the first text, in errors.
+
+    Raises:
+        TokenizerError: a row is too long and ``overflow`` is an error, or the text that is not cut leaves no space.
+    """
+    fits = np.ones(len(table), bool) if limit is None else table.lengths <= limit
+    if limit is None or fits.all():
+        return table, np.zeros(0, np.int64)
+    long, short = np.flatnonzero(~fits), np.flatnonzero(fits)
+    lengths, names = table.lengths[long], [f"text {place}" for place in (table.owners[long] + first_place).tolist()]
+    if overflow == "error":
+        raise too_long(names[0], int(lengths[0]), limit)
+    places, sizes = _texts_of(table, long, names)
+    space, row = limit - (lengths - sizes.sum(0)), np.arange(len(long))
+    both = np.full(len(long), cut in ("longest", "longer"))
+    text = np.full(len(long), int(cut == "second"))
+    if cut == "longer" and overflow == "windows":
+        both = leaves_too_few(sizes.min(0), space)
+        text = np.where(both | (sizes[0] > sizes[1]), 0, 1)
+    capacity = np.where(both, space, space - sizes[1 - text, row])
+    if (faults := np.flatnonzero(capacity < np.where(both, 0, 1))).size:
+        at = int(faults[0])
+        raise too_long(names[at], int(lengths[at]), limit, None if both[at] else int(limit - capacity[at]))
+    windowed = ~both & (overflow == "windows")
+    kept = np.where(both, longest_first(sizes, space), sizes)
+    one = ~both & ~windowed
+    kept[text[one], row[one]] = capacity[one]
+    first = sizes - kept if side == "left" else np.zeros_like(kept)
+    last, window = first + kept, np.zeros_like(row)
+    if windowed.any():
+        ranges = []
+        begins = (table.starts[long] + places[text, row]).tolist()
+        for at in np.flatnonzero(windowed).tolist():
+            count = int(sizes[text[at], at])
+            words = table.word_ids[begins[at] : begins[at] + count] if snap and table.word_ids is not None else None
+            ranges.append(plan_windows(count, int(capacity[at]), stride, words, side=side, where=names[at]))
+        times = np.ones_like(row)
+        times[windowed] = list(map(len, ranges))
+        row = np.repeat(row, times)
+        window = np.arange(len(row)) - np.repeat(np.cumsum(times) - times, times)
+        first, last, planned = first[:, row], last[:, row], np.flatnonzero(windowed[row])
+        chosen = text[row[planned]], planned
+        first[chosen], last[chosen] = np.array([pair for pairs in ranges for pair in pairs], np.int64).T
+    tokens, kept_lengths = _kept_tokens(table, short, long[row], places[:, row], sizes[:, row], first, last)
+    rows = np.concatenate([short, long[row]])
+    sequence, types, offsets, words = (
+        None if values is None else values[tokens]
+        for values in (table.sequence, table.types, table.offsets, table.word_ids)
+    )
+    assert sequence is not None
+    found = TokenTable(
+        table.ids[tokens], types, kept_lengths, table.owners[rows],
+        np.concatenate([table.counts[short], (last - first).sum(0)]),
+        np.concatenate([table.first_token[short], first[text[row], np.arange(len(row))]]),
+        np.concatenate([table.window[short], window]), sequence, offsets, words,
+        _first_true(sequence < 0, kept_lengths, np.cumsum(kept_lengths) - kept_lengths),
+    )  # fmt: skip
+    return found, lengths[~windowed] - limit
+
+
+def _texts_of(table: TokenTable, rows: np.ndarray, names: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Return column and number of tokens of both texts of some rows, each ``(2, rows)``."""
+    places, sizes = [], []
+    new_row = np.diff(np.repeat(np.arange(len(table)), table.lengths)) > 0
+    for text in (0, 1):
+        flags = table.sequence == text
+        begins = flags.copy()
+        begins[1:] &= ~flags[:-1] | new_row
+        if (several := np.flatnonzero(_per_row(begins, table.lengths)[rows] > 1)).size:
+            raise divided_text(names[several[0]])
+        sizes.append(_per_row(flags, table.lengths)[rows])
+        columns = _first_true(flags, table.lengths, table.starts)[rows]
+        places.append(np.where(sizes[-1] > 0, columns, table.lengths[rows]))
+    return np.stack(places), np.stack(sizes)
+
+
+def _kept_tokens(
+    table: TokenTable, whole: np.ndarray, cut: np.ndarray, places: np.ndarray, sizes: np.ndarray, first: np.ndarray,
+    last: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Return the indices of the tokens of whole rows and of cut rows, and the new lengths.
+
+    Args:
+        table: the rows.
+        whole: indices of rows, ``(whole,)``.
+        cut: indices of rows, of which one may occur several times, ``(cut,)``.
+        places: column of each text of the cut rows, ``(2, cut)``.
+        sizes: tokens of each text, ``(2, cut)``.
+        first: first token of each text that is kept, ``(2, cut)``.
+        last: one past the last such token, ``(2, cut)``.
+    """
+    # A row consists of specials, a text, specials, the other text and specials; the second text may come first.
+    order = np.argsort(places, 0, kind="stable")
+    a, b = ([np.take_along_axis(values, order, 0)[side] for values in (places, sizes, first, last)] for side in (0, 1))
+    (place, size, low, high), (then, rest, least, most) = a, b
+    lengths, none = table.lengths[cut], np.zeros_like(cut)
+    begins = np.stack([none, place + low, place + size, then + least, then + rest], 1)
+    ends = np.stack([place, place + high, then, then + most, lengths], 1)
+    counts = np.concatenate([table.lengths[whole], (ends - begins).ravel()])
+    starts = np.concatenate([table.starts[whole], (begins + table.starts[cut][:, None]).ravel()])
+    tokens = np.arange(int(counts.sum())) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
+    return tokens, np.concatenate([table.lengths[whole], (ends - begins).sum(1)])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any, Literal
@@ -21,8 +21,9 @@ from flodl_hf.errors import TokenizerError
 from flodl_hf.tokenization.regex_limits import foreign_patterns, within_time
 from flodl_hf.tokenization.threads import cores, over_threads
 
-from .blocks import Mark, in_blocks, mark_of
+from .blocks import Flat, Mark, in_blocks, mark_of
 from .charsmap import check_definition
+from .first_tokens import splits_at_spaces
 from .guard import MAX_GROWTH, check_texts, growth, guarded
 from .rows import Row
 from .source import parse_json
@@ -225,12 +226,13 @@ class Backend:
             return within_time(lambda: run(batch), characters(), self.patterns, self.where)
         return over_threads(run, batch, each)
 
-    def flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of texts end to end, without specials, ``(tokens,)``, and how many each has, ``(texts,)``.
+    @cached_property
+    def splits_at_spaces(self) -> bool:
+        """Whether a prefix of a text that ends before a space has the first tokens of the text."""
+        return not self.by_code and not self.patterns and splits_at_spaces(self.inner)
 
-        Args:
-            texts: strings.
-        """
+    def flat(self, texts: Sequence[str]) -> Flat:
+        """Return the ids of texts."""
         if len(texts) >= FEW:
             if self._mark is False:
                 self._mark = mark_of(self.inner)

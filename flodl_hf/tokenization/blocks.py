@@ -18,7 +18,10 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-__all__ = ["Mark", "in_blocks", "mark_of"]
+__all__ = ["Flat", "Mark", "in_blocks", "mark_of"]
+
+Flat = tuple[np.ndarray, np.ndarray]
+"""Ids of many texts end to end, without specials, ``(tokens,)``, and how many each has, ``(texts,)``."""
 
 Mark = tuple[str, int]
 """A special token that ends each text of a block, and its id."""
@@ -63,10 +66,8 @@ def _plain(inner: tokenizers.Tokenizer) -> Callable[[list[Any]], list[tokenizers
 
 def in_blocks(
     texts: Sequence[str], mark: Mark, run: Callable[[list[Any], int], list[tokenizers.Encoding]], cores: int
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the ids of all texts end to end, ``(tokens,)``, and how many each has, ``(texts,)``.
-
-    None if a text contains the mark.
+) -> Flat | None:
+    """Return the ids of all texts, or None if a text contains the mark.
 
     Args:
         texts: the texts.
@@ -80,7 +81,7 @@ def in_blocks(
 
 def _ids_of(
     texts: Sequence[str], mark: Mark, run: Callable[[list[Any]], list[tokenizers.Encoding]], size: int
-) -> tuple[np.ndarray, np.ndarray] | None:
+) -> Flat | None:
     parts: list[str] = [mark[0]] * (2 * len(texts))
     parts[::2] = texts
     encodings = run([parts[i : i + 2 * size] for i in range(0, len(parts), 2 * size)])

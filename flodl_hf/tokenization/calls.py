@@ -24,14 +24,16 @@ from .batch import (
     check_multiple,
     option,
 )  # fmt: skip
-from .early_cut import beginnings
 from .encoded import Encoded, pad_rows
+from .first_tokens import beginnings
 from .rows import Cut, Overflow, Row, cut_each, cut_rows, with_space
 from .vocabulary import Vocabulary
 from .words import JOINED
 
 __all__ = ["Calls"]
 
+# Characters of a long text for each token that fits.
+_LONG_CHARS = 16
 _TEXTS = ("self", "text", "text_pair", "text_target", "text_pair_target")
 
 
@@ -108,14 +110,18 @@ class Calls(Vocabulary):
         self, texts: Sequence[Any], pairs: Sequence[Any] | None, max_tokens: int, cut: Cut
     ) -> tuple[Sequence[Any], Sequence[Any] | None]:
         """Return the texts, long ones without most of the characters that truncation removes."""
-        if self._settings.truncation_side == "left":
+        if self._settings.truncation_side == "left" or not self._backend.splits_at_spaces:
             return texts, pairs
 
-        def ids(text: str) -> list[int]:
-            return self._backend.encodings([text], special=False, fast=True)[0].ids
+        def shorten(given: Sequence[str]) -> Sequence[str]:
+            # Prefixes are tokenized twice, which is faster than once for texts of many tokens only.
+            if max(map(len, given), default=0) <= _LONG_CHARS * (max_tokens + 1):
+                return given
+            # One token more than fits, so that the row still records a truncation.
+            return beginnings(given, max_tokens + 1, self._backend.flat)[0]
 
-        firsts = texts if cut == "second" else beginnings(texts, max_tokens, ids)
-        return firsts, pairs if cut == "first" or pairs is None else beginnings(pairs, max_tokens, ids)
+        firsts = texts if cut == "second" else shorten(texts)
+        return firsts, pairs if cut == "first" or pairs is None else shorten(pairs)
 
     def __call__(
         self,

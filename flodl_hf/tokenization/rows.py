@@ -10,9 +10,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
+
 from flodl_hf.errors import TextTooLongError, TokenizerError
 
-__all__ = ["Cut", "Overflow", "Row", "cut_each", "cut_rows", "plan_windows", "with_space"]
+__all__ = [
+    "Cut",
+    "Overflow",
+    "Row",
+    "cut_each",
+    "cut_rows",
+    "divided_text",
+    "leaves_too_few",
+    "longest_first",
+    "plan_windows",
+    "too_long",
+    "with_space",
+]
 
 Cut = Literal["first", "second", "longer", "longest"]
 Overflow = Literal["windows", "truncate", "error"]
@@ -57,11 +71,17 @@ class Row:
 
 
 def plan_windows(
-    length: int, capacity: int, stride: int, word_ids: Sequence[int | None] | None = None
+    length: int,
+    capacity: int,
+    stride: int,
+    words: np.ndarray | Sequence[int] | None = None,
+    *,
+    side: Literal["left", "right"] = "right",
+    where: str = "text",
 ) -> list[tuple[int, int]]:
     """Return half-open token ranges of at most ``capacity`` that cover ``range(length)`` and overlap.
 
-    With ``word_ids`` neighbours overlap by at least ``stride`` tokens, and a range starts and ends between
+    With ``words`` neighbours overlap by at least ``stride`` tokens, and a range starts and ends between
     words if a word border is near; a stride above three quarters of the capacity is lowered to that.
     Without, ranges are ``capacity`` long and ``capacity - stride`` apart, as the tokenizers library cuts
     them.
@@ -70,38 +90,46 @@ def plan_windows(
         length: number of tokens.
         capacity: most tokens in one window; positive.
         stride: tokens that neighbouring windows share.
-        word_ids: word of each token, or ``None`` to cut anywhere.
+        words: word of each token, -1 for none; ``None`` to cut anywhere.
+        side: "left" plans from the end of the text; ignored with ``words``.
+        where: name of the text in errors.
+
+    Raises:
+        TokenizerError: without ``words``, the stride is not below the capacity.
     """
+    if words is None and stride >= capacity:
+        raise TokenizerError(
+            f"{where}: found a stride of {stride} and windows of {capacity} tokens of this text; "
+            "the stride must be smaller: lower it, or raise max_tokens",
+            where=where,
+            found=stride,
+            expected=capacity,
+        )
     if length <= capacity:
         return [(0, length)]
-    if word_ids is None:
-        windows = []
-        for start in range(0, length, capacity - stride):
-            windows.append((start, min(start + capacity, length)))
-            if start + capacity >= length:
-                break
-        return windows
+    if words is None:
+        starts = range(0, max(1, length - stride), capacity - stride)
+        ranges = [(start, min(start + capacity, length)) for start in starts]
+        return ranges if side == "right" else [(length - stop, length - start) for start, stop in ranges]
 
+    word = np.asarray(words)
+    border = np.ones(length, bool)
+    border[1:] = (word[1:] != word[:-1]) | (word[1:] < 0)
+    # The last border at or before each token.
+    borders = np.maximum.accumulate(np.where(border, np.arange(length), 0)).tolist()
     stride = min(stride, capacity * 3 // 4)
     # Both searches are shorter than half the advance of a window, so the number of windows is bounded.
     advance = capacity - stride
     search = min(max(stride, capacity // 8), advance // 2)
-
-    def border(position: int) -> bool:
-        before, after = word_ids[position - 1], word_ids[position]
-        return before is None or after is None or before != after
-
     windows = []
     start = covered = 0
     while start + capacity < length:
         hard = start + capacity
-        lowest = max(hard - search, covered + 1)
-        end = next((p for p in range(hard, lowest - 1, -1) if border(p)), hard)
+        end = borders[hard] if borders[hard] >= max(hard - search, covered + 1) else hard
         windows.append((start, end))
         covered = end
         wanted = end - stride
-        lowest = max(start + 1, wanted - advance // 4)
-        start = next((p for p in range(wanted, lowest - 1, -1) if border(p)), wanted)
+        start = borders[wanted] if borders[wanted] >= max(start + 1, wanted - advance // 4) else wanted
     windows.append((start, length))
     return windows
 
@@ -113,13 +141,17 @@ def _span(row: Row, sequence: int, where: str) -> tuple[int, int]:
         return (0, 0)
     start = row.sequence_ids.index(sequence)
     if any(found != sequence for found in row.sequence_ids[start : start + count]):
-        raise TokenizerError(
-            f"{where}: the tokenizer's template puts special tokens inside a text, which cannot be cut "
-            "into windows; "
-            "pass a shorter text, or raise max_tokens",
-            where=where,
-        )
+        raise divided_text(where)
     return start, start + count
+
+
+def divided_text(where: str) -> TokenizerError:
+    """Return the error about a text that contains special tokens of the template."""
+    return TokenizerError(
+        f"{where}: the tokenizer's template puts special tokens inside a text, which cannot be cut into windows; "
+        "pass a shorter text, or raise max_tokens",
+        where=where,
+    )
 
 
 def _slice(row: Row, keep: list[range], window: int, first: int, last: int, truncated: bool) -> Row:
@@ -145,13 +177,50 @@ def _slice(row: Row, keep: list[range], window: int, first: int, last: int, trun
     )
 
 
-def _too_long(where: str, total: int, max_tokens: int, why: str, remedy: str) -> TextTooLongError:
+def too_long(where: str, total: int, max_tokens: int, uncut: int | None = -1) -> TextTooLongError:
+    """Return the error about a text that does not fit.
+
+    Args:
+        where: name of the text.
+        total: its tokens, specials included.
+        max_tokens: how many fit.
+        uncut: tokens that are not to be cut; None if the specials alone do not fit; -1 if truncation is off.
+    """
+    why, remedy = (
+        f"of which {uncut} are not to be cut",
+        "raise max_tokens, shorten the other text, or cut the other one",
+    )
+    if uncut is None:
+        why, remedy = "and the special tokens alone are more", "raise max_tokens"
+    elif uncut < 0:
+        why, remedy = "and truncation is off", "shorten it, or set truncate=true or windows=true"
     return TextTooLongError(
         f"{where}: {total} tokens with special tokens, {why}; at most {max_tokens} fit; {remedy}",
         where=where,
         found=total,
         expected=max_tokens,
     )
+
+
+def longest_first(sizes: np.ndarray, space: np.ndarray | int) -> np.ndarray:
+    """Return how many tokens of two texts remain if the longer one loses tokens first, ``(2, rows)``.
+
+    As in the tokenizers library: the longer text loses tokens until both are equal, then both lose tokens.
+
+    Args:
+        sizes: tokens of each text, ``(2, rows)``.
+        space: tokens that fit, ``(rows,)``.
+    """
+    short, long = np.sort(sizes, 0)
+    long = np.where(short > space, short, np.maximum(short, space - short))
+    equal = short + long > space
+    short, long = np.where(equal, space // 2, short), np.where(equal, space // 2 + space % 2, long)
+    return np.minimum(np.where(sizes[0] > sizes[1], [long, short], [short, long]), sizes)
+
+
+def leaves_too_few(size: np.ndarray, space: np.ndarray | int) -> np.ndarray:
+    """Return whether windows of one text would be too small beside a text of ``size`` tokens that is not cut."""
+    return (space - size) * _LEAST_SPACE < space
 
 
 def cut_rows(
@@ -192,9 +261,7 @@ def cut_rows(
     if max_tokens is None or total <= max_tokens:
         return [_whole(row, sequence)]
     if overflow == "error":
-        raise _too_long(
-            where, total, max_tokens, "and truncation is off", "shorten it, or set truncate=true or windows=true"
-        )
+        raise too_long(where, total, max_tokens)
     if cut == "longest":
         return [_truncate_longest(row, max_tokens, side, where)]
 
@@ -202,29 +269,15 @@ def cut_rows(
     length = stop - start
     capacity = max_tokens - (total - length)
     if capacity < 1:
-        raise _too_long(
-            where,
-            total,
-            max_tokens,
-            f"of which {total - length} are not to be cut",
-            "raise max_tokens, shorten the other text, or cut the other one",
-        )
+        raise too_long(where, total, max_tokens, total - length)
     if overflow == "truncate":
         first = 0 if side == "right" else length - capacity
         ranges = [(first, first + capacity)]
     else:
-        if not snap and stride >= capacity:
-            raise TokenizerError(
-                f"{where}: found a stride of {stride} and windows of {capacity} tokens of this text; "
-                "the stride must be smaller: lower it, or raise max_tokens",
-                where=where,
-                found=stride,
-                expected=capacity,
-            )
-        words = row.word_ids[start:stop] if snap and row.word_ids else None
-        ranges = plan_windows(length, capacity, stride, words)
-        if side == "left" and not snap:  # from the end, what is left over at the beginning comes last
-            ranges = [(length - stop, length - start) for start, stop in ranges]
+        words = None
+        if snap and row.word_ids:
+            words = np.array([-1 if word is None else word for word in row.word_ids[start:stop]])
+        ranges = plan_windows(length, capacity, stride, words, side=side, where=where)
     return [
         _slice(
             row,
@@ -242,7 +295,7 @@ def _longer(row: Row, max_tokens: int | None) -> Cut:
     """Return the text of a pair that windows cut, or ``"longest"`` if the other one leaves too few tokens."""
     first, second = (row.sequence_ids.count(text) for text in (0, 1))
     space = (max_tokens or len(row.ids)) - (len(row.ids) - first - second)
-    if (space - min(first, second)) * _LEAST_SPACE < space:
+    if leaves_too_few(np.array(min(first, second)), space):
         return "longest"
     return "first" if first > second else "second"
 
@@ -288,20 +341,16 @@ def with_space(part: Row, whole: Row) -> Row:
 
 def _truncate_longest(row: Row, max_tokens: int, side: str, where: str) -> Row:
     spans = [_span(row, 0, where), _span(row, 1, where)]
-    lengths = [stop - start for start, stop in spans]
-    space = max_tokens - (len(row.ids) - sum(lengths))
+    lengths = np.array([stop - start for start, stop in spans])
+    space = max_tokens - (len(row.ids) - int(lengths.sum()))
     if space < 0:
-        raise _too_long(where, len(row.ids), max_tokens, "and the special tokens alone are more", "raise max_tokens")
-    short, long = sorted(lengths)
-    # As in the tokenizers library: the longer text loses tokens until both are equal, then both lose tokens.
-    long = short if short > space else max(short, space - short)
-    if short + long > space:
-        short, long = space // 2, space // 2 + space % 2
-    kept = [long, short] if lengths[0] > lengths[1] else [short, long]
-    kept = [min(keep, length) for keep, length in zip(kept, lengths, strict=True)]
-    dropped: set[int] = set()
-    for (start, stop), keep in zip(spans, kept, strict=True):
-        dropped.update(range(start + keep, stop) if side == "right" else range(start, stop - keep))
-    parts = [range(i, i + 1) for i in range(len(row.ids)) if i not in dropped]
-    first = 0 if side == "right" else lengths[0] - kept[0]
-    return _slice(row, parts, 0, first, first + kept[0], True)
+        raise too_long(where, len(row.ids), max_tokens, None)
+    kept = longest_first(lengths, space).tolist()
+    parts, at = [], 0
+    for (start, stop), keep in sorted(zip(spans, kept, strict=True)):
+        if stop > start:
+            first = start if side == "right" else stop - keep
+            parts += [range(at, start), range(first, first + keep)]
+            at = stop
+    first = 0 if side == "right" else int(lengths[0]) - kept[0]
+    return _slice(row, [*parts, range(at, len(row.ids))], 0, first, first + kept[0], True)

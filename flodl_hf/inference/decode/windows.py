@@ -101,15 +101,17 @@ def merge_windows(rows: Rows, owners: np.ndarray, *, sequence: int = 0, content:
     if len(owners) == 0 or bool((np.diff(owners) > 0).all()):
         chosen = np.arange(len(text))
     else:
-        # Only tokens of texts with several windows may occur in more than one.
-        several = np.bincount(owners)[text] > 1
-        shared = np.flatnonzero(several)
-        order = shared[np.lexsort((found.row[shared], -_context(found)[shared], found.position[shared], text[shared]))]
-        key_text, key_position = text[order], found.position[order]
-        first = np.ones(len(order), bool)
-        first[1:] = (key_text[1:] != key_text[:-1]) | (key_position[1:] != key_position[:-1])
-        chosen = np.concatenate([np.flatnonzero(~several), order[first]])
-        chosen = chosen[np.argsort(text[chosen], kind="stable")]
+        sizes = np.zeros(int(owners.max()) + 1, np.int64)
+        np.maximum.at(sizes, text, found.position + 1)
+        place = (np.cumsum(sizes) - sizes)[text] + found.position
+        # More context ranks higher, then the earlier row.
+        rank = _context(found) * len(owners) + (len(owners) - 1 - found.row)
+        best = np.full(int(sizes.sum()), -1)
+        np.maximum.at(best, place, rank)
+        tokens = np.flatnonzero(rank == best[place])
+        chosen = np.full(len(best), -1)
+        chosen[place[tokens]] = tokens
+        chosen = chosen[chosen >= 0]
     stream = TokenStream(
         row=found.row[chosen],
         column=found.column[chosen],

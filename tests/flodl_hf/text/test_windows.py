@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -11,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flodl_hf.errors import TokenizerError
-from flodl_hf.tokenization.early_cut import beginning
 from flodl_hf.tokenization.rows import plan_windows
 from flodl_hf.tokenization.tokenizer import Row, Tokenizer
 
@@ -181,20 +179,3 @@ def test_the_beginning_of_a_very_long_text_is_that_of_the_whole(tokenizer: Token
     [[whole]] = tokenizer.encode_rows([text[:20_000]])
     assert list(row.ids) == [*whole.ids[:31], whole.ids[-1]]
     assert row.truncated
-
-
-def test_a_prefix_that_decides_nothing_is_not_used() -> None:
-    # Every token depends on the length of the text: no prefix can be trusted.
-    text = "x" * 100_000
-    assert beginning(text, 4, lambda prefix: [len(prefix)] * len(prefix)) == text
-    assert len(beginning(text, 4, lambda prefix: [1] * len(prefix))) < 1000
-
-
-@pytest.mark.parametrize(
-    "text", [" " * 20_000 + "<mask>", "ab" + "\n" * 20_000 + "<mask>", "abcdef" * 2_000 + " <mask>"]
-)
-def test_a_special_token_may_take_all_white_space_before_it(text: str) -> None:
-    def ids(part: str) -> list[int]:
-        return [ord(letter) for letter in re.sub(r"\s*<mask>", "M", part)]
-
-    assert ids(beginning(text, 4, ids))[:4] == ids(text)[:4]
