@@ -12,7 +12,42 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
 from flodl.distributed.group import Summed
-from flodl.train.recorded import Recorded
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Numbers of replayed and other steps of one rank, on a device that captures steps.
+
+    Attributes:
+        steps: steps of this process.
+        replayed: replayed steps.
+        shapes: captured shapes of batches.
+        first_s: seconds of the host in steps that were launched one operation at a time.
+        capture_s: seconds of the host in captures.
+        reason: why steps are not captured, or not any more; None if they are.
+    """
+
+    steps: int
+    replayed: int
+    shapes: int
+    first_s: float = 0.0
+    capture_s: float = 0.0
+    reason: str | None = None
+
+    @property
+    def share(self) -> float:
+        """The share of steps that were replayed."""
+        return self.replayed / self.steps if self.steps else 0.0
+
+    def __str__(self) -> str:
+        if self.reason is not None and not self.replayed:
+            return f"steps were launched one operation at a time, because {self.reason}"
+        made = f"{self.shapes} shape{'s' * (self.shapes != 1)} of batches captured in {self.capture_s:.1f} s"
+        why = f"because {self.reason}" if self.reason is not None else "the first of each shape"
+        others = f"; others were launched one operation at a time, {why}, and took {self.first_s:.1f} s"
+        return (
+            f"{self.share:.0%} of {self.steps:,} steps replayed, {made}{others if self.replayed < self.steps else ''}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,13 +321,29 @@ class LayersTimed(Event):
     memory: Mapping[str, float] = field(default_factory=dict)
 
 
+class _Wants(dict[type, bool]):
+    """Whether events of a kind have a subscriber; a key is computed at its first use."""
+
+    def __init__(self, subscribers: list[tuple[Subscriber, tuple[type, ...]]]) -> None:
+        super().__init__()
+        self._subscribers = subscribers
+
+    def __missing__(self, kind: type) -> bool:
+        found = self[kind] = any(issubclass(kind, kinds) for _, kinds in self._subscribers)
+        return found
+
+
 class Events:
-    """Passes each event to its subscribers, in the order of their subscription."""
+    """Passes each event to its subscribers, in the order of their subscription.
+
+    Attributes:
+        wants: whether events of a kind have a subscriber.
+    """
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
         self._subscribers: list[tuple[Subscriber, tuple[type, ...]]] = []
-        self._wanted: dict[type, bool] = {}
+        self.wants = _Wants(self._subscribers)
         self._failed: set[int] = set()
 
     def subscribe(self, call: Subscriber, *kinds: type[Event]) -> Callable[[], None]:
@@ -303,20 +354,13 @@ class Events:
         """
         entry = (call, kinds or (Event,))
         self._subscribers.append(entry)
-        self._wanted.clear()
+        self.wants.clear()
         return lambda: self._end(entry)
 
     def _end(self, entry: tuple[Subscriber, tuple[type, ...]]) -> None:
         if entry in self._subscribers:
             self._subscribers.remove(entry)
-        self._wanted.clear()
-
-    def wanted(self, kind: type[Event]) -> bool:
-        """Return whether anybody subscribed to events of this kind."""
-        found = self._wanted.get(kind)
-        if found is None:
-            found = self._wanted[kind] = any(issubclass(kind, kinds) for _, kinds in self._subscribers)
-        return found
+        self.wants.clear()
 
     def emit(self, event: Event) -> None:
         """Pass ``event`` on; an error of a subscriber is reported once and does not end the run."""

@@ -18,7 +18,6 @@ from flodl.distributed.sync import Sync
 from flodl.errors import TrainError
 from flodl.graph.graph import Graph
 from flodl.signals import stop_by
-from flodl.train.epoch_figures import epoch_metrics
 from flodl.train.events import EpochMetrics
 from flodl.train.feed import Feed, Share
 from flodl.train.fitting import fit_micro_batch
@@ -28,7 +27,7 @@ from flodl.train.reports import evaluate_now, report_end, report_failure, report
 from flodl.train.requests import EVALUATE, SAVE
 from flodl.train.route import choose_route, compiled
 from flodl.train.step import StepResult, TrainStep
-from flodl.train.steplog import Tally
+from flodl.train.steplog import Tally, epoch_metrics
 
 if TYPE_CHECKING:
     from flodl.train.trainer_parts import TrainerParts

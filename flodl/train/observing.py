@@ -14,11 +14,10 @@ from torch import nn
 
 from flodl.distributed.group import Ranks
 from flodl.graph.stepping import GraphSteps
-from flodl.train.epoch_figures import epoch_metrics, means
 from flodl.train.events import Decided, EpochMetrics, Observed
 from flodl.train.rules import RuleEngine
 from flodl.train.settings import Settings
-from flodl.train.steplog import Tally
+from flodl.train.steplog import Tally, epoch_metrics, means
 from flodl.train.watching import Watching
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
-from flodl.train.events import Events, Observed, StepDone, Warned
+from flodl.train.events import EpochMetrics, Events, Observed, StepDone, Warned
 from flodl.train.optim.rates import Rates
 from flodl.train.step.outcome import Outcome, StepResult
 
@@ -77,6 +77,59 @@ class Tally:
         return asdict(self)
 
 
+def means(parts: Sequence[Mapping[str, Any]], kind: str) -> dict[str, float]:
+    """Return means over all ranks, weighted by count.
+
+    Args:
+        parts: tallies of all ranks; old checkpoints lack ``observed``.
+        kind: ``"sums"`` or ``"observed"``.
+    """
+    tables = [part.get(kind, {}) for part in parts]
+    found = {}
+    for name in dict.fromkeys(name for table in tables for name in table):
+        total = sum(table.get(name, (0.0, 0.0))[0] for table in tables)
+        weight = sum(table.get(name, (0.0, 0.0))[1] for table in tables)
+        found[name] = total / weight if weight else float("nan")
+    return found
+
+
+def epoch_metrics(
+    parts: Sequence[dict[str, Any]], *, shared_loss: bool, epoch: int, step: int, evaluated: dict[str, float]
+) -> EpochMetrics:
+    """Return the figures of an epoch from the tallies of all ranks.
+
+    Args:
+        parts: tallies by rank.
+        shared_loss: whether the loss of each rank already includes all ranks (Sync).
+        epoch: the epoch.
+        step: steps that are done.
+        evaluated: figures of the last evaluation.
+    """
+    losses = parts[:1] if shared_loss else parts
+    count = sum(part["count"] for part in losses)
+    samples = sum(part["samples"] for part in parts)
+    figures = means(parts, "sums")
+    return EpochMetrics(
+        epoch=epoch,
+        step=step,
+        loss=sum(part["loss_sum"] for part in losses) / count if count else float("nan"),
+        metrics={name: figures[name] for name in sorted(figures)},
+        samples=samples,
+        epoch_ms=max(part["wall_ms"] for part in parts),
+        share=tuple(part["samples"] / samples if samples else 0.0 for part in parts),
+        throughput=tuple(part["samples"] / part["compute_ms"] if part["compute_ms"] else 0.0 for part in parts),
+        eval=evaluated,
+        by_rank=tuple(_of_rank(part, shared_loss) for part in parts),
+    )
+
+
+def _of_rank(part: Mapping[str, Any], shared_loss: bool) -> dict[str, float]:
+    """Return the figures of one rank."""
+    loss = {} if shared_loss or not part["count"] else {"loss": part["loss_sum"] / part["count"]}
+    times = {name: float(part[name]) for name in ("samples", "compute_ms", "wall_ms")}
+    return {**means([part], "sums"), **times, **loss}
+
+
 def _add(sums: dict[str, list[float]], name: str, total: float, count: float) -> None:
     kept = sums.get(name)
     if kept is None:
@@ -125,7 +178,7 @@ class StepLog:
             TrainError: a step that is reported now was not finite.
         """
         outcome = result.outcome
-        is_read = outcome is not None or self.events._wanted.get(StepDone, True)
+        is_read = outcome is not None or self.events.wants[StepDone]
         entry = _Entry(result, outcome, step, epoch, rates.first if is_read else 0.0, wall_ms)
         if outcome is None:
             self._report(tally, entry)
@@ -179,9 +232,9 @@ class StepLog:
         if not result.applied:
             message = f"step {entry.step}: not applied, {result.reason}"
             events.emit(Warned(rank=events.rank, step=entry.step, message=message))
-        if events._wanted.get(StepDone, True) and events.wanted(StepDone):
+        if events.wants[StepDone]:
             events.emit(_step_done(entry, events.rank))
-        if result.observed and events.wanted(Observed):
+        if result.observed and events.wants[Observed]:
             values = {name: total / weight for name, (total, weight) in result.observed.items() if weight}
             where: Any = {"at_s": entry.at_s, "rank": events.rank, "step": entry.step, "epoch": entry.epoch}
             events.emit(Observed(**where, scope="step", values=values))
@@ -189,17 +242,11 @@ class StepLog:
 
 def _step_done(entry: _Entry, rank: int) -> StepDone:
     result = entry.result
+    about: Any = {"at_s": entry.at_s, "rank": rank, "step": entry.step, "epoch": entry.epoch, "lr": entry.lr}
+    names = ("loss", "count", "samples", "grad_norm", "compute_ms")
     return StepDone(
-        at_s=entry.at_s,
-        rank=rank,
-        step=entry.step,
-        epoch=entry.epoch,
-        loss=result.loss,
-        count=result.count,
-        samples=result.samples,
-        lr=entry.lr,
-        grad_norm=result.grad_norm,
-        compute_ms=result.compute_ms,
+        **about,
+        **{name: getattr(result, name) for name in names},
         wall_ms=entry.wall_ms if entry.outcome is None else result.compute_ms,
         skipped=not result.applied,
         metrics={name: total / count for name, (total, count) in result.metrics.items() if count},

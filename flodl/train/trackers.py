@@ -11,11 +11,11 @@ is stored in ``trackers.json``.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib
 import io
 import json
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,17 +23,8 @@ from typing import Any, TextIO
 
 from flodl.errors import TrainError, nearest
 from flodl.files import read_regular, write_atomically
-from flodl.train.events import (
-    Decided,
-    EpochMetrics,
-    EvalDone,
-    Observed,
-    RunDone,
-    RunStarted,
-    StepDone,
-    Subscriber,
-    Warned,
-)
+from flodl.monitor.record import as_text
+from flodl.train.events import EpochMetrics, EvalDone, Observed, RunDone, RunStarted, StepDone, Subscriber
 
 
 class Tracker:
@@ -73,9 +64,6 @@ class Tracker:
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """Write the values of a step."""
 
-    def note(self, step: int, kind: str, text: str) -> None:
-        """Write a text: a decision or a warning."""
-
     def end(self) -> None:
         """Close the target; may be called twice."""
         if self._target is not None:
@@ -89,10 +77,6 @@ class Tracker:
             self.begin(event)
         elif isinstance(event, RunDone):
             self.end()
-        elif isinstance(event, Decided):
-            self.note(event.step, "decision", f"{event.rule} ({event.reason})")
-        elif isinstance(event, Warned):
-            self.note(event.step, "warning", event.message)
         elif figures := figures_of(event):
             self.write(event.step, figures)
 
@@ -155,7 +139,7 @@ class JsonLinesTracker(Tracker):
         if self._target is not None:
             fields = {**event.to_dict(), **config}
             fields.pop("past", None)  # part of the file already
-            self._target.write(json.dumps(_json(fields), allow_nan=False) + "\n")
+            self._target.write(as_text(fields) + "\n")
             self._target.flush()
         if isinstance(event, RunDone):
             self.end()
@@ -172,16 +156,6 @@ def _complete_lines(path: Path) -> Iterable[str]:
     """Return the lines of a file, without a last line that was cut off."""
     text = read_regular(path, 1 << 32).decode("utf-8", errors="replace") if path.is_file() else ""
     return io.StringIO(text[: text.rfind("\n") + 1], newline="")
-
-
-def _json(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _json(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json(part) for part in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 
 class TensorBoardTracker(Tracker):
@@ -203,11 +177,6 @@ class TensorBoardTracker(Tracker):
             for name, value in figures.items():
                 self._target.add_scalar(name, value, step)
 
-    def note(self, step: int, kind: str, text: str) -> None:
-        """Add a text."""
-        if self._target is not None:
-            self._target.add_text(kind, text, step)
-
 
 class _Service(Tracker):
     """A service that gives each run an id, by which a resumed run is continued."""
@@ -217,10 +186,9 @@ class _Service(Tracker):
 
     def _ids(self) -> dict[str, Any]:
         path = self.folder / "trackers.json"
-        try:
+        with contextlib.suppress(ValueError, TypeError):
             return dict(json.loads(read_regular(path, 1 << 20))) if path.is_file() else {}
-        except (ValueError, TypeError):
-            return {}
+        return {}
 
     def known_id(self, event: RunStarted) -> str | None:
         """Return the id of a resumed run; None for a new run."""
@@ -262,11 +230,6 @@ class WandbTracker(_Service):
         if self._target is not None:
             self._target.log({**figures, "step": step})
 
-    def note(self, step: int, kind: str, text: str) -> None:
-        """Log a text."""
-        if self._target is not None:
-            self._target.log({f"{kind}s": text, "step": step})
-
     def end(self) -> None:
         """End the run if it was started here."""
         if self._target is not None and self._is_own:
@@ -297,11 +260,6 @@ class MlflowTracker(_Service):
         """Log metrics."""
         if self._target is not None:
             self._target.log_metrics({name: float(value) for name, value in figures.items()}, step=step)
-
-    def note(self, step: int, kind: str, text: str) -> None:
-        """Set a tag."""
-        if self._target is not None:
-            self._target.set_tag(f"{kind}.{step}", text[:5000])
 
     def end(self) -> None:
         """End the run if it was started here."""

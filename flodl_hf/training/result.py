@@ -16,7 +16,7 @@ from flodl_hf.training.factory import cast_stored
 
 if TYPE_CHECKING:
     from flodl.distributed.group import Summed
-    from flodl.train.recorded import Recorded
+    from flodl.train.events import Recorded
     from flodl_hf.models.encoder_model import EncoderModel
     from flodl_hf.training.thresholds import Tuned
 

@@ -23,7 +23,7 @@ import torch
 from flodl.data.batch import Batch
 from flodl.errors import TrainError
 from flodl.nested import map_leaves
-from flodl.train.recorded import Recorded
+from flodl.train.events import Recorded
 from flodl.train.step.cuda_graphs import Capturer, Overlap, Run
 from flodl.train.step.host import HostStep
 from flodl.train.step.outcome import OBSERVED, Outcome

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from flodl.distributed.group import Summed
+from flodl.train.events import Recorded
 from flodl.train.loss import batch_len
-from flodl.train.recorded import Recorded
 from flodl.train.step.capture import EndCaptures, StepCaptures
 from flodl.train.step.cuda_graphs import Capturer, CudaCapturer, Overlap
 from flodl.train.step.decide import GradientCheck

@@ -14,7 +14,7 @@ from flodl.data import Batch, DataLoader, TensorRows
 from flodl.data.piece import lay_out
 from flodl.errors import TrainError
 from flodl.train import Callback, Loss, RunDone, StepDone, Trainer, Warned, adamw, route, sgd
-from flodl.train.recorded import Recorded
+from flodl.train.events import Recorded
 from flodl.train.schedule import Linear
 from flodl.train.step import Step, capture
 from flodl.train.step.capture import Refused, flatten

@@ -143,7 +143,6 @@ def read_mlflow(folder: Path) -> Figures:
     assert [one.info.run_id for one in found] == [json.loads((folder / "trackers.json").read_text())["mlflow"]]
     data = found[0].data
     assert data.params["num_epochs"] == "3"
-    assert data.tags["decision.5"].startswith("freeze 0 when after_epochs(1)")
     kept: Figures = {}
     for name in data.metrics:
         for one in sorted(client.get_metric_history(found[0].info.run_id, name), key=lambda m: m.timestamp):
