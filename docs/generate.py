@@ -1,8 +1,6 @@
-"""The pages of ``docs/reference``, tables on two other pages, and the index of families: ``python -m docs.generate``.
+"""Write the pages of ``docs/reference``, tables of other pages and the index of families: ``python -m docs.generate``.
 
-Written from the tables that the program runs on.
-
-Nothing is said here that a table does not say; a test compares the committed pages with what this writes.
+The sources are the tables that the program uses. A test compares the committed pages with the output.
 """
 
 from __future__ import annotations
@@ -33,7 +31,8 @@ from flodl_hf.tokenization.classes import ALIASES, CLASSES
 FOLDER = Path(__file__).parent / "reference"
 INDEX = Path(__file__).parents[1] / "flodl_hf" / "families" / "index.json"
 MODELS = FOLDER.parent / "which-models.md"
-SPEED = FOLDER.parent / "performance.md"
+TOKENIZERS = FOLDER.parent / "tokenizers.md"
+SPEED = FOLDER.parent / "performance-families.md"
 LLMS = FOLDER.parent / "llms.txt"
 MEASURED = FOLDER.parent / "families_measured.json"
 METHODS = (
@@ -168,7 +167,7 @@ def with_speeds(page: str) -> str:
 
 
 def with_tokenizers(page: str) -> str:
-    """Return the page of models with the table of tokenizer classes."""
+    """Return the page of tokenizers with the table of their classes."""
     own = {
         family.class_prefix: family.tokenizer
         for family in FAMILIES
@@ -538,7 +537,7 @@ def main() -> None:
         if not path.exists() or path.read_text("utf-8") != text:
             path.write_text(text, "utf-8")
             print(f"docs/reference/{name}")
-    for path, written in ((MODELS, with_overview), (MODELS, with_tokenizers), (SPEED, with_speeds)):
+    for path, written in ((MODELS, with_overview), (TOKENIZERS, with_tokenizers), (SPEED, with_speeds)):
         page = path.read_text("utf-8")
         if page != written(page):
             path.write_text(written(page), "utf-8")

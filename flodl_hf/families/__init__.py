@@ -1,13 +1,15 @@
 """The known families. A new family is a file in this folder and a name in the tuple below.
 
 A file is imported on first use of its family. ``index.json``, which ``make docs`` writes, contains the
-facts that select one. `register` adds a family from outside of the package; there is no automatic discovery.
+facts that select one. `register` adds a family in a process. Other packages add families and heads with entry points
+of the group ``flodl_hf.families``: ``MODEL_TYPE`` names a `Family`, ``MODEL_TYPE.TASK`` a `FamilyHead`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +19,8 @@ from flodl.errors import ConfigError, nearest
 from flodl_hf.families.schema.tasks import HEADS
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     from flodl_hf.families.schema import Family
     from flodl_hf.families.schema.config_rows import Row
 
@@ -81,8 +85,11 @@ def model_types() -> list[str]:
 
 
 def named(model_type: str | None) -> Family | None:
-    """Return the family of a ``model_type``; None if it is unknown in this process."""
-    return next((_found(entry) for entry in _entries() if entry["model_type"] == model_type), None)
+    """Return the family of a ``model_type``, also of an installed package; None if it is unknown."""
+    found = next((_found(entry) for entry in _entries() if entry["model_type"] == model_type), None)
+    if found is None and model_type in _installed():
+        return register(_loaded(model_type, "Family"))
+    return found
 
 
 def that_claims(source: Mapping[str, Any]) -> Family | None:
@@ -127,14 +134,7 @@ def register(family: Family) -> Family:
             "model_type. Derive an alias with FAMILY.renamed(...).",
             problems=["model_type"],
         )
-    tasks = [head.name for head in HEADS if head.name != "base"]
-    unknown = [name for name in family.heads if name not in tasks]
-    if unknown:
-        raise ConfigError(
-            f"register: {family.model_type} has a head {unknown[0]!r}{nearest(unknown[0], tasks)}; "
-            f"expected some of {', '.join(tasks)}",
-            problems=unknown,
-        )
+    _check_tasks(family.model_type, family.heads)
     _registered[family.model_type] = family
     return family
 
@@ -201,7 +201,53 @@ def _entry(family: Family, place: str) -> dict[str, Any]:
 
 def _found(entry: Mapping[str, Any]) -> Family:
     file, _, constant = entry["place"].partition(".")
-    return getattr(import_module(f"{__name__}.{file}"), constant) if file else _registered[entry["model_type"]]
+    return _own_family(file, constant) if file else _registered[entry["model_type"]]
+
+
+@cache
+def _own_family(file: str, constant: str) -> Family:
+    """Return a family of this package with the heads that installed packages add."""
+    family = getattr(import_module(f"{__name__}.{file}"), constant)
+    added = [name for name in _installed() if name.startswith(f"{family.model_type}.")]
+    heads = {name.removeprefix(f"{family.model_type}."): _loaded(name, "FamilyHead") for name in added}
+    _check_tasks(family.model_type, heads)
+    return replace(family, heads={**heads, **family.heads}) if heads else family
+
+
+@cache
+def _installed() -> dict[str, EntryPoint]:
+    """Return the entry points of installed packages by name."""
+    from importlib.metadata import entry_points  # not needed by an import of this package
+
+    return {point.name: point for point in entry_points(group=__name__)}
+
+
+def _loaded(name: str, kind: str) -> Any:
+    """Return the object of an entry point.
+
+    Raises:
+        ConfigError: it is not of the class ``kind``, or a family has another ``model_type``.
+    """
+    value = _installed()[name].load()
+    if type(value).__name__ != kind or (kind == "Family" and value.model_type != name):
+        found = f"a {type(value).__name__} of {getattr(value, 'model_type', 'no model_type')}"
+        raise ConfigError(
+            f"entry point {name} of flodl_hf.families: found {found}, expected a {kind} of {name.partition('.')[0]}. "
+            "Correct pyproject.toml of the package that declares it, or remove the package.",
+            problems=[name],
+        )
+    return value
+
+
+def _check_tasks(model_type: str, names: Iterable[str]) -> None:
+    tasks = [head.name for head in HEADS if head.name != "base"]
+    unknown = [name for name in names if name not in tasks]
+    if unknown:
+        raise ConfigError(
+            f"register: {model_type} has a head {unknown[0]!r}{nearest(unknown[0], tasks)}; "
+            f"expected some of {', '.join(tasks)}",
+            problems=unknown,
+        )
 
 
 def _holds(source: Mapping[str, Any], claims: Mapping[str, list[Any]]) -> bool:

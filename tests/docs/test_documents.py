@@ -113,3 +113,28 @@ def test_every_page_stands_in_the_book() -> None:
                 listed |= {found.resolve() for found in path.parent.glob(entry + ".md")}
     pages = {path.resolve() for path in (ROOT / "docs").rglob("*.md")} - {(ROOT / "docs" / "index.md").resolve()}
     assert sorted(map(name, pages - listed)) == []
+
+
+LONGER = {"docs/guides/finetune.md", "docs/adding-a-family.md"}
+"""Pages above the limit; an entry is removed with its page's excess."""
+PAGES = [path for path in DOCUMENTS if path.parent.name not in ("reference", "api", "decisions")]
+
+
+def test_pages_have_at_most_250_lines() -> None:
+    long = {name(path) for path in PAGES if len(path.read_text("utf-8").splitlines()) > 250}
+    assert long <= LONGER
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 150
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_sentences_are_short(path: Path) -> None:
+    """The mean sentence of a page has at most 20 words; code, tables and headings do not count."""
+    text = re.sub(r"^ *```.*?^ *```\s*$", "\n\n", path.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    prose = "\n".join("" if line.lstrip().startswith(("|", "#", "<", ":::")) else line for line in text.splitlines())
+    prose = re.sub(r"`[^`]*`", "X", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", prose))
+    lengths = []
+    for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", prose):
+        for sentence in re.split(r"(?<=[.!?])\s+", " ".join(paragraph.split())):
+            words = len(re.findall(r"[\w'’-]+", sentence))
+            lengths += [words] if words > 1 else []
+    assert not lengths or sum(lengths) / len(lengths) <= 20

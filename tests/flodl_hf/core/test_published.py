@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from published import FURTHER, PUBLISHED, REFUSED, shrunk
 
 ALL = PUBLISHED | FURTHER
-PAGE = Path(__file__).parents[3] / "docs" / "which-models.md"
+DOCS = Path(__file__).parents[3] / "docs"
 # Sizes by which each file becomes a tiny one of the same architecture; heads and groups stay odd where they were.
 SMALL = [
     ("vocab_size", 90), ("hidden_size", 16), ("dim", 16), ("num_hidden_layers", 2), ("n_layers", 2),
@@ -68,7 +68,7 @@ def test_the_list_is_long_and_holds_every_checkpoint_of_the_live_matrix() -> Non
 
 
 def test_the_page_names_what_is_tested() -> None:
-    page = PAGE.read_text("utf-8")
+    page = "".join((DOCS / f"{name}-models.md").read_text("utf-8") for name in ("which", "tested"))
     named = set(re.findall(r"`([\w.-]+/[\w.-]+)`", page))
     assert set(ALL) | set(REFUSED) <= named
 

@@ -1,0 +1,31 @@
+"""RoCBERT without its additional embeddings (Su et al. 2022), and a question answering head for GTE."""
+
+from __future__ import annotations
+
+from flodl_hf.families import bert
+from flodl_hf.families.schema import FamilyHead, Inert, Kept, KeyRow
+from flodl_hf.nn.encoder import bodies
+
+__all__ = ["GTE_ANSWERS", "ROC_BERT"]
+
+_NOT_CALLED = "an embedding that a call with ids alone does not use"
+_KINDS = ("pronunciation", "shape")
+
+ROC_BERT = bert.FAMILY.renamed(
+    "roc_bert",
+    "RoCBert",
+    base_prefix="roc_bert",
+    inert=(
+        Inert("concat_input", "nothing is concatenated to the word embeddings", (False,)),
+        *(Inert(f"{kind}_{size}", _NOT_CALLED) for kind in _KINDS for size in ("embed_dim", "vocab_size")),
+        *(Inert(f"enable_{kind}", _NOT_CALLED) for kind in _KINDS),
+    ),
+    kept=tuple(Kept(f"roc_bert.embeddings.{kind}_embed.weight", _NOT_CALLED) for kind in _KINDS),
+    pretraining={},
+    tiny={"base": {"concat_input": False}},
+)
+
+GTE_ANSWERS = FamilyHead(
+    body=lambda c, labels: bodies.linear(c.hidden_size, labels, None, name="spans"),
+    keys=(KeyRow("head.spans", "qa_outputs"),),
+)
