@@ -33,10 +33,12 @@ def _order(nodes: list[Node]) -> tuple[list[int], set[int]]:
     A node runs as soon as all its inputs exist; of several such nodes, the one recorded first.
     """
     readers: dict[int, list[Node]] = {node.index: [] for node in nodes}
+    missing: dict[int, int] = {}
     for node in nodes:
-        for source in set(node.sources):
+        sources = set(node.sources)
+        missing[node.index] = len(sources)
+        for source in sources:
             readers[source].append(node)
-    missing = {node.index: len(set(node.sources)) for node in nodes}
     ready = [index for index, count in missing.items() if count == 0]
     heapify(ready)
     order: list[int] = []

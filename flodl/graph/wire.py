@@ -93,6 +93,7 @@ class Draft:
         for node in self.nodes:
             if node.index in self.modules:
                 node.name = self._names.get(node.index) or (node.tags[0] if node.tags else node.id)
+                node.role = "module"
             # References to inputs that were declared later get their node now.
             node.references = tuple(
                 Reference(r.keyword, r.tag, self.tags.get(r.tag, 0)) if r.source < 0 else r for r in node.references
@@ -285,7 +286,7 @@ class Draft:
 
     def _append(self, kind: str, id_: str, **fields: Any) -> Node:
         step = self._step
-        node = Node(len(self.nodes), id_, kind, position=step.position, verb=step.verb.rstrip("_"), **fields)
+        node = Node(len(self.nodes), id_, kind, position=step.position, verb=step.verb.rstrip("_"), role=kind, **fields)
         self.nodes.append(node)
         return node
 
