@@ -37,23 +37,14 @@ class Collector:
 
     Args:
         owners: dotted name of each graph that reports here, by ``id``.
-        adder: a `flodl.train.step.tensor_sums.TensorSums`, which adds up tensors that it accepts in one launch.
 
     Attributes:
         pairs: ``name: (sum, weight)``.
     """
 
-    def __init__(self, owners: Mapping[int, str] | None = None, adder: Any = None) -> None:
+    def __init__(self, owners: Mapping[int, str] | None = None) -> None:
         self.owners = owners or {}
         self.pairs: dict[str, Pair] = {}
-        self._adder = adder
-        self._added: list[tuple[str, float]] = []  # names and weights, in the order of the adder
-        if adder is not None:
-            adder.clear()  # a forward pass may have failed
-
-    def names(self) -> set[str]:
-        """Return the names reported so far."""
-        return {*self.pairs, *(name for name, _ in self._added)}
 
     def pack(self) -> dict[str, Pair]:
         """Return all pairs as copies, so that later writes to the tensors do not change them."""
@@ -68,10 +59,6 @@ class Collector:
             return next(copies[value.device, value.dtype]) if isinstance(value, Tensor) else float(value)
 
         self.pairs = {name: (copied(total), copied(weight)) for name, (total, weight) in self.pairs.items()}
-        if self._adder is not None and self._added:
-            for (name, weight), total in zip(self._added, self._adder.finish().unbind(), strict=True):
-                self.add(name, total, weight)
-            self._added.clear()
         return self.pairs
 
     def add(self, name: str, total: Any, weight: Any = 1.0) -> None:
@@ -84,9 +71,6 @@ class Collector:
         weight = float(value.numel()) if how is Reduce.MEAN else 1.0
         if value.numel() == 1:
             self.add(name, value.detach().reshape(()))
-        elif self._adder is not None and how not in (Reduce.MAX, Reduce.MIN) and self._adder.takes(value):
-            self._adder.add(value, squared=how is Reduce.NORM)
-            self._added.append((name, weight))
         else:
             self.add(name, reduced(value, Reduce.SUM if how is Reduce.MEAN else how), weight)
 

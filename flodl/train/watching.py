@@ -17,7 +17,6 @@ from flodl.graph.core import GraphCore
 from flodl.graph.tree import Part, named_graphs, parts_at
 from flodl.monitor.collect import Collector, Pair, Reduce, current_collector, reduce_named, set_collector
 from flodl.monitor.observer import observer_of
-from flodl.train.step.tensor_sums import TensorSums
 
 
 class Watching:
@@ -43,7 +42,6 @@ class Watching:
         self._collector = Collector()
         self._before: Collector | None = None
         self._is_inside = False
-        self._sums: TensorSums | None = None
         for text in wanted:
             path, colon, how = text.partition(":")
             reduce = reduce_named(how, f"watch {text!r}") if colon else Reduce.MEAN
@@ -84,10 +82,6 @@ class Watching:
             ways = [(tag, how) for tag in sorted(graph.watched) for how in reductions.get(tag) or [Reduce.MEAN]]
             if ways:
                 self._tags.append((graph, [(tag, prefix + _value_name(tag, how), how) for tag, how in ways]))
-        device = next((p.device for p in self.model.parameters()), None) if self._tags or self._undo else None
-        if device is not None and device.type == "cuda" and (self._sums is None or self._sums.device != device):
-            self._sums = TensorSums.of(device)
-
         self.idle = None if self._tags or self._undo else Collector(self._owners)
 
     def signature(self) -> tuple[Any, ...]:
@@ -100,7 +94,7 @@ class Watching:
         """Collect from now on in this thread."""
         for graph, _ in self._tags:
             graph._captured = {}  # values of an earlier call
-        self._collector = Collector(self._owners, self._sums)
+        self._collector = Collector(self._owners)
         before = set_collector(self._collector)
         self._before, self._is_inside = self._before if self._is_inside else before, True
         return self
@@ -114,7 +108,7 @@ class Watching:
     def take(self) -> dict[str, Pair]:
         """Return names, sums and weights of the collected values."""
         collector, self._collector = self._collector, Collector()
-        reported = collector.names()
+        reported = set(collector.pairs)
         for graph, tags in self._tags:
             captured = graph._captured
             for tag, name, how in tags:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
-from operator import is_, itemgetter
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -106,25 +106,27 @@ class _Captures:
         self._graphs: dict[Any, _Graph] = {}
         self._runs: dict[Any, tuple[int, int]] = {}
         self._syncing_runs = 0
-        self._parameters = list(self.step.model.parameters())
-        self._places = [p.data_ptr() for p in self._parameters]
-        self._state_places: list[int] = []
+        self._modules, self._parameters = list(self.step.model.modules()), list(self.step.model.parameters())
+        self._own = [vars(module) for module in self._modules]
+        self._seen = self._signature()
+
+    def _signature(self) -> object:
+        """Return a value that differs if memory that graphs use was replaced; it changes on all ranks together."""
+        tensors = list(self.step.model.parameters())
+        if self._graphs:  # only graphs refer to the state of the optimiser
+            state = (value for values in self.step.optimizer.state.values() for value in values.values())
+            tensors += [value for value in state if isinstance(value, torch.Tensor)]
+        return [tensor.data_ptr() for tensor in tensors]
 
     def invalidate_if_changed(self) -> None:
-        """Drop all captured graphs if the memory of parameters or of the optimiser was replaced."""
-        moved = self._graphs and self._places_of_state() != self._state_places
-        if moved or [p.data_ptr() for p in self.step.model.parameters()] != self._places:
+        """Drop all captured graphs if the model or the memory of the optimiser changed."""
+        if self._signature() != self._seen:
             self.forget()
 
     @property
     def num_graphs(self) -> int:
         """Number of captured graphs."""
         return len(self._graphs)
-
-    def _places_of_state(self) -> list[int]:
-        """Return the addresses of the optimiser's state, which captured updates write to."""
-        state = (value for values in self.step.optimizer.state.values() for value in values.values())
-        return [value.data_ptr() for value in state if isinstance(value, torch.Tensor)]
 
     def _options(self) -> tuple[Any, ...]:
         """Return the options on which a captured update depends, hashable."""
@@ -171,7 +173,7 @@ class _Captures:
         watching = self.step.watching
         put_tags = watching.holding() if inputs and watching is not None else None
         graph = self._graphs[key] = _Graph(replay, inputs, held, put_tags)
-        self._state_places = self._places_of_state()
+        self._seen = self._signature()
         return graph
 
     def _of_all_ranks(self, fault: str | None) -> str | None:
@@ -210,24 +212,11 @@ class StepCaptures(_Captures):
         reason = self.given_up or (f"there are more shapes than {self.most}" if self._full else None)
         return Recorded(self._steps, self._replayed, self.num_captured, self.first_s, self.capture_s, reason)
 
-    def forget(self) -> None:
-        """Drop all captured graphs: tensors that they use were replaced, or modules changed."""
-        super().forget()
-        modules = list(self.step.model.modules())
-        self._own = [vars(m) for m in modules]
-        tables = [table for m in modules for table in (m._modules, m._parameters) if table]
-        self._tables = [(table, tuple(table.values())) for table in tables]
-        self._watched = self._signature()
-
     def _signature(self) -> object:
-        return self.step.watching.signature() if self.step.watching is not None else None
-
-    def invalidate_if_changed(self) -> None:
-        """Drop all captured graphs if modules, or the memory of parameters or of the optimiser, were replaced."""
-        same = all(len(table) == len(seen) and all(map(is_, table.values(), seen)) for table, seen in self._tables)
-        if not same or self._signature() != self._watched:
-            self.forget()
-        super().invalidate_if_changed()
+        """Return a value that differs if also modules or watched values were replaced."""
+        watching = self.step.watching
+        watched = watching.signature() if watching is not None else None
+        return super()._signature(), [*map(id, self.step.model.modules())], watched
 
     def run(self, batches: Sequence[Any]) -> Outcome:
         """Return the outcome of one step, replayed if its shape is captured."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -19,7 +19,7 @@ from torch.nn.utils import get_total_norm
 
 from flodl.train.step.blocks import BLOCK, BlockLayout, capturing, is_dense, sent
 
-__all__ = ["GradientCheck", "StepDecision", "kernels_with", "load_kernels"]
+__all__ = ["GradientCheck", "StepDecision", "load_kernels"]
 
 SUMS = 1024
 WARPS = 4
@@ -191,34 +191,22 @@ def load_kernels() -> Any:
     return None
 
 
-def kernels_with(trial: Callable[[Any], tuple[list[float], list[float]]], what: str) -> Any:
-    """Return the module of the kernels; None without Triton, or if results differ from torch's on a device.
-
-    Args:
-        trial: returns results of the kernels of a module, and the expected results.
-        what: the use of the kernels, for a warning.
-    """
+@lru_cache(maxsize=8)
+def _kernels(device: torch.device) -> Any:
+    """Return the kernels; None without Triton, or if their results differ from torch's on this device."""
     kernels = load_kernels()
     if kernels is None:
         return None
+    check = GradientCheck(torch.device("cpu"), max_grad_norm=1.0)
+    check.device, check._kernels, check.state = device, kernels, check.state.to(device)
+    grads = [torch.linspace(-1, 1, size, device=device) for size in (3, BLOCK + 1)]
     try:
-        found, expected = trial(kernels)
-        fault = None if np.allclose(found, expected, rtol=1e-5) else f"found {found}, expected {expected}"
+        found = check(grads, torch.ones((), device=device), 1.0).figures.tolist()
+        wanted = [1.0, float(get_total_norm(grads))]
+        fault = None if np.allclose(found, wanted, rtol=1e-5) else f"found {found}, expected {wanted}"
     except Exception as error:  # compilers and drivers fail in many ways
         fault = f"{type(error).__name__}: {error}".strip().splitlines()[0]
     if fault is None:
         return kernels
-    warnings.warn(f"train: kernels for {what} are not used: {fault}", RuntimeWarning, stacklevel=2)
+    warnings.warn(f"train: kernels for the gradient's norm are not used: {fault}", RuntimeWarning, stacklevel=2)
     return None
-
-
-@lru_cache(maxsize=8)
-def _kernels(device: torch.device) -> Any:
-    def trial(kernels: Any) -> tuple[list[float], list[float]]:
-        check = GradientCheck(torch.device("cpu"), max_grad_norm=1.0)
-        check.device, check._kernels, check.state = device, kernels, check.state.to(device)
-        grads = [torch.linspace(-1, 1, size, device=device) for size in (3, BLOCK + 1)]
-        found = check(grads, torch.ones((), device=device), 1.0).figures.tolist()
-        return found, [1.0, float(get_total_norm(grads))]
-
-    return kernels_with(trial, "the gradient's norm")

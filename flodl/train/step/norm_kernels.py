@@ -1,9 +1,9 @@
-"""Triton kernels over whole tensors: the gradient's norm and the decision on a step, and sums of collected values.
+"""Triton kernels of the gradient's norm and the decision on a step.
 
 Gradients are in the memory that autograd chose, so the first kernel reads a table of addresses; many programs read one
 stretch of one gradient each. The second kernel is one program: it adds up, decides, and writes the figures of the step.
-The order of sums depends on shapes only, so a step repeats to the bit. `flodl.train.step.decide` and
-`flodl.train.step.tensor_sums` launch the kernels; importing this file needs Triton.
+The order of sums depends on shapes only, so a step repeats to the bit. `flodl.train.step.decide` launches the kernels;
+importing this file needs Triton.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false
@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["decide", "finish_sums", "one_sum", "square_sums"]
+__all__ = ["decide", "square_sums"]
 
 
 @triton.jit(do_not_specialize=["span"])
@@ -50,47 +50,6 @@ def square_sums(table, sizes, which, starts, sums, span, kind: tl.constexpr, blo
             x = tl.load(values + offset + places, mask=start + offset + places < size, other=0.0).to(tl.float32)
             total += x * x
     tl.store(sums + program, tl.sum(total, 0))
-
-
-@triton.jit
-def one_sum(values, sums, size, span, squared: tl.constexpr, block: tl.constexpr):
-    """Write the sum of each stretch of one tensor, or of its squares.
-
-    Args:
-        values: the tensor.
-        sums: float32, one for each program.
-        size: its number of elements; specialised, because loads are wide if 16 divides it.
-        span: elements of a stretch; specialised too.
-        squared: add up squares.
-        block: elements read in one operation.
-    """
-    program = tl.program_id(0).to(tl.int64)
-    places = program * span + tl.arange(0, block)
-    total = tl.zeros([block], tl.float32)
-    for offset in range(0, span, block):
-        x = tl.load(values + places + offset, mask=places + offset < size, other=0.0).to(tl.float32)
-        if squared:
-            total += x * x
-        else:
-            total += x
-    tl.store(sums + program, tl.sum(total, 0))
-
-
-@triton.jit(do_not_specialize=["norms"])
-def finish_sums(sums, found, norms, block: tl.constexpr):
-    """Add up the results of `one_sum`, one program for each tensor.
-
-    Args:
-        sums: float32 ``(tensors, block)``.
-        found: float64, one for each tensor.
-        norms: a bit for each tensor, 1 where the result is the square root.
-        block: number of programs of each tensor.
-    """
-    tensor = tl.program_id(0)
-    total = tl.sum(tl.load(sums + tensor * block + tl.arange(0, block)).to(tl.float64), 0)
-    if ((norms >> tensor) & 1) != 0:
-        total = tl.sqrt(total)
-    tl.store(found + tensor, total)
 
 
 @triton.jit(do_not_specialize=["number", "further"])
