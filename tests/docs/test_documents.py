@@ -13,7 +13,9 @@ import pytest
 from tests.docs.blocks import Block, blocks_of, commands_of, differs, run_document, run_python
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted(path for pattern in ("*.md", "docs/**/*.md", "skills/**/*.md") for path in ROOT.glob(pattern))
+DOCUMENTS = sorted(
+    path for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "skills/**/*.md") for path in ROOT.glob(pattern)
+)
 WITH_CODE = [path for path in DOCUMENTS if any(b.language in ("python", "console") for b in blocks_of(path))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # An external address, an anchor within the page, or mail: nothing to look up.
