@@ -4,7 +4,7 @@ The pieces: `Trainer` (the loop), `Step` (one optimiser step), `Loss` (a sum and
 events to subscribe to, optimiser factories and parameter groups. How ranks share work is in
 `flodl.distributed`; what batches are in `flodl.data`.
 
-To read it: `settings`, `trainer`, `parts` (what a run consists of), `loop`; then `step`.
+To read it: `settings`, `trainer` (the loop), `parts` (what a run consists of); then `step`.
 """
 
 from flodl.train.callback import Callback
@@ -34,10 +34,9 @@ from flodl.train.rules import Rule, freeze_when, set_rate, stop_when, thaw_when
 from flodl.train.settings import Settings
 from flodl.train.snapshots import ModelSnapshot
 from flodl.train.step import Step
-from flodl.train.trackers import (
-    Tracker,
-)
+from flodl.train.trackers import Tracker
 from flodl.train.trainer import Trainer
+from flodl.train.trials import Rehearsal
 
 __all__ = [
     "Callback",
@@ -52,6 +51,7 @@ __all__ = [
     "Precision",
     "Profiler",
     "RateSearch",
+    "Rehearsal",
     "Replicas",
     "Rule",
     "RunDone",

@@ -13,8 +13,8 @@ from flodl.train.settings import ALIASES, Settings, make_settings
 if TYPE_CHECKING:
     from flodl.distributed.group import Ranks
     from flodl.train.handle import Handle, Trained
-    from flodl.train.pre_run import Rehearsal
     from flodl.train.rate_search import RateSearch
+    from flodl.train.trials import Rehearsal
 
 
 OPTIONS = {*Settings.__dataclass_fields__, *Knobs.__dataclass_fields__, *ALIASES} - {"knobs"}

@@ -4,160 +4,140 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from flodl.distributed.group import Ranks
 from flodl.distributed.sharded import is_sharded
 from flodl.distributed.shares import deal
 from flodl.errors import TrainError, nearest
-from flodl.train.events import EpochMetrics
+from flodl.train.events import EvalDone
 from flodl.train.feed import Feed
 from flodl.train.loss import as_loss, batch_len
-from flodl.train.precision import Precision
-from flodl.train.saving.judged import signed
-
-
-@runtime_checkable
-class RankedEval(Protocol):
-    """An ``eval_fn`` that shares its work among ranks."""
-
-    def on_ranks(self, model: nn.Module, ranks: Ranks, speeds: Sequence[float]) -> Mapping[str, Any]:
-        """Return the figures of ``model``, the same on each rank.
-
-        Args:
-            speeds: relative speeds of the ranks, the same on all.
-        """
-        ...
-
-
-@dataclass
-class Callbacks:
-    """Functions of the user that the loop calls; see `flodl.train.builder.TrainerBuilder`.
-
-    An ``eval_fn`` that is a `RankedEval` is called on every rank, others only on rank 0. An error in ``metrics_fn`` or
-    ``checkpoint_fn`` is reported one time and training continues; an error in the others ends the run.
-    """
-
-    epoch_fn: Callable[[int, Any], Any] | None = None
-    checkpoint_fn: Callable[[int, nn.Module], Any] | None = None
-    metrics_fn: Callable[[EpochMetrics], Any] | None = None
-    eval_fn: Callable[[nn.Module], Mapping[str, Any]] | None = None
-    evals: Mapping[str, tuple[Callable[[nn.Module, Any], Any], Feed]] = field(default_factory=dict)
-    warned: set[str] = field(default_factory=set)
+from flodl.train.requests import EVALUATE
+from flodl.train.saving.reading import signed
 
 
 class Evaluator:
-    """Evaluate, store the last figures, and detect that they do not improve any more.
+    """Evaluates the model of a trainer, and stops a run whose figures do not improve any more.
 
     Args:
-        early_stopping: ``(metric, patience)``; a leading ``-`` if smaller values are better.
+        trainer: the trainer.
+        evals: step and feed of each evaluation set by name.
+        eval_fn: returns figures of the model on rank 0, or on all ranks if it has a method
+            ``on_ranks(model, ranks, speeds)``.
 
     Attributes:
         found: the last figures.
-        details: the last results of ``eval_fn`` that are not numbers, as JSON values.
         at_step: the step of the last evaluation.
         history: ``step``, ``epoch`` and figures of every evaluation, including those before a resume.
     """
 
-    def __init__(
-        self, callbacks: Callbacks, early_stopping: tuple[str, int] | None = None, keep_best: str | None = None
-    ) -> None:
-        self.callbacks, self.early_stopping = callbacks, early_stopping
-        self._asked: dict[str, str | None] | None = {
-            "early_stopping": early_stopping[0] if early_stopping else None,
-            "keep_best": keep_best,
-        }
+    def __init__(self, trainer: Any, evals: Mapping[str, tuple[Any, Feed]], eval_fn: Any) -> None:
+        settings = trainer.settings
+        self.trainer, self.evals, self.eval_fn = trainer, evals, eval_fn
+        self.evaluates = eval_fn is not None or bool(evals)
+        self.metric, self.patience = settings.early_stopping or (None, 0)
+        self._unchecked: dict[str, str | None] = {"early_stopping": self.metric, "keep_best": settings.keep_best}
         self.history: list[dict[str, Any]] = []
         self.found: dict[str, float] = {}
-        self.details: dict[str, Any] = {}
         self.at_step = 0
         self.best: float | None = None
         self.waits = 0
 
-    @property
-    def evaluates(self) -> bool:
-        """True if there is an evaluation function or evaluation data."""
-        return self.callbacks.eval_fn is not None or bool(self.callbacks.evals)
+    def between_steps(self, flags: Sequence[float]) -> None:
+        """Evaluate if it is due or requested."""
+        settings, steps = self.trainer.settings, self.trainer.policy.steps
+        every = settings.eval_every
+        if every and self.at_step // every < steps // every >= settings.eval_delay / every:
+            self.scheduled()
+        elif any(flags) and flags[EVALUATE]:
+            self.run()
 
-    def run(
-        self,
-        model: nn.Module,
-        ranks: Ranks,
-        precision: Precision,
-        step: int,
-        speeds: Sequence[float] | None = None,
-        *,
-        counts: bool = True,
-    ) -> dict[str, float] | None:
-        """Return the figures of ``model``, equal on all ranks; None without an evaluation.
+    def scheduled(self, *, is_last: bool = False) -> None:
+        """Evaluate unless ``eval_delay`` prevents it, and pass the figures to the schedule."""
+        if is_last or self.trainer.policy.steps >= self.trainer.settings.eval_delay:
+            self.run()
+            self.trainer.rates.evaluated(self)
+
+    def run(self, *, counts: bool = True) -> None:
+        """Evaluate the model and report its figures; all ranks call this.
 
         Args:
-            speeds: relative speeds of the ranks, the same on all; None for equal speeds.
-            counts: store the figures and use them for early stopping.
+            counts: whether the figures may determine the best model, rules and early stopping.
         """
-        speeds = speeds if speeds is not None and len(speeds) == ranks.world else (1.0,) * ranks.world
-        calls = self.callbacks
-        self.at_step = step
+        trainer = self.trainer
+        trainer.log.settle(trainer.tally)
+        self.at_step = trainer.policy.steps
         if not self.evaluates:
-            return None
-        ranks.phase("evaluation")
-        found: dict[str, float] = {}
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        try:
-            with torch.no_grad():
-                for name, (eval_step, data) in calls.evals.items():
-                    figures = self._shares(eval_step, data, model, ranks, precision, speeds)
-                    found |= {f"{name}/{figure}" if name else figure: value for figure, value in figures.items()}
-                if calls.eval_fn is not None:
-                    figures, self.details = _called(calls.eval_fn, model, ranks, speeds)
-                    found |= figures
-        finally:
-            for module, mode in modes:
-                module.training = mode
-        if self._asked is not None:
+            return
+        with trainer.averaged_weights(), trainer.graphs.apart():
+            found, details = self._evaluate()
             self._check_names(found)
-        if counts:
-            self.found = found
-            self._watch(found)
-        return found
+            if counts:
+                self.found = found
+                self._compare(found)
+                trainer.observing.evaluated(found)
+            record = {"step": self.at_step, "epoch": trainer.epoch_number, **found}
+            self.history.append(record | ({"details": details} if details else {}))
+            # Emitted here, so that subscribers see the weights that were evaluated.
+            about = {**trainer.about(), "step": self.at_step, "wall_ms": trainer.wall_ms()}
+            trainer.events.emit(EvalDone(**about, metrics=found, details=details))
+        trainer.hooks.call("on_evaluate", found)
+        trainer.wall_ms()
+        trainer.stopping = trainer.stopping or self.is_spent
 
     def of_step(self, step: int) -> dict[str, float]:
         """Return the figures of the model after ``step``; empty if it was not evaluated then."""
         return self.found if self.at_step == step else {}
 
+    def _evaluate(self) -> tuple[dict[str, float], dict[str, Any]]:
+        """Return figures and details, equal on all ranks."""
+        model, ranks, speeds = self.trainer.model, self.trainer.ranks, self.trainer.policy.speeds
+        speeds = speeds if len(speeds) == ranks.world else (1.0,) * ranks.world
+        ranks.phase("evaluation")
+        found: dict[str, float] = {}
+        details: dict[str, Any] = {}
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        try:
+            with torch.no_grad():
+                for name, (eval_step, data) in self.evals.items():
+                    figures = self._means(eval_step, data, speeds)
+                    found |= {f"{name}/{figure}" if name else figure: value for figure, value in figures.items()}
+                if self.eval_fn is not None:
+                    if hasattr(self.eval_fn, "on_ranks"):
+                        figures, details = split_figures(self.eval_fn.on_ranks(model, ranks, speeds))
+                    else:
+                        figures, details = ranks.tell(split_figures(self.eval_fn(model)) if ranks.rank == 0 else [])
+                    found |= figures
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        return found, details
+
     def _check_names(self, found: Mapping[str, float]) -> None:
-        """Check one time that the figures named by settings exist.
+        """Check once that the figures named by settings exist.
 
         Raises:
             TrainError: a figure does not exist.
         """
-        asked, self._asked = self._asked, None
-        for setting, name in (asked or {}).items():
-            if name is not None and name.lstrip("-") not in found:
+        unchecked, self._unchecked = self._unchecked, {}
+        for setting, metric in unchecked.items():
+            name = metric and metric.lstrip("-")
+            if name is not None and name not in found:
                 raise TrainError(
-                    f"{setting}: found no figure {name.lstrip('-')!r}{nearest(name.lstrip('-'), found)} after the "
-                    f"evaluation; expected one of {', '.join(found)}, with '-' before it if smaller values are better.",
+                    f"{setting}: found no figure {name!r}{nearest(name, found)} after the evaluation; expected one of "
+                    f"{', '.join(found)}, with '-' before it if smaller values are better.",
                     setting=setting,
                     found=list(found),
                 )
 
-    def _shares(
-        self,
-        eval_step: Callable[[nn.Module, Any], Any],
-        data: Feed,
-        model: nn.Module,
-        ranks: Ranks,
-        precision: Precision,
-        speeds: Sequence[float],
-    ) -> dict[str, float]:
-        """Return means over the whole evaluation set; ranks share its batches according to their speeds."""
+    def _means(self, eval_step: Callable[..., Any], data: Feed, speeds: Sequence[float]) -> dict[str, float]:
+        """Return means over an evaluation set; ranks share its batches according to their speeds."""
+        model, ranks = self.trainer.model, self.trainer.ranks
         owners = deal([1.0] * data.turns(0), speeds)
         sums: dict[str, list[Any]] = {}
         # A pass of a sharded model needs every rank, so each rank passes all batches and counts its share.
@@ -165,24 +145,10 @@ class Evaluator:
         turns = [turn for turn, owner in enumerate(owners) if every or owner == ranks.rank]
         for turn, batches in data.work(0, turns, None):
             for batch in batches:
-                with precision.context():
+                with self.trainer.precision.context():
                     given = eval_step(model, batch)
-                if owners[turn] != ranks.rank:
-                    continue
-                if not isinstance(given, Mapping):
-                    loss = as_loss(given, batch_len(batch))
-                    given = {"eval_loss": loss.totals().unbind(), **loss.metrics}
-                for name, figures in given.items():
-                    if not isinstance(figures, Sequence | torch.Tensor) or len(figures) != 2:
-                        raise TrainError(
-                            f"evaluate: the figure {name!r} is {type(figures).__name__}; expected a sum and a count, "
-                            "such as (hits, len(labels)), which add up over batches and ranks. Use eval_fn for "
-                            "a function that returns final figures."
-                        )
-                    kept = sums.setdefault(name, [0.0, 0.0])
-                    for i, figure in enumerate(figures):
-                        # summed on its device, so that the host does not wait for each batch
-                        kept[i] = kept[i] + (figure.double() if isinstance(figure, torch.Tensor) else float(figure))
+                if owners[turn] == ranks.rank:
+                    _add(sums, given, batch)
         parts = ranks.gather({name: [float(total), float(count)] for name, (total, count) in sums.items()})
         means = {}
         for name in sorted({name for part in parts for name in part}):
@@ -190,11 +156,11 @@ class Evaluator:
             means[name] = total / count if count else math.nan
         return means
 
-    def _watch(self, found: Mapping[str, float]) -> None:
-        if self.early_stopping is None:
+    def _compare(self, found: Mapping[str, float]) -> None:
+        if self.metric is None:
             return
         # NaN is no improvement, and no value for later comparisons.
-        value = signed(self.early_stopping[0], found)
+        value = signed(self.metric, found)
         if value is not None and (self.best is None or value > self.best):
             self.best, self.waits = value, 0
         else:
@@ -203,18 +169,36 @@ class Evaluator:
     @property
     def is_spent(self) -> bool:
         """True if the metric has not improved for as many evaluations as early stopping allows."""
-        return self.early_stopping is not None and self.waits >= self.early_stopping[1]
+        return self.metric is not None and self.waits >= self.patience
 
     def state_dict(self) -> dict[str, Any]:
         """Return the figures and the best so far, as JSON values."""
-        metric = self.early_stopping[0] if self.early_stopping else None
-        return {"found": self.found, "at_step": self.at_step, "metric": metric, "best": self.best, "waits": self.waits}
+        values = {"metric": self.metric, "best": self.best, "waits": self.waits}
+        return {"found": self.found, "at_step": self.at_step, **values}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state; its best value only if the metric of early stopping is the same."""
         self.found, self.at_step = dict(state["found"]), state["at_step"]
-        if self.early_stopping is not None and state.get("metric", self.early_stopping[0]) == self.early_stopping[0]:
+        if self.metric is not None and state.get("metric", self.metric) == self.metric:
             self.best, self.waits = state["best"], state["waits"]
+
+
+def _add(sums: dict[str, list[Any]], given: Any, batch: Any) -> None:
+    """Add the result of an evaluation step."""
+    if not isinstance(given, Mapping):
+        loss = as_loss(given, batch_len(batch))
+        given = {"eval_loss": loss.totals().unbind(), **loss.metrics}
+    for name, figures in given.items():
+        if not isinstance(figures, Sequence | torch.Tensor) or len(figures) != 2:
+            raise TrainError(
+                f"evaluate: the figure {name!r} is {type(figures).__name__}; expected a sum and a count, such as "
+                "(hits, len(labels)), which add up over batches and ranks. Use eval_fn for a function that returns "
+                "final figures."
+            )
+        kept = sums.setdefault(name, [0.0, 0.0])
+        for i, figure in enumerate(figures):
+            # summed on its device, so that the host does not wait for each batch
+            kept[i] = kept[i] + (figure.double() if isinstance(figure, torch.Tensor) else float(figure))
 
 
 def split_figures(found: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
@@ -247,13 +231,3 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, (list, tuple, set)):
         return [_as_json(part) for part in value]
     return value if value is None or isinstance(value, (str, bool, int, float)) else str(value)
-
-
-def _called(
-    call: Any, model: nn.Module, ranks: Ranks, speeds: Sequence[float]
-) -> tuple[dict[str, float], dict[str, Any]]:
-    """Return figures and details of a user's function: of all ranks for a `RankedEval`, else of rank 0."""
-    if isinstance(call, RankedEval):
-        return split_figures(call.on_ranks(model, ranks, speeds))
-    figures, details = ranks.tell(split_figures(call(model)) if ranks.rank == 0 else [])
-    return figures, details

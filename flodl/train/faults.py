@@ -3,44 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from flodl.errors import TrainError, capped
-from flodl.train.evaluate import Callbacks, RankedEval
+from flodl.train.callback import CheckpointFunction
 from flodl.train.optim.rates import make_schedule
 from flodl.train.settings import Settings
 
 
-def setting_faults(
-    settings: Settings, *, world: int = 1, callbacks: Callbacks | None = None, own_loop: bool = False
-) -> list[str]:
-    """Return each invalid combination of settings, as ``<setting>: found ..., expected ...``.
+def check_settings(settings: Settings, *, world: int = 1, run: Any = None, own_loop: bool = False) -> None:
+    """Raise an error for invalid combinations of settings.
 
     Args:
         settings: of the run; each value alone is valid.
         world: the number of ranks.
-        callbacks: the evaluations of the run; None if they are unknown.
+        run: its attributes ``evals``, ``eval_fn`` and ``functions`` are the functions of the run; None if unknown.
         own_loop: whether the user writes the loop (`Trainer.setup`).
-    """
-    return [
-        *(_own_loop_faults(settings) if own_loop else []),
-        *_policy_faults(settings, world),
-        *_schedule_faults(settings),
-        *([] if settings.shard is None else _shard_faults(settings, callbacks or Callbacks())),
-        *([] if callbacks is None else _metric_faults(settings, callbacks)),
-    ]
-
-
-def check_settings(
-    settings: Settings, *, world: int = 1, callbacks: Callbacks | None = None, own_loop: bool = False
-) -> None:
-    """Raise an error for invalid combinations; arguments as for `setting_faults`.
 
     Raises:
         TrainError: ``problems`` lists all faults.
     """
-    problems = setting_faults(settings, world=world, callbacks=callbacks, own_loop=own_loop)
+    problems = [
+        *(_own_loop_faults(settings) if own_loop else []),
+        *_policy_faults(settings, world),
+        *_schedule_faults(settings),
+        *([] if settings.shard is None else _shard_faults(settings, run)),
+        *([] if run is None or run.evaluates else _metric_faults(settings)),
+    ]
     if len(problems) == 1:
         raise TrainError(problems[0], problems=problems)
     if problems:
@@ -93,18 +84,15 @@ def _schedule_faults(settings: Settings) -> Iterator[str]:
         yield "rules: found set_rate with a torch LRScheduler, which overwrites rates; expected a function of the step"
 
 
-def _metric_faults(settings: Settings, callbacks: Callbacks) -> Iterator[str]:
-    if callbacks.eval_fn is not None or callbacks.evals:
-        return
-    for name, wanted in (
-        ("early_stopping", settings.early_stopping and settings.early_stopping[0]),
-        ("keep_best", settings.keep_best),
-    ):
-        if wanted:
-            yield f"{name}: found {wanted!r} and no evaluation, expected .evaluate(step, data) or .eval_fn(call)"
+def _metric_faults(settings: Settings) -> Iterator[str]:
+    wanted = {"early_stopping": settings.early_stopping and settings.early_stopping[0], "keep_best": settings.keep_best}
+    for name, metric in wanted.items():
+        if metric:
+            yield f"{name}: found {metric!r} and no evaluation, expected .evaluate(step, data) or .eval_fn(call)"
 
 
-def _shard_faults(settings: Settings, callbacks: Callbacks) -> list[str]:
+def _shard_faults(settings: Settings, run: Any) -> list[str]:
+    functions, eval_fn = (run.functions, run.eval_fn) if run is not None else ((), None)
     refused = {
         f"policy={settings.policy!r}: ranks hold different parts, so they step together; use 'sync'": (
             settings.policy not in (None, "sync")
@@ -117,9 +105,11 @@ def _shard_faults(settings: Settings, callbacks: Callbacks) -> list[str]:
             settings.micro_batch_size == "auto"
         ),
         "rules: they change which weights learn": bool(settings.rules),
-        "checkpoint_fn: it is called on one rank, which has a part of the model": callbacks.checkpoint_fn is not None,
+        "checkpoint_fn: it is called on one rank, which has a part of the model": any(
+            isinstance(call, CheckpointFunction) for call in functions
+        ),
         "eval_fn: it is called on one rank, which has a part of the model; use .evaluate(step, data)": (
-            callbacks.eval_fn is not None and not isinstance(callbacks.eval_fn, RankedEval)
+            eval_fn is not None and not hasattr(eval_fn, "on_ranks")
         ),
     }
     return [f"shard={settings.shard!r} with {what}" for what, found in refused.items() if found]

@@ -10,20 +10,26 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
 from flodl.data import DataLoader
+from flodl.data.rng import Rng
 from flodl.data.stream import Stream
 from flodl.distributed.shares import ranges, split
 from flodl.errors import DataError, TrainError
 from flodl.nested import map_leaves
-from flodl.train.loader_order import decide_order, random_kept
 from flodl.train.loss import batch_len, is_column
+from flodl.train.saving.state import load_random, random_state
+
+_SEEDS: WeakKeyDictionary[torch.Generator, tuple[int, int]] = WeakKeyDictionary()
+"""The original seed, and the one set here, of each generator that was seeded here."""
 
 
 @dataclass(frozen=True)
@@ -410,3 +416,38 @@ def _is_row(item: Any) -> bool:
     single = [part for part in parts if isinstance(part, (str, float, int)) or getattr(part, "ndim", 1) == 0]
     # a number next to tensors may be their number of samples
     return any(not (isinstance(part, int) and part in sizes) for part in single)
+
+
+@contextlib.contextmanager
+def random_kept() -> Iterator[None]:
+    """Put the random numbers of this host back to where they were."""
+    host = torch.device("cpu")
+    tensors, rest = random_state(host)
+    try:
+        yield
+    finally:
+        load_random(host, tensors, rest)
+
+
+def decide_order(loader: Any, seed: int, epoch: int) -> None:
+    """Seed the generators that a loader draws its order from.
+
+    Args:
+        loader: its generators, and the generators of its samplers, are seeded by their original seed and the epoch;
+            in epoch 0 by their original seed.
+        seed: determines the other random numbers of this host, which the caller restores.
+        epoch: the epoch.
+    """
+    drawn = Rng(seed, "loader", epoch)
+    torch.default_generator.manual_seed(drawn.integer(1 << 53))
+    np.random.seed(drawn.integer(1 << 32))
+    random.seed(drawn.integer(1 << 53))
+    samplers = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
+    for generator in {getattr(part, "generator", None) for part in (loader, *samplers)}:
+        if isinstance(generator, torch.Generator):
+            given, last = _SEEDS.get(generator, (0, None))
+            found = generator.initial_seed()
+            given = given if found == last else found  # unless it was seeded again
+            chosen = given if epoch == 0 else Rng(given, "loader", epoch).integer(1 << 53)
+            generator.manual_seed(chosen)
+            _SEEDS[generator] = given, chosen

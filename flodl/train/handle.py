@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 import warnings
 from collections import deque
@@ -220,11 +219,6 @@ class Handle:
 
     # ---- while it runs -------------------------------------------------------------------------------
 
-    @property
-    def is_running(self) -> bool:
-        """Whether ranks still train, as far as this process knows; `poll` reads their messages."""
-        return self._trained is None and bool(self._crew.alive)
-
     def poll(self, timeout_s: float = 0.0) -> bool:
         """Read messages of the ranks for at most ``timeout_s``, and return whether the run continues.
 
@@ -256,23 +250,6 @@ class Handle:
     def rank_metrics(self) -> list[dict[str, float]]:
         """Return the figures of each rank in the newest epoch; see `EpochMetrics.by_rank`."""
         return [dict(figures) for figures in self._metrics[-1].by_rank] if self._metrics else []
-
-    def architecture_svg(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return a picture of the model as SVG, written to ``path`` if given.
-
-        Raises:
-            TrainError: the model is not a `flodl.graph.Graph`.
-        """
-        from flodl.graph import Graph
-
-        model = self._plan.model_factory(torch.device("cpu"))
-        if not isinstance(model, Graph):
-            raise TrainError(
-                f"architecture_svg: found a {type(model).__name__}, expected a flodl.graph.Graph. Build the model with "
-                "FlowBuilder.",
-                found=type(model).__name__,
-            )
-        return model.svg(path)
 
     def ask(self, request: str) -> None:
         """Request ``"stop"``, ``"evaluate"`` or ``"save"``, from any thread; all ranks act on it at one step."""

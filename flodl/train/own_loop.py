@@ -1,18 +1,17 @@
-"""The loop of `Trainer.setup`: the user writes its body, everything else is `flodl.train.loop`."""
+"""The loop of `Trainer.setup`: the user writes its body, everything else is the loop of the trainer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flodl.errors import TrainError
 from flodl.train.audience import Audience
+from flodl.train.lifecycle import begin, end, restore, running
 from flodl.train.loss import as_loss, batch_len
+from flodl.train.settings import Settings
 from flodl.train.step import StepResult
-
-if TYPE_CHECKING:
-    from flodl.train.trainer_parts import TrainerParts
 
 
 class OwnLoop:
@@ -22,49 +21,43 @@ class OwnLoop:
         trainer: a trainer whose parts were created.
     """
 
-    def __init__(self, trainer: TrainerParts) -> None:
+    def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self._position: int | None = None  # of the step in the epoch; None between batches
         self._is_last = False  # whether the batch is the last one of the step
         self._rows = self._samples = self._batches = 0  # of the batch, and of the step so far
         self._had_backward = self._summed = False  # whether the batch, or any of the step, was passed to `backward`
         self._observed: list[dict[str, Any]] = []
-        self._restored = self._begun = False
+        self._begun = False
         self._audience: Audience | None = None
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield epochs from the present one to ``count`` - 1."""
         trainer = self.trainer
         trainer.settings = replace(trainer.settings, num_epochs=count)
-        with trainer.loop.cleanup(), self._listening():
-            self._restore()
+        with running(trainer), self._restored():
             while trainer.epoch_number < count and not trainer.stopping:
                 yield trainer.epoch_number
             self._begin()
-            trainer.loop.end()
+            end(trainer)
 
-    def _listening(self) -> Audience:
+    def _restored(self) -> Audience:
+        """Return the subscribers of the run; subscribe them and resume at the first call."""
         if self._audience is None:
             trainer = self.trainer
             self._audience = Audience(trainer.settings, trainer.plan.subscribers, first=trainer.ranks.rank == 0)
             self._audience.listen(trainer.events, trainer.ask, evaluates=False)
-        return self._audience
-
-    def _restore(self) -> None:
-        if not self._restored:
-            self._restored, trainer = True, self.trainer
-            self._listening()
             if hasattr(trainer.optimizer, "register_step_pre_hook"):
                 trainer.optimizer.register_step_pre_hook(self._refuse_own_step)
-            trainer.model.train()
-            trainer.saves.restore()
+            restore(trainer)
+        return self._audience
 
     def _begin(self) -> None:
         """Report that the run begins; `batches` does so first because it has the number of steps."""
-        self._restore()
+        self._restored()
         if not self._begun:
             self._begun, trainer = True, self.trainer
-            trainer.loop.begin()
+            begin(trainer)
             if trainer.ranks.device.type == "cuda" and trainer.settings.capture == "auto":
                 trainer.warn("capture: the steps of a loop of your own are not captured; Trainer.fit captures them")
 
@@ -83,11 +76,11 @@ class OwnLoop:
     def batches(self, loader: Any, **options: Any) -> Iterator[Any]:
         """Yield the batches of this rank in the present epoch; see `Trainer.batches`."""
         trainer = self.trainer
-        if not self._restored and trainer.settings.num_epochs == type(trainer.settings).num_epochs:
+        if self._audience is None and trainer.settings.num_epochs == Settings.num_epochs:
             trainer.settings = replace(trainer.settings, num_epochs=0)  # the number is unknown without `epochs`
         trainer.feed = trainer.plan.feed(loader, trainer.ranks.device, **options)
         self._begin()
-        for position, batches in trainer.loop.batches(trainer.feed):
+        for position, batches in trainer.steps(trainer.feed):
             self._samples = self._batches = 0
             self._summed = False
             if not batches:  # fewer samples than ranks; the other ranks still need this one
@@ -98,8 +91,7 @@ class OwnLoop:
                 self._samples += self._rows
                 self._batches += 1
                 trainer.ranks.phase("forward", trainer.policy.lr_step)
-                self._timer = trainer.step_.timer
-                self._timer.__enter__()
+                trainer.step_.timer.__enter__()
                 trainer.graphs.cut()
                 with trainer.observing.watching:  # until the user steps, or leaves the loop
                     try:
@@ -112,7 +104,7 @@ class OwnLoop:
             if trainer.stopping:
                 return
         if not trainer.stopping:
-            trainer.loop.end_epoch()
+            trainer.end_epoch()
 
     def backward(self, loss: Any, count: float | None = None) -> None:
         """Add the gradient of one batch; see `Trainer.backward`."""
@@ -133,18 +125,23 @@ class OwnLoop:
 
     def step(self) -> StepResult | None:
         """Take one optimiser step; see `Trainer.step`."""
-        if self._position is None:
+        position, self._position = self._position, None
+        if position is None:
             raise TrainError("step: found no batch; expected one step() for each batch of batches().")
         watching = self.trainer.observing.watching
-        self._timer.__exit__(None, None, None)
+        self.trainer.step_.timer.__exit__(None, None, None)
         watching.__exit__()
         self._observed.append(watching.take())
-        position, self._position = self._position, None
         return self._end_step(position) if self._is_last else None
 
     def _end_step(self, position: int) -> StepResult:
         trainer, step = self.trainer, self.trainer.step_
-        self._check_precision()
+        precision = trainer.precision
+        if precision.name in ("bf16", "fp16") and self._batches and not precision.entered:
+            raise TrainError(
+                f"step: found precision={precision.name!r} and a forward pass without it; expected "
+                "`with trainer.precision.context():` around model and loss. Or use precision='fp32'."
+            )
         if not self._summed and self._batches:
             self._check_gradients()
             step.own_gradients(float(self._samples))
@@ -152,7 +149,7 @@ class OwnLoop:
             step.observe(values)
         self._observed.clear()
         result = step.update(step=trainer.policy.lr_step, flags=trainer.requests.flags())
-        trainer.loop.end_step(position, result)
+        trainer.end_step(position, result)
         return result
 
     def _check_gradients(self) -> None:
@@ -161,32 +158,18 @@ class OwnLoop:
         Raises:
             TrainError: their weights are unknown, there are none, or they lack the loss scale.
         """
-        trainer = self.trainer
         if self._batches > 1:
             raise TrainError(
                 f"step: found {self._batches} micro-batches with loss.backward(), so their weights are unknown; "
                 "expected trainer.backward(loss)."
             )
-        if not any(p.grad is not None for p in trainer.model.parameters()):
+        if not any(p.grad is not None for p in self.trainer.model.parameters()):
             raise TrainError(
                 "step: found no gradient; expected trainer.backward(loss) or loss.backward() before it. Remove "
                 "optimizer.step() and zero_grad(): trainer.step() updates parameters and clears gradients."
             )
-        if trainer.precision.scaler is not None:
+        if self.trainer.precision.scaler is not None:
             raise TrainError(
                 "step: found loss.backward() on a loss without the scale that float16 needs; expected "
                 "trainer.backward(loss)."
-            )
-
-    def _check_precision(self) -> None:
-        """Check that the forward passes ran in half precision if the settings request it.
-
-        Raises:
-            TrainError: no forward pass did.
-        """
-        precision = self.trainer.precision
-        if precision.name in ("bf16", "fp16") and self._batches and not precision.entered:
-            raise TrainError(
-                f"step: found precision={precision.name!r} and a forward pass without it; expected "
-                "`with trainer.precision.context():` around model and loss. Or use precision='fp32'."
             )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -18,128 +20,270 @@ from flodl.distributed.policy import Choice, choose_policy, make_policy
 from flodl.distributed.sharded import shard_model, spread
 from flodl.distributed.sync import Sync
 from flodl.errors import TrainError
+from flodl.graph.graph import Graph
+from flodl.monitor.timeline import Timeline
 from flodl.train.audience import callbacks_of
 from flodl.train.callback import Hooks
 from flodl.train.evaluate import Evaluator
-from flodl.train.events import Events
+from flodl.train.events import Events, Warned
 from flodl.train.faults import check_settings
 from flodl.train.observing import Observing
 from flodl.train.optim.ema import WeightAverage
 from flodl.train.optim.optimizers import make_optimizer
 from flodl.train.optim.rates import Rates
+from flodl.train.plan import RunPlan
 from flodl.train.precision import Precision
 from flodl.train.requests import Requests
-from flodl.train.saving.identity import check_same_model, identity
-from flodl.train.saving.saves import Saves
+from flodl.train.saving.keeper import Keeper
+from flodl.train.saving.state import check_same_model, identity
+from flodl.train.settings import Settings
 from flodl.train.snapshots import Snapshots
-from flodl.train.step import Step
+from flodl.train.step import Step, StepResult, TrainStep
+from flodl.train.step.cuda_graphs import Capturer, CudaCapturer
 from flodl.train.steplog import StepLog, Tally
 
-if TYPE_CHECKING:
-    from flodl.train.trainer_parts import TrainerParts
 
+class TrainerParts:
+    """The parts of a trainer on one rank; see `flodl.train.Trainer`."""
 
-def create_parts(trainer: TrainerParts, ranks: Ranks) -> None:
-    """Create the parts of ``trainer`` on this rank; all ranks call this together.
+    plan: RunPlan
 
-    Raises:
-        TrainError: invalid combinations of settings, or ranks with different models.
-    """
-    plan = trainer.plan
-    settings = replace(plan.settings, resume=True) if ranks.attempt else plan.settings
-    trainer.settings, trainer.ranks = settings, ranks
-    trainer.train_step, trainer.metrics_fn = plan.train_step, plan.metrics_fn
-    seed_all(settings.seed)
-    trainer.feed, evals = plan.feeds(ranks.device)
-    trainer.callbacks = plan.calls(evals)
-    trainer.events = Events(ranks.rank)
-    ranks.phase("model build")
-    model = plan.model_factory(ranks.device)
-    check_settings(settings, world=ranks.world, callbacks=trainer.callbacks)
-    trainer.sharded = settings.shard is not None and not ranks.solo
-    # A sharded model is moved layer by layer.
-    trainer.model = model if trainer.sharded else model.to(ranks.device)
-    check_same_model(ranks, model)
-    ranks.phase("first broadcast")
-    if trainer.sharded:
-        spread(model, ranks)
-    else:
-        with torch.no_grad():
-            ranks.copy_from(0, model_tensors(model))
-    seed_all(settings.seed + ranks.rank)
-    if settings.deterministic:
-        torch.use_deterministic_algorithms(True)
-    trainer.precision = Precision(settings.precision, ranks.device)
-    if trainer.sharded:
-        # Kernels of prepared layers may require float32 parameters.
-        plain = not getattr(settings.prepare_model, "needs_float32", False) or ranks.device.type == "cpu"
-        shard_model(model, ranks, trainer.precision.products if plain else None)
-    trainer.observing = Observing(model, ranks, settings)
-    trainer.graphs = trainer.observing.graphs
-    trainer.optimizer = trainer.observing.optimizer(
-        lambda: make_optimizer(model, plan.optimizer_factory, settings.parameter_groups)
-    )
-    trainer.unoptimised_at_start = {name for name, _ in unoptimised(trainer)}
-    trainer.rates = Rates(trainer.optimizer, settings.schedule, ranks.world, settings.lr_scale_ratio)
-    trainer.identity = identity(model, trainer.optimizer, trainer.rates.schedule)
-    trainer.epoch_number, trainer.stopping, trainer.tally = 0, False, Tally()
-    trainer.log = StepLog(trainer.events, every=settings.log_every, on_nan=settings.on_nan)
-    trainer.evaluator = Evaluator(trainer.callbacks, settings.early_stopping, settings.keep_best)
-    trainer.requests = Requests(ranks)
-    trainer.hooks = Hooks(trainer, (*callbacks_of(settings), *plan.functions))
-    ema = settings.average
-    trainer.average = None if ema is None else WeightAverage(model, ema.decay, warmup=ema.warmup)
-    together = f"shard={settings.shard!r}" if trainer.sharded else "ema" if ema is not None else None
-    create_step(trainer, choose_policy(ranks, settings.policy, together=together))
-    trainer.timeline = None
-    # torch refuses statistics over a single row.
-    norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-    trainer.min_rows = 2 if norms else 1
-    trainer.saves = Saves(trainer)
-    trainer.snapshots = Snapshots(ranks)
+    def prepare(self, ranks: Ranks) -> Self:
+        """Create the parts of the trainer on this rank; all ranks call this together.
 
-
-def create_step(trainer: TrainerParts, choice: Choice) -> None:
-    """Set the policy of the run, and create the step that belongs to it.
-
-    Raises:
-        TrainError: the policy cannot keep an average of the weights.
-    """
-    settings, ranks = trainer.settings, trainer.ranks
-    trainer.policy_choice = choice
-    # Shards differ between ranks, so there is nothing to compare.
-    knobs = replace(settings.knobs, check_every=0) if trainer.sharded else settings.knobs
-    trainer.policy = make_policy(choice.name, ranks, trainer.model, knobs)
-    if isinstance(trainer.policy, LocalSteps):
-        trainer.policy.due = lambda steps, flags: any(flags) or trainer.saves.due or trainer.out_of_steps
-    trainer.step_ = Step(
-        trainer.model,
-        trainer.optimizer,
-        None,
-        ranks=ranks,
-        precision=trainer.precision,
-        share_gradients=trainer.policy.shares_gradients,
-        max_grad_norm=settings.max_grad_norm,
-        on_nan=settings.on_nan,
-        sum_of_means=settings.sum_of_means,
-        slowdown=settings.slowdown.get(ranks.rank, 1.0),
-        reduce_on_cpu=settings.knobs.backend == "cpu",
-        sharded=trainer.sharded,
-    )
-    trainer.step_.hooks = trainer.hooks if trainer.hooks.around else None
-    trainer.step_.watching = trainer.observing.watching
-    if trainer.average is not None and not ranks.solo and not isinstance(trainer.policy, Sync):
-        raise TrainError(
-            f"ema: found policy {choice.name!r}, under which each rank would have another average; expected one rank, "
-            "or policy='sync'.",
-            policy=choice.name,
+        Raises:
+            TrainError: invalid combinations of settings, or ranks with different models.
+        """
+        plan = self.plan
+        settings = replace(plan.settings, resume=True) if ranks.attempt else plan.settings
+        self.settings, self.ranks = settings, ranks
+        self.train_step, self.metrics_fn = plan.train_step, plan.metrics_fn
+        seed_all(settings.seed)
+        self.feed, evals = plan.feeds(ranks.device)
+        self.events = Events(ranks.rank)
+        ranks.phase("model build")
+        model = plan.model_factory(ranks.device)
+        check_settings(settings, world=ranks.world, run=plan)
+        self.sharded = settings.shard is not None and not ranks.solo
+        # A sharded model is moved layer by layer.
+        self.model = model if self.sharded else model.to(ranks.device)
+        check_same_model(ranks, model)
+        ranks.phase("first broadcast")
+        if self.sharded:
+            spread(model, ranks)
+        else:
+            with torch.no_grad():
+                ranks.copy_from(0, model_tensors(model))
+        seed_all(settings.seed + ranks.rank)
+        if settings.deterministic:
+            torch.use_deterministic_algorithms(True)
+        self.precision = Precision(settings.precision, ranks.device)
+        if self.sharded:
+            # Kernels of prepared layers may require float32 parameters.
+            plain = not getattr(settings.prepare_model, "needs_float32", False) or ranks.device.type == "cpu"
+            shard_model(model, ranks, self.precision.products if plain else None)
+        self.observing = Observing(model, ranks, settings)
+        self.graphs = self.observing.graphs
+        self.optimizer = self.observing.optimizer(
+            lambda: make_optimizer(model, plan.optimizer_factory, settings.parameter_groups)
         )
+        self.unoptimised_at_start = set(self._unoptimised())
+        self.rates = Rates(self.optimizer, settings.schedule, ranks.world, settings.lr_scale_ratio)
+        self.identity = identity(model, self.optimizer, self.rates.schedule)
+        self.log = StepLog(self.events, every=settings.log_every, on_nan=settings.on_nan)
+        self.evaluator = Evaluator(self, evals, plan.eval_fn)
+        self.requests = Requests(ranks)
+        self.hooks = Hooks(self, (*callbacks_of(settings), *plan.functions))
+        ema = settings.average
+        self.average = None if ema is None else WeightAverage(model, ema.decay, warmup=ema.warmup)
+        # torch refuses statistics over a single row.
+        norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+        self.min_rows = 2 if norms else 1
+        self.timeline: Timeline | None = None
+        self.epoch_number = self.step_number = 0  # of the step whose batches come next, as schedules count them
+        self.last_step = float("inf") if settings.max_steps is None else settings.max_steps
+        self.stopping, self.tally = False, Tally()
+        self._since = time.perf_counter()
+        self._pending: Sequence[float] = ()  # flags that are handled when the epoch is closed
+        self._warned: list[Any] = []
+        self.earlier_s, self.began_s = 0.0, time.monotonic()
+        self.changes: list[Any] = []
+        together = f"shard={settings.shard!r}" if self.sharded else "ema" if ema is not None else None
+        self.use_policy(choose_policy(ranks, settings.policy, together=together))
+        self.saves: Keeper | None = Keeper(self) if settings.folder else None
+        self.snapshots = Snapshots(self)
+        self._register()
+        return self
+
+    def _register(self) -> None:
+        """Register what the features of this run do after and between steps."""
+        self.after_step: list[Callable[[StepResult], Any]] = []
+        if self.average is not None:
+            self.after_step.append(self.average.after_step)
+        if any(isinstance(module, Graph) for module in self.model.modules()):
+            self.after_step.append(lambda result: self.graphs.end_step())
+        self.between_steps: list[Callable[[Sequence[float]], Any]] = []
+        if self.evaluator.evaluates:
+            self.between_steps.append(self.evaluator.between_steps)
+        if self.settings.rules:
+            self.between_steps.append(self.apply_rules)
+        if self.saves is not None:
+            self.between_steps.append(self.saves.between_steps)
+
+    def use_policy(self, choice: Choice) -> None:
+        """Set the policy of the run, and create the step that belongs to it.
+
+        Raises:
+            TrainError: the policy cannot keep an average of the weights.
+        """
+        settings, ranks = self.settings, self.ranks
+        self.policy_choice = choice
+        # Shards differ between ranks, so there is nothing to compare.
+        knobs = replace(settings.knobs, check_every=0) if self.sharded else settings.knobs
+        self.policy = policy = make_policy(choice.name, ranks, self.model, knobs)
+        if isinstance(policy, LocalSteps):
+            policy.due = lambda steps, flags: (
+                any(flags) or policy.steps >= self.last_step or (self.saves is not None and self.saves.due)
+            )
+            if self.average is not None:
+                raise TrainError(
+                    f"ema: found policy {choice.name!r}, under which each rank would have another average; expected "
+                    "one rank, or policy='sync'.",
+                    policy=choice.name,
+                )
+        self.step_ = Step(
+            self.model,
+            self.optimizer,
+            None,
+            ranks=ranks,
+            precision=self.precision,
+            share_gradients=policy.shares_gradients,
+            max_grad_norm=settings.max_grad_norm,
+            on_nan=settings.on_nan,
+            sum_of_means=settings.sum_of_means,
+            slowdown=settings.slowdown.get(ranks.rank, 1.0),
+            reduce_on_cpu=settings.knobs.backend == "cpu",
+            sharded=self.sharded,
+        )
+        self.step_.hooks = self.hooks if self.hooks.around else None
+        self.step_.watching = self.observing.watching
+
+    def choose_route(self) -> None:
+        """Set up the fastest way to compute steps that settings and device allow.
+
+        Steps in float32, TF32 or bfloat16 with Adam, AdamW or SGD are captured on a CUDA device. All others synchronise
+        with the device once per step.
+
+        Raises:
+            TrainError: ``capture=True`` where steps cannot be captured.
+        """
+        settings, step = self.settings, self.step_
+        capturer = make_capturer(self.ranks.device, settings)
+        reason = None
+        if capturer is None:
+            reason = f"the device is a {self.ranks.device.type}, and CUDA devices capture graphs"
+        elif settings.knobs.shares == "measured" and not self.ranks.solo:
+            reason = "shares follow the time of each rank's own part, which is measured separately"
+        elif self.graphs.remembers:
+            reason = "the model has a state between calls, which a captured graph would not pass on"
+        elif self.hooks.around:
+            names = ", ".join(dict.fromkeys(type(call).__name__ for call in self.hooks.around))
+            reason = f"{names} acts around the backward pass, which a captured graph would not repeat"
+        else:
+            reason = step.decide_on_device(
+                capturer if settings.capture is not False else None,
+                self.warn,
+                deferred=isinstance(self.policy, Sync) and not settings.slowdown,
+                strict=settings.capture is True,
+                num_rows=getattr(self.train_step, "reads_num_rows", True),
+            )
+        if capturer is not None:
+            step.unrecorded = "the settings disable it (capture=False)" if settings.capture is False else reason
+        self.log.before, step.arrived = step.count_writes, self.log.arrived
+        if reason is not None and settings.capture is True:
+            raise TrainError(f"capture: steps cannot be captured, because {reason}. Leave it at 'auto'.", reason=reason)
+        if reason is not None and settings.capture == "auto" and capturer is not None:
+            self.warn(f"capture: steps run one operation at a time, because {reason}")
+
+    def _unoptimised(self) -> list[str]:
+        """Return the names of parameters that require gradients and are not in the optimiser."""
+        known = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        return [name for name, p in self.model.named_parameters() if p.requires_grad and id(p) not in known]
+
+    def check_learners(self) -> None:
+        """Check that the optimiser has all parameters that were unfrozen since the run began.
+
+        Raises:
+            TrainError: it lacks some; ``names`` lists them.
+        """
+        names = [name for name in self._unoptimised() if name not in self.unoptimised_at_start]
+        if names:
+            raise TrainError(
+                f"epoch {self.epoch_number}: {', '.join(names[:5])} require gradients but are not in the optimiser. "
+                "Unfreeze them before the run, use a rule (rules=[thaw_when('PATH', after_epochs(2))]), or call "
+                "trainer.optimizer.add_param_group before the epoch.",
+                names=names,
+            )
+
+    def without_history(self, train_step: TrainStep) -> TrainStep:
+        """Return a train_step that detaches the state of graphs with memory before each pass."""
+        if not self.graphs.remembers:
+            return train_step
+
+        def step(model: nn.Module, batch: Any) -> Any:
+            self.graphs.cut()
+            return train_step(model, batch)
+
+        return step
+
+    def apply_rules(self, flags: Sequence[float] = ()) -> None:
+        """Apply the rules of the run, if their trends have new values; all ranks call this."""
+        if self.observing.due(self.policy.steps):
+            self.log.settle(self.tally)
+            self.observing.end_window(self.tally, self.policy.steps, shared_loss=self.step_.share_gradients)
+        for decided in self.observing.decide(self.policy.steps, self.epoch_number):
+            self.events.emit(decided)
+            self.step_.loaded()
+            self.stopping = self.stopping or decided.action == "stop"
+
+    def about(self) -> dict[str, Any]:
+        """Return the fields that events have in common."""
+        return {"rank": self.ranks.rank, "step": self.policy.lr_step, "epoch": self.epoch_number}
+
+    def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the model has the averaged weights, if the run keeps an average."""
+        return self.average.applied() if self.average is not None else contextlib.nullcontext()
+
+    def model_was_replaced(self) -> None:
+        """Note that parameters and buffers were overwritten on all ranks alike."""
+        self.step_.loaded()
+        if isinstance(self.policy, LocalSteps):
+            self.policy.mean.buffers.refresh()
+
+    def warn(self, message: str) -> None:
+        """Report a warning."""
+        self.events.emit(Warned(rank=self.ranks.rank, step=self.policy.lr_step, message=message))
 
 
-def unoptimised(trainer: TrainerParts) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield parameters that require gradients and are not in the optimiser."""
-    known = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
-    return ((n, p) for n, p in trainer.model.named_parameters() if p.requires_grad and id(p) not in known)
+def make_capturer(device: torch.device, settings: Settings) -> Capturer | None:
+    """Return the capturer of a device; None for devices other than CUDA."""
+    return CudaCapturer(device, tune=not settings.deterministic) if device.type == "cuda" else None
+
+
+def compiled(model: nn.Module) -> Callable[[], Any]:
+    """Compile the model, or its ``graph``, with ``torch.compile``; return a function that reverts it."""
+    inner = getattr(model, "graph", model)
+    target = inner if isinstance(inner, nn.Module) else model
+    # Each bucket of lengths is a shape; torch compiles at most so many.
+    before = torch._dynamo.config.recompile_limit
+    torch._dynamo.config.recompile_limit = max(before, 64)
+    target.compile()
+
+    def undo() -> None:
+        target._compiled_call_impl = None
+        torch._dynamo.config.recompile_limit = before
+
+    return undo
 
 
 def seed_all(seed: int) -> None:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from flodl.distributed.group import Ranks, under_torchrun
+from flodl.distributed.group import Ranks, join_ranks, under_torchrun
 from flodl.errors import TrainError
-from flodl.train.callback import Callback, CheckpointFunction, Hooks
-from flodl.train.evaluate import Callbacks
+from flodl.train.callback import Callback, Hooks
 from flodl.train.events import EpochMetrics, Event
 from flodl.train.faults import check_settings
 from flodl.train.feed import as_feed, check_data, gives_batches
-from flodl.train.observing import Observing
-from flodl.train.optim.optimizers import OptimizerMaker, make_optimizer
+from flodl.train.optim.optimizers import OptimizerMaker
 from flodl.train.settings import Settings
 from flodl.train.step import TrainStep
 
@@ -116,6 +114,11 @@ class RunPlan:
         """Number of ranks that this process starts or is; 1 under torchrun."""
         return 1 if under_torchrun() else self.devices if isinstance(self.devices, int) else len(self.devices)
 
+    def join_ranks(self) -> Ranks:
+        """Return the ranks of torchrun, or the one of this process on the first device."""
+        device = None if isinstance(self.devices, int) else self.devices[0]
+        return join_ranks(device=device, timeout_s=self.settings.timeout_s)
+
     def with_data(self, data: Any, options: Mapping[str, Any]) -> RunPlan:
         """Return the plan with this training data."""
         return replace(self, data=data, data_options={k: v for k, v in options.items() if v is not None})
@@ -129,11 +132,9 @@ class RunPlan:
         """Check everything that needs no rank, before ranks are started.
 
         Raises:
-            TrainError: settings that cannot be combined, a model that cannot be trained, or rows without a batch size.
+            TrainError: settings that cannot be combined, or rows without a batch size.
             DataError: data without a length.
-            GraphPathError: a path of ``watch`` or ``rules`` that the model does not have.
         """
-        settings = self.settings
         missing = [name for name in ("data", "train_step") if getattr(self, name) is None]
         if missing:
             raise TrainError(
@@ -141,46 +142,39 @@ class RunPlan:
                 ".fit(data), or .dataset(data) of the builder. Use Trainer.setup for a loop of your own.",
                 missing=missing,
             )
-        check_settings(settings, world=world, callbacks=self.calls(self.evals))
-        Hooks(None, settings.callbacks)
-        sizes: dict[str, Any] = {"batch_size": settings.batch_size, "max_steps": settings.max_steps}
-        check_data(self.data, **{**sizes, **self.data_options})
-        micro = settings.micro_batch_size if isinstance(settings.micro_batch_size, int) else None
+        check_settings(self.settings, world=world, run=self)
+        Hooks(None, self.settings.callbacks)
+        check_data(self.data, **{**self._sizes(), **self.data_options})
         for _, data, options in self.evals.values():
-            check_data(data, **{"batch_size": None if gives_batches(data) else micro or settings.batch_size, **options})
-        if isinstance(self.model_factory, GivenModel) and world > 1:
-            model = self.model_factory.model
-            observing = Observing(model, Ranks(), settings)
-            try:
-                if not isinstance(self.optimizer_factory, torch.optim.Optimizer):
-                    observing.optimizer(
-                        lambda: make_optimizer(model, self.optimizer_factory, settings.parameter_groups)
-                    )
-            finally:
-                observing.close()
+            check_data(data, **{**self._eval_sizes(data), "max_steps": None, **options})
 
-    def calls(self, evals: Mapping[str, Any]) -> Callbacks:
-        """Return the functions of the evaluator."""
-        saving = next((call.call for call in self.functions if isinstance(call, CheckpointFunction)), None)
-        return Callbacks(eval_fn=self.eval_fn, evals=evals, checkpoint_fn=saving)
+    def _sizes(self) -> dict[str, Any]:
+        """Return the settings that determine the batches of training data."""
+        settings, micro = self.settings, self.settings.micro_batch_size
+        return {
+            "batch_size": settings.batch_size,
+            "seed": settings.seed,
+            "accumulate": settings.accumulate,
+            "micro_batch_size": micro if isinstance(micro, int) else None,  # "auto" is found before the first step
+            "max_steps": settings.max_steps,
+        }
 
-    def feeds(self, device: torch.device) -> tuple[Any, dict[str, Any]]:
-        """Return the feed of training data, None without data, and step and feed of each evaluation set."""
-        micro = self.settings.micro_batch_size
-        micro = None if isinstance(micro, str) else micro  # "auto" is determined before the first step
-        feed = None if self.data is None else self.feed(self.data, device, **self.data_options)
-        evals = {}
-        for name, (step, data, options) in self.evals.items():
-            rows: dict[str, Any] = {"batch_size": micro or self.settings.batch_size, "shuffle": False}
-            cut = {"micro_batch_size": micro} if gives_batches(data) else rows
-            evals[name] = step, as_feed(data, device, **{**cut, **options})
-        return feed, evals
+    def _eval_sizes(self, data: Any) -> dict[str, Any]:
+        """Return the settings that determine the batches of evaluation data."""
+        micro = self._sizes()["micro_batch_size"]
+        if gives_batches(data):
+            return {"micro_batch_size": micro}
+        return {"batch_size": micro or self.settings.batch_size, "shuffle": False}
 
     def feed(self, data: Any, device: torch.device, **options: Any) -> Any:
         """Return the feed of training data on ``device``."""
-        settings: Any = self.settings
-        names: Sequence[str] = ("batch_size", "seed", "accumulate", "micro_batch_size", "max_steps")
-        given = {name: getattr(settings, name) for name in names}
-        if given["micro_batch_size"] == "auto":
-            given["micro_batch_size"] = None
-        return as_feed(data, device, **{**given, **options})
+        return as_feed(data, device, **{**self._sizes(), **options})
+
+    def feeds(self, device: torch.device) -> tuple[Any, dict[str, Any]]:
+        """Return the feed of training data, None without data, and step and feed of each evaluation set."""
+        feed = None if self.data is None else self.feed(self.data, device, **self.data_options)
+        evals = {
+            name: (step, as_feed(data, device, **{**self._eval_sizes(data), **options}))
+            for name, (step, data, options) in self.evals.items()
+        }
+        return feed, evals

@@ -12,7 +12,6 @@ from flodl.train.callback import Callback
 
 if TYPE_CHECKING:
     from flodl.train.step.outcome import StepResult
-    from flodl.train.trainer_parts import TrainerParts
 
 
 class Profiler(Callback):
@@ -44,7 +43,7 @@ class Profiler(Callback):
         self.written: list[Path] = []
         self._profile: Any = None
 
-    def on_train_begin(self, trainer: TrainerParts) -> None:
+    def on_train_begin(self, trainer: Any) -> None:
         """Start the profiler."""
         if trainer.ranks.rank not in self.ranks:
             return
@@ -62,12 +61,12 @@ class Profiler(Callback):
         )
         self._profile.start()
 
-    def on_step_end(self, trainer: TrainerParts, result: StepResult) -> None:
+    def on_step_end(self, trainer: Any, result: StepResult) -> None:
         """Count a step."""
         if self._profile is not None:
             self._profile.step()
 
-    def close(self, trainer: TrainerParts) -> None:
+    def close(self, trainer: Any) -> None:
         """Stop the profiler and write the trace."""
         profile, self._profile = self._profile, None
         if profile is not None:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flodl.errors import ConfigError, TrainError
 from flodl.train.callback import Callback
 from flodl.train.events import StepDone
 from flodl.train.plan import RunPlan
-from flodl.train.pre_run import ALONE, Copied
-
-if TYPE_CHECKING:
-    from flodl.train.trainer_parts import TrainerParts
+from flodl.train.trials import ALONE, Copied
 
 __all__ = ["RateSearch", "search_rates"]
 
@@ -76,7 +73,7 @@ class _Stops(Callback):
         self.rates: list[float] = []
         self.losses: list[float] = []
 
-    def on_train_begin(self, trainer: TrainerParts) -> None:
+    def on_train_begin(self, trainer: Any) -> None:
         self.trainer = trainer
         trainer.events.subscribe(self.note, StepDone)
 

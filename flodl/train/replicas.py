@@ -10,7 +10,7 @@ from torch import nn
 from flodl.distributed.average import BufferMean, model_tensors
 from flodl.distributed.gradients import GradientSum
 from flodl.distributed.group import Ranks, join_ranks
-from flodl.train.saving.identity import check_same_model
+from flodl.train.saving.state import check_same_model
 
 
 class Replicas:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from safetensors.torch import load as parse_tensors
@@ -21,7 +21,6 @@ from torch import nn
 
 from flodl.background import BackgroundWorker
 from flodl.checkpoint import load_tensors, save_tensors
-from flodl.distributed.group import Ranks
 from flodl.errors import CheckpointError, TrainError
 from flodl.train.saving.state import load_model
 from flodl.train.saving.tensor_stream import copies, copies_on_host, event_after
@@ -116,60 +115,53 @@ class ModelSnapshot(ModelWeights):
 
 
 class Snapshots:
-    """The snapshots that one rank takes.
+    """The snapshots that one rank takes; rank 0 sends those that other processes request.
 
     Args:
-        ranks: rank 0 sends the snapshots that other processes request.
+        trainer: the trainer.
 
     Attributes:
         wanted: futures of requested snapshots.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
         self.wanted: deque[Future[ModelSnapshot]] = deque()
         self._to_send: deque[ModelSnapshot] = deque()
         self._worker: BackgroundWorker | None = None
-        self._over = False
+        self._closed: str | None = None
 
     def ask(self) -> Future[ModelSnapshot]:
         """Return a future of the next snapshot, from any thread; the training thread must not wait for it.
 
         Raises:
-            TrainError: the run is over.
+            TrainError: the run is over, or its weights are sharded.
         """
-        if self._over:
-            raise TrainError("snapshot: the run is over. Read the weights of its model.")
+        reason = "the weights are sharded" if self.trainer.sharded else self._closed
+        if reason is not None:
+            raise TrainError(
+                f"snapshot: none is taken, because {reason}. Read a checkpoint or the weights of the model."
+            )
         wanted: Future[ModelSnapshot] = Future()
         self.wanted.append(wanted)
         return wanted
 
-    def serve(
-        self,
-        model: nn.Module,
-        average: Mapping[str, torch.Tensor],
-        *,
-        remote: int,
-        step: int,
-        epoch: int,
-        metrics: dict[str, float],
-    ) -> None:
-        """Take a snapshot if one was requested, and send complete ones.
-
-        Args:
-            model: the model.
-            average: weights that replace those of the model, by name.
-            remote: how many snapshots other processes have requested.
-            step: steps that were done.
-            epoch: epochs that were done.
-            metrics: the newest figures.
-        """
+    def serve(self) -> None:
+        """Take a snapshot if one was requested, and send complete ones."""
+        trainer = self.trainer
+        if trainer.sharded:
+            return
+        remote = trainer.requests.take_snapshots()
         if remote or self.wanted:
             futures = [self.wanted.popleft() for _ in range(len(self.wanted))]
-            names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-            state = model.state_dict()
+            names = {name for name, _ in trainer.model.named_parameters(remove_duplicate=False)}
+            state = trainer.model.state_dict()
+            average = trainer.average.tensors() if trainer.average is not None else {}
             tensors = copies({name: average.get(name, tensor) for name, tensor in state.items()})
-            ready, made = event_after(tensors.values()), ModelSnapshot(step, epoch, {}, {}, metrics)
+            losses = trainer.log.losses
+            metrics = {**({"loss": losses[-1]} if losses else {}), **trainer.evaluator.found}
+            made = ModelSnapshot(trainer.policy.steps, trainer.epoch_number, {}, {}, metrics)
+            ready = event_after(tensors.values())
 
             def finish() -> None:
                 try:
@@ -187,11 +179,11 @@ class Snapshots:
             self._worker.submit(finish)
         while self._to_send:  # by the training thread, which owns the pipe
             made = self._to_send.popleft()
-            self.ranks.pipe.send(("snapshot", (made.step, made.epoch, pack_weights(made), made.metrics)))
+            trainer.ranks.pipe.send(("snapshot", (made.step, made.epoch, pack_weights(made), made.metrics)))
 
     def close(self, reason: str = "the run is over") -> None:
         """Accept no further requests, and end those that are open with an error."""
-        self._over = True
+        self._closed = reason
         if self._worker is not None:
             self._worker.close()
         while self.wanted:

@@ -1,14 +1,14 @@
 """The Trainer: one class for complete runs, and for loops that users write.
 
-`Trainer.fit` starts ranks if there are several devices. On each rank `prepare` creates the parts of the run, and
-`flodl.train.loop` is the loop. A step is computed in `flodl.train.step`; `flodl.distributed.policy` determines which
-batches a rank gets and when ranks average, and `flodl.train.saving.resume` what a checkpoint contains.
+`Trainer.fit` starts ranks if there are several devices. On each rank `flodl.train.parts` creates the parts of the run,
+and `Trainer.train` is the loop. A step is computed in `flodl.train.step`; `flodl.distributed.policy` determines which
+batches a rank gets and when ranks average, and `flodl.train.saving` writes checkpoints.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Self
@@ -16,26 +16,28 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from flodl.distributed.group import Ranks, is_first_rank, join_ranks, launched_world
-from flodl.distributed.local_steps import LocalSteps
-from flodl.distributed.policy import Choice
+from flodl.distributed.group import Ranks, is_first_rank, launched_world
+from flodl.distributed.rounds import Round
+from flodl.distributed.sync import Sync
 from flodl.errors import TrainError, TrainInterrupted
 from flodl.train.audience import Audience
 from flodl.train.builder import TrainerBuilder
-from flodl.train.events import EpochMetrics, Event, Warned
+from flodl.train.events import EpochMetrics, Event, Synced
 from flodl.train.faults import check_settings
+from flodl.train.feed import Feed, Share
 from flodl.train.handle import Handle, SendEvents, Trained
-from flodl.train.loop import Loop
+from flodl.train.lifecycle import begin, end, leave, restore, running
 from flodl.train.optim.optimizers import OptimizerMaker
 from flodl.train.own_loop import OwnLoop
-from flodl.train.parts import create_parts, create_step
+from flodl.train.parts import TrainerParts
 from flodl.train.plan import GivenModel, RunPlan, model_factory_of
-from flodl.train.pre_run import Rehearsal, rehearse
 from flodl.train.rate_search import RateSearch, search_rates
+from flodl.train.requests import SAVE
 from flodl.train.settings import make_settings
 from flodl.train.snapshots import ModelSnapshot, pack_weights
 from flodl.train.step import StepResult, TrainStep
-from flodl.train.trainer_parts import TrainerParts
+from flodl.train.steplog import Tally, epoch_metrics
+from flodl.train.trials import Rehearsal, fit_micro_batch, rehearse
 
 
 class Trainer(TrainerParts):
@@ -87,20 +89,9 @@ class Trainer(TrainerParts):
         return trainer
 
     @classmethod
-    def builder(
-        cls,
-        model_factory: nn.Module | Callable[[torch.device], nn.Module],
-        optimizer_factory: OptimizerMaker,
-        train_step: TrainStep,
-    ) -> TrainerBuilder:
-        """Return a builder: add data and settings by its methods, then call ``run()``.
-
-        Args:
-            model_factory: as ``model`` of `Trainer`.
-            optimizer_factory: as ``optimizer`` of `Trainer`.
-            train_step: as for `Trainer`.
-        """
-        return TrainerBuilder(cls(model_factory, optimizer_factory, train_step))
+    def builder(cls, model: Any, optimizer: OptimizerMaker, train_step: TrainStep) -> TrainerBuilder:
+        """Return a builder: add data and settings by its methods, then call ``run()``; arguments as of `Trainer`."""
+        return TrainerBuilder(cls(model, optimizer, train_step))
 
     @classmethod
     def setup(cls, model: Any, *, optimizer: OptimizerMaker, ranks: Ranks | None = None, **settings: Any) -> Self:
@@ -126,15 +117,9 @@ class Trainer(TrainerParts):
         trainer = cls(model, optimizer, ranks=ranks, **settings)
         chosen = trainer.plan.settings
         check_settings(chosen, world=launched_world() if ranks is None else ranks.world, own_loop=True)
-        trainer.prepare(ranks or join_ranks(device=_first_device(trainer.plan), timeout_s=chosen.timeout_s))
-        trainer._loop = OwnLoop(trainer)
+        trainer.prepare(ranks or trainer.plan.join_ranks())
+        trainer._own = OwnLoop(trainer)
         return trainer
-
-    def prepare(self, ranks: Ranks) -> Self:
-        """Create the parts of the run on this rank; all ranks call this together."""
-        create_parts(self, ranks)
-        self.loop = Loop(self)
-        return self
 
     # ---- running -------------------------------------------------------------------------------------
 
@@ -168,14 +153,6 @@ class Trainer(TrainerParts):
         with Audience(plan.settings, plan.subscribers, first=first, total=plan.total) as audience:
             return self._fit_here(audience)
 
-    def subscribe(self, call: Callable[[Any], Any], *kinds: type[Event]) -> Self:
-        """Call ``call(event)`` in this process for the events of rank 0 of these kinds, all kinds by default.
-
-        Call it before the run; a run under way has ``trainer.events.subscribe``.
-        """
-        self.plan = replace(self.plan, subscribers=(*self.plan.subscribers, (call, kinds)))
-        return self
-
     def start(self) -> Handle:
         """Start the run in separate processes and return its handle.
 
@@ -185,22 +162,13 @@ class Trainer(TrainerParts):
         self.plan.check(self.plan.world)
         return Handle(self.plan, _run_rank)
 
-    def _fit_here(self, audience: Audience | None = None) -> Trained:
-        ranks = self._given_ranks or join_ranks(device=_first_device(self.plan), timeout_s=self.plan.settings.timeout_s)
-        metrics: list[EpochMetrics] = []
-        try:
-            self.prepare(ranks)
-            self.events.subscribe(metrics.append, EpochMetrics)
-            if audience is not None:
-                audience.listen(self.events, self.ask, evaluates=self.plan.evaluates)
-            self.loop.train()
-            # Sharded weights are gathered before ranks leave.
-            trained = Trained.of(self.model, keep=ranks.rank == 0 or not self.sharded)
-        finally:
-            if self._given_ranks is None:
-                ranks.leave()
-        factory = None if self.sharded else GivenModel(self.model)
-        return replace(trained, metrics=metrics, in_place=not self.sharded, _factory=factory)
+    def subscribe(self, call: Callable[[Any], Any], *kinds: type[Event]) -> Self:
+        """Call ``call(event)`` in this process for the events of rank 0 of these kinds, all kinds by default.
+
+        Call it before the run; a run under way has ``trainer.events.subscribe``.
+        """
+        self.plan = replace(self.plan, subscribers=(*self.plan.subscribers, (call, kinds)))
+        return self
 
     def find_lr(self, low: float = 1e-7, high: float = 1.0, steps: int = 100) -> RateSearch:
         """Train a copy of the model at rising rates, and return where its loss fell fastest.
@@ -231,35 +199,199 @@ class Trainer(TrainerParts):
     def _try(self, plan: RunPlan) -> Trained:
         return type(self).from_plan(plan)._fit_here()
 
+    def _fit_here(self, audience: Audience | None = None) -> Trained:
+        ranks = self._given_ranks or self.plan.join_ranks()
+        metrics: list[EpochMetrics] = []
+        try:
+            self.prepare(ranks)
+            self.events.subscribe(metrics.append, EpochMetrics)
+            if audience is not None:
+                audience.listen(self.events, self.ask, evaluates=self.plan.evaluates)
+            self.train()
+            # Sharded weights are gathered before ranks leave.
+            trained = Trained.of(self.model, keep=ranks.rank == 0 or not self.sharded)
+        finally:
+            if self._given_ranks is None:
+                ranks.leave()
+        factory = None if self.sharded else GivenModel(self.model)
+        return replace(trained, metrics=metrics, in_place=not self.sharded, _factory=factory)
+
+    # ---- the loop ------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Run until the last epoch, or a reason to stop."""
+        assert self.train_step is not None
+        assert self.feed is not None
+        with running(self):
+            restore(self)
+            begin(self)
+            step = self.step_  # another one if the policy of the checkpoint differs
+            step.train_step = self.without_history(self.train_step)
+            if self.settings.micro_batch_size == "auto":
+                fit_micro_batch(self)
+            self.choose_route()
+            while self.epoch_number < self.settings.num_epochs and not self.stopping:
+                for position, batches in self.steps(self.feed):
+                    result = step.run(batches, step=self.step_number, flags=self.requests.flags())
+                    self.end_step(position, result)
+                    if self.stopping:
+                        break
+                if not self.stopping:
+                    self.end_epoch()
+            end(self)
+
+    def steps(self, feed: Feed) -> Iterator[tuple[int, list[Any]]]:
+        """Yield the position in the epoch and the micro-batches of this rank, one optimiser step at a time."""
+        policy, ranks, epoch = self.policy, self.ranks, self.epoch_number
+        self.hooks.call("on_epoch_begin", epoch)
+        self.observing.refresh()
+        self.step_.invalidate_if_changed()
+        self.check_learners()
+        self.wall_ms()
+        total, times_steps, alone = feed.turns(epoch), ranks.device.type == "cuda", ranks.solo
+        self.step_number = policy.lr_step
+        for turns, ratios in policy.turns(total):
+            share = Share(ranks.rank, ratios, self.min_rows) if ratios else Share(0, (1.0,), self.min_rows)
+            ranks.phase("data")
+            done = -1
+            for done, batches in feed.work(epoch, turns, share):
+                if self.rates.schedule is not None:
+                    self.rates.set(self.step_number)
+                for hook in self.hooks.on_step_begin:
+                    hook(self, batches)
+                if times_steps:
+                    self.log.begin(ranks.device)
+                yield done, batches
+                if alone:
+                    ranks.progress[1] = self.step_number
+                else:
+                    ranks.phase("data", self.step_number)
+            if done != turns[-1]:
+                self._ran_out()
+                return
+        if not total:
+            self._ran_out()
+
+    def end_step(self, position: int, result: StepResult) -> None:
+        """Report a step, and act if all ranks are equal after it."""
+        policy = self.policy
+        round_ = policy.after_step(position, result.samples, result.compute_ms, result.flags)
+        for call in self.after_step:
+            call(result)
+        self.step_number = policy.steps if isinstance(policy, Sync) else policy.lr_step
+        about: Any = {"epoch": self.epoch_number, "rates": self.rates, "wall_ms": self.wall_ms()}
+        self.log.note(self.tally, result, step=self.step_number, **about)
+        for hook in self.hooks.on_step_end:
+            hook(self, result)
+        if round_ is not None:
+            self._after_round(round_)
+        elif isinstance(policy, Sync):
+            self._between_steps(result.flags)
+
+    def _after_round(self, round_: Round) -> None:
+        figures = {name: getattr(round_, name) for name in ("batches", "work_ms", "sync_ms", "wait_ms", "divergence")}
+        cadence = {"anchor": round_.cadence.anchor, "counts": round_.cadence.counts}
+        self.events.emit(Synced(**self.about(), round=round_.number, **figures, **cadence))
+        if round_.held and not round_.all_dry:
+            self._between_steps(round_.flags)
+        elif round_.all_dry:
+            self._pending = round_.flags
+
+    def _between_steps(self, flags: Sequence[float]) -> None:
+        """Act where all ranks are equal and have the same flags: evaluate, apply rules, save, stop."""
+        for act in self.between_steps:  # of features that the run has
+            act(flags)
+        if any(flags):
+            self.requests.acknowledge(flags[2:])
+            if flags[0]:
+                leave(self, round(flags[1] / flags[0]))
+            self.stopping = self.stopping or bool(flags[2])
+        if self.policy.steps >= self.last_step:
+            self.stopping = True
+        if self.requests.snapshots or self.snapshots.wanted:
+            self.snapshots.serve()
+
+    def end_epoch(self) -> None:
+        """Close an epoch: evaluate, report its figures, apply rules, and save."""
+        for round_ in self.policy.close_epoch(self.requests.flags()):
+            self._after_round(round_)
+            if self.stopping:
+                return
+        self.log.settle(self.tally)
+        self.tally.wall_ms += self.wall_ms()
+        done, steps, evaluator = self.epoch_number, self.policy.steps, self.evaluator
+        self.epoch_number += 1
+        if evaluator.at_step != steps and (not self.settings.eval_every or self._is_over()):
+            evaluator.scheduled(is_last=self._is_over())
+        parts = self.ranks.gather(self.tally.to_dict())
+        shared = self.step_.share_gradients
+        metrics = epoch_metrics(parts, shared_loss=shared, epoch=done, step=steps, evaluated=evaluator.found)
+        observed = self.observing.end_epoch(metrics, parts)
+        self.hooks.call("on_epoch_end", done)
+        self.tally = Tally()
+        self.rates.end_epoch(metrics, evaluator)
+        self.events.emit(metrics)
+        if observed is not None:
+            self.events.emit(observed)
+        self.apply_rules()
+        self._finish_epoch(stops=self.ranks.rank == 0 and self._stopped_by_metrics_fn(metrics))
+
+    def _finish_epoch(self, *, stops: bool) -> None:
+        """Decide with all ranks whether to stop and whether to save after an epoch."""
+        saves, requests = self.saves, self.requests
+        row = [stops or requests.flags()[2], *((saves.skips_epoch, saves.skips_end) if saves is not None else ())]
+        rows = self.ranks.table([float(value) for value in row])
+        self.stopping = self.stopping or any(row[0] for row in rows) or self.policy.steps >= self.last_step
+        flags, self._pending = self._pending, ()
+        if any(flags[:3]):
+            self._between_steps(flags)
+        elif saves is not None:
+            ends = self.stopping or self._is_over()
+            wanted = not rows[0][2] if ends else saves.is_best() or not any(row[1] for row in rows)
+            if wanted or any(flags[SAVE:]):
+                saves.save()
+            saves.report()
+        requests.acknowledge(flags[2:] or (0.0, 0.0, 0.0))
+        self.snapshots.serve()  # ranks that average rarely may be equal nowhere else
+
+    def _stopped_by_metrics_fn(self, metrics: EpochMetrics) -> bool:
+        """Return whether ``metrics_fn`` stops the run; an error in it is logged once."""
+        self.ranks.phase("callback")
+        try:
+            return self.metrics_fn is not None and self.metrics_fn(metrics) is False
+        except Exception as error:
+            if self.metrics_fn not in self._warned:
+                self._warned.append(self.metrics_fn)
+                self.warn(f"metrics_fn raised {type(error).__name__}: {error}; training continues")
+            return False
+
+    def _is_over(self) -> bool:
+        return self.policy.steps >= self.last_step or 0 < self.settings.num_epochs <= self.epoch_number
+
+    def _ran_out(self) -> None:
+        """End the run because the data ended early.
+
+        Raises:
+            TrainError: there were no data, or other ranks wait for the missing batches.
+        """
+        step, policy = self.policy.lr_step, self.policy
+        if not step:
+            raise TrainError(
+                "trainer: found no batches in the data; expected at least one. Check what the loader reads and filters."
+            )
+        message = f"data: the batches ended after step {step} and cannot be read again (a generator)"
+        if not isinstance(policy, Sync):
+            raise TrainError(f"{message}; policy {policy.name!r} expects batches for all ranks. Use 'sync'.")
+        self.warn(f"{message}; the run ends here")
+        self.stopping = True
+
+    def wall_ms(self) -> float:
+        """Return the milliseconds since the last call."""
+        now = time.perf_counter()
+        ms, self._since = (now - self._since) * 1e3, now
+        return ms
+
     # ---- for callbacks and other threads ----------------------------------------------------------------
-
-    @property
-    def out_of_steps(self) -> bool:
-        """Whether ``max_steps`` steps were taken."""
-        return self.settings.max_steps is not None and self.policy.steps >= self.settings.max_steps
-
-    @property
-    def keeper(self) -> Any:
-        """The writer of checkpoints; None without a folder."""
-        return self.saves.keeper
-
-    def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the model has the averaged weights, if the run keeps an average."""
-        return self.average.applied() if self.average is not None else contextlib.nullcontext()
-
-    def use_policy(self, choice: Choice) -> None:
-        """Set the policy of the run, and create the step that belongs to it."""
-        create_step(self, choice)
-
-    def model_was_replaced(self) -> None:
-        """Note that parameters and buffers were overwritten on all ranks alike."""
-        self.step_.loaded()
-        if isinstance(self.policy, LocalSteps):
-            self.policy.mean.buffers.refresh()
-
-    def warn(self, message: str) -> None:
-        """Report a warning."""
-        self.events.emit(Warned(rank=self.ranks.rank, step=self.policy.lr_step, message=message))
 
     def stop(self) -> None:
         """Request the end of the run at the next step; state is saved."""
@@ -273,33 +405,28 @@ class Trainer(TrainerParts):
         """
         self.requests.ask(request)
 
-    def save(self, *, wait: bool = False) -> None:
-        """Write a checkpoint in the background; all ranks must call this at the same step."""
-        self.saves.save(wait=wait)
-
     def snapshot(self) -> Future[ModelSnapshot]:
         """Return a future of the run's weights, from any thread; the training thread must not wait for it.
 
         Raises:
             TrainError: the run is over, or its weights are sharded.
         """
-        if self.sharded:
-            raise TrainError("snapshot: the weights are sharded; expected whole weights. Read a checkpoint instead.")
         return self.snapshots.ask()
 
     # ---- a loop of your own ----------------------------------------------------------------------------
 
-    _loop: OwnLoop | None = None
+    _own: OwnLoop | None = None
 
     @property
-    def _own(self) -> OwnLoop:
-        if self._loop is None:
+    def own(self) -> OwnLoop:
+        """The loop of `setup`."""
+        if self._own is None:
             raise TrainError("trainer: found a call for a loop of your own; expected a trainer of Trainer.setup.")
-        return self._loop
+        return self._own
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield epochs from the present one (after a resume: where it stopped) to ``count`` - 1."""
-        return self._own.epochs(count)
+        return self.own.epochs(count)
 
     def batches(self, loader: Any, **options: Any) -> Iterator[Any]:
         """Yield the batches of this rank in the present epoch, on its device; call `step` for each.
@@ -317,7 +444,7 @@ class Trainer(TrainerParts):
             TrainInterrupted: SIGINT (Ctrl-C) ended the run after it saved its state.
             SystemExit: SIGTERM ended the run after it saved its state.
         """
-        return self._own.batches(loader, **options)
+        return self.own.batches(loader, **options)
 
     def backward(self, loss: Any, count: float | None = None) -> None:
         """Add the gradient of one batch, exactly for any split into micro-batches and ranks.
@@ -329,7 +456,7 @@ class Trainer(TrainerParts):
         Raises:
             TrainError: the batch already had its backward pass, or there is no batch.
         """
-        self._own.backward(loss, count)
+        self.own.backward(loss, count)
 
     def step(self, loss: Any = None) -> StepResult | None:
         """Take one optimiser step over all ranks and clear gradients; return None before the last micro-batch.
@@ -342,12 +469,8 @@ class Trainer(TrainerParts):
             TrainError: there is no batch, or a plain ``backward()`` was called on one of several micro-batches.
         """
         if loss is not None:
-            self._own.backward(loss)
-        return self._own.step()
-
-
-def _first_device(plan: RunPlan) -> str | None:
-    return None if isinstance(plan.devices, int) else plan.devices[0]
+            self.own.backward(loss)
+        return self.own.step()
 
 
 def _run_rank(ranks: Ranks, plan: RunPlan) -> bytes | None:
@@ -361,7 +484,7 @@ def _run_rank(ranks: Ranks, plan: RunPlan) -> bytes | None:
     if plan.listening and ranks.rank == 0:
         trainer.events.subscribe(SendEvents(ranks.pipe, every_s=0.1 if plan.listening == "some" else 0.0))
     try:
-        trainer.loop.train()
+        trainer.train()
     except TrainInterrupted as stop:
         if ranks.rank == 0:
             ranks.pipe.send(("stopped", (stop.step, stop.folder, pack_weights(stop.trained))))

@@ -11,8 +11,7 @@ from torch import nn
 
 from flodl.errors import CheckpointError
 from flodl.train.optim.ema import averaged_state
-from flodl.train.saving.judged import judged, signed
-from flodl.train.saving.reading import read_checkpoint
+from flodl.train.saving.reading import ranked, read_checkpoint, signed
 from flodl.train.saving.state import load_model, model_state
 
 __all__ = ["Best", "figures_in", "take_best"]
@@ -63,7 +62,7 @@ def take_best(
     first = next((row for value, row in values if value == best), None)
     if first is not None and first["step"] == last_step:  # the model at hand
         return last_step, figures_in(first)
-    for _, step, path in judged(folder, metric):
+    for _, step, path in ranked(folder, metric):
         try:
             saved = read_checkpoint(path, weights_only=True)
         except CheckpointError as error:

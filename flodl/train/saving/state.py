@@ -6,6 +6,7 @@ torch (CPU and the device of this rank), numpy and Python.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from flodl.distributed.group import Ranks
 from flodl.distributed.sharded import like, put, whole, whole_parts
 from flodl.errors import CheckpointError, TrainError, capped
 from flodl.train.saving.tensor_stream import to_cpu
@@ -49,8 +51,15 @@ def learned_tensors(model: nn.Module) -> Tensors:
     Raises:
         TrainError: the ``state_dict`` of the model has values other than tensors.
     """
-    fixed = fixed_names(model)
-    return {name: value for name, value in model_tensors(model).items() if name not in fixed}
+    state, fixed = model.state_dict(), fixed_names(model)
+    odd = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
+    if odd:
+        raise TrainError(
+            f"checkpoint: the state_dict of the model has values other than tensors: {', '.join(odd[:5])}. Expected "
+            "tensors only, because nothing is pickled; store such values in buffers.",
+            names=odd,
+        )
+    return {name: value for name, value in state.items() if name not in fixed}
 
 
 def fixed_names(model: nn.Module) -> frozenset[str]:
@@ -60,23 +69,6 @@ def fixed_names(model: nn.Module) -> frozenset[str]:
     """
     listed: Any = getattr(model, "fixed_names", tuple)
     return frozenset(listed())
-
-
-def model_tensors(model: nn.Module) -> Tensors:
-    """Return all parameters and persistent buffers themselves by name.
-
-    Raises:
-        TrainError: the ``state_dict`` of the model has values other than tensors.
-    """
-    state = model.state_dict()
-    odd = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
-    if odd:
-        raise TrainError(
-            f"checkpoint: the state_dict of the model has values other than tensors: {', '.join(odd[:5])}. Expected "
-            "tensors only, because nothing is pickled; store such values in buffers.",
-            names=odd,
-        )
-    return dict(state)
 
 
 def whole_model(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -190,16 +182,12 @@ def load_optimizer(
         CheckpointError: another class of optimiser, or other parameters; ``problems`` lists them and nothing was
             changed.
     """
-    named = _named(model, optimizer)
-    known = dict(named)
+    known = dict(_named(model, optimizer))
     saved = {name for group in rest["groups"] for name in group["params"]}
-    problems = (
-        [f"saved by {rest['kind']}, this is {type(optimizer).__name__}"]
-        if rest["kind"] != type(optimizer).__name__
-        else []
-    )
-    if len(rest["groups"]) != len(optimizer.param_groups):
-        problems.append(f"saved with {len(rest['groups'])} parameter groups, this has {len(optimizer.param_groups)}")
+    kind, groups = type(optimizer).__name__, optimizer.param_groups
+    problems = [f"saved by {rest['kind']}, this is {kind}"] if rest["kind"] != kind else []
+    if len(rest["groups"]) != len(groups):
+        problems.append(f"saved with {len(rest['groups'])} parameter groups, this has {len(groups)}")
     problems += [f"not saved: {name}" for name in known if name not in saved]
     problems += [f"not optimised now: {name}" for name in sorted(saved) if name not in known]
     if problems:
@@ -207,30 +195,29 @@ def load_optimizer(
             "resume: the saved optimiser state does not fit:\n" + capped(problems) + "\nBuild the same optimiser.",
             problems=problems,
         )
-    state: dict[nn.Parameter, dict[str, Any]] = {}
+    on_device = {id(p) for g in groups if g.get("fused") or g.get("capturable") for p in g["params"]}
+    state: dict[str, dict[str, Any]] = {}
     for key, tensor in tensors.items():
         name, entry = key.rsplit("::", 1)
         parameter = known[name]
-        # Step counters are on the CPU unless the optimiser is fused or capturable.
-        group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
-        counter = entry == "step" and not (group.get("fused") or group.get("capturable"))
-        device = torch.device("cpu") if counter else parameter.device
         found = tensor[...] if entry == "step" else like(parameter, tensor)
-        # Tensors that are not sharded would otherwise share memory with the arguments.
-        state.setdefault(parameter, {})[entry] = found if hasattr(found, "full_tensor") else found.clone().to(device)
+        if not hasattr(found, "full_tensor"):
+            # Step counters are on the CPU unless the optimiser is fused or capturable.
+            is_counter = entry == "step" and id(parameter) not in on_device
+            # A copy, because a tensor of the arguments would share its memory.
+            found = found.clone().to("cpu" if is_counter else parameter.device)
+        state.setdefault(name, {})[entry] = found
     for name, entries in rest["plain"].items():
-        state.setdefault(known[name], {}).update({k: _unjson(v) for k, v in entries.items()})
+        state.setdefault(name, {}).update({k: _unjson(v) for k, v in entries.items()})
     optimizer.state.clear()
     # In the order of parameters, as the optimiser fills it.
-    for _, parameter in named:
-        if parameter in state:
-            optimizer.state[parameter] = state[parameter]
-    for group, options in zip(optimizer.param_groups, rest["groups"], strict=True):
+    optimizer.state.update({parameter: state[name] for name, parameter in known.items() if name in state})
+    # The kernel of the update depends on the device.
+    kept = {"params", "fused", "foreach", "capturable", *changed}
+    for group, options in zip(groups, rest["groups"], strict=True):
         for option, value in options.items():
-            # The kernel of the update depends on the device.
-            if option in ("params", "fused", "foreach", "capturable") or option in changed:
-                continue
-            group[option] = _like_before(group.get(option), _unjson(value))
+            if option not in kept:
+                group[option] = _like_before(group.get(option), _unjson(value))
 
 
 def _like_before(before: Any, value: Any) -> Any:
@@ -262,3 +249,57 @@ def load_random(device: torch.device, tensors: Mapping[str, torch.Tensor], rest:
     np.random.set_state((kind, tensors["random.numpy"].numpy().astype(np.uint32), place, has_gauss, gauss))
     version, words, next_gauss = rest["python"]
     random.setstate((version, tuple(words), next_gauss))
+
+
+def check_same_model(ranks: Ranks, model: nn.Module) -> None:
+    """Compare names, shapes and dtypes of the model over ranks, before any collective depends on them.
+
+    Raises:
+        TrainError: they differ; ``ranks_apart`` lists the ranks that differ from rank 0.
+    """
+    if ranks.solo:
+        return
+    lines = [f"{name} {t.dtype} {tuple(t.shape)} {t.requires_grad}" for name, t in model.named_parameters()]
+    lines += [f"{name} {t.dtype} {tuple(t.shape)}" for name, t in model.named_buffers()]
+    marks = ranks.gather(hashlib.sha256("\n".join(lines).encode()).hexdigest())
+    apart = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
+    if apart:
+        raise TrainError(
+            f"the model of rank {', '.join(map(str, apart))} has other parameters or buffers than that of rank 0; "
+            "expected equal models. Look for code that depends on the rank.",
+            ranks_apart=apart,
+        )
+
+
+def identity(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -> dict[str, Any]:
+    """Return the values of a new model, optimiser and schedule that determine the numbers of a run."""
+    dropouts: dict[str, int] = {}
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            dropouts[str(module.p)] = dropouts.get(str(module.p), 0) + 1
+    left_out = {"params", "foreach", "fused", "capturable", "differentiable", "initial_lr"}
+    if getattr(schedule, "reference", None) != 1.0 and hasattr(schedule, "lr"):
+        left_out.add("lr")  # the schedule has the rate
+    options = {name: None for group in optimizer.param_groups for name in group if name not in left_out}
+    groups = {f"optimizer.{name}": [_plain(group.get(name)) for group in optimizer.param_groups] for name in options}
+    return {"dropout": dropouts, "schedule": _value_of(schedule), **groups}
+
+
+def _value_of(schedule: Any) -> Any:
+    """Return the value of a schedule, without memory addresses."""
+    text = repr(schedule)
+    if " at 0x" not in text:
+        return text
+    kind = getattr(schedule, "__qualname__", type(schedule).__qualname__)
+    skipped = {"optimizer"}  # compared with its own options
+    return {"kind": kind, **{k: _plain(v) for k, v in vars(schedule).items() if k not in skipped}}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return getattr(type(value), "__qualname__", "?")

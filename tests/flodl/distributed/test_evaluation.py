@@ -20,9 +20,7 @@ from flodl.metrics import (
     SquaredError,
     merged,
 )
-from flodl.train.evaluate import Callbacks, Evaluator
-from flodl.train.feed import as_feed
-from flodl.train.precision import Precision
+from flodl.train import EvalDone, Trainer, sgd
 
 torch.set_num_threads(1)
 ROWS = 53
@@ -65,6 +63,24 @@ def judge(model, batch):
     }
 
 
+def figures(ranks, data, *, speeds=None, **evaluation):
+    """Return the figures of an untrained model that the ranks evaluate with these speeds."""
+    found = []
+    model = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.9))
+    shares = {} if speeds is None else {"shares": speeds}
+    run = (
+        Trainer.builder(model, sgd(0.1), judge).dataset(data).set(batch_size=4, num_epochs=0, progress=False, **shares)
+    )
+    if "eval_fn" in evaluation:
+        run.eval_fn(evaluation["eval_fn"])
+    else:
+        run.evaluate(judge, data)
+    trainer = run.set(eval_start=True).trainer(ranks).prepare(ranks)
+    trainer.events.subscribe(lambda event: found.append(dict(event.metrics)), EvalDone)
+    trainer.train()
+    return found[0]
+
+
 def evaluate(ranks, speeds):
     g = torch.Generator().manual_seed(3)
     data = TensorRows(
@@ -75,10 +91,7 @@ def evaluate(ranks, speeds):
         }
     )
     torch.manual_seed(0)
-    feed = as_feed(data, ranks.device, batch_size=4, shuffle=False)
-    evaluator = Evaluator(Callbacks(evals={"": (judge, feed)}), None)
-    model = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.9))
-    return evaluator.run(model, ranks, Precision("fp32", ranks.device), 1, speeds)
+    return figures(ranks, data, speeds=speeds)
 
 
 @pytest.mark.parametrize("speeds", [None, (1.0, 1.0), (2.5, 1.0), (1.0, 0.0)])
@@ -99,8 +112,8 @@ class OnRanks:
 
 
 def with_function(ranks, call):
-    evaluator = Evaluator(Callbacks(eval_fn=call), None)
-    return evaluator.run(nn.Linear(1, 1), ranks, Precision("fp32", ranks.device), 1, (3.0, 1.0))
+    data = TensorRows({"x": torch.zeros(8, 6), "y": torch.zeros(8, dtype=torch.long)})
+    return figures(ranks, data, speeds=(3.0, 1.0), eval_fn=call)
 
 
 def test_a_function_that_can_is_called_on_all_ranks_and_others_on_the_first():

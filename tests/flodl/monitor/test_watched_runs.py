@@ -114,7 +114,7 @@ def test_looking_on_changes_no_number(monkeypatch, recorded):
             return self, "nothing is launched beside here"
 
     if recorded:
-        monkeypatch.setattr("flodl.train.route.make_capturer", lambda device, settings: Repeats())
+        monkeypatch.setattr("flodl.train.parts.make_capturer", lambda device, settings: Repeats())
         assert capture.Capturer is not None
     monkeypatch.setattr("flodl.train.layer_probe.EVERY_S", 0.0)
     monkeypatch.setattr("flodl.train.layer_probe.IDLE_RATIO", 0.0)

@@ -18,11 +18,10 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from flodl.distributed import RankError, Ranks
+from flodl.distributed import RankError
 from flodl.errors import CheckpointError, TrainError, TrainInterrupted
 from flodl.train import Loss, Saved, SaveFailed, Settings, StepDone, Trainer, Warned, adamw, sgd
 from flodl.train.saving import keeper
-from flodl.train.saving.keeper import Keeper
 from flodl.train.saving.reading import list_checkpoints, read_checkpoint
 from flodl.train.schedule import Cosine, Plateau
 
@@ -328,14 +327,11 @@ def test_the_last_n_and_the_best_stay(tmp_path):
 
 
 def test_two_runs_cannot_write_to_one_folder(tmp_path):
-    first = Keeper(tmp_path, Ranks())
-    second = Keeper.__new__(Keeper)
-    second.folder = tmp_path
+    held = keeper.lock_folder(tmp_path)
     with pytest.raises(TrainError, match="another run"):
-        second._hold_folder(patience_s=0.2)
-    first.close()
-    second._hold_folder(patience_s=0.2)
-    second.close = lambda: None
+        keeper.lock_folder(tmp_path, timeout_s=0.2)
+    os.close(held)
+    os.close(keeper.lock_folder(tmp_path, timeout_s=0.2))
 
 
 # ---- signals ---------------------------------------------------------------------------------------

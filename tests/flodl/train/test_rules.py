@@ -19,7 +19,7 @@ from flodl.train import (
     Warned,
     adamw,
     freeze_when,
-    route,
+    parts,
     set_rate,
     sgd,
     stop_when,
@@ -198,7 +198,7 @@ def test_captured_steps_are_captured_anew_and_compute_the_same(monkeypatch, opti
     plain, reference = told(run(*rules, optimizer=optimizer, capture=False))
     model = make_model()
     capturer = Counts(model)
-    monkeypatch.setattr(route, "make_capturer", lambda device, settings: capturer)
+    monkeypatch.setattr(parts, "make_capturer", lambda device, settings: capturer)
     captured, handle = told(run(*rules, model=model, optimizer=optimizer))
     assert (
         decisions(captured)

@@ -86,9 +86,9 @@ def test_an_epoch_is_not_saved_while_the_one_before_is_still_being_written(tmp_p
 
     def watch(epoch, trainer):
         if epoch == 3:  # three epochs went by beside one save
-            assert trainer.keeper.is_writing
+            assert not trainer.saves._saving.done()
             disk.go.set()
-            trainer.keeper.join()
+            trainer.saves.join()
 
     trained, steps = run(tmp_path, save_epochs="idle", at_epoch=watch)
     assert steps == [2, 8, 10]

@@ -127,11 +127,11 @@ def test_each_rank_saves_and_reads_its_part_and_a_run_goes_on_to_the_bit(
     [*_, newest] = list_checkpoints(tmp_path / "cut")
     again = run(2, tmp_path / "cut")
     assert furthest(whole, again) == 0.0
+    by_rank = took()
     parts = {
         name: sum(tensor.nbytes for part, tensor in held.items() if part.startswith("shard/") and tensor.dim())
         for name, held in read_checkpoint(newest).tensors.items()
     }
-    by_rank = took()
     assert len(by_rank) == 2
     for found in by_rank.values():
         own = [name for name in found if name.startswith("rank-") and found[name] >= parts[name]]

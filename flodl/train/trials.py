@@ -1,0 +1,254 @@
+"""Trials before a run: a dry run on a copy of the model, and the number of rows that fit into memory.
+
+Micro-batches change memory only, so the result of the run does not depend on the size that is found.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from flodl.errors import TrainError
+from flodl.progress import clock
+from flodl.train.callback import Callback
+from flodl.train.feed import RowFeed, Share
+from flodl.train.loss import as_loss, batch_len
+from flodl.train.plan import RunPlan
+from flodl.train.saving.state import load_random, random_state
+from flodl.train.settings import Settings
+
+ALONE: dict[str, Any] = {
+    "folder": None, "resume": False, "save_every": None, "keep_best": None, "early_stopping": None, "eval_every": None,
+    "eval_start": False, "max_restarts": 0, "timeline": None, "devices": None,
+}  # fmt: skip
+"""Settings of a run that writes nothing."""
+
+
+def _first(settings: Settings) -> str | None:
+    """Return the first device of a run; None for the usual one."""
+    names = settings.device_names
+    return None if isinstance(names, int) else names[0]
+
+
+@dataclass
+class Copied:
+    """A model factory that returns copies, so that a model of the user does not change."""
+
+    factory: Callable[[torch.device], Any]
+
+    def __call__(self, device: torch.device) -> Any:
+        """Return the copy."""
+        return copy.deepcopy(self.factory(device))
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Requirements of a run.
+
+    Attributes:
+        device: device of the dry run.
+        parameters: number of parameters.
+        learned: number of trainable parameters.
+        steps: optimiser steps of the whole run, estimated from the first epoch.
+        rows_at_once: rows of the heaviest micro-batch.
+        fits: whether forward and backward of the heaviest batch fit into memory.
+        step_seconds: mean time of a step without the first one.
+        seconds: time of all steps, without evaluation.
+        peak_bytes: maximum of allocated device memory; None on a CPU.
+    """
+
+    device: str
+    parameters: int
+    learned: int
+    steps: int
+    rows_at_once: int
+    fits: bool
+    step_seconds: float
+    seconds: float
+    peak_bytes: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        memory = "" if self.peak_bytes is None else f", {self.peak_bytes / 1e9:.2f} GB"
+        fits = "fits" if self.fits else "does NOT fit into memory"
+        return (
+            f"{self.parameters:,} parameters, {self.learned:,} of them trainable, on {self.device}\n"
+            f"the heaviest batch, {self.rows_at_once} rows, {fits}{memory}\n"
+            f"{self.steps:,} steps of {self.step_seconds:.3g} s: {clock(self.seconds)}"
+        )
+
+
+class _Watch(Callback):
+    """Runs the heaviest batch before the first step, and times the steps."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_train_begin(self, trainer: Any) -> None:
+        # One batch of each evaluation set shows that evaluation works; whole sets take too long.
+        trainer.evaluator.evaluates = False
+        device, model = trainer.ranks.device, trainer.model
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        if trainer.settings.micro_batch_size == "auto":
+            fit_micro_batch(trainer)
+        self.rows, self.fits = try_turn(trainer, heaviest_turn(trainer))
+        self.device = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self.learned = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        assert trainer.feed is not None
+        self.steps_per_epoch = trainer.feed.turns(0)
+        if not self.fits:
+            trainer.stopping = True
+
+    def on_step_begin(self, trainer: Any, batches: Any) -> None:
+        self._wait(trainer)
+        self._began = time.perf_counter()
+
+    def on_step_end(self, trainer: Any, result: Any) -> None:
+        self._wait(trainer)
+        self.times.append(time.perf_counter() - self._began)
+
+    def on_train_end(self, trainer: Any) -> None:
+        for judge, feed in trainer.evaluator.evals.values() if self.fits else ():
+            trainer.model.eval()
+            with torch.no_grad():
+                for _, batches in feed.work(0, [0], None):
+                    judge(trainer.model, batches[0])
+        cuda = trainer.ranks.device.type == "cuda"
+        self.peak = torch.cuda.max_memory_allocated(trainer.ranks.device) if cuda else None
+
+    @staticmethod
+    def _wait(trainer: Any) -> None:
+        if trainer.ranks.device.type == "cuda":
+            torch.cuda.synchronize(trainer.ranks.device)
+
+
+def rehearse(plan: RunPlan, run: Callable[[RunPlan], Any], *, steps: int = 3) -> Rehearsal:
+    """Return the requirements of the run of ``plan``; its model and its folder do not change.
+
+    Raises:
+        Exception: any error of the run in its first steps.
+    """
+    watch, given = _Watch(), plan.settings
+    own = {**ALONE, "devices": _first(given), "max_steps": steps, "capture": False}
+    settings = replace(given, **own, callbacks=(*given.callbacks, watch))
+    data_options = {**plan.data_options, "max_steps": given.max_steps}  # the length of data without one
+    copied = Copied(plan.model_factory)
+    trial = replace(plan, model_factory=copied, settings=settings, data_options=data_options)
+    run(replace(trial, functions=(), metrics_fn=None, eval_fn=None, subscribers=()))
+    pace = watch.times[1:] or watch.times
+    each = sum(pace) / len(pace) if pace else 0.0
+    whole = watch.steps_per_epoch * given.num_epochs
+    whole = whole if given.max_steps is None else min(whole, given.max_steps)
+    return Rehearsal(
+        watch.device, watch.parameters, watch.learned, whole, watch.rows, watch.fits, each, each * whole, watch.peak
+    )
+
+
+def heaviest_turn(trainer: Any) -> int:
+    """Return the step of this epoch with the most padded tokens; the first one if lengths are unknown."""
+    feed = trainer.feed
+    if not isinstance(feed, RowFeed):
+        return 0
+    plan = feed.loader.plan(trainer.epoch_number)
+    lengths = getattr(feed.loader.batches, "lengths", None)
+    if lengths is None:
+        lengths = getattr(feed.loader.data, "lengths", None)
+    if lengths is None or not hasattr(lengths, "__len__") or len(lengths) != feed.loader.num_rows:
+        lengths = None
+    given = None if lengths is None else np.asarray(lengths)
+    weights = [len(plan[i]) * (1 if given is None else int(given[plan[i]].max())) for i in range(len(plan))]
+    return max(range(len(weights)), key=weights.__getitem__) // feed.accumulate if weights else 0
+
+
+def fit_micro_batch(trainer: Any) -> int | None:
+    """Divide batches into micro-batches that fit; return their number of rows, None if whole batches fit.
+
+    All ranks find the same number. Random states, buffers and gradients are restored.
+
+    Raises:
+        TrainError: a single row does not fit, or the feed cannot divide batches.
+    """
+    feed: Any = trainer.feed
+    if feed is None or not hasattr(feed, "micro_batch_size"):
+        raise TrainError("micro_batch_size: found 'auto' without data that the trainer divides; expected a number.")
+    turn, size = heaviest_turn(trainer), None
+    while True:
+        feed.micro_batch_size = size
+        _cut_to(feed, size)
+        rows, fits = try_turn(trainer, turn)
+        table = trainer.ranks.table([float(rows), float(fits)])
+        if all(row[1] for row in table):
+            break
+        if trainer.ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
+        most = int(max(row[0] for row in table))
+        if most <= trainer.min_rows:
+            raise TrainError(
+                f"micro_batch_size: {most} row(s) of the heaviest batch exceed the memory of {trainer.ranks.device}. "
+                "Shorten rows, train in bf16, or checkpoint activations.",
+                rows=most,
+            )
+        size = max(trainer.min_rows, most // 2)
+    if size is not None:
+        trainer.warn(f"micro_batch_size: {size} rows, because twice as many exceed the memory")
+    return size
+
+
+def _cut_to(feed: Any, size: int | None) -> None:
+    """Pass the size to a collate function that depends on it."""
+    data = getattr(getattr(feed, "loader", None), "data", None)
+    cut: Callable[[int | None], Any] | None = getattr(getattr(data, "collate", None), "cut_to", None)
+    if cut is not None:
+        data.collate = cut(size)  # type: ignore[union-attr]
+
+
+def try_turn(trainer: Any, turn: int) -> tuple[int, bool]:
+    """Run forward and backward of a step without an update; return rows of its largest micro-batch, and if it fits."""
+    model, step, device = trainer.model, trainer.step_, trainer.ranks.device
+    assert trainer.feed is not None
+    assert trainer.train_step is not None
+    largest, fits = 0, True
+    with ExitStack() as stack:
+        tensors, rest = random_state(device)
+        stack.callback(load_random, device, tensors, rest)
+        for buffer in model.buffers():
+            stack.callback(buffer.copy_, buffer.clone())
+        stack.callback(model.zero_grad, set_to_none=True)
+        several = step.share_gradients
+        ratios = (1.0,) * trainer.ranks.world if several else (1.0,)
+        share = Share(trainer.ranks.rank if several else 0, ratios, trainer.min_rows)
+        try:
+            held = _reserve(trainer)
+            for _, batches in trainer.feed.work(trainer.epoch_number, [turn], share):
+                for batch in batches:
+                    largest = max(largest, batch_len(batch))
+                    with step.precision.context():
+                        loss = as_loss(trainer.train_step(model, batch), batch_len(batch))
+                    loss.as_mean().backward()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            del held
+        except torch.OutOfMemoryError:
+            fits = False
+    return largest, fits
+
+
+def _reserve(trainer: Any) -> list[torch.Tensor]:
+    """Return memory of the size that the optimiser allocates at its first step, reserved during the trial."""
+    if trainer.optimizer.state or trainer.ranks.device.type != "cuda":
+        return []
+    copies = 1 if isinstance(trainer.optimizer, torch.optim.SGD) else 2
+    learned = [p for p in trainer.model.parameters() if p.requires_grad]
+    return [torch.empty_like(p) for p in learned for _ in range(copies)]
