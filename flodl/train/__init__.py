@@ -36,7 +36,6 @@ from flodl.train.snapshots import ModelSnapshot
 from flodl.train.step import Step
 from flodl.train.trackers import Tracker
 from flodl.train.trainer import Trainer
-from flodl.train.trials import Rehearsal
 
 __all__ = [
     "Callback",
@@ -51,7 +50,6 @@ __all__ = [
     "Precision",
     "Profiler",
     "RateSearch",
-    "Rehearsal",
     "Replicas",
     "Rule",
     "RunDone",

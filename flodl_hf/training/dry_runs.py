@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 
 from flodl.train import RateSearch
-from flodl.train.pre_run import Rehearsal
+from flodl.train.trials import Rehearsal
 from flodl_hf.inference.graph_model.model import GraphModel
 from flodl_hf.training.arguments import read_arguments
 from flodl_hf.training.evaluation import Evaluation

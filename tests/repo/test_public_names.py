@@ -168,7 +168,7 @@ SHARED: dict[str, set[str]] = {
     "flodl.train.evaluate": {"split_figures"},
     "flodl.train.events": {"Past", "Recorded"},
     "flodl.train.optim.ema": {"averaged_state"},
-    "flodl.train.pre_run": {"Rehearsal"},
+    "flodl.train.trials": {"Rehearsal"},
     "flodl.train.rules": {"parse_rule"},
     "flodl.train.saving.reading": {"list_checkpoints", "ranked", "read_checkpoint", "read_manifest", "signed"},
     "flodl.train.saving.state": {"check_fits", "fixed_names", "load_model", "model_state"},
