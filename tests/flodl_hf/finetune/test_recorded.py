@@ -259,10 +259,10 @@ def test_a_run_says_why_its_steps_are_not_recorded(
     monkeypatch.setattr(parts, "make_capturer", lambda device, settings: Repeats())
     told: list[Any] = []
     options: Any = {**FIXED, "max_steps": 2, "layout": "packed", "on_event": told.append}
-    parts = finetune(starts("embedding"), train=PAIRS, cache_tokens=64, **options)
+    pairs = finetune(starts("embedding"), train=PAIRS, cache_tokens=64, **options)
     own = finetune(starts("rank"), train=TABLES["sequence_classification"](16), loss=mean_loss, **options)
     messages = [event.message for event in told if isinstance(event, Warned)]
-    for result, reason in ((parts, "texts go through the model in parts"), (own, "a loss of your own")):
+    for result, reason in ((pairs, "texts go through the model in parts"), (own, "a loss of your own")):
         assert reason in str(result.recorded)
         assert sum("one operation at a time" in message and reason in message for message in messages) == 1
 
