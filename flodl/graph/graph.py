@@ -273,9 +273,9 @@ class Graph(GraphCore):
         """Append the scalar values of tags to their buffers; the tags are watched from the next call on."""
         self.observe.collect(*tags)
 
-    def collect_with(self, *tags_and_reduce: Any, reduce: Any = None) -> None:
+    def collect_with(self, *tags: Any, reduce: Any) -> None:
         """Append values of tags, reduced to one number by ``reduce``, to their buffers."""
-        self.observe.collect_with(*tags_and_reduce, reduce=reduce)
+        self.observe.collect_with(*tags, reduce=reduce)
 
     def flush(self, *tags: Any) -> None:
         """Move buffer means to the histories, also in labelled children."""

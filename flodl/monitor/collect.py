@@ -136,7 +136,7 @@ def one_value(value: Any, where: str, tag: str) -> float | Tensor:
         if value.numel() != 1:
             raise GraphError(
                 f"{where}: a tensor of shape {tuple(value.shape)}, expected one value. Reduce it, for example by "
-                "collect_with(tag, Reduce.MEAN) or value.mean().",
+                "collect_with(tag, reduce='mean') or value.mean().",
                 tag=tag,
             )
         return value.detach().reshape(())

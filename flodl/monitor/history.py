@@ -81,10 +81,3 @@ class History:
         if means:
             self.times_s.append(monotonic() - self._started)
             self._epoch = shared + 1 if names is None else self._epoch
-
-    def reset(self, names: Iterable[str] | None = None) -> None:
-        """Remove histories; without names all of them, and start again at the first epoch."""
-        if names is None:
-            self._epoch, self.times_s = 0, []
-        for name in list(self._epochs) if names is None else names:
-            self._epochs.pop(name, None)

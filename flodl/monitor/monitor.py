@@ -231,26 +231,16 @@ class Monitor:
 
     # ---- the page ------------------------------------------------------------------------------------
 
-    def serve(
-        self,
-        port: int | None = None,
-        *,
-        host: str = "127.0.0.1",
-        control: bool = False,
-        token: str | None = None,
-        names: Iterable[str] = (),
-    ) -> str:
-        """Serve the page and return its address.
+    def serve(self, port: int | None = None, *, control: bool = False, names: Iterable[str] = ()) -> str:
+        """Serve the page on this machine and return its address.
 
         Args:
             port: None for the first free port from 6060, 0 for any free port.
-            host: addresses other than this machine's own need ``token``, also for reading.
-            control: let the page request an evaluation, a save or a stop; needs the token.
-            token: created if needed and None, except for another ``host``.
+            control: let the page request an evaluation, a save or a stop; the address then ends in a token.
             names: further accepted values of ``Host``, such as ``localhost:16060`` behind a forwarded port.
 
         Raises:
-            TrainError: the port is taken, a token is missing, or the page is served already.
+            TrainError: the port is taken, or the page is served already.
         """
         if self._server is not None:
             raise TrainError(f"monitor: the page is already served at {self._server.url}. Call close() first.")
@@ -258,8 +248,9 @@ class Monitor:
             "/history.json": ("application/json", lambda: as_text(self._run().record.epochs)),
             "/graph.svg": ("image/svg+xml", lambda: self._run().record.picture),
         }
-        access: Any = {"host": host, "port": port, "control": control, "token": token, "names": names}
-        self._server = PageServer(self.store, **access, on_command=self._on_command, routes=routes)
+        self._server = PageServer(
+            self.store, port=port, control=control, names=names, on_command=self._on_command, routes=routes
+        )
         if "status" not in self.record.state:
             self._run().update(state={"status": "waiting"})
         self._flush()

@@ -84,27 +84,19 @@ class Observer:
         for tag, value in self._values(tags, "collect"):
             self.record_scalar(tag, value)
 
-    def collect_with(self, *tags_and_reduce: Names | Reduce, reduce: Reduce | str | None = None) -> None:
-        """Append the values of tags in the last call, each tensor reduced to one value.
-
-        Args:
-            *tags_and_reduce: tags or lists of tags; the last may be a ``Reduce``.
-            reduce: the reduction, if it is not the last tag.
+    def collect_with(self, *tags: Names, reduce: Reduce | str) -> None:
+        """Append the values of tags in the last call, each tensor reduced to one value by ``reduce``.
 
         Raises:
-            GraphError: no reduction is given, a tag is unknown, or a tensor has no elements.
+            GraphError: the reduction or a tag is unknown, or a tensor has no elements.
         """
-        tags = [item for item in tags_and_reduce if not isinstance(item, Reduce)]
-        given = [item for item in (*tags_and_reduce, reduce) if isinstance(item, Reduce)]
-        given += [reduce_named(reduce)] if isinstance(reduce, str) and not isinstance(reduce, Reduce) else []
-        if len(given) != 1:
-            raise GraphError(f"collect_with: found {len(given)} reductions, expected one, such as Reduce.MEAN")
+        how = reduce_named(reduce)
         for tag, value in self._values(tags, "collect_with"):
             if isinstance(value, Tensor):
                 if not value.numel():
                     shape = tuple(value.shape)
                     raise GraphError(f"collect_with: tag {tag!r} has shape {shape}, expected elements", tag=tag)
-                value = reduced(value, given[0])
+                value = reduced(value, how)
             self.record_scalar(tag, value)
 
     def collected(self, tag: str) -> list[float]:
@@ -182,10 +174,6 @@ class Observer:
         """
         owner, name = self._owner(path)
         return owner.trend(name)
-
-    def reset_trend(self, *tags: Names) -> None:
-        """Remove histories, by default all."""
-        self._metrics.reset(self._expanded(tags) if tags else None)
 
     # ---- times ---------------------------------------------------------------------------------------
 

@@ -1,32 +1,29 @@
 """The web server of the page, on `http.server`: one thread for each connection, none of which delays a run.
 
-Requests are accepted only under the server's own host names and not from pages of other sites. A path is compared with
-a fixed table and never opens a file. Every response closes its connection.
+It listens on this machine only. Requests are accepted under the server's own host names and not from pages of other
+sites. A path is compared with a fixed table and never opens a file. Every response closes its connection.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import json
 import queue
 import secrets
-import socket
 import socketserver
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from http.server import BaseHTTPRequestHandler
 from typing import Any, cast
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 from flodl.errors import TrainError
 from flodl.monitor.archive import archive_page, asset, served_page
 from flodl.monitor.store import RunStore
 
 FIRST_PORT, NUM_PORTS = 6060, 20
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+HOST = "127.0.0.1"
 MAX_STREAMS = 24
 MAX_BODY = 1024
 REQUEST_TIMEOUT_S = 5.0
@@ -74,41 +71,36 @@ class _Handler(BaseHTTPRequestHandler):
         """Return the status and reason of a request that is not accepted."""
         headers, page = self.headers, self.page
         hosts, origin = headers.get_all("host", []), headers.get("origin")
-        if len(hosts) != 1 or hosts[0].lower() not in page.hosts:
-            return 421, "unknown host"
-        if origin is not None and origin.lower() not in {f"http://{name}" for name in page.hosts}:
-            return 403, "other origin"
-        if headers.get("sec-fetch-site", "none").lower() not in ("none", "same-origin"):
-            return 403, "other site"
-        if self.command == "POST" and page.store.control and self.url.path == "/control":
-            length = headers.get("content-length", "")
-            if origin is None or not page.is_token(headers.get("x-monitor-token")):
-                return 403, "origin and token needed"
-            if headers.get_content_type() != "application/json":
-                return 415, "JSON needed"
-            if not length.isdecimal() or "transfer-encoding" in headers:
-                return 400, "length needed"
-            return (413, "body too long") if int(length) > MAX_BODY else None
-        if self.command not in ("GET", "HEAD"):
-            return 405, "method not allowed"
-        return (
-            (400, "unexpected body") if {"content-length", "transfer-encoding"} & {*map(str.lower, headers)} else None
+        is_command = self.command == "POST" and page.store.control and self.url.path == "/control"
+        length = headers.get("content-length", "")
+        has_length = length.isdecimal() and "transfer-encoding" not in headers
+        has_token = origin is not None and hmac.compare_digest(
+            page.token.encode(), headers.get("x-monitor-token", "").encode("utf-8", "replace")
         )
+        of_commands = [
+            (403, "origin and token needed", not has_token),
+            (415, "JSON needed", headers.get_content_type() != "application/json"),
+            (400, "length needed", not has_length),
+            (413, "body too long", has_length and int(length) > MAX_BODY),
+        ]
+        of_pages = [
+            (405, "method not allowed", self.command not in ("GET", "HEAD")),
+            (400, "unexpected body", bool(length) or "transfer-encoding" in headers),
+        ]
+        refusals = [
+            (421, "unknown host", len(hosts) != 1 or hosts[0].lower() not in page.hosts),
+            (403, "other origin", origin is not None and origin.lower() not in page.origins),
+            (403, "other site", headers.get("sec-fetch-site", "none").lower() not in ("none", "same-origin")),
+            *(of_commands if is_command else of_pages),
+        ]
+        return next(((status, reason) for status, reason, applies in refusals if applies), None)
 
     def do_GET(self) -> None:
-        """Answer with a page, a stream or a redirect."""
-        page, path, cookies = self.page, self.url.path, self.headers.get("cookie", "")
-        token = parse_qs(self.url.query).get("token", [""])[0] if path == "/" else ""
-        known = {name.strip(): value for name, _, value in (part.partition("=") for part in cookies.split(";"))}
-        if page.reading_needs_token and page.is_token(token):
-            cookie = f"{page.cookie}={token}; HttpOnly; SameSite=Strict; Path=/"
-            self.respond(303, extra={"Location": "/", "Set-Cookie": cookie})
-        elif page.reading_needs_token and not page.is_token(known.get(page.cookie)):
-            self.send_error(403, "open the printed address, which contains the token")
-        elif path == "/events":
+        """Answer with a page or a stream."""
+        if self.url.path == "/events":
             self._stream()
-        elif path in page.routes:
-            kind, make = page.routes[path]
+        elif self.url.path in self.page.routes:
+            kind, make = self.page.routes[self.url.path]
             self.respond(200, make(), kind)
         else:
             self.send_error(404, "not found")
@@ -144,9 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
                         break
                     self.wfile.write(message)
 
-    def respond(
-        self, status: int, body: str = "", kind: str = "text/plain; charset=utf-8", extra: Mapping[str, str] = {}
-    ) -> None:
+    def respond(self, status: int, body: str = "", kind: str = "text/plain; charset=utf-8", **extra: str) -> None:
         """Send a response."""
         data = body.encode()
         self._head(status, {"Content-Type": kind, "Content-Length": str(len(data)), **extra})
@@ -164,7 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         code = 405 if code == 501 else code
         reason = message if hasattr(self, "page") else "invalid request"
-        self.respond(code, f"{reason}\n", extra={"Allow": "GET, HEAD"} if code == 405 else {})
+        self.respond(code, f"{reason}\n", **({"Allow": "GET, HEAD"} if code == 405 else {}))
 
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing."""
@@ -175,19 +165,17 @@ class PageServer(socketserver.ThreadingTCPServer):
 
     Args:
         store: the runs.
-        host: address to listen on; other addresses than this machine's own need ``token``.
         port: None for the first free port from 6060, 0 for any free port.
-        control: whether the page may send commands.
-        token: secret; created if ``control`` needs one.
+        control: whether the page may send commands, with a token that is part of `url`.
         names: further accepted values of ``Host``.
         on_command: receives a command, returns an HTTP status and a sentence.
         routes: further paths, each with its media type and a function that returns the text.
 
     Attributes:
-        url: address for a browser, including the token.
+        url: address for a browser.
 
     Raises:
-        TrainError: the port is taken, or a token is missing.
+        TrainError: the port is taken.
     """
 
     daemon_threads, request_queue_size = True, 64
@@ -196,35 +184,25 @@ class PageServer(socketserver.ThreadingTCPServer):
         self,
         store: RunStore,
         *,
-        host: str = "127.0.0.1",
         port: int | None = None,
         control: bool = False,
-        token: str | None = None,
         names: Iterable[str] = (),
         on_command: Callable[[str], Answer] = lambda word: (400, "no command is accepted"),
         routes: Mapping[str, Route] | None = None,
     ) -> None:
-        outside = host not in LOOPBACK
-        if outside and not token:
-            raise TrainError(
-                f"monitor: {host} is reachable from other machines, expected token=. Or omit host and forward the "
-                "port: ssh -L 6060:127.0.0.1:6060",
-                host=host,
-            )
-        if token is not None and (len(token) < 16 or not token.isascii() or not token.isalnum()):
-            raise TrainError(
-                "monitor: token= needs at least 16 ASCII letters and digits, such as secrets.token_hex(16)"
-            )
-        self._listen(host, port)
-        if outside:
-            warnings.warn(
-                f"monitor: listening on {host}; anyone with the token can read the run, and traffic is not encrypted",
-                RuntimeWarning,
-            )
+        last = FIRST_PORT + NUM_PORTS if port is None else port
+        for number in range(FIRST_PORT, last + 1) if port is None else (port,):
+            try:
+                super().__init__((HOST, number), _Handler)
+                break
+            except (OSError, OverflowError) as fault:
+                if number == last:
+                    text = f"cannot listen on port {number} ({fault}). Pass a free port, or 0 for any."
+                    raise TrainError(f"monitor: {text}", port=number) from None
         port = int(self.server_address[1])
-        self.store, self.on_command, self.reading_needs_token = store, on_command, outside
-        self.token = token or (secrets.token_hex(16) if control else "")
-        self.hosts, self.cookie = _host_names(host, port) | {name.lower() for name in names}, f"flodl_monitor_{port}"
+        self.store, self.on_command, self.token = store, on_command, secrets.token_hex(16)
+        self.hosts = {f"{HOST}:{port}", f"localhost:{port}", *(name.lower() for name in names)}
+        self.origins = {f"http://{name}" for name in self.hosts}
         store.control = control
         self.routes: dict[str, Route] = {
             "/": ("text/html; charset=utf-8", served_page),
@@ -235,27 +213,9 @@ class PageServer(socketserver.ThreadingTCPServer):
             "/api/runs": ("application/json", store.to_json),
             **(routes or {}),
         }
-        shown = "127.0.0.1" if host in ("0.0.0.0", "localhost", "") else f"[{host}]" if ":" in host else host
         # A browser does not send what follows "#", so no log contains the token of commands.
-        self.url = f"http://{shown}:{port}/" + f"?token={self.token}" * outside + f"#token={self.token}" * control
+        self.url = f"http://{HOST}:{port}/" + f"#token={self.token}" * control
         threading.Thread(target=self.serve_forever, args=(0.1,), name="flodl-monitor-server", daemon=True).start()
-
-    def _listen(self, host: str, port: int | None) -> None:
-        """Bind the socket to a free port."""
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        last = FIRST_PORT + NUM_PORTS if port is None else port
-        for number in range(FIRST_PORT, last + 1) if port is None else (port,):
-            try:
-                super().__init__((host, number), _Handler)
-                break
-            except (OSError, OverflowError) as fault:
-                if number == last:
-                    text = f"cannot listen on {host}, port {number} ({fault}). Pass a free port, or 0 for any."
-                    raise TrainError(f"monitor: {text}", host=host, port=number) from None
-
-    def is_token(self, given: str | None) -> bool:
-        """Compare a token in constant time."""
-        return bool(self.token) and hmac.compare_digest(self.token.encode(), (given or "").encode("utf-8", "replace"))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore errors of a connection: the page reconnects by itself."""
@@ -268,14 +228,3 @@ class PageServer(socketserver.ThreadingTCPServer):
         end = time.monotonic() + CLOSE_TIMEOUT_S
         while self.store.num_readers and time.monotonic() < end:
             time.sleep(0.01)
-
-
-def _host_names(host: str, port: int) -> set[str]:
-    """Return the values of ``Host`` that a browser sends to this address."""
-    names = {host.lower()} | ({"127.0.0.1", "localhost"} if host in LOOPBACK else set())
-    if host in ("", "0.0.0.0", "::"):
-        own = socket.gethostname().lower()
-        names = {"127.0.0.1", "localhost", own}
-        with contextlib.suppress(OSError):
-            names |= set(socket.gethostbyname_ex(own)[2])
-    return {f"[{name}]:{port}" if ":" in name else f"{name}:{port}" for name in names}

@@ -307,27 +307,11 @@ def test_a_taken_port_is_said(monitor):
         monitor.serve(0)
 
 
-def test_other_addresses_need_a_token():
-    with Monitor(quiet=True) as monitor, pytest.raises(TrainError, match="token"):
-        monitor.serve(0, host="0.0.0.0")
-    with Monitor(quiet=True) as monitor, pytest.raises(TrainError, match="16"):
-        monitor.serve(0, host="0.0.0.0", token="short")
+def test_the_name_of_a_forwarded_port_is_accepted():
     with Monitor(quiet=True, name="watched") as monitor:
-        with pytest.warns(RuntimeWarning, match="not encrypted"):
-            url = monitor.serve(0, host="0.0.0.0", token="a" * 20)
-        assert url.endswith("?token=" + "a" * 20)
-        for path in ("/", "/events", "/api/runs", "/monitor.js", "/?token=b", "/?token=" + "b" * 20):
-            answer = ask(monitor, path)
-            assert status(answer) == 403
-            assert b"a" * 20 not in answer
-        answer = ask(monitor, "/?token=" + "a" * 20)
-        assert status(answer) == 303
-        cookie = answer.partition(b"Set-Cookie: ")[2].partition(b"\r\n")[0].decode()
-        assert "HttpOnly" in cookie
-        assert "SameSite=Strict" in cookie
-        assert status(ask(monitor, "/", Cookie=cookie.partition(";")[0])) == 200
-        assert status(ask(monitor, "/", Cookie="x=1; " + cookie.partition(";")[0])) == 200
-        assert status(ask(monitor, "/", Cookie=cookie.partition(";")[0] + "x")) == 403
+        monitor.serve(0, names=["localhost:16060"])
+        assert status(ask(monitor, Host="localhost:16060")) == 200
+        assert status(ask(monitor, Host="localhost:16061")) == 421
 
 
 def order(monitor: Monitor, what: str = '{"do": "save"}', **headers: str | None) -> bytes:
