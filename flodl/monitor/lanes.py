@@ -1,4 +1,4 @@
-"""Activity of each rank over time: seconds by kind in bins that double as a run grows, synchronisations, idle gaps."""
+"""Activity of each rank over time: seconds by kind in bins that double as a run grows, and synchronisations."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any
 KINDS = ("compute", "sync", "wait", "evaluation")
 """Kinds of activity; the rest of a bin is idle time."""
 MAX_BINS = MAX_MEETINGS = 400
-MAX_GAPS = 40
 MAX_RANKS = 1024
 FIRST_BIN_S = 0.5
-MIN_GAP_S = 0.5
 
 
 class Lanes:
@@ -23,7 +21,7 @@ class Lanes:
 
     Attributes:
         bin_s: seconds of a bin.
-        ranks: by rank: ``bins`` (seconds of each kind), ``share``, ``gaps``, ``end``, ``about``.
+        ranks: by rank: ``bins`` (seconds of each kind), ``share``, ``end``, ``about``.
         meetings: seconds at which ranks synchronised.
     """
 
@@ -31,7 +29,6 @@ class Lanes:
         self.bin_s = bin_s
         self.ranks: dict[str, dict[str, Any]] = {}
         self.meetings: list[float] = []
-        self._last: dict[str, float] = {}
 
     def fold(self, delta: Mapping[str, Any]) -> None:
         """Add a delta, or replace all lanes by the result of `to_dict`."""
@@ -45,25 +42,18 @@ class Lanes:
                 while len(self.meetings) > MAX_MEETINGS:
                     self.meetings = self.meetings[::2]
             elif rank in self.ranks or len(self.ranks) < MAX_RANKS:
-                empty = {"bins": [], "share": None, "gaps": [], "end": None, "about": ""}
+                empty = {"bins": [], "share": None, "end": None, "about": ""}
                 lane = self.ranks.setdefault(rank, empty)
                 for kind, begin, end in given.get("spans", ()):
                     if kind in KINDS and 0 <= begin <= end:
-                        self._add(rank, lane, KINDS.index(kind), float(begin), float(end))
+                        self._add(lane, KINDS.index(kind), float(begin), float(end))
                 lane.update({key: given[key] for key in ("share", "end", "about") if key in given})
 
     def to_dict(self) -> dict[str, Any]:
         """Return all lanes as JSON values."""
         return {"bin_s": self.bin_s, "ranks": self.ranks, "meetings": self.meetings} if self.ranks else {}
 
-    def _add(self, rank: str, lane: dict[str, Any], kind: int, begin: float, end: float) -> None:
-        last = self._last.get(rank)
-        if last is not None and begin - last >= MIN_GAP_S:
-            gaps = lane["gaps"]
-            gaps.append([round(last, 2), round(begin, 2)])
-            if len(gaps) > MAX_GAPS:
-                gaps.remove(min(gaps, key=lambda gap: gap[1] - gap[0]))
-        self._last[rank] = max(end, last or 0.0)
+    def _add(self, lane: dict[str, Any], kind: int, begin: float, end: float) -> None:
         while end >= MAX_BINS * self.bin_s:
             self._double()
         bins, final = lane["bins"], int(end / self.bin_s)

@@ -5,7 +5,7 @@ const KIND_WORDS = { compute: "computing", sync: "averaging", wait: "waiting for
 const MOST_BINS = 400;
 
 class Lanes {
-  constructor() { this.bin = 0.5; this.ranks = {}; this.meetings = []; this.last = {}; }
+  constructor() { this.bin = 0.5; this.ranks = {}; this.meetings = []; }
 
   fold(delta) {
     if ("bin_s" in delta) {
@@ -20,24 +20,15 @@ class Lanes {
         while (this.meetings.length > 400) this.meetings = this.meetings.filter((_, i) => i % 2 === 0);
         continue;
       }
-      if (!this.ranks[rank]) this.ranks[rank] = { bins: [], share: null, gaps: [], end: null, about: "" };
+      if (!this.ranks[rank]) this.ranks[rank] = { bins: [], share: null, end: null, about: "" };
       const lane = this.ranks[rank];
-      for (const [kind, begin, end] of given.spans || []) this.put(rank, lane, KINDS.indexOf(kind), begin, end);
+      for (const [kind, begin, end] of given.spans || []) this.put(lane, KINDS.indexOf(kind), begin, end);
       for (const key of ["share", "end", "about"]) if (key in given) lane[key] = given[key];
     }
   }
 
-  put(rank, lane, place, begin, end) {
+  put(lane, place, begin, end) {
     if (place < 0 || !(begin >= 0 && end >= begin)) return;
-    const last = this.last[rank];
-    if (last !== undefined && begin - last >= 0.5) {
-      lane.gaps.push([last, begin]);
-      if (lane.gaps.length > 40) {
-        const least = lane.gaps.reduce((a, b) => b[1] - b[0] < a[1] - a[0] ? b : a);
-        lane.gaps.splice(lane.gaps.indexOf(least), 1);
-      }
-    }
-    this.last[rank] = Math.max(end, last || 0);
     while (end >= MOST_BINS * this.bin) this.double();
     const first = Math.floor(begin / this.bin), final = Math.floor(end / this.bin);
     while (lane.bins.length <= final) lane.bins.push([0, 0, 0, 0]);
@@ -86,12 +77,7 @@ class LanesPanel {
       [...KINDS, "idle"].map((kind) => h("li", {}, h("span", { class: "swatch fill-" + kind }), KIND_WORDS[kind])));
     const rows = ranks.map(([rank, lane]) => this.lane(rank, lane, lanes, until));
     const table = this.table(ranks, lanes, until);
-    const gaps = ranks.flatMap(([rank, lane]) => lane.gaps.map(([a, b]) => [b - a, rank, a]))
-      .sort((a, b) => b[0] - a[0]).slice(0, 12);
-    fill(this.box, legend, h("div", { class: "lanes" }, rows, this.axis(until)), table,
-      gaps.length ? h("details", {}, h("summary", { text: "Longest idle gaps" }),
-        h("table", {}, head(["rank", "from", "seconds"]), h("tbody", {}, gaps.map(([length, rank, from]) =>
-          h("tr", {}, h("td", { text: rank }), h("td", { text: span(from) }), h("td", { text: length.toFixed(1) })))))) : null);
+    fill(this.box, legend, h("div", { class: "lanes" }, rows, this.axis(until)), table);
   }
 
   lane(rank, lane, lanes, until) {
