@@ -39,7 +39,7 @@ from flodl.train.saving.state import check_same_model, identity
 from flodl.train.settings import Settings
 from flodl.train.snapshots import Snapshots
 from flodl.train.step import Step, StepResult, TrainStep
-from flodl.train.step.cuda_graphs import Capturer, CudaCapturer
+from flodl.train.step.cuda_graphs import CudaCapturer
 from flodl.train.steplog import StepLog, Tally
 
 
@@ -265,7 +265,7 @@ class TrainerParts:
         self.events.emit(Warned(rank=self.ranks.rank, step=self.policy.lr_step, message=message))
 
 
-def make_capturer(device: torch.device, settings: Settings) -> Capturer | None:
+def make_capturer(device: torch.device, settings: Settings) -> CudaCapturer | None:
     """Return the capturer of a device; None for devices other than CUDA."""
     return CudaCapturer(device, tune=not settings.deterministic) if device.type == "cuda" else None
 

@@ -97,24 +97,16 @@ def search_rates(
         TrainError: the loss was never finite.
     """
     if not 0 < low < high or steps < 8:
+        found = f"{low!r} to {high!r} in {steps} steps"
         raise ConfigError(
-            f"find_lr: found {low!r} to {high!r} in {steps} steps; expected rates above 0 that rise, and 8 steps or "
-            "more",
+            f"find_lr: found {found}; expected rates above 0 that rise, and 8 steps or more",
             problems=["low", "high", "steps"],
         )
     watch = _Stops()
-    settings = replace(
-        plan.settings,
-        schedule=_Rising(low, (high / low) ** (1 / (steps - 1))),
-        num_epochs=1_000_000,
-        max_steps=steps,
-        log_every=1,
-        on_nan="skip",
-        ema=None,
-        lr_scale_ratio=0.0,
-        callbacks=(*plan.settings.callbacks, watch),
-        **ALONE,
-    )
+    rising = _Rising(low, (high / low) ** (1 / (steps - 1)))
+    own = {"num_epochs": 1_000_000, "max_steps": steps, "log_every": 1, "on_nan": "skip", "ema": None, **ALONE}
+    callbacks = (*plan.settings.callbacks, watch)
+    settings = replace(plan.settings, schedule=rising, lr_scale_ratio=0.0, callbacks=callbacks, **own)
     trial = replace(plan, model_factory=Copied(plan.model_factory), settings=settings)
     run(replace(trial, functions=(), metrics_fn=None, eval_fn=None, evals={}, subscribers=()))
     if not watch.losses:

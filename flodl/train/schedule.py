@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 RATE, SHARE = number(least=0), share()
+MODE = choice("min", "max")
 STEPS, SOME_STEPS = number(least=0), number(least=1)
 
 
@@ -256,10 +257,11 @@ class Cyclic(Schedule, base=RATE, peak=RATE, up=SOME_STEPS, down=SOME_STEPS | No
         return self.base + (self.peak - self.base) * part
 
 
-class Plateau(Schedule, base=RATE, patience=whole(1), factor=number(above=0, below=1), floor=number()):
+@dataclass(repr=False, eq=False)
+class Plateau(Schedule, base=RATE, patience=whole(1), factor=number(above=0, below=1), floor=number(), mode=MODE):
     """A rate that falls by ``factor`` when a metric has not improved ``patience`` times in a row.
 
-    Args:
+    Attributes:
         base: the first rate.
         patience: observations without strict improvement before the rate falls.
         factor: the rate is multiplied by this.
@@ -268,22 +270,18 @@ class Plateau(Schedule, base=RATE, patience=whole(1), factor=number(above=0, bel
         metric: the figure that a run passes: ``"loss"``, a metric of the training step or of evaluations.
     """
 
-    def __init__(
-        self,
-        base: float = 1.0,
-        patience: int = 1,
-        factor: float = 0.1,
-        floor: float = 0.0,
-        mode: str = "min",
-        metric: str = "loss",
-    ) -> None:
-        self.base, self.patience, self.factor, self.floor, self.mode = base, patience, factor, floor, mode
-        self.metric = metric
-        self.__post_init__()
-        check_fields(self, {"mode": choice("min", "max")}, type(self).__name__, ConfigError)
-        self._rate = base
+    base: float = 1.0
+    patience: int = 1
+    factor: float = 0.1
+    floor: float = 0.0
+    mode: str = "min"
+    metric: str = "loss"
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        super().__post_init__()
+        self._rate, self._wait = self.base, 0
         self._best: float | None = None
-        self._wait = 0
 
     def __repr__(self) -> str:
         return f"Plateau({self.base}, {self.patience}, {self.factor}, {self.floor}, {self.mode!r})"

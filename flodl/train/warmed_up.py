@@ -222,11 +222,10 @@ class WarmedUp(_Curve, base=RATE, warmup=STEPS, total=STEPS):
     def factor(self, step: int) -> float:
         """Return the rate as a share of ``base``."""
         if step < self.warmup:
-            return float(step) / float(max(1, self.warmup))
+            return _rise(step, self.warmup)
         if self.shape == "constant":
             return 1.0
-        rest = float(max(1, self.total - self.warmup))
         if self.shape == "linear":
-            return max(0.0, float(self.total - step) / rest)
-        progress = float(step - self.warmup) / rest
+            return max(0.0, float(self.total - step) / float(max(1, self.total - self.warmup)))
+        progress = _progress(step, self.warmup, self.total)
         return max(0.0, 0.5 * (1.0 + math.cos(math.pi * 0.5 * 2.0 * progress)))

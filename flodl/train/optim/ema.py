@@ -70,15 +70,13 @@ class WeightAverage:
         every = model.named_parameters(remove_duplicate=False)
         self._place_of = {name: places[id(p)] for name, p in every if id(p) in places}
 
-    def share(self, number: int) -> float:
-        """Return the share that remains at the update with this number, counted from 1."""
-        return min(self.decay, (1 + number) / (10 + number)) if self.warmup else self.decay
-
     def update(self, number: int | None = None) -> None:
         """Add the weights after an applied step; ``number`` of the update is the next by default."""
         self.updates = self.updates + 1 if number is None else number
-        weights = [wide(p.detach()) for p in self._parameters]
-        torch._foreach_lerp_(self._average, weights, 1 - self.share(self.updates))  # pyright: ignore[reportPrivateImportUsage]
+        weights, share = [wide(p.detach()) for p in self._parameters], self.decay
+        if self.warmup:
+            share = min(share, (1 + self.updates) / (10 + self.updates))
+        torch._foreach_lerp_(self._average, weights, 1 - share)  # pyright: ignore[reportPrivateImportUsage]
 
     def after_step(self, result: StepResult) -> None:
         """Add the weights after a step, unless it was skipped."""

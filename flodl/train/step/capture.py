@@ -24,7 +24,7 @@ from flodl.data.batch import Batch
 from flodl.errors import TrainError
 from flodl.nested import map_leaves
 from flodl.train.events import Recorded
-from flodl.train.step.cuda_graphs import Capturer, Overlap, Run
+from flodl.train.step.cuda_graphs import CudaCapturer, Overlap, Run
 from flodl.train.step.host import HostStep
 from flodl.train.step.outcome import OBSERVED, Outcome
 
@@ -89,7 +89,7 @@ class _Captures:
         step: HostStep,
         compute: Callable[..., Outcome],
         finish: Callable[[], object],
-        capturer: Capturer | None,
+        capturer: CudaCapturer | None,
         warn: Callable[[str], Any],
         *,
         strict: bool,

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,30 +21,16 @@ from flodl.distributed.peer_memory import peer_access_error
 from flodl.garbage_collection import gc_paused
 from flodl.train.step.outcome import Outcome
 
-__all__ = ["Capturer", "CudaCapturer", "Overlap", "Run", "choose_overlap", "fault_of"]
+__all__ = ["CudaCapturer", "Overlap", "Run", "fault_of"]
 
 Run = Callable[[], Outcome]
 PATIENCE_S = 20.0
 
 
-class Capturer(Protocol):
-    """Observes ordinary runs and captures steps; see `CudaCapturer`."""
-
-    def watch(self, run: Run) -> tuple[Outcome, str | None]:
-        """Run an ordinary step; return its outcome, and the operation that a graph cannot contain, or None."""
-        ...
-
-    def capture(self, run: Run) -> Run:
-        """Return a function that repeats on the device what ``run`` does; errors mean that it cannot be captured."""
-        ...
-
-    def beside(self, ranks: Ranks) -> tuple[Capturer, Overlap | str]:
-        """Return a capturer for the end of a shared step, and the overlap of that end with the rest, or why not."""
-        ...
-
-
 class CudaCapturer:
-    """Capture CUDA graphs that share one pool of memory, because they are replayed one after the other.
+    """Observe ordinary runs, and capture CUDA graphs that share one pool of memory.
+
+    The graphs are replayed one after the other.
 
     Args:
         device: a CUDA device.
@@ -79,7 +65,7 @@ class CudaCapturer:
         return outcome, f"it synchronises with the device at {waits[0].filename}:{waits[0].lineno}"
 
     def capture(self, run: Run) -> Run:
-        """Return the replay of a new CUDA graph."""
+        """Return a function that repeats on the device what ``run`` does; errors mean that it cannot be captured."""
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self.device)
         generator = torch.cuda.default_generators[self.device.index or 0]
@@ -111,8 +97,11 @@ class CudaCapturer:
 
         Its pool of memory is a separate one if its graphs run simultaneously with these.
         """
-        overlap = choose_overlap(ranks, fault_of(self.device))
-        return (self if isinstance(overlap, str) else CudaCapturer(self.device, tune=self.tune)), overlap
+        told = enumerate(ranks.gather(fault_of(self.device)))
+        faults = "; ".join(f"rank {rank}: {fault}" for rank, fault in told if fault is not None)
+        if faults:
+            return self, faults
+        return CudaCapturer(self.device, tune=self.tune), Overlap(self.device, peer_access_error(ranks))
 
     @contextlib.contextmanager
     def _tuned(self) -> Iterator[None]:
@@ -156,16 +145,6 @@ class Overlap:
             found = replay()
         current.wait_stream(self._side)
         return found
-
-
-def choose_overlap(ranks: Ranks, fault: str | None) -> Overlap | str:
-    """Return the overlap of sums with the backward pass, or why a rank does not support it; the same on all ranks.
-
-    Args:
-        fault: result of `fault_of` for this rank's device.
-    """
-    faults = "; ".join(f"rank {rank}: {told}" for rank, told in enumerate(ranks.gather(fault)) if told is not None)
-    return faults or Overlap(ranks.device, peer_access_error(ranks))
 
 
 @lru_cache(maxsize=8)

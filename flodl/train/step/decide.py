@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.nn.utils import get_total_norm
 
-from flodl.train.step.blocks import BLOCK, BlockLayout, capturing, is_dense, sent
+from flodl.train.step.blocks import BLOCK, BlockLayout, BlockTables, is_dense
 
 __all__ = ["GradientCheck", "StepDecision", "load_kernels"]
 
@@ -57,8 +57,7 @@ class GradientCheck:
         self.state = torch.zeros((), dtype=torch.float32, device=device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._kernels = _kernels(device) if device.type == "cuda" else None
-        self._layouts: dict[Any, BlockLayout] = {}
-        self._unknown: list[tuple[BlockLayout, torch.Tensor, list[int]]] = []
+        self.tables = BlockTables(device)
 
     def __call__(
         self,
@@ -107,40 +106,13 @@ class GradientCheck:
         further += [] if rest is None else [rest]
         return StepDecision(found, scale, torch.cat([figures, *further]) if further else figures)
 
-    def finish_capture(self) -> object:
-        """Complete a capture; keep the returned object as long as the graph is replayed."""
-        done, self._unknown = self._unknown, []
-        for blocks, table, addresses in done:
-            table.copy_(torch.tensor(addresses))
-            blocks.spare.append(torch.empty_like(table))
-        return done
-
     def _layout_of(self, grads: Sequence[torch.Tensor]) -> BlockLayout | None:
         if grads[0].dtype not in _KINDS or any(
             g.dtype != grads[0].dtype or g.layout != torch.strided or g.device != self.device for g in grads
         ):
             return None
         sizes = tuple(g.numel() for g in grads)
-        if not all(map(is_dense, grads)):
-            return None
-        blocks = self._layouts.get(sizes)
-        if capturing(self.device):
-            return blocks if blocks is not None and blocks.spare else None
-        if blocks is None:
-            if min(sizes) == 0:
-                return None
-            blocks = self._layouts[sizes] = BlockLayout.of(sizes, self.device)
-        if not blocks.spare:
-            blocks.spare.append(torch.empty(len(sizes), dtype=torch.int64, device=self.device))
-        return blocks
-
-    def _table(self, blocks: BlockLayout, addresses: list[int]) -> torch.Tensor:
-        if not capturing(self.device):
-            return sent(np.asarray(addresses), self.device)
-        # A capture cannot copy to the device; the addresses are the same in all replays.
-        table = blocks.spare.pop()
-        self._unknown.append((blocks, table, addresses))
-        return table
+        return self.tables.layout(sizes) if min(sizes) and all(map(is_dense, grads)) else None
 
     def _by_kernels(
         self,
@@ -154,7 +126,7 @@ class GradientCheck:
         kernels: Any = self._kernels
         further = 0 if rest is None else rest.numel()
         counts, clips = isinstance(count, torch.Tensor), self.max_grad_norm is not None
-        table = self._table(blocks, [g.data_ptr() for g in grads])
+        table = self.tables.table(blocks, np.asarray([[g.data_ptr() for g in grads]]))
         programs = blocks.which.numel()
         sums = torch.empty(programs, dtype=torch.float32, device=self.device)
         figures = torch.empty((3 if counts else 2) + further, dtype=torch.float64, device=self.device)
@@ -199,6 +171,7 @@ def _kernels(device: torch.device) -> Any:
         return None
     check = GradientCheck(torch.device("cpu"), max_grad_norm=1.0)
     check.device, check._kernels, check.state = device, kernels, check.state.to(device)
+    check.tables = BlockTables(device)
     grads = [torch.linspace(-1, 1, size, device=device) for size in (3, BLOCK + 1)]
     try:
         found = check(grads, torch.ones((), device=device), 1.0).figures.tolist()

@@ -23,7 +23,7 @@ from flodl.distributed.group import Summed
 from flodl.train.events import Recorded
 from flodl.train.loss import batch_len
 from flodl.train.step.capture import EndCaptures, StepCaptures
-from flodl.train.step.cuda_graphs import Capturer, CudaCapturer, Overlap
+from flodl.train.step.cuda_graphs import CudaCapturer, Overlap
 from flodl.train.step.decide import GradientCheck
 from flodl.train.step.host import HostStep, TrainStep, divide
 from flodl.train.step.outcome import Outcome, Part, StepResult, outcome_of, pack_metrics
@@ -51,7 +51,7 @@ class DeviceStep:
     def __init__(
         self,
         step: HostStep,
-        capturer: Capturer | None,
+        capturer: CudaCapturer | None,
         warn: Callable[[str], Any],
         *,
         deferred: bool,
@@ -77,7 +77,7 @@ class DeviceStep:
         if capturer is not None:
             self.captures = StepCaptures(step, self.compute, self.finish_capture, capturer, warn, strict=strict)
             self.captures.num_rows = num_rows
-        self._all_captures = [captures for captures in (self.captures, self.end) if captures is not None]
+        self.all_captures = [captures for captures in (self.captures, self.end) if captures is not None]
 
     def run(self, batches: Sequence[Any], number: int, flags: Sequence[float]) -> StepResult:
         """Return the result of one step; see `Step.run`."""
@@ -203,21 +203,16 @@ class DeviceStep:
 
     def finish_capture(self) -> object:
         """Complete a capture; keep the returned object as long as the graph is replayed."""
-        return self.check.finish_capture(), self.fused.finish_capture()
-
-    @property
-    def num_graphs(self) -> int:
-        """Number of captured graphs."""
-        return sum(captures.num_graphs for captures in self._all_captures)
+        return self.check.tables.finish_capture(), self.fused.adam.tables.finish_capture()
 
     def forget(self) -> None:
         """Drop all captured graphs, and free their device memory."""
-        for captures in self._all_captures:
+        for captures in self.all_captures:
             captures.forget()
 
     def invalidate_if_changed(self) -> None:
         """Drop captured graphs if the model or the optimiser changed."""
-        for captures in self._all_captures:
+        for captures in self.all_captures:
             captures.invalidate_if_changed()
 
     def reload(self) -> None:
@@ -261,7 +256,7 @@ class Step(HostStep):
 
     def decide_on_device(
         self,
-        capturer: Capturer | None,
+        capturer: CudaCapturer | None,
         warn: Callable[[str], Any],
         *,
         deferred: bool,
@@ -312,7 +307,7 @@ class Step(HostStep):
 
     def count_writes(self) -> None:
         """Increment the versions of parameters that replays wrote to, which torch does not see."""
-        if self.device is not None and self.device.num_graphs:
+        if self.device is not None and any(captures.num_graphs for captures in self.device.all_captures):
             torch.autograd.graph.increment_version(list(self.model.parameters()))
 
     def drop_captures(self) -> None:

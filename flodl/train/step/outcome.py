@@ -160,7 +160,9 @@ def pack_metrics(metrics: Mapping[str, tuple[Any, Any]], device: torch.device) -
         return None
 
     packed = tuple((name, known(total), known(number)) for name, (total, number) in metrics.items())
-    return packed, _joined(tensors) if tensors else None
+    if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
+        tensors = [tensor.to(torch.float64) for tensor in tensors]
+    return packed, torch.stack(tensors).to(torch.float64) if tensors else None
 
 
 def read_metrics(packed: Packed, rest: Any) -> dict[str, tuple[float, float]]:
@@ -169,22 +171,6 @@ def read_metrics(packed: Packed, rest: Any) -> dict[str, tuple[float, float]]:
         name: (next(rest) if total is None else total, next(rest) if number is None else number)
         for name, total, number in packed
     }
-
-
-def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return one-number tensors as float64 ``(len(values),)``: a view if they are adjacent in memory, else a copy."""
-    first = values[0]
-    memory = first.untyped_storage().data_ptr()
-    if all(
-        value.dtype == torch.float64
-        and value.untyped_storage().data_ptr() == memory
-        and value.storage_offset() == first.storage_offset() + place
-        for place, value in enumerate(values)
-    ):
-        return first.as_strided((len(values),), (1,))
-    if any(value.dtype != values[0].dtype for value in values):
-        values = [value.to(torch.float64) for value in values]
-    return torch.stack(list(values)).to(torch.float64)
 
 
 def not_finite(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from flodl.train.step.blocks import BlockLayout, capturing, is_dense, sent
+from flodl.train.step.blocks import BlockLayout, BlockTables, capturing, is_dense, sent
 from flodl.train.step.decide import StepDecision
 from flodl.train.step.host import has_plain_step, take_step
 
@@ -61,7 +61,7 @@ class FusedUpdate:
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self.optimizer, self.device = optimizer, device
-        self._adam = AdamUpdate(device)
+        self.adam = AdamUpdate(device)
         self.prepare()
         self._rates = [group["lr"] for group in optimizer.param_groups]
 
@@ -97,7 +97,7 @@ class FusedUpdate:
 
     def __call__(self, decision: StepDecision) -> None:
         """Update the parameters unless the decision excludes the step; divide gradients by its scale."""
-        if self._adam(self.optimizer, decision.found, decision.scale):
+        if self.adam(self.optimizer, decision.found, decision.scale):
             return
         flags: Any = self.optimizer
         flags.found_inf = decision.found
@@ -106,15 +106,12 @@ class FusedUpdate:
         try:
             with largest_first(self.optimizer):
                 take_step(self.optimizer)
-            self._adam.prepare(self.optimizer, decision.scale is not None)
+            if not capturing(self.device):  # create the tables for a capture of the next step
+                self.adam.plan(self.optimizer, decision.scale is not None)
         finally:
             del flags.found_inf
             if decision.scale is not None:
                 del flags.grad_scale
-
-    def finish_capture(self) -> object:
-        """Complete a capture; keep the returned object as long as the graph is replayed."""
-        return self._adam.finish_capture()
 
 
 @contextmanager
@@ -152,10 +149,8 @@ class AdamUpdate:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._layouts: dict[Any, BlockLayout] = {}
+        self.device, self.tables = device, BlockTables(device, rows=6, most=MOST_PROGRAMS)
         self._settings: dict[tuple[float, ...], _Settings] = {}
-        self._pending: list[tuple[BlockLayout, torch.Tensor, np.ndarray]] = []
 
     def __call__(self, optimizer: torch.optim.Optimizer, found: torch.Tensor, by: torch.Tensor | None) -> bool:
         """Do what ``optimizer.step()`` does and return True, or do nothing if torch has to do it.
@@ -164,23 +159,12 @@ class AdamUpdate:
             found: float32, 1 if the step is left out.
             by: float32, divides the gradients, which are not written back; None for 1.
         """
-        launches = self._plan(optimizer, by is not None)
+        launches = self.plan(optimizer, by is not None)
         for group, tensors, made in launches or ():
             self._launch(group, tensors, made, found, by)
         return launches is not None
 
-    def prepare(self, optimizer: torch.optim.Optimizer, divided: bool) -> None:
-        """Create the tables for a capture of the next step, after torch updated the parameters.
-
-        Args:
-            divided: True if the update divides gradients.
-        """
-        if not capturing(self.device):
-            self._plan(optimizer, divided)
-
-    def _plan(
-        self, optimizer: torch.optim.Optimizer, divided: bool
-    ) -> list[tuple[dict[str, Any], Tensors, Any]] | None:
+    def plan(self, optimizer: torch.optim.Optimizer, divided: bool) -> list[tuple[dict[str, Any], Tensors, Any]] | None:
         """Return groups, their tensors and what their launches need; None if torch updates everything."""
         is_adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
         if self.device.type != "cuda" or not is_adam or not has_plain_step(optimizer):
@@ -197,30 +181,12 @@ class AdamUpdate:
             launches.append((group, tensors, self._ready(group, tensors, number)))
         return None if not launches or any(made is None for _, _, made in launches) else launches
 
-    def finish_capture(self) -> object:
-        """Complete a capture; keep the returned object as long as the graph is replayed."""
-        done, self._pending = self._pending, []
-        for layout, table, rows in done:
-            table.copy_(torch.from_numpy(rows))
-            layout.spare.append(torch.empty_like(table))
-        return done
-
     def _ready(self, group: dict[str, Any], tensors: Tensors, number: int = 0) -> tuple[BlockLayout, _Settings] | None:
-        """Return the layout of programs and the settings of a group; None if it is too late to create them.
-
-        Args:
-            number: number of the group: each has its own memory, even if another has the same sizes.
-        """
-        sizes = number, *(p.numel() for p in tensors[0])
+        """Return the layout of programs and the settings of a group; None if it is too late to create them."""
         numbers = (*group["betas"], group["eps"], group["weight_decay"])
-        layout, settings = self._layouts.get(sizes), self._settings.get(numbers)
-        if capturing(self.device):
-            return None if layout is None or settings is None or not layout.spare else (layout, settings)
-        if layout is None:
-            layout = self._layouts[sizes] = BlockLayout.of(sizes[1:], self.device, MOST_PROGRAMS)
-        if not layout.spare:
-            # Memory that is allocated during a capture is shared with other tensors of the graph.
-            layout.spare.append(torch.empty(6, len(sizes) - 1, dtype=torch.int64, device=self.device))
+        layout, settings = self.tables.layout(tuple(p.numel() for p in tensors[0]), number), self._settings.get(numbers)
+        if layout is None or (settings is None and capturing(self.device)):
+            return None
         if settings is None:
             betas = np.asarray(group["betas"], np.float32)[:, None]
             settings = _Settings(sent(np.asarray(numbers, np.float64), self.device), sent(betas, self.device))
@@ -235,11 +201,7 @@ class AdamUpdate:
         kernels: Any = adam_kernels
         layout, settings = made
         rows = _places(tensors)
-        if capturing(self.device):
-            table = layout.spare.pop()
-            self._pending.append((layout, table, rows))
-        else:
-            table = sent(rows, self.device)
+        table = self.tables.table(layout, rows)
         number, decays = len(tensors[0]), group["weight_decay"] != 0
         counted = torch.empty(number, dtype=torch.float32, device=self.device)
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():

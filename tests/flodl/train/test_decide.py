@@ -4,10 +4,11 @@ import math
 import os
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
 
-from flodl.train.step import decide
+from flodl.train.step import blocks, decide
 from flodl.train.step.decide import GradientCheck
 
 CPU = torch.device("cpu")
@@ -103,7 +104,7 @@ def compare(device):
         options = {"sticky": case["sticky"], "max_grad_norm": case["max_grad_norm"], "device": device}
         check = make_judge(kernels=True, **options)
         ours = follow(check, case, device)
-        assert len(check._layouts) == 1  # the kernels were asked
+        assert len(check.tables.layouts) == 1  # the kernels were asked
         plain = follow(make_judge(kernels=False, **options), case, device)
         for a, b in zip(ours, plain, strict=True):
             assert a == pytest.approx(b, rel=1e-5 if case["dtype"] == torch.float32 else 1e-2, nan_ok=True), case
@@ -118,14 +119,15 @@ def test_kernels_decide_as_torch_does():
 def test_room_for_the_addresses_of_a_capture_is_made_before_it(monkeypatch):
     check = make_judge(kernels=True)
     told(check(gradients(), torch.tensor(0.0), 1.0))
-    (plan,) = check._layouts.values()
+    (plan,) = check.tables.layouts.values()
     (room,) = plan.spare
-    monkeypatch.setattr(decide, "capturing", lambda device: True)
+    monkeypatch.setattr(blocks, "capturing", lambda device: True)
     grads = gradients()
-    assert check._table(plan, [g.data_ptr() for g in grads]) is room
+    addresses = np.asarray([[g.data_ptr() for g in grads]])
+    assert check.tables.table(plan, addresses) is room
     assert check._layout_of(grads) is None  # a second one has no room yet
-    held = check.finish_capture()
-    assert room.tolist() == [g.data_ptr() for g in grads]
+    held = check.tables.finish_capture()
+    assert room.tolist() == addresses.tolist()
     assert held
     assert check._layout_of(grads) is plan
     assert plan.spare[0] is not room
@@ -152,7 +154,7 @@ def test_a_capture_of_the_kernels_reads_its_own_gradients():
         del freed
         doubled = [2 * g for g in grads]
         decision = check(doubled, loss, 1.0)
-    held = check.finish_capture()
+    held = check.tables.finish_capture()
     graph.replay()
     assert told(decision)[3] == pytest.approx(2 * want[3], rel=1e-6)
     for g in grads:
