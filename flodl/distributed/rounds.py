@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flodl.checked_fields import Values, check_fields, choice, number, of_kind, pair, whole
 from flodl.distributed.cadence import ElChe
@@ -14,6 +14,13 @@ _SHARES = of_kind(
     "a tuple with a part for each rank",
     lambda value: isinstance(value, tuple) and bool(value) and all(number(least=0).fits(part) for part in value),
 )
+_FACTORS = of_kind(
+    "a map of ranks to factors, such as {1: 2.0}",
+    lambda value: (
+        isinstance(value, Mapping)
+        and all(whole(0).fits(rank) and number(above=0).fits(factor) for rank, factor in value.items())
+    ),
+)
 KNOB_VALUES: Mapping[str, Values] = {
     "backend": choice("nccl", "cpu") | None,
     "shares": choice("measured") | _SHARES | None,
@@ -23,14 +30,16 @@ KNOB_VALUES: Mapping[str, Values] = {
     **dict.fromkeys(("max_batch_diff", "max_overshoot"), whole(0) | None),
     "speed_hint": pair("a slow rank and a ratio of 1 or more, such as (1, 2.5)", whole(0), number(least=1)) | None,
     "divergence_threshold": number(above=0) | None,
-    "check_every": whole(0),
+    **dict.fromkeys(("check_every", "max_restarts"), whole(0)),
+    "slowdown": _FACTORS,
+    "timeout_s": number(above=0),
 }
 """Allowed values of each field of `Knobs`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
-    """Settings of policies; see `flodl.distributed.cadence` for ElChe.
+    """Settings of several ranks and of policies; see `flodl.distributed.cadence` for ElChe.
 
     Attributes:
         backend: ``"nccl"`` averages on the devices, ``"cpu"`` through host memory; None uses the default of the device.
@@ -44,6 +53,9 @@ class Knobs:
         speed_hint: ``(slow rank, ratio)`` known before the first measurement.
         divergence_threshold: see `DivergenceGuard`; None disables the guard.
         check_every: Sync: compare the parameters of all ranks bit by bit every so many steps; 0 never.
+        slowdown: ``{rank: factor}``, simulated slow ranks for experiments.
+        timeout_s: time that a collective waits for a live rank.
+        max_restarts: how many times the ranks of a run are restarted after a failure.
 
     Raises:
         TrainError: a value of the wrong kind or out of range; ``problems`` lists all of them.
@@ -59,6 +71,9 @@ class Knobs:
     speed_hint: tuple[int, float] | None = None
     divergence_threshold: float | None = 0.05
     check_every: int = 200
+    slowdown: Mapping[int, float] = field(default_factory=dict)
+    timeout_s: float = 600.0
+    max_restarts: int = 0
 
     def __post_init__(self) -> None:
         """Refuse invalid values before ranks are started."""

@@ -121,7 +121,7 @@ class TrainerBuilder:
 
     def slowdown(self, rank: int, factor: float) -> TrainerBuilder:
         """Make ``rank`` slower by a factor, for experiments."""
-        return self.set(slowdown={**self._plan.settings.slowdown, rank: factor})
+        return self.set(slowdown={**self._plan.settings.knobs.slowdown, rank: factor})
 
     def checkpoints(
         self, folder: Any, *, every: int | None = None, resume: bool = True, **options: Any

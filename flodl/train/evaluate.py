@@ -49,25 +49,19 @@ class Evaluator:
 
     def between_steps(self, flags: Sequence[float]) -> None:
         """Evaluate if it is due or requested."""
-        settings, steps = self.trainer.settings, self.trainer.policy.steps
-        every = settings.eval_every
-        if every and self.at_step // every < steps // every >= settings.eval_delay / every:
+        every, steps = self.trainer.settings.eval_every, self.trainer.policy.steps
+        if every and self.at_step // every < steps // every:
             self.scheduled()
         elif any(flags) and flags[EVALUATE]:
             self.run()
 
-    def scheduled(self, *, is_last: bool = False) -> None:
-        """Evaluate unless ``eval_delay`` prevents it, and pass the figures to the schedule."""
-        if is_last or self.trainer.policy.steps >= self.trainer.settings.eval_delay:
-            self.run()
-            self.trainer.rates.evaluated(self)
+    def scheduled(self) -> None:
+        """Evaluate, and pass the figures to the schedule."""
+        self.run()
+        self.trainer.rates.evaluated(self)
 
-    def run(self, *, counts: bool = True) -> None:
-        """Evaluate the model and report its figures; all ranks call this.
-
-        Args:
-            counts: whether the figures may determine the best model, rules and early stopping.
-        """
+    def run(self) -> None:
+        """Evaluate the model, report its figures, and stop if they do not improve any more; all ranks call this."""
         trainer = self.trainer
         trainer.log.settle(trainer.tally)
         self.at_step = trainer.policy.steps
@@ -76,10 +70,9 @@ class Evaluator:
         with trainer.averaged_weights(), trainer.graphs.apart():
             found, details = self._evaluate()
             self._check_names(found)
-            if counts:
-                self.found = found
-                self._compare(found)
-                trainer.observing.evaluated(found)
+            self.found = found
+            self._compare(found)
+            trainer.observing.evaluated(found)
             record = {"step": self.at_step, "epoch": trainer.epoch_number, **found}
             self.history.append(record | ({"details": details} if details else {}))
             # Emitted here, so that subscribers see the weights that were evaluated.

@@ -65,8 +65,8 @@ def _policy_faults(settings: Settings, world: int) -> Iterator[str]:
         yield "capture: found True with precision='fp16', whose float16 loss scale is not captured; expected 'auto'"
     if settings.capture is True and knobs.shares == "measured" and world > 1:
         yield "capture: found True with shares='measured', which times each step; expected 'auto', or fixed shares"
-    if settings.max_restarts and settings.folder is None and world > 1:
-        yield f"max_restarts: found {settings.max_restarts} and no folder to resume from, expected .checkpoints(folder)"
+    if knobs.max_restarts and settings.folder is None and world > 1:
+        yield f"max_restarts: found {knobs.max_restarts} and no folder to resume from, expected .checkpoints(folder)"
 
 
 def _schedule_faults(settings: Settings) -> Iterator[str]:

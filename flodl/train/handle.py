@@ -160,8 +160,8 @@ class Handle:
                 ranks=self.world_size,
                 device=None if isinstance(names, int) else names,
                 start=plan.start,
-                timeout_s=settings.timeout_s,
-                max_restarts=settings.max_restarts,
+                timeout_s=settings.knobs.timeout_s,
+                max_restarts=settings.knobs.max_restarts,
                 on_message=self._on_message,
             )
         except BaseException:

@@ -65,8 +65,6 @@ def begin(trainer: Any) -> None:
     )
     trainer.events.emit(started)
     trainer.hooks.call("on_train_begin")
-    if settings.eval_start and not trainer.policy.steps:
-        trainer.evaluator.run(counts=False)
     trainer.wall_ms()
 
 

@@ -96,7 +96,7 @@ class Observing:
         if self.every is None:
             self._note(metrics, values)
         known = self.deciding.values
-        if known["training"] and (known["evaluation"] or not self.settings.eval_delay):
+        if known["training"]:
             self.deciding.check_names(self.settings.watch)
         if not values:
             return None

@@ -161,7 +161,7 @@ class TrainerParts:
             max_grad_norm=settings.max_grad_norm,
             on_nan=settings.on_nan,
             sum_of_means=settings.sum_of_means,
-            slowdown=settings.slowdown.get(ranks.rank, 1.0),
+            slowdown=settings.knobs.slowdown.get(ranks.rank, 1.0),
             reduce_on_cpu=settings.knobs.backend == "cpu",
             sharded=self.sharded,
         )
@@ -193,7 +193,7 @@ class TrainerParts:
             reason = step.decide_on_device(
                 capturer if settings.capture is not False else None,
                 self.warn,
-                deferred=isinstance(self.policy, Sync) and not settings.slowdown,
+                deferred=isinstance(self.policy, Sync) and not settings.knobs.slowdown,
                 strict=settings.capture is True,
                 num_rows=getattr(self.train_step, "reads_num_rows", True),
             )

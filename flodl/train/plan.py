@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,8 @@ from flodl.train.callback import Callback, Hooks
 from flodl.train.events import EpochMetrics, Event
 from flodl.train.faults import check_settings
 from flodl.train.feed import as_feed, check_data, gives_batches
-from flodl.train.optim.optimizers import OptimizerMaker
+from flodl.train.observing import Observing
+from flodl.train.optim.optimizers import OptimizerMaker, make_optimizer
 from flodl.train.settings import Settings
 from flodl.train.step import TrainStep
 
@@ -117,7 +119,7 @@ class RunPlan:
     def join_ranks(self) -> Ranks:
         """Return the ranks of torchrun, or the one of this process on the first device."""
         device = None if isinstance(self.devices, int) else self.devices[0]
-        return join_ranks(device=device, timeout_s=self.settings.timeout_s)
+        return join_ranks(device=device, timeout_s=self.settings.knobs.timeout_s)
 
     def with_data(self, data: Any, options: Mapping[str, Any]) -> RunPlan:
         """Return the plan with this training data."""
@@ -132,8 +134,9 @@ class RunPlan:
         """Check everything that needs no rank, before ranks are started.
 
         Raises:
-            TrainError: settings that cannot be combined, or rows without a batch size.
+            TrainError: settings that cannot be combined, a model that cannot be trained, or rows without a batch size.
             DataError: data without a length.
+            GraphPathError: a path of ``watch`` or ``rules`` that the model does not have.
         """
         missing = [name for name in ("data", "train_step") if getattr(self, name) is None]
         if missing:
@@ -147,6 +150,11 @@ class RunPlan:
         check_data(self.data, **{**self._sizes(), **self.data_options})
         for _, data, options in self.evals.values():
             check_data(data, **{**self._eval_sizes(data), "max_steps": None, **options})
+        if isinstance(self.model_factory, GivenModel) and world > 1:
+            model, maker, groups = self.model_factory.model, self.optimizer_factory, self.settings.parameter_groups
+            with contextlib.closing(Observing(model, Ranks(), self.settings)) as observing:
+                if not isinstance(maker, torch.optim.Optimizer):
+                    observing.optimizer(lambda: make_optimizer(model, maker, groups))
 
     def _sizes(self) -> dict[str, Any]:
         """Return the settings that determine the batches of training data."""

@@ -32,7 +32,7 @@ MAY_CHANGE: Mapping[str, str] = {
     **dict.fromkeys(("folder", "save_every", "save_epochs", "save_end", "keep_last", "keep_best"), _SAVING),
     **dict.fromkeys(("resume", "allow_change", "max_restarts"), "how a run resumes"),
     **dict.fromkeys(("timeline", "progress", "log_every", "monitor", "trackers", "tracker_folder"), _SHOWN),
-    **dict.fromkeys(("watch", "eval_start"), f"{_SHOWN}; rules are compared"),
+    "watch": f"{_SHOWN}; rules are compared",
     **dict.fromkeys(("deterministic", "prepare_model", "compile", "backend", "devices"), _ROUNDING),
     "capture": "captured steps give the bits of other steps",
     **dict.fromkeys(("timeout_s", "slowdown"), _WAITING),
@@ -69,6 +69,8 @@ REPLACED: Mapping[str, str] = {
     "checkpoint_every": "use checkpoint_fn(call, every)",
     "capture_num_rows": "set reads_num_rows = False on the train_step",
     **dict.fromkeys(("arrange", "checkpoint_activations"), "use prepare_model"),
+    "eval_start": "call evaluate before the run",
+    "eval_delay": "use a larger eval_every",
     "ema_warmup": "use ema=Ema(0.999, warmup=False)",
     "frozen_after_s": "set flodl.distributed.group.FROZEN_S",
 }
@@ -84,13 +86,6 @@ def _is_monitor(value: Any) -> bool:
 
 
 _FUNCTION = of_kind("a function of the model", callable)
-_FACTORS = of_kind(
-    "a map of ranks to factors, such as {1: 2.0}",
-    lambda value: (
-        isinstance(value, Mapping)
-        and all(whole(0).fits(rank) and number(above=0).fits(factor) for rank, factor in value.items())
-    ),
-)
 _NAMED = of_kind("a map of names to values", lambda value: isinstance(value, Mapping) and all(map(text.fits, value)))
 _TEXTS = listed("a list of texts", text.fits)
 _DEVICES = of_kind(
@@ -101,11 +96,10 @@ _DEVICES = of_kind(
 VALUES: Mapping[str, Values] = {
     "num_epochs": whole(0),
     **dict.fromkeys(("accumulate", "keep_last", "log_every"), whole(1)),
-    **dict.fromkeys(("eval_delay", "max_restarts"), whole(0)),
     "seed": of_kind("an integer", lambda value: isinstance(value, Integral) and not isinstance(value, bool)),
     **dict.fromkeys(("max_steps", "batch_size", "save_every", "eval_every", "trend_every"), whole(1) | None),
     "micro_batch_size": whole(1) | choice("auto") | None,
-    **dict.fromkeys(("sum_of_means", "deterministic", "resume", "eval_start", "compile"), truth),
+    **dict.fromkeys(("sum_of_means", "deterministic", "resume", "compile"), truth),
     "progress": truth | None,
     "devices": _DEVICES | None,
     "policy": choice(*POLICIES) | None,
@@ -117,7 +111,6 @@ VALUES: Mapping[str, Values] = {
     "max_grad_norm": number(above=0) | None,
     "ema": number(above=0, below=1) | of_kind("Ema(decay)", lambda value: isinstance(value, Ema)) | None,
     "lr_scale_ratio": number(),
-    "timeout_s": number(above=0),
     **dict.fromkeys(("prepare_model", "parameter_groups"), _FUNCTION | None),
     "schedule": of_kind(
         "a function of the step that returns a factor, a torch LRScheduler, or an object with lr(step)",
@@ -130,7 +123,6 @@ VALUES: Mapping[str, Values] = {
     "keep_best": text | None,
     "early_stopping": pair("a metric and a patience, such as ('accuracy', 3)", text, whole(1)) | None,
     "identity": _NAMED,
-    "slowdown": _FACTORS,
     **dict.fromkeys(("allow_change", "watch"), _TEXTS),
     "callbacks": listed(
         "instances of flodl.train.Callback; pass functions that read events to subscribe()",
@@ -162,7 +154,7 @@ class Settings:
         devices: number of devices, their names, or ``"auto"`` for all; each gets a process. Not needed under torchrun.
         policy: ``"sync"``, ``"cadence"`` or ``"async"``; None selects Sync, or Cadence for unequal devices.
         shard: ``"fsdp"`` splits weights, gradients and optimiser state over the ranks (`flodl.distributed.sharded`).
-        knobs: options of the policy; each may also be passed as a setting.
+        knobs: options of runs with several ranks; each may also be passed as a setting.
         precision: ``"fp32"``, ``"tf32"``, ``"bf16"`` or ``"fp16"``.
         max_grad_norm: clip the gradient of the whole step to this 2-norm.
         on_nan: ``"stop"`` or ``"skip"`` for a loss or gradient that is not finite. A skipped step changes no weights,
@@ -190,12 +182,8 @@ class Settings:
         allow_change: settings that may differ from the checkpoint, named as in the error of a refused resume.
         identity: further JSON values that determine the numbers of the run; they are compared when it resumes.
         eval_every: steps between evaluations; None evaluates after each epoch. The last model is always evaluated.
-        eval_start: evaluate before the first step too; the figures decide nothing.
-        eval_delay: steps before the first evaluation; the last model is evaluated in any case.
         early_stopping: ``(metric, patience)``; stop after so many evaluations without improvement.
-        slowdown: ``{rank: factor}``, simulated slow ranks for experiments.
         timeline: path without suffix of the timeline files (``.json``, ``.csv``, ``.html``).
-        timeout_s: time that a collective waits for a live rank.
         capture: ``"auto"`` captures steps on CUDA as graphs where possible and logs the reason where not; True raises
             instead; False never captures.
         compile: pass the model through ``torch.compile``.
@@ -212,7 +200,6 @@ class Settings:
         tracker_folder: where trackers write; None for ``<folder>.logs``, or ``runs`` without a folder.
         ema: decay of an exponential moving average of the weights, or `flodl.train.Ema`; the average is evaluated and
             is the final model.
-        max_restarts: how many times the ranks of a run are restarted after a failure.
 
     Raises:
         TrainError: invalid values; ``problems`` lists all of them.
@@ -248,12 +235,8 @@ class Settings:
     allow_change: tuple[str, ...] = ()
     identity: Mapping[str, Any] = field(default_factory=dict)
     eval_every: int | None = None
-    eval_start: bool = False
-    eval_delay: int = 0
     early_stopping: tuple[str, int] | None = None
-    slowdown: Mapping[int, float] = field(default_factory=dict)
     timeline: str | None = None
-    timeout_s: float = 600.0
     capture: str | bool = "auto"
     compile: bool = False
     progress: bool | None = None
@@ -266,7 +249,6 @@ class Settings:
     trackers: Sequence[str | Subscriber] = ()
     tracker_folder: str | None = None
     ema: float | Ema | None = None
-    max_restarts: int = 0
 
     def __post_init__(self) -> None:
         """Raise for invalid values."""
@@ -314,7 +296,7 @@ class Settings:
 
     def eval_times(self) -> dict[str, Any]:
         """Return when evaluations take place, which determines numbers if rules or a schedule read them."""
-        return {"eval_every": self.eval_every, "eval_delay": self.eval_delay}
+        return {"eval_every": self.eval_every, "eval_delay": 0}  # of a former setting
 
 
 _KNOBS = {f.name for f in fields(Knobs)}

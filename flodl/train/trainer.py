@@ -322,7 +322,7 @@ class Trainer(TrainerParts):
         done, steps, evaluator = self.epoch_number, self.policy.steps, self.evaluator
         self.epoch_number += 1
         if evaluator.at_step != steps and (not self.settings.eval_every or self._is_over()):
-            evaluator.scheduled(is_last=self._is_over())
+            evaluator.scheduled()
         parts = self.ranks.gather(self.tally.to_dict())
         shared = self.step_.share_gradients
         metrics = epoch_metrics(parts, shared_loss=shared, epoch=done, step=steps, evaluated=evaluator.found)

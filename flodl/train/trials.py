@@ -26,7 +26,7 @@ from flodl.train.settings import Settings
 
 ALONE: dict[str, Any] = {
     "folder": None, "resume": False, "save_every": None, "keep_best": None, "early_stopping": None, "eval_every": None,
-    "eval_start": False, "max_restarts": 0, "timeline": None, "devices": None,
+    "timeline": None, "devices": None,
 }  # fmt: skip
 """Settings of a run that writes nothing."""
 

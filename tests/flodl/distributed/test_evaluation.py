@@ -68,16 +68,14 @@ def figures(ranks, data, *, speeds=None, **evaluation):
     found = []
     model = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.9))
     shares = {} if speeds is None else {"shares": speeds}
-    run = (
-        Trainer.builder(model, sgd(0.1), judge).dataset(data).set(batch_size=4, num_epochs=0, progress=False, **shares)
-    )
+    run = Trainer.builder(model, sgd(0.1), judge).dataset(data).set(batch_size=4, progress=False, **shares)
     if "eval_fn" in evaluation:
         run.eval_fn(evaluation["eval_fn"])
     else:
         run.evaluate(judge, data)
-    trainer = run.set(eval_start=True).trainer(ranks).prepare(ranks)
+    trainer = run.trainer(ranks).prepare(ranks)
     trainer.events.subscribe(lambda event: found.append(dict(event.metrics)), EvalDone)
-    trainer.train()
+    trainer.evaluator.run()
     return found[0]
 
 

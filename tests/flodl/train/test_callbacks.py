@@ -261,25 +261,14 @@ def test_capturing_goes_on_with_an_average_and_lookers_on_and_not_around_the_bac
     [
         ({}, [5, 10]),
         ({"eval_every": 3}, [3, 6, 9, 10]),
-        ({"eval_start": True}, [0, 5, 10]),
-        ({"eval_delay": 6}, [10]),
-        ({"eval_delay": 7, "eval_every": 3}, [9, 10]),
-        ({"eval_delay": 99}, [10]),
-        ({"eval_delay": 99, "max_steps": 7}, [7]),
-        ({"eval_delay": 99, "eval_start": True, "max_steps": 5}, [0, 5]),
+        ({"max_steps": 7}, [5, 7]),
     ],
 )
-def test_evaluation_at_the_start_and_delayed(settings: dict[str, Any], steps: list[int]) -> None:
+def test_evaluation_after_epochs_and_steps_and_at_the_end(settings: dict[str, Any], steps: list[int]) -> None:
     told: list[int] = []
     made = builder(**settings).evaluate(judge, data(), every=settings.get("eval_every"))
     made.subscribe(lambda event: told.append(event.step), EvalDone).run()
     assert told == steps
-
-
-def test_figures_of_the_start_decide_nothing(tmp_path: Any) -> None:
-    made = builder(eval_start=True).evaluate(judge, data()).early_stopping("-score", 1)
-    made.checkpoints(str(tmp_path), keep_best="-score").run()
-    assert all(path.name != "step-00000000" for path in list_checkpoints(tmp_path))
 
 
 def test_totals_are_those_of_the_run() -> None:

@@ -26,16 +26,14 @@ CHANGED: dict[str, Any] = {
     "schedule": Constant(0.1), "lr_scale_ratio": 0.5,
     "parameter_groups": lambda model: [{"params": list(model.parameters()), "weight_decay": 0.5}], "folder": None,
     "save_every": 7, "save_epochs": "idle", "save_end": False, "keep_last": 4, "keep_best": "score", "resume": True,
-    "allow_change": ("seed",), "identity": {"data": 1}, "eval_every": 3, "eval_start": True,
-    "eval_delay": 4, "early_stopping": ("score", 2), "slowdown": {0: 1.0}, "timeline": "t",
-    "timeout_s": 5.0, "capture": False, "compile": True,
+    "allow_change": ("seed",), "identity": {"data": 1}, "eval_every": 3, "early_stopping": ("score", 2), "timeline": "t",
+    "capture": False, "compile": True,
     "progress": None, "log_every": 3, "monitor": True, "callbacks": (Doubles(),), "watch": ("head",),
     "rules": ["stop when stalled(loss, 4)"], "trend_every": 2, "trackers": ("csv",), "tracker_folder": "x", "ema": 0.9,
-    "max_restarts": 2,
 }  # fmt: skip
 KNOBS: dict[str, Any] = {
     "backend": "cpu", "shares": (0.5, 0.5), "anchor": 3, "max_anchor": 20, "overhead_target": 0.2, "max_batch_diff": 2,
-    "max_overshoot": 2, "speed_hint": (0, 2.0), "divergence_threshold": None, "check_every": 3,
+    "max_overshoot": 2, "speed_hint": (0, 2.0), "divergence_threshold": None, "check_every": 3, "slowdown": {0: 1.0}, "timeout_s": 5.0, "max_restarts": 2,
 }  # fmt: skip
 
 
