@@ -21,8 +21,7 @@ from flodl_hf import errors as hf_errors
 from flodl_hf.families import FAMILIES, index
 from flodl_hf.families.schema import Family
 from flodl_hf.families.schema.config_rows import REQUIRED, Inert, Row
-from flodl_hf.families.schema.keys import KeyRow
-from flodl_hf.families.schema.passed_over import PASSED_OVER
+from flodl_hf.families.schema.keys import PASSED_OVER, KeyRow
 from flodl_hf.families.schema.shared_keys import COMMON_INERT, FOREIGN
 from flodl_hf.families.schema.tasks import HEADS, TASKS, Task, task_named
 from flodl_hf.parity.published import checkpoints_of

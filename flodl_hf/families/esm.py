@@ -31,9 +31,8 @@ from flodl_hf.families.schema.config_rows import (
     within_vocabulary,
 )
 from flodl_hf.families.schema.keys import KeyRow, Tie, rows_under
-from flodl_hf.families.schema.rotary_rows import wavelength
 from flodl_hf.families.schema.shared_keys import HEAD_WIDTH
-from flodl_hf.families.schema.sizes import BASE_SIZES, SIZES, EncoderSizes
+from flodl_hf.families.schema.sizes import BASE_SIZES, SIZES, EncoderSizes, wavelength
 from flodl_hf.nn.attention.dot_product import SelfAttention
 from flodl_hf.nn.attention.rotary import Rotary, StatedRotary
 from flodl_hf.nn.encoder import bodies

@@ -18,9 +18,8 @@ from flodl_hf.families import bert, roberta
 from flodl_hf.families.schema import Family, FamilyHead
 from flodl_hf.families.schema.config_rows import Inert, changed, count
 from flodl_hf.families.schema.keys import KeyRow, Tie
-from flodl_hf.families.schema.rotary_rows import rotary_rows
 from flodl_hf.families.schema.shared_keys import HEAD_WIDTH
-from flodl_hf.families.schema.sizes import BASE_SIZES
+from flodl_hf.families.schema.sizes import BASE_SIZES, rotary_rows
 from flodl_hf.nn.attention.dot_product import SelfAttention
 from flodl_hf.nn.attention.rotary import Rotary, RotarySettings
 from flodl_hf.nn.encoder import bodies

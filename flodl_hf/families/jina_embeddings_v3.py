@@ -20,8 +20,8 @@ from flodl_hf.families import bert, roberta
 from flodl_hf.families.schema import Ignored
 from flodl_hf.families.schema.config_rows import Check, Inert, Row, boolean, changed, count, padding_id
 from flodl_hf.families.schema.keys import KeyRow
-from flodl_hf.families.schema.rotary_rows import rotary_rows, wavelength
 from flodl_hf.families.schema.shared_keys import HEAD_WIDTH
+from flodl_hf.families.schema.sizes import rotary_rows, wavelength
 from flodl_hf.nn.attention.dot_product import SelfAttention
 from flodl_hf.nn.attention.rotary import Rotary, RotarySettings
 from flodl_hf.nn.encoder.graphs import Embeddings, chain, post_norm_block, stack

@@ -34,9 +34,8 @@ from flodl_hf.families.schema.config_rows import (
     within_vocabulary,
 )
 from flodl_hf.families.schema.keys import KeyRow, Tie
-from flodl_hf.families.schema.rotary_rows import rotary_settings, wavelength
 from flodl_hf.families.schema.shared_keys import HEAD_WIDTH
-from flodl_hf.families.schema.sizes import BASE_SIZES, SIZES, EncoderSizes
+from flodl_hf.families.schema.sizes import BASE_SIZES, SIZES, EncoderSizes, rotary_settings, wavelength
 from flodl_hf.nn.attention.dot_product import SelfAttention
 from flodl_hf.nn.attention.rotary import Rotary, RotarySettings
 from flodl_hf.nn.encoder import bodies

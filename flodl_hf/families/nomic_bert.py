@@ -29,7 +29,7 @@ from flodl_hf.families.schema.config_rows import (
     padding_id,
 )
 from flodl_hf.families.schema.keys import KeyRow, rows_under
-from flodl_hf.families.schema.rotary_rows import rotary_settings, wavelength
+from flodl_hf.families.schema.sizes import rotary_settings, wavelength
 from flodl_hf.nn.attention.dot_product import SelfAttention
 from flodl_hf.nn.attention.rotary import Rotary
 from flodl_hf.nn.encoder.graphs import Embeddings, chain, post_norm_block, stack

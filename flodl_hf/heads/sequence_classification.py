@@ -104,7 +104,7 @@ class SequenceClassifier(ScoringModel):
             PredictError: the model has no tokenizer or an untrained head, or an option makes no sense.
             TokenizerError: a text is not a valid string, or too long with ``strict``.
         """
-        from flodl_hf.checkpoints.config.label_thresholds import tuned_thresholds
+        from flodl_hf.checkpoints.config.labels import tuned_thresholds
         from flodl_hf.inference import Session
         from flodl_hf.inference.decode import decode_classes
         from flodl_hf.inference.decode.classes import decide

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flodl.errors import ConfigError, printable
-from flodl_hf.checkpoints.config.activations import ACTIVATIONS, activation_at
+from flodl_hf.checkpoints.config.labels import ACTIVATIONS, activation_at
 from flodl_hf.inference.decode.classes import activation_for
 
 if TYPE_CHECKING:

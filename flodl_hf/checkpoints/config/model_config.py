@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from flodl.errors import ConfigError, nearest, printable, shown
-from flodl_hf.checkpoints.config.activations import activation_changes, stored_activation
 from flodl_hf.checkpoints.config.file import Odd, config_text_of, read_json
-from flodl_hf.checkpoints.config.label_names import (
+from flodl_hf.checkpoints.config.labels import (
+    LABEL_THRESHOLDS,
     MAX_LABELS,
     PROBLEM_TYPES,
+    activation_changes,
     label_names,
     renamed,
+    stored_activation,
+    thresholds_of,
     without_unknown_problem,
 )
-from flodl_hf.checkpoints.config.label_thresholds import LABEL_THRESHOLDS, thresholds_of
 from flodl_hf.checkpoints.hub.folders import resolve_folder
 from flodl_hf.checkpoints.weights.file_names import CONFIG_NAME, WEIGHTS_KEY
 from flodl_hf.compat.loading import CONFIG
@@ -392,13 +394,8 @@ def read_config(
     verified: bool | str = False,
 ) -> ModelConfig:
     """Return the configuration of a folder or Hub repository; only ``config.json`` is fetched."""
-    hub = {
-        "revision": revision,
-        "subfolder": subfolder,
-        "token": token,
-        "cache_dir": cache_dir,
-        "local_files_only": local_files_only,
-    }
+    hub = {"revision": revision, "subfolder": subfolder, "token": token, "cache_dir": cache_dir}
+    hub["local_files_only"] = local_files_only
     folder, _ = resolve_folder(name_or_path, hub, (CONFIG_NAME, *(("checksums.json",) if verified else ())))
     if verified:
         from flodl_hf.checkpoints.weights.checksums import hold
@@ -428,9 +425,9 @@ def listed_texts(given: Any, what: str) -> list[str]:
     Raises:
         ConfigError: it is a single text, or contains none.
     """
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise ConfigError(f"{what}={shown(given, 60)}; expected a list of texts", problems=[what])
-    return list(given)
+    if isinstance(given, Iterable) and not isinstance(given, str):
+        return list(given)
+    raise ConfigError(f"{what}={shown(given, 60)}; expected a list of texts", problems=[what])
 
 
 def family_of(source: Mapping[str, Any], where: str) -> Family:

@@ -2,8 +2,6 @@
 
 folders   resolve a name to a folder; select the files that a model needs
 download  a repository's files through the Hub's cache
-request   a request to the Hub, and the errors for its failures
-origin    restrict a token to one server
-timeouts  time limits for network calls
+request   requests to the Hub: their errors, time limits, and tokens that only one server gets
 upload    a local folder to the Hub
 """

@@ -29,9 +29,16 @@ from flodl_hf.checkpoints.hub.choosing import (
     select,
     select_modules,
 )
-from flodl_hf.checkpoints.hub.origin import at_home, same_origin
-from flodl_hf.checkpoints.hub.request import HubRequest, explain, is_unreachable, reason
-from flodl_hf.checkpoints.hub.timeouts import time_for, within
+from flodl_hf.checkpoints.hub.request import (
+    HubRequest,
+    at_home,
+    explain,
+    is_unreachable,
+    reason,
+    same_origin,
+    time_for,
+    within,
+)
 from flodl_hf.checkpoints.hub.verified import check_cached, digest_of
 from flodl_hf.errors import HubError
 

@@ -6,16 +6,33 @@ classes and by the response status.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from threading import Lock
+from time import monotonic
+from typing import Any, NoReturn, TypeVar
+from urllib.parse import urlsplit
 
 from flodl.errors import FlodlError, printable
-from flodl_hf.checkpoints.hub.timeouts import LEAST_RATE
 from flodl_hf.errors import HubError
 
-__all__ = ["HubRequest", "explain", "is_unreachable", "reason"]
+__all__ = [
+    "LEAST_RATE",
+    "HubRequest",
+    "arrived",
+    "at_home",
+    "explain",
+    "is_unreachable",
+    "reason",
+    "same_origin",
+    "time_for",
+    "within",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,3 +149,151 @@ def explain(request: HubRequest, cause: BaseException, filename: str | None = No
             "try again; with the files at hand, pass their folder, or local_files_only=True if they are cached",
         )
     raise HubError(error.message, **{**error.details, "status": status}) from cause
+
+
+R = TypeVar("R")
+
+LEAST_RATE = 16 << 10
+"""Bytes a second below which a download is given up."""
+CHUNK = 12 << 20
+"""Bytes that may have arrived and are not in a file yet."""
+
+
+def within(act: Callable[[], R], allowed_s: Callable[[], float]) -> R:
+    """Return or raise the result of a call.
+
+    Args:
+        act: the call; after a timeout it continues in its thread until it ends or the process does.
+        allowed_s: seconds that it may take by current knowledge; evaluated repeatedly while it runs.
+
+    Raises:
+        TimeoutError: it took longer.
+    """
+    ended = threading.Event()
+    found: list[R] = []
+    raised: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            found.append(act())
+        except BaseException as fault:
+            raised.append(fault)
+        finally:
+            ended.set()
+
+    began = monotonic()
+    threading.Thread(target=copy_context().run, args=(call,), name="flodl-hub", daemon=True).start()
+    while not ended.wait(min(0.5, max(0.01, began + allowed_s() - monotonic()))):
+        if monotonic() - began > allowed_s():
+            raise TimeoutError(f"nothing whole within {monotonic() - began:.0f} s")
+    if raised:
+        raise raised[0]
+    return found[0]
+
+
+def time_for(size: int | None, folder: Path, pause_s: float) -> Callable[[], float]:
+    """Return a function of the seconds allowed for a file; longer as more bytes arrive.
+
+    Args:
+        size: of the file in bytes; None where it is not known.
+        folder: folder of partial files.
+        pause_s: maximum pause without any bytes.
+    """
+    before = arrived(folder)
+
+    def allowed_s() -> float:
+        # What others fetch into the folder counts too: this download may wait for theirs.
+        due = arrived(folder) - before + CHUNK
+        return pause_s + (due if size is None else min(due, size)) / LEAST_RATE
+
+    return allowed_s
+
+
+def arrived(folder: Path) -> int:
+    """Return the bytes of files in a folder that are still arriving."""
+    total = 0
+    for path in folder.glob("*.incomplete"):
+        try:
+            total += path.stat().st_size
+        except OSError:
+            continue
+    return total
+
+
+_PORTS = {"http": 80, "https": 443}
+_home: ContextVar[str | None] = ContextVar("flodl_hf_token_home", default=None)
+_bound: Counter[tuple[str, str]] = Counter()
+_lock = Lock()
+
+
+def same_origin(url: str, other: str) -> bool:
+    """Return whether two addresses are of one host, port and scheme."""
+    return _origin(url) == _origin(other)
+
+
+def _origin(url: str) -> tuple[str, str, int | None]:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme.lower(), (parts.hostname or "").lower(), parts.port or _PORTS.get(parts.scheme.lower())
+    except ValueError:  # no port that there could be: of no server
+        return "", url, None
+
+
+@contextmanager
+def at_home(endpoint: str, authorization: str | None = None) -> Iterator[None]:
+    """Restrict the Hub client's tokens to one server, within this context and its copies.
+
+    Args:
+        endpoint: its address.
+        authorization: a header sent only to that server meanwhile, also in threads started by the client.
+    """
+    from huggingface_hub import utils
+
+    # Where a connection fails, huggingface_hub closes its client and has its factory make another for the next try.
+    http: Any = getattr(utils, "_http", None)
+    factory = getattr(http, "_GLOBAL_CLIENT_FACTORY", None)
+    if factory is not None and not isinstance(factory, _Guarding):
+        http._GLOBAL_CLIENT_FACTORY = _Guarding(factory)
+    _guarded(utils.get_session())
+    before = _home.set(endpoint)
+    key = (authorization or "", endpoint)
+    with _lock:
+        _bound[key] += 1
+    try:
+        yield
+    finally:
+        _home.reset(before)
+        with _lock:
+            _bound[key] -= 1
+            if not _bound[key]:
+                del _bound[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Guarding:
+    """Makes clients as another factory does, which take tokens to one server alone."""
+
+    factory: Callable[[], Any]
+
+    def __call__(self) -> Any:
+        return _guarded(self.factory())
+
+
+def _guarded(client: Any) -> Any:
+    # The client of older releases has no such hooks, and drops tokens by itself where host or port change.
+    hooks = getattr(client, "event_hooks", None)
+    if hooks is not None and _without_token not in hooks["request"]:
+        client.event_hooks = {**hooks, "request": [*hooks["request"], _without_token]}
+    return client
+
+
+def _without_token(request: Any) -> None:
+    """Take the token from a request that goes elsewhere."""
+    found = request.headers.get("authorization")
+    if not found:
+        return
+    home = _home.get()
+    with _lock:
+        homes = [home] if home is not None else [place for header, place in _bound if header == found]
+    if homes and not any(same_origin(str(request.url), place) for place in homes):
+        del request.headers["authorization"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flodl_hf.checkpoints.hub.origin import at_home
+from flodl_hf.checkpoints.hub.request import at_home
 from flodl_hf.errors import HubError
 
 __all__ = ["upload_folder"]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flodl.errors import printable
-from flodl_hf.checkpoints.config.activations import ACTIVATIONS, activate, activation_at
+from flodl_hf.checkpoints.config.labels import ACTIVATIONS, activate, activation_at
 from flodl_hf.checkpoints.sentence.module_files import module_files, read_module, refuse_setting, wrong_tensors
 
 __all__ = ["Dense", "dense", "dense_files", "read_dense"]

@@ -16,12 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from flodl.errors import nearest, printable, shown
-from flodl_hf.checkpoints.config.activations import stored_activation
+from flodl_hf.checkpoints.config.labels import stored_activation
 from flodl_hf.checkpoints.sentence.dense import Dense
-from flodl_hf.checkpoints.sentence.module_files import refuse_setting
+from flodl_hf.checkpoints.sentence.module_files import (
+    bytes_of,
+    place_in,
+    refuse_setting,
+    settings_in,
+    warn_of_unknown,
+    wrong,
+)
 from flodl_hf.checkpoints.sentence.multivector import LateRecipe, m3_layer, multivector_recipe, pylate_recipe
 from flodl_hf.checkpoints.sentence.routing import Modules, kind_of, routing_of, transformer_folder
-from flodl_hf.checkpoints.sentence.small_files import bytes_of, place_in, settings_in, warn_of_unknown, wrong
 from flodl_hf.checkpoints.sentence.sparse import SpladePooling
 from flodl_hf.checkpoints.sentence.steps import (
     STEPS,

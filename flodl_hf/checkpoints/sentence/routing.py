@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flodl.errors import ConfigError, printable, shown
-from flodl_hf.checkpoints.sentence.small_files import place_in, read_json, settings_in, wrong
+from flodl_hf.checkpoints.sentence.module_files import place_in, read_json, settings_in, wrong
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry
 
 __all__ = [

@@ -15,8 +15,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flodl_hf.checkpoints.sentence.dense import read_dense
-from flodl_hf.checkpoints.sentence.module_files import module_files, read_module, refuse_setting, wrong_tensors
-from flodl_hf.checkpoints.sentence.small_files import bytes_of, place_in, settings_in, warn_of_unknown
+from flodl_hf.checkpoints.sentence.module_files import (
+    bytes_of,
+    module_files,
+    place_in,
+    read_module,
+    refuse_setting,
+    settings_in,
+    warn_of_unknown,
+    wrong_tensors,
+)
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry
 
 __all__ = ["STEPS", "Convolutions", "LayerWeights", "Normed", "Scaled", "Step", "read_layer_weights", "read_step"]

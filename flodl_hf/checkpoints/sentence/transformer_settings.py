@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flodl.errors import ConfigError, shown
-from flodl_hf.checkpoints.sentence.module_files import refuse_setting
-from flodl_hf.checkpoints.sentence.small_files import warn_of_unknown, wrong
+from flodl_hf.checkpoints.sentence.module_files import refuse_setting, warn_of_unknown, wrong
 
 __all__ = ["TransformerSettings", "layer_number", "transformer_settings"]
 

@@ -13,8 +13,7 @@ from typing import Any, Protocol
 from flodl.errors import CheckpointError, capped, nearest, printable
 from flodl_hf.checkpoints.weights.load_report import LoadReport
 from flodl_hf.families.schema import Family
-from flodl_hf.families.schema.keys import KeyMap, Tie
-from flodl_hf.families.schema.passed_over import changes_a_layer, reason_to_pass_over, repeated_bias
+from flodl_hf.families.schema.keys import KeyMap, Tie, changes_a_layer, reason_to_pass_over, repeated_bias
 from flodl_hf.families.schema.tasks import HEADS
 from flodl_hf.nn.layers.parts import named_part, part_of
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from flodl_hf.families.schema.config_rows import Row, count
+from flodl_hf.families.schema.config_rows import Check, Row, count
+from flodl_hf.nn.attention.rotary import RotarySettings
 
-__all__ = ["BASE_SIZES", "SIZES", "EncoderSizes"]
+__all__ = ["BASE_SIZES", "SIZES", "EncoderSizes", "rotary_rows", "rotary_settings", "wavelength"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,3 +40,62 @@ SIZES = (
 
 BASE_SIZES = {"hidden_size": 768, "num_layers": 12, "num_heads": 12, "intermediate_size": 3072}
 """The defaults of most families of transformers."""
+
+
+def _settings(value: Any) -> RotarySettings:
+    """Return the settings of one table of ``config.json``."""
+    if not isinstance(value, Mapping):
+        raise ValueError
+    value = {key: entry for key, entry in value.items() if entry is not None}
+    kind = value.get("rope_type", value.get("type", "default"))
+    known = {"rope_type", "type", "rope_theta", *(("factor",) if kind != "default" else ())}
+    theta, factor = value.get("rope_theta"), value.get("factor", 1.0)
+    if kind not in ("default", "linear", "ntk") or not set(value) <= known:
+        raise ValueError
+    if not all(
+        x is None or (isinstance(x, (int, float)) and not isinstance(x, bool) and x > 0) for x in (theta, factor)
+    ):
+        raise ValueError
+    return RotarySettings(None if theta is None else float(theta), kind, float(factor))
+
+
+def rotary_settings(*groups: str) -> Check:
+    """Null, or a table of rotary positions; with ``groups``, one for each of these kinds of layers."""
+    words = "a table with rope_theta, and rope_type of default, linear or ntk (with its factor)"
+
+    def accepts(value: Any) -> Any:
+        if not groups and isinstance(value, Mapping):
+            return _settings(value) if value else None  # an empty table says nothing
+        if value is None:
+            return None
+        if not isinstance(value, Mapping) or not set(value) <= set(groups):
+            raise ValueError
+        return {group: _settings(entry) for group, entry in value.items() if entry is not None}
+
+    return Check(f"null, or {words}" + (f" for each of {', '.join(groups)}" if groups else ""), accepts)
+
+
+def wavelength() -> Check:
+    """The base of wavelengths: a number above 1."""
+
+    def accepts(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 < value < 1e12:
+            raise ValueError
+        return float(value)
+
+    return Check("a number above 1", accepts)
+
+
+def rotary_rows(theta: float) -> tuple[Row, ...]:
+    """Return the rows of families that turn all layers alike: fields ``theta``, ``rotary`` and ``scaling``.
+
+    The table with the older name, ``rope_scaling``, has precedence, as in transformers.
+
+    Args:
+        theta: the family's own base of wavelengths.
+    """
+    return (
+        Row("theta", "rope_theta", wavelength(), theta),
+        Row("rotary", "rope_parameters", rotary_settings(), None),
+        Row("scaling", "rope_scaling", rotary_settings(), None),
+    )

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flodl_hf.checkpoints.config.activations import ACTIVATIONS, activate
+from flodl_hf.checkpoints.config.labels import ACTIVATIONS, activate
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.decode.fast_records import Record, made
 from flodl_hf.inference.decode.rows import as_tensor, owners_of
@@ -39,7 +39,7 @@ __all__ = [
 _ALONE = np.zeros(1, np.int64)
 
 Activation: TypeAlias = str
-"""``"softmax"``, ``"sigmoid"``, ``"none"``, or a name in `flodl_hf.checkpoints.config.activations.ACTIVATIONS`."""
+"""``"softmax"``, ``"sigmoid"``, ``"none"``, or a name in `flodl_hf.checkpoints.config.labels.ACTIVATIONS`."""
 
 _FUNCTIONS = ("softmax", "sigmoid", "none")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flodl_hf.checkpoints.hub.timeouts import arrived, time_for, within
+from flodl_hf.checkpoints.hub.request import arrived, time_for, within
 from flodl_hf.errors import HubError
 from tests.torture import hub as suite
 from tests.torture.loopback import COMMIT, REPOSITORY, Hub

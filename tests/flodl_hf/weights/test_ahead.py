@@ -15,21 +15,22 @@ from torch import Tensor
 from weight_tables import same
 
 from flodl.errors import CheckpointError
-from flodl_hf.checkpoints.weights.checkpoint import Checkpoint, ahead, read
-from flodl_hf.checkpoints.weights.checkpoint.ahead import reading_ahead
+from flodl_hf.checkpoints.weights.checkpoint import Checkpoint, shard
+from flodl_hf.checkpoints.weights.checkpoint import parallel_read as ahead
+from flodl_hf.checkpoints.weights.checkpoint.parallel_read import reading_ahead
 
 
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return how many tensors were read when they were asked for."""
     counts: list[int] = []
-    plain = read.read_extents_into
+    plain = shard.read_extents_into
 
     def counting(descriptor: int, where: str, extents: Any, tensors: Any) -> None:
         counts.append(len(extents))
         plain(descriptor, where, extents, tensors)
 
-    monkeypatch.setattr(read, "read_extents_into", counting)
+    monkeypatch.setattr(shard, "read_extents_into", counting)
     return counts
 
 
@@ -125,7 +126,7 @@ PROGRAM = """
 import sys, json
 import flodl_hf
 from flodl_hf import AutoModelForSequenceClassification, load
-from flodl_hf.checkpoints.weights.checkpoint import ahead
+from flodl_hf.checkpoints.weights.checkpoint import parallel_read as ahead
 before = sorted({{"torch", "numpy"}} & set(sys.modules))
 from flodl_hf.checkpoints.weights import early
 early.usable_cpus = lambda: 2

@@ -4,26 +4,22 @@ This package handles tensors, files and names. The key tables map names to param
 tensors are required, and `flodl_hf.checkpoints.saving` writes folders.
 
     safe_open      which files of a folder may be opened, and how
-    manifest       contents of the files: names, dtypes, shapes, order, metadata
-    index          a shard index, checked against the shards it lists
-    parallel_read  bytes of a file into memory
-    ahead          the same while torch is imported
-    read           bytes of a file into tensors, copied or mapped
-    folder         `Checkpoint`, the four of them together
-    placing        tensors of a checkpoint onto the slots of a model
+    manifest       contents of the files: names, dtypes, shapes, metadata; the index of several files
+    parallel_read  bytes of a file into memory, also while torch is imported
+    shard          one file: bytes into tensors, copied or mapped
+    folder         `Checkpoint`, all of them together, and tensors onto the parameters of a model
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .folder import Checkpoint
-    from .manifest import SourceManifest, StoredTensor
-    from .placing import place
+    from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint, place
+    from flodl_hf.checkpoints.weights.checkpoint.manifest import SourceManifest, StoredTensor
 
 __all__ = ["Checkpoint", "SourceManifest", "StoredTensor", "place"]
 
-_WHERE = {"Checkpoint": "folder", "SourceManifest": "manifest", "StoredTensor": "manifest", "place": "placing"}
+_WHERE = {"Checkpoint": "folder", "SourceManifest": "manifest", "StoredTensor": "manifest", "place": "folder"}
 
 
 def __getattr__(name: str) -> Any:

@@ -6,15 +6,30 @@ using them to write is for :mod:`flodl_hf.checkpoints.saving.state`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-__all__ = ["DTYPES", "DTYPE_NAMES", "Layout", "SourceFile", "SourceManifest", "StoredTensor"]
+from flodl.errors import CheckpointError, UnsafeFileError, capped, printable
+from flodl_hf.checkpoints.weights.checkpoint.safe_open import plain_name_fault
+
+__all__ = [
+    "DTYPES",
+    "DTYPE_NAMES",
+    "INDEX_LIMIT",
+    "Layout",
+    "ShardIndex",
+    "SourceFile",
+    "SourceManifest",
+    "StoredTensor",
+    "check_shards",
+    "parse_index",
+]
 
 Layout = Literal["single", "sharded", "bin", "bin-sharded"]
 
@@ -117,3 +132,125 @@ class SourceManifest:
     def nbytes(self) -> int:
         """Return the total bytes of all tensors: the memory that reading everything takes."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+INDEX_LIMIT = 32 << 20
+_MAX_SHARDS = 10_000
+_EXAMPLE = '{"metadata": {...}, "weight_map": {"tensor name": "model-00001-of-00002.safetensors"}}'
+
+
+@dataclass(frozen=True, slots=True)
+class ShardIndex:
+    """Contents of a shard index.
+
+    Attributes:
+        name: its file name.
+        text: the unchanged file text.
+        weight_map: tensor name to shard name, in the order of the file.
+        metadata: the ``metadata`` object of the index.
+        files: shard names, each once, in sorted order (their numbers are zero-filled).
+    """
+
+    name: str
+    text: str
+    weight_map: Mapping[str, str]
+    metadata: Mapping[str, object]
+    files: tuple[str, ...]
+
+
+def parse_index(text: str, name: str, where: str) -> ShardIndex:
+    """Return the index in ``text``.
+
+    Args:
+        text: the contents of the file.
+        name: its file name.
+        where: its path, for messages.
+
+    Raises:
+        UnsafeFileError: a shard name is anything else than the plain name of a sibling file.
+        CheckpointError: the text is not JSON of the expected types, repeats a key, or lists too many shards.
+    """
+
+    def refuse(problems: Sequence[str], kind: type[CheckpointError] = CheckpointError) -> CheckpointError:
+        return kind(
+            f"{where}: not a usable shard index:\n{capped(problems)}\nexpected {_EXAMPLE}; fetch the file again",
+            path=where,
+            problems=list(problems),
+        )
+
+    repeated: list[str] = []
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(items)
+        if len(found) != len(items):
+            seen: set[str] = set()
+            repeated.extend(key for key, _ in items if key in seen or seen.add(key))
+        return found
+
+    try:
+        content = json.loads(text, object_pairs_hook=pairs)
+    except (ValueError, RecursionError) as error:
+        raise refuse([f"found no JSON ({type(error).__name__}: {printable(str(error))[1:-1]})"]) from error
+    if not isinstance(content, dict):
+        raise refuse([f"found a JSON {_json_kind(content)} at the top, expected an object"])
+    if repeated:
+        raise refuse([f"{printable(key)} is present more than once" for key in repeated])
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict):
+        found = "no 'weight_map'" if weight_map is None else f"'weight_map' is a JSON {_json_kind(weight_map)}"
+        raise refuse([f"found {found}, expected an object from tensor names to file names"])
+    if not weight_map:
+        raise refuse(["found an empty 'weight_map'"])
+    metadata = content.get("metadata") or {}
+    if not isinstance(metadata, dict):
+        raise refuse([f"found 'metadata' as a JSON {_json_kind(metadata)}, expected an object"])
+    wrong_types = [key for key, value in weight_map.items() if not isinstance(value, str)]
+    if wrong_types:
+        raise refuse(
+            [f"{printable(k)}: found a JSON {_json_kind(weight_map[k])}, not a file name" for k in wrong_types]
+        )
+    files = sorted(set(weight_map.values()))
+    unsafe = [(file, fault) for file in files if (fault := plain_name_fault(file))]
+    if unsafe:
+        raise refuse([f"shard {printable(file)}: {fault}" for file, fault in unsafe], UnsafeFileError)
+    if len(files) > _MAX_SHARDS:
+        raise refuse([f"found {len(files):,} shards, more than {_MAX_SHARDS:,}"])
+    return ShardIndex(name, text, weight_map, metadata, tuple(files))
+
+
+def check_shards(index: ShardIndex, contents: Mapping[str, Sequence[str]], where: str) -> None:
+    """Compare the index with the tensor names in the headers of its shards.
+
+    Raises:
+        CheckpointError: a listed tensor is missing, in another shard, or in two; or a shard contains a
+            tensor that the index does not list.
+    """
+    homes: dict[str, list[str]] = {}
+    for file in index.files:
+        for name in contents[file]:
+            homes.setdefault(name, []).append(file)
+    problems: list[str] = []
+    for name, file in index.weight_map.items():
+        found = homes.get(name, [])
+        if not found:
+            problems.append(f"{printable(name)}: listed for {file}, found in no shard")
+        elif len(found) == 1 and found[0] != file:
+            problems.append(f"{printable(name)}: listed for {file}, found in {found[0]}")
+    for name, found in homes.items():
+        if len(found) > 1:
+            problems.append(f"{printable(name)}: found in {len(found)} shards, {', '.join(found)}")
+        elif name not in index.weight_map:
+            problems.append(f"{printable(name)}: found in {found[0]}, not listed")
+    if problems:
+        raise CheckpointError(
+            f"{where}: index and shards disagree about {len(problems)} tensors:\n{capped(problems)}\n"
+            f"expected each tensor once, in the shard that the index names; "
+            f"the files are from different versions, fetch the folder again",
+            path=where,
+            problems=problems,
+        )
+
+
+def _json_kind(value: object) -> str:
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")

@@ -5,21 +5,21 @@ Decides the interface that a safetensors file and a ``.bin`` file share.
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from flodl.errors import CheckpointError, capped, printable
 from flodl.safetensors_header import read_header
 from flodl.system import read_at
+from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPES, SourceFile
+from flodl_hf.checkpoints.weights.checkpoint.parallel_read import Extent, cut, fill, taken
 
-from .manifest import DTYPES, SourceFile
-from .parallel_read import Extent
-from .read import map_extents, read_extents, read_extents_into
-
-__all__ = ["OpenShard", "SafetensorsShard", "Shard"]
+__all__ = ["Extent", "OpenShard", "SafetensorsShard", "Shard", "map_extents", "read_extents", "read_extents_into"]
 
 
 class Shard(Protocol):
@@ -136,3 +136,66 @@ class SafetensorsShard(OpenShard):
     def read_into(self, name: str, tensor: Tensor) -> None:
         """Fill ``tensor``, contiguous, on the CPU, of the stored dtype and shape."""
         read_extents_into(self._open_descriptor(), self._where, [self._extents[name]], [tensor])
+
+
+def read_extents(descriptor: int, where: str, extents: Sequence[Extent]) -> list[Tensor]:
+    """Return copies of the tensors at ``extents``, in that order, each in a separate allocation.
+
+    Args:
+        descriptor: the open file.
+        where: the path for messages.
+        extents: which bytes to read; reading is quickest when they are in file order.
+
+    Raises:
+        CheckpointError: the file is shorter than its header states.
+    """
+    ready = taken(descriptor)
+    tensors: list[Tensor] = []
+    missing: list[int] = []
+    for at, extent in enumerate(extents):
+        dtype = DTYPES[extent.dtype]
+        memory = ready.pop(extent.start, None)
+        if memory is not None:
+            tensors.append(torch.frombuffer(memory, dtype=dtype).view(extent.shape))
+        else:
+            tensors.append(torch.empty(extent.shape, dtype=dtype))
+            missing.append(at)
+    if missing:
+        read_extents_into(descriptor, where, [extents[at] for at in missing], [tensors[at] for at in missing])
+    return tensors
+
+
+def map_extents(descriptor: int, where: str, extents: Sequence[Extent]) -> list[Tensor]:
+    """Return tensors that map the file, in the order of ``extents``; writing to one copies its pages.
+
+    Pages are read on first use and shared with every process that maps the file. In return
+    the file must not change while one of them is alive: overwriting it changes them, truncating it kills the process.
+
+    Raises:
+        CheckpointError: the file is shorter than its header states.
+    """
+    size = os.fstat(descriptor).st_size
+    end = max((extent.start + extent.nbytes for extent in extents), default=0)
+    if end > size:
+        raise cut(where, size, end - size)
+    if end == 0:
+        return read_extents(descriptor, where, extents)
+    mapping = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+    tensors: list[Tensor] = []
+    for extent in extents:
+        dtype = DTYPES[extent.dtype]
+        if extent.nbytes == 0 or extent.start % dtype.itemsize:
+            tensors += read_extents(descriptor, where, [extent])  # torch wants numbers at multiples of their size
+            continue
+        # Each tensor keeps the mapping alive through its own storage, so saving or sharing one of them does
+        # not drag its neighbours along.
+        count = extent.nbytes // dtype.itemsize
+        flat = torch.frombuffer(mapping, dtype=dtype, count=count, offset=extent.start)
+        tensors.append(flat.view(extent.shape))
+    return tensors
+
+
+def read_extents_into(descriptor: int, where: str, extents: Sequence[Extent], tensors: Sequence[Tensor]) -> None:
+    """Fill ``tensors``, which must be contiguous, on the CPU and of the stored dtype and shape."""
+    views = [tensor.detach().reshape(-1).view(torch.uint8).numpy().data for tensor in tensors]
+    fill(descriptor, where, extents, views)

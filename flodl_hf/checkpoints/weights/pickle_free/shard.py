@@ -7,26 +7,31 @@ sequence of programs and storages before it.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
-from flodl.errors import CheckpointError, printable
+from flodl.errors import CheckpointError, capped, printable
 from flodl.files import POINTER_ADVICE, is_pointer, open_regular
 from flodl.system import read_at
 from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPES
 from flodl_hf.checkpoints.weights.checkpoint.parallel_read import Extent
-from flodl_hf.checkpoints.weights.checkpoint.read import map_extents, read_extents
-from flodl_hf.checkpoints.weights.checkpoint.shard import OpenShard
+from flodl_hf.checkpoints.weights.checkpoint.shard import OpenShard, map_extents, read_extents
+from flodl_hf.checkpoints.weights.pickle_free.opcodes import Machine
+from flodl_hf.checkpoints.weights.pickle_free.tensors import (
+    NAMES,
+    StorageRecord,
+    TensorRecord,
+    state_table,
+    storage_record,
+)
 
-from .archive import Member, stored_members
-from .checksums import check_sums
-from .opcodes import Machine
-from .tensors import NAMES, StorageRecord, TensorRecord, state_table, storage_record
-
-__all__ = ["BinShard", "read_bin"]
+__all__ = ["BinShard", "Member", "check_sums", "read_bin", "stored_members"]
 
 # torch/serialization.py: results of the first two programs of a file before torch 1.6.
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -223,3 +228,178 @@ class _Cursor:
         data = self._buffer[at : at + count]
         self.position += len(data)
         return data
+
+
+_END = struct.Struct("<4s4H2LH")
+_END64_LOCATOR = struct.Struct("<4sLQL")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_CENTRAL = struct.Struct("<4s6H3L5H2L")
+_LOCAL = struct.Struct("<4s5H3L2H")
+_MAX_DIRECTORY = 64 << 20
+_ENCRYPTED = 0x1
+
+
+class Member(NamedTuple):
+    """Byte range of a member in the file, and its CRC-32; 0 if none was written."""
+
+    start: int
+    length: int
+    checksum: int
+
+
+def stored_members(descriptor: int, where: str) -> dict[str, Member]:
+    """Return the members, keyed by name.
+
+    Raises:
+        CheckpointError: not a whole zip archive, or members that are compressed, encrypted, doubled,
+            overlapping or outside the file.
+    """
+    size = os.fstat(descriptor).st_size
+    start, length, count = _directory(descriptor, where, size)
+    data = read_at(descriptor, length, start)
+    members: dict[str, Member] = {}
+    at = 0
+    for _ in range(count):
+        if at + _CENTRAL.size > len(data):
+            _fail(where, "its directory is cut")
+        fields = _CENTRAL.unpack_from(data, at)
+        if fields[0] != b"PK\x01\x02":
+            _fail(where, "its directory is damaged")
+        flags, method, packed, unpacked = fields[3], fields[4], fields[8], fields[9]
+        name_size, extra_size, comment_size, local = fields[10], fields[11], fields[12], fields[16]
+        at += _CENTRAL.size
+        raw_name = data[at : at + name_size]
+        extra = data[at + name_size : at + name_size + extra_size]
+        at += name_size + extra_size + comment_size
+        if at > len(data):
+            _fail(where, "its directory is cut")
+        name = raw_name.decode("utf-8", "backslashreplace")
+        unpacked, packed, local = _widen(extra, unpacked, packed, local, where)
+        if method != 0 or packed != unpacked or flags & _ENCRYPTED:
+            _fail(where, f"member {printable(name)} is compressed or encrypted, expected it stored as it is")
+        if name in members:
+            _fail(where, f"member {printable(name)} is present twice")
+        members[name] = Member(_data_start(descriptor, local, raw_name, where), unpacked, fields[7])
+    _check_places(members, start, where)
+    return members
+
+
+def _directory(descriptor: int, where: str, size: int) -> tuple[int, int, int]:
+    """Return position, length and number of entries of the central directory."""
+    tail_size = min(size, _END.size + 0xFFFF)
+    tail = read_at(descriptor, tail_size, size - tail_size)
+    found = tail.rfind(b"PK\x05\x06")
+    if found < 0 or len(tail) - found < _END.size:
+        _fail(where, "it has no zip directory, so it is cut")
+    _, disk, _, _, count, length, start, comment = _END.unpack_from(tail, found)
+    end = size - tail_size + found
+    if end + _END.size + comment != size or disk not in (0, 0xFFFF):
+        _fail(where, "bytes follow its zip directory")
+    locator_at = end - _END64_LOCATOR.size
+    if 0xFFFF in (count,) or 0xFFFFFFFF in (length, start) or disk == 0xFFFF:
+        locator = read_at(descriptor, _END64_LOCATOR.size, max(locator_at, 0))
+        if len(locator) < _END64_LOCATOR.size or not locator.startswith(b"PK\x06\x07"):
+            _fail(where, "its 64-bit zip directory is missing")
+        place = _END64_LOCATOR.unpack(locator)[2]
+        if place + _END64.size > locator_at:
+            _fail(where, "its 64-bit zip directory is outside the file")
+        fields = _END64.unpack(read_at(descriptor, _END64.size, place))
+        if fields[0] != b"PK\x06\x06":
+            _fail(where, "its 64-bit zip directory is damaged")
+        count, length, start, end = fields[7], fields[8], fields[9], place
+    if start + length > end:
+        _fail(where, "its zip directory is outside the file")
+    if length > _MAX_DIRECTORY:
+        _fail(where, f"its zip directory has {length:,} bytes, expected at most {_MAX_DIRECTORY:,}")
+    return start, length, count
+
+
+def _widen(extra: bytes, unpacked: int, packed: int, local: int, where: str) -> tuple[int, int, int]:
+    """Return the three numbers, with values above 32 bits read from the extra field."""
+    wide: list[int] = []
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, at)
+        if kind == 1:
+            payload = extra[at + 4 : at + 4 + length]
+            wide = [value for (value,) in struct.iter_unpack("<Q", payload[: len(payload) // 8 * 8])]
+        at += 4 + length
+    result: list[int] = []
+    for value in (unpacked, packed, local):
+        if value == 0xFFFFFFFF:
+            if not wide:
+                _fail(where, "its directory lacks a 64-bit size")
+            value = wide.pop(0)
+        result.append(value)
+    return result[0], result[1], result[2]
+
+
+def _data_start(descriptor: int, local: int, raw_name: bytes, where: str) -> int:
+    head = read_at(descriptor, _LOCAL.size + len(raw_name), local) if local < 2**63 else b""
+    if len(head) < _LOCAL.size + len(raw_name) or not head.startswith(b"PK\x03\x04"):
+        _fail(where, "a member does not begin at the offset in its directory")
+    fields = _LOCAL.unpack_from(head)
+    if fields[3] != 0 or fields[9] != len(raw_name) or head[_LOCAL.size :] != raw_name:
+        _fail(where, "a member and its directory entry disagree")
+    return local + _LOCAL.size + fields[9] + fields[10]
+
+
+def _check_places(members: dict[str, Member], limit: int, where: str) -> None:
+    end = 0
+    for name, (start, length, _) in sorted(members.items(), key=lambda item: item[1]):
+        if length and start < end:
+            _fail(where, f"member {printable(name)} overlaps another")
+        if start + length > limit:
+            _fail(where, f"member {printable(name)} reaches beyond the file")
+        end = max(end, start + length)
+
+
+def _fail(where: str, found: str) -> NoReturn:
+    raise CheckpointError(
+        f"{where}: not a usable torch file: {found}; expected the zip archive that torch.save writes; "
+        f"fetch the file again",
+        path=where,
+        problems=[found],
+    )
+
+
+_PIECE = 4 << 20
+_THREADS = 4
+
+
+def check_sums(descriptor: int, members: Mapping[str, Member], where: str) -> None:
+    """Compare members with their checksums, several at a time.
+
+    Args:
+        descriptor: the open archive.
+        members: by name.
+        where: the file, for messages.
+
+    Raises:
+        CheckpointError: bytes differ from their checksums; all affected members are named.
+    """
+
+    def differs(member: Member) -> bool:
+        value, at, end = 0, member.start, member.start + member.length
+        while at < end:
+            piece = read_at(descriptor, min(_PIECE, end - at), at)
+            if not piece:
+                return True
+            value = zlib.crc32(piece, value)
+            at += len(piece)
+        return value != member.checksum
+
+    known = {name: member for name, member in members.items() if member.checksum}
+    if len(known) > 1 and sum(member.length for member in known.values()) > _PIECE:
+        with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+            results = list(pool.map(differs, known.values()))
+    else:
+        results = [differs(member) for member in known.values()]
+    damaged = [printable(name) for name, bad in zip(known, results, strict=True) if bad]
+    if damaged:
+        raise CheckpointError(
+            f"{where}: {len(damaged)} members are damaged:\n{capped(damaged)}\nfound bytes that contradict their "
+            "checksums; the file is damaged, fetch it again",
+            path=where,
+            problems=[f"{name}: checksum differs" for name in damaged],
+        )

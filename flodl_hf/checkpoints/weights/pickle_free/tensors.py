@@ -13,8 +13,7 @@ from typing import Any
 from flodl.errors import CheckpointError, capped, printable
 from flodl.safetensors_header import name_fault
 from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPES
-
-from .opcodes import Function
+from flodl_hf.checkpoints.weights.pickle_free.opcodes import Function
 
 __all__ = ["NAMES", "StorageRecord", "TensorRecord", "state_table", "storage_record"]
 
