@@ -120,6 +120,7 @@ def try_wheel(wheel: Path, python: str, work: Path) -> None:
     binaries = work / "venv" / "bin"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "HF_HUB_OFFLINE": "1"}
+    environment.setdefault("OMP_NUM_THREADS", "2")
     install = [binaries / "pip", "install", "-q", "--no-compile", "-c", ROOT / "constraints.txt", f"{wheel}[cli]"]
     subprocess.run(install, check=True, env=environment)
     for name in ("demo", *PAGES):

@@ -12,6 +12,7 @@ _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"
 
 project = "flodl-hf"
 author = "the flodl-hf authors"
+copyright = f"2026, {author}"
 release = _PROJECT["version"]
 
 extensions = [
@@ -48,8 +49,8 @@ html_sidebars = {
     "**": [
         "sidebar/brand.html",
         "sidebar/search.html",
-        "versions.html",
         "sidebar/scroll-start.html",
+        "versions.html",
         "sidebar/navigation.html",
         "sidebar/scroll-end.html",
     ]

@@ -54,7 +54,8 @@ def entry(module: str, name: str, value: Any) -> Iterator[str]:
         yield f".. auto{kind}:: {full}"
         if kind == "class":
             yield "   :members:"
-            yield "   :show-inheritance:"
+            if any(base is other for _, other in public() for base in value.__bases__):
+                yield "   :show-inheritance:"
             if any(base.__name__.startswith("_") for base in value.__mro__):
                 shown = [base.__name__ for base in value.__mro__[1:] if not base.__name__.startswith("_")]
                 yield f"   :inherited-members: {', '.join(shown)}"
@@ -63,8 +64,7 @@ def entry(module: str, name: str, value: Any) -> Iterator[str]:
 def without_private_bases(app: Sphinx, name: str, value: Any, options: Any, bases: list[type[Any]]) -> None:
     """Remove base classes that are not public from the line of bases."""
     known = [other for _, other in public() if inspect.isclass(other)]
-    shown = [base for base in bases if base in known or getattr(base, "__module__", "") in ("builtins", "torch.nn")]
-    bases[:] = shown or [object]
+    bases[:] = [base for base in bases if base in known]
 
 
 def with_options(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:

@@ -23,8 +23,8 @@ PROJECT = tomllib.loads((DOCS.parent / "pyproject.toml").read_text("utf-8"))["pr
 def build(root: Path, version: str) -> Path:
     """Build the pages of a version; warnings are errors."""
     target = root / version
-    sphinx = [sys.executable, "-m", "sphinx", "-b", "html", "-q", "-W", "--keep-going", "-D", f"release={version}"]
-    subprocess.run([*sphinx, DOCS, target], check=True)
+    options = ["-b", "html", "-a", "-q", "-W", "--keep-going", "-D", f"release={version}"]
+    subprocess.run([sys.executable, "-m", "sphinx", *options, DOCS, target], check=True)
     if missing := missing_names((target / "objects.inv").read_bytes()):
         raise SystemExit(f"docs/api: found no entry of the public names {', '.join(missing)}")
     return target

@@ -1,4 +1,4 @@
-"""flodl_hf: Hugging Face encoder checkpoints both ways.
+"""Load, run, fine-tune, serve and export Hugging Face encoders.
 
 from flodl_hf import AutoModelForSequenceClassification
 

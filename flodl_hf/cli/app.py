@@ -67,7 +67,7 @@ def app_of(*names: str) -> typer.Typer:
     """Return the command line with these commands; only their files are imported."""
     made = typer.Typer(
         name="flodl-hf",
-        help="Hugging Face encoders both ways: load, predict, export, and prove it.\n\n"
+        help="Load, run, fine-tune, serve and export Hugging Face encoders.\n\n"
         "MODEL is a local folder or a Hub name such as owner/name or owner/name@revision.",
         no_args_is_help=True,
         add_completion=True,
@@ -97,7 +97,7 @@ def options(
     ),
     quiet: bool = typer.Option(False, "-q", "--quiet", help="Print only results, warnings and errors."),
 ) -> None:
-    """Hugging Face encoders both ways: load, predict, export, and prove it."""
+    """Load, run, fine-tune, serve and export Hugging Face encoders."""
     if more or quiet:
         set_verbosity(Verbosity.QUIET if quiet else min(Verbosity.NORMAL + more, Verbosity.TRACE))
     if version:

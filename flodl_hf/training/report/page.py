@@ -204,7 +204,7 @@ def _single(run: Run) -> list[str]:
     caption = "" if len(kept) == len(names) else f"The {len(kept)} most frequent of {len(names)} labels."
     shown = [names[i] for i in kept]
     table = counted[np.ix_(kept, kept)].tolist()
-    matrix = heat_map(table, shown, title="How often each label is read as each")
+    matrix = heat_map(table, shown, title="Predictions for each label")
     rows = []
     for i in kept:
         row, said = found.rows[names[i]], counted[:, i].sum()
@@ -215,7 +215,7 @@ def _single(run: Run) -> list[str]:
     cells = [[name, *map(str, row)] for name, row in zip(shown, table, strict=True)]
     shown_curves = [1] if len(names) == 2 else list(np.argsort(-counted.sum(1), kind="stable")[:6])
     return [
-        _figure("Which label is read as which", matrix, caption, _table(["", *shown], cells)),
+        _figure("Confusion matrix", matrix, caption, _table(["", *shown], cells)),
         f'<figure><h3>By label</h3><div class="scroll">{by_label}</div>{_chosen(run)}</figure>',
         _reliability(scores.max(1), guess == truth),
         _curves({names[i]: precision_recall(scores[:, i], truth == i) for i in shown_curves}),
@@ -335,7 +335,7 @@ def _curves(curves: Mapping[str, Any]) -> str:
     if not lines:
         return ""
     chart = line_chart(lines, title="Precision over recall", across="recall", up="precision", x=(0, 1), y=(0, 1))
-    return _figure("Precision and recall", chart, "In brackets: average precision.")
+    return _figure("Precision and recall", chart, f"Average precision: {escape(', '.join(lines))}.")
 
 
 _KINDS: dict[str, Callable[[Run], list[str]]] = {

@@ -86,7 +86,7 @@ def run_of(kind: str) -> Run:
 
 
 KINDS = {
-    "single_label": ("Which label is read as which", "Reliability", "Precision and recall", "By label"),
+    "single_label": ("Confusion matrix", "Reliability", "Precision and recall", "By label"),
     "multi_label": ("best threshold", "Reliability", "Precision and recall"),
     "regression": ("Predicted and true", "Errors"),
     "tokens": ("What became of spans", "Words, by label"),
