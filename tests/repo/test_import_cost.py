@@ -146,3 +146,30 @@ def test_a_training_run_imports_no_compiler(tmp_path: Path) -> None:
     new = ast.literal_eval(run.stdout.splitlines()[-1])
     assert "flodl.train.trainer" in new
     assert [name for name in new if name.startswith(UNUSED)] == []
+
+
+_PREDICTION = """
+import sys
+from pathlib import Path
+import torch
+
+before = set(sys.modules)
+from flodl_hf import load
+
+golden = Path(sys.argv[1])
+load(golden / "bert-sequence_classification").predict(["a text", "another one"], untrained=True)
+load(golden / "bert-token_classification").predict("a text", untrained=True)
+load(golden / "bert-question_answering").answer("who?", "a text", untrained=True)
+load(golden / "bert-base").embed(["a text", "another one"])
+print(sorted(name for name in set(sys.modules) - before if not name.startswith("flodl")))
+"""
+PREDICTING = {"encodings", "html", "numpy", "tokenizers", "torch"}
+
+
+def test_a_prediction_imports_the_tokenizers_library_only() -> None:
+    golden = Path(__file__).parents[1] / "golden"
+    command = [sys.executable, "-W", "ignore", "-c", _PREDICTION, str(golden)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    new = ast.literal_eval(run.stdout.splitlines()[-1])
+    assert {name.partition(".")[0] for name in new} <= PREDICTING
+    assert [name for name in new if name.startswith(UNUSED)] == []
