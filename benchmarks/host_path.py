@@ -45,7 +45,7 @@ from flodl_hf.inference.engine import Engine
 from flodl_hf.inference.inputs import encode
 from flodl_hf.models import EncoderModel
 from flodl_hf.nn.layout.buckets import Buffer, bucket_of
-from flodl_hf.tokenization.threads import cores
+from flodl_hf.tokenization.backend import cores
 from flodl_hf.tokenization.tokenizer import Tokenizer
 
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -136,7 +136,7 @@ def in_place_of_a_device(stand_in: StandIn) -> Iterator[None]:
     """Have predictions run on the stand-in, as an accelerator would be used."""
     with ExitStack() as held:
         held.enter_context(patch("flodl_hf.inference.pipeline.works_by_itself", lambda device: True))
-        held.enter_context(patch("flodl_hf.inference.plan.CPU_BUDGET", BUDGET))
+        held.enter_context(patch("flodl_hf.inference.batch.CPU_BUDGET", BUDGET))
         held.enter_context(patch.object(Engine, "_run", lambda self, batch, alone: stand_in.run(self, batch, alone)))
         yield
 

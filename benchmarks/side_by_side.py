@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from flodl_hf import load
-from flodl_hf.inference.decode import join_words
+from flodl_hf.inference.decode.windows import join_words
 from flodl_hf.models import EncoderModel
 from flodl_hf.readers import load_rows
 

@@ -29,7 +29,7 @@ from flodl_hf.heads.truncated import (
     truncates,
     warn_of_cut,
 )
-from flodl_hf.inference.items import several
+from flodl_hf.inference.inputs import several
 from flodl_hf.models.encoder_model import EncoderModel
 
 __all__ = ["Pipeline", "pipeline"]

@@ -92,7 +92,7 @@ def runs(folder: Path, head: str, device: str, precision: Any) -> Explanation:
     from flodl.devices import parse_device
     from flodl_hf.checkpoints.config.model_config import read_config_file
     from flodl_hf.inference.explain import explain_graph
-    from flodl_hf.inference.precision import check_name, dtype_of
+    from flodl_hf.inference.options import check_name, dtype_of
     from flodl_hf.models.filling import settle_dtype
     from flodl_hf.models.pretrained import open_weights, plan_folder
 

@@ -125,7 +125,7 @@ class BaseModel(EncoderModel):
         from flodl_hf.heads.vectors import most_sentence_tokens
         from flodl_hf.inference import Session
         from flodl_hf.inference.decode.pooling import check_pooling
-        from flodl_hf.inference.items import several
+        from flodl_hf.inference.inputs import several
         from flodl_hf.inference.passes import Pooled
         from flodl_hf.inference.vectors import Vectors
 
@@ -239,7 +239,7 @@ class BaseModel(EncoderModel):
         """
         from flodl_hf.heads.vectors import batches_of, token_embeddings
         from flodl_hf.inference.decode.pooling import finish_embeddings
-        from flodl_hf.inference.items import several
+        from flodl_hf.inference.inputs import several
         from flodl_hf.inference.quantize import STORED_PRECISIONS, check_store, quantize_embeddings
 
         texts = several(sentences, "encode")
@@ -355,7 +355,7 @@ class BaseModel(EncoderModel):
 
     def _as_vectors(self, given: Any, run: RunKeywords) -> tuple[Any, list[str]]:
         """Return vectors, and the texts that they are of where texts were given."""
-        from flodl_hf.inference.items import several
+        from flodl_hf.inference.inputs import several
 
         if isinstance(given, str):
             given = [given]
@@ -468,8 +468,7 @@ class BaseModel(EncoderModel):
     def _embeddable(self, texts: list[str], *, windows: bool, strict: bool, prompt: str = "") -> Encoded:
         """Return the rows of texts as the folder's recipe wants them read."""
         from flodl_hf.heads.vectors import most_sentence_tokens
-        from flodl_hf.inference.inputs import encode
-        from flodl_hf.inference.items import prompted
+        from flodl_hf.inference.inputs import encode, prompted
 
         tokenizer, recipe = self.tokenizer, self.sentence_recipe
         assert tokenizer is not None

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from flodl_hf.inference.inputs import Encoded
     from flodl_hf.models.encoder_model import EncoderModel
 
-__all__ = ["Chunks", "chunk_vectors", "sentence_spans"]
-
 Span = tuple[int, int]
 _END = re.compile(r"[.!?…]+[\"'”’)\]]*\s+|[。！？]+[」』”]*\s*|\n\s*\n\s*")
 
@@ -81,8 +79,7 @@ def chunk_vectors(
     from flodl_hf.heads.vectors import changed_states, most_sentence_tokens, read_states
     from flodl_hf.inference import Session
     from flodl_hf.inference.decode.pooling import finish_embeddings
-    from flodl_hf.inference.inputs import Encoded
-    from flodl_hf.inference.items import several
+    from flodl_hf.inference.inputs import Encoded, several
     from flodl_hf.inference.token_table import table_of
 
     tokenizer = model._ready("embed_chunks", untrained=untrained)

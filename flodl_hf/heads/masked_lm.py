@@ -77,7 +77,7 @@ class MaskedLM(ScoringModel):
                 head.
         """
         from flodl_hf.inference import Session
-        from flodl_hf.inference.items import several
+        from flodl_hf.inference.inputs import several
         from flodl_hf.inference.passes import ScoresAt
         from flodl_hf.inference.pipeline import Steps
         from flodl_hf.inference.results.lists import Fills, is_empty
@@ -186,7 +186,7 @@ class MaskedLM(ScoringModel):
         Raises:
             PredictError: the model has no tokenizer or an untrained head, or the folder no such prompt.
         """
-        from flodl_hf.inference.items import several
+        from flodl_hf.inference.inputs import several
 
         texts = several(sentences, "encode")
         given: dict[str, Any] = {**run, "batch_size": batch_size}
@@ -215,8 +215,8 @@ class MaskedLM(ScoringModel):
 
     def _fill_best(self, texts: Any, session: Session, tokenizer: Tokenizer, top_k: int) -> Any:
         """Return the best words of the whole vocabulary for each mask."""
-        from flodl_hf.inference.decode.fast_records import made
         from flodl_hf.inference.decode.masks import mask_places
+        from flodl_hf.inference.decode.rows import made
         from flodl_hf.inference.inputs import encode as rows_of
         from flodl_hf.inference.passes import BestAt
         from flodl_hf.inference.pipeline import Steps
@@ -304,7 +304,7 @@ class MaskedLM(ScoringModel):
         rows: list[Row],
         places: list[list[int]],
     ) -> list[Any]:
-        from flodl_hf.inference.decode import decode_targets
+        from flodl_hf.inference.decode.masks import decode_targets
         from flodl_hf.inference.passes import ScoresAt
         from flodl_hf.inference.token_table import table_of
 

@@ -96,7 +96,7 @@ def judged(
         PredictError: the input is not pairs.
     """
     from flodl_hf.inference import Session
-    from flodl_hf.inference.decode import decode_classes
+    from flodl_hf.inference.decode.classes import decode_classes
     from flodl_hf.inference.inputs import encode, split_pairs
     from flodl_hf.inference.results.lists import Labels
 

@@ -7,22 +7,7 @@ from typing import Any
 from flodl_hf.checkpoints.config.labels import activation_at
 from flodl_hf.compat.loading import device_of
 from flodl_hf.compat.taking import Word
-from flodl_hf.inference.plan import usual_budget
-
-__all__ = [
-    "ANSWER",
-    "CHOICES",
-    "CLASSES",
-    "EMBED",
-    "ENCODE",
-    "ENTITIES",
-    "MASKS",
-    "PAIRS",
-    "RERANK",
-    "SPARSE",
-    "SPARSE_ENCODE",
-    "ZERO_SHOT",
-]
+from flodl_hf.inference.batch import usual_budget
 
 
 def _budget(size: Any, model: Any) -> int | None:

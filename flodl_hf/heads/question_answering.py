@@ -181,9 +181,9 @@ class QuestionAnswerer(EncoderModel):
                 that makes no sense.
         """
         from flodl_hf.inference import Session
-        from flodl_hf.inference.decode import decode_answers_batch
         from flodl_hf.inference.decode.rows import Placed
-        from flodl_hf.inference.items import several
+        from flodl_hf.inference.decode.spans import decode_answers_batch
+        from flodl_hf.inference.inputs import several
         from flodl_hf.inference.passes import Scores
         from flodl_hf.inference.results.lists import Answers
 
@@ -270,7 +270,7 @@ def _tokens(tokenizer: Tokenizer, chunk: Sequence[Any], **options: Any) -> Encod
 
 
 def _questions(chunk: Sequence[Any]) -> tuple[list[str], list[str]]:
-    from flodl_hf.inference.items import FIRST_PLACE, plain_pairs
+    from flodl_hf.inference.inputs import FIRST_PLACE, plain_pairs
 
     places = enumerate(chunk, FIRST_PLACE.get())
     pairs = chunk if plain_pairs(chunk) else [_pair(item, place) for place, item in places]

@@ -102,10 +102,10 @@ class ReplacedTokens(ScoringModel):
             PredictError: the model has no tokenizer or an untrained head.
         """
         from flodl_hf.inference import Session
-        from flodl_hf.inference.decode import TagScheme, decode_entities_batch
+        from flodl_hf.inference.decode.entities import decode_entities_batch
+        from flodl_hf.inference.decode.labels import TagScheme
         from flodl_hf.inference.decode.rows import Placed
-        from flodl_hf.inference.inputs import encode
-        from flodl_hf.inference.items import several
+        from flodl_hf.inference.inputs import encode, several
         from flodl_hf.inference.passes import Scores
         from flodl_hf.inference.results.lists import Entities, is_empty
 

@@ -16,8 +16,6 @@ from flodl_hf.models.outputs import (
     TokenClassificationOutput,
 )
 
-__all__ = ["ScoringModel"]
-
 Scores = (
     SequenceClassificationOutput | TokenClassificationOutput | MaskedLMOutput | MultipleChoiceOutput
     | NextSentenceOutput | ReplacedTokensOutput

@@ -106,9 +106,8 @@ class SequenceClassifier(ScoringModel):
         """
         from flodl_hf.checkpoints.config.labels import tuned_thresholds
         from flodl_hf.inference import Session
-        from flodl_hf.inference.decode import decode_classes
-        from flodl_hf.inference.decode.classes import decide
-        from flodl_hf.inference.items import refuse_two_texts, several
+        from flodl_hf.inference.decode.classes import decide, decode_classes
+        from flodl_hf.inference.inputs import refuse_two_texts, several
         from flodl_hf.inference.passes import Scores
         from flodl_hf.inference.results.lists import Labels
 
@@ -189,9 +188,9 @@ class SequenceClassifier(ScoringModel):
             PredictError: no labels, a template without ``{}``, or a model without an entailment label.
         """
         from flodl_hf.inference import Session
-        from flodl_hf.inference.decode import contradiction_id, decode_zero_shot, entailment_id
+        from flodl_hf.inference.decode.classes import contradiction_id, decode_zero_shot, entailment_id
         from flodl_hf.inference.decode.compat import zero_shot_classification
-        from flodl_hf.inference.items import several
+        from flodl_hf.inference.inputs import several
         from flodl_hf.inference.passes import Scores
         from flodl_hf.inference.results.lists import Labels
 
@@ -264,8 +263,7 @@ class SequenceClassifier(ScoringModel):
             PredictError: the model has more than one label, or documents are no list of strings.
         """
         from flodl_hf.inference import Session
-        from flodl_hf.inference.decode import decode_ranking
-        from flodl_hf.inference.decode.classes import Ranked
+        from flodl_hf.inference.decode.classes import Ranked, decode_ranking
         from flodl_hf.inference.passes import Scores
         from flodl_hf.inference.results.lists import Ranking
 
@@ -320,8 +318,7 @@ class SequenceClassifier(ScoringModel):
         prompt: str = "",
         max_length: int | None = None,
     ) -> Encoded:
-        from flodl_hf.inference.inputs import encode, split_pairs
-        from flodl_hf.inference.items import prompted
+        from flodl_hf.inference.inputs import encode, prompted, split_pairs
 
         tokenizer = self.tokenizer
         assert tokenizer is not None
@@ -370,7 +367,7 @@ def _documents(query: Any, documents: Any) -> list[str]:
     Raises:
         PredictError: query or documents have an unexpected type.
     """
-    from flodl_hf.inference.items import several
+    from flodl_hf.inference.inputs import several
 
     texts = several(documents, "rerank")
     if not isinstance(query, str) or isinstance(texts, str):

@@ -85,9 +85,10 @@ class TokenClassifier(ScoringModel):
             TokenizerError: a text is not a valid string, or too long with ``strict``.
         """
         from flodl_hf.inference import Session
-        from flodl_hf.inference.decode import TagScheme, decode_entities_batch, join_words
-        from flodl_hf.inference.inputs import encode
-        from flodl_hf.inference.items import several
+        from flodl_hf.inference.decode.entities import decode_entities_batch
+        from flodl_hf.inference.decode.labels import TagScheme
+        from flodl_hf.inference.decode.windows import join_words
+        from flodl_hf.inference.inputs import encode, several
         from flodl_hf.inference.passes import Scores
         from flodl_hf.inference.results.lists import Entities, is_empty
 

@@ -12,18 +12,6 @@ import torch
 from flodl_hf.heads.prediction_keywords import ZERO_SHOT
 from flodl_hf.inference.decode.compat import text_classification, zero_shot_classification
 
-__all__ = [
-    "cut_classes",
-    "cut_entities",
-    "cut_text",
-    "cut_zero_shot",
-    "encoded_text",
-    "most_tokens",
-    "too_long",
-    "truncates",
-    "warn_of_cut",
-]
-
 
 def truncates(given: Mapping[str, Any]) -> bool:
     """Return whether options of a tokenizer truncate texts: ``max_length`` does so without ``truncation``."""

@@ -32,15 +32,6 @@ if TYPE_CHECKING:
     from flodl_hf.inference.passes import States, Work
     from flodl_hf.models.encoder_model import EncoderModel
 
-__all__ = [
-    "keywords_for",
-    "lexical_vectors",
-    "most_sentence_tokens",
-    "pooled_beyond",
-    "splade_vectors",
-    "token_vectors",
-]
-
 TOKENS = 2048
 """Maximum tokens of a batch with whole word scores: a quarter of a gigabyte at 30,000 words."""
 USUAL_BATCH = 32
@@ -278,8 +269,7 @@ def token_vectors(
 ) -> Any:
     """Return a vector for each token; see `BaseModel.embed_tokens`."""
     from flodl_hf.inference import Session
-    from flodl_hf.inference.inputs import Encoded
-    from flodl_hf.inference.items import several
+    from flodl_hf.inference.inputs import Encoded, several
     from flodl_hf.inference.passes import States
     from flodl_hf.inference.token_table import table_of
 
@@ -410,8 +400,7 @@ def splade_vectors(
     run: RunKeywords,
 ) -> SparseVectors:
     """Return weights of words by a masked-word head; see `MaskedLM.embed_sparse`."""
-    from flodl_hf.inference.inputs import encode
-    from flodl_hf.inference.items import prompted
+    from flodl_hf.inference.inputs import encode, prompted
     from flodl_hf.inference.passes import Splade
 
     tokenizer = model._ready("embed_sparse", untrained=untrained)
@@ -440,7 +429,7 @@ def _collected(
     model: EncoderModel, texts: Any, encode: Any, work: Work, finish: Any, run: RunKeywords, *, rows: int
 ) -> SparseVectors:
     from flodl_hf.inference import Session
-    from flodl_hf.inference.items import several
+    from flodl_hf.inference.inputs import several
 
     given = several(texts, "embed_sparse")
     asked = [given] if isinstance(given, str) else list(given)

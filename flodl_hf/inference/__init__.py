@@ -1,14 +1,11 @@
 """From texts to answers: batches are planned, packed and run, and results are returned in order.
 
-options         the keywords that every call takes: precision, devices, token_budget, ...
-precision       which precisions there are and which device has them
+options         the keywords that every call takes: precision, devices, token_budget, ...; precisions of devices
 prepared_graph  the graph that predicts: fused and cast, remade when the model changes
 inputs          user input as texts, and their tokens as arrays
 token_table     rows of tokens as flat arrays
-plan            which rows run together: sorted by length, cut by a token budget
 passes          computations on a batch: scores, states, pooled vectors
-batch           rows of a table end to end, as an engine hands them on
-pending         results on their way home
+batch           which rows run together, by a token budget; the rows of a batch, and their results
 engine          rows through a prepared graph; memory that runs out
 cuda_graphs     batches recorded as CUDA graphs
 fleet           several devices with one queue
@@ -31,12 +28,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flodl_hf.inference.batch import plan_batches
     from flodl_hf.inference.batch_variance import Spread, spread
     from flodl_hf.inference.engine import Engine
-    from flodl_hf.inference.options import RunKeywords, RunOptions
+    from flodl_hf.inference.options import Precision, RunKeywords, RunOptions
     from flodl_hf.inference.pipeline import Session
-    from flodl_hf.inference.plan import plan_batches
-    from flodl_hf.inference.precision import Precision
     from flodl_hf.inference.prepared_graph import forget, prepared
 
 __all__ = [
@@ -54,13 +50,13 @@ __all__ = [
 
 _MODULES = {
     "Engine": "engine",
-    "Precision": "precision",
+    "Precision": "options",
     "RunKeywords": "options",
     "RunOptions": "options",
     "Session": "pipeline",
     "Spread": "batch_variance",
     "forget": "prepared_graph",
-    "plan_batches": "plan",
+    "plan_batches": "batch",
     "prepared": "prepared_graph",
     "spread": "batch_variance",
 }

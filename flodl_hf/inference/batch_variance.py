@@ -16,8 +16,6 @@ from flodl_hf.inference.passes import Scores, States
 if TYPE_CHECKING:
     from flodl_hf.inference.graph_model.model import GraphModel
 
-__all__ = ["Spread", "spread"]
-
 
 @dataclass(frozen=True, slots=True)
 class Spread:

@@ -33,9 +33,7 @@ from flodl_hf.nn.backends.cpu_products import (
 from flodl_hf.nn.layers.table import TORCH
 
 if TYPE_CHECKING:
-    from flodl_hf.inference.precision import Precision
-
-__all__ = ["keeps_kernels", "prepare_cpu", "products_of"]
+    from flodl_hf.inference.options import Precision
 
 
 def prepare_cpu(graph: nn.Module, precision: Precision | None) -> dict[str, str]:

@@ -8,8 +8,6 @@ import torch
 
 from flodl_hf.nn.backends.cpu_products import has_int8, has_onednn
 
-__all__ = ["has_tiles", "missing", "multiplies_bf16"]
-
 
 def missing(precision: str) -> str | None:
     """Return why this processor does not run a precision, or None if it does."""

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from flodl.garbage_collection import gc_paused
 
-__all__ = ["SMALL", "Recorder", "Recording"]
-
 T = TypeVar("T")
 
 # Tokens up to which a batch computes faster than it is launched, op by op.

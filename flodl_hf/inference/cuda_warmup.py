@@ -18,8 +18,6 @@ import torch
 
 from flodl.graph import Graph
 
-__all__ = ["Warming"]
-
 # Tokens of the batches used to warm up products; between these sizes the library mostly chooses the same kernels.
 LARGE = (65_536, 16_384, 8_192, 4_096, 2_048, 1_024, 512)
 # Free memory of a device, in bytes, of which some is taken for that.

@@ -24,8 +24,6 @@ from flodl.errors import ConfigError, DeviceError, FlodlError
 from flodl.verbosity import parsed
 from flodl_hf.errors import PredictError
 
-__all__ = ["Examination", "Finding", "examine"]
-
 State = Literal["ok", "note", "problem"]
 
 REQUIRED = ("torch", "numpy", "safetensors", "tokenizers", "huggingface_hub")
@@ -213,7 +211,7 @@ def _kernels() -> Iterator[Finding]:
 
 
 def _cuda_kernels(device: torch.device) -> Iterator[Finding]:
-    from flodl_hf.inference.precision import check_precision
+    from flodl_hf.inference.options import check_precision
     from flodl_hf.nn.backends.trials import LayerSizes, prediction, training
     from flodl_hf.nn.kernels.trust import trusted
 

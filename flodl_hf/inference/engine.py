@@ -16,15 +16,12 @@ import torch
 from torch import Tensor
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.batch import Batch, batch_of, check_rows
+from flodl_hf.inference.batch import Batch, Pending, batch_of, check_rows, plan_batches, usual_budget
 from flodl_hf.inference.cuda_graphs import SMALL, WAIT, Recorder
 from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.layers_from_disk import Given
-from flodl_hf.inference.options import RunOptions
+from flodl_hf.inference.options import RunOptions, multiplying
 from flodl_hf.inference.passes import Work
-from flodl_hf.inference.pending import Pending
-from flodl_hf.inference.plan import plan_batches, usual_budget
-from flodl_hf.inference.precision import multiplying
 from flodl_hf.inference.prepared_graph import Prepared, holder
 from flodl_hf.nn.adapter_layers.prompts import lead_of
 from flodl_hf.nn.layout.buckets import Buffer, bucket_of
@@ -33,8 +30,6 @@ from flodl_hf.nn.layout.rounded import laid_out, rounded
 
 if TYPE_CHECKING:
     from flodl_hf.inference.graph_model.model import GraphModel
-
-__all__ = ["Engine", "Pending"]
 
 
 class Engine:

@@ -14,7 +14,7 @@ import torch
 
 from flodl.devices import parse_device
 from flodl.graph import Graph
-from flodl_hf.inference.precision import Precision, check_precision, dtype_of
+from flodl_hf.inference.options import Precision, check_precision, dtype_of
 from flodl_hf.inference.prepared_graph import shadow
 from flodl_hf.nn.adapter_layers.lora import folded
 from flodl_hf.nn.backends.choose import layers_of, prediction_sizes, splits
@@ -27,8 +27,6 @@ from flodl_hf.nn.kernels.trust import trusted
 
 if TYPE_CHECKING:
     from flodl_hf.inference.graph_model.model import GraphModel
-
-__all__ = ["Explanation", "LayerGroup", "explain", "explain_graph"]
 
 
 @dataclass(frozen=True)

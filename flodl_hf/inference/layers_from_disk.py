@@ -22,15 +22,13 @@ from flodl.graph import Graph
 from flodl.memory import available_memory
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.module_copies import arranged, convert, shadow, tensors_of
-from flodl_hf.inference.precision import Precision
+from flodl_hf.inference.options import Precision
 from flodl_hf.nn.backends.choose import alone_last, finish_first_tokens
 from flodl_hf.nn.encoder.graphs import Repeated
 from flodl_hf.nn.layout.layouts import Layout
 
 if TYPE_CHECKING:
     from flodl_hf.checkpoints.weights.on_disk import OnDisk
-
-__all__ = ["Given", "Layered"]
 
 # States of all batches computed together use at most this share of free memory, and may use this much.
 SHARE = 4

@@ -17,10 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from flodl.graph import Graph
-from flodl_hf.inference.precision import Precision, check_precision, dtype_of
+from flodl_hf.inference.options import Precision, check_precision, dtype_of
 from flodl_hf.nn.adapter_layers.lora import folded
-
-__all__ = ["arranged", "convert", "shadow", "tensors_of", "told"]
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -20,20 +20,6 @@ if TYPE_CHECKING:
     from flodl.graph import Graph
     from flodl_hf.checkpoints.sentence.sparse import SpladePooling
 
-__all__ = [
-    "BestAt",
-    "Pooled",
-    "Related",
-    "Scores",
-    "ScoresAt",
-    "Splade",
-    "States",
-    "Work",
-    "all_states",
-    "encoded",
-    "scored",
-]
-
 
 def encoded(graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout) -> Tensor:
     """Return the token states."""

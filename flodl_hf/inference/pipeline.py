@@ -24,22 +24,19 @@ from flodl.errors import FlodlError
 from flodl.garbage_collection import gc_paused
 from flodl.progress import Progress
 from flodl_hf.errors import PredictError
+from flodl_hf.inference.batch import COUNTED, HEARD, TRUNCATED, Pending
 from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.engine import Engine
 from flodl_hf.inference.fleet import Fleet
-from flodl_hf.inference.graph_model.after_fork import entered
-from flodl_hf.inference.inputs import Encoded
-from flodl_hf.inference.items import FIRST_PLACE
+from flodl_hf.inference.graph_model.model import entered
+from flodl_hf.inference.inputs import FIRST_PLACE, Encoded
 from flodl_hf.inference.options import RunKeywords, RunOptions, options_of
 from flodl_hf.inference.passes import Work
-from flodl_hf.inference.pending import COUNTED, HEARD, TRUNCATED, Pending
 from flodl_hf.inference.results.lists import Found, results_of
 
 if TYPE_CHECKING:
     from flodl_hf.inference.graph_model.model import GraphModel
     from flodl_hf.inference.workers import Call
-
-__all__ = ["SENDING", "STARTS", "WINDOW", "Session", "Steps"]
 
 SENDING: ContextVar[Callable[[Any, RunOptions, TokenTable, Work, Sequence[Sequence[int]] | None], Pending] | None]
 SENDING = ContextVar("SENDING", default=None)

@@ -13,8 +13,6 @@ from torch import Tensor
 from flodl_hf.inference.decode.pooling import pool_padded
 from flodl_hf.nn.layout.layouts import Layout, Packed
 
-__all__ = ["over_texts", "pool", "scattered"]
-
 
 def pool(states: Tensor, layout: Layout, names: Sequence[str], pooled: Tensor | None = None) -> Tensor:
     """Return the pooled vectors in float32, ``(texts, hidden x poolings)``.

@@ -30,13 +30,11 @@ from flodl.graph import Graph
 from flodl_hf.inference.cpu import keeps_kernels
 from flodl_hf.inference.layers_from_disk import Layered
 from flodl_hf.inference.module_copies import arranged, shadow, tensors_of, told
-from flodl_hf.inference.precision import Precision
+from flodl_hf.inference.options import Precision
 
 if TYPE_CHECKING:
     from flodl_hf.checkpoints.weights.on_disk import OnDisk
     from flodl_hf.inference.graph_model.model import GraphModel
-
-__all__ = ["Prepared", "Stamp", "forget", "prepared", "shadow"]
 
 # A user compares two precisions at most; each may have a copy of the weights.
 _KEPT = 2

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from flodl_hf.tokenization.blocks import Flat
     from flodl_hf.tokenization.tokenizer import Row, Tokenizer
 
-__all__ = ["Frame", "chosen_rows", "cut_table", "frame_of", "framed", "joined", "of_encodings", "of_one", "table_of"]
-
 _ZERO = np.zeros(1, np.int64)
 
 

@@ -16,8 +16,6 @@ from flodl.errors import DataError
 from flodl.files import write_atomically
 from flodl_hf.readers.arrow import need_pyarrow
 
-__all__ = ["SUFFIXES", "ranges_path", "read_vectors", "write_vectors"]
-
 SUFFIXES = (".npy", ".parquet", ".arrow", ".jsonl")
 COLUMN = "vector"
 

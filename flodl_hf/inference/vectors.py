@@ -1,6 +1,6 @@
 """Vectors of texts put in place as they come: one array for all, each number written once.
 
-Arrays, not tensors; the reason is in `flodl_hf.inference.pending`: a tensor operation on so many numbers would
+Arrays, not tensors; the reason is in `flodl_hf.inference.batch`: a tensor operation on so many numbers would
 wake a thread for every core, which then waits busily and slows down the threads that tokenise.
 """
 
@@ -12,11 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flodl_hf.inference.batch import Pending
 from flodl_hf.inference.decode.pooling import finish_embeddings
 from flodl_hf.inference.inputs import Encoded
-from flodl_hf.inference.pending import Pending
-
-__all__ = ["Vectors"]
 
 ALONE = 32_768
 """Numbers of which torch computes at most so many on one thread (``at::internal::GRAIN_SIZE``)."""

@@ -23,8 +23,6 @@ from flodl_hf.inference.inputs import Encoded
 from flodl_hf.workers.messages import Stream
 from flodl_hf.workers.objects import pack_object, unpack_object
 
-__all__ = ["known_of", "serve"]
-
 # Windows that wait for the device in addition to the running one.
 _AHEAD = 2
 # Maximum number of concurrent calls, from several threads of the caller.

@@ -24,15 +24,13 @@ from flodl_hf.inference.options import RunOptions
 from flodl_hf.inference.passes import Work
 from flodl_hf.inference.prepared_graph import Stamp
 from flodl_hf.inference.worker import known_of
-from flodl_hf.tokenization.threads import cores
+from flodl_hf.tokenization.backend import cores
 from flodl_hf.workers.objects import pack_object, unpack_object
 from flodl_hf.workers.pool import Worker
 from flodl_hf.workers.process import Process
 
 if TYPE_CHECKING:
     from flodl_hf.inference.graph_model.model import GraphModel
-
-__all__ = ["Call", "Workers", "call_of"]
 
 # A process needs seconds to import torch and create a context; a device needs longer for this number of texts.
 MIN_TEXTS = 50_000

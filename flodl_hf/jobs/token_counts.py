@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from flodl_hf.inference.pending import COUNTED, TRUNCATED
+from flodl_hf.inference.batch import COUNTED, TRUNCATED
 
 __all__ = ["counting_tokens"]
 

@@ -27,8 +27,7 @@ from flodl_hf.models.transformers_methods import Familiar
 
 if TYPE_CHECKING:
     from flodl_hf.inference.explain import Explanation
-    from flodl_hf.inference.options import RunKeywords, RunOptions
-    from flodl_hf.inference.precision import Precision
+    from flodl_hf.inference.options import Precision, RunKeywords, RunOptions
     from flodl_hf.inference.results.evaluation import EvaluationResult
 
 __all__ = ["EncoderModel"]

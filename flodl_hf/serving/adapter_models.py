@@ -15,10 +15,10 @@ import torch
 
 from flodl.errors import ConfigError, FlodlError, capped
 from flodl_hf.errors import PredictError
+from flodl_hf.inference.batch import Pending
 from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.inputs import Encoded
 from flodl_hf.inference.passes import Work
-from flodl_hf.inference.pending import Pending
 
 __all__ = ["MixedAdapters", "mix_adapters", "open_adapters"]
 

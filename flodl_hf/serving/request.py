@@ -9,7 +9,7 @@ from threading import Event, Semaphore
 from typing import Any
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.pending import Pending
+from flodl_hf.inference.batch import Pending
 
 __all__ = ["AwaitedResults", "DeadlineError", "GivenUpError", "Timeline", "WorkerRequest"]
 

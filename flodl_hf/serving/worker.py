@@ -126,7 +126,7 @@ class Worker:
 
     def peak(self) -> float:
         """Return the peak operations per second of the device, in the dtype of the models' computation."""
-        from flodl_hf.inference.precision import dtype_of
+        from flodl_hf.inference.options import dtype_of
 
         precision: Any = self.precision
         return measure_peak(self.device, dtype_of(precision) or next(iter(self.models.values())).dtype)
@@ -154,8 +154,8 @@ class Worker:
 
     def answer(self, message: dict[str, Any], request: WorkerRequest) -> tuple[Any, list[np.ndarray]]:
         """Return the result of a request."""
+        from flodl_hf.inference.batch import TRUNCATED
         from flodl_hf.inference.inputs import TRUNCATION, Truncation
-        from flodl_hf.inference.pending import TRUNCATED
         from flodl_hf.inference.pipeline import SENDING
 
         mixed = self.together.get(message["model"])

@@ -15,8 +15,6 @@ from flodl_hf.errors import TokenizerError
 
 from .settings import ROLES, content, extra_tokens
 
-__all__ = ["add_tokens", "role_tokens"]
-
 
 def _flag(value: Any, name: str, default: bool) -> bool:
     return value[name] if isinstance(value, Mapping) and isinstance(value.get(name), bool) else default

@@ -7,29 +7,135 @@ padding are in other modules.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import tokenizers
 
 from flodl.errors import printable
 from flodl_hf.errors import TokenizerError
-from flodl_hf.tokenization.regex_limits import foreign_patterns, within_time
-from flodl_hf.tokenization.threads import cores, over_threads
+from flodl_hf.tokenization.blocks import Flat, Mark, in_blocks, mark_of
+from flodl_hf.tokenization.charsmap import check_definition
+from flodl_hf.tokenization.first_tokens import splits_at_spaces
+from flodl_hf.tokenization.guard import MAX_GROWTH, check_texts, growth, guarded
+from flodl_hf.tokenization.rows import Row
+from flodl_hf.tokenization.source import parse_json
+from flodl_hf.tokenization.words import join, joins_words, rows_from_joined
 
-from .blocks import Flat, Mark, in_blocks, mark_of
-from .charsmap import check_definition
-from .first_tokens import splits_at_spaces
-from .guard import MAX_GROWTH, check_texts, growth, guarded
-from .rows import Row
-from .source import parse_json
-from .words import join, joins_words, rows_from_joined
+_VARIABLE = "TOKENIZERS_PARALLELISM"
+# Values that the library reads as "no".
+_OFF = ("", "off", "false", "f", "no", "n", "0")
+# With fewer texts, starting threads takes longer than it saves.
+_LEAST = 256
 
-__all__ = ["Backend", "load_json", "row_of"]
+
+def switched_off() -> bool:
+    """Return whether the library uses one core now."""
+    value = os.environ.get(_VARIABLE)
+    return value is not None and value.lower() in _OFF
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _most_threads() -> int:
+    asked = os.environ.get("RAYON_NUM_THREADS", "")
+    return int(asked) if asked.isdecimal() and int(asked) else 1 << 16
+
+
+def over_threads(run: Callable[[list[Any]], list[Any]], batch: list[Any], each: int = 1) -> list[Any]:
+    """Return ``run(batch)``, in parallel parts if the library itself uses one core.
+
+    Args:
+        run: tokenises a list and releases the interpreter lock.
+        batch: texts, pairs, or blocks of texts.
+        each: texts in each of them.
+    """
+    if len(batch) * each < _LEAST or not switched_off():
+        return run(batch)
+    workers = min(16, cores(), _most_threads())
+    if workers == 1:
+        return run(batch)
+    # More parts than threads: texts differ in length.
+    size = max(_LEAST // 4 // each, 1, -(-len(batch) // (4 * workers)))
+    with ThreadPoolExecutor(workers, thread_name_prefix="flodl-hf-tokenise") as pool:
+        parts = pool.map(run, [batch[i : i + size] for i in range(0, len(batch), size)])
+        return [encoding for part in parts for encoding in part]
+
+
+R = TypeVar("R")
+
+PATIENCE_S = 30.0
+PER_CHARACTER_S = 50e-6  # published patterns take less than a fiftieth
+# Patterns of the tokenizers that transformers itself writes.
+KNOWN = (" {2,}", "\\s+", "\\s", "[^\\S\\n]+", "[\\r\\n]+")
+
+
+def foreign_patterns(*parts: str | bytes) -> tuple[str, ...]:
+    """Return the regular expressions of parts of a definition (JSON texts) that no published tokenizer has."""
+    found = (pattern for part in parts for pattern in _patterns(json.loads(part)))
+    return tuple(dict.fromkeys(pattern for pattern in found if pattern not in KNOWN))
+
+
+def _patterns(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        pattern = value.get("Regex")
+        if isinstance(pattern, str):
+            yield pattern
+        value = list(value.values())
+    if isinstance(value, list):
+        for part in value:
+            yield from _patterns(part)
+
+
+def within_time(run: Callable[[], R], characters: int, patterns: tuple[str, ...], where: str) -> R:
+    """Return ``run()``, which must release the interpreter lock.
+
+    Args:
+        run: function without arguments. If it exceeds the limit, its thread continues until the process ends.
+        characters: number of characters of the texts.
+        patterns: the regular expressions, for messages.
+        where: the tokenizer.
+
+    Raises:
+        TokenizerError: it took too long.
+    """
+    result: list[R] = []
+    fault: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            result.append(run())
+        except BaseException as error:
+            fault.append(error)
+
+    limit = PATIENCE_S + PER_CHARACTER_S * characters
+    thread = threading.Thread(target=work, name="flodl-hf-pattern", daemon=True)
+    thread.start()
+    thread.join(limit)
+    if fault:
+        raise fault[0]
+    if result:
+        return result[0]
+    listed = ", ".join(printable(pattern, 80) for pattern in patterns[:3])
+    raise TokenizerError(
+        f"{where}: splitting {characters:,} characters took more than {limit:.0f} s by the patterns of its "
+        f"tokenizer.json ({listed}), which may not end on some texts. Do not use this tokenizer unless you know "
+        "who made it, or give it shorter texts.",
+        where=where,
+        patterns=list(patterns),
+        limit_s=limit,
+    )
+
 
 # With fewer texts, one encoding for each is as fast as blocks.
 FEW = 32

@@ -14,8 +14,6 @@ from flodl_hf.errors import OptionError, TokenizerError
 from .guard import check_text
 from .rows import Cut
 
-__all__ = ["PADDINGS", "TRUNCATIONS", "as_batch", "as_lists", "as_tensors", "check_batch", "check_multiple", "option"]
-
 # Names of transformers: which text is truncated, and the length to which rows are padded.
 TRUNCATIONS: dict[Any, Cut | None] = {
     False: None,

@@ -18,8 +18,6 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-__all__ = ["Flat", "Mark", "in_blocks", "mark_of"]
-
 Flat = tuple[np.ndarray, np.ndarray]
 """Ids of many texts end to end, without specials, ``(tokens,)``, and how many each has, ``(texts,)``."""
 

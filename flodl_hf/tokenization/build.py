@@ -28,8 +28,6 @@ from .settings import ROLES, content, said_of
 from .source import TOKENIZER_FILES, Source, vocabulary_file
 from .templates import frame
 
-__all__ = ["build_backend"]
-
 
 def _word_pieces(source: Source) -> Tokenizer:
     vocab = read_vocab_txt(source.files["vocab.txt"], f"{source.folder}/vocab.txt")

@@ -30,8 +30,6 @@ from .rows import Cut, Overflow, Row, cut_each, cut_rows, with_space
 from .vocabulary import Vocabulary
 from .words import JOINED
 
-__all__ = ["Calls"]
-
 # Characters of a long text for each token that fits.
 _LONG_CHARS = 16
 _TEXTS = ("self", "text", "text_pair", "text_target", "text_pair_target")

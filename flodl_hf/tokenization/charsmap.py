@@ -15,8 +15,6 @@ from typing import Any
 
 from flodl_hf.errors import TokenizerError
 
-__all__ = ["check_definition", "check_table", "longest_replacement"]
-
 _TABLE = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"]*)')
 _HIDDEN_KEY = re.compile(rb'"[a-z_]*\\u00[567][0-9a-fA-F][^"]*"\s*:')  # a key with a letter written as its number
 

@@ -17,19 +17,6 @@ from typing import Any
 from flodl_hf.families import named, that_tokenizes
 from flodl_hf.families.schema import Family, FamilyTokenizer
 
-__all__ = [
-    "ALIASES",
-    "CLASSES",
-    "PYTHON_BUILDERS",
-    "WITHOUT_CLASS",
-    "class_family",
-    "class_name",
-    "class_rules",
-    "guess_model_type",
-    "rules_for",
-    "rules_of",
-]
-
 # Builders of tokenizers with Python code that splits words.
 PYTHON_BUILDERS = ("fairseq", "bertweet", "japanese", "sentencepiece")
 

@@ -28,8 +28,6 @@ from .settings import ROLES, content, said_of
 from .source import parse_json
 from .templates import frame, template_ends
 
-__all__ = ["WARNED", "read_backend", "with_sections"]
-
 # How notes begin that are warnings as well: they concern every row, or settings that nothing reads.
 WARNED = ("cls_token", "sep_token", "tokenizer.json ", "unknown settings")
 

@@ -14,8 +14,6 @@ from flodl.errors import printable
 
 from .settings import ROLES, Settings, content
 
-__all__ = ["contradictions"]
-
 
 def contradictions(
     inner: tokenizers.Tokenizer,

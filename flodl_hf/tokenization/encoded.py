@@ -10,8 +10,6 @@ from typing import Any
 
 from .rows import Row
 
-__all__ = ["Encoded", "Encoding", "pad_rows"]
-
 
 class Encoded(MutableMapping[str, Any]):
     """Named model inputs, to be passed as ``model(**encoded)``, with their link to the text.

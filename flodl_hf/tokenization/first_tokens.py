@@ -14,8 +14,6 @@ import tokenizers
 
 from flodl_hf.tokenization.blocks import Flat
 
-__all__ = ["beginnings", "replaced", "splits_at_spaces"]
-
 # Assumed characters of a token; English has four or five.
 CHARS = 6
 # Tokens behind the requested ones, although the tokens before a split do not depend on the text behind it.

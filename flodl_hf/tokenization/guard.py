@@ -16,8 +16,6 @@ from flodl_hf.errors import TokenizerError
 
 from .charsmap import longest_replacement
 
-__all__ = ["MAX_GROWTH", "check_text", "check_texts", "growth", "guarded"]
-
 # Most normalized characters that one character of text may become: the longest expansion in Unicode NFKC is
 # 18.
 MAX_GROWTH = 64

@@ -19,8 +19,6 @@ from .python_words import ANALYSERS, Part, Words, located, sentencepieces, split
 from .sentencepiece import read_model
 from .source import Source
 
-__all__ = ["build"]
-
 
 def _choice(source: Source, key: str, default: str, known: tuple[str, ...]) -> str:
     value = source.settings.get(key, default)

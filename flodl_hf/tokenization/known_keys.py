@@ -16,8 +16,6 @@ from flodl.errors import shown
 from flodl_hf.errors import TokenizerError
 from flodl_hf.families.schema import FamilyTokenizer
 
-__all__ = ["check_keys"]
-
 _NUMBER = (int, float)
 # Settings that are applied, with the types of their values; null is the default of the class.
 APPLIED: Mapping[str, tuple[type, ...]] = {

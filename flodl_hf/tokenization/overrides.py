@@ -12,8 +12,6 @@ from typing import Any
 
 from flodl_hf.families.schema import FamilyTokenizer
 
-__all__ = ["applied", "parts_of"]
-
 Part = dict[str, Any]
 _INSIDE = ("normalizers", "pretokenizers", "processors")
 

@@ -17,8 +17,6 @@ from .sentencepiece import BPE, CONTROL, NORMAL, USER_DEFINED, SentencePieceMode
 from .settings import content
 from .source import Source
 
-__all__ = ["llama", "pieces", "sentencepiece_pieces"]
-
 _SPACE = "\u2581"
 _QUOTES = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
 _ACCENTS = [normalizers.NFKD(), normalizers.StripAccents()]

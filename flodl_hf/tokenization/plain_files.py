@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from flodl.errors import capped, printable
 from flodl_hf.errors import TokenizerError
 
-__all__ = ["read_fairseq", "read_merges", "read_vocab_json", "read_vocab_txt"]
-
 # Ids are 32-bit numbers in the tokenizers library, and rows of an embedding in every model.
 _MAX_ID = 10_000_000
 

@@ -18,8 +18,6 @@ from tokenizers import NormalizedString, PreTokenizedString, pre_tokenizers
 
 from flodl_hf.errors import TokenizerError
 
-__all__ = ["ANALYSERS", "Words", "fairseq_words", "located", "splitter"]
-
 # A word, or a part of one, and its first and last character (exclusive) in the text.
 Part = tuple[str, int, int]
 Words = Callable[[str], Iterable[Part]]

@@ -14,20 +14,6 @@ import numpy as np
 
 from flodl_hf.errors import TextTooLongError, TokenizerError
 
-__all__ = [
-    "Cut",
-    "Overflow",
-    "Row",
-    "cut_each",
-    "cut_rows",
-    "divided_text",
-    "leaves_too_few",
-    "longest_first",
-    "plan_windows",
-    "too_long",
-    "with_space",
-]
-
 Cut = Literal["first", "second", "longer", "longest"]
 Overflow = Literal["windows", "truncate", "error"]
 

@@ -14,18 +14,6 @@ from dataclasses import dataclass
 from flodl.errors import printable
 from flodl_hf.errors import TokenizerError
 
-__all__ = [
-    "BYTE",
-    "CONTROL",
-    "NORMAL",
-    "UNKNOWN",
-    "UNUSED",
-    "USER_DEFINED",
-    "Piece",
-    "SentencePieceModel",
-    "read_model",
-]
-
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 UNIGRAM, BPE = 1, 2

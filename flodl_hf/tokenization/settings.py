@@ -18,15 +18,6 @@ from flodl_hf.families.schema import Family
 from .classes import class_name, class_rules, guess_model_type, rules_for, rules_of
 from .source import parse_json
 
-__all__ = [
-    "ROLES",
-    "Settings",
-    "content",
-    "extra_tokens",
-    "read_settings",
-    "said_of",
-]
-
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 # Families with the default tokens of a folder without class and family.

@@ -18,17 +18,6 @@ from flodl_hf.errors import ExportError, TokenizerError
 if TYPE_CHECKING:
     from flodl_hf.families.schema import FamilyTokenizer
 
-__all__ = [
-    "TOKENIZER_FILES",
-    "Source",
-    "parse_json",
-    "read_bytes",
-    "read_source",
-    "vocabulary_file",
-    "with_settings",
-    "write_files",
-]
-
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 # The largest tokenizer.json among the supported families (XLM-R, 250,002 pieces) is 17 MB.

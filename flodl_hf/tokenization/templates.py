@@ -13,8 +13,6 @@ from tokenizers import Tokenizer, processors
 from flodl.errors import printable
 from flodl_hf.errors import TokenizerError
 
-__all__ = ["TEMPLATES", "frame", "template_ends"]
-
 # One text and two texts; a role stands for its token, and a number is a token type.
 TEMPLATES: Mapping[str, tuple[str, str]] = {
     "bert": ("cls_token $A sep_token", "cls_token $A sep_token $B:1 sep_token:1"),

@@ -10,8 +10,6 @@ from itertools import pairwise
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-__all__ = ["wordpiece_files"]
-
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 

@@ -18,8 +18,6 @@ from tokenizers.pre_tokenizers import Split
 
 from .python_words import Part, Words, located
 
-__all__ = ["normalize_tweet", "normalized_words"]
-
 _EMOTICON = r"""
     (?:[<>]?[:;=8][\-o\*\']?[\)\]\(\[dDpP/\:\}\{@\|\\]
       |[\)\]\(\[dDpP/\:\}\{@\|\\][\-o\*\']?[:;=8][<>]?

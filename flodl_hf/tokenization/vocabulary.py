@@ -18,8 +18,6 @@ from .guard import guarded
 from .settings import ROLES, Settings
 from .source import vocabulary_file
 
-__all__ = ["Vocabulary"]
-
 _IN_NO_VOCABULARY = "\U00010380"  # a letter of Ugaritic, which no normalizer removes
 _CLEAN_UP = (
     (" .", "."),

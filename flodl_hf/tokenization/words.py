@@ -18,8 +18,6 @@ from typing import Any
 
 from .rows import Row
 
-__all__ = ["JOINED", "join", "joins_words", "rows_from_joined"]
-
 JOINED = (
     "is_split_into_words: this tokenizer marks a word by the space before it, so words are joined by spaces. "
     "transformers glues them together instead, unless it is loaded with add_prefix_space=True"

@@ -144,7 +144,7 @@ class _Scorer(MetricScorer):
         Returns:
             The predicted answer and the accepted answers.
         """
-        from flodl_hf.inference.decode import decode_answers_batch
+        from flodl_hf.inference.decode.spans import decode_answers_batch
 
         best = decode_answers_batch(
             [row[:, 0] for row in scores],

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["BestSpans", "best_spans"]
-
 # Number of tokens per block, so that running sums stay in the cache of a core.
 _BLOCK = 1 << 15
 

@@ -18,23 +18,7 @@ from torch import Tensor
 
 from flodl_hf.checkpoints.config.labels import ACTIVATIONS, activate
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.fast_records import Record, made
-from flodl_hf.inference.decode.rows import as_tensor, owners_of
-
-__all__ = [
-    "Activation",
-    "Classification",
-    "Ranked",
-    "activation_for",
-    "class_scores",
-    "contradiction_id",
-    "decide",
-    "decode_classes",
-    "decode_ranking",
-    "decode_zero_shot",
-    "entailment_id",
-    "mean_over_windows",
-]
+from flodl_hf.inference.decode.rows import Record, as_tensor, made, owners_of
 
 _ALONE = np.zeros(1, np.int64)
 

@@ -2,7 +2,7 @@
 
 This file decides how ``id2label`` becomes an ordered tuple, which scheme a label set uses (``B-PER`` is a
 tag, ``credit-card`` is a name), and which label may follow which. It leaves grouping to ``entities.py`` and
-the search for the best allowed sequence to ``constrained.py``.
+the search for the best allowed sequence to ``entities.py``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 
 from flodl.errors import ConfigError, capped
-
-__all__ = ["OUTSIDE", "SchemeName", "TagScheme", "normalise_id2label"]
 
 SchemeName: TypeAlias = Literal["BIO", "BIOES", "BILOU", "BMES", "IO", "plain", "tags"]
 

@@ -16,8 +16,6 @@ from torch import Tensor
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.decode.rows import TokenTable, as_tensor
 
-__all__ = ["MaskFill", "MaskPlaces", "best_tokens", "decode_masks", "decode_targets", "mask_places"]
-
 
 @dataclass(frozen=True, slots=True)
 class MaskFill:

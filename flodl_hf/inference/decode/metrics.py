@@ -21,8 +21,6 @@ from flodl.errors import DataError, capped
 from flodl.metrics import Sums
 from flodl_hf.tokenization.alignment.spans import Scheme, spans_of
 
-__all__ = ["AnswerF1", "Perplexity", "SpanF1", "answer_scores"]
-
 
 class SpanF1:
     """Precision, recall and F1 of spans, and the accuracy of tags.

@@ -15,16 +15,6 @@ from torch import Tensor
 from flodl_hf.errors import PredictError
 from flodl_hf.nn.layout.segments import largest_of_texts
 
-__all__ = [
-    "Pooling",
-    "check_pooling",
-    "finish_embeddings",
-    "length_of",
-    "pool_bucketed",
-    "pool_packed",
-    "pool_padded",
-]
-
 Pooling: TypeAlias = Literal["cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last_token", "pooler"]
 
 # The least divisor of a mean, as sentence-transformers has it: a row without tokens gives zeros, not NaN.

@@ -18,12 +18,19 @@ from torch import Tensor
 
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.decode.best_spans import best_spans
-from flodl_hf.inference.decode.fast_records import Record, made
-from flodl_hf.inference.decode.rows import Content, Logits, Rows, content_of, flat_logits, null_columns, owners_of
+from flodl_hf.inference.decode.rows import (
+    Content,
+    Logits,
+    Record,
+    Rows,
+    content_of,
+    flat_logits,
+    made,
+    null_columns,
+    owners_of,
+)
 from flodl_hf.inference.decode.windows import TokenStream, merge_windows, stream_of
 from flodl_hf.inference.decode.words import Words, trimmed, units_at, words_of
-
-__all__ = ["Answer", "Distinct", "decode_answers", "decode_answers_batch"]
 
 Distinct: TypeAlias = Literal["span", "place", "text"]
 

@@ -15,8 +15,6 @@ import numpy as np
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.decode.rows import Content, Rows, content_of
 
-__all__ = ["JoinedWords", "TokenStream", "join_words", "merge_windows", "stream_of"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenStream:

@@ -17,8 +17,6 @@ import numpy as np
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.decode.windows import TokenStream
 
-__all__ = ["Characters", "Words", "characters_of", "trimmed", "units_at", "words_of"]
-
 _UNSEEN, _SPACE, _PUNCTUATION = -1, 1, 2
 
 # The class of every character seen so far: a table lookup is faster than sorting code points.

@@ -2,7 +2,5 @@
 
 model          graph, configuration, tokenizer, source; a call with Hugging Face's tensors becomes a call of the graph
 hidden_states  collect the intermediate values of one call: states, attention weights; embeddings instead of ids
-index_checks   errors of a call with indices outside of the model's tables
 routed         encoders of routes other than the default route
-after_fork     a process that was forked after models ran in it
 """

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from flodl_hf.errors import PredictError
 from flodl_hf.nn.layout.layouts import Padded
 
-__all__ = ["embedded", "given_embeddings", "ids_for", "watched"]
-
 
 @contextmanager
 def watched(network: nn.Module, *, hidden_states: bool, attentions: bool) -> Iterator[dict[str, list[Tensor]]]:

@@ -6,6 +6,8 @@ get their public methods, in `flodl_hf.models`; loading, export and the runtime 
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -17,9 +19,7 @@ from flodl.graph import Graph
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.checkpoints.weights.loading import LoadReport
 from flodl_hf.errors import PredictError, no_tokenizer
-from flodl_hf.inference.graph_model.after_fork import entered
 from flodl_hf.inference.graph_model.hidden_states import given_embeddings, ids_for, watched
-from flodl_hf.inference.graph_model.index_checks import beyond_tables, check_rows
 from flodl_hf.inference.graph_model.routed import Routed
 from flodl_hf.nn.adapter_layers.prompts import lead_of
 from flodl_hf.nn.attention.dot_product import check_implementation
@@ -32,7 +32,100 @@ if TYPE_CHECKING:
     from flodl_hf.checkpoints.weights.source import Source
     from flodl_hf.tokenization.tokenizer import Tokenizer
 
-__all__ = ["GraphModel"]
+
+def check_rows(input_ids: Tensor) -> None:
+    """Raise unless the input is rows of at least one token.
+
+    Raises:
+        PredictError: it is no tensor, or the shape is another.
+    """
+    if not isinstance(input_ids, Tensor):
+        if isinstance(input_ids, Mapping):
+            raise PredictError(
+                f"input_ids: found {type(input_ids).__name__}, which contains more than ids; expected a tensor; "
+                "pass its items as keywords: model(**encoding)"
+            )
+        raise PredictError(
+            f"input_ids: found {type(input_ids).__name__}; expected a tensor of token ids, as model.tokenizer(texts, "
+            'padding=True, return_tensors="pt") gives. Texts go to the methods of the task: predict, embed, answer.'
+        )
+    shape = tuple(input_ids.shape)
+    if input_ids.dim() != 2:
+        raise PredictError(f"input_ids has shape {shape}; expected (batch, seq)", shape=shape)
+    if shape[1] == 0:
+        raise PredictError(
+            f"input_ids has shape {shape}; expected at least one token in a row. A tokenizer.json that puts no "
+            "special tokens around texts (post_processor) gives none for an empty one; leave such texts out.",
+            shape=shape,
+        )
+
+
+def beyond_tables(
+    config: ModelConfig,
+    input_ids: Tensor,
+    token_type_ids: Tensor | None,
+    position_ids: Tensor | None,
+    taken: int = 0,
+) -> PredictError | None:
+    """Return the error for indices without a row in a table, or None if all have one.
+
+    Args:
+        config: the model's configuration.
+        input_ids: of the call.
+        token_type_ids: of the call, or None.
+        position_ids: of the call, or None.
+        taken: places that an adapter takes before each text.
+    """
+    encoder: Any = config.encoder
+    tables = [
+        ("input_ids", input_ids, encoder.vocab_size, "words"),
+        ("token_type_ids", token_type_ids, config.token_types, "token types"),
+        ("position_ids", position_ids, getattr(encoder, "max_positions", None), "positions"),
+    ]
+    faults = []
+    for name, given, rows, table in tables:
+        if given is None or not rows:
+            continue
+        low, high = int(given.min()), int(given.max())
+        if low < 0 or high >= rows:
+            faults.append(f"{name} contains {low if low < 0 else high}, expected 0 to {rows - 1} ({table})")
+    longest = config.max_tokens and config.max_tokens - taken
+    if position_ids is None and longest is not None and input_ids.shape[1] > longest:
+        faults.append(f"a row has {input_ids.shape[1]} tokens, and the table of positions is for {longest}")
+    if not faults:
+        return None
+    return PredictError(
+        f"{'; '.join(faults)}. Expected indices of the model's tables: take the tokenizer that belongs to the model, "
+        f"and cut rows (truncation=True, max_length={longest}) or let `predict` read long texts in windows.",
+        problems=faults,
+    )
+
+
+_ran = False
+_slowed = False
+
+
+def entered() -> None:
+    """Note that a model runs in this process, and warn once where the process is a fork of such a one."""
+    global _ran, _slowed
+    if not _ran:
+        _ran = True
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=_slow_down)
+    if _slowed:
+        _slowed = False
+        warnings.warn(
+            "this process was forked after a model had run in its parent, and torch's threads do not live on in a "
+            "fork: it computes with one thread. Start processes by spawn, or fork before the first prediction.",
+            stacklevel=4,
+        )
+
+
+def _slow_down() -> None:
+    global _slowed
+    if torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
+        _slowed = True
 
 
 class GraphModel(nn.Module):

@@ -15,8 +15,6 @@ from torch import nn
 if TYPE_CHECKING:
     from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
 
-__all__ = ["Routed", "recipe_behind", "route_within"]
-
 
 class Routed(nn.Module):
     """The other encoders of a folder.

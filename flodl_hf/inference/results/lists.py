@@ -16,12 +16,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
-from flodl_hf.inference.decode.fast_records import Record
+from flodl_hf.inference.decode.rows import Record
 
 if TYPE_CHECKING:
-    from flodl_hf.inference.decode import Answer, Classification, Entity, Ranked  # noqa: F401
-
-__all__ = ["Answers", "Entities", "Fill", "Fills", "Found", "Labels", "Ranking", "Results", "is_empty", "results_of"]
+    from flodl_hf.inference.decode.classes import Classification, Ranked  # noqa: F401
+    from flodl_hf.inference.decode.entities import Entity  # noqa: F401
+    from flodl_hf.inference.decode.spans import Answer  # noqa: F401
 
 T = TypeVar("T")
 R = TypeVar("R", bound="Found[Any]")

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["list_page", "page_of", "similarity_page", "table"]
-
 SHOWN = 20
 """Most results of a list that a page shows."""
 MOST_TEXT = 2000
@@ -28,7 +26,10 @@ class Drawn(Protocol):
     given: Any
 
     @property
-    def empty(self) -> bool: ...
+    def empty(self) -> bool:
+        """Whether there are no rows."""
+        ...
+
     def __iter__(self) -> Iterator[Any]: ...
     def __len__(self) -> int: ...
     def __getitem__(self, place: Any, /) -> Any: ...

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from flodl.errors import DataError
 from flodl_hf.tokenization.alignment.units import Extent, TokenWindow, with_offsets
 
-__all__ = ["answer_positions", "answer_span"]
-
 
 def answer_positions(
     windows: Sequence[TokenWindow],

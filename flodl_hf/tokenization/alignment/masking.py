@@ -14,8 +14,6 @@ from flodl.data.rng import Rng
 from flodl.errors import DataError
 from flodl_hf.tokenization.alignment.tags import IGNORE
 
-__all__ = ["chosen_tokens", "mask_tokens", "num_masked"]
-
 
 def num_masked(free: int, probability: float) -> int:
     """Return how many of ``free`` tokens of a row are chosen, where words are not chosen whole: one at least."""

@@ -12,8 +12,6 @@ from typing import Literal
 
 from flodl.errors import DataError, capped
 
-__all__ = ["Scheme", "Span", "spans_of"]
-
 Span = tuple[str, int, int]
 """``(type, first, end)``: tags ``first`` to ``end - 1``."""
 

@@ -14,8 +14,6 @@ from flodl.errors import DataError, capped, nearest, printable
 from flodl_hf.tokenization.alignment.spans import Scheme, spans_of
 from flodl_hf.tokenization.alignment.units import Extent, Units
 
-__all__ = ["IGNORE", "SpanTags", "TextSpan", "align_tags", "read_spans", "read_tags", "tags_of_spans"]
-
 IGNORE = -100
 """The label of a token that does not count; PyTorch's cross entropy leaves it out."""
 

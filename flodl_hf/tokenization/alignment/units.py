@@ -13,8 +13,6 @@ from typing import Protocol
 
 from flodl.errors import DataError
 
-__all__ = ["Extent", "TokenWindow", "Units", "join_words", "token_units", "with_offsets", "word_units"]
-
 Extent = tuple[int, int]
 """Characters ``(start, end)`` of a text, ``end`` exclusive."""
 

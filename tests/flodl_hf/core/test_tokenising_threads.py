@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from flodl_hf.errors import TokenizerError
-from flodl_hf.tokenization import threads
+from flodl_hf.tokenization import backend
 from flodl_hf.tokenization.tokenizer import Tokenizer
 
 TEXTS = [f"the cat sat on the mat {'very ' * (i % 23)}good" for i in range(700)]
@@ -30,23 +30,23 @@ def run_of(seen: set[str]) -> Callable[[list[str]], list[str]]:
 def test_own_threads_work_where_the_librarys_are_switched_off(
     monkeypatch: pytest.MonkeyPatch, now: str | None, most: str | None, own_threads: bool
 ) -> None:
-    monkeypatch.setattr(threads, "cores", lambda: 4)
+    monkeypatch.setattr(backend, "cores", lambda: 4)
     for name, value in (("TOKENIZERS_PARALLELISM", now), ("RAYON_NUM_THREADS", most)):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, value)
     seen: set[str] = set()
-    assert threads.over_threads(run_of(seen), TEXTS) == [text.upper() for text in TEXTS]
+    assert backend.over_threads(run_of(seen), TEXTS) == [text.upper() for text in TEXTS]
     assert any(name.startswith("flodl-hf-tokenise") for name in seen) == own_threads
     few: set[str] = set()
-    assert threads.over_threads(run_of(few), TEXTS[:9]) == [text.upper() for text in TEXTS[:9]]
+    assert backend.over_threads(run_of(few), TEXTS[:9]) == [text.upper() for text in TEXTS[:9]]
     assert few == {threading.current_thread().name}
 
 
 def test_parts_give_the_encodings_of_the_whole_and_the_same_errors(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threads, "cores", lambda: 3)
+    monkeypatch.setattr(backend, "cores", lambda: 3)
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     whole = tokenizer.encode_rows(TEXTS)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")

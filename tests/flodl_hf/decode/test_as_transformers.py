@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode import TagScheme, decode_classes, decode_entities, join_words
+from flodl_hf.inference.decode.classes import decode_classes
 from flodl_hf.inference.decode.compat import (
     feature_extraction,
     fill_mask,
@@ -19,6 +19,9 @@ from flodl_hf.inference.decode.compat import (
     zero_shot_classification,
 )
 from flodl_hf.inference.decode.compat.token_classification import TokenizerFacts
+from flodl_hf.inference.decode.entities import decode_entities
+from flodl_hf.inference.decode.labels import TagScheme
+from flodl_hf.inference.decode.windows import join_words
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.transformers

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flodl_hf.inference.decode import best_spans as best_module
-from flodl_hf.inference.decode import decode_answers_batch
 from flodl_hf.inference.decode.best_spans import best_spans
+from flodl_hf.inference.decode.spans import decode_answers_batch
 from flodl_hf.inference.decode.windows import TokenStream
 from flodl_hf.inference.decode.words import units_at, words_of
 

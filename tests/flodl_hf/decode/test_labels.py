@@ -9,7 +9,7 @@ from itertools import pairwise, product
 import pytest
 
 from flodl.errors import ConfigError
-from flodl_hf.inference.decode import TagScheme, normalise_id2label
+from flodl_hf.inference.decode.labels import TagScheme, normalise_id2label
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode import decode_masks, decode_targets
-from flodl_hf.inference.decode.masks import mask_places
+from flodl_hf.inference.decode.masks import decode_masks, decode_targets, mask_places
 from flodl_hf.inference.decode.rows import TokenTable
 
 LOGITS = torch.randn(3, 11, generator=torch.Generator().manual_seed(0)) * 2

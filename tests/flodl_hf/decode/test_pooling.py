@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode import finish_embeddings, pool_packed, pool_padded
-from flodl_hf.inference.decode.pooling import Pooling
+from flodl_hf.inference.decode.pooling import Pooling, finish_embeddings, pool_packed, pool_padded
 
 MODES = [mode for mode in get_args(Pooling) if mode != "pooler"]
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode import Classification, Entity, decode_classes
-from flodl_hf.inference.decode.entities import _best, _entities, _softmax
-from flodl_hf.inference.decode.fast_records import made, pairs_of
+from flodl_hf.inference.decode.classes import Classification, decode_classes
+from flodl_hf.inference.decode.entities import Entity, _best, _entities, _softmax
+from flodl_hf.inference.decode.rows import made, pairs_of
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode import Answer, decode_answers, decode_answers_batch
+from flodl_hf.inference.decode.spans import Answer, decode_answers, decode_answers_batch
 
 
 def window(tokens, first_token=0, question=2):

@@ -9,7 +9,7 @@ from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.errors import PredictError
 from flodl_hf.inference import cpu, cpu_features
-from flodl_hf.inference.precision import Precision
+from flodl_hf.inference.options import Precision
 from flodl_hf.inference.prepared_graph import prepared
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.nn.backends.cpu_products import has_int8, has_onednn

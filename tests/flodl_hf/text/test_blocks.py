@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Inner
 from flodl_hf.errors import TokenizerError
 from flodl_hf.inference.inputs import encode
 from flodl_hf.inference.token_table import frame_of
-from flodl_hf.tokenization import backend, threads
+from flodl_hf.tokenization import backend
 from flodl_hf.tokenization.blocks import mark_of
 from flodl_hf.tokenization.tokenizer import Tokenizer
 
@@ -33,10 +33,11 @@ def parted(flat: tuple[np.ndarray, np.ndarray]) -> list[list[int]]:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return how many inputs the library was given at a time."""
     sizes: list[int] = []
+    plain = backend.over_threads
 
     def over_threads(run: Any, batch: list[Any], each: int = 1) -> list[Any]:
         sizes.append(len(batch))
-        return threads.over_threads(run, batch, each)
+        return plain(run, batch, each)
 
     monkeypatch.setattr(backend, "over_threads", over_threads)
     return sizes

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flodl_hf.errors import TokenizerError
-from flodl_hf.tokenization import regex_limits
+from flodl_hf.tokenization import backend
 
 SLOW = "(?:a|b)*[cd][ef]"  # tries each start of a run of a's, to its end
 TEXT = "a" * 40_000 + "cge"
@@ -50,8 +50,8 @@ def test_a_pattern_that_takes_too_long_is_left(monkeypatch: pytest.MonkeyPatch, 
     tokenizer = made(**{place: part})
     assert tokenizer("aaa").input_ids == made()("aaa").input_ids
     with monkeypatch.context() as hurried:
-        hurried.setattr(regex_limits, "PATIENCE_S", 0.1)
-        hurried.setattr(regex_limits, "PER_CHARACTER_S", 0.0)
+        hurried.setattr(backend, "PATIENCE_S", 0.1)
+        hurried.setattr(backend, "PER_CHARACTER_S", 0.0)
         for call in (lambda: tokenizer(TEXT), lambda: tokenizer([TEXT, "a"]), lambda: tokenizer.encode_rows([TEXT])):
             with pytest.raises(TokenizerError, match="took more than") as caught:
                 call()
@@ -67,10 +67,10 @@ def test_faults_of_foreign_patterns_are_told_as_others() -> None:
 
 def test_published_patterns_run_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     spaces = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
-    monkeypatch.setattr(regex_limits, "within_time", None)
+    monkeypatch.setattr(backend, "within_time", None)
     assert made(normalizer={"type": "Sequence", "normalizers": [spaces]})("a  a").input_ids == [4, 4]
-    assert regex_limits.foreign_patterns(json.dumps({"normalizers": [spaces]})) == ()
-    assert regex_limits.foreign_patterns(b'{"x": [{"Regex": "a"}, {"y": {"Regex": "b"}}, {"Regex": "a"}]}') == (
+    assert backend.foreign_patterns(json.dumps({"normalizers": [spaces]})) == ()
+    assert backend.foreign_patterns(b'{"x": [{"Regex": "a"}, {"y": {"Regex": "b"}}, {"Regex": "a"}]}') == (
         "a",
         "b",
     )

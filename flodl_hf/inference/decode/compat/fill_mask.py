@@ -16,8 +16,6 @@ from torch import Tensor
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.decode.rows import as_tensor
 
-__all__ = ["fill_mask"]
-
 
 def fill_mask(
     logits: Tensor | np.ndarray,

@@ -16,8 +16,6 @@ import torch
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.decode.rows import Logits, TokenRow, flat_logits
 
-__all__ = ["question_answering"]
-
 _BARRED = -10000.0
 
 

@@ -16,8 +16,6 @@ from torch import Tensor
 from flodl_hf.inference.decode.classes import activation_for, class_scores
 from flodl_hf.inference.decode.rows import as_tensor
 
-__all__ = ["feature_extraction", "text_classification", "zero_shot_classification"]
-
 
 def _array(logits: Tensor | np.ndarray) -> np.ndarray:
     return as_tensor(logits).float().cpu().numpy()

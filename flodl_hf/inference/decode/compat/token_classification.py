@@ -17,8 +17,6 @@ import torch
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.decode.rows import Logits, TokenRow, flat_logits
 
-__all__ = ["TokenizerFacts", "token_classification"]
-
 _STRATEGIES = ("none", "simple", "first", "average", "max")
 
 
