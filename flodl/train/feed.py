@@ -366,22 +366,6 @@ def check_data(
         return False
     if not isinstance(data, torch.utils.data.DataLoader) and (batch_size is not None or batches is not None):
         return False
-    _refuse_rows(data)
-    if _length_of(data) is None and max_steps is None:
-        raise DataError(
-            f"trainer: found {type(data).__name__} without a length; expected a loader whose len() is the number "
-            "of batches in an epoch, or max_steps, which specifies the number of steps. Wrap it in "
-            "flodl.data.DataLoader, put it into a list, or set max_steps (held-out data need a length)."
-        )
-    return True
-
-
-def _refuse_rows(data: Any) -> None:
-    """Refuse rows instead of batches: each row would be a step.
-
-    Raises:
-        TrainError: ``data`` seem to be rows.
-    """
     if _are_rows(data):
         raise TrainError(
             f"trainer: found rows ({type(data).__name__}) and no batch size; each row would be a step. "
@@ -389,6 +373,13 @@ def _refuse_rows(data: Any) -> None:
             found=type(data).__name__,
             missing=["batch_size"],
         )
+    if _length_of(data) is None and max_steps is None:
+        raise DataError(
+            f"trainer: found {type(data).__name__} without a length; expected a loader whose len() is the number "
+            "of batches in an epoch, or max_steps, which specifies the number of steps. Wrap it in "
+            "flodl.data.DataLoader, put it into a list, or set max_steps (held-out data need a length)."
+        )
+    return True
 
 
 def _are_rows(data: Any) -> bool:

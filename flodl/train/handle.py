@@ -168,11 +168,6 @@ class Handle:
             self._audience.__exit__()
             raise
 
-    def __repr__(self) -> str:
-        state = "running" if self._trained is None else "over"
-        many = "s" * (self.world_size != 1)
-        return f"Handle({state}, {self.world_size} rank{many}, {len(self._metrics)} epochs)"
-
     def svg(self) -> str:
         """Return a picture of the model's architecture as SVG text."""
         from flodl.graph.picture import svg
@@ -285,13 +280,6 @@ class Handle:
         if not self._snapshots:
             raise TrainError("snapshot: the run ended before one was taken. Read the weights of its result, join().")
         return self._snapshots.popleft()
-
-    def poll_metrics(self) -> list[EpochMetrics]:
-        """Return the figures of the epochs that ended since the last call, without waiting."""
-        self.poll()
-        out = list(self._queue)
-        self._queue.clear()
-        return out
 
     def next_metrics(self) -> EpochMetrics | None:
         """Wait for the figures of the next epoch and return them; None when the run is over."""

@@ -11,7 +11,7 @@ from flodl.errors import ConfigError, TrainError
 from flodl.train.callback import Callback
 from flodl.train.events import StepDone
 from flodl.train.plan import RunPlan
-from flodl.train.trials import ALONE, Copied
+from flodl.train.trials import trial_of
 
 __all__ = ["RateSearch", "search_rates"]
 
@@ -104,11 +104,9 @@ def search_rates(
         )
     watch = _Stops()
     rising = _Rising(low, (high / low) ** (1 / (steps - 1)))
-    own = {"num_epochs": 1_000_000, "max_steps": steps, "log_every": 1, "on_nan": "skip", "ema": None, **ALONE}
-    callbacks = (*plan.settings.callbacks, watch)
-    settings = replace(plan.settings, schedule=rising, lr_scale_ratio=0.0, callbacks=callbacks, **own)
-    trial = replace(plan, model_factory=Copied(plan.model_factory), settings=settings)
-    run(replace(trial, functions=(), metrics_fn=None, eval_fn=None, evals={}, subscribers=()))
+    length = {"num_epochs": 1_000_000, "max_steps": steps, "log_every": 1}
+    trial = trial_of(plan, watch, schedule=rising, lr_scale_ratio=0.0, on_nan="skip", ema=None, **length)
+    run(replace(trial, evals={}))
     if not watch.losses:
         raise TrainError(
             f"find_lr: the loss is not finite at a learning rate of {low:g}; look at the data and the model."

@@ -21,26 +21,18 @@ from flodl.train.precision import PRECISIONS
 from flodl.train.rules import Rule, as_rule
 from flodl.train.trackers import TRACKERS, make_trackers
 
-_LENGTH = "length of the run; a schedule that depends on the length is compared"
-_SAVING = "which checkpoints are written"
-_SHOWN = "reports of the run"
-_ROUNDING = "differs by rounding at most, as another device does"
-_WAITING = "how long ranks wait"
-_MEETING = "when ranks average, which depends on measured times: no two such runs are equal"
-MAY_CHANGE: Mapping[str, str] = {
-    **dict.fromkeys(("num_epochs", "max_steps", "early_stopping"), _LENGTH),
-    **dict.fromkeys(("folder", "save_every", "save_epochs", "save_end", "keep_last", "keep_best"), _SAVING),
-    **dict.fromkeys(("resume", "allow_change", "max_restarts"), "how a run resumes"),
-    **dict.fromkeys(("timeline", "progress", "log_every", "monitor", "trackers", "tracker_folder"), _SHOWN),
-    "watch": f"{_SHOWN}; rules are compared",
-    **dict.fromkeys(("deterministic", "prepare_model", "compile", "backend", "devices"), _ROUNDING),
-    "capture": "captured steps give the bits of other steps",
-    **dict.fromkeys(("timeout_s", "slowdown"), _WAITING),
-    **dict.fromkeys(("anchor", "max_anchor", "overhead_target", "speed_hint"), _MEETING),
-    **dict.fromkeys(("max_batch_diff", "max_overshoot", "divergence_threshold"), _MEETING),
-    "check_every": "compares ranks and changes nothing",
-}
-"""Settings that may differ when a run resumes, with the reason; all others are compared with the checkpoint."""
+MAY_CHANGE = frozenset((
+    "num_epochs", "max_steps", "early_stopping", "folder", "save_every", "save_epochs", "save_end", "keep_last",
+    "keep_best", "resume", "allow_change", "max_restarts", "timeline", "progress", "log_every", "monitor", "trackers",
+    "tracker_folder", "watch", "deterministic", "prepare_model", "compile", "backend", "devices", "capture",
+    "timeout_s", "slowdown", "check_every", "anchor", "max_anchor", "overhead_target", "speed_hint", "max_batch_diff",
+    "max_overshoot", "divergence_threshold",
+))  # fmt: skip
+"""Settings that may differ when a run resumes; all others are compared with the checkpoint.
+
+They determine the length of the run, what it saves and reports, and how long ranks wait; or they change numbers only by
+rounding (another device), or by measured times (when ranks average).
+"""
 
 ALIASES: Mapping[str, str] = {
     "max_epochs": "num_epochs", "epochs": "num_epochs", "num_train_epochs": "num_epochs",
@@ -64,15 +56,6 @@ REPLACED: Mapping[str, str] = {
     "val_check_interval": "use eval_every, in steps",
     "eval_steps": "use eval_every",
     "save_steps": "use save_every",
-    "schedule_metric": "pass it to the schedule: Plateau(..., metric='accuracy')",
-    "remarks": "call trainer.warn(text) in Callback.on_train_begin",
-    "checkpoint_every": "use checkpoint_fn(call, every)",
-    "capture_num_rows": "set reads_num_rows = False on the train_step",
-    **dict.fromkeys(("arrange", "checkpoint_activations"), "use prepare_model"),
-    "eval_start": "call evaluate before the run",
-    "eval_delay": "use a larger eval_every",
-    "ema_warmup": "use ema=Ema(0.999, warmup=False)",
-    "frozen_after_s": "set flodl.distributed.group.FROZEN_S",
 }
 """Names that are not settings, with what to use instead."""
 

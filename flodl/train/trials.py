@@ -22,19 +22,12 @@ from flodl.train.feed import RowFeed, Share
 from flodl.train.loss import as_loss, batch_len
 from flodl.train.plan import RunPlan
 from flodl.train.saving.state import load_random, random_state
-from flodl.train.settings import Settings
 
 ALONE: dict[str, Any] = {
     "folder": None, "resume": False, "save_every": None, "keep_best": None, "early_stopping": None, "eval_every": None,
-    "timeline": None, "devices": None,
+    "timeline": None,
 }  # fmt: skip
 """Settings of a run that writes nothing."""
-
-
-def _first(settings: Settings) -> str | None:
-    """Return the first device of a run; None for the usual one."""
-    names = settings.device_names
-    return None if isinstance(names, int) else names[0]
 
 
 @dataclass
@@ -46,6 +39,16 @@ class Copied:
     def __call__(self, device: torch.device) -> Any:
         """Return the copy."""
         return copy.deepcopy(self.factory(device))
+
+
+def trial_of(plan: RunPlan, callback: Callback, **settings: Any) -> RunPlan:
+    """Return the plan of a run on a copy of the model and one device, which writes nothing."""
+    given = plan.settings
+    names = given.device_names
+    first = {"devices": None if isinstance(names, int) else names[0]}
+    settings = {**ALONE, **first, **settings, "callbacks": (*given.callbacks, callback)}
+    own: Any = {"functions": (), "metrics_fn": None, "eval_fn": None, "subscribers": ()}
+    return replace(plan, model_factory=Copied(plan.model_factory), settings=replace(given, **settings), **own)
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,6 @@ class _Watch(Callback):
         self.device = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         self.parameters = sum(p.numel() for p in model.parameters())
         self.learned = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        assert trainer.feed is not None
         self.steps_per_epoch = trainer.feed.turns(0)
         if not self.fits:
             trainer.stopping = True
@@ -141,12 +143,9 @@ def rehearse(plan: RunPlan, run: Callable[[RunPlan], Any], *, steps: int = 3) ->
         Exception: any error of the run in its first steps.
     """
     watch, given = _Watch(), plan.settings
-    own = {**ALONE, "devices": _first(given), "max_steps": steps, "capture": False}
-    settings = replace(given, **own, callbacks=(*given.callbacks, watch))
-    data_options = {**plan.data_options, "max_steps": given.max_steps}  # the length of data without one
-    copied = Copied(plan.model_factory)
-    trial = replace(plan, model_factory=copied, settings=settings, data_options=data_options)
-    run(replace(trial, functions=(), metrics_fn=None, eval_fn=None, subscribers=()))
+    trial = trial_of(plan, watch, max_steps=steps, capture=False)
+    # The estimate needs the length of data without one.
+    run(replace(trial, data_options={**plan.data_options, "max_steps": given.max_steps}))
     pace = watch.times[1:] or watch.times
     each = sum(pace) / len(pace) if pace else 0.0
     whole = watch.steps_per_epoch * given.num_epochs
@@ -162,13 +161,10 @@ def heaviest_turn(trainer: Any) -> int:
     if not isinstance(feed, RowFeed):
         return 0
     plan = feed.loader.plan(trainer.epoch_number)
-    lengths = getattr(feed.loader.batches, "lengths", None)
-    if lengths is None:
-        lengths = getattr(feed.loader.data, "lengths", None)
-    if lengths is None or not hasattr(lengths, "__len__") or len(lengths) != feed.loader.num_rows:
-        lengths = None
-    given = None if lengths is None else np.asarray(lengths)
-    weights = [len(plan[i]) * (1 if given is None else int(given[plan[i]].max())) for i in range(len(plan))]
+    sources = (getattr(part, "lengths", ()) for part in (feed.loader.batches, feed.loader.data))
+    known = (part for part in sources if hasattr(part, "__len__") and len(part) == feed.loader.num_rows)
+    lengths = np.asarray(next(known, np.ones(feed.loader.num_rows)))
+    weights = [len(plan[i]) * int(lengths[plan[i]].max()) for i in range(len(plan))]
     return max(range(len(weights)), key=weights.__getitem__) // feed.accumulate if weights else 0
 
 
@@ -178,11 +174,9 @@ def fit_micro_batch(trainer: Any) -> int | None:
     All ranks find the same number. Random states, buffers and gradients are restored.
 
     Raises:
-        TrainError: a single row does not fit, or the feed cannot divide batches.
+        TrainError: a single row does not fit.
     """
     feed: Any = trainer.feed
-    if feed is None or not hasattr(feed, "micro_batch_size"):
-        raise TrainError("micro_batch_size: found 'auto' without data that the trainer divides; expected a number.")
     turn, size = heaviest_turn(trainer), None
     while True:
         feed.micro_batch_size = size
@@ -217,8 +211,6 @@ def _cut_to(feed: Any, size: int | None) -> None:
 def try_turn(trainer: Any, turn: int) -> tuple[int, bool]:
     """Run forward and backward of a step without an update; return rows of its largest micro-batch, and if it fits."""
     model, step, device = trainer.model, trainer.step_, trainer.ranks.device
-    assert trainer.feed is not None
-    assert trainer.train_step is not None
     largest, fits = 0, True
     with ExitStack() as stack:
         tensors, rest = random_state(device)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from flodl.train.settings import MAY_CHANGE
 from flodl_hf.models.adapters.settings import flat_words
 from flodl_hf.training.rows import EncodedRows
 
@@ -42,15 +41,12 @@ BY_THE_TRAINER = (
     ),
 )
 BY_HASH = ("columns", "revision")
-CHANGES_NO_NUMBER: Mapping[str, str] = {
-    **dict.fromkeys(("epochs", "max_steps"), MAY_CHANGE["num_epochs"]),
-    **dict.fromkeys(("gradient_checkpointing", "deterministic", "compile"), MAY_CHANGE["compile"]),
-    **dict.fromkeys(("save_every", "checkpoints", "keep_checkpoints", "keep_last"), MAY_CHANGE["folder"]),
-    **dict.fromkeys(("trackers", "log_dir", "profile", "report"), MAY_CHANGE["trackers"]),
-    "resume": MAY_CHANGE["resume"],
-    "eval_batch_size": "how many rows are evaluated in a batch",
-    "local_files_only": "where the start is read from, which is compared itself",
-}
+CHANGES_NO_NUMBER = frozenset((
+    "epochs", "max_steps", "gradient_checkpointing", "deterministic", "compile", "save_every", "checkpoints",
+    "keep_checkpoints", "keep_last", "trackers", "log_dir", "profile", "report", "resume", "eval_batch_size",
+    "local_files_only",
+))  # fmt: skip
+"""Options that determine length, checkpoints and reports of a run, or change numbers by rounding only."""
 
 REMOVED = {"adaptive_layers": False, "eval_delay": 0}
 """Options of earlier versions that checkpoints contain, with the value that corresponds to the current behaviour."""

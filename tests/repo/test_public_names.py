@@ -172,7 +172,6 @@ SHARED: dict[str, set[str]] = {
     "flodl.train.rules": {"parse_rule"},
     "flodl.train.saving.reading": {"list_checkpoints", "ranked", "read_checkpoint", "read_manifest", "signed"},
     "flodl.train.saving.state": {"check_fits", "fixed_names", "load_model", "model_state"},
-    "flodl.train.settings": {"MAY_CHANGE"},
     "flodl.train.trackers": {"make_tracker"},
     "flodl.verbosity": {"Verbosity", "parsed", "verbosity"},
 }

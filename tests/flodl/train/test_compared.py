@@ -50,8 +50,7 @@ def told(**settings: Any) -> dict[str, Any]:
 def test_every_setting_is_looked_at_here() -> None:
     assert CHANGED.keys() == {row.name for row in fields(Settings)} - {"knobs"}
     assert KNOBS.keys() == {row.name for row in fields(Knobs)}
-    assert MAY_CHANGE.keys() <= CHANGED.keys() | KNOBS.keys()
-    assert all(MAY_CHANGE.values())
+    assert CHANGED.keys() | KNOBS.keys() >= MAY_CHANGE
 
 
 @pytest.mark.parametrize("name", CHANGED)

@@ -146,7 +146,7 @@ def test_a_run_of_ranks_is_looked_at_and_stopped_through_its_handle(policy, anch
     status = handle.ranks()
     assert [one.rank for one in status] == [0, 1]
     assert all(one.alive and one.phase in PHASES and one.step > 0 and one.silent_s < 30 for one in status)
-    while not handle.poll_metrics():
+    while not handle.rank_metrics():
         assert handle.poll(timeout_s=0.5)
     by_rank = handle.rank_metrics()
     assert len(by_rank) == 2
