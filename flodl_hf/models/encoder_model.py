@@ -186,6 +186,10 @@ class EncoderModel(Opened, Adapted, Familiar):
         # Fine-tuning imports the models, so that they import it when it is called.
         return import_module("flodl_hf.training").evaluate(self, data, **options)
 
+    def to_transformers(self) -> Any:
+        """Return a ``PreTrainedModel`` of transformers with the same parameters; see `flodl_hf.transformers`."""
+        return import_module("flodl_hf.transformers").pretrained_model(self)
+
     @taking(SAVE, ExportError)
     def save_pretrained(
         self,

@@ -11,6 +11,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +292,11 @@ class Tokenizer(Calls):
     def save_pretrained(self, folder: str | os.PathLike[str]) -> tuple[str, ...]:
         """Write [files][] into ``folder``, each under a temporary name that is then renamed; return the paths."""
         return write_files(self.files(), Path(folder))
+
+    def to_transformers(self) -> Any:
+        """Return the same tokenizer as a ``PreTrainedTokenizerFast`` of transformers."""
+        config = {**self._config, "model_type": self._settings.model_type}
+        return import_module("flodl_hf.transformers").pretrained_tokenizer(self, config)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (

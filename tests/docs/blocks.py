@@ -44,6 +44,11 @@ class Block:
     def is_run(self) -> bool:
         return NO_RUN not in self.marks
 
+    @property
+    def library(self) -> str | None:
+        """The module of a library that the block needs (``needs=MODULE``)."""
+        return next((mark.removeprefix("needs=") for mark in self.marks if mark.startswith("needs=")), None)
+
 
 def blocks_of(path: Path) -> list[Block]:
     """Return the fenced blocks of a document in order."""
@@ -141,8 +146,9 @@ def run_console(block: Block) -> None:
 
 
 def run_document(path: Path, module: ModuleType) -> int:
-    """Execute the blocks of a document in order and return how many there were."""
-    blocks = [block for block in blocks_of(path) if block.is_run and block.language in ("python", "console")]
+    """Execute the blocks of a document that need no library, in order, and return how many there were."""
+    found = (block for block in blocks_of(path) if block.is_run and block.library is None)
+    blocks = [block for block in found if block.language in ("python", "console")]
     for block in blocks:
         if block.language == "python":
             run_python(block, module.__dict__)

@@ -26,7 +26,13 @@ LONGER: dict[str, str] = {}
 
 # Who may import what, by path; a folder stands for all in it.
 ONLY_IN = {
-    "transformers": ("flodl_hf/parity/reference.py",),
+    # Classes for other libraries subclass the classes of the package that the user has installed.
+    "transformers": ("flodl_hf/parity/reference.py", "flodl_hf/transformers.py"),
+    **dict.fromkeys(
+        ("sentence_transformers", "langchain_core", "llama_index", "haystack", "chromadb", "mteb", "setfit", "spacy"),
+        ("flodl_hf/sentence_transformers.py", "flodl_hf/integrations/"),
+    ),
+    **dict.fromkeys(("sklearn", "optuna"), ("flodl_hf/integrations/",)),
     "tokenizers": ("flodl_hf/tokenization/",),
     "huggingface_hub": ("flodl_hf/checkpoints/hub/",),
     "typer": ("flodl_hf/cli/",),
@@ -104,6 +110,8 @@ def test_every_imported_library_is_declared(nodes: dict[str, Nodes]) -> None:
     # huggingface_hub requires the first; torch's builds for CUDA bring the second, and nothing else wants it; the third
     # is what all packages of OpenTelemetry are imported as, and the fourth is in Triton's server alone.
     declared |= {"yaml", "triton", "opentelemetry", "triton_python_backend_utils"}
+    # Packages of other names than their modules; LangChain, Chroma and LlamaIndex require pydantic.
+    declared |= {"haystack", "llama_index", "sklearn", "pydantic"}
     used = {module.partition(".")[0] for path, found in nodes.items() for module in imports(path, found)}
     assert used - declared - set(sys.stdlib_module_names) - {"__future__", *PACKAGES} == set()
 

@@ -302,27 +302,22 @@ class ModelConfig:
         those given here are kept. ``""`` and ``{}`` remove a value.
         """
         if problem_type and problem_type not in PROBLEM_TYPES:
-            raise ConfigError(
-                f"problem_type={problem_type!r}; expected one of {', '.join(PROBLEM_TYPES)}",
-                problems=["problem_type"],
-            )
+            expected = ", ".join(PROBLEM_TYPES)
+            raise ConfigError(f"problem_type={problem_type!r}; expected one of {expected}", problems=["problem_type"])
         same = (labels is None or tuple(labels) == self.labels) and problem_type in (None, self.problem_type)
         kept, own = (self.label_thresholds, self.score_activation) if same else (None, None)
+        # transformers refuses one label of this type.
+        single = labels is not None and len(labels) == 1 and self.problem_type == "single_label_classification"
         return ModelConfig(
             self.family,
             self.encoder if encoder is None else encoder,
             self.labels if labels is None else labels,
-            problem_type=(self.problem_type if problem_type is None else problem_type) or None,
+            problem_type=(None if single else self.problem_type) if problem_type is None else problem_type or None,
             label_thresholds=kept if label_thresholds is None else label_thresholds or None,
             score_activation=(own if score_activation is None else score_activation) or None,
-            tie_words=self.tie_words,
-            source=self.source,
-            text=self.text,
-            where=self.where,
-            notes=self.notes,
-            overruled=self.overruled,
-            left_out=self.left_out,
-        )
+            tie_words=self.tie_words, source=self.source, text=self.text, where=self.where, notes=self.notes,
+            overruled=self.overruled, left_out=self.left_out,
+        )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration with HF's keys: the source values with the current labels and problem type."""
@@ -339,6 +334,10 @@ class ModelConfig:
             result["problem_type"] = self.problem_type
         changed, gone = self.stored_changes()
         return {key: value for key, value in result.items() if key not in gone} | changed
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> ModelConfig:
+        """Return this configuration; transformers' Trainer compares its special tokens with the tokenizer's."""
+        return self
 
     def label_changes(self) -> dict[str, Any]:
         """Return ``id2label`` and ``label2id`` if the labels differ from the source, else nothing."""
