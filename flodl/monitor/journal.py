@@ -29,7 +29,7 @@ class Journal:
 
     Args:
         folder: folder of the run.
-        anew: start a new file; an earlier one is renamed.
+        is_new: start a new file; an earlier one is renamed.
 
     Attributes:
         path: the file.
@@ -40,10 +40,10 @@ class Journal:
         TrainError: the existing file is not a record.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, anew: bool = False) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, is_new: bool = False) -> None:
         self.path = Path(folder) / RECORD_FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if anew and self.path.is_file():
+        if is_new and self.path.is_file():
             stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(self.path.stat().st_mtime))
             self.path.replace(self.path.with_stem(f"{self.path.stem}-{stamp}-{secrets.token_hex(2)}"))
         self.record = read_record(self.path) if self.path.is_file() else None

@@ -97,7 +97,7 @@ class LiveRun:
         if self._monitor.folder is None:
             return
         try:
-            self._journal = Journal(self._monitor.folder, anew=not is_resumed)
+            self._journal = Journal(self._monitor.folder, is_new=not is_resumed)
         except Exception as fault:  # a monitor must not end a run
             self.recorder.note(f"no record is written to disk: {fault}", "warning")
             return
