@@ -173,3 +173,36 @@ def test_a_prediction_imports_the_tokenizers_library_only() -> None:
     new = ast.literal_eval(run.stdout.splitlines()[-1])
     assert {name.partition(".")[0] for name in new} <= PREDICTING
     assert [name for name in new if name.startswith(UNUSED)] == []
+
+
+_SERVING = """
+import sys
+import torch
+torch_itself = set(sys.modules)
+from flodl_hf.serving.settings import Served, Settings
+settings = Settings(models=(Served("m", {folder!r}),))
+if {worker!r}:
+    from flodl_hf.serving.worker import Worker
+    worker = Worker(settings.for_worker("cpu"))
+    worker.warm()
+    print(worker.describe("m")["head"], worker.peak() > 0)
+else:
+    from flodl_hf.serving.app import create_app
+    from flodl_hf.serving.multiprocess import http_process, parent
+    create_app(settings)
+print(sorted(set(sys.modules) - torch_itself))
+"""
+
+
+@pytest.mark.parametrize("worker", [True, False], ids=["worker", "HTTP process"])
+def test_a_server_imports_no_compiler(worker: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("starlette")
+    pytest.importorskip("uvicorn")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "flodl_hf" / "serving"))
+    from serving_models import write
+
+    code = _SERVING.format(folder=str(write(tmp_path, "classes")), worker=worker)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    new = ast.literal_eval(run.stdout.splitlines()[-1])
+    assert "flodl_hf.serving.tasks" in new if worker else "flodl_hf.serving.app" in new
+    assert [name for name in new if name.startswith((*UNUSED, "torch.fsdp", "flodl.train"))] == []
