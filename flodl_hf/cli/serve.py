@@ -41,11 +41,9 @@ def command(
         ),
     ] = None,
     http_processes: Annotated[
-        int,
-        typer.Option(
-            "--http-processes", help="HTTP processes on one port; use several for many small requests.", min=1
-        ),
-    ] = 1,
+        int | None,
+        typer.Option("--http-processes", help="HTTP processes on one port (default: by the number of cores).", min=1),
+    ] = None,
     served_model_name: Annotated[
         str | None,
         typer.Option("--served-model-name", help="Name of the only model; requests may use any name then."),
@@ -111,6 +109,7 @@ def command(
     requests. The log on stderr has one JSON line for each request.
     """
     from flodl_hf.serving import serve
+    from flodl_hf.serving.settings import usual_http_processes
 
     keys = _keys(api_key or [], api_key_file)
     say(f"loading {', '.join(models)}")
@@ -123,7 +122,7 @@ def command(
         here=lambda url: say(f"ready: {url}", always=True),
         devices=tuple(device or ["auto"]),
         workers=workers,
-        http_processes=http_processes,
+        http_processes=http_processes or usual_http_processes(),
         precision=precision,
         adapters=tuple(adapters or ()),
         mix_adapters=mix_adapters,

@@ -157,7 +157,6 @@ class Endpoint:
                 scope.get("path_params", {}).get("name"),
                 _priority(headers),
                 trace,
-                form,
             )
             del body
             parts = await self._until_disconnect(self._answered(request, form), receive)
@@ -192,26 +191,21 @@ class Endpoint:
         length = headers.get(b"content-length", "0")
         large = not length.isdecimal() or int(length[:19]) > most or len(length) > 18
         parts: list[bytes] = []
-        cut, size = _CancelTask(), 0
-        timer = asyncio.get_running_loop().call_later(self.state.settings.body_s, cut)
+        size, more = 0, not large
         try:
-            more = not large
-            while more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise _GoneError
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                large = size > most
-                more = message.get("more_body", False) and not large
-        except asyncio.CancelledError:
-            if not cut.was_called():
-                raise
+            async with asyncio.timeout(self.state.settings.body_s):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _GoneError
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    large = size > most
+                    more = message.get("more_body", False) and not large
+        except TimeoutError:
             raise RefusedError(
                 f"the body did not arrive within {self.state.settings.body_s:g} s. Send it sooner.", "slow"
             ) from None
-        finally:
-            timer.cancel()
         if large:
             parts.clear()
             await self._discarded(receive, 16 * most)

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from flodl_hf.serving.log import Lines, Log
 from flodl_hf.serving.protocol import MAX_HEAD, limited_protocol
@@ -74,13 +75,10 @@ def http_server(app: Any, settings: Settings, calls: Calls, closed: Callable[[],
         calls: signal handlers; SIGINT and SIGTERM stop the server unless they are given.
         closed: called whenever a connection has ended.
     """
-    try:
-        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as Protocol
-    except ImportError:
-        from uvicorn.protocols.http.h11_impl import H11Protocol as Protocol
     config = uvicorn.Config(
-        app, http=limited_protocol(Protocol, settings, closed), log_config=None, access_log=False, server_header=False,
-        timeout_keep_alive=int(settings.idle_s), timeout_graceful_shutdown=int(settings.drain_s), ws="none",
+        app, http=limited_protocol(HttpToolsProtocol, settings, closed), log_config=None, access_log=False,
+        server_header=False, timeout_keep_alive=int(settings.idle_s), ws="none",
+        timeout_graceful_shutdown=int(settings.drain_s),
         limit_concurrency=math.ceil(settings.max_connections / settings.http_processes),
         h11_max_incomplete_event_size=MAX_HEAD, lifespan="on", proxy_headers=False, backlog=2048,
     )  # fmt: skip

@@ -11,6 +11,7 @@ import io
 import sys
 from collections.abc import Awaitable, Callable, Iterable
 from functools import lru_cache
+from importlib.util import find_spec
 
 import numpy as np
 
@@ -37,8 +38,6 @@ def _cut(whole: Part) -> list[Part]:
 
 
 async def _json(response: Response, large: bool) -> list[Part]:
-    if response.text is not None:
-        return _cut(response.text)
     return await _join_pieces(json_pieces(response.data)) if large else [as_json(response.data)]
 
 
@@ -83,8 +82,6 @@ def _array(response: Response) -> np.ndarray:
 
 
 async def _msgpack(response: Response, large: bool) -> list[Part]:
-    if response.text is not None:
-        return _cut(response.text)
     return await _join_pieces(msgpack_pieces(response.data))
 
 
@@ -133,19 +130,11 @@ def _accepted(header: str) -> str:
     types = [part.partition(";")[0].strip().lower() for part in header.split(",")[:32]]
     # Named types precede wildcards; JSON is the default.
     for form in types:
-        if form in _FORMS and _is_available(form):
+        if form in _FORMS and ("arrow" not in form or find_spec("pyarrow") is not None):
             return form
     if not types or any(form in _ANY for form in types) or any(form.startswith("text/") for form in types):
         return JSON
     raise RefusedError(f"accept is {header[:80]!r}; expected one of {', '.join(_FORMS)}", "accept")
-
-
-def _is_available(form: str) -> bool:
-    """Return whether the library of a media type is installed."""
-    from importlib.util import find_spec
-
-    library = "msgpack" if form.endswith("msgpack") else "pyarrow" if "arrow" in form else None
-    return library is None or find_spec(library) is not None
 
 
 async def encode_response(response: Response, form: str, size: int) -> list[Part]:

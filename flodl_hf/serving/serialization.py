@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from flodl_hf.workers.messages import as_json, from_json
+from flodl_hf.workers.messages import as_json
 
-__all__ = ["CHUNK_NUMBERS", "as_msgpack", "chunks_of", "json_pieces", "msgpack_pieces", "remaining_room"]
+__all__ = ["CHUNK_NUMBERS", "chunks_of", "json_pieces", "msgpack_pieces", "remaining_room"]
 
 CHUNK_NUMBERS = 16_384
 """Maximum numbers in one step of encoding: half a millisecond in which the event loop is blocked."""
@@ -87,14 +87,6 @@ def remaining_room(value: Any, room: int) -> int:
 
 # Bytes from which MessagePack has only one form of a length: this byte and four bytes of length.
 _LONG, _LONG_FORM = 1 << 16, b"\xc6"
-
-
-def as_msgpack(value: Any) -> bytes:
-    """Return a JSON value as MessagePack; numbers that are not finite become nil, as in JSON."""
-    import msgpack
-
-    packed: Any = msgpack.packb(from_json(as_json(value)))
-    return packed
 
 
 def msgpack_pieces(value: Any) -> Iterator[bytes | memoryview]:

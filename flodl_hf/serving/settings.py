@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -9,7 +10,7 @@ from typing import Any
 
 from flodl.errors import ConfigError
 
-__all__ = ["Served", "Settings", "served"]
+__all__ = ["Served", "Settings", "served", "usual_http_processes"]
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,7 @@ class Settings:
         devices: devices of the models; "auto" is the best available one.
         workers: worker processes for each device, each with all models. Many small requests occupy the interpreter
             rather than the device. None is two on a GPU with enough memory, otherwise one.
-        http_processes: processes that answer HTTP on the same port. One process answers some thousands of small
-            requests a second and occupies one core with them.
+        http_processes: processes that answer HTTP on the same port; see `usual_http_processes`.
         precision: see `flodl_hf.inference.Precision`; None is the type of the weights.
         adapters: directories with one folder for each adapter, served under the folder's name; ``NAME=DIR`` selects the
             base model. They are listed whenever models are loaded.
@@ -140,18 +140,16 @@ class Settings:
             device: its device.
             adapters: name, folder and base of each adapter.
         """
-        return {
-            "models": [asdict(model) for model in self.models],
-            "adapters": list(adapters),
-            "mix_adapters": self.mix_adapters,
-            "device": device,
-            "precision": self.precision,
-            "batch_invariant": self.batch_invariant,
-            "local_files_only": self.local_files_only,
-            "max_batch_tokens": self.max_batch_tokens,
-            "threads": self.max_concurrent,
-            "links": self.http_processes,
-        }
+        return {**asdict(self), "api_keys": (), "device": device, "adapters": list(adapters)}
+
+
+def usual_http_processes() -> int:
+    """Return the default number of HTTP processes: one for each eight cores of this process, at most four.
+
+    One process answers some thousands of short requests a second, and needs a core for them.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    return max(1, min(4, cores // 8))
 
 
 def served(models: Iterable[str | Served], head: str = "auto", name: str | None = None) -> tuple[Served, ...]:

@@ -28,12 +28,11 @@ from flodl_hf.serving.adapter_models import MixedAdapters, mix_adapters, open_ad
 from flodl_hf.serving.admission import count_characters
 from flodl_hf.serving.batching import Batcher
 from flodl_hf.serving.request import DeadlineError, GivenUpError, Timeline, WorkerRequest
-from flodl_hf.serving.serialization import as_msgpack
 from flodl_hf.serving.tasks import TASKS, check_head, describe, warm_items
 from flodl_hf.serving.thread_pool import run_threads
 from flodl_hf.serving.throughput import TokenRate, measure_peak
 from flodl_hf.workers.link import receive_socket
-from flodl_hf.workers.messages import Stream, as_json
+from flodl_hf.workers.messages import Stream
 
 __all__ = ["serve"]
 
@@ -103,7 +102,7 @@ class Worker:
             self.models |= adapted
             if given["mix_adapters"]:
                 self.together = mix_adapters(listed, adapted, opened)
-        self.batcher = Batcher(self.device, self.max_tokens, links=given["links"])
+        self.batcher = Batcher(self.device, self.max_tokens, links=given["http_processes"])
 
     def warm(self) -> None:
         """Run each model, so that the first client does not wait for one-time initialization."""
@@ -244,9 +243,6 @@ class _Requests:
                 request.check()
                 request.started = time.perf_counter()
                 reply["data"], arrays = worker.answer(message, request)
-                if "as_text" in message:
-                    write = as_msgpack if message["as_text"].endswith("msgpack") else as_json
-                    arrays, reply["data"] = [np.frombuffer(write(reply["data"]), np.uint8)], None
             except Exception as fault:
                 reply["fault"] = _fault(fault)
                 if reply["fault"]["kind"] == "internal":
@@ -294,7 +290,7 @@ def serve(stream: Stream, fd_channel: int | None = None) -> None:
         "room": worker.has_room(), "pid": os.getpid(),
     }  # fmt: skip
     worker.batcher.drained()
-    requests = _Requests(worker, given["threads"])
+    requests = _Requests(worker, given["max_concurrent"])
     if fd_channel is not None:
         way = socket.socket(fileno=fd_channel)
         Thread(target=requests.accept_links, args=(way,), name="flodl-hf-links", daemon=True).start()

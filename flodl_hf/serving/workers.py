@@ -204,7 +204,6 @@ class Workers:
         weight: int,
         priority: int = 0,
         traced: bool = False,
-        as_text: str | None = None,
     ) -> Answer:
         """Send a request to a worker and return its result; if cancelled, the request leaves its batch.
 
@@ -218,8 +217,6 @@ class Workers:
             weight: estimated number of tokens.
             priority: 1 is processed before other requests of the key, -1 after them.
             traced: whether to return a timeline.
-            as_text: media type, JSON or MessagePack, in which the worker encodes its data; the encoded data is then the
-                only array of the result.
 
         Raises:
             TaskError: the request was refused or too late, or its worker ended.
@@ -238,8 +235,6 @@ class Workers:
         }  # fmt: skip
         if traced:
             message["traced"] = True
-        if as_text is not None:
-            message["as_text"] = as_text
         try:
             worker.link.send(message)
             if worker.link.full:

@@ -30,46 +30,23 @@ LARGE = 1 << 20
 _KINDS = ("float32", "float16", "int64", "int32", "uint8")
 _NAMES = {np.dtype(kind): kind for kind in _KINDS}  # numpy builds a dtype's name on each access
 
-as_json: Callable[[Any], bytes]
-"""Return a value as JSON in UTF-8; numbers that are not finite become null."""
-from_json: Callable[[bytes | bytearray], Any]
-"""Return the value of JSON; raises ValueError for invalid or too deeply nested JSON."""
-
 try:
     import orjson
 except ImportError:
+    # Without the extra "serve" messages contain plain values only.
+    def as_json(value: Any) -> bytes:
+        """Return a value as JSON."""
+        return json.dumps(value, separators=(",", ":")).encode()
 
-    def _finite(value: Any) -> Any:
-        if isinstance(value, float):
-            return value if math.isfinite(value) else None
-        if isinstance(value, dict):
-            return {name: _finite(part) for name, part in value.items()}
-        if isinstance(value, np.ndarray):
-            return _finite(value.tolist())
-        return [_finite(part) for part in value] if isinstance(value, (list, tuple)) else value
-
-    def _dumped(value: Any) -> bytes:
-        return json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
-
-    def _refused(name: str) -> Any:
-        raise ValueError(f"{name} is not JSON")
-
-    def _loaded(data: bytes | bytearray) -> Any:
-        try:
-            found = json.loads(data.decode("utf-8"), parse_constant=_refused)
-            if b"\\ud" in data.lower():
-                json.dumps(found, ensure_ascii=False).encode()  # refuses lone surrogates
-            return found
-        except RecursionError:
-            raise ValueError("nested too deeply") from None
-
-    as_json, from_json = _dumped, _loaded
+    from_json: Callable[[bytes | bytearray], Any] = json.loads
 else:
 
-    def _dumped(value: Any) -> bytes:
+    def as_json(value: Any) -> bytes:
+        """Return a value as JSON in UTF-8; numbers that are not finite become null."""
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
 
-    as_json, from_json = _dumped, orjson.loads
+    from_json = orjson.loads
+    """Return the value of JSON; raises ValueError for invalid or too deeply nested JSON."""
 
 
 def pack_message(message: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> list[bytes | memoryview]:

@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable
-from itertools import count
 from typing import Any
 
 from starlette.applications import Starlette
@@ -31,9 +30,8 @@ from flodl_hf.workers.messages import Stream
 __all__ = ["serve"]
 
 LOG = logging.getLogger("flodl_hf.serving")
-# Interval in which metrics are sent to the parent, so that few are lost with the process; and timeout for metrics of
-# the other processes.
-REPORT_INTERVAL_S, COLLECT_TIMEOUT_S = 1.0, 3.0
+# Interval in which metrics are sent to the parent, and timeout for those of the other processes.
+REPORT_INTERVAL_S, COLLECT_TIMEOUT_S = 0.5, 3.0
 
 
 def _nothing() -> None: ...
@@ -58,8 +56,7 @@ class _HttpProcess:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._using = asyncio.Lock()
         self._made, self._used = asyncio.Event(), asyncio.Event()
-        self._numbers = count()
-        self._gathering: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._scrapes: list[asyncio.Future[dict[str, Any]]] = []
         self._answers = 0
 
     async def run(self, own: socket.socket) -> None:
@@ -100,7 +97,7 @@ class _HttpProcess:
         await self._used.wait()
         freeze_gc()
         self._link.send({"ready": True})
-        self._report_often()
+        self._report()
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -123,12 +120,11 @@ class _HttpProcess:
                 # Immediately, so that `/metrics` agrees with the parent in every process.
                 self._state.workers.restarts = message["restarts"]
             self._task(self._use(message["workers"], message["restarts"]))
-        if "count" in message:
-            self._report()
-        if "gathered" in message:
-            asked = self._gathering.get(message["gathered"])
-            if asked is not None and not asked.done():
-                asked.set_result(message)
+        if "of" in message:
+            answered, self._scrapes = self._scrapes, []
+            for one in answered:
+                if not one.done():
+                    one.set_result(message)
         if "stop" in message:
             self._receive_sockets()  # sockets that were sent before
             asyncio.get_running_loop().remove_reader(self._fd_channel.fileno())
@@ -223,35 +219,33 @@ class _HttpProcess:
 
     # ---- metrics -----------------------------------------------------------------------------------
 
-    def _report(self) -> None:
-        """Send the metrics to the parent."""
-        answers = self._state.workers.answers
-        with contextlib.suppress(OSError):
-            self._link.send({"counted": self._state.metrics.dump(), "answers": answers - self._answers})
-        self._answers = answers
+    def _counted(self) -> dict[str, Any]:
+        """Return the metrics of this process, and the number of results since the last call."""
+        before, self._answers = self._answers, self._state.workers.answers
+        return {"counted": self._state.metrics.dump(), "answers": self._answers - before}
 
-    def _report_often(self) -> None:
-        if self._state.workers.answers != self._answers:
-            self._report()
-        asyncio.get_running_loop().call_later(REPORT_INTERVAL_S, self._report_often)
+    def _report(self) -> None:
+        """Send the metrics to the parent, now and periodically."""
+        with contextlib.suppress(OSError):
+            self._link.send(self._counted())
+        asyncio.get_running_loop().call_later(REPORT_INTERVAL_S, self._report)
 
     async def _collect_metrics(self) -> tuple[Metrics, int, int]:
         """Return the metrics of all HTTP processes, their number, and the number of replaced ones.
 
+        Metrics of the other processes are those of their last report.
+
         Raises:
             RefusedError: the parent does not respond.
         """
-        number = next(self._numbers)
-        asked = self._gathering[number] = asyncio.get_running_loop().create_future()
-        self._report()
+        answered = asyncio.get_running_loop().create_future()
+        self._scrapes.append(answered)
         try:
-            self._link.send({"scrape": number})
+            self._link.send({"scrape": True, **self._counted()})
             async with asyncio.timeout(COLLECT_TIMEOUT_S):
-                message = await asked
+                message = await answered
         except (OSError, TimeoutError):
             raise RefusedError("the metrics of other processes are not available. Retry.", "ended") from None
-        finally:
-            del self._gathering[number]
         return merged([self._state.metrics.dump(), *message["of"]]), message["here"], message["restarts"]
 
 

@@ -36,8 +36,6 @@ __all__ = ["Parent"]
 LOG = logging.getLogger("flodl_hf.serving")
 # A process that ran for MIN_UPTIME_S is replaced immediately, others after RESTART_DELAY_S.
 MIN_UPTIME_S, RESTART_DELAY_S = 30.0, 1.0
-# Timeout for current metrics of a process; then its last ones are used.
-COLLECT_TIMEOUT_S = 1.0
 # Connections accepted in one iteration of the loop, and the pause when no file descriptor is left.
 ACCEPT_BATCH, ACCEPT_PAUSE_S = 64, 0.2
 BACKLOG = 2048
@@ -56,7 +54,6 @@ class _HttpChild:
         taken: connections that were sent to it.
         leaving: whether it accepts no further connections.
         counted: its last reported metrics.
-        asked: done when it has reported again.
         since: time of its start.
     """
 
@@ -69,7 +66,6 @@ class _HttpChild:
     taken: int = 0
     leaving: bool = False
     counted: dict[str, Any] | None = None
-    asked: asyncio.Future[None] | None = None
 
 
 class Parent:
@@ -224,8 +220,6 @@ class Parent:
         await one.link.closed
         one.link.close()
         self._children.remove(one)
-        if one.asked is not None and not one.asked.done():
-            one.asked.set_result(None)
         await child.reaped()
         self.counters.clear(one.number)
         if one.counted is not None:
@@ -258,8 +252,6 @@ class Parent:
             one.counted = message["counted"]
             if message["answers"]:
                 self.processes.alive()
-            if one.asked is not None and not one.asked.done():
-                one.asked.set_result(None)
         if "left" in message:
             one.workers.pop(message["left"], None)
         if "lost" in message and one.workers.pop(message["lost"], None) is not None:
@@ -271,26 +263,8 @@ class Parent:
         if "ready" in message and not one.ready.done():
             one.ready.set_result(None)
         if "scrape" in message:
-            self._task(self._count(one, message["scrape"]))
-
-    async def _count(self, one: _HttpChild, number: int) -> None:
-        """Send the metrics of all other processes, including ended ones, to a process."""
-        waits = []
-        for other in self._children:
-            if other is not one and other.ready.done():
-                if other.asked is None or other.asked.done():
-                    other.asked = asyncio.get_running_loop().create_future()
-                    with contextlib.suppress(OSError):
-                        other.link.send({"count": True})
-                waits.append(other.asked)
-        if waits:
-            await asyncio.wait(waits, timeout=COLLECT_TIMEOUT_S)
-        counted = [other.counted for other in self._children if other is not one and other.counted is not None]
-        said = {
-            "gathered": number, "of": [self._past.dump(), *counted], "here": len(self.pids), "restarts": self.restarts,
-        }  # fmt: skip
-        with contextlib.suppress(OSError):
-            one.link.send(said)
+            counted = [other.counted for other in self._children if other is not one and other.counted is not None]
+            one.link.send({"of": [self._past.dump(), *counted], "here": len(self.pids), "restarts": self.restarts})
 
     # ---- workers -----------------------------------------------------------------------------------
 

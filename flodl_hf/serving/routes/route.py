@@ -66,12 +66,10 @@ class Response:
     Attributes:
         data: JSON types; arrays in it are encoded as lists.
         vectors: the array of binary responses, or None.
-        text: the encoded response, if a worker encoded it; ``data`` is None then.
     """
 
     data: Any
     vectors: np.ndarray | None = None
-    text: bytes | memoryview | None = None
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,6 @@ class Request:
         path_model: model name in the path, or None.
         priority: 1 is processed before other requests of the key, -1 after them.
         trace: OpenTelemetry trace, or None.
-        form: media type of the response.
     """
 
     state: AppState
@@ -141,7 +138,6 @@ class Request:
     path_model: str | None = None
     priority: int = 0
     trace: Trace | None = None
-    form: str = "application/json"
     model: str = ""
     tokens: int = 0
     windows: int = 0
@@ -196,7 +192,6 @@ class Request:
         options: dict[str, Any] | None = None,
         *,
         texts: int = 0,
-        as_text: str | None = None,
     ) -> Answer:
         """Run a task in a worker and return its result.
 
@@ -205,8 +200,6 @@ class Request:
             items: the inputs.
             options: options of the task.
             texts: number of texts, if it differs from the number of items.
-            as_text: media type, JSON or MessagePack, in which the worker encodes its data; the encoded data is then the
-                only array of the result.
 
         Raises:
             RefusedError: a limit is exceeded, or the worker did not answer.
@@ -240,7 +233,6 @@ class Request:
                     weight=weight,
                     priority=self.priority,
                     traced=self.trace is not None and self.trace.recording,
-                    as_text=as_text,
                 )
         except OverloadedError as fault:
             raise RefusedError(fault.message, "overloaded", after_s=fault.after_s) from None
@@ -259,20 +251,6 @@ class Request:
         self.tokenized_s += found.tokenized_s
         self.inferred_s += max(0.0, found.took_s - found.waited_s - found.tokenized_s)
         return found
-
-    async def forward(self, task: str, items: list[Any], options: dict[str, Any]) -> Response:
-        """Run a task and return the response that the worker encoded.
-
-        Args:
-            task: a name of `flodl_hf.serving.tasks.TASKS`.
-            items: the inputs.
-            options: options of the task.
-
-        Raises:
-            RefusedError: a limit is exceeded, or the worker did not answer.
-        """
-        found = await self.ask(task, items, options, as_text=self.form)
-        return Response(None, text=found.arrays[0].data)
 
     def usage(self) -> dict[str, int]:
         """Return the counts of tokens of the request."""

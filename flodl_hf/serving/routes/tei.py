@@ -100,7 +100,7 @@ async def _embed_all(request: Request) -> Response:
 
 async def _embed_sparse(request: Request) -> Response:
     request.info("embed_sparse")
-    return await request.forward("embed_sparse", _texts(request), truncation_options(request))
+    return Response((await request.ask("embed_sparse", _texts(request), truncation_options(request))).data)
 
 
 def _pairs_of(value: Any) -> tuple[list[Any], bool]:
@@ -159,12 +159,13 @@ async def similarity(request: Request, inputs: Mapping[str, Any], given: Mapping
 
 async def _tokenize(request: Request) -> Response:
     request.info("tokenize")
-    special = request.fields["add_special_tokens"]
-    return await request.forward("tokenize", _texts(request), {"special": special})
+    options = {"special": request.fields["add_special_tokens"]}
+    return Response((await request.ask("tokenize", _texts(request), options)).data)
 
 
 async def _decode(request: Request) -> Response:
-    return await request.forward("decode", request.fields["ids"], {"special": request.fields["skip_special_tokens"]})
+    options = {"special": request.fields["skip_special_tokens"]}
+    return Response((await request.ask("decode", request.fields["ids"], options)).data)
 
 
 _INPUTS = Field("inputs", "inputs", "texts, or token ids", True)

@@ -10,6 +10,7 @@ import pytest
 
 from flodl.errors import ConfigError
 from flodl_hf.serving import Served, Settings, served, serving
+from flodl_hf.serving.settings import usual_http_processes
 
 
 @pytest.fixture(scope="module")
@@ -105,3 +106,11 @@ def test_names_of_models() -> None:
     assert names("x=models/a", name="mine") == ["mine"]
     with pytest.raises(ConfigError):
         names("a", "b", name="mine")
+
+
+def test_the_number_of_http_processes_follows_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for cores in (1, 8, 15, 16, 64):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)), raising=False)
+        found.append(usual_http_processes())
+    assert found == [1, 1, 1, 2, 4]

@@ -14,7 +14,7 @@ import pytest
 from flodl_hf.serving.log import Lines, Log, log_event
 from flodl_hf.serving.response_encoding import SEND_CHUNK_BYTES, encode_response
 from flodl_hf.serving.routes.route import Response
-from flodl_hf.serving.serialization import CHUNK_NUMBERS, as_msgpack, msgpack_pieces
+from flodl_hf.serving.serialization import CHUNK_NUMBERS, msgpack_pieces
 from flodl_hf.serving.settings import Settings, served
 from flodl_hf.workers.link import Link
 from flodl_hf.workers.messages import as_json, pack_message
@@ -117,11 +117,6 @@ def test_messagepack_in_pieces_is_what_the_library_writes(value: Any) -> None:
     assert b"".join(parts) == msgpack.packb(value, default=array_in)
     # Nothing large is copied at once: it is a view of the numbers, or a part of a list.
     assert max(len(part) for part in parts if isinstance(part, bytes)) < 10 * CHUNK_NUMBERS
-
-
-def test_messagepack_of_a_worker_says_what_json_does() -> None:
-    msgpack = pytest.importorskip("msgpack")
-    assert msgpack.unpackb(as_msgpack({"a": [float("nan"), np.arange(2), "é"]})) == {"a": [None, [0, 1], "é"]}
 
 
 @pytest.mark.parametrize("form", ["application/x-npy", "application/vnd.apache.arrow.stream", "application/msgpack"])

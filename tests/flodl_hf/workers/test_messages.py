@@ -1,11 +1,6 @@
-"""Messages between processes and JSON of responses, with orjson and without."""
+"""Messages between processes and JSON of responses."""
 
 from __future__ import annotations
-
-import importlib
-import sys
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,37 +9,28 @@ from flodl_hf.serving import serialization
 from flodl_hf.workers import messages
 
 
-@pytest.fixture(params=["as installed", "without orjson"])
-def module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    if request.param == "without orjson":
-        monkeypatch.setitem(sys.modules, "orjson", None)
-    yield importlib.reload(messages)
-    monkeypatch.undo()
-    importlib.reload(messages)
-
-
-def test_a_message_comes_back(module: Any) -> None:
+def test_a_message_comes_back() -> None:
     arrays = [np.arange(12, dtype=np.float32).reshape(3, 4), np.zeros((0, 5), np.float32), np.array([7, -1], np.int64)]
     message = {"id": 3, "items": ['ä 😀 \x00\n"', ["a", "b"]], "none": None, "score": 0.1}
-    sent = b"".join(module.pack_message(message, arrays))
-    size, text = module.HEAD.unpack(sent[: module.HEAD.size])
-    body = sent[module.HEAD.size :]
+    sent = b"".join(messages.pack_message(message, arrays))
+    size, text = messages.HEAD.unpack(sent[: messages.HEAD.size])
+    body = sent[messages.HEAD.size :]
     assert len(body) == size
-    found, held = module.unpack_message(text, body)
+    found, held = messages.unpack_message(text, body)
     assert found == message
     assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(held, arrays, strict=True))
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[" * 100_000, b"\xff", b'"\\ud800"', b"NaN", b'{"a": Infinity}'])
-def test_what_is_no_json_is_a_value_error(module: Any, data: bytes) -> None:
+def test_what_is_no_json_is_a_value_error(data: bytes) -> None:
     with pytest.raises(ValueError):
-        module.from_json(data)
-    assert module.from_json(b'"\\ud83d\\ude00"') == "😀"
+        messages.from_json(data)
+    assert messages.from_json(b'"\\ud83d\\ude00"') == "😀"
 
 
-def test_numbers_that_are_not_finite_are_null(module: Any) -> None:
+def test_numbers_that_are_not_finite_are_null() -> None:
     row = np.array([1.5, np.nan, np.inf], np.float32)
-    assert module.from_json(module.as_json({"a": row, "b": [float("nan")], "c": 2})) == {
+    assert messages.from_json(messages.as_json({"a": row, "b": [float("nan")], "c": 2})) == {
         "a": [1.5, None, None],
         "b": [None],
         "c": 2,
@@ -65,11 +51,10 @@ VALUES = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_pieces_are_the_whole(module: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(serialization, "CHUNK_NUMBERS", 12)
-    monkeypatch.setattr(serialization, "as_json", module.as_json)
     pieces = list(serialization.json_pieces(VALUES[name]))
-    assert b"".join(pieces) == module.as_json(VALUES[name])
+    assert b"".join(pieces) == messages.as_json(VALUES[name])
     if name not in ("a text", "no rows"):
         assert len(pieces) > 4
         assert max(map(len, pieces)) < 400
