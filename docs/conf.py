@@ -27,7 +27,7 @@ source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build", "pictures", "templates"]
 templates_path = ["templates"]
 
-# Anchors of headings are those of Markdown files on GitHub, so that links work in both.
+# Headings have the same anchors as Markdown files on GitHub, so that links work in both.
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence", "deflist"]
 # Links to files of the repository that are not pages are shown as text. A name that several modules define links to

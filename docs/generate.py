@@ -117,7 +117,7 @@ def families_page() -> str:
 
 
 def with_overview(page: str) -> str:
-    """Return the page of models with its table of families as the families' records say it."""
+    """Return the page of models with the table of families, from their records."""
     speeds = {row["family"]: speed_of(row) for row in measured() if not row["length"] and row["kind"] == "cuda"}
     rows = (
         (
@@ -197,7 +197,7 @@ def between(page: str, name: str, text: str) -> str:
 
 
 def family_section(family: Family) -> str:
-    """Return one family's tables; an alias says whose they are."""
+    """Return the tables of a family; an alias links to the original."""
     module = inspect.getmodule(family.config)
     assert module is not None
     original = next(f for f in FAMILIES if f.config is family.config)
@@ -315,7 +315,7 @@ def heads_page() -> str:
 
 
 def further_names(task: Task) -> list[str]:
-    """Return the names of a task besides its own and its class."""
+    """Return further names of a task."""
     return [word for word in task.words if word not in (task.name, task.hf_suffix.lower())]
 
 
@@ -370,7 +370,7 @@ def cli_page() -> str:
 
 
 def commands_of(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every command with its full name, those of groups within the group too."""
+    """Yield every command with its full name, also commands of groups."""
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
             yield from commands_of(command, f"{prefix}{name} ")
@@ -379,7 +379,7 @@ def commands_of(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def help_of(parameter: Any) -> str:
-    """Return an option's help in one line, with the words that it takes where it does not say them."""
+    """Return the help of an option in one line, with its values if the help lacks them."""
     text = " ".join((parameter.help or "").split())
     words = words_of(parameter)
     said = parameter.metavar is not None or all(word in text for word in words)
@@ -404,7 +404,7 @@ def default_of(parameter: Any) -> str:
 
 
 def errors_page() -> str:
-    """Return the error trees and what each error is."""
+    """Return the trees and descriptions of the errors."""
     parts: list[str] = []
     rows: list[tuple[str, str, str]] = []
     for module in (errors, hf_errors):
@@ -523,7 +523,7 @@ def families_index() -> str:
 
 
 def main() -> None:
-    """Write the pages and the index, and name those that changed."""
+    """Write the pages and the index, and print the changed files."""
     if INDEX.read_text("utf-8") != families_index():
         INDEX.write_text(families_index(), "utf-8")
         print("flodl_hf/families/index.json")

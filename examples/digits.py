@@ -1,9 +1,9 @@
-"""A model of one's own on MNIST: a graph of convolutions, the trainer, a picture of what it gets wrong.
+"""Classify the digits of MNIST with a graph of convolutions and the Trainer.
 
     python examples/digits.py [FOLDER]
 
-FOLDER holds MNIST's files (``t10k-images-idx3-ubyte`` and ``t10k-labels-idx1-ubyte``, gzip or not; the training files
-where they are there). Without them digits are drawn by this program: worse to learn from, but at hand everywhere.
+FOLDER contains the files of MNIST (``t10k-images-idx3-ubyte`` and ``t10k-labels-idx1-ubyte``, gzip or not; the training
+files are optional). Without FOLDER the program draws digits, so that it runs everywhere.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from flodl.data import Batch, TensorRows
 from flodl.train import Loss, Trainer, adamw
 from flodl.train.schedule import OneCycle
 
-# Seven segments of a display, as rectangles (top, left, height, width) on a grid of 28 x 28; below, each digit's.
+# Seven segments of a display, as rectangles (top, left, height, width) of 28 x 28, then the segments of each digit.
 SEGMENTS = {"a": (5, 9, 2, 10), "b": (6, 18, 8, 2), "c": (14, 18, 8, 2), "d": (21, 9, 2, 10), "e": (14, 8, 8, 2),
             "f": (6, 8, 8, 2), "g": (13, 9, 2, 10)}  # fmt: skip
 DIGITS = ("abcdef", "bc", "abged", "abgcd", "fgbc", "afgcd", "afgedc", "abc", "abcdefg", "abcdfg")
 
 
 def drawn_digits(count: int, seed: int = 0) -> TensorRows:
-    """Return digits of a display, shifted and covered with noise, as MNIST gives them."""
+    """Return digits of a display, shifted and covered with noise, in the form of MNIST."""
     generator = torch.Generator().manual_seed(seed)
     plain = torch.zeros(10, 28, 28)
     for digit, segments in enumerate(DIGITS):
@@ -54,14 +54,14 @@ def read_mnist(folder: Path, part: str) -> TensorRows:
 
 
 def find_digits(folder: Path | None) -> tuple[TensorRows, TensorRows]:
-    """Return rows to learn from and rows to judge by."""
+    """Return rows for training and rows for evaluation."""
     if folder is None:
         return drawn_digits(2_000), drawn_digits(500, seed=1)
 
     test = read_mnist(folder, "t10k")
     if any(folder.glob("train-images*")):
         return read_mnist(folder, "train"), test
-    # the test images alone: most of them to learn from, the rest to judge by
+    # test images alone: four fifths for training, the rest for evaluation
     image, label = _all_of(test)
     cut = len(label) * 4 // 5
     return (
@@ -71,7 +71,7 @@ def find_digits(folder: Path | None) -> tuple[TensorRows, TensorRows]:
 
 
 def make_model(device: torch.device) -> Graph:
-    """Return the network: two convolutions, the second with a path around it, and a classifier."""
+    """Return the network: two convolutions, the second with a residual connection, and a classifier."""
     return (
         FlowBuilder(nn.Conv2d(1, 16, 3, stride=2, padding=1), entry="image")
         .through(nn.BatchNorm2d(16))
@@ -93,20 +93,20 @@ def step(model: nn.Module, batch: Batch) -> Loss:
 
 
 def judge(model: nn.Module, batch: Batch) -> dict[str, tuple[Tensor, int]]:
-    """Return how many of a batch are right."""
+    """Return the number of correct predictions of a batch."""
     hits = (model(batch["image"]).argmax(1) == batch["label"]).sum()
     return {"accuracy": (hits, len(batch["label"]))}
 
 
 def main(folder: Path | None = None, epochs: int = 3) -> float:
-    """Train, print a line for each epoch and the pairs that are mixed up most; return the last accuracy."""
+    """Train, print a line per epoch and the most frequent confusion; return the last accuracy."""
     train, test = find_digits(folder)
     steps = epochs * -(-len(train) // 64)
     run = Trainer.builder(make_model, adamw(3e-3), step).dataset(train).batch_size(64).num_epochs(epochs)
     run.evaluate(judge, test, batch_size=250).scheduler(OneCycle(3e-3, total=steps)).progress(False)
     trained = run.run()
     for epoch in trained.metrics:
-        print(f"epoch {epoch.epoch + 1}: loss {epoch.loss:.3f}, held out {epoch.eval['accuracy']:.1%} right")
+        print(f"epoch {epoch.epoch + 1}: loss {epoch.loss:.3f}, evaluation accuracy {epoch.eval['accuracy']:.1%}")
     model = trained.load_into(make_model(torch.device("cpu"))).eval()
     image, label = _all_of(test)
     with torch.no_grad():
@@ -114,10 +114,10 @@ def main(folder: Path | None = None, epochs: int = 3) -> float:
     mixed = torch.zeros(10, 10, dtype=torch.long).index_put_((label, guess), torch.ones_like(label), accumulate=True)
     mixed.fill_diagonal_(0)
     worst = int(mixed.argmax())
-    print(f"most mixed up: {worst // 10} read as {worst % 10}, {int(mixed.max())} times of {len(label)}")
+    print(f"most frequent confusion: {worst // 10} predicted as {worst % 10}, {int(mixed.max())} of {len(label)}")
     with tempfile.TemporaryDirectory() as place:
         model.svg(Path(place) / "digits.svg")
-        print(f"the network as a picture: {(Path(place) / 'digits.svg').stat().st_size:,} bytes of SVG")
+        print(f"drawing of the network: {(Path(place) / 'digits.svg').stat().st_size:,} bytes of SVG")
     return trained.metrics[-1].eval["accuracy"]
 
 

@@ -1,9 +1,9 @@
-"""Named entities, from a file of tagged words to a folder that finds them, with what was found and what was missed.
+"""Named entity recognition on CoNLL files: train, evaluate, predict.
 
     python examples/entities.py [MODEL TRAIN [HELD_OUT]]
 
-MODEL is a folder or a Hub name, TRAIN and HELD_OUT are CoNLL files: a word and its tag a line, an empty line between
-sentences. Without them a small model learns sentences that this program makes up.
+MODEL is a folder or a Hub name. TRAIN and HELD_OUT are CoNLL files: a word and its tag per line, an empty line between
+sentences. Without arguments a small model is trained on sentences of this program.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SENTENCES = (
 
 
 def made_up(count: int, seed: int) -> list[dict[str, list[str]]]:
-    """Return sentences with a tag for each word; names of several words go on with ``I-``."""
+    """Return sentences with a tag per word; further words of a name have the tag ``I-``."""
     draw = random.Random(seed)
     rows = []
     for _ in range(count):
@@ -42,7 +42,7 @@ def made_up(count: int, seed: int) -> list[dict[str, list[str]]]:
 
 
 def main(model: str | None = None, train: Any = None, held_out: Any = None) -> float:
-    """Train, print the figures of each kind and some entities; return the F1 of spans."""
+    """Train, print the metrics of each type and some entities; return the F1 of spans."""
     with tempfile.TemporaryDirectory() as place:
         if model is None:
             model, epochs, rate = str(write_demo(Path(place) / "demo")), 6, 2e-3

@@ -1,10 +1,10 @@
-"""Thirty things that people do in their first hour, each in a few lines.
+"""Thirty frequent tasks, each in a few lines.
 
     python examples/first_hour.py [FOLDER]
 
-Everything runs offline on a small model that is trained on this machine first; a folder or a name of the Hub stands in
-its place in real life. Heads that the small model does not have are trained for a few steps: their answers are real,
-only not good. Files go to FOLDER, or to a temporary one.
+Everything runs offline on a small model that the program trains first; use any folder or Hub name instead. Heads that
+the small model lacks are trained for a few steps, so their results are not good. Files are written to FOLDER, or to a
+temporary folder.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ TASKS: list[Callable[[Path], Any]] = []
 
 
 def task(function: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    """Add a task; its docstring says what is done, and it returns what is worth looking at."""
+    """Register a task; its docstring describes it, and it returns its result."""
     TASKS.append(function)
     return function
 
 
-# --- answers -----------------------------------------------------------------------------------------
+# --- predictions -----------------------------------------------------------------------------------------
 
 
 @task
 def classify_a_text(demo: Path) -> Any:
-    """Load a model and ask it about one text."""
+    """Load a model and classify one text."""
     model: Any = load(demo)
     found = model.predict("I love it.")
     assert found.label == "praise"
@@ -57,7 +57,7 @@ def classify_a_text(demo: Path) -> Any:
 
 @task
 def classify_many_texts(demo: Path) -> Any:
-    """A list gives a list, in its order."""
+    """A list of texts returns a list of results in the same order."""
     found = load(demo).predict(TEXTS)
     assert [one.label for one in found] == ["praise", "complaint", "praise"]
     return found
@@ -65,7 +65,7 @@ def classify_many_texts(demo: Path) -> Any:
 
 @task
 def keep_the_sure_ones(demo: Path) -> Any:
-    """Labels above a threshold, at most so many."""
+    """Labels above a threshold, with a maximum number."""
     model: Any = load(demo)
     assert all(len(one) <= 1 for one in model.predict(TEXTS, top_k=1, threshold=0.9))
     return model.predict(TEXTS, threshold={"praise": 0.99})
@@ -73,13 +73,13 @@ def keep_the_sure_ones(demo: Path) -> Any:
 
 @task
 def classify_pairs(demo: Path) -> Any:
-    """Two texts that belong together are a pair in a list."""
+    """A pair of texts is a tuple in a list."""
     return load(demo).predict([("Was it good?", "I love it.")])
 
 
 @task
 def read_a_long_text(demo: Path) -> Any:
-    """Nothing is cut: a text longer than the model takes is read in windows."""
+    """A text that exceeds the length of the model is read in windows."""
     found = load(demo).predict("The breakfast was delicious. " * 100)
     assert found.windows > 1
     return found
@@ -87,13 +87,13 @@ def read_a_long_text(demo: Path) -> Any:
 
 @task
 def answer_a_stream(demo: Path) -> Any:
-    """An iterator gives an iterator: any number of texts in constant memory."""
+    """An iterator returns an iterator: any number of texts in constant memory."""
     return next(load(demo).predict(text for text in TEXTS))
 
 
 @task
 def meet_an_empty_text(demo: Path) -> Any:
-    """A text with nothing in it has no label, and says why."""
+    """The result of an empty text has the flag ``empty``."""
     found = load(demo).predict(["I love it.", "  "])
     assert found.empty == [1]
     return found
@@ -101,7 +101,7 @@ def meet_an_empty_text(demo: Path) -> Any:
 
 @task
 def results_as_json(demo: Path) -> Any:
-    """Results become dictionaries, JSON, or rows for a table."""
+    """Convert results to dictionaries, JSON or rows of a table."""
     found = load(demo).predict(TEXTS)
     json.dumps(found.to_dict())
     return found.to_rows()[0]
@@ -109,7 +109,7 @@ def results_as_json(demo: Path) -> Any:
 
 @task
 def a_pipeline_as_before(demo: Path) -> Any:
-    """Code for transformers' pipelines goes on as it is."""
+    """Use the pipelines of transformers without changes."""
     classify = pipeline("sentiment-analysis", model=str(demo))
     (found,) = classify("I love it.")
     assert found["label"] == "praise"
@@ -118,7 +118,7 @@ def a_pipeline_as_before(demo: Path) -> Any:
 
 @task
 def a_file_of_texts(demo: Path) -> Any:
-    """A file in, a file out; the same call goes on where it was ended."""
+    """Label a file; the same call resumes an interrupted job."""
     source, out = demo.parent / "texts.csv", demo.parent / "answers.csv"
     source.write_text("id,text\n" + "".join(f"{n},{text}\n" for n, text in enumerate(TEXTS)), encoding="utf-8")
     result = predict_file(demo, source, out, restart=True)
@@ -131,7 +131,7 @@ def a_file_of_texts(demo: Path) -> Any:
 
 @task
 def embed_texts(demo: Path) -> Any:
-    """A vector for each text."""
+    """Compute one vector per text."""
     vectors = AutoModel.from_pretrained(demo).embed(TEXTS)
     assert isinstance(vectors, torch.Tensor)
     return tuple(vectors.shape)
@@ -139,13 +139,13 @@ def embed_texts(demo: Path) -> Any:
 
 @task
 def vectors_as_sentence_transformers(demo: Path) -> Any:
-    """The same words, and an array."""
+    """Compute arrays with the arguments of sentence-transformers."""
     return AutoModel.from_pretrained(demo).encode(TEXTS, normalize_embeddings=True).shape
 
 
 @task
 def find_the_closest_text(demo: Path) -> Any:
-    """How alike texts are."""
+    """Compare texts."""
     alike = AutoModel.from_pretrained(demo).similarity("The breakfast was good.", TEXTS)
     return TEXTS[int(alike.argmax())]
 
@@ -155,21 +155,21 @@ def find_the_closest_text(demo: Path) -> Any:
 
 @task
 def fill_a_mask(demo: Path) -> Any:
-    """The words behind a mask; a folder without the head gets a fresh one, which says so."""
+    """Predict masked words; a folder without this head gets a random one."""
     model = AutoModelForMaskedLM.from_pretrained(demo)
     return model.fill_mask("The film was [MASK].", top_k=2, untrained=True)
 
 
 @task
 def choose_among_words(demo: Path) -> Any:
-    """Only some words are of interest."""
+    """Score given words for a mask."""
     model = AutoModelForMaskedLM.from_pretrained(demo)
     return model.fill_mask("The film was [MASK].", targets=["good", "bad"], untrained=True)
 
 
 @task
 def find_entities(demo: Path) -> Any:
-    """Train a tagger on words and tags, and find entities where they stand."""
+    """Train on words and tags, and find entities with positions."""
     rows = [{"words": ["Ada", "lives", "in", "London"], "tags": ["B-PER", "O", "O", "B-LOC"]}] * 8
     tagger: Any = finetune(str(demo), train=rows, epochs=20, batch_size=8, lr=1e-2, progress=False).model
     text = "Ada lives in London"
@@ -180,7 +180,7 @@ def find_entities(demo: Path) -> Any:
 
 @task
 def answer_a_question(demo: Path) -> Any:
-    """The span of a context that answers."""
+    """Find the answer in a context."""
     model = AutoModelForQuestionAnswering.from_pretrained(demo)
     context = "The staff were kind. The rooms were cold."
     best = model.answer("What was cold?", context, untrained=True)
@@ -190,14 +190,14 @@ def answer_a_question(demo: Path) -> Any:
 
 @task
 def label_without_training(demo: Path) -> Any:
-    """Zero-shot: a model of natural language inference judges labels that it never saw."""
+    """Zero-shot: score labels with a natural language inference model."""
     model = AutoModelForSequenceClassification.from_pretrained(demo, labels=["contradiction", "neutral", "entailment"])
     return model.zero_shot(TEXTS[0], candidate_labels=["food", "travel"], untrained=True)
 
 
 @task
 def rank_documents(demo: Path) -> Any:
-    """A cross-encoder of one label orders documents by a query."""
+    """Sort documents with a cross-encoder."""
     model = AutoModelForSequenceClassification.from_pretrained(demo, num_labels=1)
     ranked = model.rerank("Was the food good?", TEXTS, top_k=2, untrained=True)
     assert ranked[0].text in TEXTS
@@ -209,7 +209,7 @@ def rank_documents(demo: Path) -> Any:
 
 @task
 def train_a_classifier(demo: Path) -> Any:
-    """Rows in, a trained folder out; a fifth is held out to judge by."""
+    """Train on rows and write a folder; one fifth is evaluation data."""
     rows = [{"text": text, "label": LABELS[label]} for text, label in sentences()[:60]]
     result = finetune(
         str(demo), train=rows, eval=0.2, out=demo.parent / "tuned", overwrite=True, epochs=1, progress=False
@@ -220,7 +220,7 @@ def train_a_classifier(demo: Path) -> Any:
 
 @task
 def train_with_the_words_of_a_trainer(demo: Path) -> Any:
-    """Words of transformers' TrainingArguments mean what they mean there."""
+    """Use the argument names of transformers' TrainingArguments."""
     rows = [{"text": text, "label": LABELS[label]} for text, label in sentences()[:32]]
     words: Any = {"learning_rate": 5e-5, "num_train_epochs": 1, "per_device_train_batch_size": 16, "warmup_ratio": 0.1}
     result = finetune(str(demo), train=rows, progress=False, **words)
@@ -230,7 +230,7 @@ def train_with_the_words_of_a_trainer(demo: Path) -> Any:
 
 @task
 def train_by_hand(demo: Path) -> Any:
-    """A model is a torch module: an optimiser, a loss, a step."""
+    """Train the torch module with an optimiser of your own."""
     model = load(demo)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     encoding = model.tokenizer(TEXTS, padding=True, return_tensors="pt")
@@ -242,7 +242,7 @@ def train_by_hand(demo: Path) -> Any:
 
 @task
 def freeze_layers(demo: Path) -> Any:
-    """Parts that do not learn are named by their path."""
+    """Freeze parts by path."""
     model = load(demo).freeze("embeddings", "layers.0-0")
     assert model.num_parameters(only_trainable=True) < model.num_parameters()
     return f"{model.num_parameters(only_trainable=True):,} of {model.num_parameters():,} learn"
@@ -253,7 +253,7 @@ def freeze_layers(demo: Path) -> Any:
 
 @task
 def call_the_model(demo: Path) -> Any:
-    """Tensors in, logits out, with transformers' keywords."""
+    """Call the model with tensors and the keywords of transformers."""
     model = load(demo)
     encoding = model.tokenizer(TEXTS, padding=True, return_tensors="pt")
     with torch.no_grad():
@@ -262,7 +262,7 @@ def call_the_model(demo: Path) -> Any:
 
 @task
 def look_inside(demo: Path) -> Any:
-    """Hidden states, attention weights, embeddings in place of ids."""
+    """Request hidden states and attention weights; pass embeddings instead of ids."""
     model = AutoModel.from_pretrained(demo, attn_implementation="eager")
     with torch.no_grad():
         embeds = model.get_input_embeddings()(torch.tensor([[2, 7, 3]]))
@@ -273,7 +273,7 @@ def look_inside(demo: Path) -> Any:
 
 @task
 def tokenize(demo: Path) -> Any:
-    """Text to ids and back."""
+    """Encode and decode text."""
     tokenizer = AutoTokenizer.from_pretrained(demo)
     ids = tokenizer("The breakfast was delicious.")["input_ids"]
     assert tokenizer.decode(ids, skip_special_tokens=True).startswith("the breakfast")
@@ -282,14 +282,14 @@ def tokenize(demo: Path) -> Any:
 
 @task
 def read_a_configuration(demo: Path) -> Any:
-    """What the folder says, without its weights."""
+    """Read the configuration without the weights."""
     config = AutoConfig.from_pretrained(demo)
     return config.model_type, config.hidden_size, config.id2label
 
 
 @task
 def make_room_for_words(demo: Path) -> Any:
-    """More rows in the table of words, saved with the model."""
+    """Add tokens, and save them with the model."""
     model = load(demo)
     rows = model.get_input_embeddings().num_embeddings
     model.resize_token_embeddings(rows + 8)
@@ -299,7 +299,7 @@ def make_room_for_words(demo: Path) -> Any:
 
 @task
 def save_and_load(demo: Path) -> Any:
-    """A folder that was not changed is written back byte for byte."""
+    """Write an unchanged folder byte for byte."""
     model = load(demo)
     folder = model.save_pretrained(demo.parent / "copy", overwrite=True)
     assert (folder / "model.safetensors").read_bytes() == (demo / "model.safetensors").read_bytes()
@@ -308,7 +308,7 @@ def save_and_load(demo: Path) -> Any:
 
 @task
 def make_a_mistake(demo: Path) -> Any:
-    """Errors say what was found, what was expected, and what to do."""
+    """Errors contain the found value, the expected value and the correction."""
     try:
         load(demo).predict(("a text", "another"))
     except FlodlError as fault:
@@ -317,7 +317,7 @@ def make_a_mistake(demo: Path) -> Any:
 
 
 def main(folder: Path) -> None:
-    """Do all of it."""
+    """Run all tasks."""
     demo = write_demo(folder / "demo-model")
     for number, function in enumerate(TASKS, 1):
         found = function(demo)

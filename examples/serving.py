@@ -1,11 +1,11 @@
-"""Serve a model from a script: standard library alone, requests that arrive together answered as one batch.
+"""Serve a model with the standard library alone; requests that arrive together run as one batch.
 
     python examples/serving.py [MODEL] [PORT]
 
     curl -d '{"texts": ["I love it."]}' http://127.0.0.1:8000/predict
 
-Without arguments a small model is made, asked by itself from several threads, and the program ends. For anything beyond
-one machine and people you trust, put a server that limits and authenticates in front of it.
+Without arguments the program trains a small model, sends requests from several threads and ends. In production use
+`flodl-hf serve`, which limits and authenticates requests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_BODY, MAX_TEXTS, WAIT_S = 1_000_000, 1_000, 0.002
 
 
 class Batcher:
-    """Answers texts of many threads together: what comes within two milliseconds is one call."""
+    """Runs the texts of many threads together: texts within two milliseconds are one call."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -38,7 +38,7 @@ class Batcher:
         threading.Thread(target=self._work, daemon=True).start()
 
     def ask(self, texts: list[str]) -> list[Any]:
-        """Return the answers to texts, in their order."""
+        """Return the results of texts, in their order."""
         answers: Future[list[Any]] = Future()
         self._waiting.put((texts, answers))
         return answers.result(timeout=60)
@@ -92,20 +92,20 @@ def make_handler(batcher: Batcher) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Texts are nobody's business: nothing is logged."""
+            """Log nothing, because texts are private."""
 
     return Handler
 
 
 class Server(ThreadingHTTPServer):
-    """A thread for each connection, and room for many that come at once."""
+    """One thread per connection, and a long queue of new connections."""
 
     daemon_threads = True
     request_queue_size = 128
 
 
 def ask(port: int, content: Any) -> tuple[int, Any]:
-    """Send one request and return status and answer."""
+    """Send one request and return status and content."""
     connection = HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request("POST", "/predict", json.dumps(content))
@@ -116,7 +116,7 @@ def ask(port: int, content: Any) -> tuple[int, Any]:
 
 
 def main(model: str | None = None, port: int | None = None) -> None:
-    """Serve until interrupted; without a model, ask itself and end."""
+    """Serve until interrupted; without a model, send requests and end."""
     with tempfile.TemporaryDirectory() as place:
         batcher = Batcher(load(model or write_demo(Path(place) / "demo")))
     batcher.ask(["The first text makes the model ready."])
@@ -133,7 +133,7 @@ def main(model: str | None = None, port: int | None = None) -> None:
         for text, (_, content) in zip(texts[:4], found, strict=False):
             print(f"{content['answers'][0]['labels'][0]['label']:10} {text}")
         print(f"{len(texts)} requests of 20 clients in {batcher.calls - 1} calls of the model")
-        print("a wrong one:", *ask(server.server_port, {"text": 3}))
+        print("an invalid request:", *ask(server.server_port, {"text": 3}))
         server.shutdown()
 
 

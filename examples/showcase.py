@@ -2,8 +2,8 @@
 
     python examples/showcase.py [FOLDER]
 
-The graph makes no sense as a model; it shows what can be written and what can be asked of it. Files
-(trends, pictures, a checkpoint) go to FOLDER, or to a temporary one.
+The graph is not a useful model; it shows the verbs and the values that a graph returns. Files (trends, drawings, a
+checkpoint) are written to FOLDER, or to a temporary folder.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ BATCH, WIDTH = 2, 8
 
 
 class ContextBlend(nn.Module):
-    """Takes a tagged value as a keyword argument, which is all that ``using`` needs."""
+    """Takes a tagged value as a keyword argument, as ``using`` requires."""
 
     def forward(self, x: Tensor, ctx: Tensor) -> Tensor:
         return x * torch.sigmoid(ctx / 2) + x
 
 
 class Counter(nn.Module):
-    """Passes its input on and counts its calls; ``reset_state`` of the graph reaches ``reset``."""
+    """Returns its input and counts its calls; ``reset_state`` of the graph calls ``reset``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Counter(nn.Module):
 
 
 class SignSelector(nn.Module):
-    """Chooses branch 1 when the refined state is positive on average."""
+    """Selects branch 1 if the mean of the refined state is positive."""
 
     def forward(self, x: Tensor, refined: Tensor) -> Tensor:
         return (refined.mean() > 0).long().reshape(1)
@@ -66,7 +66,7 @@ class LogSoftmaxSum(nn.Module):
 
 
 def block(label: str, *modules: nn.Module) -> Graph:
-    """A labelled sub-graph: a chain whose parts a parent reaches by path."""
+    """A labelled sub-graph; its parts have paths in the parent graph."""
     flow = FlowBuilder(modules[0])
     for module in modules[1:]:
         flow.through(module)
@@ -85,7 +85,7 @@ def build() -> Graph:
         .through(nn.RMSNorm(WIDTH))
         .through(ContextBlend())
         .using("ctx")
-        # A side branch that the main stream does not see, kept from parents by `internal`.
+        # A side branch; `internal` hides its tag from parent graphs.
         .fork(block("spectrum", nn.Linear(WIDTH, WIDTH), nn.Tanh()))
         .tag("spectral")
         .internal("spectral")
@@ -122,7 +122,7 @@ def build() -> Graph:
         .using("input")
         .switch(SignSelector(), [nn.Linear(WIDTH, WIDTH), block("other", nn.Linear(WIDTH, WIDTH), nn.ReLU())])
         .using("refined")
-        # Used before it is tagged: the value of the call before, zeros in the first.
+        # Used before it is tagged: the value of the previous call, zeros in the first call.
         .through(StateAdd())
         .using("memory")
         .tag("memory")
@@ -142,7 +142,7 @@ def build() -> Graph:
 
 
 def train(graph: Graph, monitor: Monitor, *, epochs: int = 5, steps: int = 4) -> None:
-    """Fit random targets; every step and epoch is told to the graph, every epoch to the monitor."""
+    """Fit random targets; report steps and epochs to the graph, and epochs to the monitor."""
     schedule = Cosine(base=1e-2, floor=1e-4, total=epochs * steps)
     optimizer = torch.optim.Adam(graph.parameters(), lr=schedule.lr(0))
     graph.watch("final_heads")

@@ -1,10 +1,9 @@
-"""Learn a sine wave and watch it: a page that is live while the run lasts and a file that stays.
+"""Fit a sine wave with a live monitor page and an HTML archive.
 
     python examples/sine_wave.py [FOLDER] [--serve]
 
-The graph's features are watched inside of every step, a rule stops the run when its held-out error no longer falls, and
-the monitor shows all of it. With --serve the page's address is printed and the program waits at the end; without it
-only the archive is written.
+The monitor shows values inside the graph, and a rule stops the run when the evaluation error no longer falls. With
+--serve the program prints the address of the page and waits at the end; without it only the archive is written.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from flodl.train import Decided, Loss, Trainer, adamw
 
 
 def wave(count: int, seed: int) -> TensorRows:
-    """Return points of a wave whose pitch rises, with noise."""
+    """Return points of a wave with rising frequency and noise."""
     draw = torch.Generator().manual_seed(seed)
     x = torch.rand(count, 1, generator=draw) * 6 - 3
     return TensorRows({"x": x, "y": torch.sin(x * x) + 0.05 * torch.randn(count, 1, generator=draw)})
 
 
 def make_model(device: torch.device) -> Graph:
-    """Return a small network with a name for what it sees."""
+    """Return a small network with a tag for its features."""
     return (
         FlowBuilder(nn.Linear(1, 64), entry="x")
         .through(nn.Tanh())
@@ -48,12 +47,12 @@ def step(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
 
 
 def judge(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
-    """Return the squared error of held-out points."""
+    """Return the squared error of evaluation points."""
     return {"error": ((model(batch["x"]) - batch["y"]).square().sum(), len(batch["x"]))}
 
 
 def main(folder: Path, serve: bool = False) -> float:
-    """Train, print how it went, and leave ``wave.html`` and ``wave.csv``; return the last held-out error."""
+    """Train, print errors, write ``wave.html`` and ``wave.csv``; return the last evaluation error."""
     decided: list[Decided] = []
     monitor = Monitor(name="a rising wave", folder=folder / "record", quiet=True)
     if serve:
@@ -63,7 +62,7 @@ def main(folder: Path, serve: bool = False) -> float:
     run.set(monitor=monitor, watch=["features:norm"], rules=["stop when stalled(error, 6, 0.0005)"])
     trained = run.subscribe(decided.append, Decided).run()
     errors = [epoch.eval["error"] for epoch in trained.metrics]
-    print(f"{len(errors)} epochs: held-out error from {errors[0]:.3f} to {errors[-1]:.4f}")
+    print(f"{len(errors)} epochs: evaluation error from {errors[0]:.3f} to {errors[-1]:.4f}")
     for decision in decided:
         print(f"after epoch {decision.epoch}: {decision.rule}, because {decision.reason}")
     monitor.save_html(folder / "wave.html")

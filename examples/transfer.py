@@ -1,10 +1,10 @@
-"""Learn a part alone, then put it into a larger model: a sub-graph travels by its path and its structural hash.
+"""Train a sub-graph alone, then load it into a larger model by its path and structural hash.
 
     python examples/transfer.py
 
-A small reader learns to read a number out of a noisy signal. Its weights are then loaded into a model that has to add
-the numbers of two signals: frozen, thawed, and, for comparison, learnt from nothing. A hundred and twenty examples are
-enough for those that know how to read.
+A small reader is trained to recognise a number in a noisy signal. Its weights are then loaded into a model that adds
+the numbers of two signals: frozen, trainable, and, for comparison, random. With the reader's weights, 120 examples are
+enough.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def signals(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def make_reader() -> Graph:
-    """Return what reads one signal: its label is the name that it has in any larger graph."""
+    """Return the reader of one signal; its label is its name in a larger graph."""
     return (
         FlowBuilder(nn.Linear(LENGTH, 64))
         .through(nn.GELU())
@@ -42,7 +42,7 @@ def make_reader() -> Graph:
 
 
 class Pair(nn.Module):
-    """Reads two signals with one reader and lays the results side by side."""
+    """Reads two signals with one reader and concatenates the results."""
 
     def __init__(self, reader: Graph) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Pair(nn.Module):
 
 
 def learn(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> None:
-    """Train for so many steps on all rows."""
+    """Train a number of steps on all rows."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -62,7 +62,7 @@ def learn(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> None:
 
 
 def right(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """Return the share of rows that are right."""
+    """Return the accuracy."""
     with torch.no_grad():
         return float((model(x).argmax(-1) == y).float().mean())
 
@@ -74,7 +74,7 @@ def sums(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def main() -> dict[str, float]:
-    """Print how the three compare and return their shares of right sums."""
+    """Print the accuracy of the three models and return it."""
     torch.manual_seed(0)
     reader = make_reader()
     alone = FlowBuilder(reader).through(nn.Linear(64, NUMBERS), name="classifier").label("alone").build()
@@ -102,7 +102,7 @@ def main() -> dict[str, float]:
             learn(adder, *sums(120, seed=7), steps=120)
             found[way] = right(adder, *sums(500, seed=90))
             learnt = sum(p.numel() for p in adder.parameters() if p.requires_grad)
-            print(f"{way:22} {found[way]:4.0%} of new sums right, {learnt:,} parameters learnt")
+            print(f"{way:22} {found[way]:4.0%} of new sums right, {learnt:,} parameters trained")
     print(adder.tree_summary())
     return found
 

@@ -1,9 +1,9 @@
-"""Two devices of unequal speed: what summing gradients costs, and what taking whole turns gives back.
+"""Train on two devices of unequal speed, with the policies Sync and Cadence.
 
     python examples/unequal_devices.py [FACTOR]
 
-The second of two ranks (processes on this machine's processor, or its GPUs) is made FACTOR times slower, 3 by default.
-Under ``sync`` both share every batch in halves; under ``cadence`` each takes whole batches and they meet now and then.
+The second of two ranks (processes on the CPU, or GPUs) is slowed FACTOR times, 3 by default. With ``sync`` both ranks
+process half of every batch. With ``cadence`` each processes whole batches, and parameters are averaged regularly.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def step(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
 
 
 def judge(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
-    """Return how many of a batch are right."""
+    """Return the number of correct predictions of a batch."""
     return {"accuracy": ((model(batch["x"]).argmax(1) == batch["y"]).sum(), len(batch["y"]))}
 
 
 def main(factor: float = 3.0, epochs: int = 2) -> dict[str, tuple[float, float]]:
-    """Print seconds and accuracy of each policy, and who did how much; return them."""
+    """Print seconds, accuracy and shares of the ranks for each policy; return them."""
     torch.set_num_threads(1)
     train, test = rows(4_096, seed=1), rows(1_024, seed=2)
     start = "spawn" if torch.cuda.device_count() > 1 else "fork"

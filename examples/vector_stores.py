@@ -1,9 +1,9 @@
-"""Vectors of a model in faiss, usearch, LanceDB and pgvector: put in, and found as exact search finds them.
+"""Store embeddings in faiss, usearch, LanceDB and pgvector, and compare their results with exact search.
 
     python examples/vector_stores.py
 
-Each store that is installed is run; the others are named. pgvector needs psycopg and a database, whose address is in
-FLODL_PGVECTOR (postgresql://user@host/name); its table is a temporary one.
+Installed stores run; others are reported. pgvector needs psycopg and a database with its address in FLODL_PGVECTOR
+(postgresql://user@host/name); the table is temporary.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def with_usearch(file: Path, queries: np.ndarray) -> Any:
 
 
 def with_lancedb(file: Path, queries: np.ndarray) -> Any:
-    """Search a table, which takes an Arrow file of texts and vectors as it is."""
+    """Search a table that is created from an Arrow file of texts and vectors."""
     import lancedb  # pyright: ignore[reportMissingImports]
     import pyarrow
 
@@ -78,7 +78,7 @@ STORES: dict[str, Callable[[Path, np.ndarray], Any]] = {
 
 
 def main() -> dict[str, bool | None]:
-    """Return for each store whether it found what the exact search finds; None where it is not there."""
+    """Return for each store whether its results equal exact search; None if it is not installed."""
     found: dict[str, bool | None] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -96,10 +96,10 @@ def main() -> dict[str, bool | None]:
                 hits = [[int(place) for place in row] for row in search(folder / "passages.npy", queries)]
             except (ImportError, KeyError) as absent:
                 found[store] = None
-                print(f"{store:<10}is not here: {absent}")
+                print(f"{store:<10}is not installed: {absent}")
                 continue
             found[store] = hits == exact.indices.tolist()
-            print(f"{store:<10}{hits}  {'as' if found[store] else 'not as'} the exact search")
+            print(f"{store:<10}{hits}  {'equal to' if found[store] else 'different from'} exact search")
     return found
 
 
