@@ -366,7 +366,7 @@ class Backend:
         special: bool = True,
         fast: bool = False,
     ) -> list[Row]:
-        """Return one uncut row for each text or pair; arguments as in [encodings][]."""
+        """Return one uncut row for each text or pair; arguments as in `encodings`."""
         if not words or not self.joins_words:
             found = self.encodings(texts, pairs, words=words, special=special, fast=fast)
             return [row_of(encoding, fast) for encoding in found]

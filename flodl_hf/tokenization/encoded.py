@@ -137,12 +137,12 @@ class Encoded(MutableMapping[str, Any]):
         return None if at is None else row.offsets[at]
 
     def token_to_word(self, batch_or_token_index: int, token_index: int | None = None) -> int | None:
-        """Return the number of a token's word, ``None`` for special tokens and padding; see [token_to_chars][]."""
+        """Return the number of a token's word, ``None`` for special tokens and padding; see `token_to_chars`."""
         row, at = self._at(batch_or_token_index, token_index)
         return None if at is None else row.word_ids[at]
 
     def token_to_sequence(self, batch_or_token_index: int, token_index: int | None = None) -> int | None:
-        """Return 0 or 1 for a token's text, ``None`` for special tokens and padding; see [token_to_chars][]."""
+        """Return 0 or 1 for a token's text, ``None`` for special tokens and padding; see `token_to_chars`."""
         row, at = self._at(batch_or_token_index, token_index)
         return None if at is None else row.sequence_ids[at]
 
@@ -166,7 +166,7 @@ class Encoded(MutableMapping[str, Any]):
     def char_to_word(
         self, batch_or_char_index: int, char_index: int | None = None, sequence_index: int = 0
     ) -> int | None:
-        """Return the number of the word that covers a character of a text, or ``None``; see [char_to_token][]."""
+        """Return the number of the word that covers a character of a text, or ``None``; see `char_to_token`."""
         number, index = self._place(batch_or_char_index, char_index)
         at = self.char_to_token(number, index, sequence_index)
         return None if at is None else self._rows[number].word_ids[at - self._lead[number]]
@@ -189,7 +189,7 @@ class Encoded(MutableMapping[str, Any]):
     def word_to_chars(
         self, batch_or_word_index: int, word_index: int | None = None, sequence_index: int = 0
     ) -> tuple[int, int] | None:
-        """Return ``(start, end)`` of a word in its text, or ``None`` if it has no tokens; see [word_to_tokens][]."""
+        """Return ``(start, end)`` of a word in its text, or ``None`` if it has no tokens; see `word_to_tokens`."""
         number, index = self._place(batch_or_word_index, word_index)
         found = self._of_word(number, index, sequence_index)
         offsets = self._rows[number].offsets

@@ -50,7 +50,7 @@ class Tokenizer(Calls):
     """Turns text into rows of token ids and back; safe to share between threads. Its vocabulary does not change after
     loading; ``padding_side``, ``truncation_side``, ``model_max_length`` and the special tokens can be set.
 
-    Make one with [from_folder][] or [from_pretrained][]. ``AutoTokenizer`` is another name of this class.
+    Make one with `from_folder` or `from_pretrained`. ``AutoTokenizer`` is another name of this class.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Tokenizer(Calls):
         model_type: str | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> Tokenizer:
-        """Return the tokenizer that ``files`` (name to contents) define; arguments as in [from_folder][]."""
+        """Return the tokenizer that ``files`` (name to contents) define; arguments as in `from_folder`."""
         backend, notes, overridden = read_backend(files, str(folder), model_type, config or {})
         for note in notes:
             if note.startswith(WARNED) and "the former is used" not in note:
@@ -290,7 +290,7 @@ class Tokenizer(Calls):
         return digest.hexdigest()[:32]
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> tuple[str, ...]:
-        """Write [files][] into ``folder``, each under a temporary name that is then renamed; return the paths."""
+        """Write `files` into ``folder``, each under a temporary name that is then renamed; return the paths."""
         return write_files(self.files(), Path(folder))
 
     def to_transformers(self) -> Any:

@@ -174,7 +174,7 @@ class Vocabulary:
 
     @property
     def all_special_tokens(self) -> list[str]:
-        """The tokens of [all_special_ids][]."""
+        """The tokens of `all_special_ids`."""
         return self._tokens_of(self.all_special_ids)
 
     def _role_id(self, role: str) -> int | None:
@@ -360,5 +360,5 @@ class Vocabulary:
         return getattr(self._inner.model, "continuing_subword_prefix", None) or None
 
     def batch_decode(self, sequences: Any, skip_special_tokens: bool = False, **options: Any) -> list[str]:
-        """Return the text of each sequence of ids; options as in [decode][]."""
+        """Return the text of each sequence of ids; options as in `decode`."""
         return [self.decode(ids, skip_special_tokens, **options) for ids in sequences]

@@ -42,7 +42,7 @@ def joins_words(pre_tokenizer: bytes | str) -> bool:
 
 
 def join(words: Sequence[str]) -> str:
-    """Return the text of words for [rows_from_joined][]."""
+    """Return the text of words for `rows_from_joined`."""
     # An empty word has no tokens, and a space for it would have some.
     return " ".join(word for word in words if word)
 
@@ -60,7 +60,7 @@ def rows_from_joined(
     """Return ``rows`` of joined words with word numbers and offsets that refer to the words.
 
     Args:
-        rows: rows of the texts that [join][] gives.
+        rows: rows of the texts that `join` gives.
         texts: the words of each first text.
         pairs: the words of each second text.
     """
