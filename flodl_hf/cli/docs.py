@@ -133,15 +133,14 @@ def describe(name: str) -> dict[str, Any]:
     Raises:
         ConfigError: there is no such name.
     """
-    names = list(public_names())
-    for full, value in names:
-        if full == name or full.endswith(f".{name}"):
+    owner, _, member = name.rpartition(".")
+    known = []
+    for full, value in public_names():  # modules are imported one after another, so a match saves imports
+        if f".{full}".endswith(f".{name}"):
             return _entry(full, value)
-    for full, value in names:
-        owner, _, member = name.rpartition(".")
-        if owner and (full == owner or full.endswith(f".{owner}")) and hasattr(value, member):
+        if owner and f".{full}".endswith(f".{owner}") and inspect.isclass(value) and hasattr(value, member):
             return _entry(f"{full}.{member}", getattr(value, member))
-    known = [full.rpartition(".")[2] for full, _ in names]
+        known.append(full.rpartition(".")[2])
     raise ConfigError(
         f"docs: found {name!r}, expected a public name{nearest(name.rpartition('.')[2], known)} "
         "(flodl-hf docs --list prints all names)."
