@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flodl.errors import DataError
-from flodl.files import write_atomically
 from flodl_hf.readers.arrow import need_pyarrow
 
 SUFFIXES = (".npy", ".parquet", ".arrow", ".jsonl")
@@ -23,48 +20,6 @@ COLUMN = "vector"
 def ranges_path(path: str | os.PathLike[str]) -> Path:
     """Return the path of the ranges of int8 vectors: ``(2, size)``, the minimum and maximum of each feature."""
     return Path(f"{os.fspath(path)}.ranges.npy")
-
-
-def write_vectors(
-    path: str | os.PathLike[str], vectors: NDArray[Any], columns: Mapping[str, Sequence[Any]] | None = None
-) -> None:
-    """Write vectors, with further columns if the format supports them.
-
-    Args:
-        path: its suffix, one of `SUFFIXES`, is the format.
-        vectors: ``(n, size)``.
-        columns: a value for each vector, by name; omitted from ``.npy``.
-
-    Raises:
-        DataError: the suffix names no format, or pyarrow is absent.
-        OSError: the file cannot be written.
-    """
-    kind = _kind(path)
-    further = dict(columns or {})
-    if kind == ".npy":
-        head = io.BytesIO()
-        np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(vectors))
-        whole = np.ascontiguousarray(vectors)
-        write_atomically(path, [head.getvalue(), whole.reshape(-1).view(np.uint8).data])
-    elif kind == ".jsonl":
-        rows = zip(*further.values(), strict=True) if further else iter([()] * len(vectors))
-        lines = (
-            json.dumps({**dict(zip(further, row, strict=True)), COLUMN: vector.tolist()}, ensure_ascii=False) + "\n"
-            for row, vector in zip(rows, vectors, strict=True)
-        )
-        write_atomically(path, (line.encode() for line in lines))
-    else:
-        arrow, parquet = _arrow(path)
-        flat = arrow.array(np.ascontiguousarray(vectors).reshape(-1))
-        lists = arrow.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
-        table = arrow.table({**{k: list(v) for k, v in further.items()}, COLUMN: lists})
-        sink = io.BytesIO()
-        if kind == ".parquet":
-            parquet.write_table(table, sink)
-        else:
-            with arrow.ipc.new_file(sink, table.schema) as file:
-                file.write_table(table)
-        write_atomically(path, [sink.getbuffer()])
 
 
 def read_vectors(path: str | os.PathLike[str]) -> NDArray[Any]:

@@ -95,31 +95,6 @@ class Entity(Record):
         return start, start + len(self.word.encode(encoding, "surrogatepass"))
 
 
-def decode_entities(
-    logits: Logits,
-    rows: Rows,
-    text: str,
-    scheme: TagScheme,
-    *,
-    aggregation: Aggregation = "first",
-    ignore_labels: Collection[str] = ("O",),
-    constrained: bool = False,
-    word_spans: Sequence[tuple[int, int]] | None = None,
-) -> list[Entity]:
-    """Return the entities of one text, in order: ``decode_entities_batch`` with that text alone."""
-    return decode_entities_batch(
-        logits,
-        rows,
-        [text],
-        scheme,
-        owners=[0] * len(rows),
-        aggregation=aggregation,
-        ignore_labels=ignore_labels,
-        constrained=constrained,
-        word_spans=None if word_spans is None else [word_spans],
-    )[0]
-
-
 def decode_entities_batch(
     logits: Logits,
     rows: Rows,

@@ -7,14 +7,14 @@ the search for the best allowed sequence to ``entities.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from flodl.errors import ConfigError, capped
+from flodl.errors import ConfigError
 
 SchemeName: TypeAlias = Literal["BIO", "BIOES", "BILOU", "BMES", "IO", "plain", "tags"]
 
@@ -24,49 +24,6 @@ OUTSIDE = "O"
 OUT, BEGIN, INSIDE, END, SINGLE = range(5)
 
 _CODES = {"B": BEGIN, "I": INSIDE, "M": INSIDE, "E": END, "L": END, "S": SINGLE, "U": SINGLE}
-
-
-def normalise_id2label(
-    id2label: Mapping[int, str] | Mapping[str, str] | Sequence[str] | None, num_labels: int | None = None
-) -> tuple[str, ...]:
-    """Return the label names in the order of their ids; ids without a name are called ``LABEL_<id>``.
-
-    Args:
-        id2label: names by id (JSON turns ids into strings, both are read), or names in order, or nothing.
-        num_labels: size of the head; without it the largest id decides.
-
-    Raises:
-        ConfigError: an id is not an integer, is named twice, or is outside of the head; lists all problems.
-    """
-    if isinstance(id2label, str):
-        raise ConfigError(
-            f"id2label: found the text {id2label!r}; expected names by id or in order", problems=[id2label]
-        )
-    pairs = list(id2label.items()) if isinstance(id2label, Mapping) else list(enumerate(id2label or ()))
-    names: dict[int, str] = {}
-    problems: list[str] = []
-    for key, name in pairs:
-        text = str(key).strip()
-        if isinstance(key, bool) or not text.isdecimal() or not text.isascii():
-            problems.append(f"id {key!r} is not an integer of at least 0")
-        elif not isinstance(name, str):
-            problems.append(f"id {key!r} is named {name!r}, which is not a text")
-        elif int(text) in names:
-            problems.append(f"id {text} is named twice: {names[int(text)]!r} and {name!r}")
-        elif num_labels is not None and int(text) >= num_labels:
-            problems.append(f"id {text} ({name!r}) is outside of the head of {num_labels} labels")
-        else:
-            names[int(text)] = name
-    size = num_labels if num_labels is not None else max(names, default=-1) + 1
-    if num_labels is None and size > 2 * len(names) + 1000:
-        problems.append(f"the largest id is {size - 1} but only {len(names)} labels are named")
-    if problems:
-        raise ConfigError(
-            f"id2label: {len(problems)} entries cannot be used:\n{capped(problems)}\n"
-            "Expected names for ids from 0 up to the number of labels; correct id2label in config.json.",
-            problems=problems,
-        )
-    return tuple(names.get(index, f"LABEL_{index}") for index in range(size))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

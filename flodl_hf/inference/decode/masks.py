@@ -85,30 +85,6 @@ def mask_places(table: TokenTable, mask_id: int) -> MaskPlaces:
     return MaskPlaces(text[order], row[order], column[order])
 
 
-def decode_masks(logits: Tensor | np.ndarray, *, top_k: int = 5) -> list[list[MaskFill]]:
-    """Return for each mask its ``top_k`` most probable tokens, best first.
-
-    Several masks in a text are filled independently of each other: each score is the probability of one token
-        while
-    the other masks stay masks.
-
-    Args:
-        logits: vocabulary logits at the masks only, ``(masks, vocabulary)``.
-        top_k: tokens per mask, at most the vocabulary.
-
-    Raises:
-        PredictError: ``top_k`` is below 1, or the logits are not finite.
-    """
-    values = _checked(logits)
-    if top_k < 1:
-        raise PredictError(f"fill-mask: top_k={top_k}; expected at least 1", top_k=top_k)
-    scores, index = best_tokens(values, top_k)
-    return [
-        [MaskFill((token,), score, score) for score, token in zip(*row, strict=True)]
-        for row in zip(scores.tolist(), index.tolist(), strict=True)
-    ]
-
-
 def best_tokens(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Return the probabilities of each mask's best tokens, best first, and their ids, ``(masks, top_k)`` each.
 

@@ -70,37 +70,6 @@ class _Windows:
     null: np.ndarray  # start plus end logit of the null answer, (contexts,)
 
 
-def decode_answers(
-    start_logits: Logits,
-    end_logits: Logits,
-    rows: Rows,
-    context: str,
-    *,
-    top_k: int = 1,
-    max_answer_length: int = 30,
-    no_answer: bool = False,
-    null_margin: float = 0.0,
-    whole_words: bool = True,
-    distinct: Distinct = "place",
-    sequence: int = 1,
-) -> list[Answer]:
-    """Return the answers in one context, best first; the same as ``decode_answers_batch`` with it alone."""
-    return decode_answers_batch(
-        start_logits,
-        end_logits,
-        rows,
-        [context],
-        owners=[0] * len(rows),
-        top_k=top_k,
-        max_answer_length=max_answer_length,
-        no_answer=no_answer,
-        null_margin=null_margin,
-        whole_words=whole_words,
-        distinct=distinct,
-        sequence=sequence,
-    )[0]
-
-
 def decode_answers_batch(
     start_logits: Logits,
     end_logits: Logits,

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from flodl_hf.inference.decode.entities import decode_entities_batch
+from flodl_hf.inference.decode.spans import decode_answers_batch
+
 CORPUS = [
     "Ada Lovelace lives in Paris and works for the United Nations.",
     "Jean-Pierre O'Brien moved from New York to Zürich in 1994, with 3.14 % interest.",
@@ -133,3 +136,15 @@ def encode() -> Callable[..., list[ToyRow]]:
         return made
 
     return rows
+
+
+def decode_entities(logits: Any, rows: Any, text: str, scheme: Any, **options: Any) -> Any:
+    """Return the entities of one text."""
+    spans = options.pop("word_spans", None)
+    options |= {"owners": [0] * len(rows), "word_spans": None if spans is None else [spans]}
+    return decode_entities_batch(logits, rows, [text], scheme, **options)[0]
+
+
+def decode_answers(start_logits: Any, end_logits: Any, rows: Any, context: str, **options: Any) -> Any:
+    """Return the answers in one context."""
+    return decode_answers_batch(start_logits, end_logits, rows, [context], owners=[0] * len(rows), **options)[0]

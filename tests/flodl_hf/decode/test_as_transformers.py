@@ -19,9 +19,10 @@ from flodl_hf.inference.decode.compat import (
     zero_shot_classification,
 )
 from flodl_hf.inference.decode.compat.token_classification import TokenizerFacts
-from flodl_hf.inference.decode.entities import decode_entities
 from flodl_hf.inference.decode.labels import TagScheme
 from flodl_hf.inference.decode.windows import join_words
+
+from .conftest import decode_entities
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.transformers

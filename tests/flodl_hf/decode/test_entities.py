@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.entities import best_paths, decode_entities, decode_entities_batch
+from flodl_hf.inference.decode.entities import best_paths, decode_entities_batch
 from flodl_hf.inference.decode.labels import TagScheme
 from flodl_hf.inference.decode.windows import join_words
+
+from .conftest import decode_entities
 
 BIO = TagScheme.detect(["O", "B-PER", "I-PER", "B-LOC", "I-LOC"])
 

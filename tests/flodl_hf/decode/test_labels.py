@@ -2,41 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 from itertools import pairwise, product
 
 import pytest
 
 from flodl.errors import ConfigError
-from flodl_hf.inference.decode.labels import TagScheme, normalise_id2label
-
-
-@pytest.mark.parametrize(
-    ("id2label", "size", "names"),
-    [
-        ({"0": "O", "1": "B-PER"}, None, ("O", "B-PER")),
-        ({1: "b", 0: "a"}, 2, ("a", "b")),
-        ({"0": "a", "2": "c"}, 4, ("a", "LABEL_1", "c", "LABEL_3")),
-        (["x", "y"], 2, ("x", "y")),
-        (None, 2, ("LABEL_0", "LABEL_1")),
-        ({}, None, ()),
-    ],
-)
-def test_id2label_becomes_names_in_order(id2label, size, names) -> None:
-    assert normalise_id2label(id2label, size) == names
-
-
-def test_all_faults_of_id2label_are_told_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        normalise_id2label({"-1": "a", "1": "b", "7": "c", 1: "d", "x": "e", "0": 3}, 3)  # type: ignore[dict-item]
-    assert len(caught.value.problems) == 5
-    assert pickle.loads(pickle.dumps(caught.value)).problems == caught.value.problems
-
-
-def test_an_absurd_id_does_not_make_an_absurd_list() -> None:
-    with pytest.raises(ConfigError):
-        normalise_id2label({"0": "a", "99999999999": "b"})
+from flodl_hf.inference.decode.labels import TagScheme
 
 
 @pytest.mark.parametrize(

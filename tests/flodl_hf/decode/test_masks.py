@@ -7,21 +7,11 @@ import pytest
 import torch
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.masks import decode_masks, decode_targets, mask_places
+from flodl_hf.inference.decode.masks import decode_targets, mask_places
 from flodl_hf.inference.decode.rows import TokenTable
 
 LOGITS = torch.randn(3, 11, generator=torch.Generator().manual_seed(0)) * 2
 PROBABILITIES = LOGITS.softmax(1)
-
-
-def test_each_mask_has_its_own_best_tokens() -> None:
-    found = decode_masks(LOGITS, top_k=4)
-    for mask, fills in enumerate(found):
-        best = PROBABILITIES[mask].topk(4)
-        assert [fill.tokens for fill in fills] == [(token,) for token in best.indices.tolist()]
-        assert [fill.score for fill in fills] == pytest.approx(best.values.tolist())
-    assert [len(fills) for fills in decode_masks(LOGITS, top_k=99)] == [11, 11, 11]
-    assert sum(fill.score for fill in decode_masks(LOGITS, top_k=99)[0]) == pytest.approx(1)
 
 
 def test_targets_keep_their_probability_over_the_vocabulary() -> None:
@@ -61,9 +51,8 @@ def test_several_masks_share_the_targets() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: decode_masks(LOGITS, top_k=0),
-        lambda: decode_masks(torch.full((1, 4), torch.nan)),
-        lambda: decode_masks(torch.zeros(4)),
+        lambda: decode_targets(torch.full((1, 4), torch.nan), [[1]]),
+        lambda: decode_targets(torch.zeros(4), [[1]]),
         lambda: decode_targets(LOGITS, []),
         lambda: decode_targets(LOGITS, [[]]),
         lambda: decode_targets(LOGITS, [[11]]),

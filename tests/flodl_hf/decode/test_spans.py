@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.spans import Answer, decode_answers, decode_answers_batch
+from flodl_hf.inference.decode.spans import Answer, decode_answers_batch
+
+from .conftest import decode_answers
 
 
 def window(tokens, first_token=0, question=2):
