@@ -17,15 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from flodl_hf.inference.decode.rows import TokenTable, integers
-from flodl_hf.tokenization.rows import (
-    Cut,
-    Overflow,
-    divided_text,
-    leaves_too_few,
-    longest_first,
-    plan_windows,
-    too_long,
-)  # fmt: skip
+from flodl_hf.tokenization.rows import Cut, Cuts, Overflow, divided_text, plan_cuts
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.blocks import Flat
@@ -210,50 +202,16 @@ def of_encodings(
     else:
         frame = None
         special = np.fromiter(each("special_tokens_mask"), bool, total)
-        sequence = integers(each("sequence_ids"), total).astype(np.int8)
+        sequence = integers(map(attrgetter("sequence_ids"), encodings)).astype(np.int8)
         counts = _per_row(~special, lengths)
         nulls = _first_true(special, lengths, starts)
     spans = word_ids = None
     if offsets:
         spans = np.fromiter(chain.from_iterable(each("offsets")), np.int64, 2 * total).reshape(total, 2)
     if words:
-        word_ids = None if frame is None else _content_words(encodings, sequence, frame, first)
-        if word_ids is None:
-            word_ids = integers(each("word_ids"), total)
+        word_ids = integers(map(attrgetter("word_ids"), encodings))
     owners = np.arange(rows) if owners is None else owners
     return TokenTable(ids, types, lengths, owners, counts, zeros, zeros, sequence, spans, word_ids, nulls)
-
-
-def _content_words(
-    encodings: list[Any], sequence: np.ndarray, frame: Frame, first: np.ndarray | None
-) -> np.ndarray | None:
-    """Return the word of each token where only the frame's specials have none; None where others lack one too.
-
-    Args:
-        encodings: the rows.
-        sequence: the text of each token, ``(tokens,)``.
-        frame: their specials.
-        first: tokens of the first text of each pair, ``(rows,)``; None for single texts.
-    """
-    lead, end = len(frame.lead), -len(frame.trail) or None
-    lists = map(attrgetter("word_ids"), encodings)
-    parts: Iterable[list[Any]]
-    if first is None:
-        parts = (words[lead:end] for words in lists)
-    else:
-        stops = (first + lead).tolist()
-        parts = (
-            part
-            for words, stop in zip(lists, stops, strict=True)
-            for part in (words[lead:stop], words[stop + len(frame.between) : end])
-        )
-    content = sequence >= 0
-    found = np.full(len(sequence), -1, np.int64)
-    try:
-        found[content] = np.fromiter(chain.from_iterable(parts), np.int64, int(content.sum()))
-    except TypeError:
-        return None
-    return found
 
 
 def _laid_out(values: np.ndarray, sizes: list[Any], rows: int, dtype: Any) -> np.ndarray:
@@ -292,7 +250,7 @@ def table_of(rows: Sequence[Row], owners: Sequence[int], *, offsets: bool = True
     if offsets:
         pairs = chain.from_iterable(chain.from_iterable(row.offsets for row in rows))
         spans = np.fromiter(pairs, np.int64, 2 * total).reshape(total, 2)
-        words = integers(chain.from_iterable(row.word_ids for row in rows), total)
+        words = integers(row.word_ids for row in rows)
     types = np.fromiter(chain.from_iterable(row.type_ids for row in rows), np.int32, total)
     return TokenTable(
         np.fromiter(chain.from_iterable(row.ids for row in rows), np.int32, total),
@@ -302,7 +260,7 @@ def table_of(rows: Sequence[Row], owners: Sequence[int], *, offsets: bool = True
         _per_row(~special, lengths),
         np.fromiter((row.first_token for row in rows), np.int64, len(rows)),
         np.fromiter((row.window for row in rows), np.int64, len(rows)),
-        integers(chain.from_iterable(row.sequence_ids for row in rows), total).astype(np.int8),
+        integers(row.sequence_ids for row in rows).astype(np.int8),
         spans,
         words,
         _first_true(special, lengths, starts),
@@ -362,7 +320,7 @@ def cut_table(
     Args:
         table: one row for each text or pair, with words if windows snap to them.
         limit: most tokens of a window, specials included; None leaves all rows whole.
-        cut: see `flodl_hf.tokenization.rows.cut_rows`, as the following.
+        cut: see `flodl_hf.tokenization.rows.plan_cuts`, as the following.
         overflow: windows, truncation or an error.
         stride: tokens that neighbouring windows share.
         snap: whether windows start and end between words.
@@ -377,54 +335,30 @@ def cut_table(
         return table, np.zeros(0, np.int64)
     long, short = np.flatnonzero(~fits), np.flatnonzero(fits)
     lengths, names = table.lengths[long], [f"text {place}" for place in (table.owners[long] + first_place).tolist()]
-    if overflow == "error":
-        raise too_long(names[0], int(lengths[0]), limit)
     places, sizes = _texts_of(table, long, names)
-    space, row = limit - (lengths - sizes.sum(0)), np.arange(len(long))
-    both = np.full(len(long), cut in ("longest", "longer"))
-    text = np.full(len(long), int(cut == "second"))
-    if cut == "longer" and overflow == "windows":
-        both = leaves_too_few(sizes.min(0), space)
-        text = np.where(both | (sizes[0] > sizes[1]), 0, 1)
-    capacity = np.where(both, space, space - sizes[1 - text, row])
-    if (faults := np.flatnonzero(capacity < np.where(both, 0, 1))).size:
-        at = int(faults[0])
-        raise too_long(names[at], int(lengths[at]), limit, None if both[at] else int(limit - capacity[at]))
-    windowed = ~both & (overflow == "windows")
-    kept = np.where(both, longest_first(sizes, space), sizes)
-    one = ~both & ~windowed
-    kept[text[one], row[one]] = capacity[one]
-    first = sizes - kept if side == "left" else np.zeros_like(kept)
-    last, window = first + kept, np.zeros_like(row)
-    if windowed.any():
-        ranges = []
-        begins = (table.starts[long] + places[text, row]).tolist()
-        for at in np.flatnonzero(windowed).tolist():
-            count = int(sizes[text[at], at])
-            words = table.word_ids[begins[at] : begins[at] + count] if snap and table.word_ids is not None else None
-            ranges.append(plan_windows(count, int(capacity[at]), stride, words, side=side, where=names[at]))
-        times = np.ones_like(row)
-        times[windowed] = list(map(len, ranges))
-        row = np.repeat(row, times)
-        window = np.arange(len(row)) - np.repeat(np.cumsum(times) - times, times)
-        first, last, planned = first[:, row], last[:, row], np.flatnonzero(windowed[row])
-        chosen = text[row[planned]], planned
-        first[chosen], last[chosen] = np.array([pair for pairs in ranges for pair in pairs], np.int64).T
-    tokens, kept_lengths = _kept_tokens(table, short, long[row], places[:, row], sizes[:, row], first, last)
-    rows = np.concatenate([short, long[row]])
-    sequence, types, offsets, words = (
+
+    def words(at: int, text: int) -> np.ndarray | None:
+        begin = int(table.starts[long[at]] + places[text, at])
+        return table.word_ids[begin : begin + int(sizes[text, at])] if snap and table.word_ids is not None else None
+
+    cuts = plan_cuts(
+        lengths, sizes, words, limit, cut=cut, overflow=overflow, stride=stride, side=side, names=names
+    )  # fmt: skip
+    rows = np.concatenate([short, long[cuts.row]])
+    tokens, kept_lengths = _kept_tokens(table, short, long, places, sizes, cuts)
+    sequence, types, offsets, word_ids = (
         None if values is None else values[tokens]
         for values in (table.sequence, table.types, table.offsets, table.word_ids)
     )
     assert sequence is not None
     found = TokenTable(
         table.ids[tokens], types, kept_lengths, table.owners[rows],
-        np.concatenate([table.counts[short], (last - first).sum(0)]),
-        np.concatenate([table.first_token[short], first[text[row], np.arange(len(row))]]),
-        np.concatenate([table.window[short], window]), sequence, offsets, words,
+        np.concatenate([table.counts[short], (cuts.last - cuts.first).sum(0)]),
+        np.concatenate([table.first_token[short], cuts.first[cuts.text, np.arange(len(cuts.row))]]),
+        np.concatenate([table.window[short], cuts.window]), sequence, offsets, word_ids,
         _first_true(sequence < 0, kept_lengths, np.cumsum(kept_lengths) - kept_lengths),
     )  # fmt: skip
-    return found, lengths[~windowed] - limit
+    return found, lengths[cuts.truncated] - limit
 
 
 def _texts_of(table: TokenTable, rows: np.ndarray, names: list[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -444,24 +378,26 @@ def _texts_of(table: TokenTable, rows: np.ndarray, names: list[str]) -> tuple[np
 
 
 def _kept_tokens(
-    table: TokenTable, whole: np.ndarray, cut: np.ndarray, places: np.ndarray, sizes: np.ndarray, first: np.ndarray,
-    last: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Return the indices of the tokens of whole rows and of cut rows, and the new lengths.
+    table: TokenTable, whole: np.ndarray, long: np.ndarray, places: np.ndarray, sizes: np.ndarray, cuts: Cuts
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices of the tokens of whole rows and of windows, and the new lengths.
 
     Args:
         table: the rows.
         whole: indices of rows, ``(whole,)``.
-        cut: indices of rows, of which one may occur several times, ``(cut,)``.
-        places: column of each text of the cut rows, ``(2, cut)``.
-        sizes: tokens of each text, ``(2, cut)``.
-        first: first token of each text that is kept, ``(2, cut)``.
-        last: one past the last such token, ``(2, cut)``.
+        long: indices of rows that are cut, ``(long,)``.
+        places: column of each text of the cut rows, ``(2, long)``.
+        sizes: tokens of each text, ``(2, long)``.
+        cuts: the windows.
     """
+    cut, places, sizes = long[cuts.row], places[:, cuts.row], sizes[:, cuts.row]
     # A row consists of specials, a text, specials, the other text and specials; the second text may come first.
     order = np.argsort(places, 0, kind="stable")
-    a, b = ([np.take_along_axis(values, order, 0)[side] for values in (places, sizes, first, last)] for side in (0, 1))
-    (place, size, low, high), (then, rest, least, most) = a, b
+    first, second = (
+        [np.take_along_axis(values, order, 0)[side] for values in (places, sizes, cuts.first, cuts.last)]
+        for side in (0, 1)
+    )
+    (place, size, low, high), (then, rest, least, most) = first, second
     lengths, none = table.lengths[cut], np.zeros_like(cut)
     begins = np.stack([none, place + low, place + size, then + least, then + rest], 1)
     ends = np.stack([place, place + high, then, then + most, lengths], 1)

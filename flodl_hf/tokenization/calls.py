@@ -26,7 +26,7 @@ from .batch import (
 )  # fmt: skip
 from .encoded import Encoded, pad_rows
 from .first_tokens import beginnings
-from .rows import Cut, Overflow, Row, cut_each, cut_rows, with_space
+from .rows import Cut, Overflow, Row, cut_each, with_space
 from .vocabulary import Vocabulary
 from .words import JOINED
 
@@ -248,8 +248,9 @@ class Calls(Vocabulary):
         if cut is None or limit is None:
             return [[row] for row in rows]
         overflow: Overflow = "windows" if windows else "truncate"
-        how: Any = {"stride": stride, "cut": cut, "overflow": overflow, "snap": False, "side": self._cut_side}
-        groups = [cut_rows(row, limit, **how, where=f"text {index}") for index, row in enumerate(rows)]
+        groups = cut_each(
+            rows, limit, stride=stride, cut=cut, overflow=overflow, snap=False, side=self._cut_side
+        )  # fmt: skip
         if self._backend.keeps_space:
             groups = [[with_space(part, row) for part in group] for group, row in zip(groups, rows, strict=True)]
         return groups

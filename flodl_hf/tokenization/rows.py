@@ -6,9 +6,9 @@ Leaves to others: turning text into tokens, padding, tensors, and how answers fr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -204,13 +204,92 @@ def longest_first(sizes: np.ndarray, space: np.ndarray | int) -> np.ndarray:
     return np.minimum(np.where(sizes[0] > sizes[1], [long, short], [short, long]), sizes)
 
 
-def leaves_too_few(size: np.ndarray, space: np.ndarray | int) -> np.ndarray:
-    """Return whether windows of one text would be too small beside a text of ``size`` tokens that is not cut."""
-    return (space - size) * _LEAST_SPACE < space
+@dataclass(frozen=True, slots=True, eq=False)
+class Cuts:
+    """Windows of rows that are too long.
+
+    Attributes:
+        row: index of the row, never falling, ``(windows,)``.
+        window: number of the window among those of its row, ``(windows,)``.
+        text: which text is cut, 0 or 1, ``(windows,)``.
+        first: first token of each text, ``(2, windows)``.
+        last: one past the last token of each text, ``(2, windows)``.
+        truncated: whether no window of a row contains some of its tokens, ``(rows,)``.
+    """
+
+    row: np.ndarray
+    window: np.ndarray
+    text: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+    truncated: np.ndarray
 
 
-def cut_rows(
-    row: Row,
+def plan_cuts(
+    lengths: np.ndarray,
+    sizes: np.ndarray,
+    words: Callable[[int, int], np.ndarray | None],
+    limit: int,
+    *,
+    cut: Cut,
+    overflow: Overflow,
+    stride: int,
+    side: Literal["left", "right"],
+    names: Sequence[str],
+) -> Cuts:
+    """Return the windows of rows that are too long, or how they are truncated.
+
+    Args:
+        lengths: tokens of each row, specials included, ``(rows,)``.
+        sizes: tokens of both texts of each row, ``(2, rows)``.
+        words: word of each token of a text, -1 for none, by row and text; None to cut anywhere.
+        limit: most tokens of a window, specials included.
+        cut: which text is cut; the other one is repeated in every window. ``"longer"`` cuts the longer of the two into
+            windows; if the shorter one leaves less than a quarter of the tokens, both are truncated as by
+            ``"longest"``, which only truncates: the longer text loses tokens until both are equal.
+        overflow: make windows, drop what does not fit, or raise.
+        stride: tokens of the cut text that neighbouring windows share.
+        side: which end is dropped when truncating, and comes last among windows without words.
+        names: names of the rows in errors.
+
+    Raises:
+        TokenizerError: a text that is not cut leaves no tokens, or ``overflow`` is "error".
+    """
+    if overflow == "error":
+        raise too_long(names[0], int(lengths[0]), limit)
+    space, row = limit - (lengths - sizes.sum(0)), np.arange(len(lengths))
+    both = np.full(len(row), cut in ("longest", "longer"))
+    text = np.full(len(row), int(cut == "second"))
+    if cut == "longer" and overflow == "windows":
+        both = (space - sizes.min(0)) * _LEAST_SPACE < space
+        text = np.where(both | (sizes[0] > sizes[1]), 0, 1)
+    capacity = np.where(both, space, space - sizes[1 - text, row])
+    if (faults := np.flatnonzero(capacity < np.where(both, 0, 1))).size:
+        at = int(faults[0])
+        raise too_long(names[at], int(lengths[at]), limit, None if both[at] else int(limit - capacity[at]))
+    windowed = ~both & (overflow == "windows")
+    kept = np.where(both, longest_first(sizes, space), sizes)
+    one = ~both & ~windowed
+    kept[text[one], row[one]] = capacity[one]
+    first = sizes - kept if side == "left" else np.zeros_like(kept)
+    last, times, ranges = first + kept, np.ones_like(row), []
+    for at in np.flatnonzero(windowed).tolist():
+        size = int(sizes[text[at], at])
+        found = words(at, int(text[at]))
+        ranges.append(plan_windows(size, int(capacity[at]), stride, found, side=side, where=names[at]))
+        times[at] = len(ranges[-1])
+    row = np.repeat(row, times)
+    first, last, text = first[:, row], last[:, row], text[row]
+    planned = np.flatnonzero(windowed[row])
+    if len(planned):
+        cuts = text[planned], planned
+        first[cuts], last[cuts] = np.array([pair for pairs in ranges for pair in pairs], np.int64).T
+    window = np.arange(len(row)) - np.repeat(np.cumsum(times) - times, times)
+    return Cuts(row, window, text, first, last, ~windowed)
+
+
+def cut_each(
+    rows: Sequence[Row],
     max_tokens: int | None,
     *,
     stride: int = 0,
@@ -218,92 +297,54 @@ def cut_rows(
     overflow: Overflow = "windows",
     snap: bool = True,
     side: Literal["left", "right"] = "right",
-    where: str = "text",
-) -> list[Row]:
-    """Return the windows of ``row``, each with its special tokens and at most ``max_tokens`` long.
+) -> list[list[Row]]:
+    """Return the windows of each row, each with its special tokens and at most ``max_tokens`` long.
 
     Args:
-        row: the whole text, or pair, as one uncut row.
-        max_tokens: most tokens in a window, special tokens counted; ``None`` leaves the row whole.
+        rows: whole texts, or pairs.
+        max_tokens: most tokens in a window, special tokens counted; ``None`` leaves all rows whole.
         stride: tokens of the cut text that neighbouring windows share.
-        cut: which text is cut; the other one is repeated in every window. ``"longer"`` cuts the longer of the two into
-            windows; if the shorter one leaves less than a quarter of the tokens, both are truncated as by
-            ``"longest"``, which only truncates: the longer text loses tokens until both are equal.
+        cut: see `plan_cuts`.
         overflow: make windows, drop what does not fit, or raise.
         snap: start and end windows between words where possible.
         side: which end is dropped when truncating, and comes last among windows that do not snap.
-        where: name of the text in errors.
 
     Raises:
-        TokenizerError: if the part that is not cut leaves no tokens, or if ``overflow`` is ``"error"`` and it
-            does not fit.
+        TokenizerError: see `plan_cuts`.
     """
-    total = len(row.ids)
     if cut == "longest" and overflow == "windows":
-        raise TokenizerError(f"{where}: cut='longest' only truncates; use cut='first' or 'second' for windows")
-    if cut == "longer":
-        cut = _longer(row, max_tokens) if overflow == "windows" else "longest"
-    sequence = 1 if cut == "second" else 0
-    if max_tokens is None or total <= max_tokens:
-        return [_whole(row, sequence)]
-    if overflow == "error":
-        raise too_long(where, total, max_tokens)
-    if cut == "longest":
-        return [_truncate_longest(row, max_tokens, side, where)]
+        raise TokenizerError("cut='longest' only truncates; use cut='first' or 'second' for windows")
+    found = [[replace(row, last_token=row.sequence_ids.count(int(cut == "second")))] for row in rows]
+    long = [at for at, row in enumerate(rows) if max_tokens is not None and len(row.ids) > max_tokens]
+    if max_tokens is None or not long:
+        return found
+    names = [f"text {at}" for at in long]
+    spans = [[_span(rows[at], text, name) for text in (0, 1)] for at, name in zip(long, names, strict=True)]
 
-    start, stop = _span(row, sequence, where)
-    length = stop - start
-    capacity = max_tokens - (total - length)
-    if capacity < 1:
-        raise too_long(where, total, max_tokens, total - length)
-    if overflow == "truncate":
-        first = 0 if side == "right" else length - capacity
-        ranges = [(first, first + capacity)]
-    else:
-        words = None
-        if snap and row.word_ids:
-            words = np.array([-1 if word is None else word for word in row.word_ids[start:stop]])
-        ranges = plan_windows(length, capacity, stride, words, side=side, where=where)
-    return [
-        _slice(
-            row,
-            [range(start), range(start + a, start + b), range(stop, total)],
-            number,
-            a,
-            b,
-            overflow == "truncate",
-        )
-        for number, (a, b) in enumerate(ranges)
-    ]
+    def words(at: int, text: int) -> np.ndarray | None:
+        row, (start, stop) = rows[long[at]], spans[at][text]
+        if not (snap and row.word_ids):
+            return None
+        return np.array([-1 if word is None else word for word in row.word_ids[start:stop]])
 
-
-def _longer(row: Row, max_tokens: int | None) -> Cut:
-    """Return the text of a pair that windows cut, or ``"longest"`` if the other one leaves too few tokens."""
-    first, second = (row.sequence_ids.count(text) for text in (0, 1))
-    space = (max_tokens or len(row.ids)) - (len(row.ids) - first - second)
-    if leaves_too_few(np.array(min(first, second)), space):
-        return "longest"
-    return "first" if first > second else "second"
-
-
-def cut_each(
-    rows: Sequence[Row], max_tokens: int | None, *, places: Sequence[int] | None = None, **how: Any
-) -> list[list[Row]]:
-    """Return the windows of each row.
-
-    Args:
-        rows: whole texts.
-        max_tokens: see `cut_rows`.
-        places: the numbers of the texts, for messages; by default their places here.
-        **how: see `cut_rows`.
-    """
-    numbers = range(len(rows)) if places is None else places
-    return [cut_rows(row, max_tokens, where=f"text {i}", **how) for i, row in zip(numbers, rows, strict=True)]
-
-
-def _whole(row: Row, sequence: int) -> Row:
-    count = row.sequence_ids.count(sequence)
-    return replace(row, last_token=count)
+    cuts = plan_cuts(
+        np.array([len(rows[at]) for at in long]), np.array([[b - a for a, b in pair] for pair in spans]).T, words,
+        max_tokens, cut=cut, overflow=overflow, stride=stride, side=side, names=names,
+    )  # fmt: skip
+    for at in long:
+        found[at] = []
+    for at, text, first, last in zip(
+        cuts.row.tolist(), cuts.text.tolist(), cuts.first.T.tolist(), cuts.last.T.tolist(), strict=True
+    ):
+        row, parts, begin = rows[long[at]], [], 0
+        for (start, stop), low, high in sorted(zip(spans[at], first, last, strict=True)):
+            if stop > start:
+                parts += [range(begin, start), range(start + low, start + high)]
+                begin = stop
+        parts.append(range(begin, len(row.ids)))
+        group = found[long[at]]
+        group.append(_slice(row, parts, len(group), first[text], last[text], bool(cuts.truncated[at])))
+    return found
 
 
 def with_space(part: Row, whole: Row) -> Row:
@@ -311,7 +352,7 @@ def with_space(part: Row, whole: Row) -> Row:
     library.
 
     Args:
-        part: of `cut_rows`.
+        part: of `cut_each`.
         whole: the row that was cut.
     """
     offsets = list(part.offsets)
@@ -323,20 +364,3 @@ def with_space(part: Row, whole: Row) -> Row:
             begin, end = offsets[first]
             offsets[first] = (begin - 1, max(begin - 1, end - (begin == end)))
     return replace(part, offsets=offsets)
-
-
-def _truncate_longest(row: Row, max_tokens: int, side: str, where: str) -> Row:
-    spans = [_span(row, 0, where), _span(row, 1, where)]
-    lengths = np.array([stop - start for start, stop in spans])
-    space = max_tokens - (len(row.ids) - int(lengths.sum()))
-    if space < 0:
-        raise too_long(where, len(row.ids), max_tokens, None)
-    kept = longest_first(lengths, space).tolist()
-    parts, at = [], 0
-    for (start, stop), keep in sorted(zip(spans, kept, strict=True)):
-        if stop > start:
-            first = start if side == "right" else stop - keep
-            parts += [range(at, start), range(first, first + keep)]
-            at = stop
-    first = 0 if side == "right" else int(lengths[0]) - kept[0]
-    return _slice(row, [*parts, range(at, len(row.ids))], 0, first, first + kept[0], True)

@@ -22,7 +22,7 @@ from flodl_hf.tokenization.alignment import (
     token_units,
     word_units,
 )
-from flodl_hf.tokenization.rows import Cut, Row, cut_rows
+from flodl_hf.tokenization.rows import Cut, Row, cut_each
 
 LABELS = {"O": 0, "B-per": 1, "I-per": 2, "B-loc": 3, "I-loc": 4}
 NAMES = list(LABELS)
@@ -72,7 +72,8 @@ word_lists = st.lists(pieces, min_size=1, max_size=12)
 def windows_of(data, row, cut: Cut = "first"):
     fixed = sum(s is None for s in row.sequence_ids) + (row.sequence_ids.count(0) if cut == "second" else 0)
     room = data.draw(st.integers(4, 14))
-    return cut_rows(row, fixed + room, stride=data.draw(st.integers(0, 2)), snap=data.draw(st.booleans()), cut=cut)
+    stride, snap = data.draw(st.integers(0, 2)), data.draw(st.booleans())
+    return cut_each([row], fixed + room, stride=stride, snap=snap, cut=cut)[0]
 
 
 # --------------------------------------------------------------------------------------------------- words
@@ -114,14 +115,14 @@ def test_only_the_first_piece_speaks_unless_all_are_asked():
 
 def test_a_window_that_begins_inside_a_word_does_not_speak_for_it():
     row = row_of([[1, 1, 1, 1, 1]], joined=False)
-    windows = cut_rows(row, 5, stride=1, snap=False)
+    windows = cut_each([row], 5, stride=1, snap=False)[0]
     labels = align_tags(word_units(windows), ["B-per"], LABELS)
     assert [[x for x in line if x != IGNORE] for line in labels] == [[1], []]
 
 
 def test_the_bytes_of_one_sign_split_over_windows_have_one_speaker():
     row = row_of([[1, 0, 0, 0]], joined=False)
-    windows = cut_rows(row, 5, stride=2, snap=False)
+    windows = cut_each([row], 5, stride=2, snap=False)[0]
     assert len(windows) > 1
     labels = align_tags(word_units(windows), ["B-per"], LABELS)
     assert [x for line in labels for x in line if x != IGNORE] == [1]
@@ -129,7 +130,7 @@ def test_the_bytes_of_one_sign_split_over_windows_have_one_speaker():
 
 def test_a_word_in_two_windows_is_read_where_it_has_the_most_context():
     row = row_of([[1]] * 9, joined=False)
-    windows = cut_rows(row, 7, stride=3, snap=False)
+    windows = cut_each([row], 7, stride=3, snap=False)[0]
     assert [(w.first_token, w.last_token) for w in windows] == [(0, 5), (2, 7), (4, 9)]
     units = word_units(windows)
     assert units.owner == [0, 0, 0, 0, 1, 1, 2, 2, 2]
@@ -140,7 +141,7 @@ def test_a_word_in_two_windows_is_read_where_it_has_the_most_context():
 
 def test_words_without_a_token_are_reported_and_filled():
     row = row_of([[1], [1], [1], [1]], joined=False)
-    window = cut_rows(row, 4, overflow="truncate")
+    window = cut_each([row], 4, overflow="truncate")[0]
     units = word_units(window, num_words=4)
     assert units.missing == [2, 3]
     labels = align_tags(units, ["B-per", "I-per", "B-loc", "O"], LABELS)

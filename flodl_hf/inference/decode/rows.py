@@ -231,10 +231,10 @@ def as_tensor(values: Tensor | np.ndarray) -> Tensor:
     return values.detach() if isinstance(values, Tensor) else torch.as_tensor(np.ascontiguousarray(values))
 
 
-def integers(values: Iterable[int | None], total: int) -> np.ndarray:
-    """Return ``total`` values as int64, None as -1."""
-    found = np.fromiter(values, object, total)
-    found[found == None] = -1  # noqa: E711
+def integers(lists: Iterable[Sequence[int | None]]) -> np.ndarray:
+    """Return the values of lists end to end as int64, None as -1."""
+    found = np.concatenate([np.zeros(0), *(np.array(values, np.float64) for values in lists)])
+    found[np.isnan(found)] = -1
     return found.astype(np.int64)
 
 
@@ -261,8 +261,8 @@ def content_of(rows: Rows, sequence: int = 0) -> Content:
         if all(len(row.offsets) == len(row.ids) for row in rows):
             pairs = chain.from_iterable(chain.from_iterable(row.offsets for row in rows))
             offsets = np.fromiter(pairs, np.int64, 2 * total).reshape(total, 2)
-            word_ids = integers(chain.from_iterable(row.word_ids for row in rows), total)
-        sequences = integers(chain.from_iterable(row.sequence_ids for row in rows), total)
+            word_ids = integers(row.word_ids for row in rows)
+        sequences = integers(row.sequence_ids for row in rows)
         first = np.fromiter((row.first_token for row in rows), np.int64, len(rows))
     if offsets is None or word_ids is None:
         raise PredictError("decoding: rows without offsets; expected one span per token; encode the texts with offsets")
