@@ -93,7 +93,7 @@ def test_windows_are_judged_as_predict_answers(
                 for w in windows
             ]
             seen[example] = torch.tensor(scorer.update(example, scores)[0])
-    monkeypatch.setattr(type(job.model), "most_tokens", lambda self, stated: 16)
+    monkeypatch.setattr(type(job.model), "_most_tokens", lambda self, stated: 16)
     answers = job.model.predict([row["text"] for row in rows], untrained=True)
     for example, answer in enumerate(answers):
         if kind == "number":
