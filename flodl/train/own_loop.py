@@ -8,7 +8,6 @@ from typing import Any
 
 from flodl.errors import TrainError
 from flodl.train.audience import Audience
-from flodl.train.lifecycle import begin, end, restore, running
 from flodl.train.loss import as_loss, batch_len
 from flodl.train.settings import Settings
 from flodl.train.step import StepResult
@@ -35,11 +34,11 @@ class OwnLoop:
         """Yield epochs from the present one to ``count`` - 1."""
         trainer = self.trainer
         trainer.settings = replace(trainer.settings, num_epochs=count)
-        with running(trainer), self._restored():
+        with trainer.running(), self._restored():
             while trainer.epoch_number < count and not trainer.stopping:
                 yield trainer.epoch_number
             self._begin()
-            end(trainer)
+            trainer.end()
 
     def _restored(self) -> Audience:
         """Return the subscribers of the run; subscribe them and resume at the first call."""
@@ -49,7 +48,7 @@ class OwnLoop:
             self._audience.listen(trainer.events, trainer.ask, evaluates=False)
             if hasattr(trainer.optimizer, "register_step_pre_hook"):
                 trainer.optimizer.register_step_pre_hook(self._refuse_own_step)
-            restore(trainer)
+            trainer.restore()
         return self._audience
 
     def _begin(self) -> None:
@@ -57,7 +56,7 @@ class OwnLoop:
         self._restored()
         if not self._begun:
             self._begun, trainer = True, self.trainer
-            begin(trainer)
+            trainer.begin()
             if trainer.ranks.device.type == "cuda" and trainer.settings.capture == "auto":
                 trainer.warn("capture: the steps of a loop of your own are not captured; Trainer.fit captures them")
 

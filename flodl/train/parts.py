@@ -1,13 +1,14 @@
-"""Creates the parts of a run on one rank: model, optimiser, precision, policy, step, figures and checkpoints."""
+"""The parts of a run on one rank (model, optimiser, policy, step, figures, checkpoints), and its start and end."""
 
 from __future__ import annotations
 
 import contextlib
 import random
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 import torch
@@ -19,14 +20,16 @@ from flodl.distributed.local_steps import LocalSteps
 from flodl.distributed.policy import Choice, choose_policy, make_policy
 from flodl.distributed.sharded import shard_model, spread
 from flodl.distributed.sync import Sync
-from flodl.errors import TrainError
+from flodl.errors import TrainError, TrainInterrupted
 from flodl.graph.graph import Graph
 from flodl.monitor.timeline import Timeline
+from flodl.signals import stop_by
 from flodl.train.audience import callbacks_of
 from flodl.train.callback import Hooks
 from flodl.train.evaluate import Evaluator
-from flodl.train.events import Events, Warned
+from flodl.train.events import Events, RunDone, RunFailed, RunStarted, Warned
 from flodl.train.faults import check_settings
+from flodl.train.handle import Trained
 from flodl.train.observing import Observing
 from flodl.train.optim.ema import WeightAverage
 from flodl.train.optim.optimizers import make_optimizer
@@ -35,6 +38,7 @@ from flodl.train.plan import RunPlan
 from flodl.train.precision import Precision
 from flodl.train.requests import Requests
 from flodl.train.saving.keeper import Keeper
+from flodl.train.saving.resume import past_of
 from flodl.train.saving.state import check_same_model, identity
 from flodl.train.settings import Settings
 from flodl.train.snapshots import Snapshots
@@ -131,11 +135,7 @@ class TrainerParts:
             self.between_steps.append(self.saves.between_steps)
 
     def use_policy(self, choice: Choice) -> None:
-        """Set the policy of the run, and create the step that belongs to it.
-
-        Raises:
-            TrainError: the policy cannot keep an average of the weights.
-        """
+        """Set the policy of the run, and create the step that belongs to it."""
         settings, ranks = self.settings, self.ranks
         self.policy_choice = choice
         # Shards differ between ranks, so there is nothing to compare.
@@ -145,12 +145,6 @@ class TrainerParts:
             policy.due = lambda steps, flags: (
                 any(flags) or policy.steps >= self.last_step or (self.saves is not None and self.saves.due)
             )
-            if self.average is not None:
-                raise TrainError(
-                    f"ema: found policy {choice.name!r}, under which each rank would have another average; expected "
-                    "one rank, or policy='sync'.",
-                    policy=choice.name,
-                )
         self.step_ = Step(
             self.model,
             self.optimizer,
@@ -263,6 +257,93 @@ class TrainerParts:
     def warn(self, message: str) -> None:
         """Report a warning."""
         self.events.emit(Warned(rank=self.ranks.rank, step=self.policy.lr_step, message=message))
+
+    # ---- start and end -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Handle signals inside, and release the model and the checkpoint folder at the end."""
+        settings = self.settings
+        try:
+            with contextlib.ExitStack() as stack, self.requests.signals:
+                stack.callback(lambda: self.step_.drop_captures())
+                stack.callback(self.hooks.call, "close")
+                stack.callback(self.observing.close)
+                for change in (compiled if settings.compile else None, settings.prepare_model):
+                    undo = change(self.model) if change is not None else None
+                    if undo is not None:
+                        stack.callback(undo)
+                yield
+        except BaseException as fault:
+            self.snapshots.close(f"the run ended by {type(fault).__name__}")
+            if not isinstance(fault, (GeneratorExit, SystemExit, TrainInterrupted)):
+                ranks, reason = self.ranks, f"{type(fault).__name__}: {fault}"
+                about = {**self.about(), "failed_rank": ranks.rank, "phase": ranks.board.phase(ranks.row)}
+                self.events.emit(RunFailed(**about, reason=reason))
+            if self.saves is not None:
+                self.saves.close(give_up=True)
+            raise
+
+    def restore(self) -> None:
+        """Resume from a checkpoint if the settings request it and there is one."""
+        self.model.train()
+        if self.saves is not None and self.settings.resume:
+            self.saves.restore()
+
+    def begin(self) -> None:
+        """Report that the run begins, with its past."""
+        self.began_s = time.monotonic()
+        feed, settings, choice = self.feed, self.settings, self.policy_choice
+        started = RunStarted(
+            **self.about(),
+            world=self.ranks.world,
+            policy=self.policy.name,
+            policy_reason=choice.reason,
+            epochs=settings.num_epochs,
+            steps_per_epoch=feed.turns(self.epoch_number) if feed is not None else 0,
+            max_steps=settings.max_steps,
+            resumed_from=self.saves.resumed_from if self.saves is not None else None,
+            past=past_of(self),
+        )
+        self.events.emit(started)
+        self.hooks.call("on_train_begin")
+        self._since = time.perf_counter()
+
+    def end(self) -> None:
+        """End the run: evaluate and save what is not yet evaluated and saved."""
+        self.log.settle(self.tally)
+        if self.evaluator.at_step != self.policy.steps:
+            self.evaluator.run()  # the run ended inside an epoch
+        if self.saves is not None:
+            self.saves.end()
+        if self.average is not None:
+            self.average.put()
+        self.hooks.call("on_train_end")
+        self.snapshots.serve()
+        self.snapshots.close()
+        reason = "finished" if self.epoch_number >= self.settings.num_epochs else "stopped"
+        self._close(reason, self.policy.steps)
+
+    def leave(self, number: int) -> NoReturn:
+        """Leave because of a signal; after Ctrl-C the error contains the trained weights."""
+        self.log.settle(self.tally)
+        step = self.policy.lr_step
+        state: dict[str, Any] = {}
+        if number == signal.SIGINT:
+            if self.average is not None:
+                self.average.put()
+            trained = Trained.of(self.model, keep=self.ranks.rank == 0 or not self.sharded)
+            state = {"step": step, "folder": self.settings.folder, "trained": trained}
+        self._close("signal", step)
+        stop_by(number, **state)
+
+    def _close(self, reason: str, step: int) -> None:
+        self.ranks.phase("shutdown")
+        if self.saves is not None:
+            self.saves.join()
+            self.saves.close()
+        recorded, summed = self.step_.recorded(self.policy.steps), self.step_.summed
+        self.events.emit(RunDone(**{**self.about(), "step": step}, reason=reason, recorded=recorded, summed=summed))
 
 
 def make_capturer(device: torch.device, settings: Settings) -> CudaCapturer | None:

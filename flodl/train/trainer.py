@@ -26,7 +26,6 @@ from flodl.train.events import EpochMetrics, Event, Synced
 from flodl.train.faults import check_settings
 from flodl.train.feed import Feed, Share
 from flodl.train.handle import Handle, SendEvents, Trained
-from flodl.train.lifecycle import begin, end, leave, restore, running
 from flodl.train.optim.optimizers import OptimizerMaker
 from flodl.train.own_loop import OwnLoop
 from flodl.train.parts import TrainerParts
@@ -222,9 +221,9 @@ class Trainer(TrainerParts):
         """Run until the last epoch, or a reason to stop."""
         assert self.train_step is not None
         assert self.feed is not None
-        with running(self):
-            restore(self)
-            begin(self)
+        with self.running():
+            self.restore()
+            self.begin()
             step = self.step_  # another one if the policy of the checkpoint differs
             step.train_step = self.without_history(self.train_step)
             if self.settings.micro_batch_size == "auto":
@@ -238,7 +237,7 @@ class Trainer(TrainerParts):
                         break
                 if not self.stopping:
                     self.end_epoch()
-            end(self)
+            self.end()
 
     def steps(self, feed: Feed) -> Iterator[tuple[int, list[Any]]]:
         """Yield the position in the epoch and the micro-batches of this rank, one optimiser step at a time."""
@@ -304,7 +303,7 @@ class Trainer(TrainerParts):
         if any(flags):
             self.requests.acknowledge(flags[2:])
             if flags[0]:
-                leave(self, round(flags[1] / flags[0]))
+                self.leave(round(flags[1] / flags[0]))
             self.stopping = self.stopping or bool(flags[2])
         if self.policy.steps >= self.last_step:
             self.stopping = True

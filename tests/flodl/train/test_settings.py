@@ -82,7 +82,6 @@ FAULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "several": ({"ema": 0.9, "policy": "async", "shares": (1.0,), "keep_best": "f1"}, ["ema", "shares", "keep_best"]),
     "no work": ({"shares": (0.0, 0.0)}, ["shares"]),
     "speed_hint": ({"speed_hint": (2, 1.5)}, ["speed_hint"]),
-    "capture": ({"capture": True, "precision": "fp16", "shares": "measured"}, ["capture", "capture"]),
     "restarts": ({"max_restarts": 1}, ["max_restarts"]),
     "no schedule": ({"schedule": lambda world: "fast"}, ["schedule"]),
     "a broken schedule": ({"schedule": lambda: Linear(1, 0, 10)}, ["schedule"]),
