@@ -30,7 +30,7 @@ _CALLS = 64
 
 
 def known_of(model: Any) -> dict[str, Any]:
-    """Return the objects that the caller and its workers have, by name."""
+    """Return name and object of everything that the caller and its workers have."""
     return {"model": model, "tokenizer": model.tokenizer}
 
 

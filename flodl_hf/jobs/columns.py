@@ -6,16 +6,17 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from flodl.errors import DataError, nearest
 from flodl_hf.families.schema.tasks import TASKS, task_named
 from flodl_hf.readers.columns import NAMES, data_columns
-from flodl_hf.readers.rows import RowFault
+from flodl_hf.readers.rows import Row, RowFault
 
-__all__ = ["Choice", "ColumnArgs", "choose_columns", "is_doubtful", "item_of"]
+__all__ = ["Choice", "ColumnArgs", "choose_columns", "colliding_columns", "is_doubtful", "item_of", "renamed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,3 +182,31 @@ def item_of(choice: Choice) -> Callable[[Mapping[str, Any]], Any]:
     if first is None:
         return lambda values: (fixed, text(values, second))
     return lambda values: (text(values, first), text(values, second))
+
+
+def colliding_columns(names: Sequence[str], taken: Iterable[str]) -> dict[str, str]:
+    """Return the new name of each column that collides, and warn about it.
+
+    Args:
+        names: columns of the input.
+        taken: names of the result columns.
+    """
+    results = set(taken)
+    found: dict[str, str] = {}
+    for name in names:
+        if name in results:
+            new = f"input_{name}"
+            while new in results or new in names:
+                new += "_"
+            found[name] = new
+    if found:
+        changes = ", ".join(f"{old!r} is written as {new!r}" for old, new in found.items())
+        warnings.warn(f"columns of the input: {changes}, because the result has a column of that name", stacklevel=2)
+    return found
+
+
+def renamed(row: Row, names: Mapping[str, str]) -> Row:
+    """Return a row with its columns renamed."""
+    if row.values is None or names.keys().isdisjoint(row.values):
+        return row
+    return replace(row, values={names.get(name, name): value for name, value in row.values.items()}, text=None)

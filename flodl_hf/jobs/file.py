@@ -15,6 +15,7 @@ from typing import Any, Literal
 from flodl.errors import DataError, nearest, printable
 from flodl.garbage_collection import gc_frozen
 from flodl_hf.errors import PredictError
+from flodl_hf.inference.batch import COUNTED, TRUNCATED
 from flodl_hf.inference.quantize import PRECISIONS
 from flodl_hf.inference.vector_files import SUFFIXES
 from flodl_hf.jobs.columns import ColumnArgs
@@ -24,7 +25,6 @@ from flodl_hf.jobs.ranks import Heartbeat, LostRank, Rank, Workers, device_names
 from flodl_hf.jobs.results import FileResult, Progress
 from flodl_hf.jobs.run import Run
 from flodl_hf.jobs.tasks import VECTOR
-from flodl_hf.jobs.token_counts import counting_tokens
 from flodl_hf.jobs.write import output_format
 from flodl_hf.readers.path_checks import path_fault
 from flodl_hf.readers.rows import STDIN, open_rows
@@ -161,7 +161,8 @@ def predict_file(
             plan, rank, parts, plan.open(rows), reopen=again, on_progress=on_progress, should_stop=should_stop,
             workers=workers, wait_for_ranks=heart.wait_for_ranks if workers is None else None,
         )  # fmt: skip
-        stack.enter_context(counting_tokens(run.count, run.count_truncated))
+        for counter, count in ((COUNTED, run.count), (TRUNCATED, run.count_truncated)):
+            stack.callback(counter.reset, counter.set(count))
         if not rank.rank:
             stack.enter_context(heart)
         stack.enter_context(gc_frozen())

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flodl.errors import DataError, printable
-from flodl_hf.jobs.column_collisions import colliding_columns, renamed
-from flodl_hf.jobs.columns import ColumnArgs, choose_columns, is_doubtful, item_of
+from flodl_hf.jobs.columns import ColumnArgs, choose_columns, colliding_columns, is_doubtful, item_of, renamed
 from flodl_hf.jobs.identity import input_identity, model_identity, option_identity
 from flodl_hf.jobs.parts import Parts
 from flodl_hf.jobs.tasks import Answerer, answerer_for, method_of

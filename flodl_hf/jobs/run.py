@@ -15,7 +15,7 @@ from typing import Any
 
 from flodl.errors import DataError, FlodlError, capped
 from flodl_hf.errors import PredictError
-from flodl_hf.jobs.column_collisions import renamed
+from flodl_hf.jobs.columns import renamed
 from flodl_hf.jobs.identity import input_identity
 from flodl_hf.jobs.parts import DamagedPart, Parts
 from flodl_hf.jobs.plan import Plan

@@ -39,28 +39,17 @@ class Answer:
     """Result of a worker.
 
     Attributes:
-        data: JSON types.
+        message: the message: ``data`` (JSON types), and counts and times, see `flodl_hf.serving.worker`.
         arrays: arrays in addition to ``data``.
-        tokens: number of processed tokens.
-        rows: number of processed rows; a text in several windows has several rows.
-        dropped: number of truncated tokens.
-        truncated: number of truncated texts.
-        waited_s: time in which the first row waited for its batch.
-        tokenized_s: time of tokenization, before the first row waited.
-        took_s: total time in the worker.
-        timeline: steps with their times, if the request is traced.
     """
 
-    data: Any
+    message: dict[str, Any]
     arrays: list[np.ndarray]
-    tokens: int
-    rows: int
-    dropped: int
-    truncated: int
-    waited_s: float
-    tokenized_s: float
-    took_s: float
-    timeline: Sequence[Any] = ()
+
+    @property
+    def data(self) -> Any:
+        """The result as JSON types."""
+        return self.message["data"]
 
 
 @dataclass(slots=True)
@@ -293,13 +282,7 @@ class Workers:
         if (fault := message.get("fault")) is not None:
             asked.done(TaskError(fault["message"], kind=fault["kind"]))
             return
-        asked.done(
-            Answer(
-                message["data"], arrays, message["tokens"], message["rows"], message["dropped"], message["truncated"],
-                message["waited_s"],
-                message["tokenized_s"], message["took_s"], message.get("timeline", ()),
-            )
-        )  # fmt: skip
+        asked.done(Answer(message, arrays))
 
 
 _LATE = "the request timed out. Send fewer texts, or allow more time."

@@ -2,7 +2,7 @@
 
 Used by predictions on several devices (`flodl_hf.inference.workers`), file jobs (`flodl_hf.jobs.ranks`) and the server
 (`flodl_hf.serving`). A worker is connected with its parent by a socket. The socket closes with either process: a worker
-never outlives its parent, and the parent detects any end of a worker at once.
+never outlives its parent, and the parent detects any end of a worker immediately.
 
 process   start and end of a child process
 child     main function of a child process

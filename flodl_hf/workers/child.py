@@ -25,7 +25,7 @@ def main(target: str, descriptors: Sequence[int], cuda: int | None) -> None:
         target: ``"module:function"``; the function receives a `flodl_hf.workers.messages.Stream`, and further file
             descriptors.
         descriptors: file descriptors of the connection with the parent, and of everything else that it passes.
-        cuda: index of a CUDA device whose context is created while modules are imported.
+        cuda: index of a CUDA device; its context is created while modules are imported.
     """
     # Terminals and service managers signal all processes; the parent decides when this one ends.
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -116,7 +116,7 @@ class Link(asyncio.Protocol):
 
     @property
     def full(self) -> bool:
-        """Whether senders should wait for `room`."""
+        """Whether senders should wait until the other process has read more."""
         return self._room is not None
 
     async def room(self) -> None:
@@ -152,14 +152,14 @@ class Link(asyncio.Protocol):
         self._transport.close()
 
 
-async def connect_link(held: socket.socket, on_message: OnMessage) -> Link:
+async def connect_link(connection: socket.socket, on_message: OnMessage) -> Link:
     """Return the link of a connected socket.
 
     Args:
-        held: a socket connected with another process.
+        connection: a socket connected with another process.
         on_message: called with each message.
     """
-    _, link = await asyncio.get_running_loop().create_connection(lambda: Link(on_message), sock=held)
+    _, link = await asyncio.get_running_loop().create_connection(lambda: Link(on_message), sock=connection)
     return link
 
 
@@ -168,21 +168,21 @@ async def connect_link(held: socket.socket, on_message: OnMessage) -> Link:
 NUMBER_BYTES = 8
 
 
-def send_socket(way: socket.socket, number: int, held: socket.socket) -> None:
+def send_socket(channel: socket.socket, number: int, sent: socket.socket) -> None:
     """Send an open socket to another process, with a number that identifies it.
 
     Args:
-        way: connection to the process.
+        channel: connection to the process.
         number: the number.
-        held: the socket; it stays open in this process.
+        sent: the socket; it stays open in this process.
 
     Raises:
         OSError: the process has ended, or its buffer is full.
     """
-    socket.send_fds(way, [number.to_bytes(NUMBER_BYTES, "little")], [held.fileno()])
+    socket.send_fds(channel, [number.to_bytes(NUMBER_BYTES, "little")], [sent.fileno()])
 
 
-def receive_socket(way: socket.socket) -> tuple[int, socket.socket | None] | None:
+def receive_socket(channel: socket.socket) -> tuple[int, socket.socket | None] | None:
     """Return the next received socket with its number; None at the end of the connection.
 
     The socket is None if this process has reached its limit of open files.
@@ -190,7 +190,7 @@ def receive_socket(way: socket.socket) -> tuple[int, socket.socket | None] | Non
     Raises:
         BlockingIOError: there is none yet, and the connection does not block.
     """
-    data, descriptors, _, _ = socket.recv_fds(way, NUMBER_BYTES, 1)
+    data, descriptors, _, _ = socket.recv_fds(channel, NUMBER_BYTES, 1)
     if not data:
         return None
     return int.from_bytes(data, "little"), socket.socket(fileno=descriptors[0]) if descriptors else None

@@ -58,7 +58,7 @@ def pack_object(obj: Any, known: Mapping[str, Any] | None = None, *, plain: bool
 
     Args:
         obj: the object.
-        known: objects that both sides have, by name.
+        known: name and object of what both sides have.
         plain: whether the object contains neither tensors nor known objects, which is faster.
 
     Raises:

@@ -90,7 +90,7 @@ class Worker:
                 with self._lock:
                     future = self._futures.pop(message[0]["id"])
                 if isinstance(result, BaseException):
-                    # Other errors than those of the input may leave the device unusable.
+                    # Errors that the input did not cause may leave the device unusable.
                     self.sound = self.sound and isinstance(result, FlodlError)
                     future.set_exception(result)
                 else:

@@ -31,7 +31,7 @@ class Process:
     Args:
         target: see `flodl_hf.workers.child.main`.
         name: its name in messages.
-        env: environment variables in addition to those of this process.
+        env: environment variables that are added to or replace the ones of this process.
         fd_channel: whether open sockets can be sent to it (`flodl_hf.workers.link.send_socket`).
         descriptors: further file descriptors that it receives.
         cuda: index of its CUDA device, if any.

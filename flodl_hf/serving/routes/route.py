@@ -238,18 +238,19 @@ class Request:
             raise RefusedError(fault.message, "overloaded", after_s=fault.after_s) from None
         except TaskError as fault:
             raise RefusedError(fault.message, fault.kind, after_s=1.0 if fault.kind == "ended" else None) from None
+        message = found.message
         if self.trace is not None:
-            self.trace.add_steps(found.timeline)
+            self.trace.add_steps(message.get("timeline", ()))
         if task not in ("tokenize", "decode"):
-            admission.update_estimate(characters, found.tokens)
-        self.size += characters + found.tokens + sum(array.size for array in found.arrays)
-        self.tokens += found.tokens
-        self.windows += found.rows
-        self.dropped += found.dropped
-        self.truncated += found.truncated
-        self.waited_s += found.waited_s
-        self.tokenized_s += found.tokenized_s
-        self.inferred_s += max(0.0, found.took_s - found.waited_s - found.tokenized_s)
+            admission.update_estimate(characters, message["tokens"])
+        self.size += characters + message["tokens"] + sum(array.size for array in found.arrays)
+        self.tokens += message["tokens"]
+        self.windows += message["rows"]
+        self.dropped += message["dropped"]
+        self.truncated += message["truncated"]
+        self.waited_s += message["waited_s"]
+        self.tokenized_s += message["tokenized_s"]
+        self.inferred_s += max(0.0, message["took_s"] - message["waited_s"] - message["tokenized_s"])
         return found
 
     def usage(self) -> dict[str, int]:
