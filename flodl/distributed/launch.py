@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import signal
@@ -32,7 +33,7 @@ from flodl.errors import TrainError
 from flodl.signals import stop_by
 from flodl.system import die_with_parent, hard_stop, is_stopped, loopback
 
-__all__ = ["Crew", "RankError", "launch"]
+__all__ = ["Crew", "RankError", "launch", "prepare_ranks"]
 
 STARTING = ("spawn", "rendezvous", "model build", "first broadcast")
 """Phases of a rank before the first step."""
@@ -40,6 +41,21 @@ SILENT_S = 120.0
 """How long a running rank may write no pulse: some libraries block the interpreter for minutes."""
 PAUSED_S = 5.0
 LOOK_S = 0.25
+
+
+_is_prepared = False
+
+
+def prepare_ranks(*modules: str) -> None:
+    """Start a process that imports torch and modules, from which later ranks are forked.
+
+    It works while this process reads data, so that ranks begin without imports. Call it before CUDA is initialised.
+    """
+    global _is_prepared
+    if "forkserver" in multiprocessing.get_all_start_methods():
+        multiprocessing.set_forkserver_preload(["flodl.distributed.fork_server", "torch", *modules])
+        multiprocessing.forkserver.ensure_running()
+        _is_prepared = True
 
 
 class RankError(TrainError):
@@ -110,7 +126,9 @@ class Crew:
         self._start()
 
     def _start(self) -> None:
-        context: Any = multiprocessing.get_context(self.start)
+        context: Any = multiprocessing.get_context(
+            "forkserver" if self.start == "spawn" and _is_prepared else self.start
+        )
         self.board = Board.shared(self.world, context)
         self._store = None  # closes the store of the failed attempt, with its threads
         self.results = {}
@@ -132,7 +150,9 @@ class Crew:
                     "timeout_s": self.timeout_s,
                 }
                 process = context.Process(
-                    target=_rank_main, args=(self.fn, self.args, place, self.board, theirs), daemon=True
+                    target=_rank_main,
+                    args=(self.fn, self.args, place, self.board, theirs, dict(os.environ)),
+                    daemon=True,
                 )
                 with warnings.catch_warnings():
                     # Python warns of fork in a process with threads; `launch` documents this.
@@ -329,11 +349,19 @@ def _end(members: list[_Member]) -> None:
 
 
 def _rank_main(
-    fn: Callable[..., Any], args: tuple[Any, ...], place: dict[str, Any], board: Board, pipe: Connection
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    place: dict[str, Any],
+    board: Board,
+    pipe: Connection,
+    environment: dict[str, str],
 ) -> None:
     """Call ``fn`` in a new process; ``place`` contains arguments of `join_ranks`."""
-    die_with_parent(place["parent"])
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ.update(environment)
+    if os.getppid() == place["parent"]:  # not forked by another process
+        die_with_parent(place["parent"])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     board.beat(place["rank"])
     code = 1
     try:

@@ -134,7 +134,7 @@ class PeerWatch:
     """
 
     def __init__(self, ranks: Any, parent: int | None) -> None:
-        self.ranks, self.parent = ranks, parent
+        self.ranks, self.parent, self._forked_by = ranks, parent, os.getppid()
         self._count = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="flodl-pulse", daemon=True)
@@ -160,7 +160,8 @@ class PeerWatch:
     def _beat(self) -> None:
         ranks, row = self.ranks, self.ranks.row
         ranks.board.beat(row)
-        if self.parent is not None and os.getppid() != self.parent:
+        gone = os.getppid() != self._forked_by
+        if self.parent is not None and (gone or process_state(self.parent) in (None, "Z", "X")):
             os._exit(1)  # the launcher is dead
         if ranks.store is None:
             return

@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from flodl.distributed.group import under_torchrun
+from flodl.distributed.launch import prepare_ranks
 from flodl.errors import TrainError, TrainInterrupted, printable, visible
 from flodl.progress import in_words, is_wanted
 from flodl.train import Callback, EpochMetrics, EvalDone, RunDone, RunStarted, StepDone, Tracker, Warned
@@ -133,6 +135,8 @@ def finetune(
         trackers = _trackers(chosen, target)
         if target is not None:
             check_free(target, overwrite)
+        if chosen.ranks > 1 and not under_torchrun():
+            prepare_ranks("flodl_hf.training.run")
     tell = partial(_say, shown=bool(progress)) if _is_first_rank() else None
     job = plan_job(model, train, eval, chosen, own=Own(loss, metrics, tuple(callbacks)), tell=tell, problems=problems)
     if target is not None and _is_first_rank():

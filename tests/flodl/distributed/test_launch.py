@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from flodl.distributed import RankError, launch
+from flodl.distributed.launch import prepare_ranks
 from flodl.errors import TrainError
 
 torch.set_num_threads(1)
@@ -239,3 +240,24 @@ def test_a_signal_while_ranks_start_is_no_failure_of_a_rank(tmp_path, builds, nu
     os.kill(process.pid, number)
     process.join(timeout=600)
     assert process.exitcode == code
+
+
+def place_of(ranks, fault):
+    ranks.barrier()
+    if ranks.rank == 1 and fault:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ranks.barrier()
+    return os.getppid(), os.environ.get("CHANGED_LATER")
+
+
+def test_prepared_ranks_are_forked_by_one_process_and_their_faults_are_named(monkeypatch):
+    monkeypatch.setattr(sys.modules[prepare_ranks.__module__], "_is_prepared", False)
+    prepare_ranks("flodl.train")
+    monkeypatch.setenv("CHANGED_LATER", "yes")
+    (first, given), second = launch(place_of, (False,), ranks=2).wait()
+    assert first not in (os.getpid(), 1)
+    assert second == (first, "yes")
+    assert given == "yes"
+    with pytest.raises(RankError) as caught:
+        launch(place_of, (True,), ranks=2).wait()
+    assert (caught.value.rank, "SIGKILL" in caught.value.reason) == (1, True)
