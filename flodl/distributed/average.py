@@ -18,8 +18,6 @@ from torch import nn
 from flodl.distributed.group import Ranks
 from flodl.errors import TrainError
 
-__all__ = ["BufferMean", "Flight", "ParameterMean", "fingerprints", "model_tensors", "wide"]
-
 BUCKET = 1 << 24
 """Elements of one collective: 64 MiB of float32, enough to fill a link, and little memory for a second copy."""
 

@@ -13,8 +13,6 @@ import time
 from multiprocessing.context import BaseContext
 from typing import Any
 
-__all__ = ["PHASES", "PHASE_NUMBERS", "WISHES", "Board"]
-
 PHASES = (
     "spawn",
     "rendezvous",

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-__all__ = ["DivergenceGuard", "ElChe"]
-
 DEAD_ZONE = 0.10
 """A count changes only when the new target differs from it by more than this part of it."""
 

@@ -2,6 +2,4 @@
 
 import signal
 
-__all__: list[str] = []
-
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -22,8 +22,6 @@ from flodl.distributed.group import Ranks, Summed
 from flodl.distributed.peer_memory import SWITCH, PeerAccessError, PeerBuffer, unfit
 from flodl.errors import TrainError
 
-__all__ = ["GradientSum"]
-
 GRADIENT_BUCKET = 1 << 22
 """Elements of a bucket: few enough that the first is sent early, enough to fill a link."""
 

@@ -22,8 +22,6 @@ from flodl.distributed.board import PHASE_NUMBERS, Board
 from flodl.distributed.peers import LocalPeers, PeerWatch, print_fault
 from flodl.errors import TrainError
 
-__all__ = ["Ranks", "Summed", "is_first_rank", "join_ranks", "launched_world", "under_torchrun"]
-
 FROZEN_S = 1.2
 """How long a rank may be stopped before the others end; they detect it within 2 s."""
 

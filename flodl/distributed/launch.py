@@ -33,8 +33,6 @@ from flodl.errors import TrainError
 from flodl.signals import stop_by
 from flodl.system import die_with_parent, hard_stop, is_stopped, loopback
 
-__all__ = ["Crew", "RankError", "launch", "prepare_ranks"]
-
 STARTING = ("spawn", "rendezvous", "model build", "first broadcast")
 """Phases of a rank before the first step."""
 SILENT_S = 120.0

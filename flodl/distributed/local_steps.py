@@ -23,8 +23,6 @@ from flodl.distributed.group import Ranks
 from flodl.distributed.rounds import Knobs, Round
 from flodl.distributed.shares import chunk_size, ratios_from_ms, wants_chunk
 
-__all__ = ["LocalSteps"]
-
 OUTLIER_FACTOR = 5.0  # times the median of a round's steps
 
 

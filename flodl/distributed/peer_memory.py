@@ -23,8 +23,6 @@ import torch.distributed as dist
 
 from flodl.distributed.group import Ranks
 
-__all__ = ["SWITCH", "PeerAccessError", "PeerBuffer", "peer_access_error", "unfit"]
-
 SWITCH = "FLODL_PEER_MEMORY"
 """Environment variable; ``0`` disables peer memory, so that NCCL sums."""
 

@@ -22,8 +22,6 @@ from flodl.distributed.board import Board
 from flodl.errors import visible
 from flodl.system import hard_stop, process_state
 
-__all__ = ["LocalPeers", "PeerWatch", "print_fault"]
-
 PULSE_S = 0.5
 LOOK_S = 0.25
 ENDED_S = 0.6

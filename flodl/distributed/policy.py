@@ -18,8 +18,6 @@ from flodl.distributed.rounds import Knobs
 from flodl.distributed.sync import Sync
 from flodl.errors import TrainError
 
-__all__ = ["POLICIES", "Choice", "choose_policy", "make_policy"]
-
 POLICIES = ("sync", "cadence", "async")
 
 

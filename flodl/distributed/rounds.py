@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from flodl.checked_fields import Values, check_fields, choice, number, of_kind, pair, whole
 from flodl.distributed.cadence import ElChe
 
-__all__ = ["KNOB_VALUES", "Knobs", "Round"]
-
 _SHARES = of_kind(
     "a tuple with a part for each rank",
     lambda value: isinstance(value, tuple) and bool(value) and all(number(least=0).fits(part) for part in value),

@@ -20,8 +20,6 @@ from flodl.distributed.group import Ranks
 from flodl.errors import TrainError
 from flodl.nested import map_leaves
 
-__all__ = ["is_sharded", "like", "local", "put", "shard_model", "spread", "whole", "whole_parts"]
-
 
 def shard_model(model: nn.Module, ranks: Ranks, products: torch.dtype | None = None) -> None:
     """Cut the parameters of a model into a shard for each rank, in place, and move them to the ranks' devices.

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 from flodl.errors import TrainError
 
-__all__ = ["chunk_size", "deal", "ranges", "ratios_from_ms", "split", "wants_chunk"]
-
 
 def split(total: int, ratios: Sequence[float], least: int = 1) -> list[int]:
     """Return one integer per ratio, in proportion to it, with sum ``total`` exactly.

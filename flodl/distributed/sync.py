@@ -12,8 +12,6 @@ from flodl.distributed.group import Ranks
 from flodl.distributed.rounds import Knobs, Round
 from flodl.distributed.shares import ratios_from_ms
 
-__all__ = ["Sync"]
-
 CALIBRATION_STEPS = 10
 REBALANCE_STEPS = 50
 

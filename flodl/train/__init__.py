@@ -33,7 +33,7 @@ from flodl.train.replicas import Replicas
 from flodl.train.rules import Rule, freeze_when, set_rate, stop_when, thaw_when
 from flodl.train.settings import Settings
 from flodl.train.snapshots import ModelSnapshot
-from flodl.train.step import Step
+from flodl.train.step.device import Step
 from flodl.train.trackers import Tracker
 from flodl.train.trainer import Trainer
 

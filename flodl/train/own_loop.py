@@ -10,7 +10,7 @@ from flodl.errors import TrainError
 from flodl.train.audience import Audience
 from flodl.train.loss import as_loss, batch_len
 from flodl.train.settings import Settings
-from flodl.train.step import StepResult
+from flodl.train.step.outcome import StepResult
 
 
 class OwnLoop:

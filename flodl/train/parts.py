@@ -42,8 +42,10 @@ from flodl.train.saving.resume import past_of
 from flodl.train.saving.state import check_same_model, identity
 from flodl.train.settings import Settings
 from flodl.train.snapshots import Snapshots
-from flodl.train.step import Step, StepResult, TrainStep
 from flodl.train.step.cuda_graphs import CudaCapturer
+from flodl.train.step.device import Step
+from flodl.train.step.host import TrainStep
+from flodl.train.step.outcome import StepResult
 from flodl.train.steplog import StepLog, Tally
 
 

@@ -20,7 +20,7 @@ from flodl.train.feed import as_feed, check_data, gives_batches
 from flodl.train.observing import Observing
 from flodl.train.optim.optimizers import OptimizerMaker, make_optimizer
 from flodl.train.settings import Settings
-from flodl.train.step import TrainStep
+from flodl.train.step.host import TrainStep
 
 Subscription = tuple[Callable[[Any], Any], tuple[type[Event], ...]]
 

@@ -9,8 +9,6 @@ import torch
 
 from flodl.errors import TrainError
 
-__all__ = ["PRECISIONS", "Precision"]
-
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 

@@ -13,8 +13,6 @@ from flodl.train.events import StepDone
 from flodl.train.plan import RunPlan
 from flodl.train.trials import trial_of
 
-__all__ = ["RateSearch", "search_rates"]
-
 SMOOTH = 0.9
 DIVERGED = 4.0
 

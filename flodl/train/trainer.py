@@ -34,7 +34,8 @@ from flodl.train.rate_search import RateSearch, search_rates
 from flodl.train.requests import SAVE
 from flodl.train.settings import make_settings
 from flodl.train.snapshots import ModelSnapshot, pack_weights
-from flodl.train.step import StepResult, TrainStep
+from flodl.train.step.host import TrainStep
+from flodl.train.step.outcome import StepResult
 from flodl.train.steplog import Tally, epoch_metrics
 from flodl.train.trials import Rehearsal, fit_micro_batch, rehearse
 

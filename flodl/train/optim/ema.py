@@ -19,9 +19,7 @@ from flodl.errors import TrainError
 from flodl.train.saving.state import fixed_names, whole_model
 
 if TYPE_CHECKING:
-    from flodl.train.step import StepResult
-
-__all__ = ["Ema", "WeightAverage", "averaged_state"]
+    from flodl.train.step.outcome import StepResult
 
 
 @dataclass(frozen=True)

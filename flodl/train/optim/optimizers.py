@@ -19,16 +19,6 @@ from torch import nn
 
 from flodl.errors import TrainError
 
-__all__ = [
-    "OptimizerFactory",
-    "OptimizerMaker",
-    "adamw",
-    "layerwise_decay",
-    "make_optimizer",
-    "parameter_groups",
-    "sgd",
-]
-
 FUSED = {torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad}
 
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from flodl.train.evaluate import Evaluator
     from flodl.train.events import EpochMetrics
 
-__all__ = ["Rates", "make_schedule"]
 
 EXPECTED = (
     "a function of the step that returns a factor, a torch LRScheduler or a function of the optimizer that returns "

@@ -5,8 +5,3 @@
 as CUDA graphs; `cuda_graphs` captures them, and starts sums over ranks during the backward pass. `outcome` contains the
 figures of a step; `blocks` serves the kernels.
 """
-
-from flodl.train.step.device import Step, TrainStep
-from flodl.train.step.outcome import StepResult
-
-__all__ = ["Step", "StepResult", "TrainStep"]

@@ -18,8 +18,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["count_steps", "move"]
-
 
 @triton.jit(do_not_specialize=["number"])
 def count_steps(steps, number, found, counted, block: tl.constexpr):

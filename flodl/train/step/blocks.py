@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["BLOCK", "BlockLayout", "BlockTables", "capturing", "is_dense", "sent"]
-
 BLOCK = 2048
 """Elements that a program reads in one operation."""
 MOST_PROGRAMS = 1056

@@ -28,8 +28,6 @@ from flodl.train.step.cuda_graphs import CudaCapturer, Overlap, Run
 from flodl.train.step.host import HostStep
 from flodl.train.step.outcome import OBSERVED, Outcome
 
-__all__ = ["EndCaptures", "Refused", "StepCaptures", "flatten"]
-
 MOST_GRAPHS = 64
 MOST_ENDS = 8
 SMALL = 1 << 15  # numbers; the common kernel gives 65,536 of them to one block

@@ -21,8 +21,6 @@ from flodl.distributed.peer_memory import peer_access_error
 from flodl.garbage_collection import gc_paused
 from flodl.train.step.outcome import Outcome
 
-__all__ = ["CudaCapturer", "Overlap", "Run", "fault_of"]
-
 Run = Callable[[], Outcome]
 PATIENCE_S = 20.0
 

@@ -19,8 +19,6 @@ from torch.nn.utils import get_total_norm
 
 from flodl.train.step.blocks import BLOCK, BlockLayout, BlockTables, is_dense
 
-__all__ = ["GradientCheck", "StepDecision", "load_kernels"]
-
 SUMS = 1024
 WARPS = 4
 

@@ -25,11 +25,9 @@ from flodl.train.loss import batch_len
 from flodl.train.step.capture import EndCaptures, StepCaptures
 from flodl.train.step.cuda_graphs import CudaCapturer, Overlap
 from flodl.train.step.decide import GradientCheck
-from flodl.train.step.host import HostStep, TrainStep, divide
+from flodl.train.step.host import HostStep, divide
 from flodl.train.step.outcome import Outcome, Part, StepResult, outcome_of, pack_metrics
 from flodl.train.step.update import FusedUpdate, why_unsupported
-
-__all__ = ["DeviceStep", "Step", "TrainStep"]
 
 
 class DeviceStep:

@@ -36,8 +36,6 @@ from flodl.train.step.outcome import OBSERVED, Part, StepResult, not_finite, pac
 from flodl.train.step.timer import StepTimer
 from flodl.train.watching import Watching
 
-__all__ = ["HostStep", "TrainStep", "divide", "has_plain_step", "take_step"]
-
 TrainStep = Callable[[nn.Module, Any], Any]
 MAX_OVERFLOWS = 50
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["decide", "square_sums"]
-
 
 @triton.jit(do_not_specialize=["span"])
 def square_sums(table, sizes, which, starts, sums, span, kind: tl.constexpr, block: tl.constexpr):

@@ -12,8 +12,6 @@ import torch
 from flodl.errors import TrainError
 from flodl.train.loss import LOSS_FAULT, NOTHING_COUNTED, decide
 
-__all__ = ["OBSERVED", "Outcome", "Part", "StepResult", "not_finite", "outcome_of", "pack_metrics", "read_metrics"]
-
 OBSERVED = "\0"
 """Prefix of the names of values collected inside the model, which travel with the metrics of a step."""
 

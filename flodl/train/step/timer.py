@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["StepTimer"]
-
 
 class StepTimer:
     """Measure the compute time of steps, and slow a rank down for experiments.

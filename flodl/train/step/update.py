@@ -23,8 +23,6 @@ from flodl.train.step.blocks import BlockLayout, BlockTables, capturing, is_dens
 from flodl.train.step.decide import StepDecision
 from flodl.train.step.host import has_plain_step, take_step
 
-__all__ = ["AdamUpdate", "FusedUpdate", "has_torch_bits", "largest_first", "why_unsupported"]
-
 KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimisers whose fused kernels can leave a step out and divide gradients."""
 MOST_PROGRAMS = 1 << 15

@@ -15,7 +15,7 @@ from flodl.distributed.group import Summed
 from flodl.distributed.peer_memory import SWITCH, PeerAccessError, PeerBuffer, peer_access_error
 from flodl.train import RunDone, Trainer, adamw
 from flodl.train.precision import Precision
-from flodl.train.step import Step
+from flodl.train.step.device import Step
 
 torch.set_num_threads(1)
 CUDA = torch.device("cuda", 0)

@@ -16,8 +16,9 @@ from flodl.errors import TrainError
 from flodl.train import Callback, Loss, RunDone, StepDone, Trainer, Warned, adamw, parts, sgd
 from flodl.train.events import Recorded
 from flodl.train.schedule import Linear
-from flodl.train.step import Step, capture
+from flodl.train.step import capture
 from flodl.train.step.capture import Refused, flatten
+from flodl.train.step.device import Step
 from flodl.train.step.update import why_unsupported
 
 torch.set_num_threads(1)

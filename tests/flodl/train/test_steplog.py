@@ -7,8 +7,7 @@ import torch
 
 from flodl.train import StepDone, steplog
 from flodl.train.events import Events
-from flodl.train.step import StepResult
-from flodl.train.step.outcome import Outcome
+from flodl.train.step.outcome import Outcome, StepResult
 from flodl.train.steplog import StepLog, Tally
 
 RATES = SimpleNamespace(first=0.1)
