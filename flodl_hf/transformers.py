@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import safetensors.torch
 import transformers
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from flodl_hf.auto.pipelines import Pipeline
 from flodl_hf.auto.pipelines import pipeline as own_pipeline

@@ -8,6 +8,7 @@ mteb         an encoder and a cross-encoder to evaluate
 setfit       a SetFitModel with a body of this package
 spacy        pipeline components for entities and text categories
 sklearn      a transformer of texts into vectors and a classifier
+sentence_transformers  the classes of `flodl_hf.sentence_transformers`
 tuning       a callback that reports steps to Optuna and Ray Tune
 """
 

@@ -55,7 +55,7 @@ class FlodlReranker(BaseNodePostprocessor):
     _model: Any = PrivateAttr()
 
     def __init__(self, model: Any, top_n: int = 3) -> None:
-        super().__init__(top_n=top_n)
+        super().__init__(top_n=top_n)  # pyright: ignore[reportCallIssue]
         self._model = model_of(model, "sequence_classification")
 
     def _postprocess_nodes(

@@ -8,7 +8,7 @@ from typing import Any
 
 from mteb.models.sentence_transformer_wrapper import CrossEncoderWrapper, SentenceTransformerEncoderWrapper
 
-from flodl_hf.sentence_transformers import CrossEncoder, SentenceTransformer
+from flodl_hf.integrations.sentence_transformers import CrossEncoder, SentenceTransformer
 
 __all__ = ["FlodlCrossEncoder", "FlodlEncoder"]
 

@@ -9,7 +9,7 @@ from typing import Any
 from setfit import SetFitModel
 from sklearn.linear_model import LogisticRegression
 
-from flodl_hf.sentence_transformers import SentenceTransformer
+from flodl_hf.integrations.sentence_transformers import SentenceTransformer
 
 __all__ = ["setfit_model"]
 

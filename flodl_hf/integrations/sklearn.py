@@ -57,7 +57,8 @@ class TextClassifier(ClassifierMixin, BaseEstimator):
         self.classes_ = np.unique(np.asarray(y))
         names = [str(name) for name in self.classes_]
         rows = [{"text": text, "label": str(label)} for text, label in zip(X, y, strict=True)]
-        found = finetune(self.model, train=rows, task="text-classification", labels=names, **(self.options or {}))
+        given: Any = {"task": "text-classification", "labels": names, **(self.options or {})}
+        found = finetune(self.model, train=rows, **given)
         self.model_ = found.model
         return self
 

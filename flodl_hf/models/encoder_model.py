@@ -6,7 +6,7 @@ file of each head implements its task; `flodl_hf.auto` selects the class for a f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +19,7 @@ from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.compat.loading import SAVE
 from flodl_hf.compat.taking import taking
 from flodl_hf.errors import ExportError, PredictError
+from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.models.adapted import Adapted
 from flodl_hf.models.building import build_graph, declared_ties, initialise, tie_tensors
 from flodl_hf.models.opening import Opened
@@ -186,6 +187,23 @@ class EncoderModel(Opened, Adapted, Familiar):
         # Fine-tuning imports the models, so that they import it when it is called.
         return import_module("flodl_hf.training").evaluate(self, data, **options)
 
+    def _hub_metadata(self) -> dict[str, Any]:
+        """Return the metadata of a model card: library, task, and the base model with its commit."""
+        from flodl_hf.checkpoints.hub.card import hub_name
+
+        is_vectors = self.head == "base" and self.sentence_recipe is not None
+        library = "sentence-transformers" if self.sentence_recipe is not None else "transformers"
+        if self.active_adapter is not None and not self._held_adapters.merged:
+            library = "peft"
+        base = hub_name(self.source.name) if self.source is not None else None
+        return {
+            "library_name": library,
+            "pipeline_tag": "sentence-similarity" if is_vectors else task_named(self.head).hub_tag,
+            "base_model": base,
+            "base_model_revision": self.source.commit if base is not None and self.source is not None else None,
+            "tags": ["flodl-hf"],
+        }
+
     def to_transformers(self) -> Any:
         """Return a ``PreTrainedModel`` of transformers with the same parameters; see `flodl_hf.transformers`."""
         return import_module("flodl_hf.transformers").pretrained_model(self)
@@ -220,11 +238,14 @@ class EncoderModel(Opened, Adapted, Familiar):
         token: str | bool | None = None,
         revision: str | None = None,
         create_pr: bool = False,
+        card: str | Path | None = None,
+        results: Sequence[Mapping[str, Any]] = (),
         **options: Any,
     ) -> str:
         """Write the model into a repository of the Hub, which is made if need be; return the commit's address.
 
-        The uploaded files are those that `save_pretrained` writes, complete and compared.
+        The uploaded files are those that `save_pretrained` writes, complete and compared, and a card with
+        ``library_name``, ``pipeline_tag`` and ``base_model``.
 
         Args:
             repo_id: "owner/name".
@@ -233,15 +254,21 @@ class EncoderModel(Opened, Adapted, Familiar):
             token: Hub token; None takes the environment's.
             revision: branch; None is the main one.
             create_pr: open a pull request instead.
+            card: text or file of the model card, such as the ``README.md`` that `flodl_hf.finetune` wrote; None for a
+                card of metadata only.
+            results: evaluations on benchmark data sets of the Hub, each with ``dataset_id``, ``task_id``, ``value`` and
+                perhaps ``dataset_revision``, a commit.
             **options: of `save_pretrained`.
 
         Raises:
-            HubError: the Hub refuses.
+            HubError: the Hub refuses, or a result has other fields or a revision that is not a commit.
         """
+        from flodl_hf.checkpoints.hub.card import card_file, results_file
         from flodl_hf.checkpoints.hub.upload import upload_folder
 
+        files = {**card_file(card, self._hub_metadata()), **results_file(results), **options.pop("extra_files", {})}
         with TemporaryDirectory(prefix="flodl-hf-") as space:
-            folder = self.save_pretrained(Path(space) / "model", **options)
+            folder = self.save_pretrained(Path(space) / "model", extra_files=files, **options)
             return upload_folder(
                 folder, repo_id, message=commit_message, private=private, token=token, revision=revision,
                 create_pr=create_pr,

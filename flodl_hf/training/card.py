@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flodl_hf.checkpoints.hub.card import hub_name
 from flodl_hf.families.schema.tasks import task_named
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from flodl_hf.training.result import FinetuneResult
     from flodl_hf.training.thresholds import Tuned
 
-__all__ = ["front_matter", "head_of_card", "hub_name", "papers"]
+__all__ = ["front_matter", "head_of_card", "papers"]
 
 SHOWN = (
     *("epochs", "max_steps", "batch_size", "accumulate", "tokens_per_batch", "layout", "max_length", "optimizer"),
@@ -197,13 +198,6 @@ KINDS = {"mcc": "matthews_correlation", "pearson": "pearsonr", "spearman": "spea
 """Names that the Hub has for figures, where they are not ours."""
 LONGEST = 1000
 MOST_READ = 1 << 20  # larger files are not model cards
-
-
-def hub_name(name: str) -> str | None:
-    """Return the repository that a model was named by, without its revision; None for a folder or a model in memory."""
-    if name.count("/") != 1 or Path(name).exists() or name.startswith((".", "/", "~")):
-        return None
-    return name.partition("@")[0]
 
 
 def head_of_card(job: Job, result: FinetuneResult) -> str:

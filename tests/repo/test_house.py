@@ -30,7 +30,7 @@ ONLY_IN = {
     "transformers": ("flodl_hf/parity/reference.py", "flodl_hf/transformers.py"),
     **dict.fromkeys(
         ("sentence_transformers", "langchain_core", "llama_index", "haystack", "chromadb", "mteb", "setfit", "spacy"),
-        ("flodl_hf/sentence_transformers.py", "flodl_hf/integrations/"),
+        ("flodl_hf/integrations/",),
     ),
     **dict.fromkeys(("sklearn", "optuna"), ("flodl_hf/integrations/",)),
     "tokenizers": ("flodl_hf/tokenization/",),

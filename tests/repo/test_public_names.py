@@ -50,6 +50,7 @@ NEEDS = {
     "flodl_hf.integrations.langchain": "langchain_core",
     "flodl_hf.integrations.llama_index": "llama_index.core",
     "flodl_hf.integrations.mteb": "mteb",
+    "flodl_hf.integrations.sentence_transformers": "sentence_transformers",
     "flodl_hf.integrations.setfit": "setfit",
     "flodl_hf.integrations.sklearn": "sklearn",
     "flodl_hf.integrations.spacy": "spacy",

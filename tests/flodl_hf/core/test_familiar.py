@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
+from huggingface_hub import EvalResultEntry, ModelCard, parse_eval_result_entries
 
 from flodl.errors import ConfigError
 from flodl_hf import load
@@ -369,9 +371,38 @@ def test_what_is_pushed_is_what_is_saved(make: Maker, repository: Repository, tm
     assert repository.token == "Bearer hf_test"
     folder = model.save_pretrained(tmp_path / "saved")
     written = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    assert repository.files == written
+    card = repository.files.pop("README.md").decode()
+    # The card is in the list of checksums.
+    assert repository.files.keys() == written.keys()
+    assert [name for name, data in written.items() if repository.files[name] != data] == ["checksums.json"]
     again: Any = load(folder)
     assert again.num_parameters() == model.num_parameters()
+    head = ModelCard(card).data.to_dict()
+    assert head == {
+        "library_name": "transformers", "pipeline_tag": "text-classification", "tags": ["flodl-hf"],
+    }  # fmt: skip
+
+
+def test_pushed_metadata_and_results(make: Maker, repository: Repository, tmp_path: Path) -> None:
+    folder = make("bert", "sequence_classification").save_pretrained(tmp_path / "saved")
+    model: Any = load(folder)
+    model.source.name, model.source.commit = "ada/base", "1" * 40
+    text = "---\nlicense: mit\npipeline_tag: text-ranking\n---\n# A ranker\n"
+    result = {"dataset_id": "ada/bench", "task_id": "default", "value": 0.5, "dataset_revision": "2" * 40}
+    model.push_to_hub("ada/tiny", token="hf_test", card=text, results=[result])
+    card = ModelCard(repository.files["README.md"].decode())
+    assert card.text.strip() == "# A ranker"
+    assert card.data.to_dict() == {
+        "license": "mit", "pipeline_tag": "text-ranking", "library_name": "transformers", "base_model": "ada/base",
+        "base_model_revision": "1" * 40, "tags": ["flodl-hf"],
+    }  # fmt: skip
+    (entry,) = parse_eval_result_entries(yaml.safe_load(repository.files[".eval_results/flodl-hf.yaml"]))
+    assert entry == EvalResultEntry(**result)
+    sent = len(repository.requests)
+    for wrong in ({**result, "dataset_revision": "main"}, {"dataset_id": "ada/bench"}, {**result, "score": 1}):
+        with pytest.raises(HubError):
+            model.push_to_hub("ada/tiny", token="hf_test", results=[wrong])
+    assert len(repository.requests) == sent
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of the client

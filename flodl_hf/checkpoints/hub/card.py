@@ -1,0 +1,67 @@
+"""Metadata of a model for the Hub: the head of its card, and evaluation results in the Hub's format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flodl_hf.errors import HubError
+
+__all__ = ["card_file", "hub_name", "results_file"]
+
+
+def hub_name(name: str) -> str | None:
+    """Return the repository that a model was named by, without its revision; None for a folder or a model in memory."""
+    if name.count("/") != 1 or Path(name).exists() or name.startswith((".", "/", "~")):
+        return None
+    return name.partition("@")[0]
+
+
+def card_file(card: str | Path | None, metadata: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return ``README.md`` with metadata at its top; values that the card contains already are kept.
+
+    Args:
+        card: a file or the text of a card; None for a card of metadata only.
+        metadata: values by the Hub's names; None and empty values are left out.
+    """
+    from huggingface_hub import ModelCard
+
+    text = card.read_text("utf-8") if isinstance(card, Path) else card
+    found = ModelCard(text or "---\n{}\n---\n", ignore_metadata_errors=True)
+    for name, value in metadata.items():
+        if value and not found.data.get(name):
+            found.data[name] = value
+    return {"README.md": str(found).encode()}
+
+
+def results_file(results: Iterable[Mapping[str, Any]]) -> dict[str, bytes]:
+    """Return the file of evaluation results of benchmark data sets, as the Hub reads it; nothing without results.
+
+    Args:
+        results: for each result the fields of ``huggingface_hub.EvalResultEntry``: ``dataset_id``, ``task_id`` and
+            ``value``, and perhaps ``dataset_revision``, a commit of the data set.
+
+    Raises:
+        HubError: a result has another field, lacks one, or its ``dataset_revision`` is not a commit.
+    """
+    import yaml
+    from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
+
+    entries = []
+    for result in results:
+        revision = result.get("dataset_revision")
+        if revision is not None and not re.fullmatch(r"[0-9a-f]{40}", str(revision)):
+            raise HubError(
+                f"push_to_hub: found dataset_revision={revision!r}, expected the 40 hexadecimal digits of a commit. "
+                "Branches and tags may change."
+            )
+        try:
+            entries.append(EvalResultEntry(**result))
+        except (TypeError, ValueError) as fault:
+            raise HubError(
+                f"push_to_hub: found the result {dict(result)} ({fault}), expected dataset_id, task_id and value"
+            ) from None
+    text = yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False, allow_unicode=True)
+    return {".eval_results/flodl-hf.yaml": text.encode()} if entries else {}
