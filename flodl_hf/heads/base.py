@@ -123,10 +123,10 @@ class BaseModel(EncoderModel):
         """
         from flodl_hf.checkpoints.sentence.recipe import recipe_on
         from flodl_hf.heads.vectors import most_sentence_tokens
-        from flodl_hf.inference import Session
         from flodl_hf.inference.decode.pooling import check_pooling
         from flodl_hf.inference.inputs import several
         from flodl_hf.inference.passes import Pooled
+        from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.vectors import Vectors
 
         self._ready("embed", untrained=untrained)

@@ -77,9 +77,9 @@ def chunk_vectors(
     """Return the parts of texts with their vectors; see `BaseModel.embed_chunks`."""
     from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe, recipe_on
     from flodl_hf.heads.vectors import changed_states, most_sentence_tokens, read_states
-    from flodl_hf.inference import Session
     from flodl_hf.inference.decode.pooling import finish_embeddings
     from flodl_hf.inference.inputs import Encoded, several
+    from flodl_hf.inference.pipeline import Session
     from flodl_hf.inference.token_table import table_of
 
     tokenizer = model._ready("embed_chunks", untrained=untrained)

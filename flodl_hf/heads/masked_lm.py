@@ -76,10 +76,9 @@ class MaskedLM(ScoringModel):
             PredictError: a text has no mask, ``top_k`` is below 1, or the model has no tokenizer or an untrained
                 head.
         """
-        from flodl_hf.inference import Session
         from flodl_hf.inference.inputs import several
         from flodl_hf.inference.passes import ScoresAt
-        from flodl_hf.inference.pipeline import Steps
+        from flodl_hf.inference.pipeline import Session, Steps
         from flodl_hf.inference.results.lists import Fills, is_empty
         from flodl_hf.inference.token_table import table_of
 

@@ -108,10 +108,10 @@ class MultipleChoice(ScoringModel):
         Raises:
             PredictError: an item is no prompt with choices, or the model has no tokenizer or an untrained head.
         """
-        from flodl_hf.inference import Session
         from flodl_hf.inference.decode.classes import mean_over_windows
         from flodl_hf.inference.inputs import encode
         from flodl_hf.inference.passes import Scores
+        from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.results.lists import Ranking
 
         tokenizer = self._ready("predict", untrained=untrained)

@@ -95,9 +95,9 @@ def judged(
     Raises:
         PredictError: the input is not pairs.
     """
-    from flodl_hf.inference import Session
     from flodl_hf.inference.decode.classes import decode_classes
     from flodl_hf.inference.inputs import encode, split_pairs
+    from flodl_hf.inference.pipeline import Session
     from flodl_hf.inference.results.lists import Labels
 
     tokenizer = model._ready("predict", untrained=untrained)

@@ -180,11 +180,11 @@ class QuestionAnswerer(EncoderModel):
             PredictError: the model has no tokenizer or an untrained head, a context without text, or an option
                 that makes no sense.
         """
-        from flodl_hf.inference import Session
         from flodl_hf.inference.decode.rows import Placed
         from flodl_hf.inference.decode.spans import decode_answers_batch
         from flodl_hf.inference.inputs import several
         from flodl_hf.inference.passes import Scores
+        from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.results.lists import Answers
 
         tokenizer = self._ready("answer", untrained=untrained)

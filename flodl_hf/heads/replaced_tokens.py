@@ -101,12 +101,12 @@ class ReplacedTokens(ScoringModel):
         Raises:
             PredictError: the model has no tokenizer or an untrained head.
         """
-        from flodl_hf.inference import Session
         from flodl_hf.inference.decode.entities import decode_entities_batch
         from flodl_hf.inference.decode.labels import TagScheme
         from flodl_hf.inference.decode.rows import Placed
         from flodl_hf.inference.inputs import encode, several
         from flodl_hf.inference.passes import Scores
+        from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.results.lists import Entities, is_empty
 
         tokenizer = self._ready("predict", untrained=untrained)

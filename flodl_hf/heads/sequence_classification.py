@@ -105,10 +105,10 @@ class SequenceClassifier(ScoringModel):
             TokenizerError: a text is not a valid string, or too long with ``strict``.
         """
         from flodl_hf.checkpoints.config.labels import tuned_thresholds
-        from flodl_hf.inference import Session
         from flodl_hf.inference.decode.classes import decide, decode_classes
         from flodl_hf.inference.inputs import refuse_two_texts, several
         from flodl_hf.inference.passes import Scores
+        from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.results.lists import Labels
 
         self._ready("predict", untrained=untrained)
@@ -187,11 +187,11 @@ class SequenceClassifier(ScoringModel):
         Raises:
             PredictError: no labels, a template without ``{}``, or a model without an entailment label.
         """
-        from flodl_hf.inference import Session
         from flodl_hf.inference.decode.classes import contradiction_id, decode_zero_shot, entailment_id
         from flodl_hf.inference.decode.compat import zero_shot_classification
         from flodl_hf.inference.inputs import several
         from flodl_hf.inference.passes import Scores
+        from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.results.lists import Labels
 
         self._ready("zero_shot", untrained=untrained)
@@ -262,9 +262,9 @@ class SequenceClassifier(ScoringModel):
         Raises:
             PredictError: the model has more than one label, or documents are no list of strings.
         """
-        from flodl_hf.inference import Session
         from flodl_hf.inference.decode.classes import Ranked, decode_ranking
         from flodl_hf.inference.passes import Scores
+        from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.results.lists import Ranking
 
         self._ready("rerank", untrained=untrained)

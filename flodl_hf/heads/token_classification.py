@@ -84,12 +84,12 @@ class TokenClassifier(ScoringModel):
             PredictError: the model has no tokenizer or an untrained head, or an option makes no sense.
             TokenizerError: a text is not a valid string, or too long with ``strict``.
         """
-        from flodl_hf.inference import Session
         from flodl_hf.inference.decode.entities import decode_entities_batch
         from flodl_hf.inference.decode.labels import TagScheme
         from flodl_hf.inference.decode.windows import join_words
         from flodl_hf.inference.inputs import encode, several
         from flodl_hf.inference.passes import Scores
+        from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.results.lists import Entities, is_empty
 
         tokenizer = self._ready("predict", untrained=untrained)

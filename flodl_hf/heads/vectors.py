@@ -199,7 +199,7 @@ def token_embeddings(
     Raises:
         PredictError: another output is requested.
     """
-    from flodl_hf.inference import Session
+    from flodl_hf.inference.pipeline import Session
 
     if output_value != "token_embeddings":
         raise PredictError(
@@ -268,9 +268,9 @@ def token_vectors(
     model: EncoderModel, texts: str | Iterable[str], *, query: bool, untrained: bool, run: RunKeywords
 ) -> Any:
     """Return a vector for each token; see `BaseModel.embed_tokens`."""
-    from flodl_hf.inference import Session
     from flodl_hf.inference.inputs import Encoded, several
     from flodl_hf.inference.passes import States
+    from flodl_hf.inference.pipeline import Session
     from flodl_hf.inference.token_table import table_of
 
     tokenizer = model._ready("embed_tokens", untrained=untrained)
@@ -428,8 +428,8 @@ def splade_vectors(
 def _collected(
     model: EncoderModel, texts: Any, encode: Any, work: Work, finish: Any, run: RunKeywords, *, rows: int
 ) -> SparseVectors:
-    from flodl_hf.inference import Session
     from flodl_hf.inference.inputs import several
+    from flodl_hf.inference.pipeline import Session
 
     given = several(texts, "embed_sparse")
     asked = [given] if isinstance(given, str) else list(given)
