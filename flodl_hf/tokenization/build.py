@@ -134,7 +134,7 @@ def _bertweet(source: Source) -> Tokenizer:
 
 
 def _japanese(source: Source) -> Tokenizer:
-    from .japanese import build
+    from .python_words import build
 
     return build(source)
 
