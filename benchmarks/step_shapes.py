@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from benchmarks.corpus import mixed_texts, source_texts
 from flodl.data import FixedBatches, RandomSampler
 from flodl.train.step.capture import MAX_GAP_STEPS, MIN_OCCURRENCES
-from flodl_hf.training.shapes import choose_shapes, choose_widths
+from flodl_hf.training.rows import choose_shapes, choose_widths
 
 LONGEST = 128
 

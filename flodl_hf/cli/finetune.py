@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -32,6 +33,7 @@ from flodl_hf.training.training_arguments import REMOVED
 if TYPE_CHECKING:
     from flodl_hf.training.result import FinetuneResult
 
+STARTED = time.perf_counter()
 ANY_PORT = "any"
 SHOWN = ("task", "folder", "metrics", "steps", "best_step", "seconds", "recorded", "summed")
 """What ``--json`` prints of a finished run."""
@@ -81,6 +83,7 @@ def run(
     trial: str | None = None,
     dashboard: str | None = None,
     control: bool = False,
+    timing: bool = False,
 ) -> None:
     """Train as the recipe and the command line say; the latter wins."""
     said = {"model": model, "train": train, "eval": held_out, "out": out, **given}
@@ -88,7 +91,7 @@ def run(
     data = {"train": train_data(values["train"]), "eval": eval_data(values.get("eval"))}
     check_places("training", {**values, **data})
     with beginning(values["model"], _loading(values)):
-        _run(values, trial, dashboard, control, overwrite, json_output)
+        _run(values, trial, dashboard, control, overwrite, json_output, timing)
 
 
 def _loading(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,27 +102,32 @@ def _loading(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _run(
-    values: dict[str, Any], trial: str | None, dashboard: str | None, control: bool, overwrite: bool, json_output: bool
-) -> None:
+    values: dict[str, Any], trial: str | None, dashboard: str | None, control: bool, overwrite: bool, json_output: bool,
+    timing: bool,
+) -> None:  # fmt: skip
     """Run the requested training; ``values`` as in recipes."""
-    from flodl_hf.training.run import _is_first_rank, finetune
+    from flodl.distributed.group import is_first_rank
+    from flodl_hf.training.run import finetune
 
     name = values.pop("model")
     data = {"train": train_data(values.pop("train")), "eval": eval_data(values.pop("eval", None))}
     target = values.pop("out", None)
     if target is None and trial is None:
         target = usual_folder(name, again=bool(values.get("resume")) or overwrite or bool(values.get("overwrite")))
-        if _is_first_rank():
+        if is_first_rank():
             say(f"the model will be written to {target}; --out DIR names another folder")
     monitor = None if trial is not None else _monitor(dashboard, control)
     overwrite = bool(values.pop("overwrite", False)) or overwrite
-    if not _is_first_rank():
+    if not is_first_rank():
         finetune(name, **data, out=target, overwrite=overwrite, monitor=monitor, **values)
         return
     training_said(values.get("devices"))
     if trial is not None:
         _try(trial, name, data, values, json_output)
         return
+    if timing:
+        _report_exit()
+    imported = time.perf_counter() - STARTED
     if data["eval"] is None:
         say("no --eval was given: nothing will be measured, and the last model is kept")
     result = finetune(
@@ -139,6 +147,16 @@ def _run(
     if result.summed is not None:
         say(f"gradients: summed by {result.summed}")
     _report(name, result, json_output)
+    if timing:
+        phases = {"import": imported, **result.timing}
+        say("seconds: " + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items()), always=True)
+
+
+def _report_exit() -> None:
+    """Print the time from here to the end of the interpreter's exit handlers."""
+    import atexit
+
+    atexit.register(lambda: say(f"seconds in all: {time.perf_counter() - STARTED:.1f}", always=True))
 
 
 def _values(said: Mapping[str, Any], recipe: Path | None, env: str | None) -> dict[str, Any]:
@@ -245,10 +263,10 @@ def _monitor(dashboard: str | None, control: bool) -> Any:
         if control:
             raise ConfigError("--dashboard-control: there is no --dashboard that it could be of", problems=["control"])
         return None
+    from flodl.distributed.group import is_first_rank
     from flodl.monitor import Monitor
-    from flodl_hf.training.run import _is_first_rank
 
-    if not _is_first_rank():
+    if not is_first_rank():
         return True  # each rank tells of its work, the first one shows it
     monitor = Monitor(quiet=True)
     url = monitor.serve(None if dashboard == ANY_PORT else int(dashboard), control=control)
@@ -367,7 +385,7 @@ def _command() -> Callable[..., None]:
             said["model"], said["train"] or said["data"], said["eval"], said["out"], said["overwrite"], said["recipe"],
             said["env"], given, said["json_output"],
             "dry-run" if said["dry_run"] else "find-lr" if said["find_lr"] else None,
-            said["dashboard"], said["dashboard_control"],
+            said["dashboard"], said["dashboard_control"], said["timing"],
         )  # fmt: skip
 
     command.__doc__ = HELP
@@ -390,6 +408,8 @@ def _command() -> Callable[..., None]:
                    "three steps on a copy, report the resources needed, and write nothing."), False),
         parameter("find_lr", bool, typer.Option("--find-lr", help="Train a copy at rising rates, report where the loss "
                    "fell fastest, and write nothing."), False),
+        parameter("timing", bool, typer.Option("--timing", help="Print the seconds of each phase."),
+                  False),
         parameter("dashboard", str | None, typer.Option("--dashboard", metavar="[PORT]", help="Show the run on a page "
                    "of this machine, at this port or the first free one from 6060 on.")),
         parameter("dashboard_control", bool, typer.Option("--dashboard-control", help="Let that page make the run "

@@ -10,6 +10,7 @@ and writes the model card and the other metadata files.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from flodl_hf.training.options import Options
@@ -35,12 +36,20 @@ __all__ = [
 ]
 
 
+_MODULES = {
+    "DryRun": "training.dry_runs",
+    "EvaluationResult": "inference.results.evaluation",
+    "FinetuneResult": "training.result",
+    "dry_run": "training.dry_runs",
+    "evaluate": "training.evaluate_model",
+    "find_lr": "training.dry_runs",
+    "finetune": "training.run",
+    "plan_job": "training.job",
+}
+
+
 def __getattr__(name: str) -> Any:
     # The command line reads the options at each start and must not import the trainer for that.
-    if name in __all__:
-        from flodl_hf.inference.results import evaluation
-        from flodl_hf.training import dry_runs, evaluate_model, job, result, run
-
-        modules = (run, result, job, dry_runs, evaluate_model, evaluation)
-        return getattr(next(module for module in modules if name in module.__all__), name)
+    if name in _MODULES:
+        return getattr(import_module(f"flodl_hf.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'flodl_hf.training' has no attribute {name!r}")

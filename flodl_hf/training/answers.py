@@ -18,13 +18,10 @@ from flodl_hf.inference.decode.metrics import AnswerF1
 from flodl_hf.readers.columns import Columns
 from flodl_hf.tokenization.alignment import answer_positions
 from flodl_hf.training.rows import RowBuilder
-from flodl_hf.training.step import Kind
-from flodl_hf.training.task import CHUNK, Examples, LengthLimits, MetricScorer, Prepared, UnweightedTask, check_texts
+from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, check_texts, encode_chunks
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
-
-__all__ = ["AnswerTask"]
 
 WINDOW_TOKENS = 384
 STRIDE = 128
@@ -40,7 +37,7 @@ class _Truth:
 
 
 @dataclass(frozen=True)
-class AnswerTask(UnweightedTask):
+class AnswerTask(Task):
     """The answer to a question in its context.
 
     Args:
@@ -48,12 +45,10 @@ class AnswerTask(UnweightedTask):
     """
 
     columns: Columns
-    head: str = "question_answering"
-    kind: Kind = "spans"
-    labels: tuple[str, ...] | None = None
-    problem_type: str | None = None
-    main_metric: str = "f1"
-    per_row: bool = False
+
+    head = "question_answering"
+    kind = "spans"
+    main_metric = "f1"
 
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return the windows of each question with its context."""
@@ -65,28 +60,22 @@ class AnswerTask(UnweightedTask):
         for name in (question, context):
             check_texts(examples, name, "finetune")
         builder, truth, faults = RowBuilder(limits.types), _Truth(), []
-        for start in range(0, len(examples), CHUNK):
-            part = examples[start : start + CHUNK]
-            groups = tokenizer.encode_rows(
-                [row[question].strip() for row in part],
-                [row[context] for row in part],
-                max_tokens=limits.max_tokens,
-                stride=limits.shared(STRIDE, 3),
-                cut="second",
-            )
-            for i, (row, windows) in enumerate(zip(part, groups, strict=True), start):
-                try:
-                    found = _answers(row.get(column), row[context])
-                except DataError as fault:
-                    faults.append(f"row {i}: {fault}")
-                    continue
-                span = None if not found else (found[0][1], found[0][1] + len(found[0][0]))
-                for window, (first, last) in zip(windows, answer_positions(windows, span), strict=True):
-                    builder.add(window, i, start_positions=np.int64(first), end_positions=np.int64(last))
-                if not training:
-                    truth.windows.append(list(windows))
-                    truth.contexts.append(row[context])
-                    truth.answers.append([text for text, _ in found])
+        questions, contexts = [row[question].strip() for row in examples], [row[context] for row in examples]
+        how = {"max_tokens": limits.max_tokens, "stride": limits.shared(STRIDE, 3), "cut": "second"}
+        for i, windows in encode_chunks(tokenizer, questions, contexts, **how):
+            row = examples[i]
+            try:
+                found = _answers(row.get(column), row[context])
+            except DataError as fault:
+                faults.append(f"row {i}: {fault}")
+                continue
+            span = None if not found else (found[0][1], found[0][1] + len(found[0][0]))
+            for window, (first, last) in zip(windows, answer_positions(windows, span), strict=True):
+                builder.add(window, i, start_positions=np.int64(first), end_positions=np.int64(last))
+            if not training:
+                truth.windows.append(list(windows))
+                truth.contexts.append(row[context])
+                truth.answers.append([text for text, _ in found])
         if faults:
             raise DataError(f"finetune: answers that are not understood:\n{capped(faults, 8)}", problems=faults)
         return Prepared(builder.build(), None if training else truth)
@@ -133,9 +122,10 @@ def _start(value: Any) -> int:
         raise DataError(f"the answer's start {printable(str(value), 60)} is no integer") from None
 
 
-class _Scorer(MetricScorer):
+class _Scorer(Scorer):
     def __init__(self, truth: _Truth) -> None:
-        self.truth, self.metric = truth, AnswerF1()
+        super().__init__(AnswerF1())
+        self.truth = truth
         self.no_answer = any(not answers for answers in truth.answers)
 
     def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
@@ -155,5 +145,5 @@ class _Scorer(MetricScorer):
             no_answer=self.no_answer,
         )[0]
         said = best[0].text if best else ""
-        self.metric.update([said], [self.truth.answers[example]])
+        self.parts[0].update([said], [self.truth.answers[example]])
         return said, list(self.truth.answers[example])

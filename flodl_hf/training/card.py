@@ -19,12 +19,9 @@ from flodl_hf.checkpoints.hub.card import hub_name
 from flodl_hf.families.schema.tasks import task_named
 
 if TYPE_CHECKING:
-    from flodl_hf.training.eval_predictions import EvalPredictions
+    from flodl_hf.training.evaluation import EvalPredictions, Tuned
     from flodl_hf.training.job import Job
     from flodl_hf.training.result import FinetuneResult
-    from flodl_hf.training.thresholds import Tuned
-
-__all__ = ["front_matter", "head_of_card", "papers"]
 
 SHOWN = (
     *("epochs", "max_steps", "batch_size", "accumulate", "tokens_per_batch", "layout", "max_length", "optimizer"),

@@ -18,16 +18,13 @@ from torch.nn import functional as F
 from flodl.errors import ConfigError, DataError, capped, nearest
 from flodl.metrics import Accuracy
 from flodl.train import Loss
-from flodl_hf.training.lists import Candidates, CollateLists, ListObjective, collate_lists, prepare_lists
 from flodl_hf.training.options import Options
+from flodl_hf.training.ranking import Candidates, CollateLists, ListObjective, collate_lists, prepare_lists
 from flodl_hf.training.rows import CollateRows
-from flodl_hf.training.step import Kind
-from flodl_hf.training.task import Examples, LengthLimits, MetricScorer, Prepared, UnweightedTask
+from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
-
-__all__ = ["ChoiceColumns", "ChoiceTask", "choice_columns", "plan_choices"]
 
 PROMPTS = (
     *("prompt", "context", "ctx", "sent1", "premise", "article", "passage", "paragraph", "text", "sentence"),
@@ -111,7 +108,7 @@ def _choices(row: Mapping[str, Any], lowered: Mapping[str, str]) -> tuple[str, .
 
 
 @dataclass(frozen=True)
-class ChoiceTask(UnweightedTask):
+class ChoiceTask(Task):
     """The right one of several choices.
 
     Args:
@@ -119,12 +116,11 @@ class ChoiceTask(UnweightedTask):
     """
 
     columns: ChoiceColumns
-    head: str = "multiple_choice"
-    kind: Kind = "choices"
-    labels: tuple[str, ...] | None = None
-    problem_type: str | None = None
-    main_metric: str = "accuracy"
-    per_row: bool = True
+
+    head = "multiple_choice"
+    kind = "choices"
+    main_metric = "accuracy"
+    per_row = True
 
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return a row for each prompt with all of its choices."""
@@ -224,15 +220,16 @@ class ChoiceObjective(ListObjective):
         return Loss.mean(F.cross_entropy(there, batch["labels"]), scores.shape[0])
 
 
-class _Scorer(MetricScorer):
+class _Scorer(Scorer):
     def __init__(self, counts: Sequence[int], right: Sequence[int]) -> None:
-        self.counts, self.right, self.metric = counts, right, Accuracy()
+        super().__init__(Accuracy())
+        self.counts, self.right = counts, right
 
     def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
         """Add the scores of the choices of one prompt; return them, and the number of the right one."""
         found = scores[0].clone()
         found[self.counts[example] :] = float("-inf")
-        self.metric.update(found[None], torch.tensor([self.right[example]]))
+        self.parts[0].update(found[None], torch.tensor([self.right[example]]))
         return found.tolist(), self.right[example]
 
 

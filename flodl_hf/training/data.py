@@ -1,73 +1,277 @@
-"""Task and rows of a run from the arguments of the caller: files, the inferred task, and labels.
-
-This module decides the task and the label names. `flodl_hf.readers` reads files and infers columns; the module of a
-task converts rows to tokens.
-"""
+"""Rows of a run from files or objects: streams, declared labels, label columns, and splits."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
 import os
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
 
-from flodl.errors import ConfigError, DataError, nearest
-from flodl_hf.families.schema.tasks import task_named
-from flodl_hf.readers import Table, Targets, infer_targets, load_rows
-from flodl_hf.readers.arrow import is_saved_dataset, names_of_classes, saved_files
-from flodl_hf.readers.columns import NAMES, Columns, column_names, infer_columns
-from flodl_hf.training.answers import AnswerTask
-from flodl_hf.training.choices import choice_columns, plan_choices
-from flodl_hf.training.declared import aligned, drop_unlabelled, with_named_records
-from flodl_hf.training.generator import GeneratorTask, plan_generator
-from flodl_hf.training.losses.auxiliary import classifies, needs_layer
-from flodl_hf.training.losses.tsdae import denoises
-from flodl_hf.training.masked import MaskedTask
-from flodl_hf.training.options import Options
-from flodl_hf.training.pairs import plan_pairs
-from flodl_hf.training.ranking import plan_ranking
-from flodl_hf.training.replaced import plan_replaced
-from flodl_hf.training.sequence import SequenceTask
-from flodl_hf.training.streams import stream_part
-from flodl_hf.training.task import Task
-from flodl_hf.training.task_inference import LOOKED_AT, refuse_lost_labels
-from flodl_hf.training.tokens import TokenTask, tag_names
-from flodl_hf.training.vectors.auxiliary import AuxiliaryTask
-from flodl_hf.training.vectors.multivector import MultiVectorTask
-from flodl_hf.training.vectors.sparse import SparseTask
-from flodl_hf.training.vectors.tables import are_pairs, read_table, table_columns
-from flodl_hf.training.vectors.task import EmbeddingTask, plan_embedding
-from flodl_hf.training.vectors.tsdae import DenoisingTask
+from flodl.errors import ConfigError, DataError, capped, nearest
+from flodl_hf.readers import Table, as_numbers, is_missing, load_rows
+from flodl_hf.readers.arrow import CLASS_FIELDS, is_saved_dataset, names_of_classes, saved_files
+from flodl_hf.readers.columns import flag_of
+from flodl_hf.training.options import BATCH_SIZE, Options
 
-__all__ = ["HEADED", "Known", "Tables", "choose_task", "is_several", "read_tables"]
+MANY = 1_000_000
+"""Number of rows after which a warning is logged."""
 
-HEADED = (SequenceTask, TokenTask, AnswerTask, MaskedTask)
-"""Tasks of models with a head; their columns may be inferred from the values."""
+
+def stream_part(source: Any, options: Options, share: float | None) -> Any:
+    """Return ``source``, or, if it has no length, an iterator over the rows of ``max_steps`` steps.
+
+    Args:
+        source: data; a function is called for them.
+        options: the choices of the run; without ``max_steps`` a stream is read to its end.
+        share: evaluation rows to split off, a share below 1 or a number; None for none.
+
+    Raises:
+        ConfigError: with an option, the number of required rows is unknown.
+    """
+    if callable(source) and not isinstance(source, (str, os.PathLike, Mapping, Iterable)) and not _is_sized(source):
+        source = source()
+    if isinstance(source, (str, os.PathLike, Mapping)) or _is_sized(source) or not isinstance(source, Iterable):
+        return source
+    if options.max_steps is None:
+        return _counted(source)
+    for name in ("tokens_per_batch", "concatenate"):
+        if getattr(options, name):
+            raise ConfigError(
+                f"{name}: found training data without a length, and batches of an unknown number of its rows; expected "
+                "batches of batch_size rows, or the rows in a list",
+                problems=[name],
+            )
+    own = options.ranks if options.policy in ("cadence", "async") else 1  # batches of each rank
+    rows = options.max_steps * options.accumulate * (options.batch_size or BATCH_SIZE) * own
+    if share is not None:
+        rows = rows + int(share) if share >= 1 else math.ceil(rows / max(1 - share, 1e-9)) + 1
+    return itertools.islice(source, rows)
+
+
+def _is_sized(source: Any) -> bool:
+    try:
+        return len(source) >= 0
+    except TypeError:
+        return False
+
+
+def _counted(source: Iterable[Any]) -> Iterator[Any]:
+    for number, row in enumerate(source, start=1):
+        yield row
+        if number == MANY:
+            warnings.warn(
+                f"train: {MANY:,} rows are read, and the stream has not ended; one without an end needs max_steps=, "
+                "which limits the number of rows",
+                stacklevel=2,
+            )
+
+
+UNLABELLED = -1
+"""The number that data sets give to an example without a gold label."""
+
+
+def with_named_records(rows: Table) -> Table:
+    """Return rows in which records, such as spans of text, contain the names of declared classes, not their numbers."""
+    columns = {
+        column: names
+        for column, names in rows.classes.items()
+        if isinstance(next((cell for row in rows if (cell := _first(row.get(column))) is not None), None), Mapping)
+    }
+    if not columns:
+        return rows
+
+    def named(cell: Any, names: Sequence[str]) -> Any:
+        if isinstance(cell, (list, tuple)):
+            return [named(item, names) for item in cell]
+        if not isinstance(cell, Mapping):
+            return cell
+        return {key: _written(value, names, ()) if key in CLASS_FIELDS else value for key, value in cell.items()}
+
+    made = [
+        {name: named(cell, columns[name]) if name in columns else cell for name, cell in row.items()} for row in rows
+    ]
+    return Table(made, {name: names for name, names in rows.classes.items() if name not in columns})
+
+
+def aligned(rows: Table, train: Table) -> Table:
+    """Return evaluation rows with the classes of declared columns written as in the training rows.
+
+    Two files may number the same classes differently, or one may contain names and the other numbers.
+
+    Args:
+        rows: evaluation rows.
+        train: training rows.
+    """
+    changed = {}
+    for column in {**rows.classes, **train.classes}:
+        own, wanted = rows.classes.get(column, ()), train.classes.get(column, ())
+        sample = next((cell for row in train if (cell := _first(row.get(column))) is not None), None)
+        is_number = isinstance(sample, (int, float))
+        if sample is not None and (wanted or not (is_number or isinstance(as_numbers([sample])[0], int))):
+            changed[column] = (own, wanted if is_number else ())
+    if not changed:
+        return rows
+    made = [
+        {name: _written(cell, *changed[name]) if name in changed else cell for name, cell in row.items()}
+        for row in rows
+    ]
+    return Table(made, {**rows.classes, **train.classes})
+
+
+def numbered_as(rows: Table, names: Sequence[str]) -> Table:
+    """Return rows with declared classes numbered as in ``names``; columns with other classes are unchanged.
+
+    Args:
+        rows: a table.
+        names: label names of a model by number.
+    """
+    changed = {column: own for column, own in rows.classes.items() if set(classes_used(rows, column)) <= set(names)}
+    made = [
+        {name: _written(cell, changed[name], names) if name in changed else cell for name, cell in row.items()}
+        for row in rows
+    ]
+    return Table(made, {**rows.classes, **dict.fromkeys(changed, tuple(names))}) if changed else rows
+
+
+def classes_used(rows: Table, column: str) -> list[str]:
+    """Return the names of the declared classes that occur in a column, sorted."""
+    own, found, cells = rows.classes.get(column, ()), set(), [row.get(column) for row in rows]
+    while cells:
+        cell = cells.pop()
+        if isinstance(cell, (list, tuple)):
+            cells += cell
+        else:
+            found.add(_written(cell, own, ()))
+    return sorted(found & set(own))
+
+
+def _first(cell: Any) -> Any:
+    """Return a cell, or the first item of a list; None for a missing one."""
+    while isinstance(cell, (list, tuple)):
+        cell = cell[0] if cell else None
+    return None if is_missing(cell) else cell
+
+
+def _written(cell: Any, own: Sequence[str], wanted: Sequence[str]) -> Any:
+    """Return the name of a class, or its number among the wanted ones; other cells unchanged."""
+    if isinstance(cell, (list, tuple)):
+        return [_written(item, own, wanted) for item in cell]
+    is_class = isinstance(cell, (int, float)) and not isinstance(cell, bool) and cell in range(len(own))
+    name = own[int(cell)] if is_class else cell
+    return wanted.index(name) if name in wanted else name
+
+
+def drop_unlabelled(
+    tables: Mapping[str, list[dict[str, Any]]], column: str | None, labels: Sequence[str] | None = None
+) -> None:
+    """Remove rows with the label -1, which marks a missing label, and warn with their number.
+
+    The label -1 is a class if the caller names it among the labels, or if the column has no declared classes and its
+    other labels are not 0, 1 and further integers.
+
+    Args:
+        tables: mapping of names to rows, changed in place.
+        column: of the labels.
+        labels: names of labels as the caller gave them.
+
+    Raises:
+        DataError: no row of a table has a label.
+    """
+    if column is None or str(UNLABELLED) in (labels or ()):
+        return
+    # One table may have two names, where a model is evaluated and not trained.
+    tables = dict({id(rows): (name, rows) for name, rows in tables.items()}.values())
+    cells = {name: as_numbers([row.get(column) for row in rows]) for name, rows in tables.items()}
+    known = {cell for part in cells.values() for cell in part if not isinstance(cell, (list, tuple, dict))}
+    is_declared = any(column in getattr(rows, "classes", {}) for rows in tables.values())
+    if UNLABELLED not in known or not (is_declared or _are_numbered(known)):
+        return
+    counts = []
+    for name, rows in tables.items():
+        kept = [row for row, cell in zip(rows, cells[name], strict=True) if cell != UNLABELLED]
+        if not kept:
+            raise DataError(
+                f"{name}: column {column!r} has the label -1 in each row, which means no label; expected some labels",
+                column=column,
+            )
+        if len(kept) < len(rows):
+            counts.append(f"{len(rows) - len(kept):,} of {len(rows):,} rows of {name}")
+            rows[:] = kept
+    warnings.warn(
+        f"column {column!r}: {' and '.join(counts)} have the label -1, which means no label, and are skipped; "
+        "labels=['-1', '0', ...] makes it a class",
+        stacklevel=2,
+    )
+
+
+def _are_numbered(known: set[Any]) -> bool:
+    """Return whether labels are -1, 0, 1 and perhaps further integers."""
+    whole = all(isinstance(cell, (int, float)) and cell == int(cell) for cell in known)
+    return whole and min(known) == UNLABELLED and known >= {0, 1}
+
+
+def list_multilabel_columns(tables: Tables, options: Options) -> tuple[Tables, Options]:
+    """Return tables with one column of lists for several label columns, and options with their names.
+
+    Raises:
+        DataError: a column is absent, or contains something other than 0 and 1, or for regression no number.
+    """
+    label = (options.columns or {}).get("label", "")
+    names = label.split("+")
+    rows = tables.train
+    if len(names) < 2 or tables.parts or not rows or label in rows[0]:
+        return tables, options
+    is_regression = options.problem_type == "regression"
+    made = replace(
+        tables,
+        train=_list_labels(rows, label, names, "train", is_regression),
+        evals={
+            name: _list_labels(held_out, label, names, f"eval {name}".strip(), is_regression)
+            for name, held_out in tables.evals.items()
+        },
+    )
+    if options.problem_type is None:
+        options = replace(options, problem_type="multi_label_classification")
+    return made, options if options.labels else replace(options, labels=names)
+
+
+def _list_labels(rows: Table, label: str, names: Sequence[str], where: str, is_regression: bool) -> Table:
+    found = list(dict.fromkeys(name for row in rows[:1] for name in row))
+    absent = [name for name in names if name not in found]
+    if absent:
+        raise DataError(
+            f"{where}: no column {', '.join(map(repr, absent))}{nearest(absent[0], found)}; it has {found}",
+            names=absent,
+        )
+    numbers = {name: as_numbers([row.get(name) for row in rows]) for name in names}
+    made, wrong = [], []
+    for i, row in enumerate(rows):
+        cells = [numbers[name][i] for name in names]
+        read = cells if is_regression else [flag_of(cell) for cell in cells]
+        wrong += [
+            f"row {i}: {name} is {row.get(name)!r}"
+            for name, cell in zip(names, read, strict=True)
+            if cell is None or isinstance(cell, str)
+        ]
+        named = [name for name, flag in zip(names, read, strict=True) if flag]
+        made.append({**row, label: cells if is_regression else named})
+    if wrong:
+        expected = "a number in each" if is_regression else "1 where a text has the label, else 0"
+        raise DataError(
+            f"{where}: columns of labels with other values:\n{capped(wrong, 5)}\nexpected {expected}", problems=wrong
+        )
+    return Table(made, rows.classes)
+
+
 SPLITS = frozenset(("train", "validation", "valid", "dev", "test", "eval"))
 """Usual names of splits; a mapping of splits is not a mapping of training tables."""
-
-OTHER_VECTORS: dict[str, type[EmbeddingTask]] = {"sparse": SparseTask, "multivector": MultiVectorTask}
-
-_KINDS = {
-    "single_label_classification": "single_label",
-    "multi_label_classification": "multi_label",
-    "regression": "regression",
-}
-
-
-@dataclass(frozen=True)
-class Known:
-    """The starting model: its head, its label names if it was trained with any, and whether
-    its family predicts the order of two texts (ALBERT) or whether one follows the other.
-    """
-
-    head: str | None = None
-    labels: tuple[str, ...] = ()
-    ordered: bool = False
 
 
 @dataclass(frozen=True)
@@ -208,232 +412,3 @@ def _facts(source: Any) -> dict[str, Any]:
             while block := file.read(1 << 20):
                 digest.update(block)
     return {"name": path.name, "sha256": digest.hexdigest()}
-
-
-def choose_task(tables: Tables, options: Options, known: Known, own: Any = None) -> tuple[Task, Options]:
-    """Return the task, and the options with inferred values.
-
-    The columns of the data decide, unless the caller named the task.
-
-    Args:
-        own: a loss of the user's own, which vectors can have.
-
-    Raises:
-        ConfigError: the task does not fit the columns, or an option does not fit the task.
-        DataError: the columns or labels cannot be understood.
-    """
-    wanted = task_named(options.task, "task") if options.task else None
-    named = wanted and wanted.training
-    if wanted and wanted.problem_type and options.problem_type is None:
-        options = replace(options, problem_type=wanted.problem_type)
-    if options.generator is not None:
-        named = named or "replaced_tokens"
-        if named != "replaced_tokens":
-            raise ConfigError(
-                f"generator: {named} has none; expected task='replaced', or no generator", problems=["generator"]
-            )
-    pairs = are_pairs(list(tables.train[0])) and not options.columns
-    is_ranked = named == "rank" and bool(tables.train.classes)
-    if is_ranked or named in ("embedding", *OTHER_VECTORS) or (named is None and (pairs or tables.parts)):
-        tables.drop_unlabelled(_class_column(tables, options))
-    if denoises(options.vector_loss) and named in (None, "embedding") and not tables.parts:
-        options = replace(options, vector_loss="DenoisingAutoEncoderLoss")
-        return plan_embedding({"": tables.train}, options, own, DenoisingTask)
-    if named == "embedding" and not tables.parts and own is None and _needs_layer(tables.train, options):
-        return plan_embedding({"": tables.train}, options, own, AuxiliaryTask)
-    if named == "embedding" or (named is None and (pairs or tables.parts)):
-        return plan_embedding(tables.parts or {"": tables.train}, options, own)
-    if named in OTHER_VECTORS:
-        return plan_embedding(tables.parts or {"": tables.train}, options, own, OTHER_VECTORS[named])
-    if named == "rank" and not tables.parts:
-        return plan_ranking(tables.train, options), options
-    if tables.parts:
-        raise ConfigError(
-            f"train: found {len(tables.parts)} tables for {named}; expected one, or task='embedding', which "
-            "mixes several",
-            problems=["train"],
-        )
-    task = _of_its_own(named, tables, options, known)
-    if own is not None and (
-        isinstance(task, GeneratorTask) or (task is not None and task.kind in ("choices", "pairs"))
-    ):
-        raise ConfigError(f"loss: {task.head} has no other loss than its own; leave the option out", problems=["loss"])
-    return task or _with_head(tables, options, known, named), options
-
-
-def _needs_layer(rows: Sequence[Mapping[str, Any]], options: Options) -> bool:
-    """Return whether the loss of the embeddings has an additional layer."""
-    if options.vector_loss is not None:
-        return needs_layer(options.vector_loss, options.loss_options)
-    return read_table(rows, options.columns).form == "pair_classes"
-
-
-def _class_column(tables: Tables, options: Options) -> str | None:
-    """Return the column of classes that vectors are learned from; None if there is none, or one of scores."""
-    for rows in [*tables.parts.values()] or [tables.train]:
-        texts, label = table_columns(rows, options.columns)
-        if label in rows.classes or (label is not None and (len(texts) == 1 or classifies(options.vector_loss))):
-            return label
-    return None
-
-
-def _of_its_own(named: str | None, tables: Tables, options: Options, known: Known) -> Task | None:
-    """Return a task with its own column names; None for others."""
-    if named in ("next_sentence", "pretraining"):
-        return plan_pairs(named, tables.train, options, ordered=known.ordered)
-    if named == "replaced_tokens":
-        plan = plan_replaced if options.generator is None else plan_generator
-        return plan(tables.train[:LOOKED_AT], options)
-    if named == "multiple_choice" or (named is None and not options.columns and choice_columns(tables.train[0])):
-        return plan_choices(tables.train, options)
-    return None
-
-
-def _with_head(tables: Tables, options: Options, known: Known, named: str | None) -> Task:
-    """Return the task of a model with a head."""
-    role_columns = dict(options.columns or {})
-    columns = infer_columns(tables.train[:LOOKED_AT], named, **role_columns)
-    task = columns.task.replace("-", "_")
-    if named is None:
-        refuse_lost_labels(columns, tables.train, known.head)
-    if named is not None and named != task:
-        columns = _columns_for(named, columns, tables.train[0])
-        task = named
-    for name, held_out in tables.evals.items():
-        _same_columns(columns, held_out, f"eval {name}".strip())
-    if task == "sequence_classification":
-        return _sequence(tables, columns, options, known)
-    if task == "token_classification":
-        return _tokens(tables, columns, options, known)
-    if task == "question_answering" and columns.answers is None:
-        names = column_names(tables.train[:LOOKED_AT])
-        raise DataError(
-            f"train: found questions and no column with answers among {names}; expected the answers as in SQuAD, "
-            "{'text': [...], 'answer_start': [...]}; set columns={'answers': ...}",
-            names=names,
-        )
-    return AnswerTask(columns) if task == "question_answering" else MaskedTask(columns, options.concatenate)
-
-
-def _columns_for(named: str, columns: Columns, row: Mapping[str, Any]) -> Columns:
-    """Return the columns for a task other than the one they look like."""
-    if named == "sequence_classification" and columns.question and columns.context:
-        label = next((name for name in row if name.lower() in ("label", "labels")), None)
-        if label:
-            return Columns(
-                task="sequence-classification", text=columns.question, text_pair=columns.context, label=label
-            )
-    raise ConfigError(
-        f"task: found {named}, and the columns {list(row)} are for {columns.task}; expected other columns "
-        "(columns={'text': ..., 'label': ...}) or leave the task out",
-        problems=["task"],
-    )
-
-
-def _same_columns(columns: Columns, rows: Sequence[Mapping[str, Any]], where: str) -> None:
-    wanted = [getattr(columns, role) for role in columns.__dataclass_fields__ if role != "task"]
-    names = column_names(rows[:LOOKED_AT])
-    absent = [name for name in wanted if name is not None and not any(name in row for row in rows[:LOOKED_AT])]
-    if absent:
-        near = nearest(absent[0], names)
-        raise DataError(
-            f"{where}: no column {', '.join(map(repr, absent))}{near}; it has {names}. Expected the columns of the "
-            "training data",
-            names=absent,
-        )
-
-
-# ---- labels ---------------------------------------------------------------------------------------------
-
-
-def _sequence(tables: Tables, columns: Columns, options: Options, known: Known) -> SequenceTask:
-    if columns.label is None:
-        raise DataError(f"train: found no column of labels among {list(tables.train[0])}; set columns={{'label': ...}}")
-    if options.problem_type in (None, "single_label_classification"):
-        tables.drop_unlabelled(columns.label, options.labels)
-    values = [row.get(columns.label) for row in tables.labelled]
-    if columns.label.lower() not in NAMES["label"] and columns.label in values:
-        raise DataError(
-            f"train: column {columns.label!r} has its own name among its labels, so the first line of the file seems "
-            "to be a row of data; expected a line of names before it, such as text,label",
-            names=[columns.label],
-        )
-    kind = _KINDS[options.problem_type] if options.problem_type else None
-    if kind == "multi_label":
-        joined = next((v for v in values if isinstance(v, str) and any(sign in v for sign in ",;|")), None)
-        if joined is not None:
-            raise DataError(
-                f"train: column {columns.label!r} contains several labels in one text, such as {joined!r}; expected "
-                "lists (JSON lines or Parquet), or a column of 0 and 1 for each label",
-                column=columns.label,
-            )
-        values = [v if isinstance(v, (list, tuple)) else [v] for v in values]
-    found = _targets(values, kind)
-    if found.kind == "regression":
-        names = tuple(options.labels or (f"LABEL_{k}" for k in range(found.size)))
-        if len(names) != found.size:
-            raise ConfigError(
-                f"labels: found {len(names)} names for {found.size} numbers in column {columns.label!r}; expected as "
-                "many names",
-                problems=["labels"],
-            )
-        return SequenceTask(columns, found, names)
-    own = known.labels if known.head == "sequence_classification" else ()
-    stored, names = _names(found.names, options.labels, tables.train.classes.get(columns.label), own)
-    if len(names) == 1 and found.kind == "single_label":
-        raise DataError(
-            f"train: every row has the label {names[0]!r}; expected at least two labels, or problem_type='regression'",
-            labels=names,
-        )
-    return SequenceTask(columns, replace(found, names=stored), names)
-
-
-def _targets(values: Sequence[Any], kind: Any) -> Targets:
-    """Return the targets; error messages use the option names of a run."""
-    try:
-        return infer_targets(values, kind)
-    except DataError as fault:
-        message = fault.message
-        for word, name in (("single_label", "single_label_classification"), ("regression", "regression")):
-            message = message.replace(f"kind='{word}'", f"problem_type='{name}'")
-        raise DataError(message, **fault.details) from None
-
-
-def _tokens(tables: Tables, columns: Columns, options: Options, known: Known) -> TokenTask:
-    found = tag_names(tables.labelled, columns)
-    own = known.labels if known.head == "token_classification" else ()
-    stored, names = _names(found, options.labels, tables.train.classes.get(columns.tags or ""), own)
-    return TokenTask(columns, names, None if stored == names else stored)
-
-
-def _names(
-    found: tuple[str, ...], asked: Sequence[str] | None, declared: Sequence[str] | None, own: Sequence[str]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the labels as the data has them, and as the result names them; both by number.
-
-    The order of precedence is: names of the caller, names that a data set declares, names of the starting model,
-    and the values of the data. Numbers in the data are indices of names.
-
-    Raises:
-        ConfigError: the data has labels that the caller's names lack.
-    """
-    numeric = all(name.isdecimal() for name in found)
-    highest = max(map(int, found)) if numeric else -1
-    for given in (asked, declared, own):
-        names = tuple(given or ())
-        if not names:
-            continue
-        if given is asked and len(set(names)) < len(names):
-            twice = sorted({name for name in names if names.count(name) > 1})
-            raise ConfigError(f"labels: found {twice} twice; expected each name once", problems=twice)
-        if set(found) <= set(names):
-            return names, names
-        # a model with more labels than the data has numbers was trained for something else
-        if numeric and (highest < len(names) if given is not own else highest + 1 == len(names)):
-            return tuple(str(k) for k in range(len(names))), names
-        if given is asked:
-            missing = sorted(set(found) - set(names))
-            raise ConfigError(
-                f"labels: the data has {missing[:8]}, which are not among {list(names)[:20]}", problems=missing
-            )
-    return found, found

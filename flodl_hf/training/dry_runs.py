@@ -14,19 +14,15 @@ import numpy as np
 from flodl.train import RateSearch
 from flodl.train.trials import Rehearsal
 from flodl_hf.inference.graph_model.model import GraphModel
-from flodl_hf.training.arguments import read_arguments
-from flodl_hf.training.evaluation import Evaluation
-from flodl_hf.training.factory import cast_stored
-from flodl_hf.training.job import Job, plan_job
+from flodl_hf.training.evaluation import Evaluation, Own
+from flodl_hf.training.job import Job, plan_job, read_arguments
 from flodl_hf.training.options import FinetuneArguments
 from flodl_hf.training.run import check_free
+from flodl_hf.training.start import cast_stored
 from flodl_hf.training.training import make_builder, settings_of_torch
-from flodl_hf.training.user_code import Own
 
 if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel
-
-__all__ = ["DryRun", "dry_run", "find_lr"]
 
 
 @dataclass(frozen=True)

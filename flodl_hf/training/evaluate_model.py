@@ -19,32 +19,26 @@ from flodl.errors import ConfigError, DataError, capped, nearest
 from flodl.train.evaluate import split_figures
 from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.inference.results.evaluation import EvaluationResult
-from flodl_hf.training.data import Tables, choose_task, read_tables
-from flodl_hf.training.declared import classes_used, numbered_as
-from flodl_hf.training.eval_predictions import EvalPredictions
-from flodl_hf.training.evaluation import Evaluation, Evaluations
+from flodl_hf.training.data import Tables, classes_used, list_multilabel_columns, numbered_as, read_tables
+from flodl_hf.training.evaluation import EvalPredictions, Evaluation, Evaluations, Own
 from flodl_hf.training.job import make_evaluation, prepare_held_out, row_limits
-from flodl_hf.training.lists import has_lists
-from flodl_hf.training.losses.auxiliary import needs_layer
-from flodl_hf.training.losses.tsdae import denoises
-from flodl_hf.training.multilabel_columns import list_multilabel_columns
 from flodl_hf.training.option_checks import Problems
 from flodl_hf.training.options import EvaluateOptions, Options, make_options
+from flodl_hf.training.ranking import has_lists
 from flodl_hf.training.report.figures import LabelTable, label_table
 from flodl_hf.training.sequence import SequenceTask
 from flodl_hf.training.start import known_of
 from flodl_hf.training.task import Task, name_of
+from flodl_hf.training.task_choice import choose_task
 from flodl_hf.training.tokens import TokenTask
 from flodl_hf.training.training_arguments import translated
-from flodl_hf.training.user_code import Own
-from flodl_hf.training.vectors.auxiliary import AuxiliaryTask
+from flodl_hf.training.vectors.auxiliary import AuxiliaryTask, needs_layer
 from flodl_hf.training.vectors.tables import are_pairs
 from flodl_hf.training.vectors.task import EmbeddingTask
+from flodl_hf.training.vectors.tsdae import denoises
 
 if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel
-
-__all__ = ["evaluate"]
 
 Devices = int | str | list[str]
 """Heads of the tasks that are not named after their head."""

@@ -1,16 +1,17 @@
 """Evaluation of a model: every window once, metrics by example, without storing scores.
 
-The windows of one example are combined first. Several ranks share the data and sum their
-metrics. The task defines the metrics.
+The windows of one example are combined first. Several ranks share the data and sum their metrics. The task defines the
+metrics; functions of the user add others. Predictions are kept for the report, and for decision thresholds of labels
+with the best F1 on the evaluation data.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count as count_from
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,19 +22,242 @@ from flodl.data import Batch, Where
 from flodl.distributed import Ranks
 from flodl.distributed.sharded import is_sharded
 from flodl.distributed.shares import deal
-from flodl.errors import ConfigError, nearest
-from flodl.metrics import merged
-from flodl.train import Precision
-from flodl_hf.training.eval_predictions import EvalPredictions
-from flodl_hf.training.generator import JointObjective
-from flodl_hf.training.pairs import PretrainingObjective
+from flodl.errors import ConfigError, TrainError, nearest
+from flodl.metrics import Metric, merged
+from flodl.train import Callback, Precision
+from flodl_hf.training.observation import Rules, Watch
+from flodl_hf.training.report.figures import best_thresholds
 from flodl_hf.training.rows import CollateRows
-from flodl_hf.training.step import Objective, rows_of_scores
+from flodl_hf.training.step import LossFunction, rows_of_scores
 from flodl_hf.training.task import Prepared, Scorer, Task
-from flodl_hf.training.user_code import OwnScorer
-from flodl_hf.training.vectors.step import VectorObjective
 
-__all__ = ["Evaluation", "Evaluations", "collect_predictions"]
+if TYPE_CHECKING:
+    from flodl_hf.training.task import Task
+
+
+@dataclass
+class EvalPredictions:
+    """Predictions and gold labels of all examples of one evaluation set.
+
+    Attributes:
+        name: name of the set; empty if there is only one.
+        predictions: scores ``(examples, labels)``, lists of tags, or answers.
+        truth: labels, lists of tags, or lists of accepted answers.
+        figures: metrics of the same evaluation; None before one.
+    """
+
+    name: str
+    predictions: Any = None
+    truth: Any = None
+    figures: Mapping[str, float] | None = None
+
+    def __call__(self, predictions: Any, truth: Any) -> dict[str, float]:
+        """Store predictions and gold labels; return no metric."""
+        self.predictions, self.truth = predictions, truth
+        return {}
+
+
+class CollectedValues:
+    """Values of examples, collected for metrics that are no sums; subclasses are a `flodl.metrics.Metric`."""
+
+    def __init__(self) -> None:
+        self.items: dict[int, Any] = {}
+
+    def merge(self, other: Any) -> None:
+        """Add the examples of ``other``."""
+        self.items |= other.items
+
+    def compute(self) -> dict[str, float]:
+        """Return the number of examples."""
+        return {"count": float(len(self.items))}
+
+    def reset(self) -> None:
+        """Remove all examples."""
+        self.items = {}
+
+
+class CollectedPredictions(CollectedValues):
+    """Predictions and gold labels of examples."""
+
+    def update(self, example: int, prediction: Any, truth: Any) -> None:
+        """Add one example, as JSON values."""
+        self.items[example] = (prediction, truth)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        return {"items": [[example, *pair] for example, pair in self.items.items()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a saved state."""
+        self.items = {example: (prediction, truth) for example, prediction, truth in state["items"]}
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """Thresholds, and their F1 on the examples they were chosen on.
+
+    Attributes:
+        thresholds: by label.
+        usual: F1 of each label with 0.5; for two labels the F1 of the second, under its name.
+        tuned: F1 of each label with its threshold.
+        examples: how many there were.
+        where: name of the set; empty where there is one.
+    """
+
+    thresholds: dict[str, float]
+    usual: dict[str, float]
+    tuned: dict[str, float]
+    examples: int
+    where: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as JSON types."""
+        return {
+            "thresholds": self.thresholds, "f1_at_0.5": self.usual, "f1_tuned": self.tuned, "examples": self.examples,
+            "set": self.where,
+        }  # fmt: skip
+
+
+def threshold_faults(task: Task) -> list[str]:
+    """Return the problem of a task without thresholds: neither several labels per text nor two labels."""
+    if task.kind == "multi_label" or (task.kind == "single_label" and len(task.labels or ()) == 2):
+        return []
+    return [
+        f"tune_thresholds: found {task.kind.replace('_', ' ')} with {len(task.labels or ())} labels; expected several "
+        "labels per text (multi_label_classification), or two labels"
+    ]
+
+
+def tune_thresholds(predictions: EvalPredictions, labels: tuple[str, ...]) -> Tuned:
+    """Return the thresholds of the best F1.
+
+    Args:
+        predictions: scores and gold labels of the evaluation examples.
+        labels: label names by number.
+    """
+    logits, truth = np.asarray(predictions.predictions, np.float64), np.asarray(predictions.truth)
+    is_binary = truth.ndim == 1
+    if is_binary:
+        # The probability of the second of two, as a softmax has it.
+        scores, there = _sigmoid(logits[:, 1:] - logits[:, :1]), (truth == 1)[:, None]
+    else:
+        scores, there = _sigmoid(logits), truth > 0.5
+    found = [round(float(value), 6) for value in best_thresholds(scores, there)]
+    named = labels[1:] if is_binary else labels
+    usual, tuned = (
+        {name: _f1(scores[:, i] >= at[i], there[:, i]) for i, name in enumerate(named)}
+        for at in ([0.5] * len(named), found)
+    )
+    thresholds = dict(zip(named, found, strict=True))
+    if is_binary:
+        thresholds = {labels[0]: round(1 - found[0], 6), **thresholds}
+    return Tuned(thresholds, usual, tuned, len(scores), predictions.name)
+
+
+def _sigmoid(logits: Any) -> Any:
+    with np.errstate(over="ignore"):
+        return 1 / (1 + np.exp(-logits))
+
+
+def _f1(said: Any, there: Any) -> float:
+    total = int(said.sum()) + int(there.sum())
+    return 2 * int((said & there).sum()) / total if total else 0.0
+
+
+MetricFunction = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Own:
+    """Functions of the user.
+
+    Attributes:
+        loss: ``loss(scores, labels)``; see `flodl_hf.training.step.own_loss`.
+        metrics: ``metrics(predictions, truth)`` returns a mapping of metrics; or a mapping of names to functions.
+        callbacks: hooks into the training loop.
+    """
+
+    loss: LossFunction | None = None
+    metrics: MetricFunction | Mapping[str, MetricFunction] | None = None
+    callbacks: Sequence[Callback] = field(default=())
+
+    @property
+    def hooks(self) -> list[Callback]:
+        """The callbacks that the Trainer calls; `Watch` and `Rules` are settings of the Trainer instead."""
+        return [callback for callback in self.callbacks if not isinstance(callback, (Watch, Rules))]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the given arguments."""
+        return [name for name in ("loss", "metrics", "callbacks") if getattr(self, name)]
+
+    def faults(self, task: Task, options: Any) -> list[str]:
+        """Return the problems of the functions, for a task and the options of a run."""
+        problems = []
+        if self.loss is not None and not callable(self.loss):
+            problems.append(f"loss: found {type(self.loss).__name__}; expected a function of scores and labels")
+        elif self.loss is not None:
+            problems += [
+                f"{name}: it belongs to the loss of the task, which loss= replaces; expected one of both"
+                for name in ("class_weights", "label_smoothing")
+                if getattr(options, name) not in (None, 0.0)
+            ]
+        named = self.metrics.values() if isinstance(self.metrics, Mapping) else [self.metrics] if self.metrics else []
+        if not all(callable(call) for call in named):
+            problems.append("metrics: expected a function of predictions and truth, or a mapping of names to functions")
+        if self.metrics is not None and task.kind == "words":
+            problems.append("metrics: of masked words scores are too large to be kept; expected none")
+        return problems
+
+
+class OwnScorer(Scorer):
+    """Scorer of a task, with the metrics of the user.
+
+    Args:
+        scorer: the task's.
+        task: the task, which defines the form of predictions.
+        metrics: as in `Own`.
+    """
+
+    def __init__(self, scorer: Scorer, task: Task, metrics: MetricFunction | Mapping[str, MetricFunction]) -> None:
+        self.scorer, self.task, self.own, self.kept = scorer, task, metrics, CollectedPredictions()
+
+    def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any] | None:
+        """Add the scores of one example."""
+        pair = self.scorer.update(example, scores)
+        if pair is not None:
+            self.kept.update(example, *pair)
+        return pair
+
+    def metrics(self) -> Sequence[Metric]:
+        """Return the metrics of the task, and the collected predictions."""
+        return [*self.scorer.metrics(), self.kept]
+
+    def compute(self) -> dict[str, Any]:
+        """Return the metrics of the task and the user; the latter replace metrics of the same name.
+
+        Results that are not numbers are returned as the user's function gave them.
+        """
+        figures = self.scorer.compute()
+        if not self.kept.items:
+            return figures | (dict.fromkeys(self.own, float("nan")) if isinstance(self.own, Mapping) else {})
+        pairs = [self.kept.items[example] for example in sorted(self.kept.items)]
+        predictions, truth = ([pair[i] for pair in pairs] for i in (0, 1))
+        if self.task.per_row:
+            import numpy as np
+
+            whole = np.int64 if self.task.kind == "single_label" else np.float32
+            predictions, truth = np.asarray(predictions, np.float32), np.asarray(truth, whole)
+        if isinstance(self.own, Mapping):
+            return figures | {name: call(predictions, truth) for name, call in self.own.items()}
+        given = self.own(predictions, truth)
+        if not isinstance(given, Mapping):
+            raise TrainError(
+                f"metrics: found {type(given).__name__}; expected a mapping of metrics, such as {{'accuracy': 0.9}}",
+                found=type(given).__name__,
+            )
+        return figures | {str(name): value for name, value in given.items()}
+
 
 Numbered = tuple[int, NDArray[np.int64]]
 """A batch: its number among all, and its rows."""
@@ -51,14 +275,14 @@ class Evaluation:
         batch_size: rows in a batch.
         precision: as in training.
         seed: seed of the masking.
-        own: figures of the user's own, as in `flodl_hf.training.user_code.Own`.
+        own: figures of the user's own, as in `flodl_hf.training.evaluation.Own`.
         seen: is given predictions, truth and figures of each evaluation, where they are wanted again afterwards.
     """
 
     task: Task
     prepared: Prepared
     collate: CollateRows
-    objective: Objective | VectorObjective
+    objective: Any
     batch_size: int
     precision: str = "fp32"
     seed: int = 0
@@ -122,6 +346,7 @@ class Evaluation:
         held: dict[int, list[Tensor]] = {}
         windows = np.bincount(rows.owners)
         totals: list[Tensor] = []
+        by_row: Any = getattr(self.objective, "by_row", None)
         with torch.no_grad():
             for turn, (number, indices) in enumerate([*batches, *[self.units()[0][0]] * more]):
                 where = Where(self.seed, 0, number, tuple(indices.tolist()))
@@ -132,8 +357,8 @@ class Evaluation:
                     if turn >= len(batches):
                         continue
                     totals.append(self.objective.of(scores, batch).totals())
-                if isinstance(self.objective, (JointObjective, PretrainingObjective, VectorObjective)):
-                    scores = self.objective.by_row(scores, batch)
+                if by_row is not None:
+                    scores = by_row(scores, batch)
                 if self.task.kind == "words":  # the loss is sufficient, and the scores are large
                     continue
                 per_row = rows_of_scores(scores.float().cpu(), given, per_row=self.task.per_row)
@@ -242,29 +467,35 @@ class Evaluations:
 
 
 def collect_predictions(
-    model: Any, evaluation: Evaluation | Evaluations, figures: Mapping[str, float] | None = None
+    model: Any,
+    evaluation: Evaluation | Evaluations,
+    figures: Mapping[str, float] | None = None,
+    best: EvalPredictions | None = None,
 ) -> EvalPredictions | None:
     """Return the predictions of a model for the first evaluation set.
 
-    The result of the last evaluation is reused if it has the same metrics. Otherwise this process evaluates the model
+    The result of an earlier evaluation is reused if it has the same metrics. Otherwise this process evaluates the model
     once more. Masked language models return None, because their scores are too large to store.
 
     Args:
         model: the model, in evaluation mode.
         evaluation: the evaluation of the run.
         figures: metrics of the model, if it was evaluated before.
+        best: predictions of the best evaluation.
     """
     name, one = next(iter(evaluation.sets.items()))
     if one.task.kind == "words":
         return None
-    if one.seen is not None and figures and _has_figures(one.seen, figures):
-        return one.seen if one.seen.predictions is not None else None
+    for seen in (one.seen, best):
+        if seen is not None and figures and _has_figures(seen, figures):
+            return seen if seen.predictions is not None else None
     collected = EvalPredictions(name)
     replace(one, own=collected, seen=None)(model)
     return collected if collected.predictions is not None else None
 
 
 def _has_figures(seen: EvalPredictions, figures: Mapping[str, float]) -> bool:
-    """Return whether the metrics of all sets include those of the stored evaluation."""
+    """Return whether the metrics of all sets include the numbers of the stored evaluation."""
     prefix = f"{seen.name}/" if seen.name else ""
-    return bool(seen.figures) and seen.figures == {key: figures.get(prefix + key) for key in seen.figures or {}}
+    numbers = {name: value for name, value in (seen.figures or {}).items() if isinstance(value, int | float)}
+    return bool(numbers) and numbers == {name: figures.get(prefix + name) for name in numbers}

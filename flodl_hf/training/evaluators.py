@@ -19,22 +19,6 @@ from flodl_hf.inference.mining import paraphrase_mining
 from flodl_hf.inference.search import as_vectors, semantic_search
 from flodl_hf.inference.similarity import MEASURES, PAIRWISE
 
-__all__ = [
-    "average_precision",
-    "binary_figures",
-    "clustering_figures",
-    "figures_of_found",
-    "matryoshka_curve",
-    "mining_figures",
-    "ranking_figures",
-    "reranking_figures",
-    "retrieval_figures",
-    "similarity_figures",
-    "threshold_figures",
-    "triplet_figures",
-    "v_measure",
-]
-
 ROUNDS = 100
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from flodl.data import Where
 from flodl.errors import ConfigError
-from flodl.metrics import Accuracy, Classification, Metric
+from flodl.metrics import Accuracy, Classification
 from flodl.train import Loss
 from flodl_hf.inference.decode.metrics import Perplexity
 from flodl_hf.models.building import tie_tensors
@@ -25,30 +25,17 @@ from flodl_hf.nn.adapter_layers.prompts import lead_of
 from flodl_hf.nn.encoder.losses import IGNORED_LABEL, token_loss
 from flodl_hf.readers.columns import Columns, infer_columns
 from flodl_hf.tokenization.alignment import IGNORE
-from flodl_hf.training.masked import MaskedTask
-from flodl_hf.training.noise import STEP, mixed, row_seeds
+from flodl_hf.training.masked import CollateShares, MaskedTask, Masking
 from flodl_hf.training.options import Options
-from flodl_hf.training.rows import CollateRows, EncodedRows, Masking, TakenRows
-from flodl_hf.training.step import Kind, Objective, layout_of, score
-from flodl_hf.training.step_counts import CollateShares
-from flodl_hf.training.task import Prepared
+from flodl_hf.training.rows import CollateRows, EncodedRows, TakenRows
+from flodl_hf.training.step import STEP, Kind, Objective, layout_of, mixed, row_seeds, score
+from flodl_hf.training.task import Prepared, Scorer
 
 if TYPE_CHECKING:
     from flodl_hf.heads.masked_lm import MaskedLM
     from flodl_hf.models.adapters.settings import Settings
     from flodl_hf.models.encoder_model import EncoderModel
     from flodl_hf.tokenization.tokenizer import Tokenizer
-
-__all__ = [
-    "CollateMasked",
-    "GeneratorStart",
-    "GeneratorTask",
-    "JointObjective",
-    "Scored",
-    "drawn",
-    "plan_generator",
-    "taken_out",
-]
 
 AT_ONCE = 512
 """Positions whose noise is computed together: hashes of a whole vocabulary need several times the memory of scores."""
@@ -336,9 +323,10 @@ class GeneratorTask(MaskedTask):
         options: the run's.
     """
 
-    head: str = "replaced_tokens"
-    kind: Kind = "replaced"
     options: Options = field(default_factory=Options)
+
+    head = "replaced_tokens"
+    kind = "replaced"
 
     @property
     def start(self) -> GeneratorStart:
@@ -394,33 +382,27 @@ class GeneratorTask(MaskedTask):
         return _Scorer()
 
 
-class _Scorer:
+class _Scorer(Scorer):
     def __init__(self) -> None:
-        self.tokens, self.first, self.words = Classification(2, "binary"), Accuracy(), Perplexity()
+        super().__init__(Classification(2, "binary"), Accuracy(), Perplexity())
 
     def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
         """Add the outputs of both models for one row; return the predicted and the true replacements."""
+        tokens, first, words = self.parts
         score, replaced, right, lost = scores[0].unbind(-1)
         found, true = (score > 0).long(), replaced.long()
-        self.tokens.update(found, true)
+        tokens.update(found, true)
         masked = right >= 0
-        self.first.update(right[masked].long(), torch.ones_like(right[masked], dtype=torch.long))
-        self.words.add(lost.sum(dtype=torch.float64), masked.sum())
+        first.update(right[masked].long(), torch.ones_like(right[masked], dtype=torch.long))
+        words.add(lost.sum(dtype=torch.float64), masked.sum())
         return found.tolist(), true.tolist()
-
-    def metrics(self) -> Sequence[Metric]:
-        """Return the metrics."""
-        return [self.tokens, self.first, self.words]
 
     def compute(self) -> dict[str, float]:
         """Return the metrics of replaced tokens, and of the generator."""
-        figures = self.tokens.compute()
-        figures.pop("count", None)
-        return {
-            **figures,
-            "generator_accuracy": self.first.compute()["accuracy"],
-            "generator_perplexity": self.words.compute()["perplexity"],
-        }
+        tokens, first, words = (part.compute() for part in self.parts)
+        tokens.pop("count", None)
+        generator = {"accuracy": first["accuracy"], "perplexity": words["perplexity"]}
+        return {**tokens, **{f"generator_{name}": value for name, value in generator.items()}}
 
 
 def plan_generator(rows: Sequence[Mapping[str, Any]], options: Options) -> GeneratorTask:

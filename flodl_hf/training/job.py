@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+from torch import nn
 
 from flodl.data import FixedBatches, SequentialSampler
 from flodl.errors import ConfigError, DataError
@@ -22,35 +23,42 @@ from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.inference.graph_model.model import GraphModel
 from flodl_hf.models.freezing import frozen_parameters
 from flodl_hf.readers.columns import NAMES, column_names
-from flodl_hf.training.batch_size import few_steps, settle_batch_size
-from flodl_hf.training.batching import Batching, batch_rows, count_steps, evaluation_layout, micro_batch_rows
+from flodl_hf.training.batching import (
+    Batching,
+    batch_rows,
+    count_steps,
+    evaluation_layout,
+    few_steps,
+    micro_batch_rows,
+    settle_batch_size,
+)
 from flodl_hf.training.choices import ChoiceTask
-from flodl_hf.training.data import HEADED, Known, Tables, choose_task, read_tables
-from flodl_hf.training.eval_predictions import EvalPredictions
-from flodl_hf.training.evaluation import Evaluation, Evaluations
-from flodl_hf.training.factory import FixedModel, ModelFactory
+from flodl_hf.training.data import Tables, list_multilabel_columns, read_tables
+from flodl_hf.training.evaluation import EvalPredictions, Evaluation, Evaluations, Own, threshold_faults
 from flodl_hf.training.generator import GeneratorTask
-from flodl_hf.training.multilabel_columns import list_multilabel_columns
+from flodl_hf.training.masked import Masking
 from flodl_hf.training.option_checks import ONE_ROW, Problems, task_faults, weight_faults
-from flodl_hf.training.options import Options
+from flodl_hf.training.options import Options, read_options
 from flodl_hf.training.pairs import PairTask, PretrainingObjective
 from flodl_hf.training.ranking import RankTask
 from flodl_hf.training.rates import make_schedule
 from flodl_hf.training.replaced import ReplacedTask
-from flodl_hf.training.rows import CollateRows, EncodedRows, Masking
-from flodl_hf.training.start import ATTACHING_TASKS, known_of, open_start, settle_head
+from flodl_hf.training.result import Timing
+from flodl_hf.training.rows import CollateRows, EncodedRows
+from flodl_hf.training.start import ATTACHING_TASKS, FixedModel, ModelFactory, known_of, open_start, settle_head
 from flodl_hf.training.step import Objective
 from flodl_hf.training.task import LengthLimits, Prepared, Task, name_of
-from flodl_hf.training.task_inference import (
+from flodl_hf.training.task_choice import (
+    HEADED,
+    Known,
     alike_labels,
+    choose_task,
     float_classes,
     guessed_columns,
     task_line,
     unlearned_labels,
     unused_texts,
 )
-from flodl_hf.training.thresholds import threshold_faults
-from flodl_hf.training.user_code import Own
 from flodl_hf.training.vectors.step import VectorObjective
 from flodl_hf.training.vectors.tables import table_columns
 from flodl_hf.training.vectors.task import EmbeddingTask
@@ -58,7 +66,50 @@ from flodl_hf.training.vectors.task import EmbeddingTask
 if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel
 
-__all__ = ["ATTACHING_TASKS", "Job", "make_evaluation", "plan_job", "prepare_held_out", "row_limits"]
+SAVED = "write it with save_pretrained and give the folder"
+OTHERS = {
+    "transformers": f"a model of transformers; {SAVED}, or the name that it was loaded from",
+    "sentence_transformers": f"a model of sentence-transformers; {SAVED}, or the name that it was loaded from",
+    "peft": f"a model of peft; {SAVED}",
+}
+"""Models of other libraries, by package."""
+
+
+def read_arguments(
+    where: str, model: Any, train: Any, given: Mapping[str, Any], *, loss: Callable[..., Any] | str | None
+) -> tuple[Options, Callable[..., Any] | None, Problems]:
+    """Return the options of a call, its loss if that is a function, and the problems of all arguments.
+
+    Args:
+        where: the function that was called, for messages.
+        model: the model to start from.
+        train: the training data.
+        given: the options.
+        loss: the name of a loss, or a function.
+    """
+    problems, values = Problems(where), dict(given)
+    if isinstance(loss, str):
+        values["vector_loss"], loss = loss, None
+    if not isinstance(model, (str, os.PathLike, GraphModel)):
+        problems.add([f"model: found {_model_text(model)}"])
+    if train is None and given.get("train_dataset") is None:
+        problems.add(["train: found None; expected a file or rows to learn from"])
+    options, faults = read_options(values)
+    problems.add(faults)
+    return options, loss, problems
+
+
+def _model_text(model: Any) -> str:
+    kind = type(model)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    for base in kind.__mro__:
+        package = base.__module__.partition(".")[0]
+        if package in OTHERS:
+            return f"{name}, {OTHERS[package]}"
+    expected = "expected a folder, a Hub name, or a model that flodl_hf.load returned"
+    if isinstance(model, nn.Module):
+        return f"{name}, a torch module; {expected}. flodl.train.Trainer trains any module"
+    return f"{name}; {expected}"
 
 
 @dataclass
@@ -82,6 +133,7 @@ class Job:
         named: whether the model was given as a name or folder.
         notes: notes for the user.
         unrecorded: why steps on CUDA are not recorded; None where they are.
+        timing: seconds of each phase.
     """
 
     options: Options
@@ -100,6 +152,7 @@ class Job:
     named: bool = True
     notes: list[str] = field(default_factory=list)
     unrecorded: str | None = None
+    timing: Timing = field(default_factory=Timing)
 
     @property
     def metric(self) -> str | None:
@@ -160,6 +213,7 @@ def plan_job(
     """
     own, problems = own or Own(), problems or Problems(where)
     notes: list[str] = []
+    timing = Timing()
     tables = task = opened = factory = None
     known, before = Known(), options
     if train is None or not isinstance(model, (str, os.PathLike, GraphModel)):
@@ -171,6 +225,7 @@ def plan_job(
     with problems:
         tables, options = list_multilabel_columns(read_tables(train, held_out, options), options)
         task, options = choose_task(tables, options, known, own.loss)
+    timing.mark("read")
     problems.add(_plan_faults(task, tables, before, own))
     if task is None or tables is None:
         problems.check()
@@ -199,6 +254,7 @@ def plan_job(
     problems.check()
     assert opened is not None
     assert factory is not None
+    timing.mark("load")
     tokenizer: Any = opened.tokenizer
     limits = row_limits(task, opened, tokenizer, options)
     prepared = {"train": task.prepare(tables.train, tokenizer, limits, training=True)}
@@ -214,6 +270,7 @@ def plan_job(
     weights = _weights(options, task, rows)
     objective, collate = _objective(task, options, own, weights, laid_out, rows)
     parts = prepare_held_out(task, tables.evals, tokenizer, limits)
+    timing.mark("tokenise")
     prepared |= {f"eval {name}".strip(): part for name, part in parts.items()}
     evaluation = _evaluation(task, options, own, parts, objective, collate, laid_out.layout)
     if options.metric and evaluation is not None:
@@ -235,6 +292,7 @@ def plan_job(
         filled, task, tables, opened, factory, rows, laid_out.batches, collate, objective, evaluation,
         count_steps(options, laid_out.batches), str(getattr(opened.source, "name", None) or "a model in memory"), own,
         isinstance(model, (str, os.PathLike)), notes, laid_out.unrecorded,
+        timing,
     )  # fmt: skip
     _ = job.schedule  # values that it cannot have are refused now
     if tell is not None and (few := few_steps(job.steps, job.options)) is not None:
@@ -299,7 +357,7 @@ def _several(task: Task) -> Any:
 
 
 def _has_shares(task: Task) -> TypeGuard[GeneratorTask | PairTask]:
-    """Return whether the loss is the sum of two means; see `flodl_hf.training.step_counts`."""
+    """Return whether the loss is the sum of two means; see `flodl_hf.training.masked`."""
     return isinstance(task, GeneratorTask) or (isinstance(task, PairTask) and task.kind == "pairs")
 
 

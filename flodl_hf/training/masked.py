@@ -1,31 +1,186 @@
 """Masked language modelling on plain text: one row per line with windows of long lines, or concatenated lines.
 
-Masks are drawn again in each epoch of training, and are constant in evaluation.
+Masks are drawn again in each epoch of training, and are constant in evaluation. Some losses are the sum of a mean over
+masked tokens and a mean over other items (all tokens, or pairs of texts). A micro-batch, or the share of one rank,
+contains other proportions of both than the whole step. `CollateShares` therefore gives each batch the factor of its
+mean over masked tokens, so that the step does not depend on how it is split.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Self
 
-from torch import Tensor
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
+from flodl.data import Where
 from flodl.errors import ConfigError
-from flodl.metrics import Metric
 from flodl_hf.readers.columns import Columns
-from flodl_hf.training.rows import SPECIAL, RowBuilder
-from flodl_hf.training.step import Kind
-from flodl_hf.training.task import CHUNK, Examples, LengthLimits, Prepared, UnweightedTask, check_texts
+from flodl_hf.tokenization.alignment import IGNORE, chosen_tokens, mask_tokens, num_masked
+from flodl_hf.training.rows import SPECIAL, CollateRows, EncodedRows, RowBuilder, TakenRows
+from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, check_texts, encode_chunks
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
 
-__all__ = ["MaskedTask", "words_of"]
+
+@dataclass(frozen=True)
+class Masking:
+    """Masking for a masked language model, drawn again for each row and epoch.
+
+    Args:
+        mask_id: the mask token.
+        vocabulary: the size of the vocabulary.
+        probability: share of tokens.
+        whole_words: choose whole words.
+        mask_share: share of the chosen tokens that become the mask token.
+        random_share: share that becomes a random token.
+    """
+
+    mask_id: int
+    vocabulary: int
+    probability: float
+    whole_words: bool
+    mask_share: float = 0.8
+    random_share: float = 0.1
+
+    def __call__(self, row: Mapping[str, Any], where: Where, index: int) -> dict[str, Any]:
+        """Return the row with tokens hidden, and ``labels`` for these."""
+        special, choice = self._choice(row, where, index)
+        ids, labels = mask_tokens(
+            row["input_ids"].tolist(),
+            special,
+            mask_id=self.mask_id,
+            random_ids=self.vocabulary,
+            mask_share=self.mask_share,
+            random_share=self.random_share,
+            **choice,
+        )
+        rest = {name: value for name, value in row.items() if name != "words"}
+        return {**rest, "input_ids": np.asarray(ids), "labels": np.asarray(labels)}
+
+    def number(self, row: Mapping[str, Any], where: Where, index: int) -> int:
+        """Return the number of masked tokens of a row."""
+        special, choice = self._choice(row, where, index)
+        return chosen_tokens(special, **choice).size
+
+    def _choice(self, row: Mapping[str, Any], where: Where, index: int) -> tuple[list[bool], dict[str, Any]]:
+        """Return which tokens are special, and the arguments that select the others."""
+        words = row["words"].tolist()
+        whole = [None if word < 0 else word for word in words] if self.whole_words else None
+        rng = where.rng("mask", index)
+        return [word == SPECIAL for word in words], {"rng": rng, "probability": self.probability, "words": whole}
 
 
 @dataclass(frozen=True)
-class MaskedTask(UnweightedTask):
+class Counts:
+    """Items of some rows (tokens, or the rows themselves), and how many tokens are masked."""
+
+    items: int
+    masked: int
+
+
+@dataclass(frozen=True)
+class MaskedTokens:
+    """Returns the number of masked tokens of rows in a batch.
+
+    Args:
+        rows: all rows.
+        masking: masks them; of whole words as many tokens as are drawn, otherwise by a row's length alone.
+    """
+
+    rows: EncodedRows
+    masking: Masking
+    _numbers: NDArray[np.int64] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        starts = self.rows.ends - self.rows.lengths
+        free = np.add.reduceat((self.rows.columns["words"] != SPECIAL).astype(np.int64), starts).tolist()
+        numbers = np.asarray([num_masked(count, self.masking.probability) for count in free], np.int64)
+        object.__setattr__(self, "_numbers", numbers)
+
+    def __call__(self, where: Where, indices: NDArray[np.int64]) -> int:
+        """Return the number."""
+        if not self.masking.whole_words:
+            return int(self._numbers[indices].sum())
+        return sum(self.masking.number(self.rows.get(i), where, i) for i in indices.tolist())
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """Called with the place of a batch in a run, returns the counts of the optimiser step that it is part of.
+
+    Args:
+        batches: which rows form a batch.
+        items: counted items of each row.
+        masked: returns how many tokens are masked.
+        accumulate: batches of a step.
+    """
+
+    batches: Any
+    items: NDArray[np.int64]
+    masked: MaskedTokens
+    accumulate: int
+    _plans: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
+    _steps: dict[tuple[int, int, int], Counts] = field(default_factory=dict, compare=False, repr=False)
+
+    def __call__(self, where: Where) -> Counts:
+        """Return the counts."""
+        key = where.seed, where.epoch, where.number // self.accumulate
+        if key not in self._steps:
+            if where.epoch not in self._plans:
+                self._plans.clear()
+                self._plans[where.epoch] = self.batches.plan(where.epoch)
+            plan, first = self._plans[where.epoch], key[2] * self.accumulate
+            rows = np.concatenate([plan[i] for i in range(first, min(first + self.accumulate, len(plan)))])
+            self._steps.clear()
+            self._steps[key] = Counts(int(self.items[rows].sum()), self.masked(where, rows))
+        return self._steps[key]
+
+
+@dataclass(frozen=True)
+class CollateShares(CollateRows):
+    """Makes batches with ``words_share``, the factor of the mean over masked tokens of a batch.
+
+    Args:
+        by_rows: the other mean is over rows; by default over tokens.
+        counts: returns the counts of the step that a batch is part of.
+    """
+
+    by_rows: bool = False
+    counts: Callable[[Where], Counts] | None = None
+
+    @classmethod
+    def of_step(
+        cls, usual: CollateRows, rows: EncodedRows, batches: Any, accumulate: int, *, by_rows: bool, **given: Any
+    ) -> Self:
+        """Return a collate function with the layout of ``usual``, for steps of ``accumulate`` batches."""
+        masking: Any = usual.masking
+        items = np.ones(len(rows), np.int64) if by_rows else rows.lengths
+        counts = StepCounts(batches, items, MaskedTokens(rows, masking), accumulate)
+        same: dict[str, Any] = {f.name: getattr(usual, f.name) for f in fields(CollateRows)}
+        return cls(**same, by_rows=by_rows, counts=counts, **given)
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
+        """Return the parts of one batch."""
+        batch = super().__call__(rows, where)
+        lengths = rows.lengths if isinstance(rows, TakenRows) else [len(row["input_ids"]) for row in rows]
+        items, masked, share = len(rows) if self.by_rows else int(np.sum(lengths)), _masked(batch), 1.0
+        if self.counts is not None:
+            whole = self.counts(where)
+            share = (masked * whole.items) / (items * max(whole.masked, 1))
+        return {**batch, "words_share": torch.tensor([share], dtype=torch.float64)}
+
+
+def _masked(batch: Mapping[str, Any]) -> int:
+    return int((batch["labels"] != IGNORE).sum())
+
+
+@dataclass(frozen=True)
+class MaskedTask(Task):
     """The words behind masks.
 
     Args:
@@ -35,12 +190,10 @@ class MaskedTask(UnweightedTask):
 
     columns: Columns
     concatenate: bool = False
-    head: str = "masked_lm"
-    kind: Kind = "words"
-    labels: tuple[str, ...] | None = None
-    problem_type: str | None = None
-    main_metric: str = "-eval_loss"
-    per_row: bool = False
+
+    head = "masked_lm"
+    kind = "words"
+    main_metric = "-eval_loss"
 
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return the windows of each text with the word of each token; lines without a token are left out."""
@@ -52,22 +205,17 @@ class MaskedTask(UnweightedTask):
             for owner, row in enumerate(_full_rows([row[text] for row in examples], tokenizer, limits)):
                 builder.add(row, owner, {"words": row.words})
             return Prepared(builder.build(), None if training else ())
-        for start in range(0, len(examples), CHUNK):
-            windows = tokenizer.encode_rows(
-                [row[text] for row in examples[start : start + CHUNK]],
-                max_tokens=limits.max_tokens,
-                stride=limits.stride or 0,
-            )
-            for group in windows:
-                for row in group:
-                    if not all(row.special):
-                        builder.add(row, owner, {"words": words_of(row)})
-                        owner += 1
+        how = {"max_tokens": limits.max_tokens, "stride": limits.stride or 0}
+        for _, group in encode_chunks(tokenizer, [row[text] for row in examples], **how):
+            for row in group:
+                if not all(row.special):
+                    builder.add(row, owner, {"words": words_of(row)})
+                    owner += 1
         return Prepared(builder.build(), None if training else ())
 
-    def scorer(self, prepared: Prepared) -> _Scorer:
-        """Return a new scorer."""
-        return _Scorer()
+    def scorer(self, prepared: Prepared) -> Scorer:
+        """Return a scorer without metrics: the perplexity is computed from the loss."""
+        return Scorer()
 
 
 @dataclass(frozen=True)
@@ -115,20 +263,19 @@ def _lines_end_to_end(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[li
     """Yield each line's tokens with their words, counted over all lines, after a separator from the line before."""
     between = [] if tokenizer.sep_token_id is None else [(tokenizer.sep_token_id, SPECIAL)]
     first_word, is_first = 0, True
-    for start in range(0, len(texts), CHUNK):
-        for (row,) in tokenizer.encode_rows(texts[start : start + CHUNK], max_tokens=None, add_special_tokens=False):
-            if not len(row.ids):
-                continue
-            line: list[tuple[int, int]] = [] if is_first else list(between)
-            last = None
-            for token, word in zip(row.ids, row.word_ids, strict=True):
-                # A token outside of words is a separate word.
-                first_word += word is None or word != last
-                line.append((token, first_word))
-                last = word
-            is_first = False
-            first_word += 1
-            yield line
+    for _, (row,) in encode_chunks(tokenizer, texts, max_tokens=None, add_special_tokens=False):
+        if not len(row.ids):
+            continue
+        line: list[tuple[int, int]] = [] if is_first else list(between)
+        last = None
+        for token, word in zip(row.ids, row.word_ids, strict=True):
+            # A token outside of words is a separate word.
+            first_word += word is None or word != last
+            line.append((token, first_word))
+            last = word
+        is_first = False
+        first_word += 1
+        yield line
 
 
 def words_of(row: object) -> list[int]:
@@ -138,18 +285,3 @@ def words_of(row: object) -> list[int]:
     for place, (word, special) in enumerate(zip(row.word_ids, row.special, strict=True)):  # type: ignore[attr-defined]
         words.append(SPECIAL if special else extra + place if word is None else word)
     return words
-
-
-class _Scorer:
-    """No metrics: the perplexity is computed from the loss."""
-
-    def update(self, example: int, scores: Sequence[Tensor]) -> None:
-        """Do nothing: only the loss uses the masked tokens."""
-
-    def metrics(self) -> Sequence[Metric]:
-        """Return none."""
-        return ()
-
-    def compute(self) -> dict[str, float]:
-        """Return no figures."""
-        return {}

@@ -17,8 +17,6 @@ from flodl_hf.training.job import Job
 if TYPE_CHECKING:
     from flodl.monitor import Monitor
 
-__all__ = ["RECORDS", "StepTokens", "flops_of_encoder", "monitor_of_job", "peak_of"]
-
 RECORDS = ".logs"
 """After the name of the folder that a run writes: where its record is kept."""
 

@@ -16,8 +16,6 @@ from flodl.train import Callback
 if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel
 
-__all__ = ["Rules", "Watch", "observed_of", "whole_path"]
-
 ENCODER = "encoder"
 
 

@@ -18,30 +18,27 @@ from torch.nn import functional as F
 
 from flodl.data.rng import Rng
 from flodl.errors import DataError, capped
-from flodl.metrics import Classification, Metric
+from flodl.metrics import Classification
 from flodl.train import Loss
 from flodl_hf.inference.decode.metrics import Perplexity
 from flodl_hf.nn.encoder.losses import IGNORED_LABEL, token_loss
 from flodl_hf.readers import as_numbers
 from flodl_hf.readers.columns import Columns, pair_columns
-from flodl_hf.training.masked import words_of
+from flodl_hf.training.masked import CollateShares, words_of
 from flodl_hf.training.options import Options
 from flodl_hf.training.rows import RELATED, CollateRows, EncodedRows, RowBuilder
 from flodl_hf.training.step import Kind, Objective, run_model
-from flodl_hf.training.step_counts import CollateShares
-from flodl_hf.training.task import CHUNK, Examples, LengthLimits, Prepared, UnweightedTask, check_texts
+from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, check_texts, encode_chunks
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
-
-__all__ = ["FOLLOWS", "PairTask", "PretrainingObjective", "plan_pairs"]
 
 FOLLOWS = ("follows", "other")
 """Names of the labels 0 and 1, as in `flodl_hf.heads.next_sentence`."""
 
 
 @dataclass(frozen=True)
-class PairTask(UnweightedTask):
+class PairTask(Task):
     """Whether two texts belong together, and with ``head="pretraining"`` also masked words.
 
     Args:
@@ -55,36 +52,25 @@ class PairTask(UnweightedTask):
     head: str = "next_sentence"
     ordered: bool = False
     seed: int = 42
-    names: tuple[str, ...] = FOLLOWS
-    labels: tuple[str, ...] | None = None
-    problem_type: str | None = None
-    per_row: bool = True
 
-    @property
-    def kind(self) -> Kind:
-        """Kind of the loss."""
-        return "pairs" if self.head == "pretraining" else "single_label"
+    names = FOLLOWS
+    per_row = True
 
-    @property
-    def main_metric(self) -> str:
-        """Accuracy, or the sum of both losses."""
-        return "-eval_loss" if self.head == "pretraining" else "accuracy"
+    def __post_init__(self) -> None:
+        if self.head == "pretraining":
+            self._settle(kind="pairs", main_metric="-eval_loss")
+        else:
+            self._settle(kind="single_label", main_metric="accuracy")
 
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return a row for each pair; of those too long for one the longer text gives way."""
         pairs, labels = self._pairs(examples, "train" if training else "eval")
         masked = self.head == "pretraining"
         builder, cut, named = RowBuilder(limits.types), 0, RELATED if masked else "labels"
-        for start in range(0, len(pairs), CHUNK):
-            part = pairs[start : start + CHUNK]
-            rows = tokenizer.encode_rows(
-                [first for first, _ in part], [second for _, second in part], max_tokens=limits.max_tokens,
-                offsets=masked, cut="longest", overflow="truncate",
-            )  # fmt: skip
-            for i, group in enumerate(rows, start):
-                words = {"words": words_of(group[0])} if masked else None
-                builder.add(group[0], i, words, **{named: np.int64(labels[i])})
-                cut += group[0].truncated
+        how = {"max_tokens": limits.max_tokens, "offsets": masked, "cut": "longest", "overflow": "truncate"}
+        for i, (row, *_) in encode_chunks(tokenizer, *map(list, zip(*pairs, strict=True)), **how):
+            builder.add(row, i, {"words": words_of(row)} if masked else None, **{named: np.int64(labels[i])})
+            cut += row.truncated
         return Prepared(builder.build(), None if training else labels, cut)
 
     def _pairs(self, examples: Examples, where: str) -> tuple[list[tuple[str, str]], list[int]]:
@@ -183,28 +169,22 @@ class PretrainingObjective(Objective):
         return torch.cat([torch.stack([torch.stack(part) for part in parts], 1), related.float()], 1)
 
 
-class _Scorer:
+class _Scorer(Scorer):
     def __init__(self, labels: Sequence[int], *, words: bool) -> None:
-        self.labels, self.pairs = labels, Classification(2, "binary")
-        self.words = Perplexity() if words else None
+        super().__init__(Classification(2, "binary"), *([Perplexity()] if words else []))
+        self.labels = labels
 
     def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
         """Add the scores of one pair; return them and its label."""
         found = scores[0][-2:]
-        self.pairs.update(found[None], torch.tensor([self.labels[example]]))
-        if self.words is not None:
-            self.words.add(scores[0][0], scores[0][1])
+        self.parts[0].update(found[None], torch.tensor([self.labels[example]]))
+        for words in self.parts[1:]:
+            words.add(scores[0][0], scores[0][1])
         return found.tolist(), self.labels[example]
-
-    def metrics(self) -> Sequence[Metric]:
-        """Return the metrics."""
-        return [self.pairs] if self.words is None else [self.pairs, self.words]
 
     def compute(self) -> dict[str, float]:
         """Return the metrics of pairs, and the perplexity of masked words."""
-        figures = self.pairs.compute()
-        figures.pop("count", None)
-        return figures if self.words is None else {**figures, "perplexity": self.words.compute()["perplexity"]}
+        return {name: value for name, value in super().compute().items() if name != "loss"}
 
 
 def plan_pairs(head: str, rows: Sequence[Mapping[str, Any]], options: Options, *, ordered: bool) -> PairTask:

@@ -21,8 +21,6 @@ from flodl.train.warmed_up import (
     WarmupStableDecay,
 )
 
-__all__ = ["WarmedUp", "make_schedule", "warmup_steps"]
-
 
 def warmup_steps(warmup: float, total: int) -> int:
     """Return the steps of the rise: a share of all steps below 1, else a number of steps."""

@@ -15,8 +15,6 @@ from typing import Any
 
 from flodl.errors import ConfigError
 
-__all__ = ["Origin", "Recipe", "load_recipe", "overlay_path"]
-
 INHERIT = "inherit-from"
 MAX_BYTES = 1_000_000
 

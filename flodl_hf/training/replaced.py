@@ -23,13 +23,10 @@ from flodl_hf.tokenization.alignment import mask_tokens
 from flodl_hf.training.masked import words_of
 from flodl_hf.training.options import Options
 from flodl_hf.training.rows import SPECIAL, RowBuilder
-from flodl_hf.training.step import Kind
-from flodl_hf.training.task import CHUNK, Examples, LengthLimits, MetricScorer, Prepared, UnweightedTask, check_texts
+from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, check_texts, encode_chunks
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
-
-__all__ = ["ReplacedTask", "Replacing", "plan_replaced"]
 
 KNOWN = {0: 0, 1: 1, "0": 0, "1": 1, "original": 0, "replaced": 1}
 
@@ -63,7 +60,7 @@ class Replacing:
 
 
 @dataclass(frozen=True)
-class ReplacedTask(UnweightedTask):
+class ReplacedTask(Task):
     """Whether each token is the text's own.
 
     Args:
@@ -75,12 +72,10 @@ class ReplacedTask(UnweightedTask):
     columns: Columns
     probability: float = 0.15
     seed: int = 42
-    head: str = "replaced_tokens"
-    kind: Kind = "replaced"
-    labels: tuple[str, ...] | None = None
-    problem_type: str | None = None
-    main_metric: str = "f1"
-    per_row: bool = False
+
+    head = "replaced_tokens"
+    kind = "replaced"
+    main_metric = "f1"
 
     def drawing(self, tokenizer: Tokenizer) -> Replacing:
         """Return the function that replaces tokens, by random tokens that are not special."""
@@ -97,29 +92,25 @@ class ReplacedTask(UnweightedTask):
         known = [] if words is None else _read_tags(examples, words, tags, "train" if training else "eval")
         draw = None if training or known else self.drawing(tokenizer)
         builder, owner, truth = RowBuilder(limits.types), 0, []
-        for start in range(0, len(examples), CHUNK):
-            groups = tokenizer.encode_rows(
-                [row[source] for row in examples[start : start + CHUNK]], max_tokens=limits.max_tokens,
-                stride=limits.stride or 0, words=words is not None,
-            )  # fmt: skip
-            for i, group in enumerate(groups, start):
-                for row in group:
-                    if all(row.special):
-                        continue
-                    labels: list[int] = []
-                    if known:
-                        labels = [0 if word is None else known[i][word] for word in row.word_ids]
-                        builder.add(row, owner, {"labels": labels})
-                    elif draw is None:
-                        builder.add(row, owner, {"words": words_of(row)})
-                    else:
-                        given = {"input_ids": row.ids, "words": words_of(row)}
-                        made = draw.drawn(given, Rng(self.seed, "replaced", owner))
-                        labels = made["labels"].tolist()
-                        builder.add(row, owner, {"labels": labels}, ids=made["input_ids"])
-                    if not training:
-                        truth.append(labels)
-                    owner += 1
+        texts = [row[source] for row in examples]
+        how = {"max_tokens": limits.max_tokens, "stride": limits.stride or 0, "words": words is not None}
+        for i, group in encode_chunks(tokenizer, texts, **how):
+            for row in group:
+                if all(row.special):
+                    continue
+                labels: list[int] = []
+                if known:
+                    labels = [0 if word is None else known[i][word] for word in row.word_ids]
+                    builder.add(row, owner, {"labels": labels})
+                elif draw is None:
+                    builder.add(row, owner, {"words": words_of(row)})
+                else:
+                    given = {"input_ids": row.ids, "words": words_of(row)}
+                    made = draw.drawn(given, Rng(self.seed, "replaced", owner))
+                    labels = made["labels"].tolist()
+                    builder.add(row, owner, {"labels": labels}, ids=made["input_ids"])
+                truth += [] if training else [labels]
+                owner += 1
         return Prepared(builder.build(), None if training else truth)
 
     def scorer(self, prepared: Prepared) -> _Scorer:
@@ -154,14 +145,15 @@ def _read_tags(examples: Examples, words: str, tags: str | None, where: str) -> 
     return found
 
 
-class _Scorer(MetricScorer):
+class _Scorer(Scorer):
     def __init__(self, labels: Sequence[Sequence[int]]) -> None:
-        self.labels, self.metric = labels, Classification(2, "binary")
+        super().__init__(Classification(2, "binary"))
+        self.labels = labels
 
     def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
         """Add the scores of the tokens of one window; return predicted and true labels."""
         found, true = (scores[0] > 0).long(), list(self.labels[example])
-        self.metric.update(found, torch.tensor(true))
+        self.parts[0].update(found, torch.tensor(true))
         return found.tolist(), true
 
 

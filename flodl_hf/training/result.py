@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
@@ -11,16 +11,32 @@ from typing import TYPE_CHECKING, Any
 
 from flodl.errors import TrainError
 from flodl.progress import clock, count
-from flodl_hf.training.best import figures_in
-from flodl_hf.training.factory import cast_stored
+from flodl_hf.training.start import cast_stored
 
 if TYPE_CHECKING:
     from flodl.distributed.group import Summed
     from flodl.train.events import Recorded
     from flodl_hf.models.encoder_model import EncoderModel
-    from flodl_hf.training.thresholds import Tuned
+    from flodl_hf.training.evaluation import Tuned
 
-__all__ = ["FinetuneResult", "OnFirstRank", "curve_svg"]
+
+class Timing(dict[str, float]):
+    """Seconds by phase: read, load, tokenise, first step, train, evaluate, save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last = time.perf_counter()
+
+    def mark(self, phase: str) -> None:
+        """Add the time since the last mark to a phase."""
+        now = time.perf_counter()
+        self[phase] = self.get(phase, 0.0) + now - self._last
+        self._last = now
+
+
+def figures_in(evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a record of `flodl.train.events.Past.evaluations`."""
+    return {name: value for name, value in evaluation.items() if name not in ("step", "epoch", "details")}
 
 
 class _WhenAsked:
@@ -66,6 +82,7 @@ class FinetuneResult:
         holds_model: whether the trained model is in this process.
         generator: the masked language model that was trained jointly, written to ``generator`` in the folder;
             None without the option of that name.
+        timing: seconds of each phase.
         policy: ``name`` of the policy by which ranks shared the work, and the ``reason`` why it was chosen.
     """
 
@@ -86,6 +103,7 @@ class FinetuneResult:
     holds_model: bool = True
     generator: EncoderModel | None = field(default=None, repr=False)
     policy: Mapping[str, str] = field(default_factory=dict, repr=False)
+    timing: dict[str, float] = field(default_factory=dict, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the model as JSON types."""
@@ -159,70 +177,26 @@ def _is_json(value: Any) -> bool:
     return value is None or isinstance(value, (str, int, float, list, tuple, dict))
 
 
+CURVE_STYLE = (
+    ".flodl-run .line{fill:none;stroke:#4a90d9;stroke-width:1.5}.flodl-run .grid{stroke:#8884}"
+    ".flodl-run .label{font:10px sans-serif;fill:#888}"
+)
+
+
 def _run_page(run: FinetuneResult) -> str:
-    """Return a run as HTML: the loss of each step as a curve, evaluations as lines in it and rows below."""
+    """Return a run as HTML: the loss of each step as a curve, and evaluations as rows."""
     from flodl_hf.inference.results.pages import table
+    from flodl_hf.training.report.charts import line_chart
 
     names = list(dict.fromkeys(name for record in run.history for name in figures_in(record)))
     rows = [
         [count(record.get("step", 0)), *(_cell(record.get(name)) for name in names)] for record in run.history[-20:]
     ]
-    marks = {
-        int(record["step"]): ", ".join(f"{name} {_cell(record[name])}" for name in names if name in record)
-        for record in run.history
-        if record.get("step")
-    }
-    curve = curve_svg(run.losses, marks=marks, title="training loss")
+    losses = {"training loss": [(step, value) for step, value in enumerate(run.losses, 1)]}
+    curve = line_chart(losses, title="training loss", across="step", up="loss")
+    curve = f'<div class="flodl-run"><style>{CURVE_STYLE}</style>{curve}</div>' if curve else ""
     return f"<div>{escape(_run_line(run))}</div>{curve}" + (table(rows, ["step", *map(escape, names)]) if rows else "")
 
 
 def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, (int, float)) else escape(str(value)) if value is not None else ""
-
-
-WIDE, HIGH, LEFT, LOW = 480, 160, 48, 20
-MOST = 400
-"""Most points that are drawn; of more, each is the mean of its neighbours."""
-
-
-def curve_svg(values: Sequence[float], *, marks: Mapping[int, str] | None = None, title: str = "loss") -> str:
-    """Return the curve of a value at each step from 1, with its least and largest at the side.
-
-    Args:
-        values: one value per step; values that are not finite leave a gap.
-        marks: labels of steps, each drawn as a vertical line.
-        title: title of the curve.
-    """
-    group = max(1, -(-len(values) // MOST))
-    points: list[tuple[float, float]] = []
-    for first in range(0, len(values), group):
-        part = [value for value in values[first : first + group] if math.isfinite(value)]
-        if part:
-            points.append((first + (len(values[first : first + group]) + 1) / 2, math.fsum(part) / len(part)))
-    if not points:
-        return ""
-    low, high = min(y for _, y in points), max(y for _, y in points)
-    spread, last = (high - low) or 1.0, max(2, len(values))
-
-    def place(step: float, value: float) -> str:
-        x = LEFT + (WIDE - LEFT - 8) * (step - 1) / (last - 1)
-        return f"{x:.1f},{8 + (HIGH - LOW - 8) * (high - value) / spread:.1f}"
-
-    small = 'font-size="10" font-family="sans-serif" fill="#666"'
-    line = " ".join(place(x, y) for x, y in points)
-    drawn = [
-        f'<polyline fill="none" stroke="#4a90d9" stroke-width="1.5" points="{line}"/>',
-        f'<text x="2" y="14" {small}>{high:.4g}</text>',
-        f'<text x="2" y="{HIGH - LOW}" {small}>{low:.4g}</text>',
-        f'<text x="{LEFT}" y="{HIGH - 4}" {small}>{escape(title)}, steps 1 to {len(values):,}</text>',
-    ]
-    for step, words in (marks or {}).items():
-        x = place(step, low).partition(",")[0]
-        drawn.append(
-            f'<line x1="{x}" x2="{x}" y1="8" y2="{HIGH - LOW}" stroke="#d98e4a" stroke-dasharray="3 2">'
-            f"<title>{escape(words)}</title></line>"
-        )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDE}" height="{HIGH}" viewBox="0 0 {WIDE} {HIGH}" '
-        f'role="img">{"".join(drawn)}</svg>'
-    )

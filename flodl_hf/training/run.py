@@ -1,6 +1,6 @@
 """``finetune``: data and a model in, a trained model and its folder out.
 
-It combines the task (`data` and the module of the task), the training (`flodl.train`), the folder
+It combines the task (`task_choice` and the module of the task), the training (`flodl.train`), the folder
 (`flodl_hf.checkpoints.saving`) and the metadata files (`card`). All arguments are checked before
 anything is computed.
 """
@@ -21,9 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from flodl.distributed.group import under_torchrun
+from flodl.distributed.group import is_first_rank, under_torchrun
 from flodl.distributed.launch import prepare_ranks
 from flodl.errors import TrainError, TrainInterrupted, printable, visible
+from flodl.memory import available_memory
 from flodl.progress import in_words, is_wanted
 from flodl.train import Callback, EpochMetrics, EvalDone, RunDone, RunStarted, StepDone, Tracker, Warned
 from flodl.train.events import Past
@@ -34,27 +35,21 @@ from flodl_hf.errors import ExportError
 from flodl_hf.models.adapters.write import contents_of
 from flodl_hf.models.saving import write_contents
 from flodl_hf.readers.path_checks import path_fault
-from flodl_hf.training.arguments import read_arguments
-from flodl_hf.training.batch_size import as_before
-from flodl_hf.training.best import Best, figures_in, take_best
+from flodl_hf.training.batching import as_before
 from flodl_hf.training.card import papers
 from flodl_hf.training.data import is_several
-from flodl_hf.training.eval_predictions import EvalPredictions
-from flodl_hf.training.evaluation import collect_predictions
-from flodl_hf.training.factory import cast_stored
-from flodl_hf.training.job import Job, plan_job
+from flodl_hf.training.evaluation import EvalPredictions, Own, collect_predictions, tune_thresholds
+from flodl_hf.training.job import Job, plan_job, read_arguments
 from flodl_hf.training.monitoring import monitor_of_job
 from flodl_hf.training.options import FinetuneWords, Options
-from flodl_hf.training.result import FinetuneResult, OnFirstRank
+from flodl_hf.training.result import FinetuneResult, OnFirstRank, Timing, figures_in
+from flodl_hf.training.start import cast_stored
 from flodl_hf.training.task import name_of
-from flodl_hf.training.thresholds import tune_thresholds
-from flodl_hf.training.training import CHECKPOINTS, make_builder, settings_of_torch, train_job
-from flodl_hf.training.user_code import Own
+from flodl_hf.training.training import CHECKPOINTS, Best, settings_of_torch, take_best, train_job, trains_here
 
 if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel
 
-__all__ = ["check_free", "finetune", "make_builder", "train_job"]
 
 _LOG = logging.getLogger("flodl_hf.training")
 _LOG.addHandler(logging.NullHandler())  # the lines are also printed, so logging prints them only where configured
@@ -101,7 +96,7 @@ def finetune(
             (`flodl.verbosity`); False prints nothing.
         monitor: True or a port shows the run on a page of this machine; or a `flodl.monitor.Monitor`. Its record is
             kept in ``<out>.logs`` (or ``log_dir``), with the page as one file when the run is over.
-        loss: ``loss(scores, labels)`` in place of the task's loss; see `flodl_hf.training.user_loss.own_loss`. Of
+        loss: ``loss(scores, labels)`` in place of the task's loss; see `flodl_hf.training.step.own_loss`. Of
             vectors its name, one of `flodl_hf.training.losses`, or ``loss(vectors, labels)`` of the whole batch.
         metrics: ``metrics(predictions, truth)`` returns a mapping of metrics; or a mapping of names to functions.
             Predictions and truth are arrays ``(examples, ...)`` of scores and labels, lists of tags, or answers and
@@ -137,14 +132,14 @@ def finetune(
             check_free(target, overwrite)
         if chosen.ranks > 1 and not under_torchrun():
             prepare_ranks("flodl_hf.training.run")
-    tell = partial(_say, shown=bool(progress)) if _is_first_rank() else None
+    tell = partial(_say, shown=bool(progress)) if is_first_rank() else None
     job = plan_job(model, train, eval, chosen, own=Own(loss, metrics, tuple(callbacks)), tell=tell, problems=problems)
-    if target is not None and _is_first_rank():
+    if target is not None and is_first_rank():
         check_space(target, _bytes_to_write(job.model))
     for tracker in trackers:
         tracker.config.update(_settings(job.options))  # with values inferred from the data
     recipe = {"model": _named(model), "train": _named(train), "eval": _named(eval), **_recipe(job)}
-    notes = _Notes(on_event, job.unrecorded)
+    notes = _Notes(on_event, job.unrecorded, job.timing)
     try:
         ended = _train(job, notes, target, recipe, progress=progress, trackers=trackers, monitor=monitor)
     except (TrainInterrupted, SystemExit) as stop:
@@ -157,16 +152,18 @@ def finetune(
     tuned = _tuned(ended, chosen)
     ended.model.training_recipe = recipe
     found: Any = ended.model if ended.is_whole else OnFirstRank()
-    written = Path(os.path.abspath(target)) if target is not None and _is_first_rank() else None
+    written = Path(os.path.abspath(target)) if target is not None and is_first_rank() else None
     result = FinetuneResult(
         found, written, name_of(job.task), ended.metrics, notes.history, notes.losses, notes.steps, ended.best_step,
         ended.seconds, recipe, list(notes.past.changes), tuned, notes.recorded, notes.summed, ended.is_whole,
-        ended.beside if ended.is_whole else None, notes.policy,
+        ended.beside if ended.is_whole else None, notes.policy, job.timing,
     )  # fmt: skip
+    job.timing.mark("train")
     if written is not None:
         _write(job, ended.model, result, written, overwrite, ended.predictions)
         if ended.folder is not None and not chosen.keep_checkpoints and chosen.checkpoints is None:
             shutil.rmtree(ended.folder, ignore_errors=True)
+        job.timing.mark("save")
     return result
 
 
@@ -175,7 +172,7 @@ def _stopped(stop: BaseException, job: Job, notes: _Notes, target: Path | None, 
     if isinstance(stop, SystemExit) and stop.code != 128 + signal.SIGTERM:
         return
     folder = _kept_in(job.options, target)
-    if _is_first_rank():
+    if is_first_rank():
         how = "run the same command with resume=True to continue" if folder else "there is no out= to resume from"
         print(in_words(f"stopped after step {notes.steps}; {how}"), file=sys.stderr, flush=True)
     if isinstance(stop, TrainInterrupted):
@@ -236,14 +233,15 @@ def _train(
         stack.callback(job.conclude, job.model)
         for tracker in trackers:
             stack.callback(tracker.end)
-        folder = _checkpoint_folder(job, target, stack)
-        if folder is None and job.metric is not None and job.options.keep_best:
-            # Under torchrun every rank keeps the best weights, since there is no folder that all of them can read.
-            if job.options.shard is None:
-                notes.keep_best(Best(job.metric), job.model)
-            else:
-                job.notes.append("without out= or checkpoints= the model of the last step is kept, not the best one")
-        watched = monitor_of_job(monitor, job, recipe, target, is_first=_is_first_rank())
+        fits = 2 * _bytes_to_write(job.model) <= (available_memory() or sys.maxsize)
+        # Under torchrun every rank keeps the best weights, since there may be no folder that all of them can read.
+        if job.metric is not None and job.options.keep_best and trains_here(job.options) and (fits or under_torchrun()):
+            seen = None if job.evaluation is None else next(iter(job.evaluation.sets.values())).seen
+            notes.best = Best(job.metric, job.model, seen)
+        folder = _checkpoint_folder(job, target, stack, has_best=notes.best is not None)
+        if job.metric is not None and job.options.keep_best and folder is None and notes.best is None:
+            job.notes.append("without out= or checkpoints= the model of the last step is kept, not the best one")
+        watched = monitor_of_job(monitor, job, recipe, target, is_first=is_first_rank())
         began = time.perf_counter()
         trained = train_job(job, notes, stack, folder, progress=progress, trackers=trackers, monitor=watched)
         seconds = notes.past.seconds + time.perf_counter() - began
@@ -251,7 +249,7 @@ def _train(
         model = job.model if trained is None else trained
         best_step, metrics = _take_best(job, model, folder, notes)
         model.eval()
-        predictions = _collected_predictions(job, model, target, metrics)
+        predictions = _collected_predictions(job, model, target, metrics, notes.best)
         beside = job.conclude(model)
     return _Ended(model, trained is not None, best_step, metrics, seconds, predictions, folder, beside)
 
@@ -270,8 +268,8 @@ def _tuned(ended: _Ended, options: Options) -> Any:
 class _Notes:
     """Collects the values of the result, and forwards events."""
 
-    def __init__(self, on_event: Callable[[Any], Any] | None, unrecorded: str | None = None) -> None:
-        self.on_event, self.unrecorded = on_event, unrecorded
+    def __init__(self, on_event: Callable[[Any], Any] | None, unrecorded: str | None, timing: Timing) -> None:
+        self.on_event, self.unrecorded, self.timing = on_event, unrecorded, timing
         self.losses: list[float] = []
         self.history: list[dict[str, Any]] = []
         self.steps = 0
@@ -280,17 +278,12 @@ class _Notes:
         self.recorded: Any = None
         self.summed: Any = None
         self.best: Best | None = None
-        self._model: Any = None
         self._began = time.perf_counter()
 
     @property
     def seconds(self) -> float:
         """Time of the training so far, that before a resume included."""
         return self.past.seconds + time.perf_counter() - self._began
-
-    def keep_best(self, best: Best, model: Any) -> None:
-        """Have the best weights of ``model`` kept in memory."""
-        self.best, self._model = best, model
 
     def __call__(self, event: Any) -> None:
         if isinstance(event, RunStarted):  # repeated if ranks were restarted
@@ -299,6 +292,7 @@ class _Notes:
             self.history = [dict(row) for row in event.past.evaluations]
             self.steps = event.step
         elif isinstance(event, StepDone):
+            self.timing.mark("train" if self.losses else "first step")
             self.losses.append(event.loss)
             self.steps = event.step
         elif isinstance(event, Warned):
@@ -306,11 +300,12 @@ class _Notes:
         elif isinstance(event, EpochMetrics):
             _LOG.info("epoch %d: loss %.4f", event.epoch + 1, event.loss)
         elif isinstance(event, EvalDone):
+            self.timing.mark("evaluate")
             _LOG.info("step %d: %s", event.step, dict(event.metrics))
             details = {"details": event.details} if event.details else {}
             self.history.append({"step": event.step, "epoch": event.epoch, **event.metrics, **details})
             if self.best is not None:
-                self.best(self._model, event.step, event.metrics)
+                self.best(event.step, event.metrics)
         elif isinstance(event, RunDone):
             self.steps, self.recorded, self.summed = event.step, event.recorded, event.summed
             if self.recorded is not None and self.unrecorded is not None:
@@ -322,7 +317,7 @@ class _Notes:
 # ---- checkpoints and the folder -------------------------------------------------------------------------
 
 
-def _checkpoint_folder(job: Job, target: Path | None, stack: ExitStack) -> Path | None:
+def _checkpoint_folder(job: Job, target: Path | None, stack: ExitStack, *, has_best: bool) -> Path | None:
     """Return where checkpoints go; a temporary folder where they only serve to find the best model again.
 
     Raises:
@@ -330,7 +325,7 @@ def _checkpoint_folder(job: Job, target: Path | None, stack: ExitStack) -> Path 
     """
     options = job.options
     folder = _kept_in(options, target)
-    if folder is None and job.evaluation is not None and options.keep_best and not _under_torchrun():
+    if folder is None and job.metric is not None and options.keep_best and not has_best and not under_torchrun():
         return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flodl-hf-")))
     if folder is None:
         return None
@@ -354,11 +349,10 @@ def _take_best(job: Job, model: EncoderModel, folder: Path | None, notes: _Notes
     """Load the weights of the best evaluation into ``model``; return its step and figures."""
     last = figures_in(notes.history[-1]) if notes.history else {}
     taken = None
-    if notes.best is not None:
-        taken = notes.best.take(model)
-    # Other ranks leave the folder alone: the first may remove it at any moment.
-    elif folder is not None and job.metric is not None and job.options.keep_best and _is_first_rank():
-        taken = take_best(job.metric, folder, model, notes.history, notes.steps)
+    # Other ranks do not read the folder: the first may remove it at any moment.
+    folder = folder if is_first_rank() else None
+    if job.metric is not None and job.options.keep_best and (folder is not None or notes.best is not None):
+        taken = take_best(job.metric, folder, model, notes.history, notes.steps, notes.best)
     return (notes.steps, last) if taken is None else taken
 
 
@@ -367,18 +361,6 @@ def _say(text: str, *, shown: bool) -> None:
     _LOG.info(text)
     if shown:
         print(visible(in_words(text)), file=sys.stderr, flush=True)
-
-
-def _under_torchrun() -> bool:
-    from flodl.distributed.group import under_torchrun
-
-    return under_torchrun()
-
-
-def _is_first_rank() -> bool:
-    from flodl.distributed.group import is_first_rank
-
-    return is_first_rank()
 
 
 def check_free(target: Path, overwrite: bool) -> None:
@@ -422,14 +404,14 @@ def check_free(target: Path, overwrite: bool) -> None:
 
 
 def _collected_predictions(
-    job: Job, model: EncoderModel, target: Path | None, metrics: dict[str, float]
+    job: Job, model: EncoderModel, target: Path | None, metrics: dict[str, float], best: Best | None
 ) -> EvalPredictions | None:
     """Return the predictions for evaluation data, on the first rank, if requested."""
     wanted = job.options.tune_thresholds or (job.options.report and target is not None)
-    if not wanted or job.evaluation is None or not _is_first_rank():
+    if not wanted or job.evaluation is None or not is_first_rank():
         return None
     cast_stored(model)
-    return collect_predictions(model, job.evaluation, metrics)
+    return collect_predictions(model, job.evaluation, metrics, None if best is None else best.seen)
 
 
 def _write(
@@ -454,7 +436,7 @@ def _trackers(options: Options, target: Path | None) -> list[Tracker]:
     Raises:
         TrainError: a package is not installed.
     """
-    if not _is_first_rank():
+    if not is_first_rank():
         return []
     beside = Path("runs") if target is None else target.with_name(target.name + ".logs")
     return [make_tracker(name, options.log_dir or beside, _settings(options)) for name in options.trackers]

@@ -6,7 +6,7 @@ Alternatively it is read in windows, each with the label; the evaluation uses th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +20,10 @@ from flodl_hf.inference.decode.classes import activation_for, class_scores, mean
 from flodl_hf.readers import Targets
 from flodl_hf.readers.columns import Columns
 from flodl_hf.training.rows import EncodedRows, RowBuilder
-from flodl_hf.training.step import Kind
-from flodl_hf.training.task import CHUNK, Examples, LengthLimits, Prepared, check_texts
+from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, check_texts, encode_chunks
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
-
-__all__ = ["SequenceTask"]
 
 _PROBLEM = {
     "single_label": "single_label_classification",
@@ -37,40 +34,26 @@ BUFFER = 1024
 
 
 @dataclass(frozen=True)
-class SequenceTask:
+class SequenceTask(Task):
     """A label for each text.
 
     Args:
         columns: the columns of texts and labels.
         targets: what labels are, and their names.
-        names: names of the labels in the result, by number.
+        labels: names of the labels in the result, by number.
     """
 
     columns: Columns
     targets: Targets
-    names: tuple[str, ...]
-    head: str = "sequence_classification"
-    per_row: bool = True
+    labels: tuple[str, ...]
 
-    @property
-    def kind(self) -> Kind:
-        """Kind of the loss."""
-        return self.targets.kind
+    head = "sequence_classification"
+    per_row = True
 
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """Label names by number."""
-        return self.names
-
-    @property
-    def problem_type(self) -> str:
-        """Value of ``problem_type`` in ``config.json``."""
-        return _PROBLEM[self.kind]
-
-    @property
-    def main_metric(self) -> str:
-        """Accuracy, F1 of several labels, or the mean squared error."""
-        return {"single_label": "accuracy", "multi_label": "f1", "regression": "-mse"}[self.kind]
+    def __post_init__(self) -> None:
+        kind = self.targets.kind
+        metric = {"single_label": "accuracy", "multi_label": "f1", "regression": "-mse"}[kind]
+        self._settle(kind=kind, problem_type=_PROBLEM[kind], main_metric=metric)
 
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return one row for each text, or one for each window of it."""
@@ -85,20 +68,12 @@ class SequenceTask:
         how: Any = {"cut": None if pair is None else "longest", "overflow": "truncate"}
         if limits.windows:
             how = {"stride": limits.shared(0, 3), "overflow": "windows"}
-        for start in range(0, len(examples), CHUNK):
-            part = examples[start : start + CHUNK]
-            windows = tokenizer.encode_rows(
-                [row[text] for row in part],
-                None if pair is None else [row[pair] for row in part],
-                max_tokens=limits.max_tokens,
-                offsets=False,
-                **how,
-            )
-            for i, group in enumerate(windows, start):
-                for window in group:
-                    builder.add(window, i, labels=values[i])
-                cut += group[0].truncated
-                weights.append([sum(not special for special in window.special) for window in group])
+        texts, seconds = [row[text] for row in examples], None if pair is None else [row[pair] for row in examples]
+        for i, group in encode_chunks(tokenizer, texts, seconds, max_tokens=limits.max_tokens, offsets=False, **how):
+            for window in group:
+                builder.add(window, i, labels=values[i])
+            cut += group[0].truncated
+            weights.append([sum(not special for special in window.special) for window in group])
         rows = builder.build()
         if training:
             return Prepared(rows, cut=cut)
@@ -125,7 +100,7 @@ class SequenceTask:
 
     def scorer(self, prepared: Prepared) -> _Scorer:
         """Return a new scorer."""
-        return _Scorer(self.kind, len(self.names), prepared.truth)
+        return _Scorer(self.kind, len(self.labels), prepared.truth)
 
     def label_counts(self, rows: EncodedRows) -> list[int] | None:
         """Return how many rows have each label."""
@@ -134,7 +109,7 @@ class SequenceTask:
             return None
         if self.kind == "multi_label":
             return [int(n) for n in labels.sum(0)]
-        return np.bincount(labels, minlength=len(self.names)).tolist()
+        return np.bincount(labels, minlength=len(self.labels)).tolist()
 
 
 @dataclass(frozen=True)
@@ -145,15 +120,16 @@ class _Truth:
     weights: list[list[int]]
 
 
-class _Scorer:
+class _Scorer(Scorer):
     def __init__(self, kind: str, size: int, truth: _Truth) -> None:
         self.kind, self.truth, self.weights = kind, truth.labels, truth.weights
-        self._metrics: list[Any] = {
+        parts: dict[str, Callable[[], list[Any]]] = {
             "single_label": lambda: [Classification(size, "binary" if size == 2 else "macro")],
             "multi_label": lambda: [MultiLabel(size, "micro")],
             # Correlations are of one number; several numbers of a text may have different scales.
             "regression": lambda: [SquaredError(), *([Pearson(), Spearman()] if size == 1 else [])],
-        }[kind]()
+        }
+        super().__init__(*parts[kind]())
         self._examples: list[int] = []
         self._scores: list[Tensor] = []
 
@@ -183,20 +159,11 @@ class _Scorer:
         scores, truth = torch.stack(self._scores), self.truth[self._examples]
         if self.kind == "regression":
             scores = scores.view(truth.shape)
-        for metric in self._metrics:
+        for metric in self.parts:
             metric.update(scores, truth)
         self._examples, self._scores = [], []
 
     def metrics(self) -> Sequence[Metric]:
         """Return the metrics."""
         self._flush()
-        return self._metrics
-
-    def compute(self) -> dict[str, float]:
-        """Return the figures."""
-        self._flush()
-        figures: dict[str, float] = {}
-        for metric in self._metrics:
-            figures |= metric.compute()
-        figures.pop("count", None)
-        return figures
+        return self.parts

@@ -2,27 +2,142 @@
 
 The loss without weights and smoothing is the model's own, operation by operation, so that a run equals a plain
 loop to the bit. How sums and counts become a step is decided in `flodl.train.step`.
+
+Noise on word embeddings in training (NEFTune, arXiv:2310.05914) is drawn by a hash of the row's seed, the token's place
+in the row and its place in the vector, so it depends on the row, the epoch and the run's seed alone. It is uniform
+within ``alpha / sqrt(tokens * width)``, with the tokens of the row itself; the reference uses the padded width of the
+batch. It is computed on the device of the batch, so steps can be captured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flodl.data import Where
+from flodl.errors import TrainError
 from flodl.train import Loss
 from flodl_hf.nn.adapter_layers.prompts import lead_of
 from flodl_hf.nn.encoder.losses import IGNORED_LABEL, classification_loss, span_loss, token_loss
 from flodl_hf.nn.layout.layouts import Layout, Packed, Padded
-from flodl_hf.training.noise import noisy
-from flodl_hf.training.user_loss import LossFunction, own_loss
 
-__all__ = ["Objective", "layout_of", "rows_of_scores", "run_model", "score"]
+LossFunction = Callable[[Tensor, Tensor], Any]
+
+
+def own_loss(call: LossFunction, scores: Tensor, labels: Tensor, rows: Any) -> Loss:
+    """Return the loss of a user's function for some items, as a sum and a count.
+
+    A value per item is summed; a mean is over the items, or over the items of whole-number labels that are
+    not -100. Both, and a pair ``(sum, count)`` or a `Loss`, give the same step for any micro-batch size.
+
+    Args:
+        call: called with scores ``(items, classes)`` and labels ``(items,)``, or ``(items, ...)`` as the task has them.
+        rows: number of items, if labels do not define it.
+
+    Raises:
+        TrainError: it returns something else.
+    """
+    given = call(scores, labels)
+    if isinstance(given, Loss):
+        return given
+    if isinstance(given, tuple) and len(given) == 2:
+        return Loss(*given)
+    kept = labels != IGNORED_LABEL if not labels.is_floating_point() and labels.dim() == 1 else None
+    count = rows if kept is None else kept.sum()
+    if isinstance(given, Tensor) and given.dim() == 0:
+        return Loss.mean(given, count)
+    if isinstance(given, Tensor) and given.shape[:1] == labels.shape[:1]:
+        each = given if given.dim() == 1 else given.flatten(1).mean(1)
+        return Loss((each if kept is None else torch.where(kept, each, 0.0)).sum(), count)
+    shape = f" of shape {tuple(given.shape)}" if isinstance(given, Tensor) else ""
+    raise TrainError(
+        f"loss: found {type(given).__name__}{shape}; expected a mean, a value for each of the {len(labels)} items, a "
+        "pair (sum, count), or a flodl.train.Loss",
+        found=type(given).__name__,
+    )
+
+
+SEEDS = "noise_seeds"
+"""The part of a batch with a seed for each row, int64 ``(rows,)``."""
+WORD_EMBEDDINGS = "encoder.embeddings.word"
+MASK = 0xFFFFFFFF
+STEP = 0x61C88647
+"""Between the numbers of neighbours before they are mixed."""
+
+
+def row_seeds(where: Where, rows: Sequence[int], purpose: str = "noise") -> NDArray[np.int64]:
+    """Return a seed below 2**31 for each row of a batch, for this epoch and purpose."""
+    return np.asarray([int(where.rng(purpose, row).integers(1 << 31, 1)[0]) for row in rows], np.int64)
+
+
+@contextmanager
+def noisy(model: Any, alpha: float, batch: Any) -> Iterator[None]:
+    """Add noise to the word embeddings of ``model`` inside the context, in training mode."""
+    word: nn.Module = model.graph.get_submodule(WORD_EMBEDDINGS)
+    if not word.training or SEEDS not in batch:
+        yield
+        return
+
+    def add(module: nn.Module, given: Any, states: Tensor) -> Tensor:
+        noise = uniform_noise(*_tokens(batch, states.shape[:-1]), states.shape[-1])
+        return states + (noise * alpha).to(states.dtype)
+
+    handle = word.register_forward_hook(add)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _tokens(batch: Any, shape: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return for each token the seed and length of its row, and its place in it, in the shape of the batch."""
+    seeds = batch[SEEDS]
+    if "cu_seqlens" in batch:
+        ends = batch["cu_seqlens"][1:].to(torch.int64)
+        at = torch.arange(math.prod(shape), device=seeds.device)
+        row = torch.searchsorted(ends, at, right=True).clamp(max=len(seeds) - 1)
+        starts = batch["cu_seqlens"][:-1].to(torch.int64)
+        return tuple(part.view(shape) for part in (seeds[row], (ends - starts)[row], at - starts[row]))  # type: ignore[return-value]
+    lengths = batch["attention_mask"].sum(1, keepdim=True)
+    place = torch.arange(shape[1], device=seeds.device)[None]
+    return seeds[:, None].expand(*shape), lengths.expand(*shape), place.expand(*shape)
+
+
+def uniform_noise(seeds: Tensor, lengths: Tensor, places: Tensor, width: int) -> Tensor:
+    """Return float32 noise ``(*tokens, width)``, uniform within ``1 / sqrt(lengths * width)``.
+
+    Args:
+        seeds: of each token's row, int64 ``(*tokens)``.
+        lengths: tokens of each token's row.
+        places: of the tokens in their rows.
+    """
+    base = mixed(mixed(seeds) + places)
+    columns = torch.arange(width, device=seeds.device) * STEP
+    bits = mixed(base[..., None] + columns)
+    number = (bits >> 8).to(torch.float32) * 2.0**-23 - 1.0  # float32 represents 24 bits exactly
+    return number * torch.rsqrt(lengths.to(torch.float32) * width)[..., None]
+
+
+def mixed(value: Tensor) -> Tensor:
+    """Return 32 bits, each of which depends on all bits of ``value``.
+
+    Factors are below 2**31, so that int64 does not overflow.
+    """
+    value = value & MASK
+    value = ((value ^ (value >> 16)) * 0x7FEB352D) & MASK
+    value = ((value ^ (value >> 15)) * 0x31848BAB) & MASK
+    return value ^ (value >> 16)
+
 
 Kind = Literal[
     "single_label", "multi_label", "regression", "tokens", "words", "spans", "vectors", "choices", "pairs", "replaced"
@@ -87,7 +202,7 @@ class Objective:
         mask_padding: spans only: exclude padding from the softmax. transformers includes padding, so that its loss
             depends on the padded length of a batch.
         own: the user's function in place of the task's loss; see `user_loss`. Batches are not filled up.
-        noise: how much there is on word embeddings; see `flodl_hf.training.noise`.
+        noise: how much there is on word embeddings; see `flodl_hf.training.step`.
     """
 
     kind: Kind

@@ -6,9 +6,10 @@ and computes metrics. `data` selects the task of a run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
@@ -19,8 +20,6 @@ from flodl_hf.training.step import Kind
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
-
-__all__ = ["CHUNK", "LengthLimits", "MetricScorer", "Prepared", "Scorer", "Task", "UnweightedTask", "check_texts"]
 
 CHUNK = 512
 """Examples that are tokenized together: enough for the tokenizer's threads, with little memory for offsets."""
@@ -61,8 +60,15 @@ class Prepared:
     cut: int = 0
 
 
-class Scorer(Protocol):
-    """Computes metrics example by example."""
+class Scorer:
+    """Computes metrics example by example; subclasses define ``update``.
+
+    Args:
+        *parts: the metrics, which ranks merge.
+    """
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = list(parts)
 
     def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any] | None:
         """Add the scores of all windows of one example, on the CPU.
@@ -70,90 +76,72 @@ class Scorer(Protocol):
         Returns:
             The prediction and the gold label, as JSON values, for metrics of the user; None if there are none.
         """
-        ...
 
     def metrics(self) -> Sequence[Metric]:
         """Return the current metrics; ``compute`` uses them after other ranks were merged into them."""
-        ...
+        return self.parts
 
     def compute(self) -> dict[str, float]:
-        """Return the figures."""
-        ...
+        """Return the values of all metrics, without their counts."""
+        found = {name: value for part in self.metrics() for name, value in part.compute().items()}
+        found.pop("count", None)
+        return found
 
 
-class MetricScorer:
-    """Scorer with one metric; subclasses define ``update``."""
+class Task(ABC):
+    """One kind of thing to learn.
 
-    metric: Any
+    Attributes:
+        head: the head's name.
+        kind: kind of the loss.
+        name: name of the task, if it is not that of its head.
+        labels: label names in order; None if the head has no labels.
+        problem_type: value of ``problem_type`` in ``config.json``.
+        main_metric: the metric that selects the best model; with a leading ``-`` if lower is better.
+        per_row: whether scores are of whole rows rather than of tokens.
+        refused: options that the task does not use.
+    """
 
-    def metrics(self) -> Sequence[Metric]:
-        """Return the metric."""
-        return [self.metric]
+    head: str
+    kind: Kind
+    name: str = ""
+    labels: tuple[str, ...] | None = None
+    problem_type: str | None = None
+    main_metric: str
+    per_row: bool = False
+    refused: ClassVar[tuple[str, ...]] = ()
 
-    def compute(self) -> dict[str, float]:
-        """Return the values of the metric, without its count."""
-        figures = self.metric.compute()
-        figures.pop("count", None)
-        return figures
-
-
-class UnweightedTask:
-    """Base class of tasks without weights of labels."""
-
-    def label_counts(self, rows: EncodedRows) -> list[int] | None:
-        """Return None: labels have no weights."""
-        return None
-
-
-class Task(Protocol):
-    """One kind of thing to learn."""
-
-    @property
-    def head(self) -> str:
-        """The head's name."""
-        ...
-
-    @property
-    def kind(self) -> Kind:
-        """Kind of the loss."""
-        ...
-
-    @property
-    def labels(self) -> tuple[str, ...] | None:
-        """Label names in order; None if the head has no labels."""
-        ...
-
-    @property
-    def problem_type(self) -> str | None:
-        """Value of ``problem_type`` in ``config.json``."""
-        ...
-
-    @property
-    def main_metric(self) -> str:
-        """The metric that selects the best model; with a leading ``-`` if lower is better."""
-        ...
-
-    @property
-    def per_row(self) -> bool:
-        """Whether scores are of whole rows rather than of tokens."""
-        ...
-
+    @abstractmethod
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return the examples as rows of tokens."""
-        ...
 
+    @abstractmethod
     def scorer(self, prepared: Prepared) -> Scorer:
         """Return a new scorer."""
-        ...
 
     def label_counts(self, rows: EncodedRows) -> list[int] | None:
         """Return how often each label occurs, for balanced weights; None without labels."""
-        ...
+        return None
+
+    def _settle(self, **values: Any) -> None:
+        """Set attributes that follow from the fields of a frozen task."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+
+def encode_chunks(
+    tokenizer: Tokenizer, texts: Sequence[Any], seconds: Sequence[str] | None = None, **how: Any
+) -> Iterator[tuple[int, Sequence[Any]]]:
+    """Yield the number of each text with its windows; arguments as for `Tokenizer.encode_rows`."""
+    for start in range(0, len(texts), CHUNK):
+        stop = start + CHUNK
+        groups = tokenizer.encode_rows(texts[start:stop], None if seconds is None else seconds[start:stop], **how)
+        yield from enumerate(groups, start)
 
 
 def name_of(task: Task) -> str:
     """Return the name of a task in options and results: its own name, else the name of its head."""
-    return getattr(task, "name", task.head)
+    return task.name or task.head
 
 
 def check_texts(examples: Examples, column: str, where: str) -> None:

@@ -19,13 +19,10 @@ from flodl_hf.readers.columns import NAMES, Columns, column_names
 from flodl_hf.tokenization.alignment import IGNORE, Units, align_tags, read_tags, tags_of_spans, word_units
 from flodl_hf.training.report.figures import conll_tags
 from flodl_hf.training.rows import EncodedRows, RowBuilder
-from flodl_hf.training.step import Kind
-from flodl_hf.training.task import CHUNK, Examples, LengthLimits, MetricScorer, Prepared, check_texts
+from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, check_texts, encode_chunks
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
-
-__all__ = ["TokenTask", "read_character_spans", "tag_names"]
 
 STRIDE = 64
 
@@ -115,42 +112,34 @@ class _Truth:
 
 
 @dataclass(frozen=True)
-class TokenTask:
+class TokenTask(Task):
     """A label for each word.
 
     Args:
         columns: the columns of words and tags, or of texts and spans.
-        names: names of the labels, by number.
+        labels: names of the labels, by number.
         stored: label names of the data by number, if they differ.
     """
 
     columns: Columns
-    names: tuple[str, ...]
+    labels: tuple[str, ...]
     stored: tuple[str, ...] | None = None
-    head: str = "token_classification"
-    kind: Kind = "tokens"
-    problem_type: str | None = None
-    per_row: bool = False
 
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """Label names by number."""
-        return self.names
+    head = "token_classification"
+    kind = "tokens"
+
+    def __post_init__(self) -> None:
+        self._settle(main_metric="f1" if self.has_spans else "accuracy")
 
     @property
     def has_spans(self) -> bool:
         """Whether labels are tags of spans rather than of words for themselves."""
-        return "O" in self.names and all(name == "O" or name[1:2] == "-" for name in self.names)
-
-    @property
-    def main_metric(self) -> str:
-        """F1 of spans, or accuracy."""
-        return "f1" if self.has_spans else "accuracy"
+        return "O" in self.labels and all(name == "O" or name[1:2] == "-" for name in self.labels)
 
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return the windows of each sentence or text."""
-        ids = {name: k for k, name in enumerate(self.names)}
-        rename = dict(zip(self.stored, self.names, strict=True)) if self.stored else {}
+        ids = {name: k for k, name in enumerate(self.labels)}
+        rename = dict(zip(self.stored, self.labels, strict=True)) if self.stored else {}
         builder, truth, faults = RowBuilder(limits.types), _Truth(), []
         words = self.columns.words
         if words is None:
@@ -158,26 +147,19 @@ class TokenTask:
             check_texts(examples, self.columns.text, "finetune")
         source = words or self.columns.text
         assert source is not None
-        for start in range(0, len(examples), CHUNK):
-            part = examples[start : start + CHUNK]
-            groups = tokenizer.encode_rows(
-                [row[source] for row in part],
-                max_tokens=limits.max_tokens,
-                stride=limits.shared(STRIDE, 3),
-                words=words is not None,
-            )
-            for i, (row, windows) in enumerate(zip(part, groups, strict=True), start):
-                try:
-                    units, tags = self._tagged(row, windows, i, rename)
-                    labels = align_tags(units, tags, ids, once=True)
-                except DataError as fault:
-                    faults.append(f"row {i}: {fault}")
-                    continue
-                for window, line in zip(windows, labels, strict=True):
-                    builder.add(window, i, {"labels": line})
-                if not training:
-                    truth.units.append(units)
-                    truth.tags.append(tags)
+        how = {"max_tokens": limits.max_tokens, "stride": limits.shared(STRIDE, 3), "words": words is not None}
+        for i, windows in encode_chunks(tokenizer, [row[source] for row in examples], **how):
+            try:
+                units, tags = self._tagged(examples[i], windows, i, rename)
+                labels = align_tags(units, tags, ids, once=True)
+            except DataError as fault:
+                faults.append(f"row {i}: {fault}")
+                continue
+            for window, line in zip(windows, labels, strict=True):
+                builder.add(window, i, {"labels": line})
+            if not training:
+                truth.units.append(units)
+                truth.tags.append(tags)
         if faults:
             which = "sentences" if training else "evaluation sentences"
             raise DataError(f"finetune: {which} that cannot be labelled:\n{capped(faults, 8)}", problems=faults)
@@ -209,18 +191,18 @@ class TokenTask:
 
     def scorer(self, prepared: Prepared) -> _Scorer:
         """Return a new scorer."""
-        return _Scorer(self.names, prepared.truth, self.has_spans)
+        return _Scorer(self.labels, prepared.truth, self.has_spans)
 
     def label_counts(self, rows: EncodedRows) -> list[int]:
         """Return how many words have each label."""
         labels = rows.columns["labels"]
-        return np.bincount(labels[labels != IGNORE], minlength=len(self.names)).tolist()
+        return np.bincount(labels[labels != IGNORE], minlength=len(self.labels)).tolist()
 
 
-class _Scorer(MetricScorer):
+class _Scorer(Scorer):
     def __init__(self, names: tuple[str, ...], truth: _Truth, has_spans: bool) -> None:
+        super().__init__(SpanF1())
         self.names, self.truth, self.has_spans = names, truth, has_spans
-        self.metric = SpanF1()
 
     def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
         """Add the scores of the windows of one text; return the predicted and true tags of its words."""
@@ -228,7 +210,7 @@ class _Scorer(MetricScorer):
         fill = "O" if "O" in self.names else self.names[0]
         tags = read_tags(self.truth.units[example], said, self.names, fill=fill)
         found, true = (conll_tags(line, self.names) for line in (tags, self.truth.tags[example]))
-        self.metric.update([found], [true])
+        self.parts[0].update([found], [true])
         return list(tags), list(self.truth.tags[example])
 
     def compute(self) -> dict[str, float]:

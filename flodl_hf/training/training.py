@@ -1,34 +1,145 @@
-"""A planned job as a run of `flodl.train`: optimiser, parameter groups, settings, and changes of the model.
+"""A planned job as a run of `flodl.train`: optimiser, parameter groups, settings, changes of the model, and identity.
 
-The exit stack of the caller undoes temporary changes after the training.
+The exit stack of the caller undoes temporary changes after the training. The identity of a run is compared with a
+checkpoint: options as values, data and the starting model as hashes. An option is compared unless a table in this
+module states that the trainer compares it, or why it changes no number.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch import nn
 
-from flodl.errors import ConfigError, TrainInterrupted
+from flodl.errors import CheckpointError, ConfigError, TrainError, TrainInterrupted, nearest
 from flodl.train import Callback, Ema, Profiler, Trainer, adamw, layerwise_decay, parameter_groups, sgd
+from flodl.train.optim.ema import averaged_state
+from flodl.train.saving.reading import ranked, read_checkpoint, signed
+from flodl.train.saving.state import load_model, model_state
 from flodl_hf.inference.graph_model.model import GraphModel
-from flodl_hf.training.factory import FixedModel, ModelFactory, checkpoint_layers, restore_layers, set_dropout, take
-from flodl_hf.training.fingerprint import fingerprint_of
+from flodl_hf.models.adapters.settings import flat_words
+from flodl_hf.training.evaluation import EvalPredictions
 from flodl_hf.training.job import Job
 from flodl_hf.training.observation import observed_of
-from flodl_hf.training.start import ATTACHING_TASKS
+from flodl_hf.training.options import Options
+from flodl_hf.training.result import figures_in
+from flodl_hf.training.rows import EncodedRows
+from flodl_hf.training.start import (
+    ATTACHING_TASKS,
+    FixedModel,
+    ModelFactory,
+    checkpoint_layers,
+    restore_layers,
+    set_dropout,
+    take,
+)
 from flodl_hf.training.vectors.tsdae import DenoisingTask
 
 if TYPE_CHECKING:
     from flodl.train.builder import TrainerBuilder
     from flodl_hf.models.encoder_model import EncoderModel
+    from flodl_hf.training.job import Job
 
-__all__ = ["CHECKPOINTS", "make_builder", "settings_of_torch", "train_job"]
+_BYTES = torch.uint8
+
+BY_THE_TRAINER = (
+    *("batch_size", "accumulate", "micro_batch_size", "tokens_per_batch", "group_by_length", "devices", "policy"),
+    *("lr", "schedule", "schedule_options", "warmup", "optimizer", "weight_decay", "beta1", "beta2", "eps"),
+    *(
+        "max_grad_norm",
+        "layerwise_decay",
+        "precision",
+        "seed",
+        "on_nan",
+        "compat",
+        "ema",
+    ),
+)
+BY_HASH = ("columns", "revision")
+CHANGES_NO_NUMBER = frozenset((
+    "epochs", "max_steps", "gradient_checkpointing", "deterministic", "compile", "save_every", "checkpoints",
+    "keep_checkpoints", "keep_last", "trackers", "log_dir", "profile", "report", "resume", "eval_batch_size",
+    "local_files_only",
+))  # fmt: skip
+"""Options that determine length, checkpoints and reports of a run, or change numbers by rounding only."""
+
+REMOVED = {"adaptive_layers": False, "eval_delay": 0}
+"""Options of earlier versions that checkpoints contain, with the value that corresponds to the current behaviour."""
+
+
+def fingerprint_of(job: Job) -> dict[str, Any]:
+    """Return the values that define the numbers of a planned run, without the values of the trainer; JSON values."""
+    passed = {*BY_THE_TRAINER, *BY_HASH, *CHANGES_NO_NUMBER, "class_weights", "metric", "lora", "adapter"}
+    asked = {name: _json(value) for name, value in job.options.to_dict().items() if name not in passed}
+    sets = {} if job.evaluation is None else job.evaluation.sets
+    judged = {
+        f"eval rows{name and f' of {name}'}": _digest(one.prepared.rows, _answers(job.task, job.tables.evals[name]))
+        for name, one in sets.items()
+    }
+    return {
+        **REMOVED,
+        **asked,
+        **_json(flat_words(job.options.adapter)),
+        "loss": _json(job.own.loss),
+        "class_weights": job.objective.weights,
+        "metric": job.metric,
+        "model": _hash_of_start(job),
+        "train rows": _digest(job.rows, None),
+        **judged,
+    }
+
+
+def _hash_of_start(job: Job) -> str:
+    """Return a hash of the starting model: its config, and its weights if it was given as a name."""
+    start = hashlib.sha256(repr(job.model.config.encoder).encode())
+    if job.named:
+        beside = job.model.beside
+        for name, tensor in [*job.model.graph.state_dict().items(), *(beside.state_dict().items() if beside else ())]:
+            start.update(name.encode())
+            tensor = tensor.to(job.model.dtype_in_shards or tensor.dtype)  # a run's start is one, in shards or not
+            start.update(memoryview(tensor.detach().contiguous().view(-1).view(_BYTES).numpy()))
+    return start.hexdigest()[:16]
+
+
+def _digest(rows: EncodedRows, further: Any) -> str:
+    """Return a hash of tokens, labels and windows, and of further evaluation values."""
+    digest = hashlib.sha256()
+    for part in ({**rows.columns, "lengths": rows.lengths}, {**rows.values, "owners": rows.owners}):
+        for name in sorted(part):
+            array = np.ascontiguousarray(part[name])
+            digest.update(f"{name} {array.dtype} {array.shape}".encode())
+            digest.update(array.tobytes())
+    if further is not None:
+        digest.update(json.dumps(further, default=str, ensure_ascii=True).encode())
+    return digest.hexdigest()[:16]
+
+
+def _answers(task: Any, rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    columns = task.columns
+    found = [getattr(columns, role) for role in columns.__dataclass_fields__ if role != "task"]
+    names = [name for part in found for name in (part if isinstance(part, tuple) else (part,))]
+    return [[row.get(name) for name in names if name is not None] for row in rows]
+
+
+def _json(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _json(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json(part) for part in value]
+    return getattr(value, "__qualname__", type(value).__qualname__)
+
 
 CHECKPOINTS = ".checkpoints"  # after the name of the folder that a run writes
 LOG_EVERY = 20
@@ -127,7 +238,11 @@ def make_builder(
             schedule=job.schedule,
             parameter_groups=_Groups(options.lr, options.layerwise_decay),
             prepare_model=_arrangement(job),
-            callbacks=(*job.own.hooks, *([Profiler(options.profile)] if options.profile else []), Notes(job.notes)),
+            callbacks=(
+                *job.own.hooks,
+                *([Profiler(options.profile)] if options.profile else []),
+                Notes(job.notes, job.metric),
+            ),
             ema=None if options.ema is None else Ema(options.ema),
             **observed_of(job),
         )
@@ -166,6 +281,10 @@ def make_builder(
     return builder
 
 
+def _profiler(options: Options) -> list[Callback]:
+    return [Profiler(options.profile)] if options.profile else []
+
+
 def _saved_at_end(job: Job, folder: Path) -> bool | float:
     """Return whether the trainer saves the end of a run, or after how many seconds of work."""
     if job.options.keep_checkpoints or job.options.checkpoints is not None:
@@ -178,16 +297,107 @@ def _is_kept(job: Job, folder: Path) -> bool:
     return job.options.checkpoints is not None or folder.name.endswith(CHECKPOINTS)
 
 
-class Notes(Callback):
-    """Reports notes about the data and the options as warnings when the run begins."""
+class Best:
+    """The best weights of a run in memory, with predictions for evaluation data; called after each evaluation.
 
-    def __init__(self, notes: Sequence[str]) -> None:
-        self.notes = tuple(notes)
+    Args:
+        metric: name of a figure, ``-`` before it where less is better.
+        model: the trained model.
+        seen: the predictions of the last evaluation, if they are collected.
+    """
+
+    def __init__(self, metric: str, model: nn.Module, seen: EvalPredictions | None = None) -> None:
+        self.metric, self.model, self._last = metric, model, seen
+        self.value: float | None = None
+        self.step, self.seen = 0, seen
+        self._state: dict[str, Any] = {}
+
+    def __call__(self, step: int, figures: Mapping[str, float]) -> None:
+        """Consider the model, which was evaluated."""
+        value = signed(self.metric, figures) if step else None  # an evaluation before the first step is not considered
+        if value is not None and (self.value is None or value > self.value):
+            self.value, self.step, self._state = value, step, model_state(self.model)
+            self.seen = None if self._last is None else replace(self._last)
+
+    def load(self) -> None:
+        """Load the best weights into the model."""
+        load_model(self.model, self._state)
+
+
+def take_best(
+    metric: str,
+    folder: Path | None,
+    model: nn.Module,
+    history: list[dict[str, Any]],
+    last_step: int,
+    kept: Best | None = None,
+) -> tuple[int, dict[str, float]] | None:
+    """Load the weights of the best evaluation; return its step and metrics, None without an evaluation.
+
+    A warning reports a better evaluation whose checkpoint is damaged or missing.
+
+    Args:
+        metric: name of a figure, ``-`` before it where less is better.
+        folder: the folder of checkpoints; None if there is none.
+        model: receives the weights.
+        history: all evaluations, also those before a resume.
+        last_step: the step of the model.
+        kept: the best weights in memory.
+    """
+    taken, fault = None, ""
+    history = [row for row in history if row["step"]]  # an evaluation before the first step is not considered
+    values = [(value, row) for row in history if (value := signed(metric, row)) is not None]
+    best = max((value for value, _ in values), default=None)
+    first = next((row for value, row in values if value == best), None)
+    if first is not None and first["step"] == last_step:  # the model at hand
+        return last_step, figures_in(first)
+    if first is not None and kept is not None and kept.step == first["step"]:
+        kept.load()
+        return kept.step, figures_in(first)
+    for _, step, path in [] if folder is None else ranked(folder, metric):
+        try:
+            saved = read_checkpoint(path, weights_only=True)
+        except CheckpointError as error:
+            fault = fault or error.message
+            continue
+        if step != last_step:
+            load_model(model, averaged_state(saved.tensors))
+        taken = step, dict(saved.metrics)
+        break
+    found = None if taken is None else signed(metric, taken[1])
+    if best is not None and (found is None or found < best):
+        step = first["step"] if first is not None else last_step
+        warnings.warn(
+            f"finetune: the best evaluation was that of step {step} ({metric.lstrip('-')} {abs(best):.6g}), whose "
+            f"checkpoint is damaged or was not kept; the model is from step {taken[0] if taken else last_step}. "
+            f"{fault}".strip(),
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return taken
+
+
+class Notes(Callback):
+    """Reports notes about the data and the options when the run begins, and a metric that does not exist.
+
+    Args:
+        notes: notes for the user.
+        metric: the metric that selects the best model.
+    """
+
+    def __init__(self, notes: Sequence[str], metric: str | None) -> None:
+        self.notes, self.metric = tuple(notes), (metric or "").removeprefix("-")
 
     def on_train_begin(self, trainer: Any) -> None:
         """Report them, on the first rank."""
         for note in self.notes if trainer.ranks.rank == 0 else ():
             trainer.warn(note)
+
+    def on_evaluate(self, trainer: Any, metrics: Mapping[str, Any]) -> None:
+        """Raise a `TrainError` if the evaluation has no such metric, which functions of the user may define."""
+        if self.metric and self.metric not in metrics:
+            near = nearest(self.metric, metrics)
+            raise TrainError(f"metric: found no {self.metric!r}{near}; expected one of {', '.join(metrics)}")
 
 
 def _arrangement(job: Job) -> Callable[[Any], Any] | None:
@@ -221,12 +431,19 @@ class _Fuse:
         return undo
 
 
+def trains_here(options: Options) -> bool:
+    """Return whether this process trains the model of the job itself.
+
+    Ranks that this process starts open the model again, as do ranks with shards, whose whole model stays in memory.
+    """
+    started = not isinstance(options.places, str | None)  # here, rather than by a launcher
+    return options.ranks == 1 or (not started and not options.shard)
+
+
 def _factory(job: Job, stack: ExitStack) -> Any:
     """Return what gives each rank its model: the one at hand where ranks are this process."""
-    # Sharding splits the model, so it is opened again and the model in memory stays whole.
     several = job.options.ranks > 1
-    others = several and not isinstance(job.options.places, str | None)  # started here, rather than by a launcher
-    if not others and not (job.options.shard and several):
+    if trains_here(job.options):
         job_model = job.model
         _ready(job, job_model, stack)
         return FixedModel(job_model)
@@ -268,5 +485,7 @@ def settings_of_torch() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        if now != (deterministic, warn_only):  # the call imports torch's compiler
+            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         torch.set_float32_matmul_precision(products)

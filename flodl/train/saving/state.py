@@ -65,9 +65,9 @@ def learned_tensors(model: nn.Module) -> Tensors:
 def fixed_names(model: nn.Module) -> frozenset[str]:
     """Return the names of tensors that training does not change, such as the base of an adapter.
 
-    The model lists them by a method ``fixed_names()``.
+    The model lists them by a method ``fixed_names()`` or ``_fixed_names()``.
     """
-    listed: Any = getattr(model, "fixed_names", tuple)
+    listed: Any = getattr(model, "_fixed_names", None) or getattr(model, "fixed_names", tuple)
     return frozenset(listed())
 
 

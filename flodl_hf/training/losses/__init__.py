@@ -10,30 +10,33 @@ from dataclasses import fields
 from typing import Any
 
 from flodl.errors import ConfigError, nearest
-from flodl_hf.training.losses.classes import (
+from flodl_hf.training.losses.pairs import (
+    AnglELoss,
     BatchAllTripletLoss,
     BatchHardSoftMarginTripletLoss,
     BatchHardTripletLoss,
     BatchSemiHardTripletLoss,
-)
-from flodl_hf.training.losses.loss import Form, VectorLoss
-from flodl_hf.training.losses.pairs import (
-    AnglELoss,
     ContrastiveLoss,
     CoSENTLoss,
     CosineSimilarityLoss,
+    DistillKLDivLoss,
+    EmbedDistillLoss,
+    Form,
+    MarginMSELoss,
+    MSELoss,
     OnlineContrastiveLoss,
     TripletLoss,
+    VectorLoss,
 )
 from flodl_hf.training.losses.ranking import (
+    AdaptiveLayerLoss,
     GISTEmbedLoss,
     GlobalOrthogonalRegularizationLoss,
+    MatryoshkaLoss,
     MegaBatchMarginLoss,
     MultipleNegativesRankingLoss,
     MultipleNegativesSymmetricRankingLoss,
 )
-from flodl_hf.training.losses.teachers import DistillKLDivLoss, EmbedDistillLoss, MarginMSELoss, MSELoss
-from flodl_hf.training.losses.wrapped import AdaptiveLayerLoss, MatryoshkaLoss
 
 __all__ = ["CACHED", "LOSSES", "USUAL", "AdaptiveLayerLoss", "MatryoshkaLoss", "VectorLoss", "loss_named", "make_loss"]
 
@@ -112,7 +115,7 @@ def make_loss(word: str, settings: Mapping[str, Any] | None = None, table: Mappi
             elif key not in known:
                 raise ValueError(f"it has none{nearest(key, known)}; expected {', '.join(known) or 'no setting'}")
             else:
-                values[key] = _as(known[key], value)
+                values[key] = typed(known[key], value)
         except (ValueError, TypeError, ZeroDivisionError) as fault:
             problems.append(f"{key}: {fault}")
     if not problems:
@@ -123,7 +126,7 @@ def make_loss(word: str, settings: Mapping[str, Any] | None = None, table: Mappi
     raise ConfigError(f"loss_options of {name}: {'; '.join(problems)}", problems=problems)
 
 
-def _as(usual: Any, value: Any) -> Any:
+def typed(usual: Any, value: Any) -> Any:
     """Return a setting in the type of its default."""
     if isinstance(usual, bool):
         words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}

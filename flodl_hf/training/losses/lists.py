@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["LIST_LOSSES"]
-
 ABSENT = -1e16
 """Score of a missing candidate."""
 SCHEMES = ("NoWeightingScheme", "NDCGLoss1Scheme", "NDCGLoss2Scheme", "LambdaRankScheme", "NDCGLoss2PPScheme")

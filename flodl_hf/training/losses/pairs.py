@@ -1,40 +1,88 @@
-"""Losses of pairs with a similarity, of pairs with a binary label, and of triplets.
+"""Losses of vectors: similarity and binary labels of pairs, triplets, classes, and teachers.
 
 CoSENT (Su 2022, kexue.fm/archives/8847) and AnglE (Li and Li 2023, arXiv:2309.12871) learn the order of a batch's
 pairs; contrastive losses (Hadsell et al. 2006) and triplets (Schroff et al. 2015, arXiv:1503.03832) learn distances.
+Texts with classes form triplets within the batch (Hermans et al. 2017, arXiv:1703.07737). Margin-MSE: Hofstätter et al.
+2020 (arXiv:2010.02666).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl_hf.inference.similarity import PAIRWISE
-from flodl_hf.training.losses.loss import Form, VectorLoss
+from flodl.errors import TrainError
+from flodl_hf.inference.similarity import MEASURES, PAIRWISE
 
-__all__ = [
-    "AnglELoss",
-    "CoSENTLoss",
-    "ContrastiveLoss",
-    "CosineSimilarityLoss",
-    "OnlineContrastiveLoss",
-    "TripletLoss",
+Form = Literal[
+    "pairs",
+    "triplets",
+    "scored",
+    "binary",
+    "pair_classes",
+    "classes",
+    "texts",
+    "teacher_scores",
+    "teacher_vectors",
 ]
+"""Form of an example: related texts; related and unrelated texts; two texts with a similarity; two texts that are
+similar (1) or not (0); two texts with a class name; a text with a class; a text; a question with candidates and
+scores of a teacher; texts with vectors of a teacher."""
+
+
+class VectorLoss:
+    """Base class of losses of the vectors of a batch.
+
+    Attributes:
+        forms: accepted forms of data.
+        in_batch: whether the loss of an example depends on the other examples of its batch. If not, a step is the same
+            for any micro-batch size; if so, the same batch gives the same step on any number of ranks.
+        by_guide: whether labels are the vectors of a guide, ``(examples, texts, size)``.
+        ragged: whether examples may have different numbers of texts; the keyword ``there``, ``(examples, texts)``, is
+            false for missing texts.
+        choices: mapping of settings to their valid values.
+        positive: settings that are numbers above 0.
+    """
+
+    forms: ClassVar[tuple[Form, ...]] = ()
+    in_batch: ClassVar[bool] = False
+    by_guide: ClassVar[bool] = False
+    ragged: ClassVar[bool] = False
+
+    choices: ClassVar[Mapping[str, Collection[Any]]] = {}
+    positive: ClassVar[tuple[str, ...]] = ()
+
+    def faults(self) -> list[str]:
+        """Return the problems of the settings."""
+        found = [
+            f"{name} is {getattr(self, name)!r}; expected one of {', '.join(map(str, valid))}"
+            for name, valid in self.choices.items()
+            if getattr(self, name) not in valid
+        ]
+        numbers = {name: getattr(self, name) for name in self.positive}
+        return found + [f"{name} is {n}; expected a number above 0" for name, n in numbers.items() if not n > 0]
+
+    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+        """Return the mean loss, a scalar.
+
+        Args:
+            vectors: one ``(examples, size)`` for each text of an example: anchors, positives, negatives.
+            labels: one for each example, if there are any.
+            own: the examples of this rank, whose mean is sufficient; a loss may return the mean of all.
+        """
+        raise NotImplementedError
+
 
 DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cosine": lambda a, b: 1 - F.cosine_similarity(a, b),
     "euclidean": lambda a, b: F.pairwise_distance(a, b, p=2),
     "manhattan": lambda a, b: F.pairwise_distance(a, b, p=1),
 }
-
-
-def _distance_faults(name: str) -> list[str]:
-    return [] if name in DISTANCES else [f"distance is {name!r}; expected one of {', '.join(DISTANCES)}"]
 
 
 @dataclass(frozen=True)
@@ -49,10 +97,7 @@ class CoSENTLoss(VectorLoss):
 
     forms: ClassVar[tuple[Form, ...]] = ("scored", "binary")
     in_batch: ClassVar[bool] = True
-
-    def faults(self) -> list[str]:
-        """Return the problems of the settings."""
-        return [] if self.scale > 0 else [f"scale is {self.scale}; expected a number above 0"]
+    positive = ("scale",)
 
     def similarity(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the similarity of each pair."""
@@ -105,10 +150,7 @@ class ContrastiveLoss(VectorLoss):
     margin: float = 0.5
 
     forms: ClassVar[tuple[Form, ...]] = ("binary", "scored")
-
-    def faults(self) -> list[str]:
-        """Return the problems of the settings."""
-        return _distance_faults(self.distance)
+    choices: ClassVar[Mapping[str, Collection[Any]]] = {"distance": DISTANCES}
 
     def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
         """Return the mean over the pairs."""
@@ -134,10 +176,7 @@ class OnlineContrastiveLoss(VectorLoss):
 
     forms: ClassVar[tuple[Form, ...]] = ("binary",)
     in_batch: ClassVar[bool] = True
-
-    def faults(self) -> list[str]:
-        """Return the problems of the settings."""
-        return _distance_faults(self.distance)
+    choices: ClassVar[Mapping[str, Collection[Any]]] = {"distance": DISTANCES}
 
     def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
         """Return the sum over the hard pairs."""
@@ -167,10 +206,7 @@ class TripletLoss(VectorLoss):
     triplet_margin: float = 5.0
 
     forms: ClassVar[tuple[Form, ...]] = ("triplets",)
-
-    def faults(self) -> list[str]:
-        """Return the problems of the settings."""
-        return _distance_faults(self.distance)
+    choices: ClassVar[Mapping[str, Collection[Any]]] = {"distance": DISTANCES}
 
     def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
         """Return the mean over the triplets; of several negatives each makes one."""
@@ -180,3 +216,225 @@ class TripletLoss(VectorLoss):
 
     def _far(self, a: Tensor, b: Tensor) -> Tensor:
         return (1 if self.distance == "cosine" else 0) - PAIRWISE[self.distance](a, b)
+
+
+@dataclass(frozen=True)
+class MSELoss(VectorLoss):
+    """The squared difference from a teacher's vectors; of several texts, each against the same ones or its own."""
+
+    forms: ClassVar[tuple[Form, ...]] = ("teacher_vectors",)
+
+    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+        """Return the mean over all numbers."""
+        assert labels is not None
+        theirs = labels.unbind(1) if labels.dim() == 3 else [labels] * len(vectors)
+        parts = [F.mse_loss(mine, their.to(mine.dtype)) for mine, their in zip(vectors, theirs, strict=True)]
+        return torch.stack(parts).mean()
+
+
+@dataclass(frozen=True)
+class EmbedDistillLoss(MSELoss):
+    """How far vectors are from a teacher's; of several texts, each against the same ones or its own.
+
+    Attributes:
+        distance_metric: "cosine", "l2" or "mse".
+        projection_dim: size of the teacher's vectors, if it differs: an additional layer maps vectors to
+            this size; it is trained in the run and discarded.
+    """
+
+    distance_metric: str = "cosine"
+    projection_dim: int | None = None
+
+    choices: ClassVar[Mapping[str, Collection[Any]]] = {"distance_metric": ("cosine", "l2", "mse")}
+
+    def faults(self) -> list[str]:
+        """Return the problems of the settings."""
+        found = super().faults()
+        if self.projection_dim is not None and (not isinstance(self.projection_dim, int) or self.projection_dim < 1):
+            found.append(f"projection_dim is {self.projection_dim!r}; expected an integer from 1")
+        return found
+
+    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+        """Return the mean over texts."""
+        if self.distance_metric == "mse":
+            return super().__call__(vectors, labels, own)
+        assert labels is not None
+        theirs = labels.unbind(1) if labels.dim() == 3 else [labels] * len(vectors)
+        parts = []
+        for mine, their in zip(vectors, theirs, strict=True):
+            if self.distance_metric == "l2":
+                parts.append(torch.linalg.vector_norm(mine - their.to(mine.dtype), dim=-1).mean())
+            else:
+                parts.append((1 - F.cosine_similarity(mine, their.to(mine.dtype), dim=-1)).mean())
+        return torch.stack(parts).mean()
+
+
+@dataclass(frozen=True)
+class MarginMSELoss(VectorLoss):
+    """How much better a question's passage is than others, as a teacher has it.
+
+    Labels are the differences, or the scores of the passage and of each other.
+
+    Attributes:
+        similarity: a name of `flodl_hf.inference.similarity.PAIRWISE`.
+    """
+
+    similarity: str = "dot"
+
+    forms: ClassVar[tuple[Form, ...]] = ("teacher_scores",)
+    choices: ClassVar[Mapping[str, Collection[Any]]] = {"similarity": PAIRWISE}
+
+    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+        """Return the mean over questions and candidates.
+
+        Raises:
+            TrainError: there are more or fewer scores than texts.
+        """
+        assert labels is not None
+        positive = self.measure(vectors[0], vectors[1])
+        margins = torch.stack([positive - self.measure(vectors[0], other) for other in vectors[2:]], 1)
+        labels = labels[:, None] if labels.dim() == 1 else labels
+        if labels.shape[1] == len(vectors) - 1 and labels.shape[1] != margins.shape[1]:
+            labels = labels[:, :1] - labels[:, 1:]
+        check_scores(labels, margins, "a difference for each negative, or a score for the positive and for each")
+        return F.mse_loss(margins, labels.to(margins.dtype))
+
+    def measure(self, first: Tensor, second: Tensor) -> Tensor:
+        """Return the similarity of each pair."""
+        return PAIRWISE[self.similarity](first, second)
+
+
+@dataclass(frozen=True)
+class DistillKLDivLoss(VectorLoss):
+    """The shares that a question's candidates have of its similarity, as a teacher's scores share them out.
+
+    Attributes:
+        similarity: a name of `flodl_hf.inference.similarity.PAIRWISE`.
+        temperature: what scores of both are divided by.
+    """
+
+    similarity: str = "dot"
+    temperature: float = 1.0
+
+    forms: ClassVar[tuple[Form, ...]] = ("teacher_scores",)
+    choices: ClassVar[Mapping[str, Collection[Any]]] = {"similarity": PAIRWISE}
+    positive = ("temperature",)
+
+    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+        """Return the mean over questions.
+
+        Raises:
+            TrainError: there are more or fewer scores than candidates.
+        """
+        assert labels is not None
+        measure = PAIRWISE[self.similarity]
+        scores = torch.stack([measure(vectors[0], other) for other in vectors[1:]], 1)
+        check_scores(labels, scores, "a score for each candidate")
+        mine = F.log_softmax(scores / self.temperature, 1)
+        theirs = F.softmax(labels.to(mine.dtype) / self.temperature, 1)
+        return F.kl_div(mine, theirs, reduction="batchmean") * self.temperature**2
+
+
+def check_scores(labels: Tensor, mine: Tensor, expected: str) -> None:
+    """Raise a `TrainError` if the scores of a teacher have another shape than those of the model."""
+    if labels.shape != mine.shape:
+        raise TrainError(
+            f"train: the teacher gave {tuple(labels.shape)} scores for a batch of {len(mine)} questions; expected "
+            f"{expected}",
+            found=tuple(labels.shape),
+        )
+
+
+def _euclidean(vectors: Tensor) -> Tensor:
+    """Return the distance of each vector from each, with a gradient of 0 where it is 0."""
+    with torch.autocast(vectors.device.type, enabled=False):
+        products = vectors.float() @ vectors.float().T if vectors.dtype != torch.float64 else vectors @ vectors.T
+    lengths = products.diagonal()
+    squared = (lengths[None] - 2.0 * products + lengths[:, None]).clamp(min=0)
+    apart = squared > 0
+    return torch.where(apart, torch.where(apart, squared, 1.0).sqrt(), 0.0)
+
+
+TABLES: dict[str, Callable[[Tensor], Tensor]] = {
+    "euclidean": _euclidean,
+    "cosine": lambda vectors: 1 - MEASURES["cosine"](vectors, vectors),
+}
+
+
+@dataclass(frozen=True)
+class _OfClasses(VectorLoss):
+    """Base class of the losses of this module.
+
+    Attributes:
+        distance: "euclidean" or "cosine".
+        margin: how much nearer a text of the same class shall be.
+    """
+
+    distance: str = "euclidean"
+    margin: float = 5.0
+
+    forms: ClassVar[tuple[Form, ...]] = ("classes",)
+    in_batch: ClassVar[bool] = True
+    choices: ClassVar[Mapping[str, Collection[Any]]] = {"distance": TABLES}
+
+    def tables(self, vectors: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return distances, which two are of one class, and which of those are two, each ``(texts, texts)``."""
+        assert labels is not None
+        same = labels[:, None] == labels[None]
+        return (
+            TABLES[self.distance](vectors),
+            same,
+            same & ~torch.eye(len(labels), dtype=torch.bool, device=same.device),
+        )
+
+
+class BatchAllTripletLoss(_OfClasses):
+    """All triplets of the batch that are not easy yet."""
+
+    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+        """Return the mean over those triplets."""
+        far, same, positive = self.tables(vectors[0], labels)
+        # one anchor after the other: a cube of all triplets would not fit
+        total, count = far.new_zeros(()), far.new_zeros(())
+        for near, row, partners, apart in zip(far, far, positive, ~same, strict=True):
+            left = F.relu(near[:, None] - row[None] + self.margin) * (partners[:, None] & apart[None])
+            total, count = total + left.sum(), count + (left > 1e-16).sum()
+        return total / (count + 1e-16)
+
+
+class BatchHardTripletLoss(_OfClasses):
+    """For each text the farthest of its class and the nearest of another."""
+
+    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+        """Return the mean over the texts."""
+        return F.relu(self.gap(vectors, labels) + self.margin).mean()
+
+    def gap(self, vectors: Sequence[Tensor], labels: Tensor | None) -> Tensor:
+        """Return the distance of the hardest positive minus that of the hardest negative."""
+        far, same, positive = self.tables(vectors[0], labels)
+        most = far.amax(1, keepdim=True)
+        return (far * positive).max(1).values - torch.where(same, far + most, far).min(1).values
+
+
+class BatchHardSoftMarginTripletLoss(BatchHardTripletLoss):
+    """The same without a margin: the softplus of the gap."""
+
+    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+        """Return the mean over the texts."""
+        return F.softplus(self.gap(vectors, labels)).mean()
+
+
+class BatchSemiHardTripletLoss(_OfClasses):
+    """For each two of a class the nearest other text that is farther than they are apart, or else the farthest."""
+
+    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+        """Return the mean over two texts of a class."""
+        far, same, positive = self.tables(vectors[0], labels)
+        others = far.masked_fill(same, torch.inf)
+        ordered, _ = others.sort(dim=1, stable=True)
+        at = torch.searchsorted(ordered.detach(), far.detach().contiguous(), right=True)
+        outside = ordered.gather(1, at.clamp(max=len(far) - 1))
+        least = far.amin(1, keepdim=True)
+        inside = ((far - least) * ~same).amax(1, keepdim=True) + least
+        negative = torch.where(outside.isfinite(), outside, inside)
+        return F.relu((far - negative + self.margin) * positive).sum() / positive.sum().clamp(min=1)

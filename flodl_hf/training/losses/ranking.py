@@ -1,16 +1,19 @@
-"""Losses that rank a text's partner above all other texts of the batch.
+"""Losses that rank a text's partner above all other texts of the batch, and losses at several sizes or layers.
 
 Multiple negatives ranking (Henderson et al. 2017, arXiv:1705.00652), with its symmetric and combined forms (Li et al.
 2023, arXiv:2308.03281) and weights of hard negatives (Lan et al. 2025); margins from the nearest other partner of a
 large batch (Wieting and Gimpel 2018, arXiv:1711.05732); GIST, which excludes texts that a guide finds
-nearer than the partner (Solatorio 2024, arXiv:2402.16829).
+nearer than the partner (Solatorio 2024, arXiv:2402.16829). Matryoshka (Kusupati et al. 2022, arXiv:2205.13147) and
+layer-wise learning (Li et al. 2024, arXiv:2402.14776).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,19 +21,130 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from flodl_hf.inference.similarity import MEASURES
-from flodl_hf.training.losses.loss import Form, VectorLoss
+from flodl_hf.training.losses.pairs import Form, VectorLoss
 
-__all__ = [
-    "GISTEmbedLoss",
-    "GlobalOrthogonalRegularizationLoss",
-    "MegaBatchMarginLoss",
-    "MultipleNegativesRankingLoss",
-    "MultipleNegativesSymmetricRankingLoss",
-]
+
+@dataclass(frozen=True)
+class _Wrapped:
+    """Properties of the wrapped loss."""
+
+    loss: Any
+
+    @property
+    def forms(self) -> Any:
+        """The data that the loss takes."""
+        return self.loss.forms
+
+    @property
+    def in_batch(self) -> bool:
+        """Whether an example's loss depends on the others."""
+        return self.loss.in_batch
+
+    @property
+    def by_guide(self) -> bool:
+        """Whether labels are a guide's vectors."""
+        return self.loss.by_guide
+
+
+@dataclass(frozen=True)
+class MatryoshkaLoss(_Wrapped):
+    """Sum of a loss over several sizes of truncated, normalised vectors.
+
+    Attributes:
+        loss: the loss.
+        dims: sizes.
+        weights: of each size; None weighs all alike.
+    """
+
+    dims: tuple[int, ...]
+    weights: tuple[float, ...] | None = None
+
+    def faults(self) -> list[str]:
+        """Return the problems of the settings."""
+        wrong = [] if self.dims and min(self.dims) > 0 else [f"dims are {list(self.dims)}; expected numbers above 0"]
+        if self.weights is not None and len(self.weights) != len(self.dims):
+            wrong.append(f"{len(self.weights)} weights for {len(self.dims)} dims; expected one each")
+        return wrong
+
+    @property
+    def ragged(self) -> bool:
+        """Whether examples may have different numbers of texts."""
+        return getattr(self.loss, "ragged", False)
+
+    def __call__(
+        self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None, **further: Any
+    ) -> Tensor:
+        """Return the sum over the sizes; ``further`` is for the loss."""
+        size = vectors[0].shape[-1]
+        total = vectors[0].new_zeros(())
+        pairs = zip(self.dims, self.weights or [1.0] * len(self.dims), strict=True)
+        # from the largest on, each cut from the one before, as the reference does
+        for dim, weight in sorted(pairs, reverse=True):
+            vectors = [F.normalize(each[..., :dim], dim=-1) for each in vectors]
+            cut = labels is not None and not self.by_guide and labels.dim() > 1 and labels.shape[-1] == size
+            total = total + weight * self.loss(
+                vectors, labels[..., :dim] if cut and labels is not None else labels, own, **further
+            )
+        return total
+
+
+@dataclass(frozen=True)
+class AdaptiveLayerLoss(_Wrapped):
+    """Sum of a loss over all layers, and their distance from the last layer.
+
+    It takes vectors of all layers, the embeddings' first and the last layer's last; all of them in each step.
+
+    Attributes:
+        loss: the loss.
+        last_layer_weight: of the last layer.
+        prior_layers_weight: of all others together.
+        kl_div_weight: of the distance from the last layer's vectors.
+        kl_temperature: that both are divided by.
+        layer_weighting: "uniform", "log" or "linear": lower layers weigh alike, or more.
+    """
+
+    last_layer_weight: float = 1.0
+    prior_layers_weight: float = 1.0
+    kl_div_weight: float = 1.0
+    kl_temperature: float = 0.3
+    layer_weighting: str = "uniform"
+
+    def faults(self) -> list[str]:
+        """Return the problems of the settings."""
+        known = ("uniform", "log", "linear")
+        wrong = self.layer_weighting not in known
+        return [f"layer_weighting is {self.layer_weighting!r}; expected one of {', '.join(known)}"] if wrong else []
+
+    def __call__(self, layers: Sequence[Sequence[Tensor]], labels: Tensor | None, own: slice | None = None) -> Tensor:
+        """Return the sum over the layers."""
+        *prior, last = layers
+        total = self.loss(last, labels, own) * self.last_layer_weight
+        heat = self.kl_temperature
+        goal = F.softmax(torch.cat(list(last)) / heat, -1).detach() if heat > 0 else None
+        for index, vectors in enumerate(prior):
+            share = self._weight(index) / len(prior) * self.prior_layers_weight
+            total = total + self.loss(vectors, labels, own) * share
+            if goal is not None:
+                mine = F.log_softmax(torch.cat(list(vectors)) / heat, -1)
+                total = total + F.kl_div(mine, goal, reduction="batchmean") * heat * self.kl_div_weight
+        return total
+
+    def _weight(self, index: int) -> float:
+        return {"uniform": 1.0, "log": 1 / (1 + math.log(1 + index)), "linear": 1 / (1 + index)}[self.layer_weighting]
+
 
 AT_ONCE = 1 << 26
 """Maximum number of similarities in memory; larger batches are computed in parts, and again for the gradient."""
 DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+
+
+def _mean_in_parts(losses: Callable[[int, int], Tensor], own: slice, rows: int) -> Tensor:
+    """Return the mean of the losses of some anchors; more than ``rows`` are computed in parts, and again backward."""
+    first, last = own.start, own.stop
+    if rows >= last - first:
+        return losses(first, last).mean()
+    parts = [checkpoint(losses, i, min(i + rows, last), use_reentrant=False) for i in range(first, last, rows)]
+    return torch.cat([part for part in parts if part is not None]).mean()
 
 
 @dataclass(frozen=True)
@@ -58,23 +172,20 @@ class MultipleNegativesRankingLoss(VectorLoss):
     in_batch: ClassVar[bool] = True
     ragged: ClassVar[bool] = True
 
+    positive = ("scale",)
+    choices: ClassVar[Mapping[str, Collection[Any]]] = {
+        "similarity": MEASURES,
+        "partition_mode": ("joint", "per_direction"),
+        "hardness_mode": (None, "in_batch_negatives", "hard_negatives", "all_negatives"),
+    }
+
     def faults(self) -> list[str]:
         """Return the problems of the settings."""
-        found = []
-        if not self.scale > 0:
-            found.append(f"scale is {self.scale}; expected a number above 0")
-        if self.similarity not in MEASURES:
-            found.append(f"similarity is {self.similarity!r}; expected one of {', '.join(MEASURES)}")
-        strange = [name for name in self.directions if name not in DIRECTIONS]
-        if strange or "query_to_doc" not in self.directions:
+        found = super().faults()
+        if {*self.directions} - {*DIRECTIONS} or "query_to_doc" not in self.directions:
             found.append(f"directions are {list(self.directions)}; expected query_to_doc and any of {DIRECTIONS[1:]}")
-        if self.partition_mode not in ("joint", "per_direction"):
-            found.append(f"partition_mode is {self.partition_mode!r}; expected joint or per_direction")
-        elif self.partition_mode == "per_direction" and {"query_to_query", "doc_to_doc"} & {*self.directions}:
+        if self.partition_mode == "per_direction" and {"query_to_query", "doc_to_doc"} & {*self.directions}:
             found.append("partition_mode is per_direction; query_to_query and doc_to_doc have no partner to rank alone")
-        modes = (None, "in_batch_negatives", "hard_negatives", "all_negatives")
-        if self.hardness_mode not in modes:
-            found.append(f"hardness_mode is {self.hardness_mode!r}; expected one of {', '.join(map(str, modes))}")
         if self.hardness_strength < 0:
             found.append(f"hardness_strength is {self.hardness_strength}; expected 0 or more")
         return found
@@ -90,15 +201,12 @@ class MultipleNegativesRankingLoss(VectorLoss):
         """Return the mean over the anchors; with ``own`` over those alone, against the texts of all."""
         queries, partners, docs = vectors[0], vectors[1], torch.cat(list(vectors[1:]))
         absent = None if there is None else ~torch.cat(list(there[:, 1:].unbind(1)))
-        first, last = (0, len(queries)) if own is None else (own.start, own.stop)
         rows = max(1, AT_ONCE // (len(docs) * len(self.directions)))
-        if rows >= last - first:
-            return self._losses(queries, partners, docs, first, last, absent).mean()
-        parts = [
-            checkpoint(self._losses, queries, partners, docs, i, min(i + rows, last), absent, use_reentrant=False)
-            for i in range(first, last, rows)
-        ]
-        return torch.cat([part for part in parts if part is not None]).mean()
+
+        def losses(first: int, last: int) -> Tensor:
+            return self._losses(queries, partners, docs, first, last, absent)
+
+        return _mean_in_parts(losses, own or slice(0, len(queries)), rows)
 
     def _losses(
         self, queries: Tensor, partners: Tensor, docs: Tensor, first: int, last: int, absent: Tensor | None
@@ -171,15 +279,8 @@ class MegaBatchMarginLoss(VectorLoss):
     def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
         """Return the mean over the anchors; with ``own`` over those alone, against the partners of all."""
         queries, partners = vectors[0], vectors[1]
-        first, last = (0, len(queries)) if own is None else (own.start, own.stop)
         rows = max(1, AT_ONCE // len(partners))
-        if rows >= last - first:
-            return self._losses(queries, partners, first, last).mean()
-        parts = [
-            checkpoint(self._losses, queries, partners, i, min(i + rows, last), use_reentrant=False)
-            for i in range(first, last, rows)
-        ]
-        return torch.cat([part for part in parts if part is not None]).mean()
+        return _mean_in_parts(partial(self._losses, queries, partners), own or slice(0, len(queries)), rows)
 
     def _losses(self, queries: Tensor, partners: Tensor, first: int, last: int) -> Tensor:
         """Return the loss of each anchor from ``first`` to ``last``."""
@@ -213,15 +314,8 @@ class GISTEmbedLoss(VectorLoss):
     in_batch: ClassVar[bool] = True
     by_guide: ClassVar[bool] = True
     ragged: ClassVar[bool] = True
-
-    def faults(self) -> list[str]:
-        """Return the problems of the settings."""
-        found = []
-        if not self.temperature > 0:
-            found.append(f"temperature is {self.temperature}; expected a number above 0")
-        if self.margin_strategy not in ("absolute", "relative"):
-            found.append(f"margin_strategy is {self.margin_strategy!r}; expected absolute or relative")
-        return found
+    positive = ("temperature",)
+    choices: ClassVar[Mapping[str, Collection[Any]]] = {"margin_strategy": ("absolute", "relative")}
 
     def __call__(
         self,
@@ -282,19 +376,14 @@ class GlobalOrthogonalRegularizationLoss(VectorLoss):
 
     forms: ClassVar[tuple[Form, ...]] = ("pairs", "triplets", "texts")
     in_batch: ClassVar[bool] = True
+    positive = ("scale",)
+    choices: ClassVar[Mapping[str, Collection[Any]]] = {"aggregation": ("mean", "sum"), "similarity": MEASURES}
 
     def faults(self) -> list[str]:
         """Return the problems of the settings."""
-        found = []
-        if self.aggregation not in ("mean", "sum"):
-            found.append(f"aggregation is {self.aggregation!r}; expected mean or sum")
-        if self.similarity not in MEASURES:
-            found.append(f"similarity is {self.similarity!r}; expected one of {', '.join(MEASURES)}")
-        if not self.mean_weight and not self.second_moment_weight:
-            found.append("mean_weight and second_moment_weight are 0; expected one of them above 0")
-        if not self.scale > 0:
-            found.append(f"scale is {self.scale}; expected a number above 0")
-        return found
+        both = self.mean_weight or self.second_moment_weight
+        wrong = [] if both else ["mean_weight and second_moment_weight are 0; expected one of them above 0"]
+        return super().faults() + wrong
 
     def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
         """Return the loss of the batch, in which each of an example's texts is spread among its like."""

@@ -5,31 +5,6 @@
 
 from __future__ import annotations
 
-from flodl_hf.training.report.figures import (
-    Calibration,
-    Curve,
-    LabelTable,
-    SpanErrors,
-    best_thresholds,
-    calibration,
-    confusion,
-    label_table,
-    precision_recall,
-    span_errors,
-)
 from flodl_hf.training.report.page import Run, report_page
 
-__all__ = [
-    "Calibration",
-    "Curve",
-    "LabelTable",
-    "Run",
-    "SpanErrors",
-    "best_thresholds",
-    "calibration",
-    "confusion",
-    "label_table",
-    "precision_recall",
-    "report_page",
-    "span_errors",
-]
+__all__ = ["Run", "report_page"]

@@ -11,8 +11,6 @@ import numpy as np
 
 from flodl.files import write_atomically
 
-__all__ = ["map_page", "write_page"]
-
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">

@@ -5,7 +5,7 @@ the tests.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,20 +13,6 @@ from numpy.typing import NDArray
 
 from flodl_hf.inference.decode.metrics import SpanF1
 from flodl_hf.tokenization.alignment.spans import spans_of
-
-__all__ = [
-    "Calibration",
-    "Curve",
-    "LabelTable",
-    "SpanErrors",
-    "best_thresholds",
-    "calibration",
-    "confusion",
-    "conll_tags",
-    "label_table",
-    "precision_recall",
-    "span_errors",
-]
 
 Numbers = NDArray[Any]
 
@@ -233,68 +219,39 @@ def best_thresholds(scores: Numbers, truth: Numbers) -> Numbers:
     return chosen
 
 
-@dataclass
-class SpanErrors:
-    """What became of spans, by label.
-
-    Attributes:
-        right: found as they are.
-        wrong_label: with the right borders under another label.
-        wrong_border: overlap with a true span of the same label.
-        missed: true spans that were not found.
-        spurious: predicted spans without a true span, or over one with another label and other borders.
-    """
-
-    right: dict[str, int] = field(default_factory=dict)
-    wrong_label: dict[str, int] = field(default_factory=dict)
-    wrong_border: dict[str, int] = field(default_factory=dict)
-    missed: dict[str, int] = field(default_factory=dict)
-    spurious: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def labels(self) -> list[str]:
-        """All labels, the most frequent first."""
-        parts = (self.right, self.wrong_label, self.wrong_border, self.missed, self.spurious)
-        total: dict[str, int] = {}
-        for part in parts:
-            for label, count in part.items():
-                total[label] = total.get(label, 0) + count
-        return sorted(total, key=lambda label: (-total[label], label))
+SPAN_ERRORS = ("right", "wrong_border", "wrong_label", "missed", "spurious")
 
 
-def span_errors(predicted: Sequence[Sequence[str]], truth: Sequence[Sequence[str]]) -> SpanErrors:
-    """Count correct, wrong, missed and spurious spans of tagged sentences.
+def span_errors(predicted: Sequence[Sequence[str]], truth: Sequence[Sequence[str]]) -> dict[str, dict[str, int]]:
+    """Count correct, wrong, missed and spurious spans of tagged sentences by label, the most frequent label first.
 
-    Every true span is counted once, under its own label, with the best match; a predicted span that overlaps
-    no candidate is spurious, under its predicted label.
+    Every true span is counted once, under its own label, with the best match: ``right``; ``wrong_label`` with equal
+    borders; ``wrong_border`` where it overlaps a span of its label; else ``missed``. A predicted span that matches no
+    true span is ``spurious``, under its predicted label.
 
     Args:
         predicted: tags of each sentence.
         truth: tags of each sentence.
     """
-    found = SpanErrors()
+    counts: dict[str, dict[str, int]] = {}
 
-    def add(part: dict[str, int], label: str) -> None:
-        part[label] = part.get(label, 0) + 1
+    def add(kind: str, label: str) -> None:
+        row = counts.setdefault(label, {})
+        row[kind] = row.get(kind, 0) + 1
 
-    for said, tags in zip(predicted, truth, strict=True):
-        there, guessed = spans_of(tags), spans_of(said)
+    for tags_found, tags in zip(predicted, truth, strict=True):
+        there, guessed = spans_of(tags), spans_of(tags_found)
         used: set[tuple[str, int, int]] = set()
         for label, start, end in there:
             if (label, start, end) in guessed:
-                add(found.right, label)
+                add("right", label)
                 used.add((label, start, end))
                 continue
             same = [g for g in guessed if g[1:] == (start, end)]
             touching = [g for g in guessed if g[0] == label and g[1] < end and start < g[2] and g not in there]
-            if same:
-                add(found.wrong_label, label)
-            elif touching:
-                add(found.wrong_border, label)
-            else:
-                add(found.missed, label)
+            add("wrong_label" if same else "wrong_border" if touching else "missed", label)
             used.update(same or touching)
         for span in guessed:
             if span not in used:
-                add(found.spurious, span[0])
-    return found
+                add("spurious", span[0])
+    return dict(sorted(counts.items(), key=lambda item: (-sum(item[1].values()), item[0])))

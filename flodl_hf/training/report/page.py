@@ -20,10 +20,16 @@ from typing import Any
 import numpy as np
 
 from flodl_hf.inference.decode.metrics import answer_scores
-from flodl_hf.training.report.charts import bars, heat_map, line_chart, scatter, stacked_bars
-from flodl_hf.training.report.figures import best_thresholds, calibration, label_table, precision_recall, span_errors
-
-__all__ = ["Run", "report_page"]
+from flodl_hf.training.report.charts import bars, heat_map, line_chart
+from flodl_hf.training.report.figures import (
+    SPAN_ERRORS,
+    LabelTable,
+    best_thresholds,
+    calibration,
+    label_table,
+    precision_recall,
+    span_errors,
+)
 
 MOST_CLASSES = 20
 """Most classes that a table of confusions shows: the most frequent."""
@@ -196,30 +202,32 @@ def _softmax(scores: Any) -> Any:
 
 def _single(run: Run) -> list[str]:
     scores, truth = _softmax(np.asarray(run.predictions, np.float64)), np.asarray(run.truth, np.int64)
-    guess, names = scores.argmax(1), list(run.labels)
+    names = list(run.labels)
     found = label_table("single_label", scores, truth, names)
     assert found is not None
-    counted = np.asarray(found.confusion)
-    kept = np.sort(np.argsort(-counted.sum(1), kind="stable")[:MOST_CLASSES])
-    caption = "" if len(kept) == len(names) else f"The {len(kept)} most frequent of {len(names)} labels."
-    shown = [names[i] for i in kept]
-    table = counted[np.ix_(kept, kept)].tolist()
-    matrix = heat_map(table, shown, title="Predictions for each label")
+    table, shown, kept = _most_frequent(found)
+    predicted, count = np.asarray(found.confusion).sum(0), len(names)
+    caption = "" if len(kept) == count else f"The {len(kept)} most frequent of {count} labels."
     rows = []
     for i in kept:
-        row, said = found.rows[names[i]], counted[:, i].sum()
-        counts = {"precision": said, "recall": row["support"], "f1": said + row["support"]}
+        row = found.rows[names[i]]
+        counts = {"precision": predicted[i], "recall": row["support"], "f1": predicted[i] + row["support"]}
         shares = [row[name] if count else math.nan for name, count in counts.items()]
         rows.append([names[i], *map(_share, shares), f"{int(row['support']):,}"])
     by_label = _table(["label", "precision", "recall", "F1", "examples"], rows)
     cells = [[name, *map(str, row)] for name, row in zip(shown, table, strict=True)]
-    shown_curves = [1] if len(names) == 2 else list(np.argsort(-counted.sum(1), kind="stable")[:6])
+    frequent = [1] if count == 2 else np.argsort(-np.asarray(found.confusion).sum(1), kind="stable")[:6]
+    threshold = ""
+    if run.thresholds:
+        name, value = list(run.thresholds.items())[-1]
+        threshold = f"<figcaption>Stored threshold of {escape(name)}: {value:.3f}, with the best F1 here.</figcaption>"
+    matrix = heat_map(table, shown, title="Predictions for each label")
     return [
         _figure("Confusion matrix", matrix, caption, _table(["", *shown], cells)),
-        f'<figure><h3>By label</h3><div class="scroll">{by_label}</div>{_chosen(run)}</figure>',
-        _reliability(scores.max(1), guess == truth),
-        _curves({names[i]: precision_recall(scores[:, i], truth == i) for i in shown_curves}),
-    ]  # fmt: skip
+        f'<figure><h3>By label</h3><div class="scroll">{by_label}</div>{threshold}</figure>',
+        _reliability(scores.max(1), scores.argmax(1) == truth),
+        _curves({names[i]: precision_recall(scores[:, i], truth == i) for i in frequent}),
+    ]
 
 
 def _multi(run: Run) -> list[str]:
@@ -246,48 +254,44 @@ def _multi(run: Run) -> list[str]:
     ]
 
 
-def _chosen(run: Run) -> str:
-    """Return a caption for the threshold between two labels."""
-    if not run.thresholds:
-        return ""
-    name, value = list(run.thresholds.items())[-1]
-    return (
-        f"<figcaption>The model keeps a threshold: {escape(name)} from {value:.3f}, chosen for the best F1 on these "
-        "examples.</figcaption>"
-    )
-
-
 def _regression(run: Run) -> list[str]:
-    said, truth = (np.asarray(values, np.float64).reshape(-1) for values in (run.predictions, run.truth))
-    points = list(zip(truth.tolist(), said.tolist(), strict=True))
-    counts, ends = np.histogram(said - truth, bins=24)
+    predicted, truth = (np.asarray(values, np.float64).reshape(-1) for values in (run.predictions, run.truth))
+    points = {"examples": list(zip(truth.tolist(), predicted.tolist(), strict=True))}
+    both = (float(min(truth.min(), predicted.min())), float(max(truth.max(), predicted.max())))
+    chart = line_chart(
+        points, title="Predicted and true values", across="true", up="predicted", x=both, y=both, diagonal=True,
+        dots=True, joined=False,
+    )  # fmt: skip
+    counts, ends = np.histogram(predicted - truth, bins=24)
     values = {f"{(a + b) / 2:.3g}": float(n) for n, a, b in zip(counts, ends, ends[1:], strict=False)}
     return [
-        _figure(
-            "Predicted and true", scatter(points, title="Predicted and true values", across="true", up="predicted")
-        ),
+        _figure("Predicted and true", chart),
         _figure("Errors", bars(values, title="Distribution of errors", across="predicted - true", up="examples")),
     ]
 
 
 def _tokens(run: Run) -> list[str]:
-    found = span_errors(run.predictions, run.truth)
-    kinds = ("right", "wrong_border", "wrong_label", "missed", "spurious")
-    rows = {
-        label: {kind.replace("_", " "): getattr(found, kind).get(label, 0) for kind in kinds} for label in found.labels
-    }
-    head = ["label", *(kind.replace("_", " ") for kind in kinds)]
-    table = _table(head, [[label, *map(str, parts.values())] for label, parts in rows.items()])
+    counts = span_errors(run.predictions, run.truth)
+    table = _table(
+        ["label", *(kind.replace("_", " ") for kind in SPAN_ERRORS)],
+        [[label, *(str(row.get(kind, 0)) for kind in SPAN_ERRORS)] for label, row in counts.items()],
+    )
     caption = "Each true span is counted once, with its best match; spurious spans match no true span."
     by_word = label_table("tokens", run.predictions, run.truth, run.labels)
     assert by_word is not None
-    names, words = by_word.labels, np.asarray(by_word.confusion)
-    kept = np.sort(np.argsort(-words.sum(1), kind="stable")[:MOST_CLASSES])
-    shown = [names[i] for i in kept]
+    words, names, _ = _most_frequent(by_word)
     return [
-        _figure("What became of spans", stacked_bars(rows, title="What became of spans, by label"), caption, table),
-        _figure("Words, by label", heat_map(words[np.ix_(kept, kept)].tolist(), shown, title="Words by label")),
-    ]  # fmt: skip
+        f"<figure><h3>What became of spans</h3><div class=scroll>{table}</div>"
+        f"<figcaption>{caption}</figcaption></figure>",
+        _figure("Words, by label", heat_map(words, names, title="Words by label")),
+    ]
+
+
+def _most_frequent(found: LabelTable) -> tuple[list[list[int]], list[str], Any]:
+    """Return the confusion matrix of the most frequent labels, their names, and their numbers."""
+    counted = np.asarray(found.confusion)
+    kept = np.sort(np.argsort(-counted.sum(1), kind="stable")[:MOST_CLASSES])
+    return counted[np.ix_(kept, kept)].tolist(), [found.labels[i] for i in kept], kept
 
 
 def _answers(run: Run) -> list[str]:

@@ -1,4 +1,8 @@
-"""Embeddings trained with an additional layer: classes of pairs, and teachers with another vector size."""
+"""Embeddings trained with an additional layer, which is discarded after the run.
+
+The layer receives the vectors of a batch, ``(examples, texts, size)``, and returns the input of the loss: scores of
+classes of a pair (Reimers and Gurevych 2019, arXiv:1908.10084), or vectors of the size of a teacher's.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from flodl.errors import DataError
-from flodl.metrics import Metric
-from flodl_hf.training.eval_predictions import CollectedPredictions
+from flodl_hf.training.evaluation import CollectedPredictions
 from flodl_hf.training.losses import USUAL, make_loss
-from flodl_hf.training.losses.auxiliary import AUXILIARY_LOSSES, OF_CLASSES, classifies
+from flodl_hf.training.losses.pairs import EmbedDistillLoss, Form, VectorLoss
 from flodl_hf.training.options import Options
-from flodl_hf.training.task import Examples, Prepared
+from flodl_hf.training.task import Examples, Prepared, Scorer
 from flodl_hf.training.vectors.scorer import VectorScorer
 from flodl_hf.training.vectors.step import VectorObjective
 from flodl_hf.training.vectors.tables import TextTable
@@ -25,7 +29,95 @@ from flodl_hf.training.vectors.task import EmbeddingTask
 if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel
 
-__all__ = ["AuxiliaryTask", "LayerStart"]
+OF_CLASSES: Form = "pair_classes"
+
+
+class PairClassifier(nn.Module):
+    """Class scores of two texts, from their vectors, the absolute difference, and the product.
+
+    Args:
+        size: of a vector.
+        classes: how many there are.
+        parts: which of the three.
+    """
+
+    def __init__(self, size: int, classes: int, parts: Sequence[bool]) -> None:
+        super().__init__()
+        self.parts = tuple(parts)
+        both, apart, product = self.parts
+        self.classifier = nn.Linear((2 * both + apart + product) * size, classes)
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """Return ``(examples, 1, classes)`` of ``(examples, 2, size)``."""
+        first, second = vectors.unbind(1)
+        found = ([first, second], [(first - second).abs()], [first * second])
+        features = torch.cat([one for wanted, part in zip(self.parts, found, strict=True) if wanted for one in part], 1)
+        return self.classifier(features)[:, None]
+
+
+@dataclass(frozen=True)
+class SoftmaxLoss(VectorLoss):
+    """Cross-entropy of the class of a pair, from the scores of an additional layer.
+
+    Attributes:
+        concatenation_sent_rep: the layer sees both vectors.
+        concatenation_sent_difference: it sees how far they are apart in each number.
+        concatenation_sent_multiplication: it sees their product.
+    """
+
+    concatenation_sent_rep: bool = True
+    concatenation_sent_difference: bool = True
+    concatenation_sent_multiplication: bool = False
+
+    forms: ClassVar[tuple[Form, ...]] = (OF_CLASSES,)
+
+    @property
+    def _parts(self) -> tuple[bool, bool, bool]:
+        return (
+            self.concatenation_sent_rep,
+            self.concatenation_sent_difference,
+            self.concatenation_sent_multiplication,
+        )
+
+    def faults(self) -> list[str]:
+        """Return the problems of the settings."""
+        return [] if any(self._parts) else ["all of concatenation_sent_* are off; expected one of them"]
+
+    def layer(self, size: int, classes: int) -> PairClassifier:
+        """Return the layer for vectors of a size."""
+        return PairClassifier(size, classes, self._parts)
+
+    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+        """Return the mean over pairs, of their scores."""
+        assert labels is not None
+        return F.cross_entropy(vectors[0].float(), labels)
+
+
+@dataclass(frozen=True)
+class ProjectedDistillLoss(EmbedDistillLoss):
+    """Distance to vectors of a teacher of another size, after a linear layer."""
+
+    def layer(self, size: int, classes: int) -> nn.Linear:
+        """Return the layer for vectors of a size."""
+        return nn.Linear(size, self.projection_dim or size)
+
+
+AUXILIARY_LOSSES: dict[str, Any] = {"SoftmaxLoss": SoftmaxLoss, "EmbedDistillLoss": ProjectedDistillLoss}
+"""By name."""
+
+
+def _is(word: Any, name: str) -> bool:
+    return isinstance(word, str) and word.lower().replace("_", "").replace("-", "").removesuffix("loss") == name
+
+
+def classifies(word: Any) -> bool:
+    """Return whether a word names the loss of classes of pairs."""
+    return _is(word, "softmax")
+
+
+def needs_layer(word: Any, settings: Mapping[str, Any] | None) -> bool:
+    """Return whether a loss with these settings has an additional layer."""
+    return classifies(word) or (_is(word, "embeddistill") and (settings or {}).get("projection_dim") is not None)
 
 
 @dataclass(frozen=True)
@@ -146,7 +238,7 @@ class AuxiliaryObjective(VectorObjective):
         return model.beside(super().score(model, batch)).float()
 
 
-class ClassScorer:
+class ClassScorer(Scorer):
     """Accuracy of the classes of pairs.
 
     Args:
@@ -154,15 +246,12 @@ class ClassScorer:
     """
 
     def __init__(self, labels: Any) -> None:
-        self.labels, self.kept = labels, CollectedPredictions()
+        super().__init__(CollectedPredictions())
+        self.labels, self.kept = labels, self.parts[0]
 
     def update(self, example: int, scores: Sequence[Tensor]) -> None:
         """Add the scores of one pair, ``[(1, classes)]``."""
         self.kept.update(example, int(scores[0].reshape(-1).argmax()), int(self.labels[example]))
-
-    def metrics(self) -> Sequence[Metric]:
-        """Return the metrics."""
-        return [self.kept]
 
     def compute(self) -> dict[str, float]:
         """Return the accuracy."""

@@ -3,13 +3,17 @@
 Queries are padded with mask tokens to one length. These tokens have vectors although no other token attends to them,
 which needs a mask, so queries are padded rows; documents have the layout of other tasks. The batch contains
 which tokens have a vector, so that no synchronisation with the device is necessary.
+
+Texts are compared late: a query's tokens by their best matches (MaxSim). ColBERT (Khattab and Zaharia 2020,
+arXiv:2004.12832), its distillation (Santhanam et al. 2022, arXiv:2112.01488); names and values are equal to
+sentence-transformers' MultiVectorEncoder. A row of zeros is a position without a vector.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,15 +24,168 @@ from torch.utils.checkpoint import checkpoint
 from flodl.data import Where
 from flodl.train import Loss
 from flodl_hf.nn.layout.buckets import round_up
+from flodl_hf.training.losses.pairs import Form, MarginMSELoss, VectorLoss, check_scores
 from flodl_hf.training.rows import CollateRows, TakenRows
 from flodl_hf.training.step import score
-from flodl_hf.training.vectors.all_gather import gather, max_over_ranks, rows_per_rank
-from flodl_hf.training.vectors.rows import PARTS, TABLE, CollateTexts
-from flodl_hf.training.vectors.step import VectorObjective
+from flodl_hf.training.vectors.step import (
+    PARTS,
+    TABLE,
+    CollateTexts,
+    VectorObjective,
+    gather,
+    max_over_ranks,
+    rows_per_rank,
+)
 
-__all__ = ["CollateLate", "LateObjective"]
+AT_ONCE = 1 << 26
+"""Maximum number of token products in memory; larger sets of queries are processed in parts."""
+SIMILARITIES = ("maxsim", "meanmaxsim")
 
-QUERIES = ("query_ids", "query_mask", "query_types", "query_counted")
+
+def scores_of_all(queries: Tensor, documents: Tensor, similarity: str = "maxsim") -> Tensor:
+    """Return the score of each query with each document, ``(queries, documents)``, in float32.
+
+    Args:
+        queries: ``(queries, tokens, size)``.
+        documents: ``(documents, tokens, size)``.
+        similarity: "maxsim", or "meanmaxsim", which divides by the vectors of the query.
+    """
+    rows = max(1, AT_ONCE // max(1, queries.shape[1] * documents.shape[0] * documents.shape[1]))
+    absent = ~_present(documents)
+    parts = []
+    for part in queries.split(rows):
+        products = torch.einsum("ash,bth->abst", part, documents)
+        parts.append(_summed(products, absent[None, :, None], _present(part)[:, None], similarity))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def scores_of_pairs(queries: Tensor, documents: Tensor, similarity: str = "maxsim") -> Tensor:
+    """Return the score of each query with the document in its place, ``(queries,)``; arguments as of all."""
+    products = torch.einsum("bsh,bth->bst", queries, documents)
+    return _summed(products, ~_present(documents)[:, None], _present(queries), similarity)
+
+
+def _present(vectors: Tensor) -> Tensor:
+    return (vectors != 0).any(-1)
+
+
+def _summed(products: Tensor, absent: Tensor, asked: Tensor, similarity: str) -> Tensor:
+    best = products.masked_fill(absent, torch.finfo(products.dtype).min).max(-1).values.float()
+    found = (best * asked).sum(-1)
+    return found / asked.sum(-1) if similarity == "meanmaxsim" else found
+
+
+@dataclass(frozen=True)
+class MultiVectorMultipleNegativesRankingLoss(VectorLoss):
+    """The document of a query against all other documents, and all negatives, of the batch.
+
+    Attributes:
+        scale: what scores are multiplied by, 1 / temperature.
+        similarity: "maxsim", or "meanmaxsim" for the mean over a query's tokens.
+    """
+
+    scale: float = 1.0
+    similarity: str = "maxsim"
+
+    forms: ClassVar[tuple[Form, ...]] = ("pairs", "triplets")
+    in_batch: ClassVar[bool] = True
+    positive = ("scale",)
+    choices: ClassVar[Mapping[str, Collection[Any]]] = {"similarity": SIMILARITIES}
+
+    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+        """Return the mean over the queries; with ``own`` over those alone, against the documents of all.
+
+        Args:
+            vectors: one ``(examples, tokens, size)`` for each text of an example.
+            labels: nothing.
+            own: the examples of this rank.
+        """
+        queries, *documents = vectors
+        first, last = (0, len(queries)) if own is None else (own.start, own.stop)
+        columns = [scores_of_all(queries[first:last], each, self.similarity) for each in documents]
+        # the documents of an example are adjacent
+        scores = torch.stack(columns, 2).reshape(last - first, -1)
+        right = torch.arange(first, last, device=scores.device) * len(documents)
+        return F.cross_entropy(scores * self.scale, right)
+
+
+@dataclass(frozen=True)
+class MultiVectorMarginMSELoss(MarginMSELoss):
+    """`MarginMSELoss` of MaxSim; ``similarity`` is "maxsim" or "meanmaxsim"."""
+
+    similarity: str = "maxsim"
+
+    choices: ClassVar[Mapping[str, Collection[Any]]] = {"similarity": SIMILARITIES}
+
+    def measure(self, first: Tensor, second: Tensor) -> Tensor:
+        """Return the score of each pair."""
+        return scores_of_pairs(first, second, self.similarity)
+
+
+@dataclass(frozen=True)
+class MultiVectorDistillKLDivLoss(VectorLoss):
+    """The shares that a query's documents have of its scores, as a teacher's scores share them out.
+
+    Attributes:
+        similarity: "maxsim" or "meanmaxsim".
+        temperature: what scores of both are divided by.
+        student_temperature: divisor of the scores of the model; overrides ``temperature``.
+        teacher_temperature: divisor of the scores of the teacher; overrides ``temperature``.
+    """
+
+    similarity: str = "maxsim"
+    temperature: float = 1.0
+    student_temperature: float | None = None
+    teacher_temperature: float | None = None
+
+    forms: ClassVar[tuple[Form, ...]] = ("teacher_scores",)
+
+    choices: ClassVar[Mapping[str, Collection[Any]]] = {"similarity": SIMILARITIES}
+
+    @property
+    def _temperatures(self) -> tuple[float, float]:
+        given = (self.student_temperature, self.teacher_temperature)
+        student, teacher = (self.temperature if one is None else float(one) for one in given)
+        return student, teacher
+
+    def faults(self) -> list[str]:
+        """Return the problems of the settings."""
+        try:
+            above = all(value > 0 for value in (self.temperature, *self._temperatures))
+        except ValueError as fault:
+            return [f"a temperature is no number: {fault}"]
+        return super().faults() + ([] if above else ["a temperature is not above 0"])
+
+    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+        """Return the mean over queries.
+
+        Raises:
+            TrainError: there are more or fewer scores than documents.
+        """
+        assert labels is not None
+        scores = torch.stack([scores_of_pairs(vectors[0], each, self.similarity) for each in vectors[1:]], 1)
+        check_scores(labels, scores, "a score for each document")
+        student, teacher = self._temperatures
+        mine = F.log_softmax(scores / student, -1)
+        theirs = F.log_softmax(labels.to(mine.dtype) / teacher, -1)
+        return F.kl_div(mine, theirs, reduction="batchmean", log_target=True) * student**2
+
+
+MULTIVECTOR_LOSSES: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (MultiVectorMultipleNegativesRankingLoss, MultiVectorMarginMSELoss, MultiVectorDistillKLDivLoss)
+}
+"""By name."""
+
+MULTIVECTOR_USUAL: dict[Form, str] = {
+    "pairs": "MultiVectorMultipleNegativesRankingLoss",
+    "triplets": "MultiVectorMultipleNegativesRankingLoss",
+    "teacher_scores": "MultiVectorMarginMSELoss",
+}
+"""The loss of each form of data where none is named."""
+
+
+QUERY_PARTS = ("query_ids", "query_mask", "query_types", "query_counted")
 COUNTED = "counted"
 QUERY_STEPS, LEAST_QUERY = 2, 16
 """Lengths that queries as long as they are are filled up to: steps from one power of two to the next, and the least."""
@@ -102,7 +259,7 @@ class LateObjective(VectorObjective):
         """Return the vectors, ``(examples, texts, tokens, size)``; zeros for missing ones."""
         count, width = batch["examples"], batch["width"]
         queries = self._through(model, self._query_parts(batch))
-        others = {name: part for name, part in {**batch}.items() if name not in QUERIES}
+        others = {name: part for name, part in {**batch}.items() if name not in QUERY_PARTS}
         documents = self._through(model, self._parts({**others, "width": width - 1}))[: count * (width - 1)]
         tokens = max(queries.shape[1], documents.shape[1])
         queries, documents = _widened(queries, tokens), _widened(documents, tokens)
@@ -153,7 +310,7 @@ class LateObjective(VectorObjective):
         step = count if self.cache_tokens is None else max(1, self.cache_tokens // tokens)
         named = {"query_ids": "input_ids", "query_mask": "attention_mask", "query_types": "token_type_ids"}
         for start in range(0, count, step):
-            part = {name: batch[name][start : start + step] for name in QUERIES if name in batch}
+            part = {name: batch[name][start : start + step] for name in QUERY_PARTS if name in batch}
             yield torch.arange(start, start + len(part["query_ids"])), {named.get(k, k): v for k, v in part.items()}
 
     def _vectors(self, model: Any, part: Any) -> Tensor:

@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flodl.metrics import Metric
-from flodl_hf.training.eval_predictions import CollectedValues
+from flodl_hf.training.evaluation import CollectedValues
 from flodl_hf.training.evaluators import (
     binary_figures,
     clustering_figures,
@@ -22,9 +21,8 @@ from flodl_hf.training.evaluators import (
     similarity_figures,
     triplet_figures,
 )
-from flodl_hf.training.losses.loss import Form
-
-__all__ = ["MAIN", "HeldOut", "VectorScorer"]
+from flodl_hf.training.losses.pairs import Form
+from flodl_hf.training.task import Scorer
 
 MAIN: dict[Form, str] = {
     "pairs": "ndcg@10",
@@ -94,7 +92,7 @@ class _CollectedScores(CollectedValues):
             self.items = dict(zip(state["examples"], whole, strict=True))
 
 
-class VectorScorer:
+class VectorScorer(Scorer):
     """Metrics of vectors, which depend on the form of the data.
 
     Args:
@@ -103,15 +101,12 @@ class VectorScorer:
     """
 
     def __init__(self, truth: HeldOut, measure: str = "cosine") -> None:
-        self.truth, self.measure, self.kept = truth, measure, _CollectedScores()
+        super().__init__(_CollectedScores())
+        self.truth, self.measure, self.kept = truth, measure, self.parts[0]
 
     def update(self, example: int, scores: Sequence[Tensor]) -> None:
         """Add the vectors of one example, ``[(texts, size)]``."""
         self.kept.update(example, scores[0])
-
-    def metrics(self) -> Sequence[Metric]:
-        """Return the metrics."""
-        return [self.kept]
 
     def compute(self) -> dict[str, float]:
         """Return the metrics; NaN without examples."""

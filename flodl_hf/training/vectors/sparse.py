@@ -1,9 +1,14 @@
-"""``task="sparse"``: weights of words by a masked-word head, as SPLADE makes them, with a penalty of their number."""
+"""``task="sparse"``: weights of words by a masked-word head, with the losses of sparse vectors.
+
+Dense losses with the inner product, and a penalty on active words: SPLADE (Formal et al. 2021, arXiv:2109.10086) with
+the FLOPS penalty (Paria et al. 2020, arXiv:2004.05665), which rises over the first steps; names and values are equal to
+sentence-transformers' SparseEncoder.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -14,20 +19,175 @@ from flodl.errors import ConfigError
 from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
 from flodl_hf.checkpoints.sentence.sparse import SpladePooling
 from flodl_hf.nn.layout.segments import largest_of_texts
-from flodl_hf.training.losses import make_loss
-from flodl_hf.training.losses.sparse import SPARSE_LOSSES, SPARSE_USUAL, SpladeLoss, penalties
+from flodl_hf.training.losses import make_loss, typed
+from flodl_hf.training.losses.pairs import (
+    AnglELoss,
+    CoSENTLoss,
+    CosineSimilarityLoss,
+    DistillKLDivLoss,
+    Form,
+    MarginMSELoss,
+    MSELoss,
+    TripletLoss,
+)
+from flodl_hf.training.losses.ranking import MultipleNegativesRankingLoss
 from flodl_hf.training.options import Options
 from flodl_hf.training.rows import CollateRows
 from flodl_hf.training.task import Prepared
-from flodl_hf.training.vectors.rows import CollateTexts, TextRows
 from flodl_hf.training.vectors.scorer import VectorScorer
-from flodl_hf.training.vectors.step import VectorObjective
+from flodl_hf.training.vectors.step import CollateTexts, TextRows, VectorObjective
 from flodl_hf.training.vectors.task import EmbeddingTask
 
 if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel
 
-__all__ = ["SparseTask"]
+
+@dataclass(frozen=True)
+class SparseMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
+    """The partner of a text against all others of the batch, by the inner product."""
+
+    scale: float = 1.0
+    similarity: str = "dot"
+
+
+@dataclass(frozen=True)
+class SparseDistillKLDivLoss(DistillKLDivLoss):
+    """The shares of a question's candidates, as a teacher's scores share them out."""
+
+    temperature: float = 2.0
+
+
+SPARSE_LOSSES: dict[str, Any] = {
+    f"Sparse{kind.__name__.removeprefix('Sparse')}": kind
+    for kind in (
+        SparseMultipleNegativesRankingLoss, MarginMSELoss, SparseDistillKLDivLoss, CoSENTLoss, AnglELoss,
+        CosineSimilarityLoss, TripletLoss, MSELoss,
+    )
+}  # fmt: skip
+"""By name."""
+
+SPARSE_USUAL: dict[Form, str] = {
+    "pairs": "SparseMultipleNegativesRankingLoss",
+    "triplets": "SparseMultipleNegativesRankingLoss",
+    "texts": "SparseMultipleNegativesRankingLoss",
+    "scored": "SparseCoSENTLoss",
+    "binary": "SparseCoSENTLoss",
+    "teacher_scores": "SparseMarginMSELoss",
+    "teacher_vectors": "SparseMSELoss",
+}
+"""The loss of each form of data where none is named."""
+
+
+def flops(vectors: Tensor, threshold: int | None = None) -> Tensor:
+    """Return the penalty of some texts: the squares of the words' mean weights, summed.
+
+    Args:
+        vectors: ``(texts, words)``.
+        threshold: texts with no more words than this cost nothing.
+    """
+    if threshold is not None:
+        vectors = vectors * ((vectors != 0).sum(1) > threshold).to(vectors.dtype)[:, None]
+    return vectors.mean(0).square().sum()
+
+
+@dataclass(frozen=True)
+class SpladeLoss:
+    """A loss of sparse vectors and the FLOPS penalty of their words.
+
+    Attributes:
+        loss: the loss.
+        document_regularizer_weight: of the penalty of all texts but the first of each example.
+        query_regularizer_weight: of the first ones; None leaves them out.
+        document_regularizer_threshold: documents with no more words cost nothing.
+        query_regularizer_threshold: the same of queries.
+        use_document_regularizer_only: all texts are documents.
+        scheduler_type: how the weights rise: "quadratic" or "linear".
+        warmup_ratio: share of the steps in which they do; 0 for none.
+    """
+
+    loss: Any
+    document_regularizer_weight: float = 3e-5
+    query_regularizer_weight: float | None = 5e-5
+    document_regularizer_threshold: int | None = None
+    query_regularizer_threshold: int | None = None
+    use_document_regularizer_only: bool = False
+    scheduler_type: str = "quadratic"
+    warmup_ratio: float = 1 / 3
+
+    in_batch = True
+    by_guide = False
+
+    @property
+    def forms(self) -> Any:
+        """The data that the loss takes."""
+        return self.loss.forms
+
+    def faults(self) -> list[str]:
+        """Return the problems of the settings."""
+        wrong = [
+            f"{name} is {getattr(self, name)}; expected 0 or more"
+            for name in ("document_regularizer_weight", "query_regularizer_weight")
+            if (getattr(self, name) or 0) < 0
+        ]
+        thresholds = (self.document_regularizer_threshold, self.query_regularizer_threshold)
+        if not all(isinstance(value, int | None) for value in thresholds):
+            wrong.append(f"thresholds are {thresholds}; expected integers")
+        if self.scheduler_type not in ("quadratic", "linear"):
+            wrong.append(f"scheduler_type is {self.scheduler_type!r}; expected quadratic or linear")
+        if not 0 <= self.warmup_ratio <= 1:
+            wrong.append(f"warmup_ratio is {self.warmup_ratio}; expected 0 to 1")
+        return wrong
+
+    def strength(self, step: int, steps: int) -> float:
+        """Return which share of the weights counts in a step, the first of which is 0."""
+        rising = max(1, int(steps * self.warmup_ratio)) if self.warmup_ratio else 0
+        if step >= rising:
+            return 1.0
+        share = step / rising
+        return share if self.scheduler_type == "linear" else share**2
+
+    def __call__(
+        self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None, strength: Any = 1.0
+    ) -> Tensor:
+        """Return the loss with the penalty.
+
+        Args:
+            vectors: one ``(examples, words)`` for each text of an example.
+            labels: as the loss takes them.
+            own: the examples of this rank; the penalty includes all examples.
+            strength: the share of the penalty that counts, a number or a scalar.
+        """
+        total = self.loss(vectors, labels, own)
+        documents = vectors if self.use_document_regularizer_only else vectors[1:]
+        if len(documents):
+            cost = flops(torch.cat(list(documents)), self.document_regularizer_threshold)
+            total = total + cost * (self.document_regularizer_weight * strength)
+        if self.query_regularizer_weight is not None and not self.use_document_regularizer_only:
+            cost = flops(vectors[0], self.query_regularizer_threshold)
+            total = total + cost * (self.query_regularizer_weight * strength)
+        return total
+
+
+def penalties(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings of the penalty, and the remaining settings for the loss.
+
+    Raises:
+        ConfigError: a value is invalid; ``problems`` lists all.
+    """
+    usual = {f.name: f.default for f in fields(SpladeLoss) if f.name != "loss"}
+    found: dict[str, Any] = {}
+    problems = []
+    for name in usual.keys() & settings.keys():
+        value = settings[name]
+        try:
+            is_none = value is None or str(value).lower() in ("none", "")
+            found[name] = None if is_none else typed(usual[name], value)
+        except (ValueError, TypeError) as fault:
+            problems.append(f"{name}: {fault}")
+    if problems:
+        raise ConfigError(f"loss_options of SpladeLoss: {'; '.join(problems)}", problems=problems)
+    return found, {name: value for name, value in settings.items() if name not in usual}
+
 
 STRENGTH = "strength"
 BY_COSINE = ("scored", "binary")
@@ -38,8 +198,8 @@ WORDS = ("words_first", "words_others")
 class SparseTask(EmbeddingTask):
     """Weights of words; arguments as of `EmbeddingTask`."""
 
-    name: str = "sparse"
-    head: str = "masked_lm"
+    name = "sparse"
+    head = "masked_lm"
 
     usual: ClassVar[Mapping[Any, str]] = SPARSE_USUAL
     table: ClassVar[Mapping[str, Any]] = SPARSE_LOSSES

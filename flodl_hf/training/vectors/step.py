@@ -1,4 +1,8 @@
-"""One batch of texts through the model, pooled to vectors, and its loss.
+"""Examples of several texts as rows and batches, their vectors, and the loss of a batch.
+
+A row is an example: its texts end to end, with the length of each. In a batch the texts are rows of the model, in the
+order of the examples, so that padding, packing and shapes are the same as for all other tasks. Batches have examples of
+one table each, without repeated texts; tables are mixed in proportion or alternate, as a function of seed and epoch.
 
 A batch is processed as a whole or in parts of a number of tokens; a part keeps only its vectors,
 and each part is computed again for its gradient (Gao et al. 2021, arXiv:2101.06983), with the same dropout. On a
@@ -7,25 +11,295 @@ CPU, the columns of padded batches are processed separately, since questions and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from flodl.data import Where
+from flodl.data.batches import EpochPlan
+from flodl.data.rng import Rng
+from flodl.data.samplers import digest
 from flodl.train import Loss
 from flodl_hf.inference.decode.pooling import finish_embeddings, pool_bucketed, pool_packed, pool_padded
 from flodl_hf.inference.graph_model.hidden_states import watched
+from flodl_hf.training.rows import CollateRows, EncodedRows, TakenRows
 from flodl_hf.training.step import score
-from flodl_hf.training.vectors.all_gather import gather, rows_per_rank
-from flodl_hf.training.vectors.rows import TABLE
 
-__all__ = ["VectorObjective"]
+
+def rows_per_rank(count: int, device: torch.device) -> list[int]:
+    """Return the number of examples of each rank."""
+    place = torch.device("cpu") if "gloo" in dist.get_backend() else device
+    counts = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=place)
+    counts[dist.get_rank()] = count
+    dist.all_reduce(counts)
+    return counts.tolist()
+
+
+def max_over_ranks(numbers: Sequence[int], device: torch.device) -> list[int]:
+    """Return the largest of each of some numbers that every rank has."""
+    place = torch.device("cpu") if "gloo" in dist.get_backend() else device
+    found = torch.tensor(list(numbers), dtype=torch.int64, device=place)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.tolist()
+
+
+def gather(own: Tensor, shares: list[int]) -> Tensor:
+    """Return the rows of all ranks, ``(sum of shares, ...)``, in the order of ranks.
+
+    Gradients are summed over ranks, each of which computes its own loss.
+
+    Args:
+        own: this rank's rows.
+        shares: how many rows each rank has.
+    """
+    return _Gathered.apply(own, shares)  # type: ignore[return-value]
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, shares: list[int]) -> Tensor:
+        ctx.shares = shares
+        padded = own.new_zeros(max(shares), *own.shape[1:])
+        padded[: len(own)] = own
+        parts = [torch.empty_like(padded) for _ in shares]
+        dist.all_gather(parts, padded)
+        return torch.cat([part[:count] for part, count in zip(parts, shares, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        summed = grad_outputs[0].contiguous().clone()
+        dist.all_reduce(summed)
+        start = sum(ctx.shares[: dist.get_rank()])
+        return summed[start : start + ctx.shares[dist.get_rank()]], None
+
+
+TABLE = "table"
+PARTS = "parts"
+
+
+@dataclass(frozen=True)
+class Laid:
+    """Lengths of the texts in a batch: all texts of each row, or some.
+
+    Attributes:
+        lengths: tokens of each row.
+        widest: tokens of the longest text of each row.
+        texts: most texts of a row.
+    """
+
+    lengths: NDArray[np.int64]
+    widest: NDArray[np.int64]
+    texts: int = 1
+
+
+class TextRows:
+    """The rows of several tables, one table after the other.
+
+    Args:
+        tables: rows of each, with the lengths of their texts as the value ``parts``, ``(rows, texts)``; 0 for one that
+            is missing.
+        texts: for each table which text each one is, ``(rows, texts)``: equal numbers are equal texts.
+    """
+
+    def __init__(self, tables: Sequence[EncodedRows], texts: Sequence[NDArray[np.int64]]) -> None:
+        self.tables, self.texts = list(tables), list(texts)
+        self.starts = np.cumsum([0, *(len(table) for table in tables)])
+        self.lengths = np.concatenate([table.lengths for table in tables])
+        self.owners = np.arange(len(self.lengths))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """Per-token values of each table, by table and name."""
+        return {f"{i}.{name}": column for i, table in enumerate(self.tables) for name, column in table.columns.items()}
+
+    @property
+    def values(self) -> dict[str, NDArray[Any]]:
+        """Values of rows of each table, by table and name."""
+        return {f"{i}.{name}": column for i, table in enumerate(self.tables) for name, column in table.values.items()}
+
+    @property
+    def width(self) -> int:
+        """Most texts of an example."""
+        return max(table.values[PARTS].shape[1] for table in self.tables)
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether some examples have fewer texts than others."""
+        return any(not table.values[PARTS].all() for table in self.tables)
+
+    @property
+    def laid(self) -> Laid:
+        """Lengths of all texts of each row."""
+        return Laid(self.lengths, np.concatenate([table.values[PARTS].max(1) for table in self.tables]), self.width)
+
+    def get(self, index: int) -> dict[str, Any]:
+        """Return one row."""
+        at = self._table(index)
+        return {**self.tables[at].get(index - int(self.starts[at])), TABLE: np.int64(at)}
+
+    def __getitems__(self, indices: Sequence[int]) -> TakenRows:
+        """Return several rows of one table."""
+        at = self._table(int(indices[0]))
+        taken = self.tables[at].__getitems__(np.asarray(indices) - self.starts[at])
+        return TakenRows(taken.columns, taken.lengths, {**taken.values, TABLE: np.full(len(taken), at)})
+
+    def _table(self, index: int) -> int:
+        return int(np.searchsorted(self.starts, index, side="right")) - 1
+
+
+@dataclass(frozen=True)
+class CollateTexts(CollateRows):
+    """Makes a batch of the texts of some examples.
+
+    In addition to the parts of `CollateRows` there are ``examples``, their number, ``width``, the texts of each, and
+    ``table``, all numbers; ``labels`` and ``guide``, ``(examples, ...)``, where there are any. If examples have
+    different numbers of texts, ``there``, ``(examples, width)``, is true for the texts that an example has.
+
+    Args:
+        lengths: add the length of each text, for batches that are processed in parts.
+        is_ragged: whether some examples have fewer texts than others; every rank's batches contain ``there`` then.
+        further: gives parts that depend on the place of a batch in the run.
+    """
+
+    lengths: bool = False
+    further: Callable[[Where], Mapping[str, Any]] | None = None
+    is_ragged: bool = False
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
+        """Return the parts of one batch."""
+        taken = rows if isinstance(rows, TakenRows) else TakenRows.of(rows)
+        parts = np.asarray(taken.values[PARTS])
+        lengths = parts[parts > 0]
+        batch = super().__call__(TakenRows(taken.columns, lengths, {}), where)
+        if self.lengths:
+            batch["row_lengths"] = lengths.tolist()
+        named = {
+            name: torch.from_numpy(np.asarray(taken.values[name]))
+            for name in ("labels", "guide")
+            if name in taken.values
+        }
+        if self.is_ragged or not parts.all():
+            named["there"] = torch.from_numpy(parts > 0)
+        table = int(np.asarray(taken.values[TABLE])[0])
+        if self.further is not None:
+            named |= self.further(where)
+        return {**batch, **named, "examples": len(parts), "width": parts.shape[1], TABLE: table}
+
+
+@dataclass(frozen=True)
+class TextBatches:
+    """Batches for losses over the whole batch.
+
+    Args:
+        texts: for each table the text numbers, ``(rows, texts)``; -1 for a missing text.
+        batch_size: examples of a batch.
+        seed: decides the order.
+        apart: for each table whether no text may come twice in a batch.
+        mixing: "proportional" takes all batches of all tables in random order; "round_robin" one of each table in
+            turn, until one is used up.
+        least: minimum number of examples in a batch; a smaller rest of an epoch is dropped.
+    """
+
+    texts: Sequence[NDArray[np.int64]] = field(repr=False)
+    batch_size: int
+    seed: int = 42
+    apart: Sequence[bool] = ()
+    mixing: str = "proportional"
+    least: int = 1
+
+    def plan(self, epoch: int) -> EpochPlan:
+        """Return the batches of ``epoch``."""
+        found = self.by_table(epoch)
+        if len(found) == 1:
+            return EpochPlan.of(found[0])
+        if self.mixing == "round_robin":
+            return EpochPlan.of([part for turn in zip(*found, strict=False) for part in turn])
+        batches = [part for parts in found for part in parts]
+        return EpochPlan.of([batches[k] for k in Rng(self.seed, "tables", epoch).permutation(len(batches))])
+
+    def by_table(self, epoch: int) -> list[list[NDArray[np.int64]]]:
+        """Return the batches of ``epoch`` for each table, before they are mixed."""
+        starts = np.cumsum([0, *(len(one) for one in self.texts)])
+        found = []
+        for i, texts in enumerate(self.texts):
+            order = self._order(epoch, i)
+            cut = _cut_apart(order, texts, self.batch_size) if self.apart and self.apart[i] else None
+            cut = cut or [order[k : k + self.batch_size] for k in range(0, len(order), self.batch_size)]
+            found.append([np.asarray(part) + starts[i] for part in cut if len(part) >= self.least])
+        return found
+
+    def notes(self) -> tuple[str, ...]:
+        """Return, as a note, how many rows of the first epoch are moved or skipped because a text occurs twice."""
+        moved = skipped = total = 0
+        for i, batches in enumerate(self.by_table(0)):
+            if not (self.apart and self.apart[i]):
+                continue
+            start, count = sum(map(len, self.texts[:i])), len(self.texts[i])
+            planned = dict(zip(self._order(0, i).tolist(), range(count), strict=True))
+            late = [
+                planned[row - start] // self.batch_size < n for n, part in enumerate(batches) for row in part.tolist()
+            ]
+            moved, skipped, total = moved + sum(late), skipped + count - len(late), total + count
+        if not moved:
+            return ()
+        return (
+            f"no_duplicates: {moved:,} of {total:,} rows are in a later batch of the first epoch because the same text "
+            f"is in their own, and {skipped:,} rows are skipped; no_duplicates=False keeps the batches",
+        )
+
+    def _order(self, epoch: int, table: int) -> NDArray[Any]:
+        return Rng(self.seed, "order", epoch, table).permutation(len(self.texts[table]))
+
+    def identity(self) -> dict[str, Any]:
+        """Return the definition of the batches as JSON values."""
+        return {
+            "batches": "texts",
+            "batch_size": self.batch_size,
+            "batch_seed": self.seed,
+            "apart": list(self.apart),
+            "mixing": self.mixing,
+            "least": self.least,
+            "texts": [digest(one) for one in self.texts],
+        }
+
+
+def _cut_apart(order: NDArray[np.int64], texts: NDArray[np.int64], size: int) -> list[list[int]] | None:
+    """Return batches in which no text comes twice, as near to the order as that allows; None where none ever would.
+
+    A postponed example is the first candidate for the next batch.
+    """
+    there = texts[texts >= 0]
+    if len(np.unique(there)) == there.size:
+        return None
+    rows = {row: {*texts[row].tolist()} - {-1} for row in order.tolist()}
+    waiting, coming = deque[int](), deque(order.tolist())
+    batches: list[list[int]] = []
+    while waiting or coming:
+        batch: list[int] = []
+        seen: set[int] = set()
+        held: list[int] = []
+        while (waiting or coming) and len(batch) < size:
+            row = waiting.popleft() if waiting else coming.popleft()
+            if rows[row] & seen:
+                held.append(row)
+                continue
+            batch.append(row)
+            seen |= rows[row]
+        waiting = deque([*held, *waiting])
+        batches.append(batch)
+    return batches
 
 
 @dataclass(frozen=True)

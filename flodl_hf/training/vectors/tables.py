@@ -16,9 +16,7 @@ from numpy.typing import NDArray
 from flodl.errors import ConfigError, DataError, capped
 from flodl_hf.readers import as_numbers, is_missing
 from flodl_hf.readers.columns import NAMES, Columns, column_names
-from flodl_hf.training.losses.loss import Form
-
-__all__ = ["TextTable", "are_pairs", "expect_equal_widths", "read_table", "table_columns"]
+from flodl_hf.training.losses.pairs import Form
 
 ANCHORS = ("anchor", "query", "question", "sentence1", "sentence_a", "text1", "text_a", "premise")
 POSITIVES = (

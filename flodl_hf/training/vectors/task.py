@@ -14,28 +14,24 @@ from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
 from flodl_hf.inference.decode.pooling import check_pooling
 from flodl_hf.readers.columns import Columns
 from flodl_hf.training.losses import CACHED, LOSSES, USUAL, AdaptiveLayerLoss, MatryoshkaLoss, loss_named, make_loss
-from flodl_hf.training.losses.teachers import MSELoss
+from flodl_hf.training.losses.pairs import MSELoss
 from flodl_hf.training.options import Options
 from flodl_hf.training.rows import CollateRows, EncodedRows, RowBuilder
-from flodl_hf.training.task import CHUNK, Examples, LengthLimits, Prepared, Scorer, UnweightedTask
-from flodl_hf.training.vectors.batches import TextBatches
-from flodl_hf.training.vectors.rows import PARTS, CollateTexts, Laid, TextRows
+from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, encode_chunks
 from flodl_hf.training.vectors.scorer import MAIN, NAMES, HeldOut, VectorScorer
-from flodl_hf.training.vectors.step import VectorObjective
+from flodl_hf.training.vectors.step import PARTS, CollateTexts, Laid, TextBatches, TextRows, VectorObjective
 from flodl_hf.training.vectors.tables import TextTable, expect_equal_widths, read_table
 
 if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel
     from flodl_hf.tokenization.tokenizer import Tokenizer
 
-__all__ = ["EmbeddingTask", "plan_embedding"]
-
 CACHE = 32_768
 """Tokens per forward pass for a loss with a cached name."""
 
 
 @dataclass(frozen=True)
-class EmbeddingTask(UnweightedTask):
+class EmbeddingTask(Task):
     """Vectors of texts.
 
     Args:
@@ -48,19 +44,20 @@ class EmbeddingTask(UnweightedTask):
     tables: Mapping[str, TextTable]
     losses: tuple[Any, ...]
     options: Options
-    name: str = "embedding"
-    head: str = "base"
-    kind: Any = "vectors"
-    labels: None = None
-    problem_type: None = None
-    per_row: bool = True
     _guides: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    name = "embedding"
+    head = "base"
+    kind = "vectors"
+    per_row = True
 
     usual: ClassVar[Mapping[Any, str]] = USUAL
     table: ClassVar[Mapping[str, Any]] = LOSSES
-    refused: ClassVar[tuple[str, ...]] = ()
     takes_ragged: ClassVar[bool] = True
     """Whether examples may have different numbers of texts, if the loss takes them."""
+
+    def __post_init__(self) -> None:
+        self._settle(main_metric=MAIN[self._first.form])
 
     @classmethod
     def loss_named(cls, word: str, options: Options) -> Any:
@@ -71,11 +68,6 @@ class EmbeddingTask(UnweightedTask):
     def columns(self) -> Columns:
         """Where the first table has its texts and labels."""
         return self._first.columns
-
-    @property
-    def main_metric(self) -> str:
-        """The figure of the first table's form."""
-        return MAIN[self._first.form]
 
     @property
     def _first(self) -> TextTable:
@@ -364,19 +356,12 @@ def _encode(
     builder, cut = RowBuilder(limits.types), 0
     flat = [text.lower() if lower else text for row in rows for text in row]
     lengths: list[int] = []
-    for start in range(0, len(flat), CHUNK):
-        groups = tokenizer.encode_rows(
-            flat[start : start + CHUNK],
-            None,
-            max_tokens=limits.max_tokens,
-            offsets=False,
-            cut=None,
-            overflow="truncate",
-        )
-        for group in groups:
-            builder.add(group[0], len(lengths))
-            lengths.append(len(group[0].ids))
-            cut += group[0].truncated
+    for i, (row, *_) in encode_chunks(
+        tokenizer, flat, max_tokens=limits.max_tokens, offsets=False, overflow="truncate"
+    ):  # fmt: skip
+        builder.add(row, i)
+        lengths.append(len(row.ids))
+        cut += row.truncated
     texts = builder.build()
     counts = np.asarray([len(row) for row in rows])
     parts = np.zeros((len(rows), counts.max()), np.int64)

@@ -35,7 +35,7 @@ from flodl_hf.nn.layers.encoder_layer import EncoderLayer
 from flodl_hf.nn.layout.buckets import Buffer, bucket_of
 from flodl_hf.nn.layout.layouts import Packed
 from flodl_hf.parity.shapes import settings_of
-from flodl_hf.training.factory import checkpoint_layers, set_dropout
+from flodl_hf.training.start import checkpoint_layers, set_dropout
 
 LENGTHS = (33, 5, 1, 40, 12)
 

@@ -20,7 +20,7 @@ from flodl_hf.cli.app import app
 from flodl_hf.models.adapters import IA3, Lora, Prefix, Prompt
 from flodl_hf.training import dry_run, finetune, plan_job
 from flodl_hf.training.options import make_options
-from flodl_hf.training.run import make_builder
+from flodl_hf.training.training import make_builder
 
 ROWS = labelled(48)
 BASIC: dict[str, Any] = {"epochs": 2, "batch_size": 8, "lr": 5e-3, "max_length": 24, "adapter": Lora(4, 8)}

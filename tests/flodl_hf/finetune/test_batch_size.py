@@ -11,7 +11,7 @@ import pytest
 from finetune_tables import TABLES, labelled
 
 from flodl_hf.training import finetune, plan_job
-from flodl_hf.training.batch_size import ENOUGH, SIZES, few_steps, steps_of, usual_batch_size
+from flodl_hf.training.batching import ENOUGH, SIZES, few_steps, steps_of, usual_batch_size
 from flodl_hf.training.evaluation import Evaluation
 from flodl_hf.training.options import Options, make_options
 

@@ -14,7 +14,7 @@ from flodl.errors import ConfigError, DataError
 from flodl_hf import load
 from flodl_hf.training import finetune
 from flodl_hf.training.losses import make_loss
-from flodl_hf.training.losses.auxiliary import AUXILIARY_LOSSES
+from flodl_hf.training.vectors.auxiliary import AUXILIARY_LOSSES
 
 TEXTS = sentences()
 NAMES: tuple[str, ...] = ("entailment", "neutral", "contradiction")

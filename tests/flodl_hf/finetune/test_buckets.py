@@ -17,7 +17,7 @@ from flodl.train import Warned
 from flodl_hf.nn.layout.buckets import Bucket, fill
 from flodl_hf.training import batching, plan_job
 from flodl_hf.training.options import make_options
-from flodl_hf.training.shapes import Shapes, choose_shapes, choose_widths
+from flodl_hf.training.rows import Shapes, choose_shapes, choose_widths
 from flodl_hf.training.training import make_builder
 
 PLAIN: dict[str, Any] = {

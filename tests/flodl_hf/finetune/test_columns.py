@@ -5,7 +5,7 @@ import pytest
 from flodl.errors import DataError
 from flodl_hf.jobs.columns import ColumnArgs, choose_columns
 from flodl_hf.readers.columns import Columns, infer_columns
-from flodl_hf.training.task_inference import guessed_columns
+from flodl_hf.training.task_choice import guessed_columns
 from flodl_hf.training.vectors.tables import read_table
 
 SENTENCE = {"words": ["a"], "tags": ["O"]}

@@ -13,9 +13,8 @@ from finetune_tables import labelled, lines
 from flodl.distributed.group import join_ranks
 from flodl.train.saving import resume
 from flodl_hf.training import plan_job
-from flodl_hf.training.fingerprint import BY_HASH, BY_THE_TRAINER, CHANGES_NO_NUMBER, fingerprint_of
 from flodl_hf.training.options import Options, make_options
-from flodl_hf.training.training import make_builder
+from flodl_hf.training.training import BY_HASH, BY_THE_TRAINER, CHANGES_NO_NUMBER, fingerprint_of, make_builder
 
 ROWS = [{**row, "other": row["text"][::-1]} for row in labelled(48)]
 PAIRS = [{"anchor": a["text"], "positive": b["text"]} for a, b in zip(ROWS[:24], ROWS[24:], strict=True)]

@@ -18,7 +18,7 @@ from flodl.distributed import Ranks, launch
 from flodl.train import StepDone
 from flodl_hf.training import batching, plan_job
 from flodl_hf.training.options import make_options
-from flodl_hf.training.run import make_builder
+from flodl_hf.training.training import make_builder
 
 ROWS = 21
 WHOLE: dict[str, Any] = {

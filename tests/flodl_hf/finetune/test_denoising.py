@@ -19,10 +19,9 @@ from flodl_hf import load
 from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.training import finetune, plan_job
-from flodl_hf.training.factory import set_dropout
 from flodl_hf.training.options import make_options
-from flodl_hf.training.vectors.decoder import DecoderStart
-from flodl_hf.training.vectors.tsdae import _kept
+from flodl_hf.training.start import set_dropout
+from flodl_hf.training.vectors.tsdae import DecoderStart, _kept
 
 TEXTS = sentences()
 ALONE = [{"text": text} for text in TEXTS[:24]]

@@ -10,7 +10,7 @@ from torch import nn
 from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import FAMILIES
-from flodl_hf.training.factory import set_dropout
+from flodl_hf.training.start import set_dropout
 
 SIZES: dict[str, Any] = {
     "vocab_size": 20, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "intermediate_size": 24, "max_positions": 40,

@@ -20,7 +20,7 @@ from flodl_hf.training import finetune, plan_job
 from flodl_hf.training.losses import LOSSES, AdaptiveLayerLoss
 from flodl_hf.training.losses.ranking import MultipleNegativesRankingLoss
 from flodl_hf.training.options import make_options
-from flodl_hf.training.vectors.batches import TextBatches
+from flodl_hf.training.vectors.step import TextBatches
 from flodl_hf.training.vectors.tables import read_table
 
 TEXTS = sentences()

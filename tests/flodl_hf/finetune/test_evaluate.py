@@ -21,7 +21,7 @@ from flodl_hf.cli.app import app
 from flodl_hf.errors import PredictError
 from flodl_hf.training import demo
 from flodl_hf.training.evaluators import similarity_figures
-from flodl_hf.training.report import label_table
+from flodl_hf.training.report.figures import label_table
 
 Rows = list[dict[str, Any]]
 TEXTS = sentences()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +87,8 @@ def test_what_the_last_evaluation_saw_is_not_judged_again(
         judged.append(self)
         return inner(self, *args)
 
-    def kept(model: Any, evaluation: Any, figures: Any = None) -> Any:
-        found.append((judge(model, evaluation, figures), len(judged), judge(model, evaluation)))
+    def kept(model: Any, evaluation: Any, figures: Any, best: Any) -> Any:
+        found.append((judge(model, evaluation, figures, best), len(judged), judge(model, evaluation)))
         return found[-1][0]
 
     monkeypatch.setattr(Evaluation, "_evaluate", counted)
@@ -103,6 +105,60 @@ def test_what_the_last_evaluation_saw_is_not_judged_again(
     assert first.name == again.name == ("a" if several else "")
     assert np.array_equal(np.asarray(first.predictions, object), np.asarray(again.predictions, object))
     assert np.array_equal(np.asarray(first.truth, object), np.asarray(again.truth, object))
+
+
+def test_the_best_model_is_neither_evaluated_again_nor_read_back(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, evaluated = TABLES["sequence_classification"](24), []
+    inner = Evaluation._evaluate
+
+    def counted(self: Evaluation, *args: Any) -> Any:
+        evaluated.append(self)
+        return inner(self, *args)
+
+    def worse(predictions: Any, truth: Any) -> dict[str, float]:
+        return {"rank": -float(len(evaluated))}  # the first evaluation is the best
+
+    options: dict[str, Any] = {"epochs": 3, "batch_size": 8, "eval_every": 1, "metric": "rank", "metrics": worse}
+    read = finetune(base, train=rows, eval=rows[:8], out=tmp_path / "read", checkpoints=str(tmp_path / "c"), **options)
+    assert read.best_step == 1
+    evaluated.clear()
+    monkeypatch.setattr(Evaluation, "_evaluate", counted)
+    monkeypatch.setattr("flodl_hf.training.training.read_checkpoint", lambda *_, **__: pytest.fail("read back"))
+    monkeypatch.setattr("tempfile.TemporaryDirectory", lambda *_, **__: pytest.fail("no folder is needed"))
+    kept = finetune(base, train=rows, eval=rows[:8], **options)
+    assert len(evaluated) == len(kept.history) == 9
+    assert kept.best_step == 1
+    written = finetune(base, train=rows, eval=rows[:8], out=tmp_path / "out", **options)
+    assert written.best_step == 1
+    names = ("read", "out")
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in names)
+    assert first == second
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_loss_of_an_evaluation_is_summed_in_the_order_of_its_batches(reverse: bool, base: Path) -> None:
+    rows = TABLES["sequence_classification"](12)
+    job = plan_job(base, rows, rows, make_options(SMALL))
+    assert isinstance(job.evaluation, Evaluation)
+    # Ranks contribute their losses in any order; these values have other sums in other orders.
+    losses = [(0, 1e16, 1.0), (1, 1.0, 1.0), (2, -1e16, 1.0), (3, 1.0, 1.0)]
+    figures = job.evaluation._figures(losses[::-1] if reverse else losses, job.evaluation.scorer())
+    assert figures["eval_loss"] == 0.25
+
+
+def test_a_fine_tune_on_one_device_imports_no_compiler(base: Path, tmp_path: Path) -> None:
+    absent = ("torch._dynamo", "torch._inductor", "sympy", "torch.distributed.fsdp", "pandas", "pyarrow", "triton")
+    (tmp_path / "t.csv").write_text("text,label\n" + "a good one,a\na bad one,b\n" * 8)
+    code = (
+        "import sys; from flodl_hf.cli import main\n"
+        f"sys.argv = ['flodl-hf', 'finetune', {str(base)!r}, '--train', 't.csv', '--eval', '0.5', '--epochs', '1']\n"
+        "try: main()\nexcept SystemExit as done: assert not done.code\n"
+        f"print('loaded', [name for name in {absent} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "loaded []" in done.stdout
 
 
 def test_what_was_seen_of_other_weights_is_judged_again(base: Path) -> None:

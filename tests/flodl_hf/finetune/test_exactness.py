@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from flodl.data import Batch, Where
 from flodl_hf import load
 from flodl_hf.training import finetune, plan_job
-from flodl_hf.training.factory import checkpoint_layers, restore_layers
 from flodl_hf.training.options import make_options
 from flodl_hf.training.run import train_job
+from flodl_hf.training.start import checkpoint_layers, restore_layers
 from flodl_hf.training.step import Objective
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "finetune_parity.py"

@@ -20,9 +20,9 @@ from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.export.verify import verify_export
 from flodl_hf.training import batching, demo, dry_run, finetune, plan_job
-from flodl_hf.training.factory import set_dropout
 from flodl_hf.training.generator import drawn
 from flodl_hf.training.options import make_options
+from flodl_hf.training.start import set_dropout
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64, "type_vocab_size": 2,

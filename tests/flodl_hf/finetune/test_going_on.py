@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ from finetune_tables import labelled, questions, tagged
 from flodl.errors import TrainError, TrainInterrupted
 from flodl.train.saving.reading import list_checkpoints
 from flodl_hf import load
-from flodl_hf.training import finetune, fingerprint, plan_job
-from flodl_hf.training.fingerprint import BY_HASH, BY_THE_TRAINER, CHANGES_NO_NUMBER, fingerprint_of
+from flodl_hf.training import finetune, plan_job
 from flodl_hf.training.options import Options, make_options
 from flodl_hf.training.result import FinetuneResult
+from flodl_hf.training.training import BY_HASH, BY_THE_TRAINER, CHANGES_NO_NUMBER, fingerprint_of
 
 ROWS = labelled(48)
 SWAPPED_LABELS = {"complaint": "praise", "praise": "complaint"}
@@ -231,24 +230,3 @@ def test_a_lost_best_is_told_at_the_end(base: Path, tmp_path: Path) -> None:
         result = finetune(base, train=ROWS[:40], eval=ROWS[40:], out=out, on_event=lose, metric="eval_loss", **options)
     assert result.metrics["eval_loss"] in figures
     assert result.metrics["eval_loss"] != min(figures)
-
-
-@pytest.mark.parametrize(("ranks", "imported"), [(1, ["torch._dynamo"]), (2, [])])
-def test_weights_are_hashed_beside_an_import_that_torch_needs(
-    ranks: int, imported: list[str], base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads, names = [], []
-    start = fingerprint._start
-
-    def hashed(job: Any) -> str:
-        threads.append(threading.current_thread())
-        return start(job)
-
-    monkeypatch.setattr(fingerprint, "_start", hashed)
-    monkeypatch.setattr(fingerprint, "import_module", names.append)
-    job = plan_job(base, ROWS[:16], None, make_options({"devices": ["cpu"] * ranks}))
-    found = fingerprint_of(job)
-    assert found["model"] == start(job)
-    assert names == imported, "ranks in other processes make the optimisers"
-    assert len(threads) == 1
-    assert threads[0] is not threading.main_thread()

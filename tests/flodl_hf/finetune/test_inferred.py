@@ -13,10 +13,10 @@ from finetune_tables import TABLES, labelled, sentences
 
 from flodl.errors import ConfigError, DataError
 from flodl_hf.training import demo, plan_job
-from flodl_hf.training.data import Known, choose_task, read_tables
+from flodl_hf.training.data import read_tables
 from flodl_hf.training.options import make_options
 from flodl_hf.training.task import LengthLimits
-from flodl_hf.training.task_inference import task_line
+from flodl_hf.training.task_choice import Known, choose_task, task_line
 
 TEXTS = sentences()[:12]
 LIMITS = LengthLimits(64, None, True)

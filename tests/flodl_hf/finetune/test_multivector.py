@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from flodl.errors import ConfigError
 from flodl_hf import load
 from flodl_hf.training import finetune, plan_job
-from flodl_hf.training.factory import set_dropout
 from flodl_hf.training.losses import make_loss
-from flodl_hf.training.losses.multivector import MULTIVECTOR_LOSSES
 from flodl_hf.training.options import make_options
+from flodl_hf.training.start import set_dropout
+from flodl_hf.training.vectors.multivector_step import MULTIVECTOR_LOSSES
 
 TEXTS = sentences()
 SMALL = {"size": 8, "query_length": 16, "document_length": 40, "query_marker": "the ", "document_marker": "a "}
@@ -85,7 +85,7 @@ def test_large_batches_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
     loss = make_loss("MultipleNegativesRanking", {"similarity": "meanmaxsim", "temperature": 0.1}, MULTIVECTOR_LOSSES)
     whole, parts = vectors_of(3), vectors_of(3)
     at_once = loss(whole, None)
-    monkeypatch.setattr("flodl_hf.training.losses.multivector.AT_ONCE", 1)
+    monkeypatch.setattr("flodl_hf.training.vectors.multivector_step.AT_ONCE", 1)
     found = loss(parts, None)
     torch.testing.assert_close(found, at_once, rtol=1e-6, atol=0)
     for a, b in zip(torch.autograd.grad(found, parts), torch.autograd.grad(at_once, whole), strict=True):

@@ -17,9 +17,9 @@ from flodl.train import parts
 from flodl.train.schedule import Constant
 from flodl_hf.training import batching, finetune, plan_job
 from flodl_hf.training.evaluation import Evaluation
-from flodl_hf.training.noise import SEEDS, noisy, row_seeds, uniform_noise
 from flodl_hf.training.options import make_options
-from flodl_hf.training.run import make_builder, train_job
+from flodl_hf.training.step import SEEDS, noisy, row_seeds, uniform_noise
+from flodl_hf.training.training import make_builder, train_job
 
 torch.set_num_threads(1)
 FIXED: dict[str, Any] = {

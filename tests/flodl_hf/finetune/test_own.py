@@ -23,9 +23,9 @@ from flodl.train.saving.reading import list_checkpoints, read_checkpoint
 from flodl_hf import load
 from flodl_hf.training import finetune, plan_job
 from flodl_hf.training.evaluate_model import evaluate
+from flodl_hf.training.evaluation import Own
 from flodl_hf.training.options import make_options
 from flodl_hf.training.run import train_job
-from flodl_hf.training.user_code import Own
 
 torch.set_num_threads(1)
 QUICK: dict[str, Any] = {

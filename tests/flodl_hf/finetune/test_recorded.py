@@ -23,8 +23,8 @@ from flodl_hf.families.schema.tasks import TASKS
 from flodl_hf.nn.layout.layouts import Padded
 from flodl_hf.nn.layout.segments import largest_of_texts
 from flodl_hf.training import batching, finetune, plan_job
-from flodl_hf.training.factory import set_dropout
 from flodl_hf.training.options import make_options
+from flodl_hf.training.start import set_dropout
 
 TEXTS = sentences()
 Rows = list[dict[str, Any]]

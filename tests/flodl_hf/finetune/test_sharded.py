@@ -18,11 +18,10 @@ from flodl_hf import load
 from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.training import demo, finetune, plan_job
-from flodl_hf.training.factory import cast_stored, set_dropout, take
-from flodl_hf.training.fingerprint import fingerprint_of
 from flodl_hf.training.options import make_options
 from flodl_hf.training.result import FinetuneResult, OnFirstRank
-from flodl_hf.training.training import make_builder
+from flodl_hf.training.start import cast_stored, set_dropout, take
+from flodl_hf.training.training import fingerprint_of, make_builder
 
 ROWS = labelled(28)
 OPTIONS: dict[str, Any] = {

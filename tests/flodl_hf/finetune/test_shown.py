@@ -13,7 +13,8 @@ import torch
 
 from flodl.train.handle import Trained
 from flodl_hf.checkpoints.weights.loading import LoadReport
-from flodl_hf.training.result import MOST, FinetuneResult, curve_svg
+from flodl_hf.training.report.charts import HIGH, MOST_POINTS, WIDE, line_chart
+from flodl_hf.training.result import FinetuneResult
 
 
 def run(steps: int = 50, **changed: Any) -> FinetuneResult:
@@ -54,21 +55,25 @@ def test_a_run_is_drawn_with_its_evaluations() -> None:
     assert "<svg" not in run(losses=[])._repr_html_()
 
 
-@pytest.mark.parametrize("steps", [1, 2, 399, 400, 401, 100_000])
+def curve(values: list[float], name: str = "loss") -> str:
+    return line_chart({name: list(enumerate(values, 1))}, title=name, across="step", up="loss")
+
+
+@pytest.mark.parametrize("steps", [1, 2, 1999, 2000, 2001, 100_000])
 def test_a_curve_of_any_length_fits(steps: int) -> None:
-    svg = ElementTree.fromstring(curve_svg([math.sin(i / 50) for i in range(steps)]))
+    svg = ElementTree.fromstring(curve([math.sin(i / 50) for i in range(steps)]))
     (line,) = [element for element in svg if element.tag.endswith("polyline")]
     points = [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
-    assert 1 <= len(points) <= MOST
+    assert 1 <= len(points) <= MOST_POINTS
     assert [x for x, _ in points] == sorted(x for x, _ in points)
-    assert all(0 <= x <= 480 and 0 <= y <= 160 for x, y in points)
+    assert all(0 <= x <= WIDE and 0 <= y <= HIGH for x, y in points)
 
 
 def test_gaps_and_flat_curves() -> None:
-    assert curve_svg([]) == ""
-    assert curve_svg([math.nan]) == ""
-    assert curve_svg([1.0, math.inf, 1.0]).count(",") >= 2
-    assert "<b>" not in curve_svg([1.0, 2.0], title="<b>", marks={1: "<b>"})
+    assert curve([]) == ""
+    assert curve([math.nan]) == ""
+    assert curve([1.0, math.inf, 1.0]).count(",") >= 2
+    assert "<b>" not in curve([1.0, 2.0], "<b>")
 
 
 def test_other_reports_are_short() -> None:

@@ -15,8 +15,9 @@ from finetune_tables import sentences
 
 from flodl.errors import ConfigError, DataError
 from flodl_hf.training import finetune, plan_job
-from flodl_hf.training.data import Known, choose_task, read_tables
+from flodl_hf.training.data import read_tables
 from flodl_hf.training.options import make_options
+from flodl_hf.training.task_choice import Known, choose_task
 from flodl_hf.training.vectors.task import EmbeddingTask
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -108,7 +109,7 @@ def learned(source: Any, held_out: Any = None, **options: Any) -> tuple[str, tup
         loss = getattr(loss, "loss", loss)
         return type(loss).__name__, table.names, [] if table.labels is None else table.labels.tolist()
     if options.get("task") == "rank":
-        from flodl_hf.training.lists import read_lists
+        from flodl_hf.training.ranking import read_lists
 
         return type(task.loss).__name__, task.labels, [one.grades for one in read_lists(tables.train)[0]]
     return task.kind, task.labels, [task.targets.encode(row[task.columns.label]) for row in tables.train]
@@ -484,7 +485,7 @@ def test_lists_of_numbers_that_can_be_no_targets_are_refused(labels: list[Any], 
 def test_several_columns_are_several_numbers_of_a_text(tmp_path: Path) -> None:
     rows = [{"text": TEXTS[i], "joy": i / 4, "calm": 1 - i} for i in range(4)]
     options = make_options({"problem_type": "regression", "columns": {"label": "joy+calm"}})
-    from flodl_hf.training.multilabel_columns import list_multilabel_columns
+    from flodl_hf.training.data import list_multilabel_columns
 
     for source in (rows, cells(rows, tmp_path / "a.csv", ",")):
         tables, made = list_multilabel_columns(read_tables(source, source, options), options)

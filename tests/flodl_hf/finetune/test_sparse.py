@@ -16,8 +16,8 @@ from flodl.errors import ConfigError
 from flodl_hf import load
 from flodl_hf.training import finetune, plan_job
 from flodl_hf.training.losses import make_loss
-from flodl_hf.training.losses.sparse import SPARSE_LOSSES, SpladeLoss
 from flodl_hf.training.options import make_options
+from flodl_hf.training.vectors.sparse import SPARSE_LOSSES, SpladeLoss
 
 TEXTS = sentences()
 ONE: dict[str, Any] = {"task": "sparse", "max_steps": 2, "epochs": 9, "batch_size": 8, "lr": 1e-3, "report": False}

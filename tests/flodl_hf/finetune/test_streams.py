@@ -12,7 +12,7 @@ import torch
 from finetune_tables import labelled
 
 from flodl.errors import ConfigError
-from flodl_hf.training import finetune, streams
+from flodl_hf.training import data, finetune
 
 ROWS = labelled(24)
 BASIC: dict[str, Any] = {"max_length": 24, "lr": 1e-3, "batch_size": 4, "max_steps": 3}
@@ -63,6 +63,6 @@ def test_a_stream_of_which_nobody_knows_how_much_is_needed_is_left_unread(option
 def test_a_stream_that_ends_is_read_to_its_end(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = {**BASIC, "max_steps": None, "epochs": 1}
     assert finetune(base, train=iter(ROWS), **short).steps == 6
-    monkeypatch.setattr(streams, "MANY", 20)
+    monkeypatch.setattr(data, "MANY", 20)
     with pytest.warns(UserWarning, match="20 rows are read, and the stream has not ended; .* max_steps="):
         assert finetune(base, train=(row for row in ROWS), **short).steps == 6

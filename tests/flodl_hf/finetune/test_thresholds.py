@@ -17,8 +17,7 @@ from flodl_hf.errors import PredictError
 from flodl_hf.heads.sequence_classification import SequenceClassifier
 from flodl_hf.inference.decode.classes import Classification, decide
 from flodl_hf.training import FinetuneResult, finetune
-from flodl_hf.training.eval_predictions import EvalPredictions
-from flodl_hf.training.thresholds import tune_thresholds
+from flodl_hf.training.evaluation import EvalPredictions, tune_thresholds
 
 
 def several(count: int = 64) -> list[dict[str, Any]]:
@@ -95,7 +94,7 @@ def test_the_folder_says_so(tuned: FinetuneResult) -> None:
     for label, value in tuned.tuned.thresholds.items():
         assert re.search(rf"^\| {label} \| {value:.4f} \|", card, re.M)
     assert 'predict(threshold="tuned")' in card
-    assert "with the model" in (tuned.folder / "report.html").read_text("utf-8") or "keeps a threshold" in (
+    assert "with the model" in (tuned.folder / "report.html").read_text("utf-8") or "Stored threshold" in (
         tuned.folder / "report.html"
     ).read_text("utf-8")
     facts = json.loads((tuned.folder / "training.json").read_text("utf-8"))

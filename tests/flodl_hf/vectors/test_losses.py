@@ -140,7 +140,7 @@ def test_shares_of_a_batch_weigh_up_to_the_batch(row: tuple[str, dict[str, Any],
         ("MultipleNegativesRanking", {"directions": "doc_to_query"}, "query_to_doc"),
         ("Triplet", {"distance": "far"}, "euclidean"),
         ("EmbedDistill", {"distance_metric": "far"}, "cosine"),
-        ("GlobalOrthogonalRegularization", {"aggregation": "most"}, "mean or sum"),
+        ("GlobalOrthogonalRegularization", {"aggregation": "most"}, "mean, sum"),
         ("GISTEmbed", {"contrast_anchors": "perhaps"}, "yes or no"),
     ],
 )

@@ -1,0 +1,459 @@
+"""Task of a run, from its columns, labels and options, with notes about what was inferred.
+
+A text column alone trains a masked language model. A table whose labels were lost looks the same: cells divided by
+another sign, labels before the text, a column that some rows have. Such tables raise an error unless the task is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
+from typing import Any
+
+from flodl.errors import ConfigError, DataError, nearest, printable
+from flodl_hf.families.schema.tasks import task_named
+from flodl_hf.readers import Targets, as_numbers, infer_targets, is_missing
+from flodl_hf.readers.columns import NAMES, Columns, column_names, flag_of, infer_columns
+from flodl_hf.training.answers import AnswerTask
+from flodl_hf.training.choices import choice_columns, plan_choices
+from flodl_hf.training.data import Tables
+from flodl_hf.training.generator import GeneratorTask, plan_generator
+from flodl_hf.training.masked import MaskedTask
+from flodl_hf.training.options import Options
+from flodl_hf.training.pairs import plan_pairs
+from flodl_hf.training.ranking import plan_ranking
+from flodl_hf.training.replaced import plan_replaced
+from flodl_hf.training.rows import EncodedRows
+from flodl_hf.training.sequence import SequenceTask
+from flodl_hf.training.task import Task, name_of
+from flodl_hf.training.tokens import TokenTask, tag_names
+from flodl_hf.training.vectors.auxiliary import AuxiliaryTask, classifies, needs_layer
+from flodl_hf.training.vectors.multivector import MultiVectorTask
+from flodl_hf.training.vectors.sparse import SparseTask
+from flodl_hf.training.vectors.tables import are_pairs, read_table, table_columns
+from flodl_hf.training.vectors.task import EmbeddingTask, plan_embedding
+from flodl_hf.training.vectors.tsdae import DenoisingTask, denoises
+
+LOOKED_AT = 200
+NAMED = 8  # labels that a line names
+SIGNS = {"\t": "tabs", "|": "'|'", ";": "semicolons", ",": "commas"}
+PREFIX = "__label__"  # how fastText marks labels in lines of text
+LABELLED_HEADS = ("sequence_classification", "token_classification", "question_answering", "multiple_choice")
+MEANT = "; or set task='masked_lm' to train on masked words"
+
+
+def refuse_lost_labels(columns: Columns, rows: Sequence[Mapping[str, Any]], head: str | None) -> None:
+    """Raise for a table of texts alone that may have had labels, if the task is inferred.
+
+    Args:
+        columns: the inferred columns.
+        rows: the table.
+        head: of the starting model.
+
+    Raises:
+        ConfigError: the starting model is a classifier.
+        DataError: some rows have further columns, or the texts contain possible labels.
+    """
+    text = columns.text
+    if columns.task != "masked-lm" or text is None:
+        return
+    if head in LABELLED_HEADS:
+        raise ConfigError(
+            f"train: found only the texts of {text!r} for a model with the head {head}; expected labels "
+            f"in another column{MEANT}",
+            problems=["task"],
+        )
+    further = [name for name in column_names(rows) if name != text]
+    if further:
+        counts = [f"{name!r} ({sum(name in row for row in rows):,} of {len(rows):,} rows)" for name in further[:8]]
+        raise DataError(
+            f"train: found the texts of {text!r} alone in the first {min(len(rows), LOOKED_AT)} rows, and further on "
+            f"other columns: {', '.join(counts)}; expected the same columns in each row{MEANT}",
+            names=further,
+        )
+    seen = [row[text] for row in rows[:LOOKED_AT] if isinstance(row.get(text), str)]
+    signs = [sign for sign in SIGNS if sign in text and len(text.split()) == 1]
+    if not signs and len(seen) > 1 and all("\t" in line for line in seen):
+        signs = ["\t"]
+    if signs:
+        raise DataError(
+            f"train: the only column, {text!r}, looks like several, divided by {SIGNS[signs[0]]}; expected commas in a "
+            f".csv file and tabs in a .tsv file{MEANT}",
+            names=[text],
+        )
+    if seen and all(line.startswith(PREFIX) for line in seen):
+        raise DataError(
+            f"train: each text of {text!r} begins with {PREFIX}, as labels do for fastText; expected labels in a "
+            f"separate column{MEANT}",
+            names=[text],
+        )
+
+
+def guessed_columns(columns: Columns, role_columns: Mapping[str, str] | None) -> list[str]:
+    """Return, as notes, columns whose role was inferred from their values instead of their names.
+
+    Args:
+        columns: the inferred columns.
+        role_columns: columns that the caller named, by role.
+    """
+    roles = {role: getattr(columns, role) for role in NAMES}
+    guessed = {
+        role: name
+        for role, name in roles.items()
+        if name is not None and role not in (role_columns or {}) and name.lower() not in NAMES[role]
+    }
+    if not guessed:
+        return []
+    read = " and ".join(f"{name!r} as the {role}" for role, name in guessed.items())
+    return [f"column roles were inferred from values: {read} (columns={guessed!r} sets them)"]
+
+
+def alike_labels(names: Sequence[str]) -> list[str]:
+    """Return, as notes, labels that differ by case or spaces alone, and so are learned as several."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(" ".join(name.lower().split()), []).append(name)
+    several = [", ".join(map(repr, group)) for group in groups.values() if len(group) > 1]
+    if not several:
+        return []
+    return [f"labels that differ by case or spaces alone are several labels: {'; '.join(several[:NAMED])}"]
+
+
+def float_classes(task: Task, rows: Sequence[Mapping[str, Any]], problem_type: str | None) -> list[str]:
+    """Return, as notes, a column of whole floats (ratings from 1.0 to 5.0) that is used as classes.
+
+    Args:
+        task: the inferred task.
+        rows: the training rows.
+        problem_type: the option, which makes the note unnecessary.
+    """
+    label = getattr(getattr(task, "columns", None), "label", None)
+    if task.kind != "single_label" or problem_type is not None or label is None:
+        return []
+    cells = [row[label] for row in rows if not is_missing(row.get(label))]
+    floats = [cell for cell in cells if _is_float(cell) and flag_of(cell) is None]
+    if not floats:
+        return []
+    values = sorted({float(cell) for cell in floats})
+    shown = ", ".join(map(str, values[:NAMED])) + (", ..." if len(values) > NAMED else "")
+    return [
+        f"column {label!r} contains floats ({shown}), which are used as {len(task.labels or ())} classes; "
+        "problem_type='regression' trains on them as numbers"
+    ]
+
+
+def _is_float(cell: Any) -> bool:
+    if isinstance(cell, str):
+        return "." in cell and not isinstance(as_numbers([cell])[0], str)
+    return isinstance(cell, Real) and not isinstance(cell, Integral)
+
+
+def unused_texts(used: Sequence[str | None], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return, as notes, text columns that the task does not use, such as a title.
+
+    Args:
+        used: the columns that the task uses.
+        rows: the training rows.
+    """
+    found, seen = [], rows[:LOOKED_AT]
+    for name in column_names(seen):
+        cells = [row[name] for row in seen if not is_missing(row.get(name))]
+        are_texts = bool(cells) and all(isinstance(cell, str) for cell in cells)
+        if name not in used and are_texts and any(isinstance(number, str) for number in as_numbers(cells)):
+            found.append(repr(name))
+    if not found:
+        return []
+    read = ", ".join(repr(name) for name in used if name is not None)
+    return [f"columns of texts that are not used: {', '.join(found)}; used are {read} (columns= selects others)"]
+
+
+def unlearned_labels(task: Task, rows: EncodedRows) -> list[str]:
+    """Return, as notes, labels that occur in no training row, for example because the split removed them."""
+    counts = (task.label_counts(rows) if task.head == "sequence_classification" else None) or ()
+    absent = [printable(name, 40) for name, count in zip(task.labels or (), counts, strict=False) if not count]
+    if not absent:
+        return []
+    return [f"no training row has the label {', '.join(absent[:NAMED])}, of which nothing is learned"]
+
+
+def task_line(task: Task, rows: Sequence[Any], asked: str | None) -> str:
+    """Return one line that describes the task, its columns, and how to select another task.
+
+    Args:
+        task: the inferred task.
+        rows: the training rows.
+        asked: the task that the caller named.
+    """
+    columns: Any = task.columns  # type: ignore[attr-defined]
+    found = {f.name: getattr(columns, f.name) for f in fields(columns) if f.name != "task"}
+    roles = [f"{role.replace('_', ' ')} {_quoted(name)}" for role, name in found.items() if name]
+    parts = [f"task {name_of(task)} from {', '.join(roles)}"]
+    if task.labels is not None and task.kind != "regression":
+        names = [printable(name, 40)[1:-1] for name in task.labels[:NAMED]]
+        more = f", and {len(task.labels) - NAMED} more" if len(task.labels) > NAMED else ""
+        several = ", any number of them a text" if task.kind == "multi_label" else ""
+        parts.append(f"{len(task.labels)} labels{several}: {', '.join(names)}{more}")
+    elif task.kind == "regression":
+        count = len(task.labels or ())
+        parts.append("a number for each text" if count < 2 else f"{count} numbers for each text")
+    elif task.head == "masked_lm":
+        parts.append("the words behind masks are learned, no label")
+    parts.append(f"{len(rows):,} row{'s' * (len(rows) != 1)}")
+    line = "; ".join(parts)
+    return line if asked else f"{line} (inferred from the columns; task= selects another)"
+
+
+def _quoted(name: Any) -> str:
+    return ", ".join(map(repr, name)) if isinstance(name, tuple) else repr(name)
+
+
+HEADED = (SequenceTask, TokenTask, AnswerTask, MaskedTask)
+"""Tasks of models with a head; their columns may be inferred from the values."""
+OTHER_VECTORS: dict[str, type[EmbeddingTask]] = {"sparse": SparseTask, "multivector": MultiVectorTask}
+
+_KINDS = {
+    "single_label_classification": "single_label",
+    "multi_label_classification": "multi_label",
+    "regression": "regression",
+}
+
+
+@dataclass(frozen=True)
+class Known:
+    """The starting model: its head, its label names if it was trained with any, and whether
+    its family predicts the order of two texts (ALBERT) or whether one follows the other.
+    """
+
+    head: str | None = None
+    labels: tuple[str, ...] = ()
+    ordered: bool = False
+
+
+def choose_task(tables: Tables, options: Options, known: Known, own: Any = None) -> tuple[Task, Options]:
+    """Return the task, and the options with inferred values.
+
+    The columns of the data decide, unless the caller named the task.
+
+    Args:
+        own: a loss of the user's own, which vectors can have.
+
+    Raises:
+        ConfigError: the task does not fit the columns, or an option does not fit the task.
+        DataError: the columns or labels cannot be understood.
+    """
+    wanted = task_named(options.task, "task") if options.task else None
+    named = wanted and wanted.training
+    if wanted and wanted.problem_type and options.problem_type is None:
+        options = replace(options, problem_type=wanted.problem_type)
+    if options.generator is not None:
+        named = named or "replaced_tokens"
+        if named != "replaced_tokens":
+            raise ConfigError(
+                f"generator: {named} has none; expected task='replaced', or no generator", problems=["generator"]
+            )
+    pairs = are_pairs(list(tables.train[0])) and not options.columns
+    is_ranked = named == "rank" and bool(tables.train.classes)
+    if is_ranked or named in ("embedding", *OTHER_VECTORS) or (named is None and (pairs or tables.parts)):
+        tables.drop_unlabelled(_class_column(tables, options))
+    if denoises(options.vector_loss) and named in (None, "embedding") and not tables.parts:
+        options = replace(options, vector_loss="DenoisingAutoEncoderLoss")
+        return plan_embedding({"": tables.train}, options, own, DenoisingTask)
+    if named == "embedding" and not tables.parts and own is None and _needs_layer(tables.train, options):
+        return plan_embedding({"": tables.train}, options, own, AuxiliaryTask)
+    if named == "embedding" or (named is None and (pairs or tables.parts)):
+        return plan_embedding(tables.parts or {"": tables.train}, options, own)
+    if named in OTHER_VECTORS:
+        return plan_embedding(tables.parts or {"": tables.train}, options, own, OTHER_VECTORS[named])
+    if named == "rank" and not tables.parts:
+        return plan_ranking(tables.train, options), options
+    if tables.parts:
+        raise ConfigError(
+            f"train: found {len(tables.parts)} tables for {named}; expected one, or task='embedding', which "
+            "mixes several",
+            problems=["train"],
+        )
+    task = _of_its_own(named, tables, options, known)
+    if own is not None and (
+        isinstance(task, GeneratorTask) or (task is not None and task.kind in ("choices", "pairs"))
+    ):
+        raise ConfigError(f"loss: {task.head} has no other loss than its own; leave the option out", problems=["loss"])
+    return task or _with_head(tables, options, known, named), options
+
+
+def _needs_layer(rows: Sequence[Mapping[str, Any]], options: Options) -> bool:
+    """Return whether the loss of the embeddings has an additional layer."""
+    if options.vector_loss is not None:
+        return needs_layer(options.vector_loss, options.loss_options)
+    return read_table(rows, options.columns).form == "pair_classes"
+
+
+def _class_column(tables: Tables, options: Options) -> str | None:
+    """Return the column of classes that vectors are learned from; None if there is none, or one of scores."""
+    for rows in [*tables.parts.values()] or [tables.train]:
+        texts, label = table_columns(rows, options.columns)
+        if label in rows.classes or (label is not None and (len(texts) == 1 or classifies(options.vector_loss))):
+            return label
+    return None
+
+
+def _of_its_own(named: str | None, tables: Tables, options: Options, known: Known) -> Task | None:
+    """Return a task with its own column names; None for others."""
+    if named in ("next_sentence", "pretraining"):
+        return plan_pairs(named, tables.train, options, ordered=known.ordered)
+    if named == "replaced_tokens":
+        plan = plan_replaced if options.generator is None else plan_generator
+        return plan(tables.train[:LOOKED_AT], options)
+    if named == "multiple_choice" or (named is None and not options.columns and choice_columns(tables.train[0])):
+        return plan_choices(tables.train, options)
+    return None
+
+
+def _with_head(tables: Tables, options: Options, known: Known, named: str | None) -> Task:
+    """Return the task of a model with a head."""
+    role_columns = dict(options.columns or {})
+    columns = infer_columns(tables.train[:LOOKED_AT], named, **role_columns)
+    task = columns.task.replace("-", "_")
+    if named is None:
+        refuse_lost_labels(columns, tables.train, known.head)
+    if named is not None and named != task:
+        columns = _columns_for(named, columns, tables.train[0])
+        task = named
+    for name, held_out in tables.evals.items():
+        _same_columns(columns, held_out, f"eval {name}".strip())
+    if task == "sequence_classification":
+        return _sequence(tables, columns, options, known)
+    if task == "token_classification":
+        return _tokens(tables, columns, options, known)
+    if task == "question_answering" and columns.answers is None:
+        names = column_names(tables.train[:LOOKED_AT])
+        raise DataError(
+            f"train: found questions and no column with answers among {names}; expected the answers as in SQuAD, "
+            "{'text': [...], 'answer_start': [...]}; set columns={'answers': ...}",
+            names=names,
+        )
+    return AnswerTask(columns) if task == "question_answering" else MaskedTask(columns, options.concatenate)
+
+
+def _columns_for(named: str, columns: Columns, row: Mapping[str, Any]) -> Columns:
+    """Return the columns for a task other than the one they look like."""
+    if named == "sequence_classification" and columns.question and columns.context:
+        label = next((name for name in row if name.lower() in ("label", "labels")), None)
+        if label:
+            return Columns(
+                task="sequence-classification", text=columns.question, text_pair=columns.context, label=label
+            )
+    raise ConfigError(
+        f"task: found {named}, and the columns {list(row)} are for {columns.task}; expected other columns "
+        "(columns={'text': ..., 'label': ...}) or leave the task out",
+        problems=["task"],
+    )
+
+
+def _same_columns(columns: Columns, rows: Sequence[Mapping[str, Any]], where: str) -> None:
+    wanted = [getattr(columns, role) for role in columns.__dataclass_fields__ if role != "task"]
+    names = column_names(rows[:LOOKED_AT])
+    absent = [name for name in wanted if name is not None and not any(name in row for row in rows[:LOOKED_AT])]
+    if absent:
+        near = nearest(absent[0], names)
+        raise DataError(
+            f"{where}: no column {', '.join(map(repr, absent))}{near}; it has {names}. Expected the columns of the "
+            "training data",
+            names=absent,
+        )
+
+
+# ---- labels ---------------------------------------------------------------------------------------------
+
+
+def _sequence(tables: Tables, columns: Columns, options: Options, known: Known) -> SequenceTask:
+    if columns.label is None:
+        raise DataError(f"train: found no column of labels among {list(tables.train[0])}; set columns={{'label': ...}}")
+    if options.problem_type in (None, "single_label_classification"):
+        tables.drop_unlabelled(columns.label, options.labels)
+    values = [row.get(columns.label) for row in tables.labelled]
+    if columns.label.lower() not in NAMES["label"] and columns.label in values:
+        raise DataError(
+            f"train: column {columns.label!r} has its own name among its labels, so the first line of the file seems "
+            "to be a row of data; expected a line of names before it, such as text,label",
+            names=[columns.label],
+        )
+    kind = _KINDS[options.problem_type] if options.problem_type else None
+    if kind == "multi_label":
+        joined = next((v for v in values if isinstance(v, str) and any(sign in v for sign in ",;|")), None)
+        if joined is not None:
+            raise DataError(
+                f"train: column {columns.label!r} contains several labels in one text, such as {joined!r}; expected "
+                "lists (JSON lines or Parquet), or a column of 0 and 1 for each label",
+                column=columns.label,
+            )
+        values = [v if isinstance(v, (list, tuple)) else [v] for v in values]
+    found = _targets(values, kind)
+    if found.kind == "regression":
+        names = tuple(options.labels or (f"LABEL_{k}" for k in range(found.size)))
+        if len(names) != found.size:
+            raise ConfigError(
+                f"labels: found {len(names)} names for {found.size} numbers in column {columns.label!r}; expected as "
+                "many names",
+                problems=["labels"],
+            )
+        return SequenceTask(columns, found, names)
+    own = known.labels if known.head == "sequence_classification" else ()
+    stored, names = _names(found.names, options.labels, tables.train.classes.get(columns.label), own)
+    if len(names) == 1 and found.kind == "single_label":
+        raise DataError(
+            f"train: every row has the label {names[0]!r}; expected at least two labels, or problem_type='regression'",
+            labels=names,
+        )
+    return SequenceTask(columns, replace(found, names=stored), names)
+
+
+def _targets(values: Sequence[Any], kind: Any) -> Targets:
+    """Return the targets; error messages use the option names of a run."""
+    try:
+        return infer_targets(values, kind)
+    except DataError as fault:
+        message = fault.message
+        for word, name in (("single_label", "single_label_classification"), ("regression", "regression")):
+            message = message.replace(f"kind='{word}'", f"problem_type='{name}'")
+        raise DataError(message, **fault.details) from None
+
+
+def _tokens(tables: Tables, columns: Columns, options: Options, known: Known) -> TokenTask:
+    found = tag_names(tables.labelled, columns)
+    own = known.labels if known.head == "token_classification" else ()
+    stored, names = _names(found, options.labels, tables.train.classes.get(columns.tags or ""), own)
+    return TokenTask(columns, names, None if stored == names else stored)
+
+
+def _names(
+    found: tuple[str, ...], asked: Sequence[str] | None, declared: Sequence[str] | None, own: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the labels as the data has them, and as the result names them; both by number.
+
+    The order of precedence is: names of the caller, names that a data set declares, names of the starting model,
+    and the values of the data. Numbers in the data are indices of names.
+
+    Raises:
+        ConfigError: the data has labels that the caller's names lack.
+    """
+    numeric = all(name.isdecimal() for name in found)
+    highest = max(map(int, found)) if numeric else -1
+    for given in (asked, declared, own):
+        names = tuple(given or ())
+        if not names:
+            continue
+        if given is asked and len(set(names)) < len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise ConfigError(f"labels: found {twice} twice; expected each name once", problems=twice)
+        if set(found) <= set(names):
+            return names, names
+        # a model with more labels than the data has numbers was trained for something else
+        if numeric and (highest < len(names) if given is not own else highest + 1 == len(names)):
+            return tuple(str(k) for k in range(len(names))), names
+        if given is asked:
+            missing = sorted(set(found) - set(names))
+            raise ConfigError(
+                f"labels: the data has {missing[:8]}, which are not among {list(names)[:20]}", problems=missing
+            )
+    return found, found
