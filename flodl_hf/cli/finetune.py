@@ -5,6 +5,7 @@ The options are generated from the table `flodl_hf.training.Options`, so that bo
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import json
 import os
@@ -125,8 +126,6 @@ def _run(
     if trial is not None:
         _try(trial, name, data, values, json_output)
         return
-    if timing:
-        _report_exit()
     imported = time.perf_counter() - STARTED
     if data["eval"] is None:
         say("no --eval was given: nothing will be measured, and the last model is kept")
@@ -150,13 +149,8 @@ def _run(
     if timing:
         phases = {"import": imported, **result.timing}
         say("seconds: " + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items()), always=True)
-
-
-def _report_exit() -> None:
-    """Print the time from here to the end of the interpreter's exit handlers."""
-    import atexit
-
-    atexit.register(lambda: say(f"seconds in all: {time.perf_counter() - STARTED:.1f}", always=True))
+        ended = time.perf_counter()
+        atexit.register(lambda: say(f"exit: {time.perf_counter() - ended:.1f} seconds", always=True))
 
 
 def _values(said: Mapping[str, Any], recipe: Path | None, env: str | None) -> dict[str, Any]:

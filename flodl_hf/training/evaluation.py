@@ -244,8 +244,6 @@ class OwnScorer(Scorer):
         pairs = [self.kept.items[example] for example in sorted(self.kept.items)]
         predictions, truth = ([pair[i] for pair in pairs] for i in (0, 1))
         if self.task.per_row:
-            import numpy as np
-
             whole = np.int64 if self.task.kind == "single_label" else np.float32
             predictions, truth = np.asarray(predictions, np.float32), np.asarray(truth, whole)
         if isinstance(self.own, Mapping):

@@ -305,7 +305,12 @@ def test_the_command_trains_vectors_of_tokens(base: Path, tmp_path: Path) -> Non
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     said = [str(base), "--train", str(data), "--out", str(tmp_path / "out"), "--task", "colbert", "--max-steps", "1"]
-    said += ["--vector-loss", "CachedMultiVectorMultipleNegativesRanking", "--projection", "size=4,query_marker=the"]
+    said += [
+        "--vector-loss",
+        "CachedMultiVectorMultipleNegativesRanking",
+        "--set",
+        "projection={size: 4, query_marker: the}",
+    ]
     ran = CliRunner().invoke(app, ["finetune", *said, "--json", "--no-report", "--batch-size", "8"])
     assert ran.exit_code == 0, ran.output
     assert json.loads(ran.stdout)["task"] == "multivector"

@@ -163,7 +163,7 @@ def test_captured_steps_have_the_noise_of_their_own_rows(base: Path, monkeypatch
     given: dict[str, Any] = {"max_steps": 8, "epochs": 4, "optimizer": "adamw", "lr": 1e-3, "ema": 0.9}
     rows = TABLES["sequence_classification"](24)
     capturer = Replays()
-    plain = weights(base, rows, capture=False, **given)
+    plain = weights(base, rows, **given)
     monkeypatch.setattr(parts, "make_capturer", lambda device, settings: capturer)
     assert close(weights(base, rows, **given), plain)
     assert capturer.replayed >= 4
