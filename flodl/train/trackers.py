@@ -203,7 +203,7 @@ class _Service(Tracker):
 
 
 class WandbTracker(_Service):
-    """Logs to Weights & Biases; ``WANDB_...`` environment variables set project and mode.
+    """Logs to Weights & Biases; ``WANDB_...`` environment variables set project, mode and folder.
 
     ``step`` is the axis of all values. Both values of a step that a resumed run repeats are kept.
     """
@@ -220,7 +220,8 @@ class WandbTracker(_Service):
         known = self.known_id(event)
         self.folder.mkdir(parents=True, exist_ok=True)
         more = {"id": known, "resume": "allow"} if known is not None else {}
-        self._target = wandb.init(config=self.config, dir=str(self.folder), **more)
+        folder = os.environ.get("WANDB_DIR") or str(self.folder)
+        self._target = wandb.init(config=self.config, dir=folder, **more)
         self._target.define_metric("step")
         self._target.define_metric("*", step_metric="step")
         self.store_id(str(self._target.id))

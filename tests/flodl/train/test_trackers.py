@@ -21,7 +21,7 @@ from test_tools import builder, judge, tensors
 from flodl.data import TensorRows
 from flodl.errors import TrainError
 from flodl.train import StepDone, Tracker, Trainer, adamw
-from flodl.train.trackers import TRACKERS, make_tracker
+from flodl.train.trackers import TRACKERS, WandbTracker, figures_of, make_tracker
 
 torch.set_num_threads(1)
 RULES = ("freeze 0 when after_epochs(1)", "stop when no_better(loss, 50)")
@@ -322,3 +322,27 @@ def test_a_tracker_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(TrainError, match="expected one of csv, jsonl, mlflow, tensorboard, wandb"):
         run(tmp_path, "comet").run()
     assert Tracker(tmp_path)(None) is None
+
+
+@pytest.mark.parametrize("folder", [None, "elsewhere"])
+def test_wandb_writes_where_its_variable_says(
+    folder: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    def init(**options: Any) -> SimpleNamespace:
+        given.update(options)
+        return SimpleNamespace(id="1", define_metric=lambda *args, **more: None, finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=None, init=init))
+    if folder is None:
+        monkeypatch.delenv("WANDB_DIR", raising=False)
+    else:
+        monkeypatch.setenv("WANDB_DIR", folder)
+    tracker = WandbTracker(tmp_path)
+    tracker.begin(SimpleNamespace(resumed_from=None, step=0))  # pyright: ignore[reportArgumentType]
+    assert given["dir"] == (folder or str(tmp_path))
+
+
+def test_figures_of_an_event() -> None:
+    assert figures_of(SimpleNamespace()) == {}
