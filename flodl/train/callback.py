@@ -86,27 +86,40 @@ class EpochFunction(Callback):
         self.call(epoch, trainer)
 
 
-class CheckpointFunction(Callback):
-    """Calls ``call(epochs done, model)`` on rank 0 after every so many epochs, with averaged weights if there are any.
+class Guarded:
+    """A function of the user; an error in it is reported once and training continues.
 
-    An error in the function is logged once and training continues.
+    Args:
+        call: the function.
+        name: for messages.
     """
 
+    def __init__(self, call: Callable[..., Any] | None, name: str) -> None:
+        self.call, self.name, self._failed = call, name, False
+
+    def __call__(self, warn: Callable[[str], Any], *args: Any) -> Any:
+        """Return the result of the function; None after an error, or without a function."""
+        try:
+            return None if self.call is None else self.call(*args)
+        except Exception as error:
+            if not self._failed:
+                warn(f"{self.name} raised {type(error).__name__}: {error}; training continues")
+            self._failed = True
+            return None
+
+
+class CheckpointFunction(Callback):
+    """Calls ``call(epochs done, model)`` on rank 0 after every so many epochs, with averaged weights if any."""
+
     def __init__(self, call: Callable[[int, nn.Module], Any], every: int = 1) -> None:
-        self.call, self.every, self._failed = call, every, False
+        self.call, self.every = Guarded(call, "checkpoint_fn"), every
 
     def on_epoch_end(self, trainer: Any, epoch: int) -> None:
         """Call the function if it is due."""
-        if trainer.ranks.rank or (epoch + 1) % self.every:
-            return
-        trainer.ranks.phase("callback")
-        try:
+        if trainer.ranks.rank == 0 and (epoch + 1) % self.every == 0:
+            trainer.ranks.phase("callback")
             with trainer.averaged_weights():
-                self.call(epoch + 1, trainer.model)
-        except Exception as error:
-            if not self._failed:
-                trainer.warn(f"checkpoint_fn raised {type(error).__name__}: {error}; training continues")
-            self._failed = True
+                self.call(trainer.warn, epoch + 1, trainer.model)
 
 
 PREFIXES = ("on_", "before_", "after_")

@@ -20,6 +20,7 @@ from flodl.distributed.group import Ranks
 from flodl.distributed.launch import LOOK_S, launch
 from flodl.errors import TrainError, TrainInterrupted
 from flodl.train.audience import Audience
+from flodl.train.callback import Guarded
 from flodl.train.events import EpochMetrics, Event, Events, Observed, RunFailed, StepDone
 from flodl.train.plan import GivenModel, RunPlan
 from flodl.train.saving.state import model_state
@@ -147,7 +148,7 @@ class Handle:
         self._trained: Trained | None = None
         self._snapshots: deque[ModelSnapshot] = deque()
         self._stopped: dict[str, Any] = {}
-        self._failed = False
+        self._metrics_fn = Guarded(plan.metrics_fn, "metrics_fn")
         self._audience = Audience(settings, plan.subscribers, first=True, total=plan.total)
         self._audience.listen(self._events, self.ask, evaluates=plan.evaluates)
         listening = "all" if self._audience.needs_all_events else "some" if self._audience.subscribers else ""
@@ -192,17 +193,11 @@ class Handle:
         else:
             self._queue.append(body)
             self._metrics.append(body)
-            return self._continues(body)
+            return self._metrics_fn(self._warn, body) is not False
         return None
 
-    def _continues(self, metrics: EpochMetrics) -> bool:
-        try:
-            return self._plan.metrics_fn is None or self._plan.metrics_fn(metrics) is not False
-        except Exception as error:
-            if not self._failed:
-                warnings.warn(f"metrics_fn raised {type(error).__name__}: {error}; training continues", RuntimeWarning)
-            self._failed = True
-            return True
+    def _warn(self, message: str) -> None:
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def _result(self, data: bytes) -> Trained:
         """Return the result of the weights that rank 0 sent; a model that the user passed gets them."""

@@ -108,16 +108,15 @@ class OwnLoop:
     def backward(self, loss: Any, count: float | None = None) -> None:
         """Add the gradient of one batch; see `Trainer.backward`."""
         trainer = self.trainer
+        problem = None
         if self._had_backward or self._position is None:
-            raise TrainError(
-                "backward: found a second call for one batch, or no batch; expected one call for each batch of "
-                "batches(). Add losses: trainer.backward(first + second)."
+            problem = "a second call for one batch, or no batch; expected one call for each batch of batches()"
+        elif not self._summed and self._has_gradients():
+            problem = (
+                "gradients of loss.backward(), whose number of samples is unknown; expected trainer.backward(loss) only"
             )
-        if not self._summed and any(p.grad is not None for p in trainer.model.parameters()):
-            raise TrainError(
-                "backward: found gradients of loss.backward(), whose number of samples is unknown; expected "
-                "trainer.backward(loss) only. Add losses: trainer.backward(first + second)."
-            )
+        if problem is not None:
+            raise TrainError(f"backward: found {problem}. Add losses: trainer.backward(first + second).")
         self._had_backward = self._summed = True
         trainer.ranks.phase("backward")
         trainer.step_.backward(as_loss(loss, self._rows if count is None else count), self._rows)
@@ -157,18 +156,15 @@ class OwnLoop:
         Raises:
             TrainError: their weights are unknown, there are none, or they lack the loss scale.
         """
+        problem = None
         if self._batches > 1:
-            raise TrainError(
-                f"step: found {self._batches} micro-batches with loss.backward(), so their weights are unknown; "
-                "expected trainer.backward(loss)."
-            )
-        if not any(p.grad is not None for p in self.trainer.model.parameters()):
-            raise TrainError(
-                "step: found no gradient; expected trainer.backward(loss) or loss.backward() before it. Remove "
-                "optimizer.step() and zero_grad(): trainer.step() updates parameters and clears gradients."
-            )
-        if self.trainer.precision.scaler is not None:
-            raise TrainError(
-                "step: found loss.backward() on a loss without the scale that float16 needs; expected "
-                "trainer.backward(loss)."
-            )
+            problem = f"{self._batches} micro-batches with loss.backward(), so their weights are unknown"
+        elif not self._has_gradients():
+            problem = "no gradient (trainer.step() updates and clears: remove optimizer.step() and zero_grad())"
+        elif self.trainer.precision.scaler is not None:
+            problem = "loss.backward() on a loss without the scale that float16 needs"
+        if problem is not None:
+            raise TrainError(f"step: found {problem}; expected trainer.backward(loss).")
+
+    def _has_gradients(self) -> bool:
+        return any(p.grad is not None for p in self.trainer.model.parameters())

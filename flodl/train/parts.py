@@ -25,7 +25,7 @@ from flodl.graph.graph import Graph
 from flodl.monitor.timeline import Timeline
 from flodl.signals import stop_by
 from flodl.train.audience import callbacks_of
-from flodl.train.callback import Hooks
+from flodl.train.callback import Guarded, Hooks
 from flodl.train.evaluate import Evaluator
 from flodl.train.events import Events, RunDone, RunFailed, RunStarted, Warned
 from flodl.train.faults import check_settings
@@ -63,7 +63,7 @@ class TrainerParts:
         plan = self.plan
         settings = replace(plan.settings, resume=True) if ranks.attempt else plan.settings
         self.settings, self.ranks = settings, ranks
-        self.train_step, self.metrics_fn = plan.train_step, plan.metrics_fn
+        self.train_step, self.metrics_fn = plan.train_step, Guarded(plan.metrics_fn, "metrics_fn")
         seed_all(settings.seed)
         self.feed, evals = plan.feeds(ranks.device)
         self.events = Events(ranks.rank)
@@ -111,7 +111,6 @@ class TrainerParts:
         self.stopping, self.tally = False, Tally()
         self._since = time.perf_counter()
         self._pending: Sequence[float] = ()  # flags that are handled when the epoch is closed
-        self._warned: list[Any] = []
         self.earlier_s, self.began_s = 0.0, time.monotonic()
         self.changes: list[Any] = []
         together = f"shard={settings.shard!r}" if self.sharded else "ema" if ema is not None else None

@@ -334,7 +334,8 @@ class Trainer(TrainerParts):
         if observed is not None:
             self.events.emit(observed)
         self.apply_rules()
-        self._finish_epoch(stops=self.ranks.rank == 0 and self._stopped_by_metrics_fn(metrics))
+        self.ranks.phase("callback")
+        self._finish_epoch(stops=self.ranks.rank == 0 and self.metrics_fn(self.warn, metrics) is False)
 
     def _finish_epoch(self, *, stops: bool) -> None:
         """Decide with all ranks whether to stop and whether to save after an epoch."""
@@ -353,17 +354,6 @@ class Trainer(TrainerParts):
             saves.report()
         requests.acknowledge(flags[2:] or (0.0, 0.0, 0.0))
         self.snapshots.serve()  # ranks that average rarely may be equal nowhere else
-
-    def _stopped_by_metrics_fn(self, metrics: EpochMetrics) -> bool:
-        """Return whether ``metrics_fn`` stops the run; an error in it is logged once."""
-        self.ranks.phase("callback")
-        try:
-            return self.metrics_fn is not None and self.metrics_fn(metrics) is False
-        except Exception as error:
-            if self.metrics_fn not in self._warned:
-                self._warned.append(self.metrics_fn)
-                self.warn(f"metrics_fn raised {type(error).__name__}: {error}; training continues")
-            return False
 
     def _is_over(self) -> bool:
         return self.policy.steps >= self.last_step or 0 < self.settings.num_epochs <= self.epoch_number
