@@ -188,6 +188,8 @@ _shown: list[Progress] = []
 
 
 def _display(stream: TextIO) -> _Bar | _Log:
+    if not (stream.isatty() or "ipykernel" in sys.modules or "FORCE_COLOR" in os.environ):
+        return _Log(stream)  # without importing rich
     state = random.getstate()  # rich draws random numbers at its import, and a run may be under way
     try:
         from rich.console import Console

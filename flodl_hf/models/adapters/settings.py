@@ -380,7 +380,9 @@ def read_adapter(values: Mapping[str, Any]) -> tuple[Settings | None, list[str]]
         if flat:
             return _from_flat(flat, rank), []
         if isinstance(adapter, Mapping):
-            settings = {name: tuple(value) if isinstance(value, list) else value for name, value in adapter.items()}
+            settings: dict[str, Any] = {
+                name: tuple(value) if isinstance(value, list) else value for name, value in adapter.items()
+            }
             kind = ADAPTERS.get(settings.pop("type", ""))
             if kind is None:
                 return None, [f"adapter: found {dict(adapter)}; expected a type: {', '.join(ADAPTERS)}"]
@@ -398,7 +400,7 @@ def _from_flat(flat: Mapping[str, Any], rank: int | None) -> Settings:
     warnings.warn(
         f"{', '.join(flat)}: deprecated options; use adapter={kind.__name__}(...)", DeprecationWarning, stacklevel=2
     )
-    settings = {
+    settings: dict[str, Any] = {
         FLAT_WORDS[name][1]: tuple(value) if isinstance(value, list) else value
         for name, value in flat.items()
         if name != "lora_kinds"
