@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from flodl.devices import described, pick_device
@@ -56,10 +57,12 @@ def monitor_of_job(
             problems=["monitor"],
         )
     if monitor.name == "Training":
-        monitor.name = target.name if target is not None else _short(job.name)
+        monitor.name = target.name if target is not None else Path(job.name).name or job.name
     tokens = StepTokens(job)
     monitor.throughput = {"tokens": tokens, "flops": _flops(job), "peak": _peak(job), "total_steps": job.steps}
-    monitor.describe(recipe=recipe, data=_data(job), model=_model(job))
+    config = job.model.config
+    sizes = {"layers": int(config.num_layers), "hidden_size": int(config.hidden_size)}
+    monitor.describe(recipe=recipe, data=_data(job), model={"start": job.name, **sizes})
     if folder is not None and not monitor.pages:
         monitor.save_html(Path(folder) / "run.html")
     if not isinstance(wanted, Monitor):
@@ -72,10 +75,6 @@ def _folder(job: Job, target: Path | None) -> str | None:
     if job.options.log_dir is not None:
         return job.options.log_dir
     return None if target is None else str(target.with_name(target.name + RECORDS))
-
-
-def _short(name: str) -> str:
-    return Path(name).name or name
 
 
 class StepTokens:
@@ -112,8 +111,6 @@ class StepTokens:
 
 
 def _flops(job: Job) -> Callable[[float], float]:
-    from flodl_hf.training.monitoring import flops_of_encoder
-
     learned, frozen = _parameters(job.model)
     config = job.model.config
     layers, hidden = int(config.num_layers), int(config.hidden_size)
@@ -145,13 +142,9 @@ def _calls(module: nn.Module) -> Any:
 
 
 def _peak(job: Job) -> float | None:
-    from flodl_hf.training.monitoring import peak_of
-
     places, ranks = job.options.places, job.options.ranks or 1
     named = places if isinstance(places, str) else places[0] if isinstance(places, (list, tuple)) else None
     try:
-        import torch
-
         device = torch.device(named) if named is not None else pick_device(None, 0)
         found = peak_of(described(device), job.options.precision)
     except Exception:  # other code reports missing devices
@@ -176,11 +169,6 @@ def _data(job: Job) -> dict[str, Any]:
         names = [str(name) for name in job.task.labels][:40]
         facts["labels"] = dict(zip(names, counts, strict=False)) if counts is not None else names
     return facts
-
-
-def _model(job: Job) -> dict[str, Any]:
-    config = job.model.config
-    return {"start": job.name, "layers": int(config.num_layers), "hidden_size": int(config.hidden_size)}
 
 
 # Part of a device's name, then dense operations per second: float32, TF32, half precision. The first match counts.
