@@ -14,7 +14,7 @@ from typing import Any
 
 from flodl_hf.serving.admission import key_id
 from flodl_hf.serving.http_errors import RefusedError, Style, error_response
-from flodl_hf.serving.request_metrics import RequestMetrics
+from flodl_hf.serving.metrics import RequestMetrics
 from flodl_hf.serving.response_encoding import Part, encode_response, response_format
 from flodl_hf.serving.routes.fields import read
 from flodl_hf.serving.routes.route import AppState, Request, Route

@@ -1,17 +1,23 @@
-"""Prometheus metrics with the names of text-embeddings-inference (``te_*``) and ``flodl_*``.
+"""Metrics in Prometheus' format, and metrics and log of requests.
 
-Own code instead of prometheus_client: see docs/decisions. All updates happen in the event loop's thread.
+Names are those of text-embeddings-inference (``te_*``) and ``flodl_*``. Own code instead of prometheus_client: see
+docs/decisions. All updates happen in the event loop's thread.
 """
 
 from __future__ import annotations
 
+import logging
+import math
+import time
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from flodl_hf.serving.throughput import Rate
+from flodl_hf.serving.log import log_event
 
-__all__ = ["Counter", "Histogram", "Metrics", "merged"]
+__all__ = ["Counter", "Histogram", "Metrics", "Rate", "RequestMetrics", "merged"]
+
+LOG = logging.getLogger("flodl_hf.serving")
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 SIZES = tuple(float(1 << power) for power in range(18))
@@ -82,6 +88,30 @@ class Histogram:
         """Add a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
+
+
+class Rate:
+    """Amount per second, with exponentially decreasing weight of older amounts.
+
+    Args:
+        over_s: time constant in seconds.
+    """
+
+    def __init__(self, over_s: float = 10.0) -> None:
+        self.over_s = over_s
+        self._rate = 0.0
+        self._at = time.monotonic()
+
+    def add(self, amount: float) -> None:
+        """Add an amount."""
+        self._rate = self.now() + amount / self.over_s
+
+    def now(self) -> float:
+        """Return the amount per second."""
+        at = time.monotonic()
+        self._rate *= math.exp((self._at - at) / self.over_s)
+        self._at = at
+        return self._rate
 
 
 class Metrics:
@@ -197,3 +227,136 @@ def _number(value: float) -> str:
 
 def _escaped(value: str) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+# ---- requests -----------------------------------------------------------------------------------------
+
+
+class Counted(Protocol):
+    """Counts of a request; implemented by `flodl_hf.serving.routes.route.Request`."""
+
+    model: str
+    texts: int
+    tokens: int
+    windows: int
+    dropped: int
+    waited_s: float
+    tokenized_s: float
+    inferred_s: float
+    key: str
+    fields: Mapping[str, Any]
+    trace: Any
+
+
+_WORDS = (("embed", "te_embed_count"), ("rerank", "te_rerank_count"), ("predict", "te_predict_count"))
+
+
+class RequestMetrics:
+    """Metrics of the requests of one route.
+
+    Args:
+        state: the shared state.
+        route: the route.
+    """
+
+    def __init__(self, state: Any, route: Any) -> None:
+        self.state, self.route = state, route
+        self._metrics: Metrics = state.metrics
+        self._arrived: Counter | None = None
+        self._succeeded: Counter | None = None
+        self._seconds: Histogram | None = None
+        self._of_status: dict[tuple[str, int], Counter] = {}
+        self._of_model: dict[str, _ModelMetrics] = {}
+
+    def started(self) -> None:
+        """Count a received request."""
+        if self._arrived is None:
+            self._arrived = self._metrics.counter("te_request_count", method=self.route.path)
+        self._arrived.value += 1
+
+    def finished(self, request: Counted | None, status: int, word: str, seconds: float) -> None:
+        """Count a finished request.
+
+        Args:
+            request: the parsed request, or None if it was invalid.
+            status: HTTP status.
+            word: kind of the error, or "".
+            seconds: total time.
+        """
+        metrics, path = self._metrics, self.route.path
+        if self._succeeded is None or self._seconds is None:
+            self._succeeded = metrics.counter("te_request_success", method=path)
+            self._seconds = metrics.histogram("te_request_duration", method=path)
+        if status == 200:
+            self._succeeded.value += 1
+        else:
+            metrics.add("te_request_failure", err=word)
+        self._seconds.add(seconds)
+        if request is not None and request.model:
+            counter = self._of_status.get((request.model, status))
+            if counter is None:
+                counter = metrics.counter("flodl_requests_total", model=request.model, status=str(status))
+                self._of_status[request.model, status] = counter
+            counter.value += 1
+            if status == 200:
+                answered = self._of_model.get(request.model)
+                if answered is None:
+                    answered = self._of_model[request.model] = _ModelMetrics(self.state, path, request.model)
+                answered.add(request, seconds)
+        if LOG.isEnabledFor(logging.INFO):
+            self._log(request, status, word, seconds)
+
+    def _log(self, request: Counted | None, status: int, word: str, seconds: float) -> None:
+        fields: dict[str, Any] = {"door": self.route.path, "status": status, "ms": round(seconds * 1000, 2)}
+        if word:
+            fields["why"] = word
+        if request is not None:
+            fields |= {
+                "model": request.model,
+                "texts": request.texts,
+                "tokens": request.tokens,
+                "dropped": request.dropped,
+            }
+            if request.key:
+                fields["key"] = request.key
+            if request.trace is not None:
+                fields["trace"] = request.trace.id
+            if self.state.settings.log_texts:
+                fields["fields"] = dict(request.fields)
+        log_event(LOG, "request", fields)
+
+
+class _ModelMetrics:
+    """Metrics of successful requests of one model and route."""
+
+    def __init__(self, state: Any, path: str, model: str) -> None:
+        metrics = state.metrics
+        self._state, self._model = state, model
+        self._seconds = metrics.histogram("flodl_request_seconds", model=model)
+        self._texts = metrics.counter("flodl_texts_total", model=model)
+        self._tokenization = metrics.histogram("te_request_tokenization_duration")
+        self._queue = metrics.histogram("te_request_queue_duration")
+        self._inference = metrics.histogram("te_request_inference_duration")
+        self._length = metrics.histogram("te_request_input_length")
+        self._tokens = metrics.counter("flodl_tokens_total", model=model)
+        self._rows = metrics.counter("flodl_rows_total", model=model)
+        self._operations = metrics.counter("flodl_operations_total", model=model)
+        self._texts_of_kind = [metrics.counter(name) for word, name in _WORDS if word in path]
+
+    def add(self, request: Counted, seconds: float) -> None:
+        self._seconds.add(seconds)
+        self._texts.value += request.texts
+        self._tokenization.add(request.tokenized_s)
+        self._queue.add(request.waited_s)
+        self._inference.add(request.inferred_s)
+        self._length.add(request.tokens)
+        self._tokens.value += request.tokens
+        self._rows.value += request.windows
+        for counter in self._texts_of_kind:
+            counter.value += request.texts
+        if (info := self._state.workers.models.get(self._model)) is not None:
+            operations = request.tokens * info["operations"]
+            self._operations.value += operations
+            self._state.metrics.operations.add(operations)
+        if request.dropped:
+            self._state.metrics.add("flodl_dropped_tokens_total", request.dropped, model=self._model)

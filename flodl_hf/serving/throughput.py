@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Rate", "TokenRate", "measure_peak", "operations_of_token"]
+__all__ = ["TokenRate", "measure_peak", "operations_of_token"]
 
 # Large enough to occupy the device, small enough to finish quickly.
 CUDA_SIZE, CPU_SIZE = 4096, 512
@@ -97,27 +97,3 @@ class TokenRate:
             keep = 0.5 if faster else 0.9
             self._tokens = keep * self._tokens + tokens
             self._seconds = keep * self._seconds + seconds
-
-
-class Rate:
-    """Amount per second, with exponentially decreasing weight of older amounts.
-
-    Args:
-        over_s: time constant in seconds.
-    """
-
-    def __init__(self, over_s: float = 10.0) -> None:
-        self.over_s = over_s
-        self._rate = 0.0
-        self._at = time.monotonic()
-
-    def add(self, amount: float) -> None:
-        """Add an amount."""
-        self._rate = self.now() + amount / self.over_s
-
-    def now(self) -> float:
-        """Return the amount per second."""
-        at = time.monotonic()
-        self._rate *= math.exp((self._at - at) / self.over_s)
-        self._at = at
-        return self._rate
