@@ -240,9 +240,8 @@ def test_what_cannot_be_is_refused_with_the_reason(base: Path, led: Any, kind: s
         with pytest.raises(ConfigError, match="Prompt: found"):
             Prompt(**more)
     together: Any = (
-        ({"prompt_text": "x"}, "expected prompt_tokens"),
-        ({"prompt_tokens": 2, "lora": 2}, "expected only one of them"),
-        ({"prompt_tokens": 2, "neftune": 5}, "no noise"),
+        ({"adapter": Prompt(2), "lora": 2}, "expected only one adapter"),
+        ({"adapter": Prompt(2), "neftune": 5}, "no noise"),
     )
     for given, said in together:
         with pytest.raises(ConfigError, match=said):

@@ -19,6 +19,7 @@ from flodl_hf import load
 from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.export.verify import verify_export
+from flodl_hf.models.adapters import IA3, Lora, Prefix, Prompt
 from flodl_hf.training import batching, demo, dry_run, finetune, plan_job
 from flodl_hf.training.generator import drawn
 from flodl_hf.training.options import make_options
@@ -328,10 +329,13 @@ def test_what_does_not_fit_is_refused(starts: dict[str, Path], base: Path, tmp_p
         ({"generator": mine, "task": "mlm"}, "masked_lm has none"),
         ({"generator": mine, "neftune": 5.0}, "neftune: replaced_tokens with a generator"),
         (
-            {"generator": mine, "lora": 2, "lora_targets": ["layers.1.attention.queri"]},
+            {"generator": mine, "adapter": Lora(2, targets=["layers.1.attention.queri"])},
             "targets that are no projections",
         ),
-        ({"generator": flat, "lora": 2, "lora_targets": ["layers.1.attention.query"]}, f"generator: {flat}: .*targets"),
+        (
+            {"generator": flat, "adapter": Lora(2, targets=["layers.1.attention.query"])},
+            f"generator: {flat}: .*targets",
+        ),
     ]
     for options, said in cases:
         with pytest.raises(ConfigError, match=said):
@@ -343,12 +347,12 @@ def test_what_does_not_fit_is_refused(starts: dict[str, Path], base: Path, tmp_p
 
 
 ADAPTERS: list[dict[str, Any]] = [
-    {"lora": 2}, {"lora": 2, "lora_kinds": ("dora",)}, {"ia3": ("usual",)}, {"prompt_tokens": 3}, {"prefix_tokens": 3},
+    {"lora": 2}, {"adapter": Lora(2, dora=True)}, {"adapter": IA3()}, {"adapter": Prompt(3)}, {"adapter": Prefix(3)},
 ]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:prediction. 2 layers run on torch's own")
-@pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: "-".join(adapter))
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=str)
 def test_both_learn_by_adapters_whose_folders_are_read_again(
     adapter: dict[str, Any], starts: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -383,7 +387,7 @@ def test_what_adapters_learned_is_what_transformers_computes_with_them_merged(
     starts: dict[str, Path], tmp_path: Path
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    given: dict[str, Any] = {**FIXED, "generator": str(starts["shared"]), "lora": 2, "lora_targets": ("all-linear",)}
+    given: dict[str, Any] = {**FIXED, "generator": str(starts["shared"]), "adapter": Lora(2, targets="all-linear")}
     result = finetune(starts["discriminator"], train=lines(24), out=tmp_path / "out", **given)
     ids = torch.tensor([result.model.tokenizer.encode("The room was cold.")])  # type: ignore[union-attr]
     both = ((result.model, "ElectraForPreTraining"), (result.generator, "ElectraForMaskedLM"))
@@ -411,9 +415,7 @@ def test_both_learn_on_a_gpu(precision: str, whole_words: bool, starts: dict[str
 
 @pytest.mark.transformers
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "adapter", [*ADAPTERS, {"lora": 2, "lora_targets": ("all-linear",)}], ids=lambda a: "-".join(a)
-)
+@pytest.mark.parametrize("adapter", [*ADAPTERS, {"adapter": Lora(2, targets="all-linear")}], ids=str)
 @pytest.mark.parametrize("generator", ["shared", "apart"])
 def test_peft_reads_both_folders_and_gives_the_same_numbers(
     generator: str, adapter: dict[str, Any], starts: dict[str, Path], tmp_path: Path

@@ -17,6 +17,7 @@ from flodl.train import StepDone, Trainer, sgd
 from flodl_hf import load
 from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.models.adapters import IA3, Lora, Prompt
 from flodl_hf.training import demo, finetune, plan_job
 from flodl_hf.training.options import make_options
 from flodl_hf.training.result import FinetuneResult, OnFirstRank
@@ -98,7 +99,7 @@ class InDouble:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("adapter", "width"), [({}, 32), ({}, 48), ({"lora": 2}, 32), ({"prompt_tokens": 3}, 48)])
+@pytest.mark.parametrize(("adapter", "width"), [({}, 32), ({}, 48), ({"lora": 2}, 32), ({"adapter": Prompt(3)}, 48)])
 def test_a_step_of_a_generator_in_shards_has_the_loss_and_gradients_of_one_device(
     adapter: dict[str, Any], width: int, tmp_path: Path
 ) -> None:
@@ -237,7 +238,7 @@ def test_a_base_is_cast_when_somebody_asks_for_the_model(half: Path) -> None:
         assert torch.equal(value, expected if value.is_floating_point() else before[name]), name
 
 
-ADAPTERS: list[dict[str, Any]] = [{"lora": 2}, {"lora": 2, "lora_kinds": ("dora",)}, {"ia3": ("usual",)}]
+ADAPTERS: list[dict[str, Any]] = [{"lora": 2}, {"adapter": Lora(2, dora=True)}, {"adapter": IA3()}]
 
 
 @pytest.mark.parametrize("more", [{"lora": 2}, {}])
