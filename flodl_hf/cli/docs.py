@@ -46,7 +46,6 @@ MODULES = (
     "flodl_hf.tokenization.tokenizer",
     "flodl_hf.readers",
     "flodl_hf.training.losses",
-    "flodl_hf.training.recipe",
     "flodl_hf.training.demo",
     "flodl_hf.export",
     "flodl_hf.export.engine",
