@@ -49,9 +49,7 @@ class Candidates:
     grades: tuple[float, ...]
 
 
-def _role_columns(
-    row: Mapping[str, Any], role_columns: Mapping[str, str] | None
-) -> tuple[str | None, str | None, str | None]:
+def _role_columns(row: Mapping[str, Any], role_columns: Mapping[str, str] | None) -> list[str | None]:
     """Return the columns of questions, documents and labels."""
     asked, lowered = dict(role_columns or {}), {name.lower(): name for name in row}
     found = []

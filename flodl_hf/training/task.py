@@ -105,7 +105,7 @@ class Task(ABC):
     head: str
     kind: Kind
     name: str = ""
-    labels: tuple[str, ...] | None = None
+    labels: Any = None
     problem_type: str | None = None
     main_metric: str
     per_row: bool = False
