@@ -144,8 +144,8 @@ LEARNED: dict[str, tuple[Rows, dict[str, Any], tuple[Any, Any, list[Any]]]] = {
     "classes of texts": (texts([2, 0, 1, 0]), {"task": "embedding"}, ("BatchAllTripletLoss", (), [2, 0, 1, 0])),
     "whole numbers as classes": (texts([2.0, 0.0]), {"task": "embedding"}, ("BatchAllTripletLoss", (), [2, 0])),
     "teacher": (scored([6.5, -2.0, 1.0]), {"task": "embedding"}, ("MarginMSELoss", (), [6.5, -2.0, 1.0])),
-    "sparse": (pairs(STS), {"task": "sparse"}, ("SparseCoSENTLoss", (), STS)),
-    "sparse teacher": (scored([6.5, -2.0]), {"task": "sparse"}, ("SparseMarginMSELoss", (), [6.5, -2.0])),
+    "sparse": (pairs(STS), {"task": "sparse"}, ("CoSENTLoss", (), STS)),
+    "sparse teacher": (scored([6.5, -2.0]), {"task": "sparse"}, ("MarginMSELoss", (), [6.5, -2.0])),
     "rank": (pairs([0.5, 1.0, 0.0]), {"task": "rank"}, ("NoneType", ("LABEL_0",), [(0.5,), (1.0,), (0.0,)])),
     "rank with a teacher": (
         scored([6.5, -2.0]), {"task": "rank", "vector_loss": "MarginMSE"},
@@ -249,7 +249,7 @@ def test_two_declared_classes_are_numbers_for_a_loss_of_numbers(tmp_path: Path) 
     data = DataSet(pairs([0, 1, 1]), label=Features(["different", "alike"]))
     assert learned(data, task="embedding")[0] == "SoftmaxLoss"
     assert learned(data, task="embedding", vector_loss="OnlineContrastive")[2] == [0, 1, 1]
-    assert learned(data, task="sparse")[0] == "SparseCoSENTLoss"
+    assert learned(data, task="sparse")[0] == "CoSENTLoss"
 
 
 @pytest.mark.parametrize("kind", KINDS[:5])
