@@ -34,7 +34,7 @@ import torch
 
 from benchmarks.peers import on_cpu
 from flodl_hf.auto import head_named
-from flodl_hf.checkpoints.config import ModelConfig
+from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.inference import cpu_features
 from flodl_hf.models import EncoderModel
 from flodl_hf.nn.backends.cpu_products import (

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from flodl.files import write_atomically
 from flodl_hf.auto import head_named
-from flodl_hf.checkpoints.config import ModelConfig
+from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import families
 from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.engine import Engine

@@ -83,7 +83,7 @@ def write(shape: Shape) -> dict[str, Any]:
     from safetensors.torch import save_file
 
     from flodl_hf import AutoModelForSequenceClassification
-    from flodl_hf.checkpoints.config import ModelConfig
+    from flodl_hf.checkpoints.config.model_config import ModelConfig
     from flodl_hf.training.demo import train_wordpiece
 
     # A small one says what configuration and tokenizer look like.

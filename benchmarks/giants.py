@@ -33,7 +33,7 @@ def make(folder: Path, hidden: int, layers: int, shard: str) -> None:
     import torch
 
     from flodl_hf import AutoModel
-    from flodl_hf.checkpoints.config import ModelConfig
+    from flodl_hf.checkpoints.config.model_config import ModelConfig
     from flodl_hf.training.demo import train_wordpiece
 
     config = ModelConfig.for_model(

@@ -63,7 +63,7 @@ def write_model(folder: Path, size: str) -> Path:
     from tokenizers import models, pre_tokenizers, processors
 
     from flodl_hf.auto import head_named
-    from flodl_hf.checkpoints.config import ModelConfig
+    from flodl_hf.checkpoints.config.model_config import ModelConfig
     from flodl_hf.tokenization.tokenizer import Tokenizer
 
     specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

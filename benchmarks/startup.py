@@ -69,7 +69,7 @@ def make_bert_base(folder: Path) -> Path:
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
     from flodl_hf import AutoModelForSequenceClassification
-    from flodl_hf.checkpoints.config import ModelConfig
+    from flodl_hf.checkpoints.config.model_config import ModelConfig
 
     settings = {
         "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072,

@@ -35,7 +35,7 @@ import torch
 
 from benchmarks.graph_overhead import scaled_mad
 from flodl.train import EpochMetrics, StepDone, Warned
-from flodl_hf.checkpoints.config import ModelConfig
+from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.heads.sequence_classification import SequenceClassifier as Ours
 from flodl_hf.tokenization.tokenizer import Tokenizer
 from flodl_hf.training import finetune

@@ -206,7 +206,7 @@ def make_model(folder: Path, words: Sequence[str], size: dict[str, int]) -> Path
     import torch
 
     from flodl_hf import AutoModelForSequenceClassification
-    from flodl_hf.checkpoints.config import ModelConfig
+    from flodl_hf.checkpoints.config.model_config import ModelConfig
     from flodl_hf.training.demo import train_wordpiece
 
     torch.manual_seed(0)

@@ -215,7 +215,7 @@ class World:
             import torch
 
             from flodl_hf.auto import head_named
-            from flodl_hf.checkpoints.config import ModelConfig
+            from flodl_hf.checkpoints.config.model_config import ModelConfig
 
             torch.manual_seed(0)
             size = TINY if self.args.tiny else size
@@ -418,7 +418,7 @@ def one_label(model: Path, folder: Path) -> Path:
     import torch
 
     from flodl_hf.auto import head_named
-    from flodl_hf.checkpoints.config import ModelConfig
+    from flodl_hf.checkpoints.config.model_config import ModelConfig
 
     torch.manual_seed(0)
     settings = json.loads((model / "config.json").read_text()) | {

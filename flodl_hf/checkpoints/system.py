@@ -8,8 +8,6 @@ import errno
 import os
 from collections.abc import Iterator
 
-__all__ = ["exchange", "make_cuda_context", "process_lock"]
-
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100  # linux/fcntl.h
 _CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM, errno.EXDEV)

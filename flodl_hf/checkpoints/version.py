@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["own_version"]
-
 
 def own_version() -> str:
     """Return this package's version, or that it runs from a checkout."""

@@ -15,7 +15,6 @@ from flodl_hf.cli.command import OnceCommand
 if TYPE_CHECKING:
     app: typer.Typer
 
-__all__ = ["app", "app_for"]
 
 # In the order of the help. Each command is in the file of its name; groups of commands are last.
 NAMES = {

@@ -10,23 +10,6 @@ import typer
 from flodl.errors import ConfigError
 from flodl_hf.families.schema.tasks import HEADS, WORDS, task_named
 
-__all__ = [
-    "AggregationWord",
-    "DtypeWord",
-    "EngineWord",
-    "FaultWord",
-    "FormatWord",
-    "Head",
-    "PrecisionWord",
-    "SizeWord",
-    "StyleWord",
-    "WeightsWord",
-    "choice",
-    "complete_task",
-    "task_word",
-    "words_of",
-]
-
 
 class PrecisionWord(StrEnum):
     """The names of `flodl_hf.inference.Precision`."""

@@ -10,8 +10,6 @@ from typing import Any, ClassVar
 import typer
 from typer.core import TyperCommand
 
-__all__ = ["OnceCommand", "names_given"]
-
 
 class OnceCommand(TyperCommand):
     """A command that takes each option under one name.

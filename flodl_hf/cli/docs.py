@@ -31,7 +31,7 @@ MODULES = (
     "flodl_hf.auto",
     "flodl_hf.models",
     "flodl_hf.models.opening",
-    "flodl_hf.checkpoints.config",
+    "flodl_hf.checkpoints.config.model_config",
     "flodl_hf.heads.base",
     "flodl_hf.heads.sequence_classification",
     "flodl_hf.heads.token_classification",

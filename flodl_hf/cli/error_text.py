@@ -9,8 +9,6 @@ from typing import Any, get_type_hints
 
 from typer.models import OptionInfo
 
-__all__ = ["begun_with_options", "command_line", "in_options", "option_names"]
-
 _VALUE = r"""(?:'[^']*'|"[^"]*"|\{[^{}]*\}|\[[^\[\]]*\]|\.\.\.|[\w+-]+(?:\.[\w+-]+)*)"""
 _QUOTED = r"""(?<![\w=])(?:'[^']*'|"[^"]*")"""
 

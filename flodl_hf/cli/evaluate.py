@@ -15,8 +15,6 @@ from flodl_hf.cli.path_checks import check_places
 from flodl_hf.cli.shared import emit_json, reporting, say, tell
 from flodl_hf.training.options import EvaluateOptions
 
-__all__ = ["command"]
-
 OPTIONS = {*EvaluateOptions.__annotations__, "devices"} - {"batch_size", "loss"}
 REQUIRED = inspect.Parameter.empty
 

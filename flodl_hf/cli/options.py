@@ -8,21 +8,6 @@ import typer
 
 from flodl_hf.cli.choices import FaultWord, FormatWord, PrecisionWord, WeightsWord
 
-__all__ = [
-    "Device",
-    "Devices",
-    "Format",
-    "OnError",
-    "PartRows",
-    "Precision",
-    "Restart",
-    "TextColumn",
-    "Weights",
-    "Windows",
-    "file_option",
-    "running_option",
-]
-
 
 def file_option(*names: str, says: str, **more: Any) -> Any:
     """Return an option in the help section for files of texts."""

@@ -11,8 +11,6 @@ from flodl.errors import DataError, printable
 from flodl_hf.checkpoints.hub.download import expect_place
 from flodl_hf.readers.path_checks import expect_file, expect_writable
 
-__all__ = ["PLACES", "check_places"]
-
 MODEL, ROWS, FILE, FOLDER, TEXTS = "model", "rows", "file", "folder", "texts"
 
 _LONGEST_NAME = 4096

@@ -20,8 +20,6 @@ from flodl.errors import nearest
 from flodl_hf.errors import ExportError
 from flodl_hf.families.schema.tasks import TASKS, find_task
 
-__all__ = ["DATA", "new_project"]
-
 TRAIN_ROWS, HELD_OUT_ROWS = 48, 16
 
 

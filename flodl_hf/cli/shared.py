@@ -22,24 +22,6 @@ from flodl_hf.cli.error_text import begun_with_options, in_options, option_names
 from flodl_hf.cli.path_checks import check_places
 from flodl_hf.cli.streams import NO_ROOM, encodable, lost
 
-__all__ = [
-    "HelpAll",
-    "Json",
-    "Local",
-    "Model",
-    "Revision",
-    "as_json",
-    "device_said",
-    "emit_json",
-    "progress",
-    "reporting",
-    "say",
-    "stdin_lines",
-    "tell",
-    "track",
-    "training_said",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")

@@ -10,8 +10,6 @@ import os
 import sys
 from contextlib import suppress
 
-__all__ = ["NO_ROOM", "encodable", "lost", "opened"]
-
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 """Faults of a write that Python reports without a file's name."""
 

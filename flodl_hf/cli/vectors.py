@@ -10,8 +10,6 @@ from flodl.errors import DataError
 from flodl_hf.cli.shared import device_said
 from flodl_hf.errors import PredictError
 
-__all__ = ["Encode", "check_target", "encoder", "texts_of"]
-
 Encode = Callable[..., Any]
 """From texts to vectors, ``(texts, width)``, a numpy array; takes the keywords of ``encode``, and as
 ``kind`` "query" or "document", which selects the route if the folder has one."""

@@ -10,8 +10,6 @@ from flodl_hf.compat.taking import Word
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CONFIG", "LOAD", "SAVE", "TOKENIZER", "device_of"]
-
 
 def device_of(value: Any) -> torch.device | str | None:
     """Return the device of another library's value: a number is a CUDA device, -1 the CPU."""

@@ -6,8 +6,6 @@ import re
 
 from flodl_hf.families.schema.tasks import HEADS
 
-__all__ = ["equivalent"]
-
 LOADED = "flodl_hf.load(folder or name) returns the model"
 NAMES = {
     "Trainer": "flodl_hf.finetune(model, train=..., eval=...) trains a checkpoint; flodl.train.Trainer trains a module",

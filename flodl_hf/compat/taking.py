@@ -15,8 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 from flodl.errors import FlodlError, nearest
 from flodl_hf.errors import PredictError
 
-__all__ = ["Word", "taking"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

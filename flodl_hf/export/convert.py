@@ -15,12 +15,10 @@ from flodl_hf.checkpoints.saving.publish import is_model_file, publish_folder
 from flodl_hf.checkpoints.saving.state import WritePlan, plan_state, write_state
 from flodl_hf.checkpoints.saving.write import WrittenFile, verify_files, write_bytes
 from flodl_hf.checkpoints.sentence.routing import module_folders, routing_of, transformer_folders
-from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
+from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import Folder
 from flodl_hf.checkpoints.weights.checksums import CHECKSUMS, write_checksums
 from flodl_hf.errors import ExportError
-
-__all__ = ["convert_bin", "kept_names", "model_files"]
 
 _BIN = (".bin", ".bin.index.json")
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")

@@ -31,7 +31,7 @@ from flodl_hf.checkpoints.hub.folders import resolve_folder
 from flodl_hf.checkpoints.saving.json_text import patch_json
 from flodl_hf.checkpoints.saving.state import plan_state, write_state
 from flodl_hf.checkpoints.sentence.routing import transformer_folder
-from flodl_hf.checkpoints.weights import checkpoint as stored
+from flodl_hf.checkpoints.weights.checkpoint import folder as stored
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import read_member
 from flodl_hf.checkpoints.weights.file_names import CONFIG_NAME, MODEL_FILES
 from flodl_hf.checkpoints.weights.loading import canonical_names, head_of
@@ -44,7 +44,6 @@ from flodl_hf.nn.layers.parts import joined
 if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel
 
-__all__ = ["GraphFile", "export_graph_file", "is_graph_file"]
 
 _ENDINGS = (".fdl", ".fdl.gz", ".safetensors")
 _MOST_BYTES = 1 << 30

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from flodl_hf.models.encoder_model import EncoderModel
 
-__all__ = ["Traced"]
 
 BATCH, CHOICES, TOKENS = "batch", "choices", "tokens"
 _AXES = {

@@ -23,7 +23,7 @@ from flodl.errors import FlodlError
 from flodl_hf.checkpoints.config.model_config import read_config_file
 from flodl_hf.checkpoints.sentence.routing import WEIGHT_FILES, transformer_folder, transformer_folders
 from flodl_hf.checkpoints.version import own_version
-from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
+from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
 from flodl_hf.errors import ExportError
 from flodl_hf.models.pretrained import open_weights
 

@@ -26,8 +26,6 @@ from flodl_hf.nn.encoder import bodies
 from flodl_hf.nn.encoder.graphs import Embeddings, Repeated, chain, pooler, post_norm_block
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 
-__all__ = ["FAMILY", "AlbertConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class AlbertConfig(EncoderSizes):

@@ -19,8 +19,6 @@ from flodl_hf.families.schema.sizes import BASE_SIZES, SIZES, EncoderSizes
 from flodl_hf.nn.encoder import bodies
 from flodl_hf.nn.encoder.graphs import Embeddings, bert_block, chain, pooler, stack
 
-__all__ = ["FAMILY", "BertConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class BertConfig(EncoderSizes):

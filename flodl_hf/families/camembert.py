@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from flodl_hf.families import bert, roberta
 
-__all__ = ["FAMILY"]
-
 FAMILY = roberta.FAMILY.renamed(
     "camembert", "Camembert", left_out=bert.FAMILY.left_out, real={"base": roberta.REAL | {"vocab_size": 32005}},
     tokenizer=roberta.pieces(("<s>NOTUSED", "pad_token", "</s>NOTUSED", "unk_token", "<unk>NOTUSED"), 1, True),

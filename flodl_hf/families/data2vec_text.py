@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from flodl_hf.families import bert, roberta
 
-__all__ = ["FAMILY"]
-
 FAMILY = roberta.FAMILY.renamed(
     "data2vec-text", "Data2VecText", base_prefix="data2vec_text", left_out=bert.FAMILY.left_out
 )

@@ -17,13 +17,12 @@ from flodl_hf.families.schema import FamilyTokenizer
 from flodl_hf.families.schema.config_rows import Inert
 from flodl_hf.families.schema.keys import KeyRow, rows_under
 from flodl_hf.families.schema.sizes import BASE_SIZES
-from flodl_hf.nn.attention.disentangled import DisentangledAttention, RelativePositions
+from flodl_hf.nn.attention.disentangled.attention import DisentangledAttention
+from flodl_hf.nn.attention.disentangled.positions import RelativePositions
 from flodl_hf.nn.encoder.deberta import MaskedEmbeddings
 from flodl_hf.nn.encoder.graphs import stack
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.nn.layers.norms import StepwiseNorm
-
-__all__ = ["FAMILY"]
 
 LATER = (
     "head_size", "position_buckets", "share_keys", "relative_norm", "conv_kernel_size", "conv_groups",

@@ -37,15 +37,14 @@ from flodl_hf.families.schema.config_rows import (
 )
 from flodl_hf.families.schema.keys import KeyRow, Tie
 from flodl_hf.families.schema.sizes import SIZES, EncoderSizes
-from flodl_hf.nn.attention.disentangled import DisentangledAttention, RelativePositions
+from flodl_hf.nn.attention.disentangled.attention import DisentangledAttention
+from flodl_hf.nn.attention.disentangled.positions import RelativePositions
 from flodl_hf.nn.encoder import bodies
 from flodl_hf.nn.encoder.deberta import Convolution, ConvolvedLayer, MaskedEmbeddings, Shift
 from flodl_hf.nn.encoder.graphs import post_norm_block, stack
 from flodl_hf.nn.encoder.losses import check_labels
 from flodl_hf.nn.layers.activations import Activation
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
-
-__all__ = ["FAMILY", "DebertaConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)

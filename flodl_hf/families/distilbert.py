@@ -23,8 +23,6 @@ from flodl_hf.nn.encoder import bodies
 from flodl_hf.nn.encoder.graphs import Embeddings, chain, post_norm_block, stack
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 
-__all__ = ["FAMILY", "DistilBertConfig"]
-
 NORM_EPS = 1e-12  # fixed in the reference implementation, not in its configuration
 
 

@@ -23,8 +23,6 @@ from flodl_hf.families.schema.keys import KeyRow, Tie, rows_under
 from flodl_hf.nn.encoder import bodies
 from flodl_hf.nn.encoder.graphs import bert_block, chain, stack
 
-__all__ = ["FAMILY", "ElectraConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ElectraConfig(bert.BertConfig):

@@ -19,8 +19,6 @@ from flodl_hf.families.schema.keys import KeyRow, rows_under
 from flodl_hf.nn.encoder.graphs import Embeddings, bert_block, chain, stack
 from flodl_hf.nn.layout.layouts import Layout
 
-__all__ = ["FAMILY", "ErnieConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ErnieConfig(bert.BertConfig):

@@ -42,8 +42,6 @@ from flodl_hf.nn.layers.activations import Activation
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.nn.layout.layouts import Layout
 
-__all__ = ["FAMILY", "EsmConfig"]
-
 # Of the tokens of a text, how many were masked in training: 80 % of 15 %.
 MASKED_IN_TRAINING = 0.15 * 0.8
 # Written with its reference's own operations; the curve is GELU's.

@@ -39,8 +39,6 @@ from flodl_hf.nn.encoder.graphs import Embeddings, MeanToken, chain, stack
 from flodl_hf.nn.layers.activations import Activation
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 
-__all__ = ["FAMILY", "EuroBertConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class EuroBertConfig(EncoderSizes):

@@ -26,8 +26,6 @@ from flodl_hf.nn.encoder import bodies
 from flodl_hf.nn.encoder.graphs import Embeddings, chain, pooler, post_norm_block, stack
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 
-__all__ = ["FAMILY", "NEW", "GteConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GteConfig(bert.BertConfig):

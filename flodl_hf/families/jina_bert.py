@@ -23,8 +23,6 @@ from flodl_hf.nn.attention.dot_product import SelfAttention
 from flodl_hf.nn.encoder.graphs import Embeddings, chain, post_norm_block, stack
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 
-__all__ = ["FAMILY", "JinaBertConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class JinaBertConfig(bert.BertConfig):

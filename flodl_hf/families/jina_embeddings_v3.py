@@ -27,8 +27,6 @@ from flodl_hf.nn.attention.rotary import Rotary, RotarySettings
 from flodl_hf.nn.encoder.graphs import Embeddings, chain, post_norm_block, stack
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 
-__all__ = ["FAMILY", "TASKED", "JinaEmbeddingsV3Config", "TaskedConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class JinaEmbeddingsV3Config(bert.BertConfig):

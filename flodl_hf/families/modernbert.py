@@ -42,8 +42,6 @@ from flodl_hf.nn.encoder import bodies
 from flodl_hf.nn.encoder.graphs import Embeddings, chain, stack
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 
-__all__ = ["FAMILY", "ModernBertConfig"]
-
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
 
 

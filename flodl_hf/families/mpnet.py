@@ -26,8 +26,6 @@ from flodl_hf.nn.encoder import bodies
 from flodl_hf.nn.encoder.graphs import Embeddings, chain, post_norm_block, stack
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 
-__all__ = ["FAMILY", "MPNetConfig"]
-
 PADDING = 1  # fixed in the reference implementation, whatever the configuration says
 BUCKETS = 32  # that distances are sorted into, likewise
 

@@ -35,8 +35,6 @@ from flodl_hf.nn.attention.rotary import Rotary
 from flodl_hf.nn.encoder.graphs import Embeddings, chain, post_norm_block, stack
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 
-__all__ = ["FAMILY", "NomicBertConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class NomicBertConfig(gte.GteConfig):

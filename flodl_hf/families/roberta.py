@@ -21,8 +21,6 @@ from flodl_hf.families.schema.keys import KeyRow, Tie, rows_under
 from flodl_hf.nn.encoder import bodies
 from flodl_hf.nn.encoder.graphs import Embeddings, bert_block, chain, stack
 
-__all__ = ["FAMILY", "RobertaConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RobertaConfig(bert.BertConfig):

@@ -16,8 +16,6 @@ from flodl_hf.families.roberta import RobertaConfig
 from flodl_hf.families.schema.keys import KeyRow, rows_under
 from flodl_hf.nn.encoder.graphs import chain, pre_norm_block, stack
 
-__all__ = ["FAMILY"]
-
 PREFIX = "roberta_prelayernorm"
 MOVED = {
     "encoder.layers.{i}.attention_norm": "encoder.layer.{i}.attention.LayerNorm",

@@ -27,11 +27,9 @@ from flodl_hf.families.schema.keys import KeyRow, rows_under
 from flodl_hf.nn.attention.dot_product import SelfAttention
 from flodl_hf.nn.attention.rotary import PairedRotary
 from flodl_hf.nn.encoder import bodies
-from flodl_hf.nn.encoder.graphs import Embeddings, FeedForward, chain, post_norm_block, stack
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer
+from flodl_hf.nn.encoder.graphs import Embeddings, chain, post_norm_block, stack
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.nn.layout.layouts import Layout
-
-__all__ = ["FAMILY", "RoFormerConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)

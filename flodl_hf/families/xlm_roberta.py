@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from flodl_hf.families import bert, roberta
 
-__all__ = ["FAMILY"]
-
 FAMILY = roberta.FAMILY.renamed(
     "xlm-roberta", "XLMRoberta", tokenizer=roberta.PIECES, left_out=bert.FAMILY.left_out,
     real={"base": roberta.REAL | {"vocab_size": 250002}},

@@ -19,8 +19,6 @@ from flodl_hf.families.schema.config_rows import changed
 from flodl_hf.families.schema.keys import KeyRow, rows_under
 from flodl_hf.nn.encoder.graphs import chain, pre_norm_block, stack
 
-__all__ = ["FAMILY"]
-
 MOVED = {
     "encoder.embeddings.norm": None,
     "encoder.layers.{i}.attention_norm": "encoder.layer.{i}.attention.self_attn_layer_norm",

@@ -16,8 +16,6 @@ from flodl_hf.families.schema.tasks import TASKS, task_named
 from flodl_hf.readers.columns import NAMES, data_columns
 from flodl_hf.readers.rows import Row, RowFault
 
-__all__ = ["Choice", "ColumnArgs", "choose_columns", "colliding_columns", "is_doubtful", "item_of", "renamed"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnArgs:

@@ -29,8 +29,6 @@ from flodl_hf.jobs.write import output_format
 from flodl_hf.readers.path_checks import path_fault
 from flodl_hf.readers.rows import STDIN, open_rows
 
-__all__ = ["encode_file", "predict_file"]
-
 OnError = Literal["stop", "skip", "null"]
 
 

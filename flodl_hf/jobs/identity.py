@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["RUNNING", "differences", "input_identity", "model_identity", "option_identity"]
-
 RUNNING = frozenset((
     "devices", "device", "token_budget", "window", "progress", "weights", "revision", "local_files_only", "head",
     "part_rows", "restart", "on_progress", "should_stop", "untrained", "model", "source", "target",

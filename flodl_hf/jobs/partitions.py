@@ -18,8 +18,6 @@ from flodl_hf.jobs.tasks import answerer_for, faulty_items
 from flodl_hf.readers.arrow import need_pyarrow
 from flodl_hf.readers.rows import RowFault
 
-__all__ = ["Partitions", "split_words"]
-
 
 class Partitions:
     """A model that is loaded once and predicts batches of rows of a table.

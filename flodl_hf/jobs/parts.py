@@ -24,8 +24,6 @@ from flodl_hf.errors import PredictError
 from flodl_hf.jobs.identity import differences
 from flodl_hf.jobs.write import Pieces, Writer
 
-__all__ = ["DamagedPart", "Parts"]
-
 MANIFEST = "manifest.json"
 JOINING = "joining"
 BLOCK_BYTES = 1 << 20

@@ -18,8 +18,6 @@ from flodl_hf.jobs.vectors import vector_writer
 from flodl_hf.jobs.write import Writer
 from flodl_hf.readers.rows import STDIN, Row, Rows, format_of
 
-__all__ = ["Plan", "make_plan"]
-
 # Rows of a part: few, so that little is lost by an interruption, but enough to occupy the device.
 CPU_PART = 2048
 CUDA_PART = 32_768

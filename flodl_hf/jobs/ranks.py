@@ -23,8 +23,6 @@ from flodl_hf.jobs.parts import Parts
 from flodl_hf.workers.pool import Worker
 from flodl_hf.workers.process import Process
 
-__all__ = ["Heartbeat", "LostRank", "Rank", "Workers", "device_names", "wait_for_parts"]
-
 PULSE_S = 1.0
 SEEK_S = 0.05  # interval of checks for other ranks
 FROZEN_S = 60.0  # a rank that wrote nothing for this time is considered dead

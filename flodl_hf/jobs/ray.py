@@ -17,8 +17,6 @@ from flodl_hf.errors import PredictError
 from flodl_hf.jobs.partitions import Partitions
 from flodl_hf.jobs.results import FileResult
 
-__all__ = ["Answers", "answers", "deployment", "predict_file"]
-
 
 class Answers:
     """Callable for Ray's actors: a model, loaded once, that is called with Arrow tables.

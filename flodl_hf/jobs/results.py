@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FileResult", "Progress"]
-
 
 @dataclass(frozen=True)
 class Progress:

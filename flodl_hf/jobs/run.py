@@ -24,8 +24,6 @@ from flodl_hf.jobs.results import FileResult, Progress
 from flodl_hf.jobs.tasks import faulty_items
 from flodl_hf.readers.rows import Row, RowFault, Rows
 
-__all__ = ["Run"]
-
 MAX_FAULTS = 20  # invalid rows whose message is stored
 START_SKEW_S = 15.0  # ranks that are started together start within this time
 PROGRESS_S = 0.2  # interval of progress reports

@@ -15,8 +15,6 @@ from typing import Any
 from flodl_hf.jobs.partitions import Partitions
 from flodl_hf.jobs.tables import Kind
 
-__all__ = ["answers", "spark_type"]
-
 
 def answers(frame: Any, model: str | os.PathLike[str], **words: Any) -> Any:
     """Return a Spark data frame with the result columns of `flodl_hf.predict_file` after its own columns.

@@ -13,16 +13,6 @@ from numpy.typing import NDArray
 
 from flodl_hf.readers.arrow import need_pyarrow
 
-__all__ = [
-    "Kind",
-    "arrow_type",
-    "inferred_type",
-    "joined_tables",
-    "misfits",
-    "parquet_bytes",
-    "swapped_column",
-]
-
 GROUP_ROWS = 1 << 16
 """Rows of a row group of a joined file, fewer if they have more than ``GROUP_BYTES``."""
 

@@ -20,8 +20,6 @@ from flodl_hf.inference.results.lists import is_empty
 from flodl_hf.jobs.columns import Choice
 from flodl_hf.jobs.tables import Kind
 
-__all__ = ["VECTOR", "Answerer", "answerer_for", "faulty_items", "method_of"]
-
 VECTOR = "vector"
 """Column of vectors of `encode_file`."""
 

@@ -26,8 +26,6 @@ from flodl_hf.jobs.tasks import VECTOR
 from flodl_hf.jobs.write import Pieces, Writer, writer_for
 from flodl_hf.readers.rows import Row, RowFault
 
-__all__ = ["vector_writer"]
-
 Vectors = NDArray[Any]
 
 

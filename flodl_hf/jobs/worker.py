@@ -8,8 +8,6 @@ from threading import Event, Thread
 from flodl_hf.jobs.file import predict_file
 from flodl_hf.workers.messages import Stream
 
-__all__ = ["serve"]
-
 
 def serve(stream: Stream) -> None:
     """Predict this rank's parts of a job; the connection's end is the end of rank 0.

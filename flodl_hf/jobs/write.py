@@ -22,8 +22,6 @@ from flodl.errors import DataError, nearest, printable
 from flodl_hf.jobs.tables import Kind, arrow_type, inferred_type, joined_tables, misfits, parquet_bytes
 from flodl_hf.readers.rows import Row, RowFault
 
-__all__ = ["OUTPUTS", "Pieces", "Writer", "output_format", "writer_for"]
-
 OUTPUTS = ("jsonl", "csv", "tsv", "parquet", "arrow", "npy")
 _SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv", ".tab": "tsv"}
 _SUFFIXES |= {".parquet": "parquet", ".arrow": "arrow", ".npy": "npy"}

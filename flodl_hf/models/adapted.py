@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from flodl_hf.models.adapters.attach import Adapters
     from flodl_hf.models.adapters.settings import Settings
 
-__all__ = ["Adapted"]
 
 WINDOW = 512  # texts of several adapters that run together
 

@@ -14,8 +14,6 @@ from flodl.graph import FlowBuilder, Graph
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.nn.layers.activations import Activation
 
-__all__ = ["assign", "build_graph", "declared_ties", "empty_graph", "initialise", "tie_tensors"]
-
 
 def build_graph(config: ModelConfig, head: str, *, pooler: bool) -> Graph:
     """Return the graph of one task: ids to token states, then the pooler and the head that it takes.

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from flodl_hf.inference.options import Precision, RunKeywords, RunOptions
     from flodl_hf.inference.results.evaluation import EvaluationResult
 
-__all__ = ["EncoderModel"]
-
 
 class EncoderModel(Opened, Adapted, Familiar):
     """An encoder with one task's head.

@@ -20,10 +20,9 @@ from flodl.errors import CheckpointError, ConfigError, capped, nearest, printabl
 from flodl.graph import Graph
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPES, SourceManifest
-from flodl_hf.checkpoints.weights.loading import LoadReport, Plan
+from flodl_hf.checkpoints.weights.load_report import LoadReport
+from flodl_hf.checkpoints.weights.loading import Plan
 from flodl_hf.models.building import assign
-
-__all__ = ["FiniteCheck", "check_dtype", "check_duplicates", "fill", "settle_dtype", "settle_ties"]
 
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
 

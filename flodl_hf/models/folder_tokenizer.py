@@ -18,8 +18,6 @@ from flodl_hf.checkpoints.weights.file_names import VOCABULARY_FILES
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
 
-__all__ = ["load_tokenizer", "overridden", "tokenizer_files"]
-
 
 def load_tokenizer(
     folder: Path, config: ModelConfig, *, strict: bool = True, overrides: Mapping[str, Any] | None = None

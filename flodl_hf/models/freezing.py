@@ -11,8 +11,6 @@ from flodl.errors import ConfigError, nearest
 from flodl_hf.inference.graph_model.model import GraphModel
 from flodl_hf.models.adapters.attach import adapters_of
 
-__all__ = ["freeze", "frozen_parameters", "frozen_paths"]
-
 
 def frozen_paths(model: GraphModel, paths: Sequence[str]) -> list[str]:
     """Return the full paths that short ones stand for: ``layers.0-2`` is three layers of the encoder.

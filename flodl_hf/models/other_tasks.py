@@ -10,8 +10,6 @@ from typing import Any
 from flodl.errors import nearest
 from flodl_hf.families.schema.tasks import HEADS, Task
 
-__all__ = ["FAMILIAR", "METHODS", "method_named", "told"]
-
 RENAMED = {"without_adapter": "disable_adapter"}
 """Former names of methods, which warn for one release."""
 

@@ -9,19 +9,6 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-__all__ = [
-    "BaseOutput",
-    "MaskedLMOutput",
-    "MultipleChoiceOutput",
-    "NextSentenceOutput",
-    "Output",
-    "PretrainingOutput",
-    "QuestionAnsweringOutput",
-    "ReplacedTokensOutput",
-    "SequenceClassificationOutput",
-    "TokenClassificationOutput",
-]
-
 
 @dataclass
 class Output:

@@ -22,12 +22,14 @@ from flodl.devices import default_device, find_device
 from flodl.errors import CheckpointError, ConfigError, DeviceError, printable
 from flodl.garbage_collection import gc_paused
 from flodl.graph import Graph
-from flodl_hf.checkpoints.config.model_config import MAX_LABELS, ModelConfig, listed_texts, read_config_file
+from flodl_hf.checkpoints.config.labels import MAX_LABELS
+from flodl_hf.checkpoints.config.model_config import ModelConfig, listed_texts, read_config_file
 from flodl_hf.checkpoints.config.warnings import warn_of
 from flodl_hf.checkpoints.hub.folders import holds_adapter, resolve_folder
 from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe, read_recipe
 from flodl_hf.checkpoints.sentence.routing import transformer_folder
-from flodl_hf.checkpoints.weights.checkpoint import Checkpoint, SourceManifest, StoredTensor
+from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
+from flodl_hf.checkpoints.weights.checkpoint.manifest import SourceManifest, StoredTensor
 from flodl_hf.checkpoints.weights.file_names import MODEL_FILES, WEIGHTS_KEY, weights_named
 from flodl_hf.checkpoints.weights.load_report import warn_of_unexpected
 from flodl_hf.checkpoints.weights.loading import Plan, class_of, head_of, plan_load
@@ -56,7 +58,6 @@ if TYPE_CHECKING:
     from flodl_hf.inference.cuda_warmup import Warming
     from flodl_hf.models.adapters.folder import AdapterFolder
 
-__all__ = ["load_model", "load_tokenizer", "numbered_labels", "open_weights", "plan_folder"]
 
 ModelT = TypeVar("ModelT", bound=GraphModel)
 

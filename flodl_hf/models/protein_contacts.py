@@ -16,7 +16,6 @@ from flodl_hf.errors import PredictError
 if TYPE_CHECKING:
     from flodl_hf.inference.graph_model.model import GraphModel
 
-__all__ = ["predict_contacts"]
 
 HEAD = "contact_head.regression."
 END = 2  # the id of the last token of a protein, fixed in the reference implementation

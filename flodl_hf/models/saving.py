@@ -31,16 +31,6 @@ from flodl_hf.nn.layers.parts import joined
 if TYPE_CHECKING:
     from flodl_hf.inference.graph_model.model import GraphModel
 
-__all__ = [
-    "Contents",
-    "architecture",
-    "config_text",
-    "export_model",
-    "model_contents",
-    "stored_tensors",
-    "surroundings",
-    "write_contents",
-]
 
 DTYPE_NAMES = {
     torch.float32: "float32",

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from flodl_hf.checkpoints.config.model_config import ModelConfig
     from flodl_hf.inference.decode.classes import Activation
 
-__all__ = ["score_function"]
-
 
 def score_function(config: ModelConfig) -> Activation | None:
     """Return the function that makes scores of a cross-encoder's logits, as its folder stores it; None without one.

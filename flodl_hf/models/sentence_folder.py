@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from flodl_hf.checkpoints.config.model_config import ModelConfig
     from flodl_hf.inference.graph_model.model import GraphModel
 
-__all__ = ["colbert_of", "follow_routes", "graph_of", "head_in_files", "note_setfit", "with_length", "with_overrides"]
 
 _SETFIT = ("model_head.pkl", "config_setfit.json")
 

@@ -14,8 +14,6 @@ from flodl_hf.inference.graph_model.model import GraphModel
 from flodl_hf.models.adapters.attach import adapters_of
 from flodl_hf.models.freezing import frozen_paths
 
-__all__ = ["Familiar", "size_text"]
-
 
 def size_text(nbytes: int) -> str:
     """Return a number of bytes for people: ``438.0 MB``."""

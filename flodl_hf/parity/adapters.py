@@ -12,8 +12,6 @@ from torch import Tensor
 from flodl_hf.parity.cell import Bench
 from flodl_hf.parity.evidence import REORDERED, Evidence, gap, verdict
 
-__all__ = ["adapters"]
-
 VIRTUAL = 3
 ROUNDING = 2e-6
 """Usual error of float32 in outputs near one; models with a larger error amplify differences of other sums as much."""

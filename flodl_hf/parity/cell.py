@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel
     from flodl_hf.tokenization.tokenizer import Tokenizer
 
-__all__ = ["Bench", "Cell", "all_cells"]
 
 NUM_LABELS = 5
 
@@ -130,7 +129,7 @@ class Bench:
 
     def load_theirs(self, attention: str = "sdpa", folder: Path | None = None) -> Any:
         """Return transformers' model, freshly loaded; see `flodl_hf.parity.reference.Reference`."""
-        from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
+        from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
         from flodl_hf.parity.reference import load_reference
 
         place = folder or self.folder

@@ -20,8 +20,6 @@ from flodl_hf.parity.adapters import adapters
 from flodl_hf.parity.cell import Bench
 from flodl_hf.parity.evidence import REORDERED, Evidence, Status, gap, verdict
 
-__all__ = ["CHECKS", "Evidence", "Status"]
-
 HALF = {torch.bfloat16: 0.15, torch.float16: 0.03}
 STEPS = 10
 

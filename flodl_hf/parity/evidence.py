@@ -12,8 +12,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["REORDERED", "Evidence", "Status", "gap", "verdict"]
-
 Status = Literal["pass", "fail", "unsupported", "no reference", "not run"]
 
 # Sums in another order: some hundred fp32 additions of numbers near one; larger ones are rounded at their own size.

@@ -12,7 +12,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from flodl_hf.checkpoints.config.model_config import ModelConfig
 
-__all__ = ["AWKWARD_TEXTS", "AwkwardBatch", "as_choices", "awkward_batches"]
 
 AWKWARD_TEXTS = (
     "",

@@ -9,11 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from flodl.errors import FlodlError
 from flodl_hf.parity.cell import Bench, Cell
-from flodl_hf.parity.checks import CHECKS, Evidence
+from flodl_hf.parity.checks import CHECKS
+from flodl_hf.parity.evidence import Evidence
 from flodl_hf.parity.matrix import CellResult, _guarded
 from flodl_hf.parity.published import checkpoints_of
-
-__all__ = ["live_cells"]
 
 # Their files differ from run to run of the hub's conversion only in what these checks do not read.
 LIVE_CHECKS = ("config_triage", "strict_load", "forward", "layouts", "gradients", "export_bytes", "half_precision")

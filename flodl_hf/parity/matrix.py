@@ -23,10 +23,9 @@ from flodl.errors import nearest
 from flodl_hf.errors import ParityError
 from flodl_hf.families import register, registered
 from flodl_hf.parity.cell import Bench, Cell, all_cells
-from flodl_hf.parity.checks import CHECKS, Evidence, Status
+from flodl_hf.parity.checks import CHECKS
+from flodl_hf.parity.evidence import Evidence, Status
 from flodl_hf.parity.shapes import variants_of
-
-__all__ = ["CellResult", "check_names", "run_cell", "run_matrix", "select_cells"]
 
 
 @dataclass

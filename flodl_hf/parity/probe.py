@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from flodl_hf.models.encoder_model import EncoderModel
 
-__all__ = ["Parting", "first_parting"]
-
 
 @dataclass(frozen=True)
 class Parting:

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 
 from flodl_hf.families.schema import Family
 
-__all__ = ["PUBLISHED", "checkpoints_of"]
-
 PUBLISHED: Mapping[str, Mapping[str, str]] = {
     "bert": {
         "base": "google-bert/bert-base-uncased",

@@ -17,15 +17,6 @@ from torch import Tensor
 
 from flodl_hf.errors import ParityError
 
-__all__ = [
-    "Reference",
-    "available",
-    "load_reference",
-    "make_checkpoint",
-    "reference_ids",
-    "version",
-]
-
 
 def available() -> bool:
     """Return whether transformers is installed."""

@@ -11,8 +11,6 @@ import torch
 from flodl_hf.heads import HEADS
 from flodl_hf.parity.matrix import CellResult
 
-__all__ = ["as_json", "as_markdown", "as_text", "provenance"]
-
 
 def provenance(size: str, command: str | None = None) -> dict[str, Any]:
     """Return versions, processor and settings, for every report."""

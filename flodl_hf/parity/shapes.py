@@ -11,8 +11,6 @@ from typing import Any
 
 from flodl_hf.families.schema import Family
 
-__all__ = ["settings_of", "variants_of"]
-
 _TINY = {
     "vocab_size": 640, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "intermediate_size": 48, "max_positions": 70,
     "type_vocab_size": 2,

@@ -14,8 +14,6 @@ from pathlib import Path
 from flodl_hf.tokenization.source import read_source
 from flodl_hf.tokenization.tokenizer import Tokenizer
 
-__all__ = ["PROBES", "Difference", "compare_sources"]
-
 # Each text has made two implementations disagree somewhere: spaces, ligatures, wide letters, marks, scripts.
 PROBES = (
     "The quick brown fox doesn't jump over 1,234.56 lazy dogs!",

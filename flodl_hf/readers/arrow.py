@@ -13,20 +13,6 @@ from typing import Any
 
 from flodl.errors import DataError
 
-__all__ = [
-    "CLASS_FIELDS",
-    "BatchRows",
-    "Classes",
-    "is_saved_dataset",
-    "is_table",
-    "names_of_classes",
-    "need_pyarrow",
-    "read_arrow_file",
-    "read_saved_dataset",
-    "rows_of_table",
-    "saved_files",
-]
-
 Classes = dict[str, tuple[str, ...]]
 """Class names in the order of their numbers, for each column that declares them."""
 

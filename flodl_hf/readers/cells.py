@@ -13,8 +13,6 @@ from itertools import chain, islice
 
 from flodl.errors import printable
 
-__all__ = ["Cells"]
-
 MAX_FIELD_BYTES = 1 << 27
 """Longest field of a CSV file. The default of the csv module, 131,072, is less than a long document."""
 

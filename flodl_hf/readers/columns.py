@@ -15,8 +15,6 @@ from typing import Any, Literal
 from flodl.errors import DataError, capped, nearest
 from flodl_hf.readers import as_numbers
 
-__all__ = ["NAMES", "Columns", "column_names", "data_columns", "flag_of", "infer_columns", "pair_columns"]
-
 Task = Literal["sequence-classification", "token-classification", "question-answering", "masked-lm", "embedding"]
 
 NAMES: dict[str, tuple[str, ...]] = {

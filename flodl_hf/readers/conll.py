@@ -10,8 +10,6 @@ from flodl.errors import printable
 from flodl_hf.readers.faults import Faults
 from flodl_hf.readers.rows import Lines, RowFault
 
-__all__ = ["read_conll"]
-
 
 def read_conll(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
     """Yield ``{"words": [...], "tags": [...]}`` for each sentence.

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from flodl.errors import DataError, capped
 
-__all__ = ["Faults"]
-
 MAX_PROBLEMS = 1000
 """A file with a fault on every line must not fill the memory."""
 

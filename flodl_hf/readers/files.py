@@ -24,8 +24,6 @@ from flodl_hf.readers.path_checks import expect_file
 from flodl_hf.readers.rows import Format, format_of, open_binary, open_rows
 from flodl_hf.readers.squad import read_squad
 
-__all__ = ["Table", "load_rows", "read_rows"]
-
 CHUNK_ROWS = 1024
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from flodl.errors import DataError, nearest
 
-__all__ = ["expect_file", "expect_writable", "path_fault"]
-
 MAX_NAME_BYTES = 255  # of one segment of a path, on every usual file system
 
 

@@ -24,8 +24,6 @@ from flodl_hf.readers.arrow import BatchRows
 from flodl_hf.readers.cells import Cells
 from flodl_hf.readers.path_checks import expect_file
 
-__all__ = ["FORMATS", "STDIN", "Format", "Lines", "Row", "RowFault", "Rows", "format_of", "open_rows"]
-
 Format = Literal["csv", "tsv", "jsonl", "json", "text", "conll", "squad", "parquet", "arrow"]
 FORMATS = ("csv", "tsv", "jsonl", "text", "parquet", "arrow")
 """Formats that are read row by row."""

@@ -9,8 +9,6 @@ from typing import Any
 from flodl.errors import printable
 from flodl_hf.readers.faults import Faults
 
-__all__ = ["read_squad"]
-
 
 def read_squad(content: Any, path: str | Path) -> Iterator[dict[str, Any]]:
     """Yield ``{"id", "title", "question", "context", "answers", "is_impossible"}`` for each question.

@@ -14,8 +14,6 @@ from typing import Any, Literal, TypeGuard
 
 from flodl.errors import DataError, printable
 
-__all__ = ["Targets", "as_numbers", "infer_targets", "is_missing"]
-
 _INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
 _TRUTH = {"true": True, "false": False}
 

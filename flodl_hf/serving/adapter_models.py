@@ -20,8 +20,6 @@ from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.inputs import Encoded
 from flodl_hf.inference.passes import Work
 
-__all__ = ["MixedAdapters", "mix_adapters", "open_adapters"]
-
 MAX_MIXED_ADAPTERS = 16
 """Maximum number of adapters of a batch: the terms of all of them are computed for each token."""
 

@@ -12,8 +12,6 @@ from flodl.errors import ConfigError, FlodlError, capped, nearest
 from flodl_hf.checkpoints.weights.file_names import ADAPTER_CONFIG
 from flodl_hf.serving.settings import Settings
 
-__all__ = ["find_adapters"]
-
 
 def find_adapters(settings: Settings) -> list[dict[str, str]]:
     """Return name, folder and base of each adapter; files and folders with a leading dot are ignored.

@@ -21,8 +21,6 @@ from flodl.errors import FlodlError
 from flodl_hf.serving.settings import Settings
 from flodl_hf.serving.shared_counters import SharedCounters
 
-__all__ = ["Admission", "OverloadedError", "count_characters", "key_id", "key_ids"]
-
 # Initial estimate for English word pieces; measurements replace it.
 CHARACTERS_PER_TOKEN = 4.0
 # The queue is overloaded if it has not fallen below this share of its limit for this time.

@@ -40,8 +40,6 @@ from flodl_hf.serving.worker_processes import Processes
 from flodl_hf.serving.workers import Workers
 from flodl_hf.workers.messages import as_json
 
-__all__ = ["close_state", "create_app", "make_app", "new_state", "reload_on"]
-
 LOG = logging.getLogger("flodl_hf.serving")
 _CSP = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "

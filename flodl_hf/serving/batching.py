@@ -36,8 +36,6 @@ from flodl_hf.serving.adapter_models import MixedAdapters
 from flodl_hf.serving.request import AwaitedResults, WorkerRequest
 from flodl_hf.serving.throughput import TokenRate
 
-__all__ = ["Batcher"]
-
 # Batches that are started on an accelerator before the first one finishes: it never idles, and the order is decided
 # late.
 BATCHES_AHEAD = 2

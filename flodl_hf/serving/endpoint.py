@@ -20,8 +20,6 @@ from flodl_hf.serving.routes.fields import read
 from flodl_hf.serving.routes.route import AppState, Request, Route
 from flodl_hf.workers.messages import as_json, from_json
 
-__all__ = ["Endpoint", "Headers", "check_key", "encoded", "send_error", "send_response"]
-
 LOG = logging.getLogger("flodl_hf.serving")
 # The rest of a body that is too large is read and discarded for this time, so that the client sees the response instead
 # of a closed connection.

@@ -21,8 +21,6 @@ from flodl_hf.serving.log import Lines, Log
 from flodl_hf.serving.protocol import MAX_HEAD, limited_protocol
 from flodl_hf.serving.settings import Settings
 
-__all__ = ["HttpServer", "freeze_gc", "http_server", "runner", "server_log", "signal_handlers"]
-
 Calls = Mapping[signal.Signals, Callable[[], Any]]
 
 

@@ -10,8 +10,6 @@ from typing import Any, Literal
 
 from flodl.errors import FlodlError
 
-__all__ = ["RefusedError", "Style", "error_response", "statuses"]
-
 Style = Literal["tei", "openai", "cohere"]
 
 # kind: status of TEI's and our own routes, status of other routes, TEI's error type, OpenAI's type.

@@ -12,8 +12,6 @@ from typing import Any, TextIO
 
 from flodl_hf.workers.messages import as_json
 
-__all__ = ["Lines", "Log", "log_event"]
-
 # Delay of request lines, so that several are written together.
 FLUSH_DELAY_S = 0.1
 # Pipes write this many bytes atomically (at least 512 by POSIX, 4096 on Linux), so that lines of several processes that

@@ -15,8 +15,6 @@ from typing import Any, Protocol
 
 from flodl_hf.serving.log import log_event
 
-__all__ = ["Counter", "Histogram", "Metrics", "Rate", "RequestMetrics", "merged"]
-
 LOG = logging.getLogger("flodl_hf.serving")
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

@@ -10,8 +10,6 @@ from flodl_hf.serving.http_errors import statuses
 from flodl_hf.serving.routes.fields import schema_of
 from flodl_hf.serving.routes.route import Route
 
-__all__ = ["below_model", "openapi"]
-
 
 def openapi(routes: Sequence[Route], pages: Sequence[tuple[str, str, bool]], *, keys: bool) -> dict[str, Any]:
     """Return the OpenAPI document.

@@ -14,8 +14,6 @@ from typing import Any
 
 from flodl_hf.serving.settings import Settings
 
-__all__ = ["LARGE", "MAX_HEAD", "MAX_HEADERS", "MAX_WAITING", "SingleWrite", "limited_protocol"]
-
 MAX_HEAD = 64 << 10
 """Maximum bytes of a request's line and headers."""
 MAX_HEADERS = 128

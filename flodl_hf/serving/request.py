@@ -11,8 +11,6 @@ from typing import Any
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.batch import Pending
 
-__all__ = ["AwaitedResults", "DeadlineError", "GivenUpError", "Timeline", "WorkerRequest"]
-
 _LATE = "the request timed out. Send fewer texts, or allow more time."
 _GONE = "the request was cancelled"
 

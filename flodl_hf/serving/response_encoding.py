@@ -20,8 +20,6 @@ from flodl_hf.serving.routes.route import Response
 from flodl_hf.serving.serialization import CHUNK_NUMBERS, json_pieces, msgpack_pieces
 from flodl_hf.workers.messages import as_json
 
-__all__ = ["Part", "encode_response", "response_format"]
-
 JSON, MSGPACK = "application/json", "application/msgpack"
 # Bytes of one write; smaller pieces are joined, because each would be a packet.
 SEND_CHUNK_BYTES = 1 << 18

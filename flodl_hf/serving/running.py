@@ -17,8 +17,6 @@ from flodl_hf.serving.http import freeze_gc, http_server, runner, server_log, si
 from flodl_hf.serving.multiprocess.parent import Parent
 from flodl_hf.serving.settings import Settings
 
-__all__ = ["run", "running"]
-
 
 def _bound(host: str, port: int) -> socket.socket:
     """Return a bound socket that does not listen yet, so that no client connects before the models are warm.

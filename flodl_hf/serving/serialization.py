@@ -9,8 +9,6 @@ import numpy as np
 
 from flodl_hf.workers.messages import as_json
 
-__all__ = ["CHUNK_NUMBERS", "chunks_of", "json_pieces", "msgpack_pieces", "remaining_room"]
-
 CHUNK_NUMBERS = 16_384
 """Maximum numbers in one step of encoding: half a millisecond in which the event loop is blocked."""
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from flodl.errors import ConfigError
 
-__all__ = ["Served", "Settings", "served", "usual_http_processes"]
-
 
 @dataclass(frozen=True)
 class Served:

@@ -18,8 +18,6 @@ from threading import Lock
 
 from flodl_hf.checkpoints.system import process_lock
 
-__all__ = ["SharedCounters", "shared_memory"]
-
 _SIZE = 8
 
 

@@ -17,8 +17,6 @@ from flodl_hf.families.schema.tasks import HEADS, task_named
 from flodl_hf.serving.request import WorkerRequest
 from flodl_hf.serving.throughput import operations_of_token
 
-__all__ = ["TASKS", "Done", "check_head", "describe", "warm_items"]
-
 Done = tuple[Any, list[np.ndarray]]
 """JSON types, and arrays in addition to them."""
 

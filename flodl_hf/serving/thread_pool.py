@@ -11,8 +11,6 @@ from collections.abc import Callable
 from threading import Event, Lock, Semaphore, Thread
 from typing import Any
 
-__all__ = ["run_threads"]
-
 
 def run_threads(read: Callable[[], Any], answer: Callable[[Any, Callable[[], None]], None], most: int) -> None:
     """Read and answer requests until the source ends; returns even if requests are still processed.

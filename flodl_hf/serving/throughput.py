@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["TokenRate", "measure_peak", "operations_of_token"]
-
 # Large enough to occupy the device, small enough to finish quickly.
 CUDA_SIZE, CPU_SIZE = 4096, 512
 REPEATS = 5

@@ -17,8 +17,6 @@ from urllib.parse import urlsplit
 
 from flodl.errors import ConfigError
 
-__all__ = ["Trace", "Traces"]
-
 EXPORT_S = 5.0
 """Timeout of one delivery to the collector, and of the last one at shutdown."""
 _SPECIAL = {"rows": "flodl.batch.rows", "tokens": "flodl.batch.tokens"}

@@ -19,8 +19,6 @@ import numpy as np
 from flodl.errors import ConfigError, FlodlError
 from flodl_hf.errors import PredictError
 
-__all__ = ["TritonPythonModel"]
-
 _OUTPUTS = ("VECTOR", "ANSWER")
 
 

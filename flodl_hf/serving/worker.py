@@ -34,8 +34,6 @@ from flodl_hf.serving.throughput import TokenRate, measure_peak
 from flodl_hf.workers.link import receive_socket
 from flodl_hf.workers.messages import Stream
 
-__all__ = ["serve"]
-
 # One window for all texts of a request: rows are sorted by the batcher, together with other requests.
 WINDOW = 1 << 20
 CPU_TOKENS = 4096

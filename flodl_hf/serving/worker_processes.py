@@ -21,8 +21,6 @@ from flodl_hf.serving.workers import Worker
 from flodl_hf.workers.link import connect_link
 from flodl_hf.workers.process import Process as Child
 
-__all__ = ["Process", "Processes", "WorkerListener", "WorkersError"]
-
 LOG = logging.getLogger("flodl_hf.serving")
 # A worker is not restarted after this many ends without a result in between.
 MAX_RESTARTS = 5

@@ -21,8 +21,6 @@ from flodl.errors import FlodlError
 from flodl_hf.serving.settings import Settings
 from flodl_hf.workers.link import Link
 
-__all__ = ["Answer", "TaskError", "Worker", "Workers"]
-
 # Workers report timeouts themselves. Requests of a worker that reports nothing fail after this additional time, checked
 # in this interval.
 GRACE_S, LOOK_S = 1.0, 0.5

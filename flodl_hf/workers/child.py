@@ -15,8 +15,6 @@ from threading import Thread
 from flodl.errors import FlodlError
 from flodl_hf.checkpoints.system import make_cuda_context
 
-__all__ = ["main"]
-
 
 def main(target: str, descriptors: Sequence[int], cuda: int | None) -> None:
     """Run a function and end the process.

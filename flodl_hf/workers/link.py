@@ -16,8 +16,6 @@ import numpy as np
 
 from flodl_hf.workers.messages import HEAD, pack_message, unpack_message
 
-__all__ = ["Link", "OnMessage", "connect_link", "receive_socket", "send_socket"]
-
 LOG = logging.getLogger("flodl_hf.serving")
 # Messages of at least this size are assembled as their parts arrive; assembling them at the end would block the event
 # loop.

@@ -16,8 +16,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["HEAD", "Message", "Stream", "as_json", "from_json", "pack_message", "unpack_message"]
-
 HEAD = Struct("<QQ")
 """Header of a message: bytes after the header, and bytes of the JSON."""
 ALIGN = 16

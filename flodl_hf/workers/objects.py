@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["pack_object", "unpack_object"]
-
 
 class _Writer(pickle.Pickler):
     def __init__(self, file: io.BytesIO, buffers: list[pickle.PickleBuffer], known: Mapping[str, Any]) -> None:

@@ -16,8 +16,6 @@ from flodl_hf.errors import PredictError
 from flodl_hf.workers.messages import Stream
 from flodl_hf.workers.process import Process
 
-__all__ = ["Worker"]
-
 
 def _no_result(message: dict[str, Any], arrays: list[np.ndarray]) -> Any: ...
 

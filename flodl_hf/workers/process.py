@@ -10,8 +10,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-__all__ = ["END_S", "Process"]
-
 END_S = 8.0
 """Time in which a process has to end when its connection is closed."""
 REPORT_S = 1.5

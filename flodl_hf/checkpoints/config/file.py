@@ -13,8 +13,6 @@ from flodl.errors import ConfigError, printable
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry, read_member
 from flodl_hf.checkpoints.weights.file_names import CONFIG_NAME
 
-__all__ = ["MAX_CONFIG_BYTES", "Odd", "config_text_of", "read_json"]
-
 MAX_CONFIG_BYTES = 1_000_000  # the largest on the Hub are label lists of some ten thousand entries
 _MOST_DIGITS = 400  # more than the largest float has
 _MOST_LEVELS = 100  # those on the Hub have less than ten

@@ -16,21 +16,6 @@ from flodl_hf.errors import PredictError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "ACTIVATIONS",
-    "LABEL_THRESHOLDS",
-    "MAX_LABELS",
-    "PROBLEM_TYPES",
-    "activate",
-    "activation_at",
-    "activation_changes",
-    "label_names",
-    "renamed",
-    "stored_activation",
-    "thresholds_of",
-    "tuned_thresholds",
-    "without_unknown_problem",
-]
 
 MAX_LABELS = 100_000
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")

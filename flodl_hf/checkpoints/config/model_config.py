@@ -16,7 +16,6 @@ from flodl.errors import ConfigError, nearest, printable, shown
 from flodl_hf.checkpoints.config.file import Odd, config_text_of, read_json
 from flodl_hf.checkpoints.config.labels import (
     LABEL_THRESHOLDS,
-    MAX_LABELS,
     PROBLEM_TYPES,
     activation_changes,
     label_names,
@@ -35,7 +34,7 @@ from flodl_hf.families.schema.config_rows import REQUIRED, Triage, boolean, one_
 from flodl_hf.families.schema.config_rows import Row as Row
 from flodl_hf.families.schema.shared_keys import COMMON_INERT, FOREIGN
 
-__all__ = ["MAX_LABELS", "PROBLEM_TYPES", "ModelConfig", "family_of", "listed_texts", "read_config", "read_config_file"]
+__all__ = ["ModelConfig"]
 
 _SHARED_ROWS = (
     Row("problem_type", "problem_type", one_of(None, *PROBLEM_TYPES), None),

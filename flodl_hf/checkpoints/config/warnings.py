@@ -7,8 +7,6 @@ import warnings
 from flodl.errors import capped
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 
-__all__ = ["warn_of"]
-
 
 def warn_of(config: ModelConfig, stacklevel: int) -> None:
     """Warn of ignored settings, and of missing sizes; one warning for each."""

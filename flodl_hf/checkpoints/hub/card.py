@@ -9,8 +9,6 @@ from typing import Any
 
 from flodl_hf.errors import HubError
 
-__all__ = ["card_file", "hub_name", "results_file"]
-
 
 def hub_name(name: str) -> str | None:
     """Return the repository that a model was named by, without its revision; None for a folder or a model in memory."""

@@ -15,18 +15,6 @@ from flodl.files import read_regular
 from flodl_hf.checkpoints.hub.request import HubRequest
 from flodl_hf.checkpoints.weights.file_names import CONFIG_NAME, WEIGHTS_KEY, weights_named
 
-__all__ = [
-    "CHECKPOINT_FILES",
-    "TOKENIZER_FILES",
-    "WEIGHTS",
-    "any_present",
-    "config_telling",
-    "lacking",
-    "named_weights",
-    "select",
-    "select_modules",
-]
-
 WEIGHTS = "model.safetensors"
 _MODULES = "modules.json"
 _ROUTING = (_MODULES, "router_config.json", "*/router_config.json", "*/config.json")

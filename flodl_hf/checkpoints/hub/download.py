@@ -42,8 +42,6 @@ from flodl_hf.checkpoints.hub.request import (
 from flodl_hf.checkpoints.hub.verified import check_cached, digest_of
 from flodl_hf.errors import HubError
 
-__all__ = ["CHECKPOINT_FILES", "Resolved", "expect_place", "resolve"]
-
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95})?")
 _ADDRESS = re.compile(rf"https?://(huggingface\.co|hf\.co)/(?P<name>{_NAME.pattern})(/.*)?")
 _REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./+-]{0,255}")

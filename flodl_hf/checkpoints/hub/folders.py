@@ -11,8 +11,6 @@ from flodl.errors import ConfigError, shown
 from flodl_hf.checkpoints.weights.file_names import ADAPTER_CONFIG, CONFIG_NAME, is_vocabulary_in, vocabularies_below
 from flodl_hf.errors import no_tokenizer
 
-__all__ = ["expect_tokenizer", "holds_adapter", "lacks_tokenizer", "resolve_folder"]
-
 
 def holds_adapter(name_or_path: str | os.PathLike[str]) -> bool:
     """Return whether a name is a local folder with an adapter and no model."""

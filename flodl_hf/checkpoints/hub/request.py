@@ -21,19 +21,6 @@ from urllib.parse import urlsplit
 from flodl.errors import FlodlError, printable
 from flodl_hf.errors import HubError
 
-__all__ = [
-    "LEAST_RATE",
-    "HubRequest",
-    "arrived",
-    "at_home",
-    "explain",
-    "is_unreachable",
-    "reason",
-    "same_origin",
-    "time_for",
-    "within",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class HubRequest:

@@ -8,8 +8,6 @@ from typing import Any
 from flodl_hf.checkpoints.hub.request import at_home
 from flodl_hf.errors import HubError
 
-__all__ = ["upload_folder"]
-
 
 def upload_folder(
     folder: Path,

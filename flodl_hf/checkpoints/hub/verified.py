@@ -17,8 +17,6 @@ from typing import Any
 from flodl.files import read_regular, write_atomically
 from flodl_hf.checkpoints.hub.request import HubRequest
 
-__all__ = ["check_cached", "digest_of"]
-
 VERIFIED = "flodl-verified.json"
 """File of a repository's folder in the cache: size and modification time of each verified file, by its digest."""
 

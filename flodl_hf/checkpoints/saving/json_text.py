@@ -15,8 +15,6 @@ from typing import Any
 from flodl.errors import printable
 from flodl_hf.errors import ExportError
 
-__all__ = ["patch_json"]
-
 _SPACE = " \t\r\n"
 
 

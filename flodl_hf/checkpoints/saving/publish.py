@@ -29,8 +29,6 @@ from flodl_hf.checkpoints import system
 from flodl_hf.errors import ExportError
 from flodl_hf.readers.path_checks import path_fault
 
-__all__ = ["GENERATOR", "check_space", "is_model_file", "publish_folder"]
-
 GENERATOR = "generator"
 """The folder inside of a discriminator's for the generator that it was trained with."""
 

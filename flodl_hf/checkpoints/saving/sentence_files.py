@@ -13,8 +13,6 @@ from typing import Any
 from flodl_hf.checkpoints.sentence.recipe import POOLINGS, SentenceRecipe
 from flodl_hf.checkpoints.sentence.sparse import splade_files
 
-__all__ = ["recipe_files"]
-
 Parts = list[tuple[str, str]]
 
 _PREFIX = "sentence_transformers.models."

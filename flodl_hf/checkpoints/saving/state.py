@@ -22,16 +22,6 @@ from flodl_hf.errors import ExportError
 
 from .write import WrittenFile, write_bytes, write_safetensors
 
-__all__ = [
-    "DEFAULT_SHARD_SIZE",
-    "FilePlan",
-    "WritePlan",
-    "canonical_order",
-    "parse_size",
-    "plan_state",
-    "write_state",
-]
-
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DEFAULT_SHARD_SIZE = 5_000_000_000

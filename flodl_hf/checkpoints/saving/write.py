@@ -22,19 +22,6 @@ from flodl.safetensors_header import name_fault
 from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPE_NAMES
 from flodl_hf.errors import ExportError
 
-from .json_text import patch_json
-from .publish import publish_folder
-
-__all__ = [
-    "WrittenFile",
-    "compose_header",
-    "patch_json",
-    "publish_folder",
-    "verify_files",
-    "write_bytes",
-    "write_safetensors",
-]
-
 _CHUNK = 16 << 20
 
 

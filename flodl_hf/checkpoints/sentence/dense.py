@@ -18,8 +18,6 @@ from flodl.errors import printable
 from flodl_hf.checkpoints.config.labels import ACTIVATIONS, activate, activation_at
 from flodl_hf.checkpoints.sentence.module_files import module_files, read_module, refuse_setting, wrong_tensors
 
-__all__ = ["Dense", "dense", "dense_files", "read_dense"]
-
 _KEYS = (
     "in_features", "out_features", "bias", "activation_function", "module_input_name", "module_output_name",
     "use_residual",

@@ -11,21 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from flodl.errors import ConfigError, printable, shown
-from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
+from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry, read_member
-
-__all__ = [
-    "bytes_of",
-    "module_files",
-    "place_in",
-    "read_json",
-    "read_module",
-    "refuse_setting",
-    "settings_in",
-    "warn_of_unknown",
-    "wrong",
-    "wrong_tensors",
-]
 
 _MOST = 1 << 30
 _SETTINGS = "config.json"

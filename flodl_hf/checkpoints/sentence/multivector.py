@@ -18,20 +18,10 @@ from torch import Tensor
 
 from flodl.errors import ConfigError, printable, shown
 from flodl_hf.checkpoints.sentence.dense import Dense, dense_files
-from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
+from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry, read_member
-from flodl_hf.checkpoints.weights.pickle_free import read_bin
+from flodl_hf.checkpoints.weights.pickle_free.shard import read_bin
 from flodl_hf.errors import PredictError
-
-__all__ = [
-    "LateRecipe",
-    "colbert_recipe",
-    "m3_layer",
-    "marker_id",
-    "multivector_recipe",
-    "pylate_files",
-    "pylate_recipe",
-]
 
 PYLATE_DENSE = "pylate.models.Dense.Dense"
 

@@ -43,8 +43,6 @@ from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry
 from flodl_hf.checkpoints.weights.file_names import BOUNDS, CONFIG_NAME
 from flodl_hf.errors import PredictError
 
-__all__ = ["POOLINGS", "SentenceRecipe", "read_recipe", "recipe_on"]
-
 POOLINGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",

@@ -15,17 +15,6 @@ from flodl.errors import ConfigError, printable, shown
 from flodl_hf.checkpoints.sentence.module_files import place_in, read_json, settings_in, wrong
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry
 
-__all__ = [
-    "WEIGHT_FILES",
-    "Modules",
-    "Routing",
-    "kind_of",
-    "module_folders",
-    "routing_of",
-    "transformer_folder",
-    "transformer_folders",
-]
-
 _KNOWN = (
     "Transformer", "Pooling", "Dense", "LayerNorm", "Dropout", "Normalize", "CNN", "WeightedLayerPooling",
     "MLMTransformer", "SpladePooling", "MultiVectorMask",

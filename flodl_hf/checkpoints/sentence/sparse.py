@@ -16,8 +16,6 @@ from torch import Tensor
 
 from flodl_hf.errors import PredictError
 
-__all__ = ["SparseVectors", "SpladePooling", "from_dense", "from_tokens", "splade_files"]
-
 
 @dataclass(frozen=True)
 class SpladePooling:

@@ -27,8 +27,6 @@ from flodl_hf.checkpoints.sentence.module_files import (
 )
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry
 
-__all__ = ["STEPS", "Convolutions", "LayerWeights", "Normed", "Scaled", "Step", "read_layer_weights", "read_step"]
-
 STEPS = ("Dense", "LayerNorm", "Dropout", "Normalize", "CNN")
 """Kinds of modules that are read by `read_step`."""
 

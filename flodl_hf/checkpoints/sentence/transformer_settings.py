@@ -14,8 +14,6 @@ from typing import Any
 from flodl.errors import ConfigError, shown
 from flodl_hf.checkpoints.sentence.module_files import refuse_setting, warn_of_unknown, wrong
 
-__all__ = ["TransformerSettings", "layer_number", "transformer_settings"]
-
 LEAST_TOKENS = 3  # two special ones and one of the text
 _KEYS = (
     "transformer_task", "modality_config", "module_output_name", "processing_kwargs", "unpad_inputs", "query_length",

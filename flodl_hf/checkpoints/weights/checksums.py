@@ -23,18 +23,6 @@ from flodl.errors import CheckpointError, capped, printable
 from flodl.files import SEAL, seal, unseal
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import Folder, is_entry, plain_name_fault, read_member
 
-__all__ = [
-    "CHECKSUMS",
-    "Comparison",
-    "FileState",
-    "Held",
-    "compare_files",
-    "compare_folder",
-    "has_truth",
-    "hold",
-    "write_checksums",
-]
-
 CHECKSUMS = "checksums.json"
 RECEIPT = "verification.json"
 FORMAT = "flodl-checksums/1"

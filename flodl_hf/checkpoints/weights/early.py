@@ -24,8 +24,6 @@ from typing import Any
 from flodl_hf.checkpoints.system import make_cuda_context
 from flodl_hf.checkpoints.weights.checkpoint.parallel_read import reading_ahead, usable_cpus
 
-__all__ = ["beginning", "skip_gc_at_exit"]
-
 
 @contextmanager
 def beginning(name_or_path: Any, options: Mapping[str, Any]) -> Iterator[None]:

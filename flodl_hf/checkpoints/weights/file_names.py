@@ -8,21 +8,6 @@ from typing import Any
 
 from flodl.errors import ConfigError, printable, shown
 
-__all__ = [
-    "ADAPTER_CONFIG",
-    "BASE_OF_ADAPTER",
-    "BIN_FILES",
-    "BOUNDS",
-    "CONFIG_NAME",
-    "MODEL_FILES",
-    "RECIPE_FILES",
-    "VOCABULARY_FILES",
-    "WEIGHTS_KEY",
-    "is_vocabulary_in",
-    "vocabularies_below",
-    "weights_named",
-]
-
 CONFIG_NAME = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 WEIGHTS_KEY = "transformers_weights"

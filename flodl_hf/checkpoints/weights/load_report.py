@@ -9,8 +9,6 @@ from typing import Any
 
 from flodl.errors import capped, visible
 
-__all__ = ["LoadReport", "warn_of_unexpected"]
-
 
 @dataclass
 class LoadReport:

@@ -17,8 +17,6 @@ from flodl_hf.families.schema.keys import KeyMap, Tie, changes_a_layer, reason_t
 from flodl_hf.families.schema.tasks import HEADS
 from flodl_hf.nn.layers.parts import named_part, part_of
 
-__all__ = ["LoadReport", "Plan", "Stored", "canonical_names", "class_of", "head_of", "plan_load"]
-
 FLOATS = ("F16", "BF16", "F32", "F64")
 # What our names of a task's own tensors begin with.
 _HEAD = ("head.", "relation.")

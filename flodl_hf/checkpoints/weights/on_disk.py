@@ -24,8 +24,6 @@ from flodl.errors import ConfigError, nearest
 from flodl.memory import available_memory
 from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPES, SourceManifest
 
-__all__ = ["OnDisk", "Weights", "stays_on_disk"]
-
 Weights = Literal["memory", "disk"]
 _MADV_DONTNEED = 4  # asm-generic/mman-common.h
 

@@ -8,9 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from flodl_hf.checkpoints.weights.checkpoint import SourceManifest
-
-__all__ = ["Source"]
+from flodl_hf.checkpoints.weights.checkpoint.manifest import SourceManifest
 
 
 @dataclass

@@ -17,27 +17,6 @@ from typing import Any
 from flodl.errors import ConfigError, capped, nearest, shown
 from flodl_hf.nn.layers.activations import ACTIVATIONS
 
-__all__ = [
-    "REQUIRED",
-    "Check",
-    "Foreign",
-    "Inert",
-    "Row",
-    "Triage",
-    "activation",
-    "boolean",
-    "changed",
-    "count",
-    "epsilon",
-    "fraction",
-    "one_of",
-    "optional",
-    "padding_id",
-    "read_rows",
-    "token_id",
-    "within_vocabulary",
-]
-
 
 class _Required:
     def __repr__(self) -> str:

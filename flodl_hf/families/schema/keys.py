@@ -14,19 +14,6 @@ from dataclasses import dataclass
 
 from flodl.errors import CheckpointError
 
-__all__ = [
-    "PASSED_OVER",
-    "WHOLE_NUMBERS",
-    "KeyMap",
-    "KeyRow",
-    "Tie",
-    "changes_a_layer",
-    "reason_to_pass_over",
-    "repeated_bias",
-    "rows_under",
-    "translated",
-]
-
 
 @dataclass(frozen=True)
 class KeyRow:

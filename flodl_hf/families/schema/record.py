@@ -18,8 +18,6 @@ from flodl.graph import Graph
 from flodl_hf.families.schema.config_rows import Inert, Row
 from flodl_hf.families.schema.keys import KeyMap, KeyRow, Tie, rows_under
 
-__all__ = ["Family", "FamilyHead", "FamilyTokenizer", "Ignored", "Kept"]
-
 
 @dataclass(frozen=True)
 class Ignored:

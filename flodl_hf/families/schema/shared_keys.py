@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from flodl_hf.families.schema.config_rows import Foreign, Inert
 
-__all__ = ["COMMON_INERT", "FOREIGN", "HEAD_WIDTH"]
-
 _CODE = "names code in the repository, which is never run"
 _ATTENTION = "chooses kernels, not numbers; here it is the argument attention="
 _WIDTH = "the width of the states, which the tensors show"

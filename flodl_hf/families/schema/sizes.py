@@ -9,8 +9,6 @@ from typing import Any
 from flodl_hf.families.schema.config_rows import Check, Row, count
 from flodl_hf.nn.attention.rotary import RotarySettings
 
-__all__ = ["BASE_SIZES", "SIZES", "EncoderSizes", "rotary_rows", "rotary_settings", "wavelength"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderSizes:

@@ -14,8 +14,6 @@ from typing import Any
 from flodl.errors import ConfigError, nearest
 from flodl.garbage_collection import gc_paused
 
-__all__ = ["HEADS", "TASKS", "WORDS", "Task", "find_task", "task_named"]
-
 _VECTOR_METHODS = (
     *("embed", "encode", "encode_query", "encode_document", "similarity", "similarity_pairwise"),
     *("embed_sparse", "embed_tokens", "embed_chunks"),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from flodl.graph import Graph
 from flodl_hf.checkpoints.config.model_config import ModelConfig
-from flodl_hf.checkpoints.weights.loading import LoadReport
+from flodl_hf.checkpoints.weights.load_report import LoadReport
 from flodl_hf.errors import PredictError, no_tokenizer
 from flodl_hf.inference.graph_model.hidden_states import given_embeddings, ids_for, watched
 from flodl_hf.inference.graph_model.routed import Routed

@@ -24,8 +24,6 @@ from flodl_hf.nn.adapter_layers.scaled import ScaledLinear, ScalePart
 from flodl_hf.nn.adapter_layers.tables import AdaptedEmbedding, RowsPart, TablePart
 from flodl_hf.nn.attention.prefixes import MadePrefixPart, PrefixedAttention, PrefixPart, ShiftedPositions, ShiftPart
 
-__all__ = ["Adapter", "Adapters", "Part", "adapters_of"]
-
 Part = LoraPart | TablePart | RowsPart | ScalePart | PromptPart | PrefixPart | ShiftPart
 """The parts of an adapter for one module."""
 KINDS: Mapping[type[nn.Module], Any] = {

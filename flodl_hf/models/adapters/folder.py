@@ -38,8 +38,6 @@ from flodl_hf.nn.adapter_layers.scaled import ScalePart
 from flodl_hf.nn.adapter_layers.tables import RowsPart, TablePart
 from flodl_hf.nn.layers.parts import as_whole, part_of, split
 
-__all__ = ["CONFIG", "HEAD", "PREFIX", "VIRTUAL", "WEIGHTS", "AdapterFolder", "open_adapter", "prefix_of"]
-
 WEIGHTS, BIN, HEAD = "adapter_model.safetensors", "adapter_model.bin", "head_config.json"
 FILES = (CONFIG, WEIGHTS, BIN, HEAD, "checksums.json", *RECIPE_FILES)
 PREFIX = "base_model.model."
@@ -468,6 +466,6 @@ def _shard(folder: Folder, name: str, path: Path) -> Shard:
     descriptor, where = folder.open(name), str(path / name)
     if name == WEIGHTS:
         return SafetensorsShard(descriptor, name, where)
-    from flodl_hf.checkpoints.weights.pickle_free import BinShard
+    from flodl_hf.checkpoints.weights.pickle_free.shard import BinShard
 
     return BinShard(descriptor, name, where)

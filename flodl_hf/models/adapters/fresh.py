@@ -19,8 +19,6 @@ from flodl_hf.nn.adapter_layers.scaled import ScalePart
 from flodl_hf.nn.adapter_layers.tables import RowsPart, TablePart
 from flodl_hf.nn.attention.prefixes import MadePrefixPart, PrefixMaker, PrefixPart, ShiftPart
 
-__all__ = ["check_places", "kept_names", "new_adapter", "prefix_parts"]
-
 PREFIX_STD = 0.02
 POSITIONS = "encoder.embeddings.position"
 

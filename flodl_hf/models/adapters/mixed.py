@@ -28,8 +28,6 @@ from flodl_hf.nn.adapter_layers.lora import LoraPart
 from flodl_hf.nn.attention.disentangled.attention import DisentangledAttention
 from flodl_hf.nn.layout.layouts import Packed
 
-__all__ = ["Mixed"]
-
 DOES = {IA3: "scales states", Prompt: "puts tokens before texts", Prefix: "puts keys and values before texts"}
 
 

@@ -14,17 +14,6 @@ from flodl.errors import ConfigError, capped, printable
 from flodl_hf.families.schema.tasks import HEADS, task_named
 from flodl_hf.models.adapters.settings import ALL_LINEAR, BIASES, IA3, Lora, Prefix, Prompt, Settings
 
-__all__ = [
-    "every_value",
-    "ia3_values",
-    "lora_values",
-    "of_pattern",
-    "read_settings",
-    "targeted",
-    "task_of",
-    "virtual_values",
-]
-
 UNDERSTOOD = (
     *("peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
     *("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "modules_to_save", "layers_to_transform"),

@@ -16,22 +16,6 @@ from typing import Any, TypeVar
 from flodl.errors import ConfigError
 from flodl_hf.compat.taking import Word, taking
 
-__all__ = [
-    "ALL_LINEAR",
-    "BIASES",
-    "FLAT_WORDS",
-    "IA3",
-    "Lora",
-    "Prefix",
-    "Prompt",
-    "Settings",
-    "adapter_mapping",
-    "fits",
-    "flat_words",
-    "plain_rank",
-    "read_adapter",
-]
-
 ALL_LINEAR = "all-linear"
 MOST_RANK = 65_536
 MOST_TOKENS = 4_096

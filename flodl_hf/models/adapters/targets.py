@@ -13,8 +13,6 @@ from flodl_hf.inference.graph_model.model import GraphModel
 from flodl_hf.models.adapters.settings import ALL_LINEAR, IA3, Lora, fits
 from flodl_hf.nn.layers.parts import as_whole, part_of
 
-__all__ = ["Names", "Site", "check_tables", "chosen", "sites_of", "tables_of_tokens"]
-
 TABLES = "encoder.embeddings."
 """Modules with tables indexed by ids; other tables contain relative positions and are read whole."""
 

@@ -18,8 +18,6 @@ from flodl_hf.errors import PredictError
 from flodl_hf.inference.graph_model.model import GraphModel
 from flodl_hf.nn.layers.parts import as_whole, part_of, split
 
-__all__ = ["adapted", "instruction_of"]
-
 ORIGINAL = "parametrizations.weight.original"
 M = TypeVar("M", bound=GraphModel)
 _KEPT: WeakKeyDictionary[Any, dict[str, tuple[tuple[int, ...], Any]]] = WeakKeyDictionary()

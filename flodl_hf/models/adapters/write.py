@@ -13,10 +13,11 @@ from torch import Tensor
 from flodl_hf.checkpoints.saving.sentence_files import recipe_files
 from flodl_hf.checkpoints.saving.state import FilePlan, WritePlan
 from flodl_hf.checkpoints.sentence.multivector import pylate_files
+from flodl_hf.checkpoints.weights.file_names import ADAPTER_CONFIG as CONFIG
 from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.inference.graph_model.model import GraphModel
 from flodl_hf.models.adapters.attach import Adapter, adapters_of
-from flodl_hf.models.adapters.folder import CONFIG, HEAD, VIRTUAL, WEIGHTS, prefix_of
+from flodl_hf.models.adapters.folder import HEAD, VIRTUAL, WEIGHTS, prefix_of
 from flodl_hf.models.adapters.peft_file import every_value, ia3_values, lora_values, virtual_values
 from flodl_hf.models.adapters.settings import IA3, Prefix, Prompt
 from flodl_hf.models.adapters.targets import Names, Site
@@ -27,8 +28,6 @@ from flodl_hf.nn.adapter_layers.scaled import ScalePart
 from flodl_hf.nn.adapter_layers.tables import RowsPart, TablePart
 from flodl_hf.nn.attention.prefixes import PrefixPart
 from flodl_hf.nn.layers.parts import join, joined, part_of
-
-__all__ = ["contents_of", "save_adapter", "stored_adapter"]
 
 PARTS = (".lora.", ".ia3.", ".prompt.", ".prefix.")
 """The module lists that contain parts."""

@@ -18,8 +18,6 @@ from flodl_hf.nn.adapter_layers.scaled import ScaledLinear
 from flodl_hf.nn.adapter_layers.stand_in import stand_in_for
 from flodl_hf.nn.adapter_layers.tables import AdaptedEmbedding, plain_table
 
-__all__ = ["AdaptedLinear", "LoraPart", "beside", "folded", "joined_products", "plain_linear"]
-
 
 class LoraPart(nn.Module):
     """The sum added to one projection.

@@ -17,8 +17,6 @@ from torch.nn import functional as F
 from flodl_hf.nn.adapter_layers.stand_in import stand_in_for
 from flodl_hf.nn.layout.layouts import Layout
 
-__all__ = ["FIRST", "WORDS", "BothWays", "Lead", "PromptPart", "PromptedEmbedding", "lead_of"]
-
 FIRST = 1 << 30
 """The id of the first virtual token."""
 WORDS = "encoder.embeddings.word"

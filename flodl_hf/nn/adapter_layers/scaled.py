@@ -10,8 +10,6 @@ from torch.nn import functional as F
 
 from flodl_hf.nn.adapter_layers.stand_in import stand_in_for
 
-__all__ = ["ScalePart", "ScaledLinear"]
-
 
 class ScalePart(nn.Module):
     """Scales of one projection.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["stand_in_for"]
-
 
 def stand_in_for(module: nn.Module, other: nn.Linear | nn.Embedding) -> None:
     """Begin a module as another: its sizes, its parameters under their names, its mode.

@@ -11,8 +11,6 @@ from torch.nn import functional as F
 
 from flodl_hf.nn.adapter_layers.stand_in import stand_in_for
 
-__all__ = ["AdaptedEmbedding", "RowsPart", "TablePart", "plain_table"]
-
 
 class TablePart(nn.Module):
     """A low-rank sum for an embedding table: ``table[ids] + scale * (down.T[ids] @ up.T)``.

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from flodl_hf.nn.layout.layouts import Layout
 
-__all__ = ["DistanceBias", "RelativeBias", "SlopedBias"]
-
 
 class DistanceBias:
     """Biases added to scores in one call of a model; each length is computed once, for all layers.

@@ -22,17 +22,6 @@ from flodl_hf.nn.attention.rotary import Rotary
 from flodl_hf.nn.layers.parts import products
 from flodl_hf.nn.layout.layouts import Layout, Packed
 
-__all__ = [
-    "IMPLEMENTATIONS",
-    "Bias",
-    "Kernel",
-    "SelfAttention",
-    "attend",
-    "attend_first",
-    "check_implementation",
-    "fused",
-]
-
 # "fast" is a family's alternative to the reference arithmetic; without one, it is "sdpa".
 IMPLEMENTATIONS = ("sdpa", "eager", "fast")
 

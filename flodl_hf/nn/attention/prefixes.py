@@ -13,8 +13,6 @@ from torch.nn import functional as F
 from flodl_hf.nn.adapter_layers.stand_in import stand_in_for
 from flodl_hf.nn.attention.dot_product import SelfAttention
 
-__all__ = ["MadePrefixPart", "PrefixMaker", "PrefixPart", "PrefixedAttention", "ShiftPart", "ShiftedPositions"]
-
 
 class PrefixPart(nn.Module):
     """Keys and values of one layer.

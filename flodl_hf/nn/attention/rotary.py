@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from flodl_hf.nn.layout.layouts import Layout
 
-__all__ = ["PairedRotary", "Rotary", "RotarySettings", "StatedRotary"]
-
 
 @dataclass(frozen=True)
 class RotarySettings:

@@ -29,18 +29,6 @@ from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.nn.layers.table import TORCH, Table
 from flodl_hf.nn.layout.layouts import Layout
 
-__all__ = [
-    "alone_last",
-    "arrange_cuda",
-    "arrange_processor",
-    "arrange_training",
-    "finish_first_tokens",
-    "layers_of",
-    "prediction_sizes",
-    "sizes_of",
-    "splits",
-]
-
 
 def layers_of(graph: nn.Module) -> Iterator[tuple[str, EncoderLayer]]:
     """Yield every encoder layer with its path; one that repeats comes once."""

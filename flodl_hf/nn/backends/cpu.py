@@ -24,7 +24,6 @@ from flodl_hf.nn.layout.layouts import Layout
 if TYPE_CHECKING:
     from flodl_hf.nn.backends.cpu_products import Product
 
-__all__ = ["MakeProduct", "ProcessorTable", "layer_linears", "plain_parts"]
 
 MakeProduct = Callable[[Tensor, Tensor | None], "Product"]
 

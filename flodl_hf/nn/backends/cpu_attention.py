@@ -21,8 +21,6 @@ from flodl_hf.nn.attention.dot_product import fused
 from flodl_hf.nn.backends.cpu_products import Scratch
 from flodl_hf.nn.layout.rounded import rounded
 
-__all__ = ["HalfAttention", "has_half_attention"]
-
 # Tokens of a text below which torch's softmax alone takes as long as its fused attention, and the width of a head
 # below which nothing is gained.
 _SHORTEST = 16

@@ -21,20 +21,6 @@ from torch.nn import functional as F
 
 from flodl_hf.nn.layers.activations import ACTIVATIONS
 
-__all__ = [
-    "CpuLinear",
-    "Int8Linear",
-    "OneDnnLinear",
-    "Product",
-    "Scratch",
-    "TorchLinear",
-    "activate_",
-    "first_is_later",
-    "has_int8",
-    "has_onednn",
-    "sums_in_32_bits",
-]
-
 # Numbers in the largest buffer that is kept between calls: 1,024 tokens of 4,096 features, twice over.
 _KEPT_NUMBERS = 1 << 23
 # Names of our activations that oneDNN computes in its epilogue, with its name and variant.

@@ -25,8 +25,6 @@ from flodl_hf.nn.layers.parts import joined_bias
 from flodl_hf.nn.layers.table import Layer, Table
 from flodl_hf.nn.layout.layouts import Layout, Packed
 
-__all__ = ["GATES", "HEAD_WIDTHS", "OFFSETS", "SHORT", "WIDEST", "Branch", "CudaTable", "norm_kind", "walks"]
-
 # Up to this length a block of tokens covers about a text, and iterating over tokens beats iterating over texts.
 SHORT = 128
 HEAD_WIDTHS = (16, 32, 64, 128)

@@ -21,7 +21,6 @@ from flodl_hf.nn.layout.layouts import Layout
 if TYPE_CHECKING:
     from flodl_hf.nn.kernels.split_products import Halves
 
-__all__ = ["FEWEST", "WIDEST_SPLIT", "SplitTable"]
 
 # Rows from which three products cost less than one.
 FEWEST = 256

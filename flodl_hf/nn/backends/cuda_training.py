@@ -25,8 +25,6 @@ from flodl_hf.nn.layers.encoder_layer import FeedForward
 from flodl_hf.nn.layers.table import TORCH, Layer, Table, watched
 from flodl_hf.nn.layout.layouts import Layout, Packed
 
-__all__ = ["TrainingTable", "trains_walking"]
-
 # Streams of random numbers of one layer: its heads, then what follows attention and what ends the layer.
 AFTER_ATTENTION, AFTER_FEED_FORWARD = 1 << 20, (1 << 20) + 1
 STREAMS = 1 << 21

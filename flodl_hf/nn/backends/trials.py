@@ -23,18 +23,6 @@ from flodl_hf.nn.layers.table import TORCH
 from flodl_hf.nn.layout.buckets import Buffer, bucket_of
 from flodl_hf.nn.layout.layouts import Packed
 
-__all__ = [
-    "SPLIT_BOUND",
-    "LayerSizes",
-    "Turns",
-    "buckets",
-    "multiply",
-    "prediction",
-    "small_layer",
-    "split_prediction",
-    "training",
-]
-
 TEXTS = (37, 5, 1, 70, 12)
 # Of a layer from float64's result; float32's own is some 5e-7.
 SPLIT_BOUND = 4e-6

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from flodl_hf.nn.encoder.graphs import (
         BlockConfig,
         Embeddings,
-        FeedForward,
         FirstToken,
         MeanToken,
         Repeated,
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
         pre_norm_block,
         stack,
     )
+    from flodl_hf.nn.layers.encoder_layer import FeedForward
 
 __all__ = [
     "BlockConfig",

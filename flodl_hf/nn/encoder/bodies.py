@@ -12,18 +12,6 @@ from flodl.graph import FlowBuilder, Graph
 from flodl_hf.nn.encoder.graphs import FirstToken, MeanToken
 from flodl_hf.nn.layers.activations import Activation
 
-__all__ = [
-    "Relation",
-    "Squeezed",
-    "first_token_mlp",
-    "linear",
-    "lm",
-    "normed",
-    "pooled",
-    "summary",
-    "token_score",
-]
-
 
 class Relation(nn.Module):
     """Scores of the relation of two texts, from the pooler's output, next to a head that scores tokens.

@@ -14,8 +14,6 @@ from flodl_hf.nn.layers.activations import Activation
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer
 from flodl_hf.nn.layout.layouts import Layout
 
-__all__ = ["Convolution", "ConvolvedLayer", "MaskedEmbeddings", "Shift"]
-
 
 class MaskedEmbeddings(nn.Module):
     """Words, positions and token types summed, widened, normalised, zeroed where padding is, and dropped.

@@ -18,21 +18,6 @@ from flodl_hf.nn.layers.activations import Activation
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.nn.layout.layouts import Layout
 
-__all__ = [
-    "BlockConfig",
-    "Embeddings",
-    "FeedForward",
-    "FirstToken",
-    "MeanToken",
-    "Repeated",
-    "bert_block",
-    "chain",
-    "pooler",
-    "post_norm_block",
-    "pre_norm_block",
-    "stack",
-]
-
 
 class Embeddings(nn.Module):
     """Words, token types and positions summed, normalised and dropped.

@@ -8,8 +8,6 @@ from torch.nn import functional as F
 
 from flodl_hf.errors import PredictError
 
-__all__ = ["IGNORED_LABEL", "classification_loss", "problem_type_of", "span_loss", "token_loss"]
-
 IGNORED_LABEL = -100  # the label of tokens that do not count
 
 

@@ -16,8 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["copied", "copy"]
-
 # Numbers of a program, and its warps.
 BLOCK, WARPS = 4096, 4
 

@@ -23,8 +23,6 @@ import triton.language as tl
 
 from flodl_hf.nn.kernels.random import kept, keys_of
 
-__all__ = ["backward_keys", "backward_queries", "forward"]
-
 _LOG2E = tl.constexpr(1.4426950408889634)
 # Stands for minus infinity: differences of two of it are 0 and not NaN.
 _LOWEST = tl.constexpr(-1.0e30)

@@ -18,8 +18,6 @@ import triton.language as tl
 
 from flodl_hf.nn.kernels.rows import gelu
 
-__all__ = ["finish", "finish_and_split", "norm_and_split", "split"]
-
 
 @triton.jit
 def _write(value, parts, scales, row, cols, real, W: tl.constexpr, WEIGHT: tl.constexpr):

@@ -22,8 +22,6 @@ from torch.autograd.function import once_differentiable
 
 from flodl_hf.nn.kernels import rotary, rows, short_texts
 
-__all__ = ["activated", "added_and_normed", "gated", "mix", "mixed", "norm_of_sum", "projected", "turn", "turned"]
-
 
 class Tiles(NamedTuple):
     """How attention's kernels are cut while training.

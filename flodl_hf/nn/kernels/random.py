@@ -7,8 +7,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["kept", "keys_of"]
-
 
 @triton.jit
 def keys_of(seed, stream):

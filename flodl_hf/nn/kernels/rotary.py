@@ -15,8 +15,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["turn", "turned"]
-
 
 @triton.jit
 def turned(one, two, c, s, KIND: tl.constexpr, WIDE: tl.constexpr):

@@ -14,8 +14,6 @@ import triton.language as tl
 
 from flodl_hf.nn.kernels.random import kept, keys_of
 
-__all__ = ["activate", "add_parts", "column_sums", "gate", "gelu", "norm", "norm_backward"]
-
 
 @triton.jit
 def norm(

@@ -21,8 +21,6 @@ import triton.language as tl
 from flodl_hf.nn.kernels.random import kept, keys_of
 from flodl_hf.nn.kernels.rotary import turned
 
-__all__ = ["mix", "mix_backward"]
-
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 

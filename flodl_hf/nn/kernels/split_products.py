@@ -18,8 +18,6 @@ from torch import Tensor
 
 from flodl_hf.nn.kernels import halves
 
-__all__ = ["Halves", "finished", "finished_and_split", "normed_and_split", "products", "split"]
-
 # Numbers of a row that one product sums up: with 384 a layer's result is about as near to float64's as by float32's own
 # products, with 1024 half as near and a fifth faster (one H200).
 STRETCH = 384

@@ -25,8 +25,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["BOUNDS", "LEAST_CAPABILITY", "Trial", "forget", "trusted"]
-
 BOUNDS = {torch.float64: 1e-9, torch.float32: 5e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 LEAST_CAPABILITY = (8, 0)
 

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["ACTIVATIONS", "GELUS", "Activation"]
-
 _TANH_SCALE = math.sqrt(2.0 / math.pi)
 
 

@@ -17,8 +17,6 @@ from flodl_hf.nn.layers.parts import products
 from flodl_hf.nn.layers.table import TORCH, Table
 from flodl_hf.nn.layout.layouts import Layout
 
-__all__ = ["EncoderLayer", "FeedForward", "Order"]
-
 Order = Literal["post", "pre"]
 
 

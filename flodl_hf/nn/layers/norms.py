@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["StepwiseNorm", "normalised"]
-
 
 class StepwiseNorm(nn.LayerNorm):
     """The layer norm of DeBERTa v1: each step by itself, in float32, and gain and shift in the dtype of the states."""

@@ -19,20 +19,6 @@ from torch.nn import functional as F
 
 from flodl_hf.nn.adapter_layers.lora import AdaptedLinear, joined_products
 
-__all__ = [
-    "Part",
-    "as_whole",
-    "join",
-    "joined",
-    "joined_bias",
-    "named_part",
-    "part_of",
-    "parts_from",
-    "products",
-    "products_by_head",
-    "split",
-]
-
 _MARK = re.compile(r"\[(\d+)/(\d+)(?: of (\d+))?\]")
 
 

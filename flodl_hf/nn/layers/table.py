@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from flodl_hf.nn.layout.layouts import Layout
 
-__all__ = ["TORCH", "Layer", "Table", "watched"]
-
 
 class Layer(Protocol):
     """Parts of a layer that a table reads: `flodl_hf.nn.layers.encoder_layer.EncoderLayer`."""

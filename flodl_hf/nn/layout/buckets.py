@@ -17,8 +17,6 @@ from torch import Tensor
 
 from flodl_hf.nn.layout.layouts import Packed
 
-__all__ = ["Bucket", "Buffer", "bucket_of", "fill", "round_up"]
-
 # Fillers sit at each end of a family's tables, so any token and place 0 is safe.
 FILLER = 0
 

@@ -27,8 +27,6 @@ from torch import Tensor
 
 from flodl_hf.errors import PredictError
 
-__all__ = ["Layout", "Packed", "Padded", "equal_runs"]
-
 ByRows = Callable[..., Tensor]
 """``call(keep_mask, *rows)``: rows ``(texts, seq, ...)`` to rows; the mask ``(texts, seq)`` is None if all is kept."""
 

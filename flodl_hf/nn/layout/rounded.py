@@ -15,8 +15,6 @@ from torch import Tensor
 from flodl_hf.nn.layout.buckets import FILLER
 from flodl_hf.nn.layout.layouts import Packed
 
-__all__ = ["laid_out", "rounded"]
-
 
 def rounded(count: int) -> int:
     """Return ``count`` rounded up to a count of rows that kernels are made for.

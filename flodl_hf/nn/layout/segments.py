@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["largest_of_texts"]
-
 AT_ONCE = 4096
 """Features with gradients computed together: scores of a whole vocabulary would need twice their memory."""
 

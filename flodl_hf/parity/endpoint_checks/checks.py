@@ -17,8 +17,6 @@ from flodl_hf.parity.endpoint_checks.reference import Reference, Way
 from flodl_hf.parity.endpoint_checks.report import Report, Row
 from flodl_hf.parity.endpoint_checks.targets import QUERY, Target, TargetError
 
-__all__ = ["TOLERANCE", "Comparison", "verify_endpoint"]
-
 TOLERANCE = 2e-5
 """Differences that other orders of summation may make in float32, as a share of the largest number."""
 _NEARER = 3.0

@@ -12,8 +12,6 @@ import numpy as np
 
 from flodl_hf.parity.endpoint_checks.targets import QUERY, TargetError, by_label
 
-__all__ = ["FolderTarget"]
-
 
 class FolderTarget:
     """A folder, answered by sentence-transformers where it is installed and the folder is its own, else by us.

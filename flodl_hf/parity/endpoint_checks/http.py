@@ -15,8 +15,6 @@ import numpy as np
 
 from flodl_hf.parity.endpoint_checks.targets import QUERY, Target, TargetError, by_label
 
-__all__ = ["STYLES", "open_http"]
-
 _MOST = 256 << 20
 
 

@@ -16,8 +16,6 @@ import torch
 from flodl.errors import FlodlError
 from flodl_hf.parity.endpoint_checks.targets import QUERY, TargetError, by_label
 
-__all__ = ["OnnxTarget"]
-
 
 class OnnxTarget:
     """An ONNX file with its tokenizer and configuration in its folder, as on the Hub.

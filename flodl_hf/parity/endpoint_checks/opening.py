@@ -11,8 +11,6 @@ from flodl_hf.parity.endpoint_checks.folder import FolderTarget
 from flodl_hf.parity.endpoint_checks.http import open_http
 from flodl_hf.parity.endpoint_checks.targets import Target, TargetError
 
-__all__ = ["open_target"]
-
 
 def open_target(where: str, task: str, labels: Sequence[str], **options: Any) -> Target:
     """Return the target at an address: a URL, a folder of sentence-transformers or transformers, or an ONNX file.

@@ -18,8 +18,6 @@ from flodl_hf.errors import PredictError
 from flodl_hf.nn.layers.activations import GELUS, Activation
 from flodl_hf.parity.endpoint_checks.targets import QUERY, by_label
 
-__all__ = ["Reference", "Way"]
-
 _POOLINGS = ("mean", "cls", "max", "last_token", "mean_sqrt_len", "pooler")
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Report", "Row", "Status"]
-
 Status = Literal["equal", "rounded", "differs", "not run"]
 
 

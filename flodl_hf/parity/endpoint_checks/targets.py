@@ -13,8 +13,6 @@ import numpy as np
 
 from flodl.errors import FlodlError
 
-__all__ = ["QUERY", "Target", "TargetError", "by_label"]
-
 QUERY = "where does the river rise"
 """Query of every ranking."""
 

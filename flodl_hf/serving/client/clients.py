@@ -13,8 +13,6 @@ import httpx
 from flodl_hf.serving.client import requests
 from flodl_hf.serving.client.requests import Query, ServerError
 
-__all__ = ["AsyncClient", "Client"]
-
 MAX_RETRY_S = 60.0
 """Longest pause before a retry."""
 

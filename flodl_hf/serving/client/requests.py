@@ -14,8 +14,6 @@ import numpy as np
 
 from flodl.errors import DataError, FlodlError
 
-__all__ = ["MODELS", "Query", "ServerError", "embed", "encoded", "own", "rerank", "sparse", "split", "tokens"]
-
 MAX_TEXTS = 2048
 """Texts of one request: the default limit of a server. Requests that a server refuses with 413 are halved."""
 

@@ -27,8 +27,6 @@ from flodl_hf.serving.workers import Worker
 from flodl_hf.workers.link import Link, connect_link, receive_socket
 from flodl_hf.workers.messages import Stream
 
-__all__ = ["serve"]
-
 LOG = logging.getLogger("flodl_hf.serving")
 # Interval in which metrics are sent to the parent, and timeout for those of the other processes.
 REPORT_INTERVAL_S, COLLECT_TIMEOUT_S = 0.5, 3.0

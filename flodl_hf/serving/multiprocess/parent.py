@@ -31,8 +31,6 @@ from flodl_hf.workers.link import Link, connect_link, send_socket
 from flodl_hf.workers.process import END_S
 from flodl_hf.workers.process import Process as Child
 
-__all__ = ["Parent"]
-
 LOG = logging.getLogger("flodl_hf.serving")
 # A process that ran for MIN_UPTIME_S is replaced immediately, others after RESTART_DELAY_S.
 MIN_UPTIME_S, RESTART_DELAY_S = 30.0, 1.0

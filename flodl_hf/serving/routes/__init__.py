@@ -13,9 +13,7 @@ hub      Hugging Face Inference API, at the root
 from __future__ import annotations
 
 from flodl_hf.serving.routes import hub, openai, own, ranking, tei, vllm
-from flodl_hf.serving.routes.route import AppState, Request, Response, Route
-
-__all__ = ["ROUTES", "AppState", "Request", "Response", "Route"]
+from flodl_hf.serving.routes.route import Route
 
 ROUTES: tuple[Route, ...] = (
     *tei.ROUTES,

@@ -13,8 +13,6 @@ from typing import Any
 from flodl.errors import nearest, shown
 from flodl_hf.serving.http_errors import RefusedError
 
-__all__ = ["KINDS", "Field", "not_a_field", "read", "schema_of"]
-
 
 @dataclass(frozen=True)
 class Field:

@@ -27,8 +27,6 @@ from flodl_hf.serving.routes.tei import (
     similarity,
 )
 
-__all__ = ["ROUTES"]
-
 _SIMILARITY = (TRUNCATE, DIRECTION, PROMPT)
 _VECTORS = (*_SIMILARITY, NORMALIZE, DIMENSIONS, WINDOWS, ROUTE, Field("encoding_format", "float", "float"))
 _TOP = Field("top_k", "whole", "maximum number of results of each input")

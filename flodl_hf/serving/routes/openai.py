@@ -16,8 +16,6 @@ from flodl_hf.serving.routes.fields import Field
 from flodl_hf.serving.routes.route import MODEL, OTHERS, SHORTENED, Request, Response, Route, truncation_options
 from flodl_hf.serving.routes.tei import DIMENSIONS, NORMALIZE, PROMPT, TRUNCATE, WINDOWS, prompt_option
 
-__all__ = ["FORMS", "ROUTES", "encoded_vector"]
-
 FORMS = (
     Field("add_special_tokens", "true", "special tokens are always added"),
     Field("embed_dtype", "float32", "type of numbers in base64"),

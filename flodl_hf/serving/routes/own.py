@@ -14,8 +14,6 @@ from flodl_hf.serving.routes.fields import Field
 from flodl_hf.serving.routes.route import MODEL, Request, Response, Route, is_blank, truncation_options
 from flodl_hf.serving.routes.tei import CUT, DIRECTION
 
-__all__ = ["READ_ALL", "ROUTES"]
-
 READ_ALL = Field("truncate", "flag", "false refuses texts longer than one window; default: they are read in windows")
 
 

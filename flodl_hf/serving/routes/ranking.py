@@ -23,8 +23,6 @@ from flodl_hf.serving.routes.route import (
 )
 from flodl_hf.serving.routes.tei import CUT, DIRECTION, RAW
 
-__all__ = ["RANKED", "ROUTES", "rank_texts"]
-
 
 async def _ranked(request: Request, name: str) -> tuple[str, list[str], Any]:
     """Return the query, the texts of a field, and their scores, best first."""

@@ -18,23 +18,6 @@ from flodl_hf.serving.settings import Settings
 from flodl_hf.serving.traces import Trace, Traces
 from flodl_hf.serving.workers import Answer, TaskError, Workers
 
-__all__ = [
-    "ACTIVATIONS",
-    "MODEL",
-    "OTHERS",
-    "SHORTENED",
-    "AppState",
-    "CollectMetrics",
-    "Request",
-    "Response",
-    "Route",
-    "is_blank",
-    "model_named",
-    "truncation_options",
-    "wants_raw_scores",
-    "with_empty_flag",
-]
-
 CollectMetrics = Callable[[], Awaitable[tuple[Metrics, int, int]]]
 
 MODEL = Field("model", "text", "name of a served model; required if several models have the head")

@@ -25,21 +25,6 @@ from flodl_hf.serving.routes.route import (
     with_empty_flag,
 )
 
-__all__ = [
-    "CUT",
-    "DIMENSIONS",
-    "DIRECTION",
-    "NORMALIZE",
-    "PAIR",
-    "PROMPT",
-    "RAW",
-    "ROUTE",
-    "TRUNCATE",
-    "WINDOWS",
-    "prompt_option",
-    "similarity",
-]
-
 TRUNCATE = Field("truncate", "flag", "true truncates long texts; default: they are refused")
 CUT = Field("truncate", "flag", "true truncates long texts, false refuses them; default: they are read in windows")
 DIRECTION = Field("truncation_direction", "direction", "side that truncation removes; default: right")

@@ -26,8 +26,6 @@ from flodl_hf.serving.routes.route import (
 )
 from flodl_hf.serving.routes.tei import DIMENSIONS, NORMALIZE
 
-__all__ = ["ROUTES"]
-
 
 def _whole(request: Request, kind: str, data: list[dict[str, Any]]) -> dict[str, Any]:
     return {

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from flodl.graph import Graph
 from flodl_hf.families.deberta_v2 import FAMILY
 from flodl_hf.families.schema.config_rows import read_rows
-from flodl_hf.nn.attention.disentangled import DisentangledAttention, fast, hold_positions, release_positions
+from flodl_hf.nn.attention.disentangled import fast
+from flodl_hf.nn.attention.disentangled.attention import DisentangledAttention, hold_positions, release_positions
 from flodl_hf.nn.layout.layouts import Packed, Padded
 
 # Neighbours of one length share a call; with 4 own distances the short ones are read by strides, the others gathered.

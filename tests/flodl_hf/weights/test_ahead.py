@@ -15,8 +15,9 @@ from torch import Tensor
 from weight_tables import same
 
 from flodl.errors import CheckpointError
-from flodl_hf.checkpoints.weights.checkpoint import Checkpoint, shard
 from flodl_hf.checkpoints.weights.checkpoint import parallel_read as ahead
+from flodl_hf.checkpoints.weights.checkpoint import shard
+from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
 from flodl_hf.checkpoints.weights.checkpoint.parallel_read import reading_ahead
 
 

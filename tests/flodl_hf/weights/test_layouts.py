@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flodl.errors import CheckpointError, UnsafeFileError
-from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
+from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
 
 INDEX = "model.safetensors.index.json"
 FIRST = "model-00001-of-00003.safetensors"

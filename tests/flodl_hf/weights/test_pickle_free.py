@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flodl.errors import CheckpointError, UnsafeFileError
-from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
-from flodl_hf.checkpoints.weights.pickle_free import read_bin
+from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
 from flodl_hf.checkpoints.weights.pickle_free.opcodes import _STEPS
+from flodl_hf.checkpoints.weights.pickle_free.shard import read_bin
 from flodl_hf.checkpoints.weights.pickle_free.tensors import NAMES
 
 DTYPES = [

@@ -18,7 +18,8 @@ from torch import Tensor
 from weight_tables import TABLES, same
 
 from flodl.errors import CheckpointError
-from flodl_hf.checkpoints.weights.checkpoint import Checkpoint, parallel_read, place
+from flodl_hf.checkpoints.weights.checkpoint import parallel_read
+from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint, place
 from flodl_hf.models.pretrained import _read
 
 

@@ -21,7 +21,7 @@ from flodl_hf.checkpoints.saving import write as write_module
 from flodl_hf.checkpoints.saving.publish import publish_folder
 from flodl_hf.checkpoints.saving.state import parse_size, plan_state, write_state
 from flodl_hf.checkpoints.saving.write import verify_files, write_bytes, write_safetensors
-from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
+from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
 from flodl_hf.errors import ExportError
 from flodl_hf.export import convert_bin
 

@@ -31,8 +31,6 @@ from flodl_hf.checkpoints.weights.checkpoint.safe_open import Folder, inside
 from flodl_hf.checkpoints.weights.checkpoint.shard import SafetensorsShard, Shard
 from flodl_hf.errors import MissingWeightsError
 
-__all__ = ["Checkpoint", "place"]
-
 SAFETENSORS = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 BIN = "pytorch_model.bin"
@@ -305,7 +303,7 @@ def _open_shard(folder: Folder, name: str, stack: ExitStack) -> Shard:
     descriptor = folder.open(name)
     where = str(folder.path / name)
     if name.endswith(".bin"):
-        from flodl_hf.checkpoints.weights.pickle_free import BinShard
+        from flodl_hf.checkpoints.weights.pickle_free.shard import BinShard
 
         shard: Shard = BinShard(descriptor, name, where)
     else:

@@ -18,19 +18,6 @@ import torch
 from flodl.errors import CheckpointError, UnsafeFileError, capped, printable
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import plain_name_fault
 
-__all__ = [
-    "DTYPES",
-    "DTYPE_NAMES",
-    "INDEX_LIMIT",
-    "Layout",
-    "ShardIndex",
-    "SourceFile",
-    "SourceManifest",
-    "StoredTensor",
-    "check_shards",
-    "parse_index",
-]
-
 Layout = Literal["single", "sharded", "bin", "bin-sharded"]
 
 DTYPES: dict[str, torch.dtype] = {

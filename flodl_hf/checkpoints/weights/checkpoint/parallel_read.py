@@ -22,8 +22,6 @@ from flodl.safetensors_header import read_header
 from flodl.system import read_vectors_at
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import Folder
 
-__all__ = ["Extent", "cut", "fill", "reading_ahead", "taken", "usable_cpus"]
-
 TASK_BYTES = 16 << 20
 _MAX_THREADS = 4
 _MAX_VECTORS = 512  # below every system's IOV_MAX (1024 on Linux)

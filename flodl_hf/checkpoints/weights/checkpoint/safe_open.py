@@ -15,8 +15,6 @@ from pathlib import Path
 
 from flodl.errors import CheckpointError, FlodlError, UnsafeFileError, printable
 
-__all__ = ["Folder", "inside", "is_entry", "plain_name_fault", "read_member"]
-
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)  # a pipe without a writer would hang a blocking open for ever
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _DIRECTORY = getattr(os, "O_DIRECTORY", 0)

@@ -19,8 +19,6 @@ from flodl.system import read_at
 from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPES, SourceFile
 from flodl_hf.checkpoints.weights.checkpoint.parallel_read import Extent, cut, fill, taken
 
-__all__ = ["Extent", "OpenShard", "SafetensorsShard", "Shard", "map_extents", "read_extents", "read_extents_into"]
-
 
 class Shard(Protocol):
     """An open weight file; ``parse`` comes first and reads no weights."""

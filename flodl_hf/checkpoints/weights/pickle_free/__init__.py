@@ -11,7 +11,3 @@ the four functions that it may name, and everything else is refused with its nam
     checksums comparison of its bytes with their checksums
     shard     `BinShard`: both containers, current and before torch 1.6; `read_bin`
 """
-
-from flodl_hf.checkpoints.weights.pickle_free.shard import BinShard, read_bin
-
-__all__ = ["BinShard", "read_bin"]

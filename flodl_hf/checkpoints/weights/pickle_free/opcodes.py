@@ -14,8 +14,6 @@ from typing import Any, NoReturn, Protocol
 
 from flodl.errors import CheckpointError, UnsafeFileError, printable
 
-__all__ = ["Function", "Machine", "Source"]
-
 _MAX_STEPS = 3_000_000  # a table of tensors takes about 25 instructions for each
 _MAX_BYTES = 64 << 20
 _MAX_NAME = 256

@@ -31,8 +31,6 @@ from flodl_hf.checkpoints.weights.pickle_free.tensors import (
     storage_record,
 )
 
-__all__ = ["BinShard", "Member", "check_sums", "read_bin", "stored_members"]
-
 # torch/serialization.py: results of the first two programs of a file before torch 1.6.
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001

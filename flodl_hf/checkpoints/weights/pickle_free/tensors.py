@@ -15,8 +15,6 @@ from flodl.safetensors_header import name_fault
 from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPES
 from flodl_hf.checkpoints.weights.pickle_free.opcodes import Function
 
-__all__ = ["NAMES", "StorageRecord", "TensorRecord", "state_table", "storage_record"]
-
 _MAX_DIMS = 8
 
 

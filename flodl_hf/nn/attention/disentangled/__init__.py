@@ -4,20 +4,3 @@
 turns queries, keys and projected positions into attention scores (several implementations, one
 meaning), `attention` is the module that projects, masks and mixes.
 """
-
-from flodl_hf.nn.attention.disentangled.attention import DisentangledAttention, hold_positions, release_positions
-from flodl_hf.nn.attention.disentangled.positions import Relative, RelativePositions, bucketed, table_rows
-from flodl_hf.nn.attention.disentangled.scores import IMPLEMENTATIONS, PositionTables, disentangled_scores
-
-__all__ = [
-    "IMPLEMENTATIONS",
-    "DisentangledAttention",
-    "PositionTables",
-    "Relative",
-    "RelativePositions",
-    "bucketed",
-    "disentangled_scores",
-    "hold_positions",
-    "release_positions",
-    "table_rows",
-]

@@ -27,8 +27,6 @@ from flodl_hf.nn.attention.disentangled.scores import (
 from flodl_hf.nn.layers.parts import joined_bias, products_by_head
 from flodl_hf.nn.layout.layouts import Layout
 
-__all__ = ["DisentangledAttention", "hold_positions", "release_positions"]
-
 
 class DisentangledAttention(nn.Module):
     """Self-attention over content and relative position, with its output projection.

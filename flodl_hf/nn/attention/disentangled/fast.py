@@ -16,8 +16,6 @@ from torch.nn import functional as F
 from flodl_hf.nn.attention.disentangled.positions import Relative
 from flodl_hf.nn.attention.disentangled.scores import PositionTables
 
-__all__ = ["attend_fast"]
-
 # Numbers in one block of position scores: 8 MB stay in a core's share of the last cache level.
 _CPU_BLOCK = 1 << 21
 # Cache size of one core: 4 MB.

@@ -14,8 +14,6 @@ from flodl_hf.nn.attention.disentangled.positions import Relative
 from flodl_hf.nn.attention.disentangled.scores import PositionTables
 from flodl_hf.nn.layout.layouts import Layout, Packed
 
-__all__ = ["attend_by_kernel"]
-
 
 def attend_by_kernel(
     states: tuple[Tensor, ...],

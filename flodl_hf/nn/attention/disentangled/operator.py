@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["TILES", "Tile", "disentangled"]
-
 
 class Tile(NamedTuple):
     """Rows of queries and of keys per program, its warps, and the number of pipeline stages."""

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from flodl_hf.nn.layout.layouts import Layout
 
-__all__ = ["Relative", "RelativePositions", "bucketed", "table_rows"]
-
 # Rows of distances on a device, a few kilobytes each: a dozen launches less in every call.
 _KEPT: dict[tuple[int, int, int, int, torch.device], Tensor] = {}
 _MOST_KEPT = 1024

@@ -18,8 +18,6 @@ from flodl_hf.nn.attention.disentangled.scores import PositionTables
 from flodl_hf.nn.kernels.trust import LEAST_CAPABILITY, trusted
 from flodl_hf.nn.layout.layouts import Packed
 
-__all__ = ["furthest", "has_kernel"]
-
 # Texts of one tile and of several; near distances and, with 16 buckets, far ones.
 CASES = ((37, 5, 1), (150, 33))
 

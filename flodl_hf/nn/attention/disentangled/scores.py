@@ -16,8 +16,6 @@ from torch import Tensor
 
 from flodl_hf.nn.attention.disentangled.positions import Relative
 
-__all__ = ["IMPLEMENTATIONS", "PositionTables", "disentangled_scores", "query_scaled_scores", "score_scale"]
-
 # "eager" is the reference to the bit; "fast" is `fast`. Any other word means the reference.
 IMPLEMENTATIONS = ("eager", "fast")
 
