@@ -40,8 +40,8 @@ from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import families
 from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.engine import Engine
+from flodl_hf.inference.forward import Pooled
 from flodl_hf.inference.options import RunOptions
-from flodl_hf.inference.passes import Pooled
 from flodl_hf.parity.cell import Cell
 from flodl_hf.parity.reference import load_reference, make_checkpoint
 from flodl_hf.parity.shapes import settings_of

@@ -21,7 +21,7 @@ from flodl_hf import errors as hf_errors
 from flodl_hf.families import FAMILIES, index
 from flodl_hf.families.schema import Family
 from flodl_hf.families.schema.config_rows import REQUIRED, Inert, Row
-from flodl_hf.families.schema.keys import PASSED_OVER, KeyRow
+from flodl_hf.families.schema.keys import IGNORED_TENSORS, KeyRow
 from flodl_hf.families.schema.shared_keys import COMMON_INERT, FOREIGN
 from flodl_hf.families.schema.tasks import HEADS, TASKS, Task, task_named
 from flodl_hf.parity.published import checkpoints_of
@@ -110,7 +110,7 @@ def families_page() -> str:
         "## Tensors ignored in every family",
         "Where a file holds one of them beside the weights, or one of whole numbers that no family names. (Others "
         "that belong to no part of the model are ignored with a warning.)",
-        table(("a name that ends in", "why it changes nothing"), ((code(name), why) for name, why in PASSED_OVER)),
+        table(("a name that ends in", "why it changes nothing"), ((code(name), why) for name, why in IGNORED_TENSORS)),
         "## Refused in every family",
         table(("key", "because"), ((code(entry.key), entry.what) for entry in FOREIGN)),
     )

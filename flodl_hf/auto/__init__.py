@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar, Unp
 
 from flodl.errors import CheckpointError, ConfigError, printable
 from flodl.garbage_collection import gc_paused
-from flodl_hf.checkpoints.weights.early import beginning
+from flodl_hf.checkpoints.weights.prefetch import beginning
+from flodl_hf.compat.kwargs import accept_keywords
 from flodl_hf.compat.loading import LOAD
-from flodl_hf.compat.taking import taking
 from flodl_hf.families.schema.tasks import Task, task_named
-from flodl_hf.models.opening import LoadKeywords, Opened
+from flodl_hf.models.opening import FromPretrained, LoadKeywords
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-class _Door(Generic[ModelT]):
+class _AutoClass(Generic[ModelT]):
     """A name that users know; the class of the task is imported with torch on first use."""
 
     head: ClassVar[str]
@@ -68,7 +68,7 @@ class _Door(Generic[ModelT]):
         raise TypeError(f"{name} is not made by calling it; use {name}.from_pretrained(...) or {name}.from_config(...)")
 
     @classmethod
-    @taking(LOAD, ConfigError, like=Opened.from_pretrained)
+    @accept_keywords(LOAD, ConfigError, like=FromPretrained.from_pretrained)
     def from_pretrained(cls, name_or_path: str | Path, **options: Unpack[LoadKeywords]) -> ModelT:
         """Return the model of a folder or Hub repository; see `EncoderModel.from_pretrained`."""
         with beginning(name_or_path, options):
@@ -80,55 +80,55 @@ class _Door(Generic[ModelT]):
         return _class_of(cls.head).from_config(config, pooler=pooler, dtype=dtype)
 
 
-class AutoModel(_Door["BaseModel"]):
+class AutoModel(_AutoClass["BaseModel"]):
     """The encoder alone: token states, and embeddings of whole texts."""
 
     head = "base"
 
 
-class AutoModelForSequenceClassification(_Door["SequenceClassifier"]):
+class AutoModelForSequenceClassification(_AutoClass["SequenceClassifier"]):
     """Labels for whole texts."""
 
     head = "sequence_classification"
 
 
-class AutoModelForTokenClassification(_Door["TokenClassifier"]):
+class AutoModelForTokenClassification(_AutoClass["TokenClassifier"]):
     """Labels for tokens: named entities."""
 
     head = "token_classification"
 
 
-class AutoModelForQuestionAnswering(_Door["QuestionAnswerer"]):
+class AutoModelForQuestionAnswering(_AutoClass["QuestionAnswerer"]):
     """The span of a context that answers a question."""
 
     head = "question_answering"
 
 
-class AutoModelForMaskedLM(_Door["MaskedLM"]):
+class AutoModelForMaskedLM(_AutoClass["MaskedLM"]):
     """The word behind each mask."""
 
     head = "masked_lm"
 
 
-class AutoModelForMultipleChoice(_Door["MultipleChoice"]):
+class AutoModelForMultipleChoice(_AutoClass["MultipleChoice"]):
     """The choice that fits a prompt best."""
 
     head = "multiple_choice"
 
 
-class AutoModelForNextSentencePrediction(_Door["NextSentence"]):
+class AutoModelForNextSentencePrediction(_AutoClass["NextSentence"]):
     """Whether one text follows another."""
 
     head = "next_sentence"
 
 
-class AutoModelForPreTraining(_Door["EncoderModel"]):
+class AutoModelForPreTraining(_AutoClass["EncoderModel"]):
     """The pretraining task of the family: masked words and pairs of texts, or replaced tokens."""
 
     head = "pretraining"
 
     @classmethod
-    @taking(LOAD, ConfigError, like=Opened.from_pretrained)
+    @accept_keywords(LOAD, ConfigError, like=FromPretrained.from_pretrained)
     def from_pretrained(cls, name_or_path: str | Path, **options: Unpack[LoadKeywords]) -> EncoderModel:
         """Return the model of a folder or Hub repository; see `EncoderModel.from_pretrained`."""
         with beginning(name_or_path, options):
@@ -160,7 +160,7 @@ def _class_of(name: str) -> Any:
     return head_named(name).model
 
 
-@taking(LOAD, ConfigError, like=Opened.from_pretrained)
+@accept_keywords(LOAD, ConfigError, like=FromPretrained.from_pretrained)
 def load(name_or_path: str | Path, *, head: str = "auto", **options: Unpack[LoadKeywords]) -> EncoderModel:
     """Return the model for the task of a folder, or the encoder alone if it names no task.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from flodl.verbosity import Verbosity, set_verbosity
-from flodl_hf.cli.command import OnceCommand
+from flodl_hf.cli.command import StrictCommand
 
 if TYPE_CHECKING:
     app: typer.Typer
@@ -83,7 +83,7 @@ def app_of(*names: str) -> typer.Typer:
             made.command(
                 name=name,
                 short_help=NAMES[name],
-                cls=getattr(module, "Command", OnceCommand),
+                cls=getattr(module, "Command", StrictCommand),
                 context_settings=getattr(module, "CONTEXT", None),
             )(module.command)
     return made

@@ -11,7 +11,7 @@ from flodl.errors import ConfigError
 from flodl_hf.families.schema.tasks import HEADS, WORDS, task_named
 
 
-class PrecisionWord(StrEnum):
+class PrecisionChoice(StrEnum):
     """The names of `flodl_hf.inference.Precision`."""
 
     exact = "exact"
@@ -22,7 +22,7 @@ class PrecisionWord(StrEnum):
     int8 = "int8"
 
 
-class DtypeWord(StrEnum):
+class DtypeChoice(StrEnum):
     """What weights are cast to."""
 
     float32 = "float32"
@@ -31,7 +31,7 @@ class DtypeWord(StrEnum):
     float64 = "float64"
 
 
-class AggregationWord(StrEnum):
+class AggregationChoice(StrEnum):
     """What carries an entity's label."""
 
     first = "first"
@@ -50,7 +50,7 @@ class StyleWord(StrEnum):
     hf = "hf"
 
 
-class FormatWord(StrEnum):
+class FormatChoice(StrEnum):
     """Formats of files of texts."""
 
     csv = "csv"
@@ -69,7 +69,7 @@ class EngineWord(StrEnum):
     torch_export = "torch-export"
 
 
-class FaultWord(StrEnum):
+class FaultChoice(StrEnum):
     """What becomes of a row that cannot be answered."""
 
     stop = "stop"
@@ -77,14 +77,14 @@ class FaultWord(StrEnum):
     null = "null"
 
 
-class WeightsWord(StrEnum):
+class WeightsChoice(StrEnum):
     """Where weights stay while a model predicts."""
 
     memory = "memory"
     disk = "disk"
 
 
-class SizeWord(StrEnum):
+class SizeChoice(StrEnum):
     """Sizes of the matrix's models."""
 
     tiny = "tiny"

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 
-class OnceCommand(TyperCommand):
+class StrictCommand(TyperCommand):
     """A command that takes each option under one name.
 
     Attributes:

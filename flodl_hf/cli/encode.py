@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flodl_hf.cli.choices import FaultWord
+from flodl_hf.cli.choices import FaultChoice
 from flodl_hf.cli.options import (
     Device,
     Devices,
@@ -66,9 +66,9 @@ def command(
     ] = None,
     windows: Windows = False,
     on_error: Annotated[
-        FaultWord,
+        FaultChoice,
         file_option("--on-error", says="Rows without a text; null writes no vector and the reason (not to .npy)."),
-    ] = FaultWord.stop,
+    ] = FaultChoice.stop,
     part_rows: PartRows = None,
     restart: Restart = False,
     devices: Devices = None,
@@ -85,7 +85,7 @@ def command(
     have any number of rows; the same command resumes an interrupted run.
     """
     from flodl_hf.checkpoints.hub.folders import expect_tokenizer
-    from flodl_hf.checkpoints.weights.early import beginning
+    from flodl_hf.checkpoints.weights.prefetch import beginning
     from flodl_hf.cli.predict import file_to_file
     from flodl_hf.cli.vectors import check_target
     from flodl_hf.inference.vector_files import SUFFIXES

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from flodl.errors import ConfigError
-from flodl_hf.checkpoints.weights.early import beginning
+from flodl_hf.checkpoints.weights.prefetch import beginning
 from flodl_hf.cli.finetune import option_parameters, parameter, parse, train_data, with_parameters
 from flodl_hf.cli.path_checks import check_places
 from flodl_hf.cli.shared import emit_json, reporting, say, tell

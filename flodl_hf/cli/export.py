@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flodl_hf.cli.choices import DtypeWord, EngineWord, Head
+from flodl_hf.cli.choices import DtypeChoice, EngineWord, Head
 from flodl_hf.cli.error_text import command_line
 from flodl_hf.cli.shared import Json, Local, Revision, emit_json, reporting, say, tell
 
@@ -38,7 +38,7 @@ def command(
         str | None, typer.Option(help="For a graph's checkpoint: names of its classes, as a,b,c.")
     ] = None,
     head: Head = "auto",
-    dtype: Annotated[DtypeWord | None, typer.Option(help="Cast the weights to this.")] = None,
+    dtype: Annotated[DtypeChoice | None, typer.Option(help="Cast the weights to this.")] = None,
     max_shard_size: Annotated[str | None, typer.Option(help="Cut the weights above this size, e.g. 5GB.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a folder that contains a model.")] = False,
     revision: Revision = None,
@@ -74,7 +74,7 @@ def command(
     from flodl_hf.auto import load
 
     if format != EngineWord.safetensors:
-        dtype = DtypeWord.float32
+        dtype = DtypeChoice.float32
     # Weights that are only rewritten stay memory-mapped, so that any size works.
     shown: dict[str, Any] = {"mapped": True, "weights": "memory"} if format == EngineWord.safetensors else {}
     loaded = load(model, head=head, dtype=dtype, revision=revision, local_files_only=local_files_only, **shown)
@@ -110,7 +110,7 @@ def _show(folder: Path, head: str, json_output: bool) -> None:
 
 
 def _check_engine(
-    model: str, format: EngineWord, is_graph: bool, opset: int | None, dtype: DtypeWord | None, shards: str | None
+    model: str, format: EngineWord, is_graph: bool, opset: int | None, dtype: DtypeChoice | None, shards: str | None
 ) -> None:
     """Refuse options that have no meaning for another engine."""
     if is_graph:
@@ -121,7 +121,7 @@ def _check_engine(
         raise typer.BadParameter("--opset is for --format onnx")
     if shards is not None:
         raise typer.BadParameter("--max-shard-size is for --format safetensors")
-    if dtype not in (None, DtypeWord.float32):
+    if dtype not in (None, DtypeChoice.float32):
         raise typer.BadParameter(
             f"--format {format} writes float32, in which the engine is compared; leave out --dtype"
         )

@@ -19,9 +19,9 @@ import typer
 
 from flodl.errors import ConfigError, nearest
 from flodl.verbosity import Verbosity, verbosity
-from flodl_hf.checkpoints.weights.early import beginning
+from flodl_hf.checkpoints.weights.prefetch import beginning
 from flodl_hf.cli.choices import choice, complete_task, task_word
-from flodl_hf.cli.command import OnceCommand
+from flodl_hf.cli.command import StrictCommand
 from flodl_hf.cli.error_text import command_line
 from flodl_hf.cli.path_checks import check_places
 from flodl_hf.cli.shared import emit_json, reporting, say, tell, training_said
@@ -268,7 +268,7 @@ def _monitor(dashboard: str | None, control: bool) -> Any:
     return monitor
 
 
-class Command(OnceCommand):
+class Command(StrictCommand):
     """The command; ``--dashboard`` takes an optional port."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

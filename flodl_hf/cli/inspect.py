@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flodl.errors import printable
-from flodl_hf.cli.choices import Head, PrecisionWord
+from flodl_hf.cli.choices import Head, PrecisionChoice
 from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting, tell
 
 if TYPE_CHECKING:
     from flodl_hf.checkpoints.config.model_config import ModelConfig
-    from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
+    from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
     from flodl_hf.inference.explain import Explanation
 
 _SENTENCES = ("notes", "tokenizer_settings", "tokenizer_differences", "vectors")
@@ -32,7 +32,7 @@ def command(
         typer.Option(help="Also show what would run each layer on cpu, cuda, mps, or auto: the best device there is."),
     ] = None,
     precision: Annotated[
-        PrecisionWord | None, typer.Option(help="With --device: what products are computed in; else as stored.")
+        PrecisionChoice | None, typer.Option(help="With --device: what products are computed in; else as stored.")
     ] = None,
     revision: Revision = None,
     local_files_only: Local = False,
@@ -170,7 +170,7 @@ def _step(step: Any) -> str:
     return step.kind if step.size is None else f"{step.kind} to {step.size} features"
 
 
-def ways(recipe: SentenceRecipe) -> list[str]:
+def ways(recipe: SentenceTransformerConfig) -> list[str]:
     """Return a sentence for each setting of text vectors in the folder."""
     said = []
     for route, own in (recipe.routes or {"": recipe}).items():

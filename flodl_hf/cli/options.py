@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flodl_hf.cli.choices import FaultWord, FormatWord, PrecisionWord, WeightsWord
+from flodl_hf.cli.choices import FaultChoice, FormatChoice, PrecisionChoice, WeightsChoice
 
 
 def file_option(*names: str, says: str, **more: Any) -> Any:
@@ -20,9 +20,9 @@ def running_option(*names: str, says: str, **more: Any) -> Any:
 
 
 TextColumn = Annotated[str | None, file_option("--text-column", says="Column of texts.")]
-Format = Annotated[FormatWord | None, file_option("--format", says="By default by the suffix of the file.")]
+Format = Annotated[FormatChoice | None, file_option("--format", says="By default by the suffix of the file.")]
 OnError = Annotated[
-    FaultWord, file_option("--on-error", says="Rows that cannot be answered; null writes no answer and the reason.")
+    FaultChoice, file_option("--on-error", says="Rows that cannot be answered; null writes no answer and the reason.")
 ]
 PartRows = Annotated[
     int | None, file_option("--part-rows", says="Rows in a part; 2,048 on a CPU, 32,768 on CUDA.", min=1)
@@ -38,9 +38,9 @@ Windows = Annotated[
         "--windows", says="Vectors: read all of a long text and average its windows; by default it is truncated."
     ),
 ]
-Precision = Annotated[PrecisionWord | None, running_option("--precision", says="Default: the dtype of the weights.")]
+Precision = Annotated[PrecisionChoice | None, running_option("--precision", says="Default: the dtype of the weights.")]
 Weights = Annotated[
-    WeightsWord | None,
+    WeightsChoice | None,
     running_option(
         "--weights",
         says="disk leaves them in their files and reads layer by layer; the default if memory is too small.",

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flodl.errors import ConfigError, printable
-from flodl_hf.checkpoints.weights.early import beginning
-from flodl_hf.cli.choices import AggregationWord, FaultWord, Head
-from flodl_hf.cli.command import OnceCommand
+from flodl_hf.checkpoints.weights.prefetch import beginning
+from flodl_hf.cli.choices import AggregationChoice, FaultChoice, Head
+from flodl_hf.cli.command import StrictCommand
 from flodl_hf.cli.options import (
     Device,
     Devices,
@@ -79,7 +79,9 @@ Threshold = Annotated[
         says="Least score of a label, for classes; tuned for the thresholds stored in the model.",
     ),
 ]
-Aggregation = Annotated[AggregationWord | None, _answer_option("--aggregation", says="What carries an entity's label.")]
+Aggregation = Annotated[
+    AggregationChoice | None, _answer_option("--aggregation", says="What carries an entity's label.")
+]
 NoAnswer = Annotated[bool, _answer_option("--no-answer", says="Allow 'there is no answer', for question answering.")]
 Strict = Annotated[
     bool,
@@ -121,7 +123,7 @@ Keep = Annotated[
 ]
 
 
-class Command(OnceCommand):
+class Command(StrictCommand):
     """The command, with a short help."""
 
     rare = frozenset((
@@ -157,7 +159,7 @@ def command(
     query_column: QueryColumn = None,
     id_column: IdColumn = None,
     keep: Keep = None,
-    on_error: OnError = FaultWord.stop,
+    on_error: OnError = FaultChoice.stop,
     part_rows: PartRows = None,
     restart: Restart = False,
     devices: Devices = None,

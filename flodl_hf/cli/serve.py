@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flodl_hf.cli.choices import Head, PrecisionWord
+from flodl_hf.cli.choices import Head, PrecisionChoice
 from flodl_hf.cli.shared import Local, reporting, say
 from flodl_hf.errors import PredictError
 
@@ -48,7 +48,7 @@ def command(
         str | None,
         typer.Option("--served-model-name", help="Name of the only model; requests may use any name then."),
     ] = None,
-    precision: Annotated[PrecisionWord | None, typer.Option(help="Default: the type of the weights.")] = None,
+    precision: Annotated[PrecisionChoice | None, typer.Option(help="Default: the type of the weights.")] = None,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="Results do not depend on other requests, bit for bit; slower.")
     ] = False,

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from flodl.errors import FlodlError, nearest
-from flodl_hf.cli.choices import SizeWord
+from flodl_hf.cli.choices import SizeChoice
 from flodl_hf.cli.shared import Json, emit_json, progress, reporting, say, tell
 from flodl_hf.errors import ParityError
 
@@ -23,8 +23,8 @@ def command(
     ] = None,
     checks: Annotated[list[str] | None, typer.Option("--checks", help="Names of checks; all by default.")] = None,
     size: Annotated[
-        SizeWord, typer.Option(help="tiny (seconds) or real (base shapes of each family; many minutes).")
-    ] = SizeWord.tiny,
+        SizeChoice, typer.Option(help="tiny (seconds) or real (base shapes of each family; many minutes).")
+    ] = SizeChoice.tiny,
     live: Annotated[
         bool, typer.Option("--live", help="Take the pinned Hub checkpoints instead of random ones.")
     ] = False,

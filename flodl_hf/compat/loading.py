@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from flodl_hf.compat.taking import Word
+from flodl_hf.compat.kwargs import Word
 
 if TYPE_CHECKING:
     import torch

@@ -25,7 +25,7 @@ from flodl_hf.checkpoints.saving.write import WrittenFile, write_bytes
 from flodl_hf.checkpoints.sentence.routing import WEIGHT_FILES
 from flodl_hf.checkpoints.version import own_version
 from flodl_hf.errors import ExportError, PredictError
-from flodl_hf.export.traced import Traced, undisturbed
+from flodl_hf.export.traced import Traced, with_torch_defaults
 from flodl_hf.export.verify import ENGINE_FILES, RECEIPT, Check, Verification
 from flodl_hf.parity.onnx_session import OnnxModel, require
 
@@ -140,11 +140,11 @@ def export_program(
     size = sum(p.nbytes for p in {id(p): p for p in traced.parameters()}.values())
 
     def write(stage: Path, program: ExportedProgram) -> None:
-        with undisturbed():
+        with with_torch_defaults():
             torch.export.save(program, stage / PROGRAM)
 
     def opened(stage: Path) -> Answer:
-        with undisturbed():
+        with with_torch_defaults():
             module = torch.export.load(stage / PROGRAM).module()
         return lambda given: module(**given)
 
@@ -169,7 +169,7 @@ def _write_onnx(traced: Traced, program: ExportedProgram, path: Path, opset: int
 
     named = {name: dict(enumerate(axes)) for name, axes in traced.inputs.items()}
     path.parent.mkdir()
-    with undisturbed():
+    with with_torch_defaults():
         made = torch.onnx.export(
             program, (), kwargs=traced.example(), dynamo=True, opset_version=opset, input_names=list(traced.inputs),
             output_names=list(traced.outputs), dynamic_shapes=named, verbose=False,

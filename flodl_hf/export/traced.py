@@ -133,7 +133,7 @@ class Traced(nn.Module):
         """
         automatic = torch.export.Dim.AUTO
         shapes = {name: dict.fromkeys(range(len(axes)), automatic) for name, axes in self.inputs.items()}
-        with undisturbed():
+        with with_torch_defaults():
             program = torch.export.export(self, (), self.example(), dynamic_shapes=shapes, strict=False)
         self._check(program)
         return program
@@ -172,7 +172,7 @@ def _at_rest(model: EncoderModel) -> EncoderModel:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def with_torch_defaults() -> Iterator[None]:
     """Hide messages of torch's exporters (deprecations, absent packages) from the caller.
 
     Raises:

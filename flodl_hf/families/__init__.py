@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FAMILIES",
+    "by_tokenizer_class",
     "families",
     "index",
+    "match_config",
     "model_types",
     "named",
     "register",
     "registered",
     "row_of",
-    "that_claims",
-    "that_tokenizes",
 ]
 
 FILES = (
@@ -92,12 +92,12 @@ def named(model_type: str | None) -> Family | None:
     return found
 
 
-def that_claims(source: Mapping[str, Any]) -> Family | None:
+def match_config(source: Mapping[str, Any]) -> Family | None:
     """Return the family that claims a ``config.json`` of another ``model_type``; None without one."""
     return next((_found(entry) for entry in _entries() if entry["claims"] and _holds(source, entry["claims"])), None)
 
 
-def that_tokenizes(word: str) -> Family | None:
+def by_tokenizer_class(word: str) -> Family | None:
     """Return the family with a tokenizer class that begins with a lower-case word; own classes have precedence."""
     own = [entry for entry in _entries() if entry["tokenizers"][:1] == [word]]
     shared = [entry for entry in _entries() if word in entry["tokenizers"][1:]]

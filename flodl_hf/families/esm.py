@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from flodl.graph import FlowBuilder, Graph
 from flodl_hf.families import bert, roberta
-from flodl_hf.families.schema import Family, FamilyHead, FamilyTokenizer, Ignored, Kept
+from flodl_hf.families.schema import Family, FamilyHead, FamilyTokenizer, Ignored, PassthroughTensor
 from flodl_hf.families.schema.config_rows import (
     Inert,
     Row,
@@ -119,12 +119,12 @@ IGNORED = (
 OLDER = tuple(f"esm.encoder.layer.{i}.attention.self.rotary_embeddings.inv_freq" for i in "0*")
 _CONTACTS = "scores contacts from attention weights (predict_contacts)"
 KEPT = (
-    Kept(
+    PassthroughTensor(
         "esm.rotary_embeddings.inv_freq", "frequencies of rotations, taken as they are",
         OLDER, "encoder.embeddings.rotary",
     ),
-    Kept("esm.contact_head.regression.weight", _CONTACTS),
-    Kept("esm.contact_head.regression.bias",   _CONTACTS),
+    PassthroughTensor("esm.contact_head.regression.weight", _CONTACTS),
+    PassthroughTensor("esm.contact_head.regression.bias",   _CONTACTS),
 )
 # fmt: on
 

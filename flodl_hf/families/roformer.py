@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from flodl.graph import Graph
 from flodl_hf.families import bert, electra
-from flodl_hf.families.schema import FamilyHead, Kept
+from flodl_hf.families.schema import FamilyHead, PassthroughTensor
 from flodl_hf.families.schema.config_rows import Inert, Row, boolean, changed
 from flodl_hf.families.schema.keys import KeyRow, rows_under
 from flodl_hf.nn.attention.dot_product import SelfAttention
@@ -64,7 +64,7 @@ KEYS = (
     KeyRow("encoder.projection", "roformer.embeddings_project"),
 )
 KEPT = (
-    Kept(
+    PassthroughTensor(
         "roformer.encoder.embed_positions.weight", "sines and cosines of places, taken as they are",
         module="encoder.embeddings.rotary",
     ),

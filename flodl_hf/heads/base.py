@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
-from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
-from flodl_hf.compat.taking import taking
+from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
+from flodl_hf.compat.kwargs import accept_keywords
 from flodl_hf.heads.prediction_keywords import EMBED, ENCODE
 from flodl_hf.inference.graph_model.routed import route_within
 from flodl_hf.models.encoder_model import EncoderModel
@@ -77,7 +77,7 @@ class BaseModel(EncoderModel):
         output = BaseOutput(states, named.get("pooler_output"), **seen)
         return output if return_dict else output.to_tuple()
 
-    @taking(EMBED)
+    @accept_keywords(EMBED)
     def embed(
         self,
         texts: str | Iterable[str],
@@ -124,8 +124,8 @@ class BaseModel(EncoderModel):
         from flodl_hf.checkpoints.sentence.recipe import recipe_on
         from flodl_hf.heads.vectors import most_sentence_tokens
         from flodl_hf.inference.decode.pooling import check_pooling
+        from flodl_hf.inference.forward import Pooled
         from flodl_hf.inference.inputs import several
-        from flodl_hf.inference.passes import Pooled
         from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.vectors import Vectors
 
@@ -154,7 +154,7 @@ class BaseModel(EncoderModel):
         wanted = normalize if normalize is not None else (recipe.normalize if recipe else True)
         truncate_dim = recipe.kept(truncate_dim) if recipe else truncate_dim
 
-        before = (recipe or SentenceRecipe()).resolve_prompt("embed", prompt, prompt_name)
+        before = (recipe or SentenceTransformerConfig()).resolve_prompt("embed", prompt, prompt_name)
         # The process of another device also calls it, so it is a method and not a function of this call.
         encode = partial(self._embeddable, windows=windows, strict=strict, prompt=before)
         single = isinstance(texts, str)
@@ -185,7 +185,7 @@ class BaseModel(EncoderModel):
         work = Pooled(names, truncate_dim, wanted)
         return session.answer(texts, encode, work, vectors.take, join=vectors.joined, **given)
 
-    @taking(ENCODE)
+    @accept_keywords(ENCODE)
     def encode(
         self,
         sentences: str | Iterable[str],
@@ -251,7 +251,7 @@ class BaseModel(EncoderModel):
             check_store(store)
         recipe = self.sentence_recipe
         if prompt is None and prompt_name is not None:
-            prompt = (recipe or SentenceRecipe()).resolve_prompt("encode", None, prompt_name)
+            prompt = (recipe or SentenceTransformerConfig()).resolve_prompt("encode", None, prompt_name)
         if output_value != "sentence_embedding":
             return token_embeddings(
                 self, texts, output_value, prompt=prompt, route=route, untrained=untrained, run=given
@@ -274,7 +274,7 @@ class BaseModel(EncoderModel):
             return found
         return found.numpy() if convert_to_numpy else found if isinstance(texts, str) else list(found)
 
-    @taking(ENCODE, like=encode)
+    @accept_keywords(ENCODE, like=encode)
     def encode_query(
         self,
         sentences: str | Iterable[str],
@@ -293,7 +293,7 @@ class BaseModel(EncoderModel):
         given = {**how, "prompt_name": prompt_name, "prompt": prompt, "batch_size": batch_size}
         return self.encode(sentences, **keywords_for("query", self, given))
 
-    @taking(ENCODE, like=encode)
+    @accept_keywords(ENCODE, like=encode)
     def encode_document(
         self,
         sentences: str | Iterable[str],

@@ -75,7 +75,7 @@ def chunk_vectors(
     run: RunKeywords,
 ) -> Any:
     """Return the parts of texts with their vectors; see `BaseModel.embed_chunks`."""
-    from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe, recipe_on
+    from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig, recipe_on
     from flodl_hf.heads.vectors import changed_states, most_sentence_tokens, read_states
     from flodl_hf.inference.decode.pooling import finish_embeddings
     from flodl_hf.inference.inputs import Encoded, several
@@ -94,7 +94,7 @@ def chunk_vectors(
         raise PredictError(
             f"embed_chunks: overlap={overlap}; expected 0 or more, and fewer than a pass takes ({limit})"
         )
-    before = (recipe or SentenceRecipe()).resolve_prompt("embed_chunks", prompt, prompt_name)
+    before = (recipe or SentenceTransformerConfig()).resolve_prompt("embed_chunks", prompt, prompt_name)
     lower = recipe is not None and recipe.lower_case
     scaled = normalize if normalize is not None else (recipe.normalize if recipe else True)
     truncate_dim = recipe.kept(truncate_dim) if recipe else truncate_dim

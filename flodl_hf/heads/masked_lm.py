@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flodl_hf.compat.taking import taking
+from flodl_hf.compat.kwargs import accept_keywords
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.prediction_keywords import MASKS, SPARSE, SPARSE_ENCODE
 from flodl_hf.heads.scoring import ScoringModel
@@ -47,7 +47,7 @@ class MaskedLM(ScoringModel):
         check_labels(labels, logits.shape[-1])
         return token_loss(logits, labels, upcast=True)
 
-    @taking(MASKS)
+    @accept_keywords(MASKS)
     def fill_mask(
         self,
         texts: str | Iterable[str],
@@ -76,8 +76,8 @@ class MaskedLM(ScoringModel):
             PredictError: a text has no mask, ``top_k`` is below 1, or the model has no tokenizer or an untrained
                 head.
         """
+        from flodl_hf.inference.forward import ScoresAt
         from flodl_hf.inference.inputs import several
-        from flodl_hf.inference.passes import ScoresAt
         from flodl_hf.inference.pipeline import Session, Steps
         from flodl_hf.inference.results.lists import Fills, is_empty
         from flodl_hf.inference.token_table import table_of
@@ -116,7 +116,7 @@ class MaskedLM(ScoringModel):
         # Scores over a whole vocabulary need much memory, so windows are small.
         return session.run(texts, steps, single=isinstance(texts, str), rows=16, what="fill_mask")
 
-    @taking(SPARSE)
+    @accept_keywords(SPARSE)
     def embed_sparse(
         self,
         texts: str | Iterable[str],
@@ -153,7 +153,7 @@ class MaskedLM(ScoringModel):
             untrained=untrained, run=run,
         )  # fmt: skip
 
-    @taking(SPARSE_ENCODE)
+    @accept_keywords(SPARSE_ENCODE)
     def encode(
         self,
         sentences: str | Iterable[str],
@@ -198,14 +198,14 @@ class MaskedLM(ScoringModel):
             return found[0]
         return found if convert_to_tensor else [found[place] for place in range(len(found))]
 
-    @taking(SPARSE_ENCODE, like=encode)
+    @accept_keywords(SPARSE_ENCODE, like=encode)
     def encode_query(self, sentences: str | Iterable[str], **how: Any) -> Any:
         """Return sparse vectors of queries: `encode` with the folder's prompt "query", or none if it has none."""
         from flodl_hf.heads.vectors import keywords_for
 
         return self.encode(sentences, **keywords_for("query", self, how))
 
-    @taking(SPARSE_ENCODE, like=encode)
+    @accept_keywords(SPARSE_ENCODE, like=encode)
     def encode_document(self, sentences: str | Iterable[str], **how: Any) -> Any:
         """Return sparse vectors of documents: `encode` with the folder's prompt "document", or none if it has none."""
         from flodl_hf.heads.vectors import keywords_for
@@ -216,8 +216,8 @@ class MaskedLM(ScoringModel):
         """Return the best words of the whole vocabulary for each mask."""
         from flodl_hf.inference.decode.masks import mask_places
         from flodl_hf.inference.decode.rows import made
+        from flodl_hf.inference.forward import BestAt
         from flodl_hf.inference.inputs import encode as rows_of
-        from flodl_hf.inference.passes import BestAt
         from flodl_hf.inference.pipeline import Steps
         from flodl_hf.inference.results.lists import Fills, is_empty
         from flodl_hf.inference.token_table import chosen_rows
@@ -304,7 +304,7 @@ class MaskedLM(ScoringModel):
         places: list[list[int]],
     ) -> list[Any]:
         from flodl_hf.inference.decode.masks import decode_targets
-        from flodl_hf.inference.passes import ScoresAt
+        from flodl_hf.inference.forward import ScoresAt
         from flodl_hf.inference.token_table import table_of
 
         ids = [_target_ids(tokenizer, word) for word in targets]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl_hf.compat.taking import taking
+from flodl_hf.compat.kwargs import accept_keywords
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.prediction_keywords import CHOICES
 from flodl_hf.heads.scoring import ScoringModel
@@ -84,7 +84,7 @@ class MultipleChoice(ScoringModel):
         check_labels(labels, logits.shape[-1])
         return F.cross_entropy(logits, labels.to(logits.device))
 
-    @taking(CHOICES)
+    @accept_keywords(CHOICES)
     def predict(
         self,
         items: Any,
@@ -109,8 +109,8 @@ class MultipleChoice(ScoringModel):
             PredictError: an item is no prompt with choices, or the model has no tokenizer or an untrained head.
         """
         from flodl_hf.inference.decode.classes import mean_over_windows
+        from flodl_hf.inference.forward import Scores
         from flodl_hf.inference.inputs import encode
-        from flodl_hf.inference.passes import Scores
         from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.results.lists import Ranking
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl_hf.compat.taking import taking
+from flodl_hf.compat.kwargs import accept_keywords
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.prediction_keywords import PAIRS
 from flodl_hf.heads.scoring import ScoringModel
@@ -21,8 +21,8 @@ from flodl_hf.nn.encoder.losses import check_labels
 if TYPE_CHECKING:
     from flodl_hf.inference import RunKeywords
     from flodl_hf.inference.engine import Pending
+    from flodl_hf.inference.forward import Work
     from flodl_hf.inference.inputs import Encoded
-    from flodl_hf.inference.passes import Work
     from flodl_hf.models.encoder_model import EncoderModel
 
 __all__ = ["FOLLOWS", "NextSentence", "judged"]
@@ -48,7 +48,7 @@ class NextSentence(ScoringModel):
         check_labels(labels, 2)
         return F.cross_entropy(logits.view(-1, 2), labels.to(logits.device).view(-1))
 
-    @taking(PAIRS)
+    @accept_keywords(PAIRS)
     def predict(
         self,
         pairs: tuple[str, str] | Iterable[tuple[str, str]],
@@ -72,7 +72,7 @@ class NextSentence(ScoringModel):
         Raises:
             PredictError: the input is not pairs, or the model has no tokenizer or an untrained head.
         """
-        from flodl_hf.inference.passes import Scores
+        from flodl_hf.inference.forward import Scores
 
         return judged(self, pairs, Scores(True), FOLLOWS, strict=strict, untrained=untrained, run=run)
 

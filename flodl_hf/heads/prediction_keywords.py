@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from flodl_hf.checkpoints.config.labels import activation_at
+from flodl_hf.compat.kwargs import Word
 from flodl_hf.compat.loading import device_of
-from flodl_hf.compat.taking import Word
 from flodl_hf.inference.batch import usual_budget
 
 

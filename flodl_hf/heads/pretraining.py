@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl_hf.compat.taking import taking
+from flodl_hf.compat.kwargs import accept_keywords
 from flodl_hf.heads.masked_lm import MaskedLM
 from flodl_hf.heads.next_sentence import FOLLOWS, judged
 from flodl_hf.heads.prediction_keywords import PAIRS
@@ -78,7 +78,7 @@ class Pretrainer(MaskedLM):
         output = PretrainingOutput(loss, words, **scores)
         return output if return_dict else output.to_tuple()
 
-    @taking(PAIRS)
+    @accept_keywords(PAIRS)
     def predict(
         self,
         pairs: tuple[str, str] | Iterable[tuple[str, str]],
@@ -99,6 +99,6 @@ class Pretrainer(MaskedLM):
         Raises:
             PredictError: the input is not pairs, or the model has no tokenizer or an untrained head.
         """
-        from flodl_hf.inference.passes import Related
+        from flodl_hf.inference.forward import Related
 
         return judged(self, pairs, Related(), FOLLOWS, strict=strict, untrained=untrained, run=run)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 from torch import Tensor
 
-from flodl_hf.compat.taking import taking
+from flodl_hf.compat.kwargs import accept_keywords
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.prediction_keywords import ANSWER
 from flodl_hf.models.encoder_model import EncoderModel
@@ -82,7 +82,7 @@ class QuestionAnswerer(EncoderModel):
         start, end = logits.split(1, dim=-1)
         return start.squeeze(-1).contiguous(), end.squeeze(-1).contiguous()
 
-    @taking(ANSWER)
+    @accept_keywords(ANSWER)
     def answer(
         self,
         question: str | Mapping[str, str],
@@ -135,7 +135,7 @@ class QuestionAnswerer(EncoderModel):
         # The removed pipeline returns one dictionary if one answer was requested.
         return answers[0] if compat is not None and top_k == 1 and isinstance(answers, list) and answers else answers
 
-    @taking(ANSWER)
+    @accept_keywords(ANSWER)
     def answer_batch(
         self,
         pairs: Iterable[tuple[str, str] | Mapping[str, str]],
@@ -182,8 +182,8 @@ class QuestionAnswerer(EncoderModel):
         """
         from flodl_hf.inference.decode.rows import Placed
         from flodl_hf.inference.decode.spans import decode_answers_batch
+        from flodl_hf.inference.forward import Scores
         from flodl_hf.inference.inputs import several
-        from flodl_hf.inference.passes import Scores
         from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.results.lists import Answers
 

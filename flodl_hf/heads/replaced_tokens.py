@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl_hf.compat.taking import taking
+from flodl_hf.compat.kwargs import accept_keywords
 from flodl_hf.heads.prediction_keywords import MASKS
 from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.models.outputs import ReplacedTokensOutput
@@ -74,7 +74,7 @@ class ReplacedTokens(ScoringModel):
             logits, labels = logits[counted], labels[counted]
         return F.binary_cross_entropy_with_logits(logits, labels.float())
 
-    @taking(MASKS)
+    @accept_keywords(MASKS)
     def predict(
         self,
         texts: str | Iterable[str],
@@ -104,8 +104,8 @@ class ReplacedTokens(ScoringModel):
         from flodl_hf.inference.decode.entities import decode_entities_batch
         from flodl_hf.inference.decode.labels import TagScheme
         from flodl_hf.inference.decode.rows import Placed
+        from flodl_hf.inference.forward import Scores
         from flodl_hf.inference.inputs import encode, several
-        from flodl_hf.inference.passes import Scores
         from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.results.lists import Entities, is_empty
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flodl.errors import shown
-from flodl_hf.compat.taking import taking
+from flodl_hf.compat.kwargs import accept_keywords
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.prediction_keywords import CLASSES, RERANK, ZERO_SHOT
 from flodl_hf.heads.scoring import ScoringModel
@@ -25,7 +25,7 @@ from flodl_hf.nn.encoder.losses import check_labels, classification_loss
 
 if TYPE_CHECKING:
     from flodl_hf.checkpoints.config.model_config import ModelConfig
-    from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
+    from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
     from flodl_hf.inference import RunKeywords
     from flodl_hf.inference.decode.classes import Activation, Ranked
     from flodl_hf.inference.engine import Pending
@@ -56,7 +56,7 @@ class SequenceClassifier(ScoringModel):
             check_labels(labels, self.num_labels)
         return classification_loss(logits, labels, self.config.problem_type)
 
-    @taking(CLASSES)
+    @accept_keywords(CLASSES)
     def predict(
         self,
         texts: Text | Iterable[Text],
@@ -106,8 +106,8 @@ class SequenceClassifier(ScoringModel):
         """
         from flodl_hf.checkpoints.config.labels import tuned_thresholds
         from flodl_hf.inference.decode.classes import decide, decode_classes
+        from flodl_hf.inference.forward import Scores
         from flodl_hf.inference.inputs import refuse_two_texts, several
-        from flodl_hf.inference.passes import Scores
         from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.results.lists import Labels
 
@@ -156,7 +156,7 @@ class SequenceClassifier(ScoringModel):
             kind=Labels if compat is None else None, given=_as_given,
         )  # fmt: skip
 
-    @taking(ZERO_SHOT)
+    @accept_keywords(ZERO_SHOT)
     def zero_shot(
         self,
         texts: str | Iterable[str],
@@ -189,8 +189,8 @@ class SequenceClassifier(ScoringModel):
         """
         from flodl_hf.inference.decode.classes import contradiction_id, decode_zero_shot, entailment_id
         from flodl_hf.inference.decode.compat import zero_shot_classification
+        from flodl_hf.inference.forward import Scores
         from flodl_hf.inference.inputs import several
-        from flodl_hf.inference.passes import Scores
         from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.results.lists import Labels
 
@@ -224,7 +224,7 @@ class SequenceClassifier(ScoringModel):
             kind=Labels if compat is None else None, what="zero_shot",
         )  # fmt: skip
 
-    @taking(RERANK)
+    @accept_keywords(RERANK)
     def rerank(
         self,
         query: str,
@@ -263,7 +263,7 @@ class SequenceClassifier(ScoringModel):
             PredictError: the model has more than one label, or documents are no list of strings.
         """
         from flodl_hf.inference.decode.classes import Ranked, decode_ranking
-        from flodl_hf.inference.passes import Scores
+        from flodl_hf.inference.forward import Scores
         from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.results.lists import Ranking
 
@@ -291,7 +291,7 @@ class SequenceClassifier(ScoringModel):
         return Ranking(ranked, query)
 
     @property
-    def cross_encoder(self) -> SentenceRecipe | None:
+    def cross_encoder(self) -> SentenceTransformerConfig | None:
         """Settings of the folder if sentence-transformers wrote it as a cross-encoder of these labels; else None."""
         recipe, activation = self.sentence_recipe, self.config.score_activation
         return recipe if recipe is not None and activation is not None and recipe.activation == activation else None
@@ -305,9 +305,9 @@ class SequenceClassifier(ScoringModel):
         recipe = self.cross_encoder
         if recipe is None and name is None:
             return prompt or ""
-        from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
+        from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 
-        return (recipe or SentenceRecipe()).resolve_prompt(method, prompt, name)
+        return (recipe or SentenceTransformerConfig()).resolve_prompt(method, prompt, name)
 
     def _encode(
         self,

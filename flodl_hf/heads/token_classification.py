@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 from torch import Tensor
 
-from flodl_hf.compat.taking import taking
+from flodl_hf.compat.kwargs import accept_keywords
 from flodl_hf.heads.prediction_keywords import ENTITIES
 from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.models.outputs import TokenClassificationOutput
@@ -45,7 +45,7 @@ class TokenClassifier(ScoringModel):
         check_labels(labels, self.num_labels)
         return token_loss(logits, labels)
 
-    @taking(ENTITIES)
+    @accept_keywords(ENTITIES)
     def predict(
         self,
         texts: str | Iterable[str] | Iterable[Sequence[str]],
@@ -87,8 +87,8 @@ class TokenClassifier(ScoringModel):
         from flodl_hf.inference.decode.entities import decode_entities_batch
         from flodl_hf.inference.decode.labels import TagScheme
         from flodl_hf.inference.decode.windows import join_words
+        from flodl_hf.inference.forward import Scores
         from flodl_hf.inference.inputs import encode, several
-        from flodl_hf.inference.passes import Scores
         from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.results.lists import Entities, is_empty
 

@@ -19,17 +19,17 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from flodl_hf.checkpoints.sentence.multivector import marker_id
-from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe, recipe_on
+from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig, recipe_on
 from flodl_hf.checkpoints.sentence.sparse import SparseVectors, SpladePooling, from_dense, from_tokens
 from flodl_hf.errors import PredictError
 
 if TYPE_CHECKING:
-    from flodl_hf.checkpoints.sentence.multivector import LateRecipe
+    from flodl_hf.checkpoints.sentence.multivector import MultiVectorConfig
     from flodl_hf.checkpoints.sentence.steps import Step
     from flodl_hf.inference import RunKeywords
     from flodl_hf.inference.engine import Pending
+    from flodl_hf.inference.forward import States, Work
     from flodl_hf.inference.inputs import Encoded
-    from flodl_hf.inference.passes import States, Work
     from flodl_hf.models.encoder_model import EncoderModel
 
 TOKENS = 2048
@@ -81,7 +81,13 @@ def batches_of(size: int | None) -> Iterator[None]:
 
 
 def padded_batches(
-    model: EncoderModel, recipe: SentenceRecipe, texts: Sequence[str], prompt: str, *, size: int, strict: bool = False
+    model: EncoderModel,
+    recipe: SentenceTransformerConfig,
+    texts: Sequence[str],
+    prompt: str,
+    *,
+    size: int,
+    strict: bool = False,
 ) -> Iterator[tuple[np.ndarray, Tensor, Tensor]]:
     """Yield the places of the texts of each batch, the states of their tokens, and the mask of padding.
 
@@ -108,7 +114,7 @@ def padded_batches(
 
 
 def convolved(
-    model: EncoderModel, recipe: SentenceRecipe, names: tuple[Any, ...], prompt: str, dense: Sequence[Step],
+    model: EncoderModel, recipe: SentenceTransformerConfig, names: tuple[Any, ...], prompt: str, dense: Sequence[Step],
     texts: Sequence[str], *, truncate_dim: int | None, normalize: bool, strict: bool,
 ) -> Tensor:  # fmt: skip
     """Return the vectors of texts in padded batches; arguments as of `pooled_beyond`."""
@@ -125,7 +131,7 @@ def convolved(
     return torch.cat(found)[np.argsort(np.concatenate(places))]
 
 
-def prompt_tokens(model: EncoderModel, recipe: SentenceRecipe, prompt: str) -> int:
+def prompt_tokens(model: EncoderModel, recipe: SentenceTransformerConfig, prompt: str) -> int:
     """Return how many first tokens of a text are not pooled, counted as sentence-transformers does."""
     if not prompt or recipe.include_prompt:
         return 0
@@ -141,8 +147,8 @@ class Beyond(NamedTuple):
 
 
 def pooled_beyond(
-    model: EncoderModel, recipe: SentenceRecipe, names: tuple[Any, ...], prompt: str, dense: Sequence[Step], *,
-    truncate_dim: int | None, normalize: bool, batch_invariant: bool = False,
+    model: EncoderModel, recipe: SentenceTransformerConfig, names: tuple[Any, ...], prompt: str,
+    dense: Sequence[Step], *, truncate_dim: int | None, normalize: bool, batch_invariant: bool = False,
 ) -> Beyond:  # fmt: skip
     """Return how texts are pooled where dense layers follow, or where a prompt's tokens do not count.
 
@@ -157,7 +163,7 @@ def pooled_beyond(
         batch_invariant: compute each vector by itself, because products of several rows are summed in another order.
     """
     from flodl_hf.inference.decode.pooling import finish_embeddings
-    from flodl_hf.inference.passes import Pooled
+    from flodl_hf.inference.forward import Pooled
     from flodl_hf.inference.vectors import Vectors
 
     def finished(found: Tensor) -> Tensor:
@@ -210,7 +216,7 @@ def token_embeddings(
     model._ready("encode", untrained=untrained)
     own = model.on_route(route)
     recipe = recipe_on(own.sentence_recipe, route if own is model else None)
-    before = (recipe or SentenceRecipe()).resolve_prompt("encode", prompt)
+    before = (recipe or SentenceTransformerConfig()).resolve_prompt("encode", prompt)
     found: Any = own
     if recipe is not None and recipe.reads_padding:
         given_texts, rows = [texts] if isinstance(texts, str) else texts, {}
@@ -231,16 +237,16 @@ def token_embeddings(
     return found if single else list(found)
 
 
-def read_states(model: EncoderModel, recipe: SentenceRecipe | None) -> States:
+def read_states(model: EncoderModel, recipe: SentenceTransformerConfig | None) -> States:
     """Return the pass that computes the states that a folder uses: the last layer's, or others."""
-    from flodl_hf.inference.passes import States
+    from flodl_hf.inference.forward import States
 
     if recipe is None or not recipe.changes_states:
         return States()
     return States(recipe.shares(model.config.encoder.num_layers, "the folder"))
 
 
-def changed_states(recipe: SentenceRecipe | None, states: Tensor) -> Tensor:
+def changed_states(recipe: SentenceTransformerConfig | None, states: Tensor) -> Tensor:
     """Return the states of one text's tokens, ``(tokens, size)``, after the modules between transformer and pooling."""
     for step in recipe.tokens if recipe is not None else ():
         states = step(states)
@@ -268,8 +274,8 @@ def token_vectors(
     model: EncoderModel, texts: str | Iterable[str], *, query: bool, untrained: bool, run: RunKeywords
 ) -> Any:
     """Return a vector for each token; see `BaseModel.embed_tokens`."""
+    from flodl_hf.inference.forward import States
     from flodl_hf.inference.inputs import Encoded, several
-    from flodl_hf.inference.passes import States
     from flodl_hf.inference.pipeline import Session
     from flodl_hf.inference.token_table import table_of
 
@@ -310,7 +316,7 @@ def token_vectors(
     return list(session.answer(asked, marked, States(), finish, what="embed_tokens"))
 
 
-def _expanded(model: EncoderModel, late: LateRecipe, encoded: Encoded, width: int | None) -> list[Tensor]:
+def _expanded(model: EncoderModel, late: MultiVectorConfig, encoded: Encoded, width: int | None) -> list[Tensor]:
     """Return the vectors of queries that are filled up with mask tokens, in full precision.
 
     Mask tokens that others do not attend to need a mask, which rows without filling have no place for.
@@ -350,8 +356,8 @@ def lexical_vectors(
     run: RunKeywords,
 ) -> SparseVectors:
     """Return weights of a text's own words; see `BaseModel.embed_sparse`."""
+    from flodl_hf.inference.forward import States
     from flodl_hf.inference.inputs import encode
-    from flodl_hf.inference.passes import States
 
     tokenizer = model._ready("embed_sparse", untrained=untrained)
     lexical = None if model.sentence_recipe is None else model.sentence_recipe.lexical
@@ -400,14 +406,14 @@ def splade_vectors(
     run: RunKeywords,
 ) -> SparseVectors:
     """Return weights of words by a masked-word head; see `MaskedLM.embed_sparse`."""
+    from flodl_hf.inference.forward import Splade
     from flodl_hf.inference.inputs import encode, prompted
-    from flodl_hf.inference.passes import Splade
 
     tokenizer = model._ready("embed_sparse", untrained=untrained)
     # The recipe of an encoder that makes dense vectors has prompts for those.
     recipe = model.sentence_recipe
     if recipe is None or recipe.splade is None:
-        recipe = SentenceRecipe(splade=SpladePooling())
+        recipe = SentenceTransformerConfig(splade=SpladePooling())
     pooling = recipe.splade or SpladePooling()
     before = recipe.resolve_prompt("embed_sparse", prompt, prompt_name)
 

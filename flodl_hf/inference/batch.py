@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.decode.rows import Placed, TokenTable
-from flodl_hf.inference.passes import ScoresAt, Work
+from flodl_hf.inference.forward import ScoresAt, Work
 
 HEARD: ContextVar[Callable[[float], None] | None] = ContextVar("HEARD", default=None)
 """Who hears of each batch that is noted, as a share of all rows."""

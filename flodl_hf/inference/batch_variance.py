@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from flodl_hf.inference.engine import Engine
+from flodl_hf.inference.forward import Scores, States
 from flodl_hf.inference.inputs import encode, split_pairs
 from flodl_hf.inference.options import RunKeywords, options_of
-from flodl_hf.inference.passes import Scores, States
 
 if TYPE_CHECKING:
     from flodl_hf.inference.graph_model.model import GraphModel

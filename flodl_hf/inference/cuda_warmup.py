@@ -87,7 +87,7 @@ def _make_handles(device: torch.device) -> None:
 def _load_kernels(graph: Graph, device: torch.device, dtype: torch.dtype, before: tuple[Thread, ...]) -> None:
     from flodl_hf.nn.backends.choose import prediction_sizes, splits
     from flodl_hf.nn.backends.trials import buckets, prediction
-    from flodl_hf.nn.kernels.trust import trusted
+    from flodl_hf.nn.kernels.self_test import trusted
 
     for thread in before:
         thread.join()

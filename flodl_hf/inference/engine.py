@@ -19,11 +19,11 @@ from flodl_hf.errors import PredictError
 from flodl_hf.inference.batch import Batch, Pending, batch_of, check_rows, plan_batches, usual_budget
 from flodl_hf.inference.cuda_graphs import SMALL, WAIT, Recorder
 from flodl_hf.inference.decode.rows import TokenTable
+from flodl_hf.inference.forward import Work
 from flodl_hf.inference.layers_from_disk import Given
 from flodl_hf.inference.options import RunOptions, multiplying
-from flodl_hf.inference.passes import Work
 from flodl_hf.inference.prepared_graph import Prepared, holder
-from flodl_hf.nn.adapter_layers.prompts import lead_of
+from flodl_hf.nn.adapter_layers.prompts import prefix_of
 from flodl_hf.nn.layout.buckets import Buffer, bucket_of
 from flodl_hf.nn.layout.layouts import Layout, Packed, Padded
 from flodl_hf.nn.layout.rounded import laid_out, rounded
@@ -186,7 +186,7 @@ class Engine:
             packed = buffer.packed.to(self.device, non_blocking=True)
             return Given(*buffer.on(packed, lengths, len(batch.lengths)), self._chosen(batch))
         if self.prepared.rounded:
-            lead = lead_of(self.graph)
+            lead = prefix_of(self.graph)
             types = batch.types if self.types else None
             if self.types and types is None:
                 types = np.zeros_like(batch.ids)

@@ -1,6 +1,6 @@
 """Explain a model on a device in a precision: the table of each layer, kernels, recording, and reasons if slower.
 
-The answers use the functions that decide at run time: the tables' `lacks`, `flodl_hf.nn.kernels.trust` and the
+The answers use the functions that decide at run time: the tables' `lacks`, `flodl_hf.nn.kernels.self_test` and the
 CPU's capabilities. No weight is read, so a graph on the ``meta`` device can be explained too.
 """
 
@@ -23,7 +23,7 @@ from flodl_hf.nn.backends.cuda import GATES, HEAD_WIDTHS, SHORT, CudaTable
 from flodl_hf.nn.backends.cuda_float32 import FEWEST
 from flodl_hf.nn.backends.cuda_training import TrainingTable
 from flodl_hf.nn.backends.trials import LayerSizes, prediction
-from flodl_hf.nn.kernels.trust import trusted
+from flodl_hf.nn.kernels.self_test import trusted
 
 if TYPE_CHECKING:
     from flodl_hf.inference.graph_model.model import GraphModel

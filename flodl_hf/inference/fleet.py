@@ -15,8 +15,8 @@ import torch
 
 from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.engine import Engine, Pending, current
+from flodl_hf.inference.forward import Work
 from flodl_hf.inference.options import multiplying
-from flodl_hf.inference.passes import Work
 
 # Batches that are started ahead on a device, so that it never waits for its thread.
 _AHEAD = 2

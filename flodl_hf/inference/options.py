@@ -24,7 +24,7 @@ Precision: TypeAlias = Literal["exact", "fp32", "tf32", "bf16", "fp16", "int8"]
 
 "exact" repeats the reference arithmetic on the weights as loaded; "fp32", "bf16" and "fp16" compute in that
 dtype; "tf32" multiplies float32 with 10 bits of mantissa (NVIDIA); "int8" multiplies integers (CPU). On CUDA
-"fp32" adds up three fp16 products for each float32 one, nearly as exactly (`flodl_hf.nn.kernels.halves`).
+"fp32" adds up three fp16 products for each float32 one, nearly as exactly (`flodl_hf.nn.kernels.fp16_split`).
 """
 
 _DTYPES = {

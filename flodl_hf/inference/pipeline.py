@@ -28,10 +28,10 @@ from flodl_hf.inference.batch import COUNTED, HEARD, TRUNCATED, Pending
 from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.engine import Engine
 from flodl_hf.inference.fleet import Fleet
-from flodl_hf.inference.graph_model.model import entered
+from flodl_hf.inference.forward import Work
+from flodl_hf.inference.graph_model.model import reinit_after_fork
 from flodl_hf.inference.inputs import FIRST_PLACE, Encoded
 from flodl_hf.inference.options import RunKeywords, RunOptions, options_of
-from flodl_hf.inference.passes import Work
 from flodl_hf.inference.results.lists import Found, results_of
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Session:
     """
 
     def __init__(self, model: GraphModel, given: RunKeywords) -> None:
-        entered()
+        reinit_after_fork()
         self.model = model
         options = options_of(model)
         self.options = options.changed(dict(given)) if given else options

@@ -20,8 +20,8 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 import torch
 
+from flodl_hf.inference.forward import Work
 from flodl_hf.inference.options import RunOptions
-from flodl_hf.inference.passes import Work
 from flodl_hf.inference.prepared_graph import Stamp
 from flodl_hf.inference.worker import known_of
 from flodl_hf.tokenization.backend import cores

@@ -199,7 +199,7 @@ class _Scores(_Computed):
 def _logits(engine: Any, pairs: list[tuple[str, str]], prompt: str, *, progress: bool) -> Tensor:
     """Return the scores of pairs before any activation, ``(pairs, labels)``."""
     from flodl_hf.inference import Session
-    from flodl_hf.inference.passes import Scores
+    from flodl_hf.inference.forward import Scores
 
     encode = partial(engine._encode, truncate=True, prompt=prompt)
     found = Session(engine, {"progress": bool(progress)}).answer(

@@ -159,8 +159,8 @@ def predict_file(
             plan, rank, parts, plan.open(rows), reopen=again, on_progress=on_progress, should_stop=should_stop,
             workers=workers, wait_for_ranks=heart.wait_for_ranks if workers is None else None,
         )  # fmt: skip
-        for counter, count in ((COUNTED, run.count), (TRUNCATED, run.count_truncated)):
-            stack.callback(counter.reset, counter.set(count))
+        stack.callback(COUNTED.reset, COUNTED.set(run.count))
+        stack.callback(TRUNCATED.reset, TRUNCATED.set(run.count_truncated))
         if not rank.rank:
             stack.enter_context(heart)
         stack.enter_context(gc_frozen())

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.compat.kwargs import accept_keywords
 from flodl_hf.compat.loading import SAVE
-from flodl_hf.compat.taking import taking
 from flodl_hf.errors import ExportError, PredictError
 from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.models.adapted import Adapted
+from flodl_hf.models.attribute_hints import method_named, told
 from flodl_hf.models.building import build_graph, declared_ties, initialise, tie_tensors
-from flodl_hf.models.opening import Opened
-from flodl_hf.models.other_tasks import method_named, told
-from flodl_hf.models.transformers_methods import Familiar
+from flodl_hf.models.opening import FromPretrained
+from flodl_hf.models.transformers_methods import TransformersMethods
 
 if TYPE_CHECKING:
     from flodl_hf.inference.explain import Explanation
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from flodl_hf.inference.results.evaluation import EvaluationResult
 
 
-class EncoderModel(Opened, Adapted, Familiar):
+class EncoderModel(FromPretrained, Adapted, TransformersMethods):
     """An encoder with one task's head.
 
     Made by ``from_pretrained`` or ``from_config``; called with Hugging Face's keyword arguments.
@@ -206,7 +206,7 @@ class EncoderModel(Opened, Adapted, Familiar):
         """Return a ``PreTrainedModel`` of transformers with the same parameters; see `flodl_hf.transformers`."""
         return import_module("flodl_hf.transformers").pretrained_model(self)
 
-    @taking(SAVE, ExportError)
+    @accept_keywords(SAVE, ExportError)
     def save_pretrained(
         self,
         folder: str | Path,

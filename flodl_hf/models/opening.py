@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypedDict
 
 from flodl.errors import ConfigError
+from flodl_hf.compat.kwargs import accept_keywords
 from flodl_hf.compat.loading import LOAD
-from flodl_hf.compat.taking import taking
 
 if TYPE_CHECKING:
     import torch
 
     from flodl_hf.checkpoints.weights.on_disk import Weights
 
-__all__ = ["LoadKeywords", "Opened"]
+__all__ = ["FromPretrained", "LoadKeywords"]
 
 
 class LoadKeywords(TypedDict, total=False):
-    """Keywords of `Opened.from_pretrained`, for callers that pass them on."""
+    """Keywords of `FromPretrained.from_pretrained`, for callers that pass them on."""
 
     revision: str | None
     subfolder: str
@@ -44,11 +44,11 @@ class LoadKeywords(TypedDict, total=False):
     adapter: str | Path | None
 
 
-class Opened:
+class FromPretrained:
     """Base of classes that a folder or repository can be loaded as."""
 
     @classmethod
-    @taking(LOAD, ConfigError)
+    @accept_keywords(LOAD, ConfigError)
     def from_pretrained(
         cls,
         name_or_path: str | Path,

@@ -26,7 +26,7 @@ from flodl_hf.checkpoints.config.labels import MAX_LABELS
 from flodl_hf.checkpoints.config.model_config import ModelConfig, listed_texts, read_config_file
 from flodl_hf.checkpoints.config.warnings import warn_of
 from flodl_hf.checkpoints.hub.folders import holds_adapter, resolve_folder
-from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe, read_recipe
+from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig, read_recipe
 from flodl_hf.checkpoints.sentence.routing import transformer_folder
 from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
 from flodl_hf.checkpoints.weights.checkpoint.manifest import SourceManifest, StoredTensor
@@ -35,7 +35,7 @@ from flodl_hf.checkpoints.weights.load_report import warn_of_unexpected
 from flodl_hf.checkpoints.weights.loading import Plan, class_of, head_of, plan_load
 from flodl_hf.checkpoints.weights.on_disk import OnDisk, Weights, stays_on_disk
 from flodl_hf.checkpoints.weights.source import Source
-from flodl_hf.families.schema import Kept
+from flodl_hf.families.schema import PassthroughTensor
 from flodl_hf.inference.graph_model.model import GraphModel
 from flodl_hf.models.adapters.attach import adapters_of
 from flodl_hf.models.building import assign, empty_graph, initialise, tie_tensors
@@ -232,7 +232,7 @@ def _load(
 
 
 def _configured(
-    folder: Path, head: str, asked: _Wanted, adapter: AdapterFolder | None, recipe: SentenceRecipe | None
+    folder: Path, head: str, asked: _Wanted, adapter: AdapterFolder | None, recipe: SentenceTransformerConfig | None
 ) -> tuple[ModelConfig, bool]:
     """Return a folder's configuration, and whether its labels are set by the caller or an adapter."""
     config = read_config_file(folder, asked.ignore_config_keys, strict_config=asked.strict_config)
@@ -319,7 +319,9 @@ def _read_folder(
     )  # fmt: skip
 
 
-def _filled(read: _ReadFolder, config: ModelConfig, kept: Mapping[str, Kept], where: str) -> dict[str, Tensor]:
+def _filled(
+    read: _ReadFolder, config: ModelConfig, kept: Mapping[str, PassthroughTensor], where: str
+) -> dict[str, Tensor]:
     """Fill the graph, with fresh values for missing tensors; return the tensors kept outside the model."""
     plan, graph, values, report = read.plan, read.graph, read.values, read.plan.report
     ties = [*plan.ties, *settle_ties(plan, values, report)]
@@ -370,7 +372,7 @@ def _read(
     return values, OnDisk((values[name] for name in names if as_whole(name) in layers), place)
 
 
-def _kept(unused: Iterable[str], config: ModelConfig, head: str) -> dict[str, Kept]:
+def _kept(unused: Iterable[str], config: ModelConfig, head: str) -> dict[str, PassthroughTensor]:
     """Return the stored tensors that are kept outside the model, by stored name."""
     prefix = config.family.base_prefix + "."
     stored = {name if name.startswith(prefix) else prefix + name: name for name in unused}
@@ -382,7 +384,9 @@ def _kept(unused: Iterable[str], config: ModelConfig, head: str) -> dict[str, Ke
     return found
 
 
-def _taken(graph: Graph, kept: Mapping[str, Kept], values: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+def _taken(
+    graph: Graph, kept: Mapping[str, PassthroughTensor], values: Mapping[str, Tensor], where: str
+) -> dict[str, Tensor]:
     """Give modules their values from kept tensors; return these by their names in new files."""
     modules: dict[str | None, Any] = dict(graph.named_modules())
     for name, entry in kept.items():

@@ -15,7 +15,7 @@ from flodl.errors import ConfigError
 from flodl.graph import FlowBuilder
 from flodl_hf.checkpoints.saving.json_text import patch_json
 from flodl_hf.checkpoints.sentence.multivector import colbert_recipe
-from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
+from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry
 from flodl_hf.checkpoints.weights.file_names import BOUNDS
 from flodl_hf.checkpoints.weights.loading import class_of
@@ -34,7 +34,7 @@ _SETFIT = ("model_head.pkl", "config_setfit.json")
 
 
 def with_overrides(
-    config: ModelConfig, recipe: SentenceRecipe | None, ignored: Sequence[str], *, strict_config: bool
+    config: ModelConfig, recipe: SentenceTransformerConfig | None, ignored: Sequence[str], *, strict_config: bool
 ) -> ModelConfig:
     """Return the configuration with overrides from the folder's other files: settings, and the activation of scores.
 
@@ -58,13 +58,13 @@ def with_overrides(
     return config if recipe.activation is None else config.changed(score_activation=recipe.activation)
 
 
-def head_in_files(head: str, recipe: SentenceRecipe | None) -> str:
+def head_in_files(head: str, recipe: SentenceTransformerConfig | None) -> str:
     """Return the head found in the weight files: none if a dense layer computes a cross-encoder's scores."""
     scored = head == "sequence_classification" and recipe is not None and recipe.scorer is not None
     return "base" if scored else head
 
 
-def graph_of(graph: Graph, held: str, wanted: str, recipe: SentenceRecipe | None) -> Graph:
+def graph_of(graph: Graph, held: str, wanted: str, recipe: SentenceTransformerConfig | None) -> Graph:
     """Return the graph of the wanted head, with the folder's own score module after it if it has one."""
     if held == wanted or recipe is None:
         return graph
@@ -81,7 +81,7 @@ class PooledScores(nn.Module):
         recipe: of the folder.
     """
 
-    def __init__(self, recipe: SentenceRecipe) -> None:
+    def __init__(self, recipe: SentenceTransformerConfig) -> None:
         super().__init__()
         self.recipe = recipe
 
@@ -97,7 +97,7 @@ class PooledScores(nn.Module):
         return found
 
 
-def with_length(recipe: SentenceRecipe, length: int) -> SentenceRecipe:
+def with_length(recipe: SentenceTransformerConfig, length: int) -> SentenceTransformerConfig:
     """Return a folder's recipe with another length of texts in tokens, in its files too.
 
     Args:
@@ -144,12 +144,12 @@ def note_setfit(root: Path, head: str) -> None:
     )
 
 
-def colbert_of(folder: Path, config: ModelConfig) -> SentenceRecipe | None:
+def colbert_of(folder: Path, config: ModelConfig) -> SentenceTransformerConfig | None:
     """Return how a folder of ColBERT's class makes vectors; None of any other."""
     if class_of(config.source.get("architectures")) != "HF_ColBERT" or "HF_ColBERT" not in config.family.pretraining:
         return None
     late, files = colbert_recipe(folder)
-    return SentenceRecipe(normalize=True, late=late, files=files)
+    return SentenceTransformerConfig(normalize=True, late=late, files=files)
 
 
 def follow_routes(model: GraphModel, root: Path, load: Callable[[Path], GraphModel]) -> None:

@@ -30,7 +30,7 @@ def count_text(number: int) -> str:
     return f"{number / 1e6:.1f} million" if number >= 1_000_000 else f"{number:,}"
 
 
-class Familiar(GraphModel):
+class TransformersMethods(GraphModel):
     """Methods of models other than their task, with the names of transformers' ``PreTrainedModel``."""
 
     # --- size -----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import numpy as np
 from flodl_hf.errors import ExportError, PredictError
 
 if TYPE_CHECKING:
-    from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
+    from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
     from flodl_hf.tokenization.tokenizer import Tokenizer
 
 __all__ = ["OnnxModel", "find_onnx", "require"]
@@ -143,7 +143,7 @@ class OnnxModel:
         return own.parent if own.name == "onnx" and not (own / "config.json").is_file() else own
 
     @cached_property
-    def recipe(self) -> SentenceRecipe | None:
+    def recipe(self) -> SentenceTransformerConfig | None:
         """The folder's settings for text vectors; None without settings, or if the file returns scores."""
         from flodl_hf.checkpoints.sentence.recipe import read_recipe
 

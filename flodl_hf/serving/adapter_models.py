@@ -17,8 +17,8 @@ from flodl.errors import ConfigError, FlodlError, capped
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.batch import Pending
 from flodl_hf.inference.decode.rows import TokenTable
+from flodl_hf.inference.forward import Work
 from flodl_hf.inference.inputs import Encoded
-from flodl_hf.inference.passes import Work
 
 MAX_MIXED_ADAPTERS = 16
 """Maximum number of adapters of a batch: the terms of all of them are computed for each token."""

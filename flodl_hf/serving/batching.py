@@ -30,8 +30,8 @@ import torch
 from flodl_hf.inference.batch import check_rows
 from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.engine import Engine, Pending
+from flodl_hf.inference.forward import Work
 from flodl_hf.inference.options import RunOptions
-from flodl_hf.inference.passes import Work
 from flodl_hf.serving.adapter_models import MixedAdapters
 from flodl_hf.serving.request import AwaitedResults, WorkerRequest
 from flodl_hf.serving.throughput import TokenRate

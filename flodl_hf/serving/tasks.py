@@ -101,8 +101,8 @@ def _embed_ids(
 ) -> np.ndarray:
     from flodl_hf.inference import Session
     from flodl_hf.inference.decode.pooling import check_pooling
+    from flodl_hf.inference.forward import Pooled
     from flodl_hf.inference.inputs import Encoded
-    from flodl_hf.inference.passes import Pooled
     from flodl_hf.inference.token_table import Frame, framed
     from flodl_hf.inference.vectors import Vectors
 
@@ -176,8 +176,8 @@ def _embed_all(model: Any, items: list[str], options: Mapping[str, Any], request
 
     from flodl_hf.inference import Session
     from flodl_hf.inference.decode.pooling import finish_embeddings
+    from flodl_hf.inference.forward import States
     from flodl_hf.inference.inputs import encode
-    from flodl_hf.inference.passes import States
 
     tokenizer = model._ready("embed_all")
     how = _vector_options(options)

@@ -24,7 +24,7 @@ from flodl_hf.errors import TokenizerError
 from flodl_hf.tokenization.blocks import Flat, Mark, in_blocks, mark_of
 from flodl_hf.tokenization.charsmap import check_definition
 from flodl_hf.tokenization.first_tokens import splits_at_spaces
-from flodl_hf.tokenization.guard import MAX_GROWTH, check_texts, growth, guarded
+from flodl_hf.tokenization.guard import MAX_GROWTH, check_texts, growth, translated_errors
 from flodl_hf.tokenization.rows import Row
 from flodl_hf.tokenization.source import parse_json
 from flodl_hf.tokenization.words import join, joins_words, rows_from_joined
@@ -164,7 +164,7 @@ def load_json(data: bytes, where: str) -> tokenizers.Tokenizer:
     value = parse_json(data, where)
     if value.get("padding") or value.get("truncation"):
         value.update(padding=None, truncation=None)
-        with guarded(where, "the tokenizer definition is damaged; fetch the file again"):
+        with translated_errors(where, "the tokenizer definition is damaged; fetch the file again"):
             return tokenizers.Tokenizer.from_str(json.dumps(value))
     raise TokenizerError(
         f"{where}: not a usable tokenizer definition: {printable(reason, 300)}; expected one as the tokenizers "
@@ -223,7 +223,7 @@ class Backend:
             TokenizerError: if its normalizer could exhaust memory on a short text.
         """
         self.where = where
-        with guarded(where, "the tokenizer definition is damaged; fetch it again"):
+        with translated_errors(where, "the tokenizer definition is damaged; fetch it again"):
             padding, truncation = inner.padding or {}, inner.truncation or {}
             # Both change the tokenizer, which is why they are called here once and never again.
             inner.no_padding()
@@ -294,7 +294,7 @@ class Backend:
         if pairs is not None and special and self.pair_fault is not None:
             raise TokenizerError(self.pair_fault, where=self.where)
         batch = list(texts) if pairs is None else list(zip(texts, pairs, strict=True))
-        with guarded(f"{self.where}: encoding", "the tokenizer cannot treat one of the texts", texts, pairs):
+        with translated_errors(f"{self.where}: encoding", "the tokenizer cannot treat one of the texts", texts, pairs):
             if len(batch) == 1 and not fast and not self.patterns:
                 # Starting threads for a batch takes as long as encoding one text.
                 pair = (batch[0], None) if pairs is None else batch[0]
@@ -348,7 +348,7 @@ class Backend:
                 def blocks(batch: list[Any], each: int) -> list[tokenizers.Encoding]:
                     return self._run(run, batch, lambda: _characters(texts), each)
 
-                with guarded(f"{self.where}: encoding", "the tokenizer cannot treat one of the texts", texts):
+                with translated_errors(f"{self.where}: encoding", "the tokenizer cannot treat one of the texts", texts):
                     found = in_blocks(texts, self._mark, blocks, cores())
                 if found is not None:
                     return found

@@ -21,7 +21,7 @@ from flodl_hf.families.schema import FamilyTokenizer
 
 from .added import add_tokens, role_tokens
 from .classes import class_name, class_rules, rules_of
-from .guard import guarded
+from .guard import translated_errors
 from .pieces import llama, pieces, sentencepiece_pieces
 from .plain_files import read_fairseq, read_merges, read_vocab_json, read_vocab_txt
 from .settings import ROLES, content, said_of
@@ -285,7 +285,7 @@ def build_backend(
     stated = {role: by_text.get(v, v) if isinstance(v, str) else v for role, v in stated.items()}
     tokens = {**own.special, **{role: text for role, v in stated.items() if (text := content(v))}}
     source = Source(files, folder, settings, own, tokens, rows)
-    with guarded(f"{folder}/{vocabulary_file(files)}", "the vocabulary files are damaged; fetch them again"):
+    with translated_errors(f"{folder}/{vocabulary_file(files)}", "the vocabulary files are damaged; fetch them again"):
         tokenizer = _builder(own)(source)
         special = role_tokens(tokens, stated, mask_takes_space=own.mask_takes_space)
         add_tokens(tokenizer, settings, mapped, added, folder=folder, rows=rows, roles=special)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from flodl_hf.families import named, that_tokenizes
+from flodl_hf.families import by_tokenizer_class, named
 from flodl_hf.families.schema import Family, FamilyTokenizer
 
 # Builders of tokenizers with Python code that splits words.
@@ -192,14 +192,14 @@ def class_rules(name: str | None) -> FamilyTokenizer | None:
     word = _target(_word(name))
     if (own := _words().get(word)) is not None:
         return own
-    family = that_tokenizes(word)
+    family = by_tokenizer_class(word)
     return None if family is None else family.tokenizer
 
 
 def class_family(stated: Mapping[str, Any]) -> str | None:
     """Return the family of ``tokenizer_class``, or None if the class is absent or belongs to no family."""
     name = class_name(stated, {})
-    family = None if name is None else that_tokenizes(_word(name))
+    family = None if name is None else by_tokenizer_class(_word(name))
     return None if family is None else family.model_type
 
 

@@ -27,7 +27,7 @@ from flodl_hf.tokenization.classes import (
     guess_model_type,
     rules_of,
 )
-from flodl_hf.tokenization.guard import guarded
+from flodl_hf.tokenization.guard import translated_errors
 from flodl_hf.tokenization.settings import ROLES, check_keys, content, said_of
 from flodl_hf.tokenization.source import parse_json
 from flodl_hf.tokenization.templates import frame, template_ends
@@ -219,7 +219,7 @@ def read_backend(
     overridden = _overridden(backend, files["tokenizer.json"], folder, effective, stated, tokens)
     if overridden is not None:
         backend = overridden[0]
-    with guarded(f"{folder}/tokenizer_config.json", "the settings are damaged; fetch them again"):
+    with translated_errors(f"{folder}/tokenizer_config.json", "the settings are damaged; fetch them again"):
         notes = add_tokens(backend, stated, mapped, added, folder=folder, rows=rows)
         changes = [] if overridden is None else overridden[1]
         if effective is not None and effective.files:

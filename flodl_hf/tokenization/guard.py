@@ -22,7 +22,9 @@ MAX_GROWTH = 64
 
 
 @contextmanager
-def guarded(where: str, remedy: str, texts: Sequence[Any] = (), pairs: Sequence[Any] | None = None) -> Iterator[None]:
+def translated_errors(
+    where: str, remedy: str, texts: Sequence[Any] = (), pairs: Sequence[Any] | None = None
+) -> Iterator[None]:
     """Convert every error of the block into a ``TokenizerError`` with its place and a remedy.
 
     A panic in the Rust code does not derive from ``Exception``, so ``except Exception`` would let it through.

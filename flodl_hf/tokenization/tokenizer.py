@@ -20,14 +20,14 @@ import tokenizers
 from flodl.errors import printable
 from flodl_hf.checkpoints.hub.folders import holds_adapter, resolve_folder
 from flodl_hf.checkpoints.weights.file_names import ADAPTER_CONFIG, BASE_OF_ADAPTER, CONFIG_NAME, is_vocabulary_in
+from flodl_hf.compat.kwargs import accept_keywords
 from flodl_hf.compat.loading import TOKENIZER
-from flodl_hf.compat.taking import taking
 from flodl_hf.errors import TokenizerError
 from flodl_hf.tokenization.backend import Backend
 from flodl_hf.tokenization.calls import Calls
 from flodl_hf.tokenization.definition import WARNED, read_backend, with_sections
 from flodl_hf.tokenization.encoded import Encoded
-from flodl_hf.tokenization.guard import guarded
+from flodl_hf.tokenization.guard import translated_errors
 from flodl_hf.tokenization.rows import Row
 from flodl_hf.tokenization.settings import ROLES, Settings, content, read_settings
 from flodl_hf.tokenization.source import (
@@ -165,7 +165,7 @@ class Tokenizer(Calls):
         if "tokenizer.json" in self._files and not frozen.by_code:
             name = "special_tokens_map.json"
             mapped = parse_json(self._files[name], f"{folder}/{name}") if name in self._files else {}
-            with guarded(f"{folder}/tokenizer.json", "the tokenizer definition is damaged; fetch it again"):
+            with translated_errors(f"{folder}/tokenizer.json", "the tokenizer definition is damaged; fetch it again"):
                 found = contradictions(backend, settings, mapped, self._config, frozen.pad_token)
         self.notes = (*notes, *found)
         if settings.split_special:
@@ -255,7 +255,7 @@ class Tokenizer(Calls):
         )  # fmt: skip
 
     @classmethod
-    @taking(TOKENIZER, TokenizerError)
+    @accept_keywords(TOKENIZER, TokenizerError)
     def from_pretrained(
         cls,
         name_or_path: str | os.PathLike[str],

@@ -14,7 +14,7 @@ from flodl.errors import capped, printable
 from flodl_hf.errors import TokenizerError
 
 from .backend import Backend
-from .guard import guarded
+from .guard import translated_errors
 from .settings import ROLES, Settings
 from .source import vocabulary_file
 
@@ -296,12 +296,12 @@ class Vocabulary:
     # Ids to text
 
     def _tokens_of(self, ids: Sequence[int]) -> list[str]:
-        with guarded("converting ids", "pass ids of this tokenizer"):
+        with translated_errors("converting ids", "pass ids of this tokenizer"):
             return [self._inner.id_to_token(i) or "" for i in ids]
 
     def token_to_id(self, token: str) -> int | None:
         """Return the id of a token, or ``None`` if the vocabulary lacks it."""
-        with guarded("looking up a token", "pass a string", [token]):
+        with translated_errors("looking up a token", "pass a string", [token]):
             return self._inner.token_to_id(token)
 
     def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> Any:
@@ -338,7 +338,7 @@ class Vocabulary:
         if isinstance(ids, list) and ids and isinstance(ids[0], (list, tuple)):
             return [self.decode(row, skip_special_tokens, clean_up_tokenization_spaces) for row in ids]
         ids = [ids] if isinstance(ids, int) else [int(i) for i in ids]
-        with guarded("decoding", "pass ids of this tokenizer, none of them negative"):
+        with translated_errors("decoding", "pass ids of this tokenizer, none of them negative"):
             text = self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
         clean = self._settings.clean_up if clean_up_tokenization_spaces is None else clean_up_tokenization_spaces
         if clean and not self._backend.is_bpe:
@@ -351,7 +351,7 @@ class Vocabulary:
         decoder = self._inner.decoder
         if decoder is None:
             return " ".join(tokens)
-        with guarded("joining tokens", "pass tokens of this tokenizer", tokens):
+        with translated_errors("joining tokens", "pass tokens of this tokenizer", tokens):
             return decoder.decode(list(tokens))
 
     @property

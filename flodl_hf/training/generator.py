@@ -21,7 +21,7 @@ from flodl.metrics import Accuracy, Classification
 from flodl.train import Loss
 from flodl_hf.inference.decode.metrics import Perplexity
 from flodl_hf.models.building import tie_tensors
-from flodl_hf.nn.adapter_layers.prompts import lead_of
+from flodl_hf.nn.adapter_layers.prompts import prefix_of
 from flodl_hf.nn.encoder.losses import IGNORED_LABEL, token_loss
 from flodl_hf.readers.columns import Columns, infer_columns
 from flodl_hf.tokenization.alignment import IGNORE
@@ -299,7 +299,7 @@ class JointObjective(Objective):
 def _words(generator: Any, batch: Any) -> Tensor:
     """Return the generator's scores of words at the masks of a batch, and of no other tokens."""
     layout, graph = layout_of(batch), generator.graph
-    ids, types, led, lead = batch["input_ids"], batch.get("token_type_ids"), layout, lead_of(graph)
+    ids, types, led, lead = batch["input_ids"], batch.get("token_type_ids"), layout, prefix_of(graph)
     if lead is not None:
         ids, types, led = lead.rows(ids, types, layout)
     states = graph.get_submodule("encoder")(ids, token_type_ids=types, layout=led)

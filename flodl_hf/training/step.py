@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from flodl.data import Where
 from flodl.errors import TrainError
 from flodl.train import Loss
-from flodl_hf.nn.adapter_layers.prompts import lead_of
+from flodl_hf.nn.adapter_layers.prompts import prefix_of
 from flodl_hf.nn.encoder.losses import IGNORED_LABEL, classification_loss, span_loss, token_loss
 from flodl_hf.nn.layout.layouts import Layout, Packed, Padded
 
@@ -160,7 +160,7 @@ def run_model(model: Any, batch: Any, outputs: Sequence[str] = ()) -> tuple[Tens
     if "cu_seqlens" not in batch and not batch["attention_mask"].is_cuda:
         return model._run_graph(ids, batch["attention_mask"], types, None, outputs)[:2]
     layout = layout_of(batch)
-    lead, led = lead_of(model.graph), layout
+    lead, led = prefix_of(model.graph), layout
     if lead is not None:
         ids, types, led = lead.rows(ids, types, layout)
     if outputs:

@@ -20,7 +20,7 @@ def prepare() -> None:
         "flodl_hf.tokenization.tokenizer",
         "flodl_hf.inference.pipeline",
         "flodl_hf.export",
-        "flodl_hf.checkpoints.weights.pickle_free",
+        "flodl_hf.checkpoints.weights.restricted_unpickler",
     ):
         import_module(module)
 

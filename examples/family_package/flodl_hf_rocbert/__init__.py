@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flodl_hf.families import bert
-from flodl_hf.families.schema import FamilyHead, Inert, Kept, KeyRow
+from flodl_hf.families.schema import FamilyHead, Inert, KeyRow, PassthroughTensor
 from flodl_hf.nn.encoder import bodies
 
 __all__ = ["GTE_ANSWERS", "ROC_BERT"]
@@ -20,7 +20,7 @@ ROC_BERT = bert.FAMILY.renamed(
         *(Inert(f"{kind}_{size}", _NOT_CALLED) for kind in _KINDS for size in ("embed_dim", "vocab_size")),
         *(Inert(f"enable_{kind}", _NOT_CALLED) for kind in _KINDS),
     ),
-    kept=tuple(Kept(f"roc_bert.embeddings.{kind}_embed.weight", _NOT_CALLED) for kind in _KINDS),
+    kept=tuple(PassthroughTensor(f"roc_bert.embeddings.{kind}_embed.weight", _NOT_CALLED) for kind in _KINDS),
     pretraining={},
     tiny={"base": {"concat_input": False}},
 )

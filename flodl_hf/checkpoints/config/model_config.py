@@ -26,9 +26,9 @@ from flodl_hf.checkpoints.config.labels import (
 )
 from flodl_hf.checkpoints.hub.folders import resolve_folder
 from flodl_hf.checkpoints.weights.file_names import CONFIG_NAME, WEIGHTS_KEY
+from flodl_hf.compat.kwargs import accept_keywords
 from flodl_hf.compat.loading import CONFIG
-from flodl_hf.compat.taking import taking
-from flodl_hf.families import model_types, named, row_of, that_claims
+from flodl_hf.families import match_config, model_types, named, row_of
 from flodl_hf.families.schema import Family
 from flodl_hf.families.schema.config_rows import REQUIRED, Triage, boolean, one_of, read_rows, refuse
 from flodl_hf.families.schema.config_rows import Row as Row
@@ -213,7 +213,7 @@ class ModelConfig:
         return config
 
     @classmethod
-    @taking(CONFIG, ConfigError)
+    @accept_keywords(CONFIG, ConfigError)
     def from_pretrained(
         cls,
         name_or_path: str | Path,
@@ -435,7 +435,7 @@ def family_of(source: Mapping[str, Any], where: str) -> Family:
         ConfigError: no such key, or a type that is not among the families; the nearest is suggested.
     """
     model_type = source.get("model_type")
-    if (family := that_claims(source) or named(model_type)) is not None:
+    if (family := match_config(source) or named(model_type)) is not None:
         return family
     known = model_types()
     found = "is missing" if model_type is None else f"is {printable(str(model_type), 60)}"

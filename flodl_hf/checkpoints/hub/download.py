@@ -31,12 +31,12 @@ from flodl_hf.checkpoints.hub.choosing import (
 )
 from flodl_hf.checkpoints.hub.request import (
     HubRequest,
-    at_home,
     explain,
     is_unreachable,
     reason,
     same_origin,
     time_for,
+    token_for_one_host,
     within,
 )
 from flodl_hf.checkpoints.hub.verified import check_cached, digest_of
@@ -135,7 +135,7 @@ def resolve(
         except HubError as fault:
             if "damaged" in fault.details:
                 _forget(Path(fault.details["damaged"]), request.storage)
-    with at_home(constants.ENDPOINT):
+    with token_for_one_host(constants.ENDPOINT):
         return _from_hub(request)
 
 

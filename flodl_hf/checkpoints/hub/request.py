@@ -227,7 +227,7 @@ def _origin(url: str) -> tuple[str, str, int | None]:
 
 
 @contextmanager
-def at_home(endpoint: str, authorization: str | None = None) -> Iterator[None]:
+def token_for_one_host(endpoint: str, authorization: str | None = None) -> Iterator[None]:
     """Restrict the Hub client's tokens to one server, within this context and its copies.
 
     Args:
@@ -239,8 +239,8 @@ def at_home(endpoint: str, authorization: str | None = None) -> Iterator[None]:
     # Where a connection fails, huggingface_hub closes its client and has its factory make another for the next try.
     http: Any = getattr(utils, "_http", None)
     factory = getattr(http, "_GLOBAL_CLIENT_FACTORY", None)
-    if factory is not None and not isinstance(factory, _Guarding):
-        http._GLOBAL_CLIENT_FACTORY = _Guarding(factory)
+    if factory is not None and not isinstance(factory, _TokenScopedSession):
+        http._GLOBAL_CLIENT_FACTORY = _TokenScopedSession(factory)
     _guarded(utils.get_session())
     before = _home.set(endpoint)
     key = (authorization or "", endpoint)
@@ -257,7 +257,7 @@ def at_home(endpoint: str, authorization: str | None = None) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Guarding:
+class _TokenScopedSession:
     """Makes clients as another factory does, which take tokens to one server alone."""
 
     factory: Callable[[], Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flodl_hf.checkpoints.hub.request import at_home
+from flodl_hf.checkpoints.hub.request import token_for_one_host
 from flodl_hf.errors import HubError
 
 
@@ -42,7 +42,7 @@ def upload_folder(
     # The environment now, not as it was when the client was imported.
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token)
     try:
-        with at_home(api.endpoint, build_hf_headers(token=token).get("authorization")):
+        with token_for_one_host(api.endpoint, build_hf_headers(token=token).get("authorization")):
             api.create_repo(repo_id, private=private, exist_ok=True)
             if revision is not None and not create_pr:
                 api.create_branch(repo_id, branch=revision, exist_ok=True)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from flodl_hf.checkpoints.sentence.recipe import POOLINGS, SentenceRecipe
+from flodl_hf.checkpoints.sentence.recipe import POOLINGS, SentenceTransformerConfig
 from flodl_hf.checkpoints.sentence.sparse import splade_files
 
 Parts = list[tuple[str, str]]
@@ -18,7 +18,7 @@ Parts = list[tuple[str, str]]
 _PREFIX = "sentence_transformers.models."
 
 
-def recipe_files(recipe: SentenceRecipe, hidden_size: int) -> dict[str, bytes]:
+def recipe_files(recipe: SentenceTransformerConfig, hidden_size: int) -> dict[str, bytes]:
     """Return the small files of a sentence-transformers folder with weights at its root."""
     if recipe.splade is not None:
         return splade_files(recipe.splade, recipe.max_tokens, model_settings(recipe))
@@ -38,7 +38,7 @@ def recipe_files(recipe: SentenceRecipe, hidden_size: int) -> dict[str, bytes]:
     return {name: _json(value) for name, value in said.items()} | files
 
 
-def model_settings(recipe: SentenceRecipe) -> dict[str, Any]:
+def model_settings(recipe: SentenceTransformerConfig) -> dict[str, Any]:
     """Return the contents of ``config_sentence_transformers.json`` for a model."""
     found: dict[str, Any] = {}
     if recipe.prompts:
@@ -50,7 +50,7 @@ def model_settings(recipe: SentenceRecipe) -> dict[str, Any]:
     return found | {key: value for key, value in stated.items() if value is not None}
 
 
-def bounds_of(recipe: SentenceRecipe) -> dict[str, Any]:
+def bounds_of(recipe: SentenceTransformerConfig) -> dict[str, Any]:
     """Return the contents of ``sentence_bert_config.json``: lengths, and the model output that is read.
 
     Overrides of ``config.json`` and ``tokenizer_config.json`` are omitted: those files now have their values.
@@ -63,7 +63,7 @@ def bounds_of(recipe: SentenceRecipe) -> dict[str, Any]:
     return found
 
 
-def _behind(recipe: SentenceRecipe, hidden_size: int, inside: str = "") -> tuple[Parts, dict[str, bytes]]:
+def _behind(recipe: SentenceTransformerConfig, hidden_size: int, inside: str = "") -> tuple[Parts, dict[str, bytes]]:
     """Return kinds and folders of the modules behind a transformer, and their files."""
     parts: Parts = []
     files: dict[str, bytes] = {}
@@ -89,7 +89,7 @@ def _behind(recipe: SentenceRecipe, hidden_size: int, inside: str = "") -> tuple
     return parts, files
 
 
-def _router_files(recipe: SentenceRecipe, hidden_size: int) -> tuple[Parts, dict[str, bytes]]:
+def _router_files(recipe: SentenceTransformerConfig, hidden_size: int) -> tuple[Parts, dict[str, bytes]]:
     """Return a router behind a transformer, and its files."""
     folder = "1_Router"
     types: dict[str, str] = {}

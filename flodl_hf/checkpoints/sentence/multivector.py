@@ -20,14 +20,14 @@ from flodl.errors import ConfigError, printable, shown
 from flodl_hf.checkpoints.sentence.dense import Dense, dense_files
 from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry, read_member
-from flodl_hf.checkpoints.weights.pickle_free.shard import read_bin
+from flodl_hf.checkpoints.weights.restricted_unpickler.shard import read_bin
 from flodl_hf.errors import PredictError
 
 PYLATE_DENSE = "pylate.models.Dense.Dense"
 
 
 @dataclass(frozen=True, eq=False)
-class LateRecipe:
+class MultiVectorConfig:
     """How a folder makes the vectors of a text's tokens.
 
     Args:
@@ -124,7 +124,7 @@ def _text(said: Mapping[str, Any], key: str, usual: str, where: str) -> str:
     return value
 
 
-def colbert_recipe(folder: Path) -> tuple[LateRecipe, dict[str, bytes]]:
+def colbert_recipe(folder: Path) -> tuple[MultiVectorConfig, dict[str, bytes]]:
     """Return the recipe of a folder of the class HF_ColBERT, with its small file.
 
     Raises:
@@ -154,7 +154,7 @@ def colbert_recipe(folder: Path) -> tuple[LateRecipe, dict[str, bytes]]:
             )
         weight = held.read(stored[0]).float()
     skipped = tuple(string.punctuation) if said.get("mask_punctuation", True) else ()
-    return LateRecipe(
+    return MultiVectorConfig(
         (Dense(weight),),
         _text(said, "query_token_id", "[unused0]", where),
         _text(said, "doc_token_id", "[unused1]", where),
@@ -166,7 +166,7 @@ def colbert_recipe(folder: Path) -> tuple[LateRecipe, dict[str, bytes]]:
     ), files
 
 
-def pylate_recipe(said: Mapping[str, Any], projections: Sequence[Dense], where: str) -> LateRecipe:
+def pylate_recipe(said: Mapping[str, Any], projections: Sequence[Dense], where: str) -> MultiVectorConfig:
     """Return the recipe in PyLate's ``config_sentence_transformers.json``.
 
     Raises:
@@ -176,7 +176,7 @@ def pylate_recipe(said: Mapping[str, Any], projections: Sequence[Dense], where: 
     if not isinstance(skipped, list) or not all(isinstance(word, str) for word in skipped):
         raise ConfigError(f"{where}: skiplist_words is {shown(skipped, 60)}; expected a list of words", where=where)
     prompts = said.get("prompts") or {}
-    return LateRecipe(
+    return MultiVectorConfig(
         tuple(projections),
         _marker(said, "query_prefix", "[Q] ", where),
         _marker(said, "document_prefix", "[D] ", where),
@@ -196,7 +196,7 @@ def multivector_recipe(
     mask: Mapping[str, Any],
     projections: Sequence[Dense],
     where: str,
-) -> LateRecipe:
+) -> MultiVectorConfig:
     """Return the recipe of a folder of sentence-transformers' MultiVectorEncoder.
 
     Args:
@@ -232,7 +232,7 @@ def multivector_recipe(
     lengths = {name: _length(transformer, name, 32, where) for name in ("query_length", "document_length")
                if transformer.get(name) is not None}  # fmt: skip
     filled = None if expansion is None else _length(expansion, "length", 32, where)
-    return LateRecipe(
+    return MultiVectorConfig(
         tuple(projections),
         query_length=filled or lengths.get("query_length"),
         document_length=lengths.get("document_length"),
@@ -244,7 +244,7 @@ def multivector_recipe(
     )
 
 
-def pylate_files(late: LateRecipe) -> dict[str, bytes]:
+def pylate_files(late: MultiVectorConfig) -> dict[str, bytes]:
     """Return the small files of a folder with weights at its root, as PyLate writes them.
 
     sentence-transformers' MultiVectorEncoder reads them too.

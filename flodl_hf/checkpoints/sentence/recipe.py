@@ -26,7 +26,7 @@ from flodl_hf.checkpoints.sentence.module_files import (
     warn_of_unknown,
     wrong,
 )
-from flodl_hf.checkpoints.sentence.multivector import LateRecipe, m3_layer, multivector_recipe, pylate_recipe
+from flodl_hf.checkpoints.sentence.multivector import MultiVectorConfig, m3_layer, multivector_recipe, pylate_recipe
 from flodl_hf.checkpoints.sentence.routing import Modules, kind_of, routing_of, transformer_folder
 from flodl_hf.checkpoints.sentence.sparse import SpladePooling
 from flodl_hf.checkpoints.sentence.steps import (
@@ -71,7 +71,7 @@ _MODEL_KEYS = (
 
 
 @dataclass(frozen=True)
-class SentenceRecipe:
+class SentenceTransformerConfig:
     """How a folder makes a vector of a text.
 
     Attributes:
@@ -116,8 +116,8 @@ class SentenceRecipe:
     include_prompt: bool = True
     splade: SpladePooling | None = None
     lexical: Dense | None = None
-    late: LateRecipe | None = None
-    routes: Mapping[str, SentenceRecipe] = field(default_factory=dict)
+    late: MultiVectorConfig | None = None
+    routes: Mapping[str, SentenceTransformerConfig] = field(default_factory=dict)
     usual_route: str | None = None
     kinds: Mapping[str, str] = field(default_factory=dict)
     transformer: str = ""
@@ -192,7 +192,7 @@ class SentenceRecipe:
             f"route={asked!r}: this model has no such route{nearest(asked, names)}; expected one of {', '.join(names)}"
         )
 
-    def on(self, asked: str | None = None) -> SentenceRecipe:
+    def on(self, asked: str | None = None) -> SentenceTransformerConfig:
         """Return the recipe of the texts of one route, this one where there are no routes; see `route_of`."""
         name = self.route_of(asked)
         return self if name is None else self.routes[name]
@@ -232,7 +232,7 @@ class SentenceRecipe:
         return prompts[name]
 
 
-def recipe_on(recipe: SentenceRecipe | None, route: str | None) -> SentenceRecipe | None:
+def recipe_on(recipe: SentenceTransformerConfig | None, route: str | None) -> SentenceTransformerConfig | None:
     """Return the recipe for the texts of one route; None without a recipe.
 
     Raises:
@@ -240,10 +240,10 @@ def recipe_on(recipe: SentenceRecipe | None, route: str | None) -> SentenceRecip
     """
     if recipe is None and route is None:
         return None
-    return (recipe or SentenceRecipe()).on(route)
+    return (recipe or SentenceTransformerConfig()).on(route)
 
 
-def read_recipe(root: Path) -> SentenceRecipe | None:
+def read_recipe(root: Path) -> SentenceTransformerConfig | None:
     """Return the recipe in ``modules.json``, or None without that file.
 
     Raises:
@@ -275,7 +275,7 @@ def read_recipe(root: Path) -> SentenceRecipe | None:
     return replace(usual, files=files, routes=ways, usual_route=routing.usual, kinds=routing.kinds)
 
 
-def _recipe(root: Path, modules: Modules, transformer: str, *, keep: bool) -> SentenceRecipe:
+def _recipe(root: Path, modules: Modules, transformer: str, *, keep: bool) -> SentenceTransformerConfig:
     """Return the recipe of one route, with its files if weights are at the root, or ``keep`` is set."""
     kept = keep or transformer_folder(root) == root
     places = dict.fromkeys([(root / transformer).relative_to(root), Path()])
@@ -351,10 +351,10 @@ def _recipe(root: Path, modules: Modules, transformer: str, *, keep: bool) -> Se
         lexical, more["sparse_linear.pt"] = m3_layer(root, "sparse_linear.pt")
     if is_entry(root, "colbert_linear.pt"):
         layer, more["colbert_linear.pt"] = m3_layer(root, "colbert_linear.pt")
-        tokens = LateRecipe((layer,), first=False, beside=True)
+        tokens = MultiVectorConfig((layer,), first=False, beside=True)
     files = {name: bytes_of(root, name) for name in read if is_entry(root, name)} | more
     prompts, usual = _prompts(said, root / said_in)
-    return SentenceRecipe(
+    return SentenceTransformerConfig(
         pooling=pooling, normalize=normalize, max_tokens=settings.max_tokens, lower_case=settings.lower_case,
         files=files if kept else {}, dense=tuple(behind), tokens=tuple(before), layers=layers, layer=settings.layer,
         prompts=prompts, default_prompt=usual, include_prompt=included, splade=splade, lexical=lexical, late=tokens,

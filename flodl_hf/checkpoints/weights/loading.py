@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from flodl.errors import CheckpointError, capped, nearest, printable
 from flodl_hf.checkpoints.weights.load_report import LoadReport
 from flodl_hf.families.schema import Family
-from flodl_hf.families.schema.keys import KeyMap, Tie, changes_a_layer, reason_to_pass_over, repeated_bias
+from flodl_hf.families.schema.keys import KeyMap, Tie, changes_a_layer, ignored_reason, repeated_bias
 from flodl_hf.families.schema.tasks import HEADS
 from flodl_hf.nn.layers.parts import named_part, part_of
 
@@ -320,7 +320,7 @@ class _Matching:
     def _unknown(self, name: str, tensor: Stored) -> None:
         """Note why a tensor that no row names changes nothing, or that it was not expected."""
         repeated = repeated_bias(name)
-        if (why := reason_to_pass_over(name, tensor.dtype)) is not None:
+        if (why := ignored_reason(name, tensor.dtype)) is not None:
             self.report.ignored[name] = why
         elif repeated and (bias := self.names.canonical(repeated)) is not None:
             self.biases[name] = bias

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flodl_hf.families.schema.config_rows import Inert, Row
     from flodl_hf.families.schema.keys import KeyRow, Tie
-    from flodl_hf.families.schema.record import Family, FamilyHead, FamilyTokenizer, Ignored, Kept
+    from flodl_hf.families.schema.record import Family, FamilyHead, FamilyTokenizer, Ignored, PassthroughTensor
 
 _WHERE = {
     "Family": "record",
@@ -27,13 +27,13 @@ _WHERE = {
     "FamilyTokenizer": "record",
     "Ignored": "record",
     "Inert": "config_rows",
-    "Kept": "record",
+    "PassthroughTensor": "record",
     "KeyRow": "keys",
     "Row": "config_rows",
     "Tie": "keys",
 }
 
-__all__ = ["Family", "FamilyHead", "FamilyTokenizer", "Ignored", "Inert", "Kept", "KeyRow", "Row", "Tie"]
+__all__ = ["Family", "FamilyHead", "FamilyTokenizer", "Ignored", "Inert", "KeyRow", "PassthroughTensor", "Row", "Tie"]
 
 
 def __getattr__(name: str) -> Any:

@@ -146,7 +146,7 @@ def translated(name: str, table: Mapping[str, str]) -> str | None:
     return None if prefix is None else f"{prefix}.{leaf}"
 
 
-PASSED_OVER: tuple[tuple[str, str], ...] = (
+IGNORED_TENSORS: tuple[tuple[str, str], ...] = (
     ("position_ids", "positions are counted, not stored"),
     ("token_type_ids", "zeros are made when needed"),
     ("inv_freq", "rotary frequencies are computed from config.json"),
@@ -168,10 +168,10 @@ _BESIDE = re.compile(
     r"(?:^|[._])(?:lora|ia3|vera|oft|hada|base_layer|modules_to_save|adapters?|prefix_tuning|prompt_encoder|prefix_encoder|"
     r"weight_scale|weight_format|input_scale|quant_map|quant_state|absmax|SCB|qweight|qzeros|scales|zero_point)(?:[._]|$)"
 )
-_ENDING = re.compile(rf"(?:^|[._])({'|'.join(re.escape(name) for name, _ in PASSED_OVER)})$")
+_ENDING = re.compile(rf"(?:^|[._])({'|'.join(re.escape(name) for name, _ in IGNORED_TENSORS)})$")
 
 
-def reason_to_pass_over(name: str, dtype: str) -> str | None:
+def ignored_reason(name: str, dtype: str) -> str | None:
     """Return why an unknown tensor has no effect on numbers; None if it may have one.
 
     Args:
@@ -179,7 +179,7 @@ def reason_to_pass_over(name: str, dtype: str) -> str | None:
         dtype: the dtype in the header.
     """
     if (found := _ENDING.search(name)) is not None:
-        return dict(PASSED_OVER)[found[1]]
+        return dict(IGNORED_TENSORS)[found[1]]
     return "counts or masks, which no layer computes with" if dtype in WHOLE_NUMBERS else None
 
 

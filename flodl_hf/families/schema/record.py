@@ -28,7 +28,7 @@ class Ignored:
 
 
 @dataclass(frozen=True)
-class Kept:
+class PassthroughTensor:
     """A tensor that no layer uses and that is not trained; a model keeps it and writes it for any head.
 
     Args:
@@ -69,7 +69,7 @@ class FamilyHead:
     pooled: bool = False
     classifier: str | None = None
     ties: tuple[Tie, ...] = ()
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[PassthroughTensor, ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
     untyped_loss: Callable[[Tensor, Tensor], Tensor] | None = None
     relation: Callable[[Any, int], nn.Module] | None = None
@@ -188,7 +188,7 @@ class Family:
     left_out: Mapping[str, int] = field(default_factory=dict)
     claims: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     ignored: tuple[Ignored, ...] = ()
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[PassthroughTensor, ...] = ()
     indices: Callable[[Any], Sequence[Mapping[str, int]]] = field(
         default=lambda config: [{"i": i} for i in range(config.num_layers)]
     )
@@ -208,7 +208,7 @@ class Family:
         rows = self.keys if head == "base" else (*self.keys, *self.heads[head].keys)
         return KeyMap(rows, self.indices(config), self.also)
 
-    def kept_by(self, head: str) -> tuple[Kept, ...]:
+    def kept_by(self, head: str) -> tuple[PassthroughTensor, ...]:
         """Return the tensors that a model of one task (or ``"base"``) keeps without using them."""
         return self.kept if head == "base" else (*self.kept, *self.heads[head].kept)
 

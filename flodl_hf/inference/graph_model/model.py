@@ -21,13 +21,13 @@ from flodl_hf.checkpoints.weights.load_report import LoadReport
 from flodl_hf.errors import PredictError, no_tokenizer
 from flodl_hf.inference.graph_model.hidden_states import given_embeddings, ids_for, watched
 from flodl_hf.inference.graph_model.routed import Routed
-from flodl_hf.nn.adapter_layers.prompts import lead_of
+from flodl_hf.nn.adapter_layers.prompts import prefix_of
 from flodl_hf.nn.attention.dot_product import check_implementation
 from flodl_hf.nn.attention.prefixes import ShiftedPositions
 from flodl_hf.nn.layout.layouts import Padded
 
 if TYPE_CHECKING:
-    from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
+    from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
     from flodl_hf.checkpoints.weights.on_disk import OnDisk
     from flodl_hf.checkpoints.weights.source import Source
     from flodl_hf.tokenization.tokenizer import Tokenizer
@@ -105,7 +105,7 @@ _ran = False
 _slowed = False
 
 
-def entered() -> None:
+def reinit_after_fork() -> None:
     """Note that a model runs in this process, and warn once where the process is a fork of such a one."""
     global _ran, _slowed
     if not _ran:
@@ -161,7 +161,7 @@ class GraphModel(nn.Module):
         self.load_report = None
         self.source: Source | None = None
         self._tokenizer: Tokenizer | None = None
-        self.sentence_recipe: SentenceRecipe | None = None
+        self.sentence_recipe: SentenceTransformerConfig | None = None
         self.beside: nn.Module | None = None
         self.training_recipe: Mapping[str, Any] | None = None
         self.routed: Routed | None = None
@@ -191,8 +191,8 @@ class GraphModel(nn.Module):
         assert input_ids is not None
         if not torch.compiler.is_compiling():
             check_rows(input_ids)
-            entered()
-        layout, lead, ids = Padded.of(attention_mask), lead_of(self.graph), input_ids
+            reinit_after_fork()
+        layout, lead, ids = Padded.of(attention_mask), prefix_of(self.graph), input_ids
         if position_ids is not None:
             layout.memo["places"] = position_ids  # by which queries and keys are turned
         types, led = token_type_ids, layout
@@ -298,7 +298,7 @@ class GraphModel(nn.Module):
     @property
     def virtual_tokens(self) -> int:
         """Number of positions that the active adapter adds before each text, for a prompt or a prefix."""
-        lead = lead_of(self.graph)
+        lead = prefix_of(self.graph)
         table = dict(self.graph.get_submodule("encoder.embeddings").named_children()).get("position")
         return lead.count if lead is not None else table.prefix.count if isinstance(table, ShiftedPositions) else 0
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 if TYPE_CHECKING:
-    from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
+    from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 
 
 class Routed(nn.Module):
@@ -37,7 +37,7 @@ class Routed(nn.Module):
         return list(zip(self.folders, self.models, strict=True))
 
 
-def recipe_behind(recipe: SentenceRecipe, folder: str) -> SentenceRecipe:
+def recipe_behind(recipe: SentenceTransformerConfig, folder: str) -> SentenceTransformerConfig:
     """Return a folder's settings for texts of one of its transformers, in the form of a single model's."""
     own = {name: replace(way, transformer="") for name, way in recipe.routes.items() if way.transformer == folder}
     first = next(iter(own.values()))
@@ -47,6 +47,6 @@ def recipe_behind(recipe: SentenceRecipe, folder: str) -> SentenceRecipe:
     return replace(first, routes=own, usual_route=next(iter(own)), kinds=kinds)
 
 
-def route_within(recipe: SentenceRecipe | None, route: str | None) -> str | None:
+def route_within(recipe: SentenceTransformerConfig | None, route: str | None) -> str | None:
     """Return the recipe of a route's own encoder: empty unless another route shares that encoder."""
     return route if recipe is not None and recipe.routes else None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flodl.errors import ConfigError, nearest
-from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
+from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.inference.graph_model.model import GraphModel
 from flodl_hf.models.adapters.settings import Settings
 from flodl_hf.models.adapters.targets import Site
@@ -64,7 +64,7 @@ class Adapter:
     labels: tuple[str, ...] | None = None
     problem_type: str | None = None
     stored: Mapping[str, Any] = field(default_factory=dict)
-    recipe: SentenceRecipe | None = None
+    recipe: SentenceTransformerConfig | None = None
     score_activation: str | None = None
 
     def parameters(self) -> Iterable[nn.Parameter]:
@@ -83,7 +83,7 @@ class _Before:
     learned: list[nn.Parameter]
     untouched: dict[str, int]
     config: Any
-    recipe: SentenceRecipe | None
+    recipe: SentenceTransformerConfig | None
 
 
 @dataclass
@@ -277,7 +277,7 @@ class Adapters:
             self.take_out(model)
         del self.known[name]
 
-    def recipe_without(self, model: GraphModel) -> SentenceRecipe | None:
+    def recipe_without(self, model: GraphModel) -> SentenceTransformerConfig | None:
         """Return how the model makes vectors without an adapter."""
         return model.sentence_recipe if self._before is None else self._before.recipe
 

@@ -466,6 +466,6 @@ def _shard(folder: Folder, name: str, path: Path) -> Shard:
     descriptor, where = folder.open(name), str(path / name)
     if name == WEIGHTS:
         return SafetensorsShard(descriptor, name, where)
-    from flodl_hf.checkpoints.weights.pickle_free.shard import BinShard
+    from flodl_hf.checkpoints.weights.restricted_unpickler.shard import BinShard
 
     return BinShard(descriptor, name, where)

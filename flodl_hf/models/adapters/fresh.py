@@ -14,7 +14,7 @@ from flodl_hf.models.adapters.attach import Adapter, Part
 from flodl_hf.models.adapters.settings import IA3, Lora, Prefix, Prompt, Settings
 from flodl_hf.models.adapters.targets import Site, chosen, sites_of, tables_of_tokens
 from flodl_hf.nn.adapter_layers.lora import LoraPart
-from flodl_hf.nn.adapter_layers.prompts import WORDS, BothWays, PromptPart
+from flodl_hf.nn.adapter_layers.prompts import WORDS, BiLstmEncoder, PromptPart
 from flodl_hf.nn.adapter_layers.scaled import ScalePart
 from flodl_hf.nn.adapter_layers.tables import RowsPart, TablePart
 from flodl_hf.nn.attention.prefixes import MadePrefixPart, PrefixMaker, PrefixPart, ShiftPart
@@ -155,7 +155,7 @@ def _prompt(model: GraphModel, settings: Prompt) -> PromptPart:
     if settings.encoder is None:
         return PromptPart(vectors)
     if settings.kind == "lstm":
-        return PromptPart(vectors, BothWays(words.shape[1], settings.encoder).to(words.device))
+        return PromptPart(vectors, BiLstmEncoder(words.shape[1], settings.encoder).to(words.device))
     return PromptPart(vectors, _encoder(words.shape[1], settings.encoder, words))
 
 

@@ -18,9 +18,9 @@ from flodl.graph import Graph
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.batch import Pending, batch_of, check_rows, plan_batches, usual_budget
 from flodl_hf.inference.engine import facts
+from flodl_hf.inference.forward import Work
 from flodl_hf.inference.graph_model.model import GraphModel
 from flodl_hf.inference.inputs import Encoded
-from flodl_hf.inference.passes import Work
 from flodl_hf.inference.prepared_graph import shadow
 from flodl_hf.models.adapters.attach import Adapter, Adapters
 from flodl_hf.models.adapters.settings import IA3, Lora, Prefix, Prompt

@@ -14,7 +14,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from flodl.errors import ConfigError
-from flodl_hf.compat.taking import Word, taking
+from flodl_hf.compat.kwargs import Word, accept_keywords
 
 ALL_LINEAR = "all-linear"
 MOST_RANK = 65_536
@@ -92,7 +92,7 @@ def _with_words(words: Mapping[str, Word]) -> Callable[[K], K]:
     def decorate(kind: K) -> K:
         made: Any = kind.__init__
         made.__name__ = kind.__name__
-        translated = taking(words, ConfigError)(made)
+        translated = accept_keywords(words, ConfigError)(made)
 
         @wraps(made)
         def init(self: Any, *args: Any, **given: Any) -> None:

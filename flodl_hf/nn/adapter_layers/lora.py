@@ -14,8 +14,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from flodl_hf.nn.adapter_layers.module_replacement import stand_in_for
 from flodl_hf.nn.adapter_layers.scaled import ScaledLinear
-from flodl_hf.nn.adapter_layers.stand_in import stand_in_for
 from flodl_hf.nn.adapter_layers.tables import AdaptedEmbedding, plain_table
 
 

@@ -1,8 +1,8 @@
 """Virtual tokens before each text: vectors that learn in the place of word embeddings (prompt tuning).
 
 They have ids beyond every vocabulary, so that rows of tokens grow by them before the graph is called
-(`Lead`), and everything behind the word table sees ordinary tokens: positions, attention, the first token that a head
-reads. Results of tokens exclude the virtual ones.
+(`PrefixKV`), and everything behind the word table sees ordinary tokens: positions, attention, the first token that a
+head reads. Results of tokens exclude the virtual ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flodl_hf.nn.adapter_layers.stand_in import stand_in_for
+from flodl_hf.nn.adapter_layers.module_replacement import stand_in_for
 from flodl_hf.nn.layout.layouts import Layout
 
 FIRST = 1 << 30
@@ -44,7 +44,7 @@ class PromptPart(nn.Module):
         return f"tokens={len(self.vectors)}"
 
 
-class BothWays(nn.Module):
+class BiLstmEncoder(nn.Module):
     """Vectors read by an LSTM from both ends, in two layers, and two linear layers behind it.
 
     Args:
@@ -105,7 +105,7 @@ class PromptedEmbedding(nn.Embedding):
 
 
 @dataclass(frozen=True)
-class Lead:
+class PrefixKV:
     """Virtual tokens before each text of a call.
 
     Args:
@@ -126,7 +126,7 @@ class Lead:
         return torch.cat([made.expand(len(embeds), -1, -1), embeds], 1)
 
 
-def lead_of(graph: Any) -> Lead | None:
+def prefix_of(graph: Any) -> PrefixKV | None:
     """Return the virtual tokens that a graph's texts are to begin with; None without."""
     words = graph.get_submodule(WORDS)
-    return Lead(len(words.prompt.vectors)) if type(words) is PromptedEmbedding else None
+    return PrefixKV(len(words.prompt.vectors)) if type(words) is PromptedEmbedding else None

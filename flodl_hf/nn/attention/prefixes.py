@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flodl_hf.nn.adapter_layers.stand_in import stand_in_for
+from flodl_hf.nn.adapter_layers.module_replacement import stand_in_for
 from flodl_hf.nn.attention.dot_product import SelfAttention
 
 

@@ -24,7 +24,7 @@ from flodl_hf.nn.backends.cuda_float32 import WIDEST_SPLIT, SplitTable
 from flodl_hf.nn.backends.cuda_training import TrainingTable
 from flodl_hf.nn.backends.trials import SPLIT_BOUND, LayerSizes, Turns, prediction, split_prediction, training
 from flodl_hf.nn.encoder.graphs import FirstToken
-from flodl_hf.nn.kernels.trust import trusted
+from flodl_hf.nn.kernels.self_test import trusted
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.nn.layers.table import TORCH, Table
 from flodl_hf.nn.layout.layouts import Layout
@@ -82,7 +82,7 @@ def splits(device: torch.device, sizes: Iterable[LayerSizes], *, rehearse: bool 
     Args:
         device: a CUDA device.
         sizes: of the layers.
-        rehearse: see `flodl_hf.nn.kernels.trust.trusted`.
+        rehearse: see `flodl_hf.nn.kernels.self_test.trusted`.
     """
     asked = list(sizes) or [LayerSizes()]
     if any(each.width > WIDEST_SPLIT or each.inner > WIDEST_SPLIT for each in asked):

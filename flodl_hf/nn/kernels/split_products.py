@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flodl_hf.nn.kernels import halves
+from flodl_hf.nn.kernels import fp16_split as halves
 
 # Numbers of a row that one product sums up: with 384 a layer's result is about as near to float64's as by float32's own
 # products, with 1024 half as near and a fifth faster (one H200).

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from flodl.errors import ConfigError, nearest
 from flodl_hf.checkpoints.sentence.dense import Dense, dense, dense_files
-from flodl_hf.checkpoints.sentence.multivector import LateRecipe, marker_id, pylate_files
-from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
+from flodl_hf.checkpoints.sentence.multivector import MultiVectorConfig, marker_id, pylate_files
+from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.inference.similarity import max_sim
 from flodl_hf.training.evaluation import CollectedValues
 from flodl_hf.training.evaluators import figures_of_found
@@ -112,7 +112,7 @@ class LateStart:
         late = None if recipe is None else recipe.late
         if late is None:
             late, notes = self._new(model)
-            recipe = SentenceRecipe(max_tokens=late.document_length, late=late, files=pylate_files(late))
+            recipe = SentenceTransformerConfig(max_tokens=late.document_length, late=late, files=pylate_files(late))
         elif self.settings:
             raise ConfigError(
                 "projection: the model to start from has one, which is trained further; leave the option out",
@@ -124,7 +124,7 @@ class LateStart:
         model.sentence_recipe = replace(recipe, late=replace(late, projections=tuple(layers)))
         return notes
 
-    def _new(self, model: EncoderModel) -> tuple[LateRecipe, list[str]]:
+    def _new(self, model: EncoderModel) -> tuple[MultiVectorConfig, list[str]]:
         """Return the recipe of a new projection, initialised as torch's linear layers, and notes."""
         tokenizer: Any = model.tokenizer
         given, problems = _projection_settings(self.settings or {})
@@ -142,7 +142,7 @@ class LateStart:
         inside = model.config.encoder.hidden_size
         draw, bound = torch.Generator().manual_seed(self.seed), inside**-0.5
         weight = torch.empty(given["size"], inside).uniform_(-bound, bound, generator=draw)
-        late = LateRecipe(
+        late = MultiVectorConfig(
             (Dense(weight),),
             markers[0] or None,
             markers[1] or None,
@@ -199,7 +199,9 @@ def take_out(model: EncoderModel) -> None:
     model.sentence_recipe = replace(recipe, late=late, files=_projection_files(model, recipe, late))
 
 
-def _projection_files(model: EncoderModel, recipe: SentenceRecipe, late: LateRecipe) -> dict[str, bytes]:
+def _projection_files(
+    model: EncoderModel, recipe: SentenceTransformerConfig, late: MultiVectorConfig
+) -> dict[str, bytes]:
     """Return the small files with the learned projection, in the layout that the folder had."""
     layers: Any = late.projections
     files = dict(recipe.files)
@@ -257,7 +259,7 @@ class MultiVectorTask(EmbeddingTask):
         take_out(model)
 
     @property
-    def _late(self) -> LateRecipe:
+    def _late(self) -> MultiVectorConfig:
         return self._guides["recipe"].late
 
     def encode(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flodl.data import Where
 from flodl.errors import ConfigError
-from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
+from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.checkpoints.sentence.sparse import SpladePooling
 from flodl_hf.nn.layout.segments import largest_of_texts
 from flodl_hf.training.losses import make_loss, typed
@@ -220,7 +220,7 @@ class SparseTask(EmbeddingTask):
         """Configure sparse vectors as in the folder of the model, or as in SPLADE."""
         before = model.sentence_recipe
         if before is None or before.splade is None:
-            before = SentenceRecipe(max_tokens=self.options.max_length, splade=SpladePooling())
+            before = SentenceTransformerConfig(max_tokens=self.options.max_length, splade=SpladePooling())
         model.sentence_recipe = before
         self._guides["recipe"] = before
         return self._prompt_notes()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from flodl.errors import ConfigError, DataError
-from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
+from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.inference.decode.pooling import check_pooling
 from flodl_hf.readers.columns import Columns
 from flodl_hf.training.losses import CACHED, LOSSES, USUAL, AdaptiveLayerLoss, MatryoshkaLoss, loss_named, make_loss
@@ -230,7 +230,7 @@ class EmbeddingTask(Task):
         if problems:
             raise ConfigError(f"finetune: {'; '.join(problems)}", problems=problems)
         if before is None:
-            made = SentenceRecipe(names, scaled, options.max_length)
+            made = SentenceTransformerConfig(names, scaled, options.max_length)
         elif (before.pooling, before.normalize) != (names, scaled):
             kept = "config_sentence_transformers.json"
             made = replace(before, pooling=names, normalize=scaled, files={})

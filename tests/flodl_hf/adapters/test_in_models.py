@@ -206,14 +206,14 @@ def test_an_encoder_alone_and_masked_words_take_adapters_without_a_head(tmp_path
 
 
 def test_vectors_are_made_as_the_adapter_says_and_as_the_base_says_without_it(base: Path, tmp_path: Path) -> None:
-    from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
+    from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 
     texts = ["a good film", "the soup was cold"]
     AutoModel.from_pretrained(base).save_pretrained(tmp_path / "vectors")
     first: Any = AutoModel.from_pretrained(tmp_path / "vectors")
     plain = first.embed(texts)
     moved(first.add_adapter(Lora(rank=2)))
-    first.sentence_recipe = SentenceRecipe(pooling=("max",), normalize=True)
+    first.sentence_recipe = SentenceTransformerConfig(pooling=("max",), normalize=True)
     folder, wanted = first.save_pretrained(tmp_path / "adapter"), first.embed(texts)
     assert torch.equal(first.set_adapter(None).embed(texts), plain)
     assert torch.equal(first.set_adapter("default").embed(texts), wanted)

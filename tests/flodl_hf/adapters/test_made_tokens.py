@@ -13,7 +13,7 @@ from adapted_models import moved  # pyright: ignore[reportMissingImports]
 from flodl.errors import ConfigError
 from flodl_hf import AutoModelForSequenceClassification, load
 from flodl_hf.models.adapters import Prefix, Prompt
-from flodl_hf.nn.adapter_layers.prompts import BothWays
+from flodl_hf.nn.adapter_layers.prompts import BiLstmEncoder
 from flodl_hf.training import demo, finetune
 
 IDS = torch.tensor([[2, 5, 6, 7, 3], [2, 8, 9, 10, 3]])
@@ -49,7 +49,7 @@ def test_they_learn_and_their_folders_hold_what_they_made(base: Path, kind: str,
 
 def test_an_lstm_of_plain_operations_is_torchs() -> None:
     torch.manual_seed(0)
-    network, vectors = BothWays(6, 5), torch.randn(4, 6)
+    network, vectors = BiLstmEncoder(6, 5), torch.randn(4, 6)
     parameters = list(network.reader.parameters())
     right, found = network.reader(vectors)[0], network.read(vectors)
     assert torch.allclose(found, right, rtol=0, atol=1e-6)

@@ -30,7 +30,7 @@ from flodl_hf.nn.backends.choose import arrange_cuda, layers_of
 from flodl_hf.nn.backends.cuda import CudaTable, walks
 from flodl_hf.nn.backends.cuda_training import trains_walking
 from flodl_hf.nn.backends.trials import LayerSizes, Turns
-from flodl_hf.nn.kernels import trust
+from flodl_hf.nn.kernels import self_test as trust
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer
 from flodl_hf.nn.layout.buckets import Buffer, bucket_of
 from flodl_hf.nn.layout.layouts import Packed

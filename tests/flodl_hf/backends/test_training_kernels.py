@@ -23,7 +23,7 @@ from flodl_hf.nn.backends import choose, trials
 from flodl_hf.nn.backends.choose import arrange_training
 from flodl_hf.nn.backends.cuda_training import TrainingTable
 from flodl_hf.nn.backends.trials import LayerSizes, Turns
-from flodl_hf.nn.kernels import trust
+from flodl_hf.nn.kernels import self_test as trust
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer
 from flodl_hf.nn.layers.table import TORCH
 from flodl_hf.nn.layout.layouts import Packed

@@ -17,7 +17,7 @@ from flodl_hf.nn.backends import choose, cuda, cuda_training, trials
 from flodl_hf.nn.backends.choose import arrange_training
 from flodl_hf.nn.backends.cuda_training import STREAMS, TrainingTable
 from flodl_hf.nn.backends.trials import LayerSizes
-from flodl_hf.nn.kernels import trust
+from flodl_hf.nn.kernels import self_test as trust
 from flodl_hf.nn.layers.table import TORCH
 from flodl_hf.nn.layout.layouts import Packed
 

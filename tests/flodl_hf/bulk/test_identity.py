@@ -16,7 +16,7 @@ import torch
 
 from flodl_hf import encode_file, load, predict_file
 from flodl_hf.checkpoints.sentence.dense import Dense
-from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
+from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.checkpoints.sentence.steps import LayerWeights, Scaled
 from flodl_hf.checkpoints.sentence.transformer_settings import TransformerSettings
 from flodl_hf.errors import PredictError
@@ -149,7 +149,7 @@ def test_options_that_change_vectors(name: str, model: Any, jsonl: Any, tmp_path
 def test_a_prompt_of_the_folder_by_its_name(folder: Any, numbered: Any, tmp_path: Path) -> None:
     source, out = numbered(3), tmp_path / "out.npy"
     loaded: Any = load(folder("base"))
-    loaded.sentence_recipe = SentenceRecipe(prompts={"query": "a cat"})
+    loaded.sentence_recipe = SentenceTransformerConfig(prompts={"query": "a cat"})
     encode_file(loaded, source, out, prompt_name="query")
     texts = [json.loads(line)["text"] for line in source.read_text().splitlines()]
     assert np.abs(np.load(out) - loaded.encode(["a cat" + text for text in texts])).max() < 1e-6
@@ -184,8 +184,8 @@ def test_precision_of_the_model_is_that_of_a_call(folder: Any, numbered: Any, tm
 # ---- the model -----------------------------------------------------------------------------------------
 
 DENSE = Dense(torch.eye(16), torch.zeros(16))
-RECIPE = SentenceRecipe(max_tokens=18, dense=(DENSE,), prompts={"query": "a cat"})
-WAY = SentenceRecipe()
+RECIPE = SentenceTransformerConfig(max_tokens=18, dense=(DENSE,), prompts={"query": "a cat"})
+WAY = SentenceTransformerConfig()
 RECIPES: dict[str, Any] = {
     "pooling": ("cls",), "normalize": True, "max_tokens": 6, "lower_case": True,
     "dense": (replace(DENSE, weight=torch.eye(16) * 2),), "prompts": {"query": "a dog"}, "default_prompt": "query",
@@ -197,7 +197,7 @@ RECIPES: dict[str, Any] = {
 
 
 def test_every_field_of_a_recipe_is_checked() -> None:
-    named = {field.name for field in fields(SentenceRecipe)}
+    named = {field.name for field in fields(SentenceTransformerConfig)}
     assert named == {*RECIPES, "files", "transformer"}  # the last two repeat the others, or name folders
 
 

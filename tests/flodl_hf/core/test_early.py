@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flodl_hf.checkpoints import system
-from flodl_hf.checkpoints.weights import early
+from flodl_hf.checkpoints.weights import prefetch as early
 
 
 class Driver:
@@ -109,7 +109,7 @@ ENDING = """
 import atexit, gc, sys
 if {there}:
     sys.modules["torch"] = sys
-from flodl_hf.checkpoints.weights.early import beginning
+from flodl_hf.checkpoints.weights.prefetch import beginning
 atexit.register(lambda: print(gc.get_freeze_count() > 0))
 with beginning("nowhere", {{}}):
     assert not gc.get_freeze_count()
@@ -141,7 +141,7 @@ def test_options_that_want_nothing_read_ahead_are_heard(
     from contextlib import nullcontext
 
     seen: list[Any] = []
-    monkeypatch.setattr(early, "reading_ahead", lambda folder: seen.append(folder) or nullcontext())
+    monkeypatch.setattr(early, "prefetched", lambda folder: seen.append(folder) or nullcontext())
     with early.beginning("a folder", {option: True}), early.beginning("a folder", {}):
         pass
     assert seen == [None, "a folder"]
@@ -150,7 +150,7 @@ def test_options_that_want_nothing_read_ahead_are_heard(
 PROGRAM = """
 import atexit, gc, json, sys
 atexit.register(lambda: print(gc.get_freeze_count() > 100_000))
-from flodl_hf.checkpoints.weights import early
+from flodl_hf.checkpoints.weights import prefetch as early
 early.usable_cpus = lambda: 2
 seen = []
 from flodl_hf.checkpoints.weights.checkpoint import parallel_read as ahead
@@ -182,7 +182,7 @@ def test_the_command_line_begins_before_torch_is_there(saved: Callable[..., Any]
 FIRST = """
 import json, sys
 from flodl_hf import AutoModelForSequenceClassification
-from flodl_hf.checkpoints.weights import early
+from flodl_hf.checkpoints.weights import prefetch as early
 seen = []
 plain = early.make_cuda_context
 early.make_cuda_context = lambda place: (seen.append("torch" in sys.modules), plain(place))[1]

@@ -17,7 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 from flodl_hf import load
-from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
+from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.cli.app import app
 from flodl_hf.errors import ExportError
 from flodl_hf.export import engine
@@ -102,7 +102,7 @@ TEXTS = ["the cat sat on the mat", "", "a dog", "good film " * 30]
 @pytest.mark.slow
 def test_vectors_of_texts_by_the_command(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = make("mpnet")
-    model.sentence_recipe = SentenceRecipe(pooling=("cls", "mean"), normalize=True)
+    model.sentence_recipe = SentenceTransformerConfig(pooling=("cls", "mean"), normalize=True)
     source = model.save_pretrained(tmp_path / "source")
     monkeypatch.setattr(engine, "_EXTERNAL_FROM", 1)  # as for weights of more than a gigabyte
     args = ["export", str(source), "--format", "onnx", "--out", str(tmp_path / "out")]

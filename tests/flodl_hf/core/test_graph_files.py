@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from flodl.checkpoint import save_tensors
 from flodl.errors import CheckpointError, FlodlError
 from flodl_hf import load
-from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
+from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.errors import ExportError
 from flodl_hf.export.graph_file import export_graph_file, is_graph_file
 from flodl_hf.families import FAMILIES
@@ -64,7 +64,7 @@ def test_every_cell_whoever_named_it(make: Make, tmp_path: Path, model_type: str
 
 def test_a_folder_of_sentence_transformers_says_how_texts_become_vectors(make: Make, tmp_path: Path) -> None:
     model: Any = make("bert")
-    model.sentence_recipe = SentenceRecipe(pooling=("max",), normalize=False)
+    model.sentence_recipe = SentenceTransformerConfig(pooling=("max",), normalize=False)
     like = model.save_pretrained(tmp_path / "like")
     trained(model).graph.save_checkpoint(tmp_path / "run.fdl")
     found: Any = load(export_graph_file(tmp_path / "run.fdl", tmp_path / "out", like=like).folder)

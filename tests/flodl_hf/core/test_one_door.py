@@ -26,10 +26,10 @@ SECRET = b"not for strangers"
 @pytest.fixture
 def folder(saved: Saved) -> Path:
     """A folder of sentence-transformers with every small file."""
-    from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
+    from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 
     place = saved("bert")
-    for name, data in recipe_files(SentenceRecipe(normalize=True, max_tokens=12), 16).items():
+    for name, data in recipe_files(SentenceTransformerConfig(normalize=True, max_tokens=12), 16).items():
         (place / name).parent.mkdir(exist_ok=True)
         (place / name).write_bytes(data)
     for name in FILES:

@@ -397,13 +397,15 @@ def test_a_pair_that_is_cut_loses_of_its_longer_text_first(make: Maker) -> None:
 def test_dense_layers_are_batch_invariant(make: Maker) -> None:
     """The vector of a text by itself is that of the text among others, to the bit; products of rows are not."""
     from flodl_hf.checkpoints.sentence.dense import Dense
-    from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
+    from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 
     model = make("bert", "base")
     torch.manual_seed(0)
     width = model.config.hidden_size
     dense = Dense(torch.randn(37, width), torch.randn(37), "Tanh")
-    model.sentence_recipe = SentenceRecipe(dense=(dense,), normalize=True, lexical=Dense(torch.randn(1, width)))
+    model.sentence_recipe = SentenceTransformerConfig(
+        dense=(dense,), normalize=True, lexical=Dense(torch.randn(1, width))
+    )
     texts = [" ".join([("the", "cat", "sat", "on", "mat")[n % 5]] * (n % 5 + 1)) for n in range(30)]
     found = model.embed(texts, batch_invariant=True)
     assert all(

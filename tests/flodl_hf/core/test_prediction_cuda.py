@@ -10,8 +10,8 @@ import torch
 
 from flodl_hf.inference import Engine, RunOptions, prepared, spread
 from flodl_hf.inference.batch import Batch
+from flodl_hf.inference.forward import Scores
 from flodl_hf.inference.inputs import encode
-from flodl_hf.inference.passes import Scores
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.nn.layout.buckets import Buffer, bucket_of
 

@@ -9,7 +9,7 @@ import pytest
 
 ENDING = """
 import atexit, gc, os, sys
-from flodl_hf.checkpoints.weights.early import skip_gc_at_exit
+from flodl_hf.checkpoints.weights.prefetch import skip_gc_at_exit
 
 class Log:
     def __init__(self, name, mode):

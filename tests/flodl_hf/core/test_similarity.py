@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
+from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.errors import PredictError
 
 Maker = Callable[..., Any]
@@ -48,7 +48,7 @@ def test_encode_cuts_long_texts_and_obeys_the_folder(make: Maker) -> None:
     with torch.no_grad():
         expected = model(**cut).last_hidden_state[0].mean(0)
     np.testing.assert_allclose(model.encode(long), expected.numpy(), atol=1e-5)
-    model.sentence_recipe = SentenceRecipe(pooling=("cls",), normalize=True)
+    model.sentence_recipe = SentenceTransformerConfig(pooling=("cls",), normalize=True)
     assert np.linalg.norm(model.encode(TEXTS[0])) == pytest.approx(1, abs=1e-5)
     # As there: False does not take back what the folder does.
     assert np.linalg.norm(model.encode(TEXTS[0], normalize_embeddings=False)) == pytest.approx(1, abs=1e-5)
@@ -76,7 +76,7 @@ def test_similarities_are_those_of_each_with_each(measure: str, make: Maker) -> 
     np.testing.assert_allclose(pairs.numpy(), [expected[1][0], expected[2][1]], rtol=1e-4, atol=1e-4)
     # As the folder says.
     named = f'{{"similarity_fn_name": "{measure}"}}'.encode()
-    model.sentence_recipe = SentenceRecipe(files={"config_sentence_transformers.json": named})
+    model.sentence_recipe = SentenceTransformerConfig(files={"config_sentence_transformers.json": named})
     np.testing.assert_allclose(model.similarity(vectors, vectors[:2]).numpy(), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(model.similarity_pairwise(vectors[:2], vectors[1:3]), pairs)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from flodl.errors import CheckpointError
 from flodl_hf import load
 from flodl_hf.families import FAMILIES
-from flodl_hf.families.schema.keys import PASSED_OVER
+from flodl_hf.families.schema.keys import IGNORED_TENSORS
 from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.models.encoder_model import EncoderModel
 
@@ -56,7 +56,7 @@ def surplus(family: Any, head: str) -> dict[str, Tensor]:
     """Return every buffer that is passed over, at the places where files have had them."""
     inside = "" if head == "base" else f"{family.base_prefix}."
     places = ("embeddings.", "rotary_emb.", "encoder.layer.1.attention.self.", "rotary_emb.full_attention_", "")
-    found = {f"{inside}{place}{name}": torch.full((3,), 0.5) for place in places for name, _ in PASSED_OVER}
+    found = {f"{inside}{place}{name}": torch.full((3,), 0.5) for place in places for name, _ in IGNORED_TENSORS}
     if family.model_type == "esm":  # it computes with its own
         found = {name: value for name, value in found.items() if not name.endswith("inv_freq")}
     counters = {"num_batches_tracked": torch.tensor(3), f"{inside}encoder.step": torch.tensor(3)}

@@ -16,7 +16,7 @@ import flodl_hf
 from flodl.errors import CheckpointError, ConfigError
 from flodl_hf.auto import load
 from flodl_hf.compat import loading
-from flodl_hf.compat.taking import Word, _own
+from flodl_hf.compat.kwargs import Word, _own
 from flodl_hf.errors import ExportError, HubError, PredictError, TokenizerError
 from flodl_hf.heads import prediction_keywords as words
 from flodl_hf.models.encoder_model import EncoderModel

@@ -23,7 +23,7 @@ from flodl_hf.nn.attention.disentangled.launch import attend_by_kernel
 from flodl_hf.nn.attention.disentangled.positions import Relative, RelativePositions
 from flodl_hf.nn.attention.disentangled.probe import furthest
 from flodl_hf.nn.attention.disentangled.scores import PositionTables
-from flodl_hf.nn.kernels import trust
+from flodl_hf.nn.kernels import self_test as trust
 from flodl_hf.nn.layout.layouts import Layout, Packed, Padded
 
 HAS_TRITON = find_spec("triton") is not None

@@ -15,7 +15,7 @@ from flodl_hf import families as known
 from flodl_hf.auto import head_named
 from flodl_hf.errors import CheckpointError
 from flodl_hf.families import bert, register
-from flodl_hf.families.schema import Kept
+from flodl_hf.families.schema import PassthroughTensor
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
@@ -33,7 +33,7 @@ def doubled(model: Any, number: int) -> tuple[str, int]:
 def sketched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known, "_registered", {})  # other tests list the registered families
     heads = dict(bert.FAMILY.heads)
-    heads["masked_lm"] = replace(heads["masked_lm"], kept=(Kept(EXTRA, "read by no layer"),))
+    heads["masked_lm"] = replace(heads["masked_lm"], kept=(PassthroughTensor(EXTRA, "read by no layer"),))
     register(
         bert.FAMILY.renamed(
             "sketched", "Sketched", heads=heads, max_tokens=lambda config: config.num_layers * 16,

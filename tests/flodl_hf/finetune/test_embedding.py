@@ -297,11 +297,11 @@ def test_a_folder_with_further_modules_is_refused(base: Path) -> None:
     from dataclasses import replace
 
     from flodl_hf.checkpoints.sentence.dense import Dense
-    from flodl_hf.checkpoints.sentence.recipe import SentenceRecipe
+    from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
     from flodl_hf.heads.base import BaseModel
 
     model = BaseModel.from_pretrained(base)
-    model.sentence_recipe = replace(SentenceRecipe(), dense=(Dense(torch.eye(model.config.hidden_size)),))
+    model.sentence_recipe = replace(SentenceTransformerConfig(), dense=(Dense(torch.eye(model.config.hidden_size)),))
     with pytest.raises(ConfigError, match="further modules"):
         finetune(model, train=rows("pairs"), **ONE)
 

@@ -15,7 +15,7 @@ from flodl_hf.inference.cuda_warmup import Warming
 from flodl_hf.models import pretrained
 from flodl_hf.nn.backends import choose, trials
 from flodl_hf.nn.backends.trials import LayerSizes
-from flodl_hf.nn.kernels import trust
+from flodl_hf.nn.kernels import self_test as trust
 from flodl_hf.training import demo
 
 CUDA = torch.device("cuda", 0)

@@ -18,7 +18,7 @@ from flodl.errors import CheckpointError
 from flodl_hf.checkpoints.weights.checkpoint import parallel_read as ahead
 from flodl_hf.checkpoints.weights.checkpoint import shard
 from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
-from flodl_hf.checkpoints.weights.checkpoint.parallel_read import reading_ahead
+from flodl_hf.checkpoints.weights.checkpoint.parallel_read import prefetched
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_what_was_read_ahead_is_what_the_file_holds(
     single: Path, tensors: dict[str, Tensor], copied: list[int]
 ) -> None:
-    with reading_ahead(str(single)):
+    with prefetched(str(single)):
         with Checkpoint.open(single) as source:
             found = source.read_all()
         empty = sum(not tensor.numel() for tensor in tensors.values())
@@ -60,7 +60,7 @@ def test_a_file_that_changed_since_is_read_again(
     path = single / "model.safetensors"
     for change in ("written", "exchanged"):
         copied.clear()
-        with reading_ahead(single):
+        with prefetched(single):
             now = ahead._NOW.get()
             assert now is not None
             now._thread.join()
@@ -98,7 +98,7 @@ def test_faults_are_told_by_who_opens_the_folder(single: Path, fault: str, monke
         path.symlink_to(single.parent / "elsewhere")
     if fault == "pipe":
         os.mkfifo(path)
-    with reading_ahead(single):
+    with prefetched(single):
         if fault == "huge":
             with Checkpoint.open(single) as source:
                 assert source.read_all()
@@ -109,12 +109,12 @@ def test_faults_are_told_by_who_opens_the_folder(single: Path, fault: str, monke
 
 @pytest.mark.parametrize("given", ["owner/name", "", 7, None, b"\xff", "a\0b"])
 def test_what_is_no_folder_is_passed_over(given: Any) -> None:
-    with reading_ahead(given):
+    with prefetched(given):
         assert ahead._NOW.get() is None
 
 
 def test_memory_that_nobody_took_is_let_go(single: Path) -> None:
-    with reading_ahead(single):
+    with prefetched(single):
         now = ahead._NOW.get()
         assert now is not None
         now._thread.join()
@@ -129,7 +129,7 @@ import flodl_hf
 from flodl_hf import AutoModelForSequenceClassification, load
 from flodl_hf.checkpoints.weights.checkpoint import parallel_read as ahead
 before = sorted({{"torch", "numpy"}} & set(sys.modules))
-from flodl_hf.checkpoints.weights import early
+from flodl_hf.checkpoints.weights import prefetch as early
 early.usable_cpus = lambda: 2
 plain, taken = ahead._Ahead.of, []
 ahead._Ahead.of = lambda self, descriptor: taken.append(len(plain(self, descriptor))) or plain(self, descriptor)

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from flodl.errors import CheckpointError, UnsafeFileError
 from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
-from flodl_hf.checkpoints.weights.pickle_free.opcodes import _STEPS
-from flodl_hf.checkpoints.weights.pickle_free.shard import read_bin
-from flodl_hf.checkpoints.weights.pickle_free.tensors import NAMES
+from flodl_hf.checkpoints.weights.restricted_unpickler.opcodes import _STEPS
+from flodl_hf.checkpoints.weights.restricted_unpickler.shard import read_bin
+from flodl_hf.checkpoints.weights.restricted_unpickler.tensors import NAMES
 
 DTYPES = [
     torch.float32,
@@ -339,7 +339,7 @@ def test_damaged_programs_are_refused(tmp_path: Path, program: bytes) -> None:
 
 
 def test_a_program_may_not_work_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flodl_hf.checkpoints.weights.pickle_free.opcodes._MAX_STEPS", 1000)
+    monkeypatch.setattr("flodl_hf.checkpoints.weights.restricted_unpickler.opcodes._MAX_STEPS", 1000)
     with pytest.raises(CheckpointError, match="more than 1,000 instructions"):
         read_bin(hand_made(tmp_path, b"\x80\x02" + b"}" * 5000, {}))
 

@@ -303,7 +303,7 @@ def _open_shard(folder: Folder, name: str, stack: ExitStack) -> Shard:
     descriptor = folder.open(name)
     where = str(folder.path / name)
     if name.endswith(".bin"):
-        from flodl_hf.checkpoints.weights.pickle_free.shard import BinShard
+        from flodl_hf.checkpoints.weights.restricted_unpickler.shard import BinShard
 
         shard: Shard = BinShard(descriptor, name, where)
     else:

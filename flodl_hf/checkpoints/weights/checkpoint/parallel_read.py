@@ -154,7 +154,7 @@ _NOW: ContextVar[_Ahead | None] = ContextVar("_NOW", default=None)
 
 
 @contextmanager
-def reading_ahead(folder: Any) -> Iterator[None]:
+def prefetched(folder: Any) -> Iterator[None]:
     """Read the weights of a local folder in the background while the context is active.
 
     Args:

@@ -1,6 +1,6 @@
 """Where the kernels of disentangled attention run: how far they are from the reference there, on small cases.
 
-`flodl_hf.nn.kernels.trust` runs these, and decides which differences are accepted.
+`flodl_hf.nn.kernels.self_test` runs these, and decides which differences are accepted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flodl_hf.nn.attention.disentangled.fast import attend_fast
 from flodl_hf.nn.attention.disentangled.launch import attend_by_kernel
 from flodl_hf.nn.attention.disentangled.positions import Relative, RelativePositions
 from flodl_hf.nn.attention.disentangled.scores import PositionTables
-from flodl_hf.nn.kernels.trust import LEAST_CAPABILITY, trusted
+from flodl_hf.nn.kernels.self_test import LEAST_CAPABILITY, trusted
 from flodl_hf.nn.layout.layouts import Packed
 
 # Texts of one tile and of several; near distances and, with 16 buckets, far ones.
@@ -31,7 +31,7 @@ def has_kernel(states: Tensor, num_heads: int, dtype: torch.dtype | None = None)
     """Return whether the kernels take ``(..., N*H)`` states: CUDA from Ampere on, Triton there, H from 16 to 128.
 
     Where they do in principle, the first question computes a small case to see that they do, see
-    `flodl_hf.nn.kernels.trust`.
+    `flodl_hf.nn.kernels.self_test`.
 
     Args:
         states: states of the device and width in question.

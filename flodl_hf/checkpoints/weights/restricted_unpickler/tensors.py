@@ -1,7 +1,7 @@
 """Meaning of the names in a torch file: records of storages and tensors, checked against their bounds.
 
 Decides the list of names and that a tensor may only use bytes of its storage. The byte offsets are
-in :mod:`flodl_hf.checkpoints.weights.pickle_free.shard`.
+in :mod:`flodl_hf.checkpoints.weights.restricted_unpickler.shard`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from flodl.errors import CheckpointError, capped, printable
 from flodl.safetensors_header import name_fault
 from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPES
-from flodl_hf.checkpoints.weights.pickle_free.opcodes import Function
+from flodl_hf.checkpoints.weights.restricted_unpickler.opcodes import Function
 
 _MAX_DIMS = 8
 

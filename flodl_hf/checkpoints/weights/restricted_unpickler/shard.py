@@ -22,8 +22,8 @@ from flodl.system import read_at
 from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPES
 from flodl_hf.checkpoints.weights.checkpoint.parallel_read import Extent
 from flodl_hf.checkpoints.weights.checkpoint.shard import OpenShard, map_extents, read_extents
-from flodl_hf.checkpoints.weights.pickle_free.opcodes import Machine
-from flodl_hf.checkpoints.weights.pickle_free.tensors import (
+from flodl_hf.checkpoints.weights.restricted_unpickler.opcodes import Machine
+from flodl_hf.checkpoints.weights.restricted_unpickler.tensors import (
     NAMES,
     StorageRecord,
     TensorRecord,

@@ -34,7 +34,7 @@ class Word(NamedTuple):
     harmless: tuple[Any, ...] | None = (None, False)
 
 
-def taking(
+def accept_keywords(
     words: Mapping[str, Word], fault: type[FlodlError] = PredictError, *, like: Callable[..., Any] | None = None
 ) -> Callable[[F], F]:
     """Return a decorator for methods that accept keywords of other libraries.

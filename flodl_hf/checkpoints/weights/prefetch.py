@@ -22,7 +22,7 @@ from threading import Thread
 from typing import Any
 
 from flodl_hf.checkpoints.system import make_cuda_context
-from flodl_hf.checkpoints.weights.checkpoint.parallel_read import reading_ahead, usable_cpus
+from flodl_hf.checkpoints.weights.checkpoint.parallel_read import prefetched, usable_cpus
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def beginning(name_or_path: Any, options: Mapping[str, Any]) -> Iterator[None]:
         Thread(target=make_cuda_context, args=(place,), name="flodl-hf-driver", daemon=True).start()
     read = not any(options.get(name) for name in ("mapped", "subfolder", "verified"))
     read = read and options.get("weights") != "disk"
-    with reading_ahead(name_or_path if read else None):
+    with prefetched(name_or_path if read else None):
         yield
 
 

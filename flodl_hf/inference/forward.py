@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flodl_hf.nn.adapter_layers.prompts import lead_of
+from flodl_hf.nn.adapter_layers.prompts import prefix_of
 from flodl_hf.nn.layout.layouts import Layout, Padded
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def encoded(graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout) -> 
 
 def scored(graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout, *, per_text: bool) -> Tensor:
     """Return the head's scores: one a text, or one a token."""
-    lead = lead_of(graph)
+    lead = prefix_of(graph)
     if lead is None:
         return graph(ids, token_type_ids=types, layout=layout)
     ids, types, led = lead.rows(ids, types, layout)
@@ -38,7 +38,7 @@ def scored(graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout, *, p
 
 def all_states(graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout) -> tuple[Tensor, Layout]:
     """Return the states of all tokens, including an adapter's virtual tokens, and their layout."""
-    lead = lead_of(graph)
+    lead = prefix_of(graph)
     if lead is not None:
         ids, types, layout = lead.rows(ids, types, layout)
     return graph.get_submodule("encoder")(ids, token_type_ids=types, layout=layout), layout
@@ -46,7 +46,7 @@ def all_states(graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout) 
 
 def _own(graph: Graph, layout: Layout, states: Tensor) -> Tensor:
     """Return the states of the texts' own tokens; ``layout`` covers the texts alone."""
-    lead = lead_of(graph)
+    lead = prefix_of(graph)
     return states if lead is None else layout.behind(lead.count, states)
 
 
