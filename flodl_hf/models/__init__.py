@@ -12,7 +12,7 @@ adapted               methods for adapters
 transformers_methods  methods of transformers' models
 outputs               return values of calls
 freezing              which parameters are trained
-other_tasks           error messages for methods of other tasks
+attribute_hints           error messages for methods of other tasks
 protein_contacts      contacts between residues of a protein
 """
 

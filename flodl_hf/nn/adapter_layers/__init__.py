@@ -3,5 +3,5 @@
 lora      products with a low-rank part, one or several, joined or folded into the weight
 scaled    results times learned scales (IA3)
 prompts   virtual tokens before the tokens of each row
-stand_in  modules that replace others and share their parameters
+module_replacement  modules that replace others and share their parameters
 """
