@@ -35,6 +35,10 @@ def option_names(command: Callable[..., Any]) -> dict[str, tuple[str, str | None
                 yes, _, no = words.partition("/")
                 named[name] = yes, no or None
                 named.setdefault(yes[2:].replace("-", "_"), named[name])
+    if "set" in named:
+        from flodl_hf.training.options import HINTS
+
+        named |= {name: (f"--set {name}=", None) for name in HINTS if name not in named}
     if "force" in named:
         named.setdefault("overwrite", named["force"])
     return named
@@ -55,6 +59,8 @@ def in_options(text: str, options: Mapping[str, tuple[str, str | None]]) -> str:
         if found["name"] is None:
             return found[0]
         (yes, no), value = options[found["name"]], found["value"]
+        if yes.endswith("="):
+            return yes + (value.lower() if value in ("True", "False") else _plain(value) if value else "...")
         if value in ("True", "False"):
             return yes if value == "True" else no or found[0]
         return yes if value is None else f"{yes} {_plain(value)}"
@@ -69,7 +75,7 @@ def begun_with_options(text: str, options: Mapping[str, tuple[str, str | None]])
     lines = [line.partition(": ") for line in text.split("\n")]
     named = [(head.strip(), head, colon + rest) for head, colon, rest in lines]
     return "\n".join(
-        (head.replace(name, options[name][0]) if said and name in options else head) + said
+        (head.replace(name, options[name][0].rstrip("=")) if said and name in options else head) + said
         for name, head, said in named
     )
 

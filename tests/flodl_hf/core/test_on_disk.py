@@ -197,7 +197,7 @@ def test_commands_take_where_weights_stay(saved: Saved, tmp_path: Path, monkeypa
         seen.append(self.weights_on_disk is not None)
         return ready(self, *given, **how)
 
-    monkeypatch.setattr(GraphModel, "ready", noted)
+    monkeypatch.setattr(GraphModel, "_ready", noted)
 
     def said(*arguments: Any) -> str:
         done = testing.CliRunner().invoke(app, [*map(str, arguments), "--device", "cpu"])

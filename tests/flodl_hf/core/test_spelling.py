@@ -27,7 +27,7 @@ SPELLED = [
     (predict, "start over with --restart (restart=True), which", "start over with --restart, which"),
     (predict, "batch_invariant=False has no opposite", "batch_invariant=False has no opposite"),
     (predict, "format='tsv' is read", "--format tsv is read"),
-    (finetune, "(new_head=False would keep it)", "(--no-new-head would keep it)"),
+    (finetune, "(new_head=False would keep it)", "(--set new_head=false would keep it)"),
     (finetune, "columns={'text': 'my text', 'label': ...}", "--columns 'text=my text,label=...'"),
     (finetune, "lr=3e-05.", "--lr 3e-05."),
     (finetune, "unknown=3", "unknown=3"),

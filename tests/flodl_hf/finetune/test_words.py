@@ -29,6 +29,7 @@ SAID_TO_PROGRAMS = {
     **dict.fromkeys(("scale", "margin", "directions", "power", "decay"), "what a map of an option holds"),
     **dict.fromkeys(("size", "query_length", "document_length", "expanded", "attended", "punctuation"), "the same"),
     **dict.fromkeys(("text", "kind", "format"), "a bit of a map; taken out of what others say"),
+    **dict.fromkeys(("allow_change",), "of the Trainer, replaced by resume="),
     **dict.fromkeys(("callbacks", "trend_every"), "replacements of removed options, which are Python"),
 }
 """Words before ``=`` in this room that are no options, and why they may stay."""
@@ -89,7 +90,7 @@ def test_data_may_follow_the_model(base: Path, table: Path, tmp_path: Path) -> N
         (["--eval", "0.9999"], "--eval: found 0.9999 of 32 training rows"),
         (["--class-weights", "a=1"], "--class-weights: ['a'] are no labels"),
         (["--task", "ner"], "--task"),
-        (["--projection", "size=8"], "--projection: sequence_classification takes none"),
+        (["--set", "projection={size: 8}"], "--set projection: sequence_classification takes none"),
     ],
 )
 def test_what_cannot_be_names_the_option(options: list[str], said: str, base: Path, table: Path) -> None:

@@ -40,8 +40,10 @@ def test_a_server_answers_what_it_should_not_be_sent(count: int) -> None:
 
 
 def test_every_door_has_a_plain_request() -> None:
-    assert set(served.BODIES) == {route.path for route in ROUTES}
-    for route in ROUTES:
+    # A request to /vertex contains requests to the root.
+    routes = [route for route in ROUTES if route.path != "/vertex"]
+    assert set(served.BODIES) == {route.path for route in routes}
+    for route in routes:
         assert set(served.BODIES[route.path]) <= {field.name for field in route.fields}
         assert {field.name for field in route.fields if field.required} <= set(served.BODIES[route.path])
 
