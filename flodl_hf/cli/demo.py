@@ -54,11 +54,11 @@ def command(
     if not json_output:
         for text, found in zip(texts, answers, strict=True):
             tell(f"   {found.label:<10}{found.score:.3f}  {text}")
-    say(f"   {right} of {len(texts)} as a person would answer")
+    say(f"   {right} of {len(texts)} correct")
 
     say(f"4. exporting to {out}")
     folder = model.save_pretrained(out, overwrite=True)
-    say("5. verifying: reopened, and compared with transformers where that is installed")
+    say("5. verifying: reopened, and compared with transformers if it is installed")
     result = verify_export(folder, model=model, command="flodl-hf demo")
     if json_output:
         emit_json({"folder": str(folder), "loss": loss, "right": right, "of": len(texts), "verify": result.to_dict()})

@@ -305,7 +305,7 @@ class RequestMetrics:
             self._log(request, status, word, seconds)
 
     def _log(self, request: Counted | None, status: int, word: str, seconds: float) -> None:
-        fields: dict[str, Any] = {"door": self.route.path, "status": status, "ms": round(seconds * 1000, 2)}
+        fields: dict[str, Any] = {"route": self.route.path, "status": status, "ms": round(seconds * 1000, 2)}
         if word:
             fields["why"] = word
         if request is not None:

@@ -101,7 +101,7 @@ def few_steps(steps: int, options: Options) -> str | None:
     else:
         ways.append("more rows")
     counted = f"{steps:,} optimiser step{'s are' if steps != 1 else ' is'}"
-    return f"{counted} few for a head that is new: {' or '.join(ways)} would make more of them"
+    return f"{counted} few for a new head: use {' or '.join(ways)}"
 
 
 def as_before(options: Options, folder: Path | None) -> Options:

@@ -246,7 +246,7 @@ def settle_head(known: Known, task: Task, options: Options) -> tuple[Options, li
     kept = options.new_head is False
     pairs = ", ".join(f"{visible(a)} -> {visible(b)}" for a, b in list(zip(old, new, strict=True))[:8])
     what = "is used with the new names (new_head=False)" if kept else "is initialised again (new_head=False keeps it)"
-    return replace(options, new_head=not kept), [f"the start was trained with other labels ({pairs}); its head {what}"]
+    return replace(options, new_head=not kept), [f"the checkpoint was trained with other labels ({pairs}); its head {what}"]
 
 
 def open_start(model: Any, task: Task, options: Options) -> tuple[EncoderModel, ModelFactory | FixedModel]:

@@ -117,7 +117,7 @@ def test_what_is_learned_is_said_in_a_line_with_its_columns(task: str, said: str
     plan_job(base, rows, None, make_options({}), tell=lines.append)
     few = [
         "batch_size: 4 (12 rows: 9 steps in place of 3; batch_size=32 to overrule)",
-        "9 optimiser steps are few for a head that is new: more epochs or more rows would make more of them",
+        "9 optimiser steps are few for a new head: use more epochs or more rows",
     ]
     learned = f"task {task} {said} (inferred from the columns; task= selects another)"
     assert lines == [learned, *(few if task != "masked_lm" else [])]

@@ -392,7 +392,7 @@ def test_progress_is_shown_with_a_total_that_is_true(
     said = capfd.readouterr().err.splitlines()
     total = result.steps if total is None else total
     assert said[0].startswith("task sequence_classification from text 'text', label 'label'; 2 labels")
-    few = [] if "max_steps" in options else [f"{total} optimiser steps are few for a head that is new"]
+    few = [] if "max_steps" in options else [f"{total} optimiser steps are few for a new head"]
     assert [line.partition(":")[0] for line in said[1 : 2 + len(few)]] == [*few, "training"]
     assert f"training: 3 epochs, {total} steps" in said
     assert said[-1].startswith(f"training: {total} of {total} steps (100 %)")

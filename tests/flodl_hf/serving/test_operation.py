@@ -246,7 +246,7 @@ def test_the_command_drains_and_ends(folders: dict[str, Path], processes: str) -
             process.kill()
     lines = [json.loads(line) for line in told.splitlines() if line.startswith("{")]
     first = next(line for line in lines if line["what"] == "request")
-    assert {"at", "level", "door", "status", "ms", "model", "texts", "tokens"} <= set(first)
+    assert {"at", "level", "route", "status", "ms", "model", "texts", "tokens"} <= set(first)
     assert "secret" not in told
 
 
