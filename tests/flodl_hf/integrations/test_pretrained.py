@@ -102,6 +102,7 @@ def losses_of(transformers: Any, model: Any, tokenizer: Any, folder: Path, **mor
 
 @pytest.mark.parametrize("kind", ["converted", "own", "own tokenizer"])
 def test_trainer(transformers: Any, plain_classifier: str, check: Any, tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("accelerate")
     import torch
 
     torch.manual_seed(0)
