@@ -246,7 +246,8 @@ def settle_head(known: Known, task: Task, options: Options) -> tuple[Options, li
     kept = options.new_head is False
     pairs = ", ".join(f"{visible(a)} -> {visible(b)}" for a, b in list(zip(old, new, strict=True))[:8])
     what = "is used with the new names (new_head=False)" if kept else "is initialised again (new_head=False keeps it)"
-    return replace(options, new_head=not kept), [f"the checkpoint was trained with other labels ({pairs}); its head {what}"]
+    note = f"the checkpoint was trained with other labels ({pairs}); its head {what}"
+    return replace(options, new_head=not kept), [note]
 
 
 def open_start(model: Any, task: Task, options: Options) -> tuple[EncoderModel, ModelFactory | FixedModel]:
