@@ -100,8 +100,8 @@ def test_batches_that_are_compared_or_counted_otherwise_are_left_alone(task: str
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"task": "sequence_classification", "batch_size": 4}, "more epochs or more rows would"),
-        ({"task": "rank", "batch_size": 32}, "more epochs or a smaller batch_size (now 32) would"),
+        ({"task": "sequence_classification", "batch_size": 4}, "more epochs or more rows"),
+        ({"task": "rank", "batch_size": 32}, "more epochs or a smaller batch_size (now 32)"),
         (
             {"task": "token_classification", "tokens_per_batch": 90},
             "more epochs or a smaller tokens_per_batch (now 90)",
