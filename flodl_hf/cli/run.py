@@ -17,7 +17,8 @@ from flodl_hf.cli.schema import key_of, parameters_of, recipe_keys
 from flodl_hf.cli.shared import Json, emit_json, reporting, say, tell
 
 FILE = "flodl-hf.yaml"
-KEYS = ("run", "command", "arguments", "options", "help")
+KINDS: dict[str, type] = {"run": str, "command": str, "arguments": list, "options": dict, "help": str}
+"""Keys of an entry with the types of their values."""
 # Everything after the name belongs to the named command.
 CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
 
@@ -154,11 +155,19 @@ def _check(file: Path, name: str, entry: Any) -> None:
     where = f"{file}: commands.{name}"
     if not isinstance(entry, dict) or ("run" in entry) == ("command" in entry):
         raise ConfigError(f"{where}: expected a map with either run: or command:", problems=[name])
-    if unknown := [key for key in entry if key not in KEYS]:
-        raise ConfigError(f"{where}.{unknown[0]}: unknown key{nearest(unknown[0], KEYS)}", problems=unknown)
-    if "command" in entry and entry["command"] not in NAMES:
+    for key, value in entry.items():
+        if key not in KINDS:
+            raise ConfigError(f"{where}.{key}: unknown key{nearest(str(key), KINDS)}", problems=[key])
+        if not isinstance(value, KINDS[key]):
+            raise ConfigError(
+                f"{where}.{key}: found {value!r}, expected a {KINDS[key].__name__.replace('dict', 'map')}",
+                problems=[key],
+            )
+    # A command that runs this file again would never end; groups have no options.
+    known = [command for command in NAMES if command not in ("run", "config", "runs")]
+    if "command" in entry and entry["command"] not in known:
         raise ConfigError(
-            f"{where}.command: found {entry['command']!r}{nearest(str(entry['command']), NAMES)}; expected one of "
-            f"{', '.join(NAMES)}",
+            f"{where}.command: found {entry['command']!r}{nearest(entry['command'], known)}; expected one of "
+            f"{', '.join(known)}",
             problems=["command"],
         )

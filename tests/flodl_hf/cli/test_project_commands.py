@@ -94,6 +94,12 @@ def test_a_preset_runs_its_command(project: Path) -> None:
         ("commands: {a: {command: fine}}", ["a"], "command"),
         ("commands: {a: {command: finetune, run: ls}}", ["a"], "a"),
         ("commands: {a: {run: ls, cwd: x}}", ["a"], "cwd"),
+        ("commands: {a: {run: [1, 2]}}", ["a"], "run"),
+        ("commands: {a: {command: [finetune]}}", ["a"], "command"),
+        ("commands: {a: {command: finetune, options: [1]}}", ["a"], "options"),
+        ("commands: {a: {command: finetune, arguments: abc}}", ["a"], "arguments"),
+        ("commands: {a: {command: run, arguments: [a]}}", ["a"], "command"),
+        ("commands: {a: {command: runs}}", ["a"], "command"),
         ("presets: {}", ["a"], "commands"),
     ],
 )
