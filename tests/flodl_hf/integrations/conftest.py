@@ -51,9 +51,17 @@ def encoder() -> str:
 @pytest.fixture(scope="session")
 def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder of a tiny model with one label."""
+    import torch
+
     import flodl_hf
 
     model = flodl_hf.AutoModelForSequenceClassification.from_pretrained(GOLDEN / "bert-base", num_labels=1)
+    # The new head is random: fixed and wide, so that no two scores are equal up to rounding and ranks are stable.
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name in model.untrained:
+            weight = model.graph.get_parameter(name)
+            weight.copy_(torch.randn(weight.shape, generator=draw))
     return str(model.save_pretrained(tmp_path_factory.mktemp("cross") / "model"))
 
 
