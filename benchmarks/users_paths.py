@@ -9,9 +9,11 @@ Paths, each with transformers' or sentence-transformers' beside it where `--peer
 * ``embed``: MiniLM's vectors of 20,000 texts, five calls;
 * ``answers``: BERT-large, 6,000 questions with contexts, five calls;
 * ``documents``: ranks, vectors, labels, entities and answers of documents of 1,800 tokens, truncated at 512 tokens or
-  read in windows;
-* ``devices``: ``predict`` on 100,000 texts with one device and with all of them;
-* ``finetune``: ``flodl-hf finetune`` on one device and on two, with and without ``--out``; rows a second of each epoch.
+  read in windows; ranks also of documents of 490 and 50 tokens;
+* ``devices``: ``predict`` on 100,000 texts with one device and with all of them, and files of 200,000 rows;
+* ``short``: ``flodl-hf finetune --timing`` of 1,000 rows with ``--eval``, seconds of each phase in columns, on one
+  device and on two; transformers' ``Trainer`` with the same arguments beside it;
+* ``finetune``: ``flodl-hf finetune`` of 9,600 and 20,000 rows on one device and on two; rows a second of later epochs.
 
 Weights are random at the real sizes (MiniLM's are its own), since values change no time; texts are real, cut to
 log-normal lengths (`benchmarks.corpus`), and tokens are counted without padding, specials included.
@@ -156,6 +158,26 @@ from transformers import pipeline
 pipe = pipeline("text-classification", model={model!r}, device={device!r}, dtype={dtype!r})
 print(pipe(["A fine film that never loses its way."]))
 """
+TRAINER = """
+import csv, sys
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
+from transformers import Trainer, TrainingArguments
+tokenizer = AutoTokenizer.from_pretrained({model!r}, model_max_length=512)
+def rows(path):
+    with open(path) as file:
+        given = list(csv.DictReader(file, delimiter="\\t"))
+    ids = tokenizer([row["text"] for row in given], truncation=True)
+    return [{{**{{k: ids[k][i] for k in ids}}, "labels": int(row["label"])}} for i, row in enumerate(given)]
+model = AutoModelForSequenceClassification.from_pretrained({model!r})
+arguments = TrainingArguments({out!r}, num_train_epochs={epochs}, per_device_train_batch_size={batch}, bf16={bf16},
+    eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True, report_to=[], disable_tqdm=True)
+trainer = Trainer(model, arguments, train_dataset=rows({train!r}), eval_dataset=rows({held_out!r}),
+    data_collator=DataCollatorWithPadding(tokenizer))
+trainer.train()
+trainer.evaluate()
+trainer.save_model({out!r})
+"""
 SPIN = "while True: pass"
 
 
@@ -212,22 +234,51 @@ class World:
         """Return a folder with a random BERT of a size and a head, and MiniLM's tokenizer."""
         name = f"{head}-{size['hidden_size']}"
         if name not in self.made:
-            import torch
-
-            from flodl_hf.auto import head_named
-            from flodl_hf.checkpoints.config.model_config import ModelConfig
-
-            torch.manual_seed(0)
-            size = TINY if self.args.tiny else size
-            settings = {"vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2, **size}
-            folder = self.place / name
-            model = head_named(head).model.from_config(ModelConfig.for_model("bert", **settings))
-            model._mark_untrained(())
-            model.save_pretrained(folder)
+            settings = {"vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2}
+            self.made[name] = self.write(name, "bert", head, settings | (TINY if self.args.tiny else size))
             for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
-                shutil.copy(self.args.minilm / file, folder / file)
-            self.made[name] = folder
+                shutil.copy(self.args.minilm / file, self.made[name] / file)
         return self.made[name]
+
+    def ranker(self) -> Path:
+        """Return a folder with a random XLM-RoBERTa of the large size, one score, and a Unigram tokenizer."""
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+        specials = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+        inner = Tokenizer(models.Unigram())
+        inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+        trainer = trainers.UnigramTrainer(
+            vocab_size=8000, special_tokens=specials, unk_token="<unk>", show_progress=False
+        )
+        inner.train_from_iterator(self.texts[:20_000], trainer)
+        inner.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+        )
+        settings = {
+            "vocab_size": 250_002, "max_position_embeddings": 514, "type_vocab_size": 1, "pad_token_id": 1,
+            "bos_token_id": 0, "eos_token_id": 2, "id2label": {0: "LABEL_0"}, "label2id": {"LABEL_0": 0},
+        }  # fmt: skip
+        size = TINY if self.args.tiny else LARGE
+        folder = self.write("ranker", "xlm-roberta", "sequence_classification", settings | size)
+        inner.save(str(folder / "tokenizer.json"))
+        named = {"bos_token": 0, "pad_token": 1, "eos_token": 2, "unk_token": 3, "mask_token": 4}
+        words = {name: specials[at] for name, at in named.items()} | {"cls_token": "<s>", "sep_token": "</s>"}
+        words |= {"tokenizer_class": "XLMRobertaTokenizer", "model_max_length": 512}
+        (folder / "tokenizer_config.json").write_text(json.dumps(words))
+        return folder
+
+    def write(self, name: str, kind: str, head: str, settings: dict[str, Any]) -> Path:
+        """Write a random model and return its folder."""
+        import torch
+
+        from flodl_hf.auto import head_named
+        from flodl_hf.checkpoints.config.model_config import ModelConfig
+
+        torch.manual_seed(0)
+        model = head_named(head).model.from_config(ModelConfig.for_model(kind, **settings))
+        model._mark_untrained(())
+        model.save_pretrained(self.place / name)
+        return self.place / name
 
     def note(self, path: str, what: str, seconds: list[float], amount: float = 0.0, unit: str = "") -> None:
         """Print and keep one row."""
@@ -383,54 +434,42 @@ def documents(world: World) -> None:
     counts = {"rerank": 100, "embed": 1_500, "labels": 1_500, "entities": 300, "answers": 300}
     counts = {name: max(2, count // world.scale) for name, count in counts.items()}
     words = [word for text in world.texts for word in text.split()]
-    size = 1_350  # 1,800 tokens
-    texts = [" ".join(words[at * size : (at + 1) * size]) for at in range(max(counts.values()))]
-    path = world.place / "documents.json"
-    given = {"texts": str(path), "device": world.device, "dtype": world.dtype, "calls": CALLS}
-    path.write_text(json.dumps(texts))
-    rank, ask = "model.rerank('what does the speaker ask for', texts, untrained=True", "'what does the speaker ask for'"
-    labels = "model.predict(texts, untrained=True"
-    for name, head, width, what, call in (
-        ("rerank", "sequence_classification", LARGE, "BERT-large rerank, truncated", f"{rank}, truncate=True)"),
-        ("embed", "base", None, "MiniLM embed, truncated", "model.embed(texts)"),
-        ("embed", "base", None, "MiniLM embed, windows", "model.embed(texts, windows=True)"),
-        ("labels", "sequence_classification", BASE, "labels, truncated", f"{labels}, truncate=True)"),
-        ("labels", "sequence_classification", BASE, "labels, windows", f"{labels})"),
-        ("entities", "token_classification", BASE, "entities, windows", f"{labels})"),
-        ("answers", "question_answering", BASE, "answers, windows",
+    base, given = world.place / "documents.json", {"device": world.device, "dtype": world.dtype, "calls": CALLS}
+
+    def written(size: int) -> str:
+        """Write documents of so many words and return the file."""
+        path = base.with_stem(f"documents-{size}")
+        texts = [" ".join(words[at * size : (at + 1) * size]) for at in range(max(counts.values()))]
+        path.write_text(json.dumps(texts))
+        return str(path)
+
+    ranker = world.ranker()
+    for size, tokens in ((1_350, 1_800), (365, 490), (38, 50)):
+        call = "model.rerank('what does the speaker ask for', texts, untrained=True, truncate=True)"
+        given |= {"model": str(ranker), "head": "sequence_classification", "count": counts["rerank"], "call": call}
+        given["texts"] = written(size)
+        found = last_json(fresh(DOCUMENTS.format(**given))[1])
+        world.note("documents", f"XLM-R large rerank, {tokens:,} tokens", found, counts["rerank"], "documents/s")
+        if world.args.peers:
+            found = last_json(fresh(RERANK_PEER.format(**given))[1])
+            world.note("documents", f"sentence-transformers, {tokens:,} tokens", found, counts["rerank"], "documents/s")
+    labels, ask = "model.predict(texts, untrained=True", "'what does the speaker ask for'"
+    given["texts"] = written(1_350)
+    for name, head, what, call in (
+        ("embed", "base", "MiniLM embed, truncated", "model.embed(texts)"),
+        ("embed", "base", "MiniLM embed, windows", "model.embed(texts, windows=True)"),
+        ("labels", "sequence_classification", "labels, truncated", f"{labels}, truncate=True)"),
+        ("labels", "sequence_classification", "labels, windows", f"{labels})"),
+        ("entities", "token_classification", "entities, windows", f"{labels})"),
+        ("answers", "question_answering", "answers, windows",
          f"model.answer_batch([({ask}, text) for text in texts], untrained=True)"),
     ):  # fmt: skip
-        model = world.args.minilm if width is None else world.model(head, width)
-        if name == "rerank":  # one score of a pair
-            config = json.loads((model / "config.json").read_text())
-            if len(config.get("id2label", ())) != 1:
-                model = one_label(model, world.place / "ranker")
+        model = world.args.minilm if name == "embed" else world.model(head, BASE)
         given |= {"model": str(model), "head": head, "count": counts[name], "call": call}
         world.note("documents", what, last_json(fresh(DOCUMENTS.format(**given))[1]), counts[name], "documents/s")
-        peer = {"rerank": RERANK_PEER, "embed": EMBED_PEER}.get(name)
-        if world.args.peers and peer is not None and "windows" not in what:
-            found = last_json(fresh(peer.format(**given))[1])
+        if world.args.peers and name == "embed" and "windows" not in what:
+            found = last_json(fresh(EMBED_PEER.format(**given))[1])
             world.note("documents", f"sentence-transformers, {name}", found, counts[name], "documents/s")
-
-
-def one_label(model: Path, folder: Path) -> Path:
-    """Return a folder with the same classifier, which gives one score."""
-    import torch
-
-    from flodl_hf.auto import head_named
-    from flodl_hf.checkpoints.config.model_config import ModelConfig
-
-    torch.manual_seed(0)
-    settings = json.loads((model / "config.json").read_text()) | {
-        "id2label": {"0": "LABEL_0"},
-        "label2id": {"LABEL_0": 0},
-    }
-    ranker = head_named("sequence_classification").model.from_config(ModelConfig.from_dict(settings))
-    ranker.mark_untrained(())
-    ranker.save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
-        shutil.copy(model / file, folder / file)
-    return folder
 
 
 def devices(world: World) -> None:
@@ -448,37 +487,75 @@ def devices(world: World) -> None:
     for what, more in (("one device", ""), (f"{several} devices", f", devices={names!r}")):
         found = last_json(fresh(LABELS.format(**given, more=more))[1])
         world.note("devices", f"predict 100,000 texts, {what}", found, tokens, "ktok/s")
+    source = world.place / "many.jsonl"
+    texts = world.texts * 2
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for count in (1, several):
+        out = world.place / f"out-{count}.jsonl"
+        words = ["--in", str(source), "--out", str(out), "--devices", ",".join(names[:count])]
+        took, told = command(cli("predict", given["model"], *words))
+        world.note("devices", f"predict --in, {len(texts):,} rows, devices {count}", [took])
+        print("   ", " / ".join(told.strip().splitlines()[-3:])[:400], flush=True)
+
+
+def table(world: World, name: str, rows: int) -> Path:
+    """Write a table of texts with two labels and return the file."""
+    path = world.place / f"{name}.tsv"
+    texts = [" ".join(text.split()[:90]) for text in world.texts[:rows]]
+    path.write_text("text\tlabel\n" + "".join(f"{text}\t{i % 2}\n" for i, text in enumerate(texts)))
+    return path
+
+
+def tuned(world: World, devices: int, *words: str) -> tuple[float, str]:
+    """Run one fine-tune by the command line and return its seconds and its output."""
+    model = str(world.model("sequence_classification", BASE))
+    precision = "bf16" if world.dtype == "bfloat16" else "fp32"
+    kind = ",".join(["cpu"] * devices) if world.device == "cpu" else str(devices)
+    out = world.place / "tuned"
+    found = command(cli("finetune", model, *words, "--precision", precision, "--devices", kind, "--out", str(out)))
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.rmtree(out.with_name("tuned.checkpoints"), ignore_errors=True)
+    return found
+
+
+def counted(world: World) -> tuple[int, ...]:
+    """Return the numbers of devices to use."""
+    import torch
+
+    return (1, 2) if torch.cuda.device_count() > 1 or world.device == "cpu" else (1,)
+
+
+def short(world: World) -> None:
+    """A short fine-tune, from the command to the folder."""
+    train, held_out = table(world, "train-short", max(64, 1_000 // world.scale)), table(world, "dev", 200)
+    given = {
+        "model": str(world.model("sequence_classification", BASE)), "out": str(world.place / "trainer"), "epochs": 3,
+        "batch": 32, "bf16": world.dtype == "bfloat16", "train": str(train), "held_out": str(held_out),
+    }  # fmt: skip
+    for round_ in range(3):
+        for devices in counted(world):
+            batch = str(32 * devices)
+            words = ["--train", str(train), "--eval", str(held_out), "--epochs", "3", "--batch-size", batch, "--timing"]
+            took, told = tuned(world, devices, *words)
+            world.note("short", f"1,000 rows, 3 epochs, devices {devices}, round {round_ + 1}", [took])
+            print("    " + " | ".join(re.findall(r"(?:seconds: .*|exit: .*|gradients: .*)", told)), flush=True)
+        if world.args.peers and round_ < 2:
+            world.note("short", "transformers.Trainer, one device", [fresh(TRAINER.format(**given))[0]])
+            shutil.rmtree(given["out"], ignore_errors=True)
 
 
 def finetune(world: World) -> None:
     """Fine-tuning by the command line."""
-    import torch
-
-    rows = 9_600 // world.scale
-    train = world.place / "train.tsv"
-    cut = [" ".join(text.split()[:90]) for text in world.texts[:rows]]
-    train.write_text("text\tlabel\n" + "".join(f"{text}\t{i % 2}\n" for i, text in enumerate(cut)))
-    model = str(world.model("sequence_classification", BASE))
-    precision = "bf16" if world.dtype == "bfloat16" else "fp32"
-    several = torch.cuda.device_count() > 1 or world.device == "cpu"
-    one = [] if world.device != "cpu" else ["--devices", "cpu"]
-    two = ["--devices", "2"] if world.device != "cpu" else ["--devices", "cpu,cpu"]
-    for batch in (32, 64):
-        for what, flags, keep in (
-            ("one device", one, True), ("two devices", two, True), ("two devices, no --out", two, False),
-        ):  # fmt: skip
-            if flags is two and not several:
-                continue
-            out = world.place / "tuned"
-            words = ["finetune", model, "--train", str(train), "--epochs", "4", "--batch-size", str(batch)]
-            words += ["--precision", precision, *flags, *(["--out", str(out)] if keep else [])]
-            took, told = command(cli(*words))
-            shutil.rmtree(out, ignore_errors=True)
-            shutil.rmtree(out.with_name("tuned.checkpoints"), ignore_errors=True)
+    for rows, batch, epochs in ((9_600, 32, 4), (9_600, 64, 4), (20_000, 64, 2), (9_600, 128, 4)):
+        train = table(world, f"train-{rows}", rows // world.scale)
+        for devices in counted(world):
+            words = ["--train", str(train), "--epochs", str(epochs), "--batch-size", str(batch), "--timing"]
+            took, told = tuned(world, devices, *words)
             speeds = [float(found.replace(",", "")) for found in re.findall(r"([\d,]+) rows/s", told)]
             later = statistics.median(speeds[1:]) if len(speeds) > 1 else float("nan")
-            name = f"{what}, batch {batch}: {later:,.0f} rows/s of a later epoch {speeds}"
+            name = f"{rows:,} rows, devices {devices}, batch {batch}: {later:,.0f} rows/s of later epochs"
             world.note("finetune", name, [took])
+            print("    " + " | ".join(re.findall(r"(?:seconds: .*|exit: .*|gradients: .*)", told)), flush=True)
 
 
 PATHS: dict[str, Callable[[World], None]] = {
@@ -489,6 +566,7 @@ PATHS: dict[str, Callable[[World], None]] = {
     "answers": answers,
     "documents": documents,
     "devices": devices,
+    "short": short,
     "finetune": finetune,
 }
 
