@@ -32,7 +32,6 @@ __all__ = [
     "TextTooLongError",
     "TokenizerError",
     "UnknownTaskError",
-    "no_tokenizer",
 ]
 
 

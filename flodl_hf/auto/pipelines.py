@@ -32,7 +32,7 @@ from flodl_hf.heads.truncated import (
 from flodl_hf.inference.inputs import several
 from flodl_hf.models.encoder_model import EncoderModel
 
-__all__ = ["Pipeline", "pipeline"]
+__all__ = ["Pipeline"]
 
 _LOADING = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "dtype", "attention", "num_labels")
 _PASSED = ("framework", "feature_extractor", "image_processor", "processor", "use_fast", "num_workers", "config")

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel
     from flodl_hf.parity.inputs import AwkwardBatch
 
-__all__ = ["BOUND", "OPSET", "PROGRAM", "EngineFile", "export_onnx", "export_program"]
+__all__ = ["EngineFile", "export_onnx", "export_program"]
 
 OPSET = 18
 """Version of ONNX's operators: December 2022, which every ONNX Runtime from 1.14 supports."""

@@ -30,7 +30,7 @@ from flodl_hf.models.pretrained import open_weights
 if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel
 
-__all__ = ["ENGINE_FILES", "RECEIPT", "Check", "Verification", "verify_export"]
+__all__ = ["Check", "Verification", "verify_export"]
 
 RECEIPT = "verification.json"
 ENGINE_FILES = ("onnx/model.onnx", "model.pt2")

@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from flodl_hf.inference.decode.masks import MaskPlaces
     from flodl_hf.inference.decode.rows import TokenTable
     from flodl_hf.inference.engine import Pending
-    from flodl_hf.tokenization.tokenizer import Row, Tokenizer
+    from flodl_hf.tokenization.rows import Row
+    from flodl_hf.tokenization.tokenizer import Tokenizer
 
-__all__ = ["Fill", "MaskedLM"]
+__all__ = ["MaskedLM"]
 
 
 class MaskedLM(ScoringModel):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flodl_hf.inference.inputs import Encoded
     from flodl_hf.models.encoder_model import EncoderModel
 
-__all__ = ["FOLLOWS", "NextSentence", "judged"]
+__all__ = ["NextSentence"]
 
 FOLLOWS = ("follows", "other")
 """Labels of the two scores: the second text follows the first, or it is a random text."""

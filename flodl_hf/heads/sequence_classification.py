@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from flodl_hf.inference.inputs import Encoded, Text
     from flodl_hf.inference.results.lists import Ranking
 
-__all__ = ["SequenceClassifier", "ranking_activation"]
+__all__ = ["SequenceClassifier"]
 
 
 class SequenceClassifier(ScoringModel):

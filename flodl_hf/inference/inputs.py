@@ -29,7 +29,8 @@ from flodl_hf.tokenization.rows import Cut, Overflow
 if TYPE_CHECKING:
     from flodl_hf.tokenization.backend import Backend
     from flodl_hf.tokenization.blocks import Flat
-    from flodl_hf.tokenization.tokenizer import Row, Tokenizer
+    from flodl_hf.tokenization.rows import Row
+    from flodl_hf.tokenization.tokenizer import Tokenizer
 
 FIRST_PLACE: ContextVar[int] = ContextVar("FIRST_PLACE", default=0)
 """Place in the whole input of the first item that is encoded, for error messages."""

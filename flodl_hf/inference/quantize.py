@@ -12,17 +12,9 @@ from torch import Tensor
 
 from flodl.errors import nearest
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.search import Found, as_vectors, search_blocks
+from flodl_hf.inference.search import SearchResults, as_vectors, search_blocks
 
-__all__ = [
-    "PRECISIONS",
-    "STORED_PRECISIONS",
-    "binary_search",
-    "byte_search",
-    "check_store",
-    "quantize_embeddings",
-    "ranges_of",
-]
+__all__ = ["binary_search", "byte_search", "quantize_embeddings", "ranges_of"]
 
 PRECISIONS = ("float32", "float16", "int8", "uint8", "binary", "ubinary")
 STORED_PRECISIONS = ("float32", "int8", "uint8", "binary", "ubinary")
@@ -95,7 +87,7 @@ def check_store(found: str, name: str = "store") -> None:
 
 def binary_search(
     queries: Any, corpus: Any, *, top_k: int = 10, rescore_multiplier: int = 4, whole: Any = None, device: Any = None
-) -> Found:
+) -> SearchResults:
     """Return the nearest binary vectors, found by bits and sorted by products with the unquantised queries.
 
     Args:
@@ -125,7 +117,7 @@ def binary_search(
 def byte_search(
     queries: Any, corpus: Any, ranges: Any, *, top_k: int = 10, rescore_multiplier: int = 4, whole: Any = None,
     device: Any = None,
-) -> Found:  # fmt: skip
+) -> SearchResults:  # fmt: skip
     """Return the nearest int8 vectors, by products with the unquantised queries.
 
     Args:
@@ -149,7 +141,7 @@ def byte_search(
     scaled = asked * steps.to(asked.device)
     wanted = top_k if whole is None else top_k * rescore_multiplier
     near = search_blocks(scaled, counted, lambda own, texts: own @ texts.float().T, wanted, place)
-    near = Found(near.scores + (asked.cpu() @ middle)[:, None], near.indices)
+    near = SearchResults(near.scores + (asked.cpu() @ middle)[:, None], near.indices)
     return near if whole is None else _in_order(asked, near, as_vectors(whole, "whole"), None, top_k, place)
 
 
@@ -169,8 +161,13 @@ def _signs(bits: Tensor, size: int) -> Tensor:
 
 
 def _in_order(
-    asked: Tensor, near: Found, rows: Tensor, expand: Callable[[Tensor], Tensor] | None, top_k: int, place: torch.device
-) -> Found:
+    asked: Tensor,
+    near: SearchResults,
+    rows: Tensor,
+    expand: Callable[[Tensor], Tensor] | None,
+    top_k: int,
+    place: torch.device,
+) -> SearchResults:
     """Return the candidates in the order of their products with the queries, some queries at a time."""
     scores, indices = [], []
     for block, at in zip(asked.split(BLOCK), near.indices.split(BLOCK), strict=True):
@@ -180,4 +177,4 @@ def _in_order(
         order = found.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
         scores.append(found.gather(1, order))
         indices.append(at.gather(1, order))
-    return Found(torch.cat(scores), torch.cat(indices)) if scores else Found(near.scores, near.indices)
+    return SearchResults(torch.cat(scores), torch.cat(indices)) if scores else SearchResults(near.scores, near.indices)

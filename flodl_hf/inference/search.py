@@ -19,14 +19,14 @@ from flodl.errors import nearest
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.similarity import MEASURES
 
-__all__ = ["Found", "as_vectors", "search_blocks", "semantic_search"]
+__all__ = ["SearchResults", "semantic_search"]
 
 QUERIES, CORPUS = 1024, 65_536
 """Rows of a block of scores, and its columns."""
 
 
 @dataclass(frozen=True)
-class Found(Sequence[list[dict[str, Any]]]):
+class SearchResults(Sequence[list[dict[str, Any]]]):
     """Results for each query, the most similar first; item ``i`` is a list of dictionaries, as in other libraries.
 
     Attributes:
@@ -86,7 +86,7 @@ def semantic_search(
     query_chunk_size: int = QUERIES,
     corpus_chunk_size: int = CORPUS,
     device: torch.device | str | None = None,
-) -> Found:
+) -> SearchResults:
     """Return the ``top_k`` vectors of a corpus that are most like each query.
 
     Args:
@@ -121,7 +121,7 @@ def search_blocks(
     place: torch.device,
     query_chunk_size: int = QUERIES,
     corpus_chunk_size: int = CORPUS,
-) -> Found:
+) -> SearchResults:
     """Return the best of a corpus for each query by any score of a block of queries and a block of the corpus.
 
     Args:
@@ -135,7 +135,7 @@ def search_blocks(
     """
     most = min(top_k, len(corpus))
     if not len(queries) or not most:
-        return Found(torch.zeros(len(queries), most), torch.zeros(len(queries), most, dtype=torch.int64))
+        return SearchResults(torch.zeros(len(queries), most), torch.zeros(len(queries), most, dtype=torch.int64))
     parts = []
     for block in queries.split(query_chunk_size):
         asked = block.to(place, torch.float32)
@@ -146,7 +146,7 @@ def search_blocks(
             places = torch.arange(start, start + found.shape[1], device=place).expand(len(block), -1)
             scores, indices = _best(torch.cat([scores, found], 1), torch.cat([indices, places], 1), most)
         parts.append((scores.cpu(), indices.cpu()))
-    return Found(torch.cat([scores for scores, _ in parts]), torch.cat([indices for _, indices in parts]))
+    return SearchResults(torch.cat([scores for scores, _ in parts]), torch.cat([indices for _, indices in parts]))
 
 
 def _check(queries: Tensor, corpus: Tensor, measure: str, numbers: dict[str, int]) -> None:

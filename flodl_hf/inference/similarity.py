@@ -16,7 +16,7 @@ from torch import Tensor
 from flodl.errors import nearest
 from flodl_hf.errors import PredictError
 
-__all__ = ["MEASURES", "PAIRWISE", "Similarity", "max_sim", "measure_of", "pairwise_of", "similarity_of"]
+__all__ = ["Similarity", "max_sim"]
 
 
 class Similarity(Tensor):

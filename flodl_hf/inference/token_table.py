@@ -21,7 +21,8 @@ from flodl_hf.tokenization.rows import Cut, Cuts, Overflow, divided_text, plan_c
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.blocks import Flat
-    from flodl_hf.tokenization.tokenizer import Row, Tokenizer
+    from flodl_hf.tokenization.rows import Row
+    from flodl_hf.tokenization.tokenizer import Tokenizer
 
 _ZERO = np.zeros(1, np.int64)
 

@@ -22,8 +22,6 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 from torch import Tensor
 
-__all__ = ["CrossEncoder", "SentenceTransformer", "SparseEncoder"]
-
 _LOG = logging.getLogger(__name__)
 _HEADS = {
     "feature-extraction": "base",

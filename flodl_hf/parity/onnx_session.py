@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
     from flodl_hf.tokenization.tokenizer import Tokenizer
 
-__all__ = ["OnnxModel", "find_onnx", "require"]
+__all__ = ["OnnxModel"]
 
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 _DTYPES = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}

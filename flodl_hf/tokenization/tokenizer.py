@@ -28,7 +28,6 @@ from flodl_hf.tokenization.calls import Calls
 from flodl_hf.tokenization.definition import WARNED, read_backend, with_sections
 from flodl_hf.tokenization.encoded import Encoded
 from flodl_hf.tokenization.guard import translated_errors
-from flodl_hf.tokenization.rows import Row
 from flodl_hf.tokenization.settings import ROLES, Settings, content, read_settings
 from flodl_hf.tokenization.source import (
     TOKENIZER_FILES,
@@ -40,7 +39,7 @@ from flodl_hf.tokenization.source import (
     write_files,
 )
 
-__all__ = ["TOKENIZER_FILES", "Encoded", "Row", "Tokenizer"]
+__all__ = ["Encoded", "Tokenizer"]
 
 
 def contradictions(

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["EvaluationResult"]
-
 
 @dataclass(frozen=True)
 class EvaluationResult:

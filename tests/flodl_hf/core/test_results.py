@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from flodl_hf.heads.masked_lm import Fill
 from flodl_hf.inference.decode.classes import Classification, Ranked
 from flodl_hf.inference.decode.entities import Entity
 from flodl_hf.inference.decode.spans import Answer
-from flodl_hf.inference.results.lists import Answers, Entities, Fills, Found, Labels, Ranking, Results
+from flodl_hf.inference.results.lists import Answers, Entities, Fill, Fills, Found, Labels, Ranking, Results
 
 TEXT = "Ada <b>lives</b> in Paris"
 KINDS: dict[str, Found[Any]] = {

@@ -20,8 +20,9 @@ from tokenizers import Tokenizer as Inner
 from tokenizers import models, normalizers
 
 from flodl.errors import ConfigError
+from flodl_hf.checkpoints.hub.choosing import TOKENIZER_FILES
 from flodl_hf.errors import TokenizerError
-from flodl_hf.tokenization.tokenizer import TOKENIZER_FILES, Tokenizer
+from flodl_hf.tokenization.tokenizer import Tokenizer
 
 from .conftest import AWKWARD, CORPUS, KINDS, byte_level, metaspace, wordpiece
 

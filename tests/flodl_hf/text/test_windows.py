@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flodl_hf.errors import TokenizerError
-from flodl_hf.tokenization.rows import plan_windows
-from flodl_hf.tokenization.tokenizer import Row, Tokenizer
+from flodl_hf.tokenization.rows import Row, plan_windows
+from flodl_hf.tokenization.tokenizer import Tokenizer
 
 from .conftest import CORPUS
 
