@@ -42,7 +42,7 @@ class AggregationChoice(StrEnum):
 
 
 class StyleWord(StrEnum):
-    """Interfaces of endpoints; the others are `flodl_hf.parity.endpoint_checks.http.STYLES`."""
+    """Interfaces of endpoints, as in `flodl_hf.parity.endpoint_checks`."""
 
     auto = "auto"
     tei = "tei"

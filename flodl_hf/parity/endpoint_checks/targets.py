@@ -1,20 +1,28 @@
-"""Interface of the compared targets: one row of numbers for each item.
+"""The compared targets: endpoints over HTTP, folders, and ONNX files. Each gives a row of numbers for each item.
 
-A row is a vector, a score for each label, or the relevance of a document. HTTP interfaces are in
-`flodl_hf.parity.endpoint_checks.http`, folders in `flodl_hf.parity.endpoint_checks.folder`.
+A row is a vector, a score for each label, or the relevance of a document. Over HTTP: text-embeddings-inference,
+OpenAI's interface with what vLLM and Cohere add, and Hugging Face's. Only the texts of the comparison are sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+import importlib
+import importlib.util
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
 from flodl.errors import FlodlError
+from flodl_hf.checkpoints.sentence.routing import WEIGHT_FILES
+from flodl_hf.parity.endpoint_checks.reference import QUERY, Reference, prompt_tokens, score_function, vector
 
-QUERY = "where does the river rise"
-"""Query of every ranking."""
+_MOST = 256 << 20
 
 
 class TargetError(FlodlError):
@@ -27,25 +35,36 @@ class TargetError(FlodlError):
     status: int
 
 
-class Target(Protocol):
-    """A target that is compared with a model."""
+class Target:
+    """A target that is compared with a model.
+
+    Args:
+        source: the model.
+
+    Attributes:
+        name: name in a report.
+        scales: whether it scales vectors to length 1 regardless of the folder, unless disabled in the request.
+        options: options that its requests have: "normalize", "prompt_name", "truncate".
+    """
 
     name: str
-    """Its name in a report."""
-    scales: bool
-    """Whether it scales vectors to length 1 regardless of the folder, unless disabled in the request."""
+    scales = False
+    options: tuple[str, ...] = ()
+
+    def __init__(self, source: Reference) -> None:
+        self.source, self.task = source, source.task
 
     def answers(self, items: Sequence[str], **options: Any) -> np.ndarray:
         """Return a row of numbers for each item, ``(items, numbers)``.
 
         Args:
             items: texts; documents where they are ranked.
-            **options: ``normalize`` and ``prompt_name``, where the target has such.
+            **options: some of `options`.
 
         Raises:
-            TargetError: it does not answer, or has no such option.
+            TargetError: the target does not answer.
         """
-        ...
+        raise NotImplementedError
 
     def token_ids(self, texts: Sequence[str]) -> list[list[int]] | None:
         """Return the ids of texts with special tokens, or None if the target does not provide them.
@@ -53,22 +72,319 @@ class Target(Protocol):
         Raises:
             TargetError: the target does not respond.
         """
-        ...
+        return None
+
+    def by_label(self, rows: Sequence[Sequence[tuple[str, float]]]) -> np.ndarray:
+        """Return scores in the order of the source's labels; NaN where a label has none.
+
+        ``LABEL_3`` is the label with the id 3, as files without names of labels have it.
+
+        Raises:
+            TargetError: a label is none of those.
+        """
+        labels = self.source.labels
+        found = np.full((len(rows), len(labels)), np.nan)
+        numbered = {f"LABEL_{i}": i for i in range(len(labels))} | {name: i for i, name in enumerate(labels)}
+        for place, row in enumerate(rows):
+            for label, score in row:
+                if label not in numbered:
+                    raise TargetError(
+                        f"the label {label!r} is none of the model's; expected {', '.join(labels)}", status=0
+                    )
+                found[place, numbered[label]] = score
+        return found
 
 
-def by_label(rows: Sequence[Sequence[tuple[str, float]]], labels: Sequence[str]) -> np.ndarray:
-    """Return scores in the order of ``labels``; NaN where a label has none.
+class FolderTarget(Target):
+    """A folder, answered by sentence-transformers where it is installed and the folder is its own, else by us.
 
-    ``LABEL_3`` is the label with the id 3, as files without names of labels have it.
+    Args:
+        source: the model.
+        place: the folder.
+    """
+
+    def __init__(self, source: Reference, place: Path) -> None:
+        super().__init__(source)
+        self._ours, self._theirs = Reference(str(place), local_files_only=True), None
+        if self._ours.task != self.task:
+            raise TargetError(
+                f"{place}: the folder has a model for {self._ours.task}; expected {self.task}, as the source has",
+                status=0,
+            )
+        own = self.task == "vectors" and (place / "modules.json").exists()
+        if own and importlib.util.find_spec("sentence_transformers"):
+            self._theirs: Any = importlib.import_module("sentence_transformers").SentenceTransformer(
+                str(place), device="cpu", local_files_only=True, trust_remote_code=False
+            )
+        self.name = f"{place} (read by {'sentence-transformers' if self._theirs else 'flodl-hf'})"
+
+    def answers(self, items: Sequence[str], **options: Any) -> np.ndarray:
+        """Return a row of numbers for each item."""
+        if self._theirs is not None:
+            return np.asarray(self._theirs.encode(list(items), show_progress_bar=False), np.float32)
+        rows = self._ours.predicted(items)
+        if self.task != "labels":
+            return rows
+        return self.by_label([list(zip(self._ours.labels, row, strict=True)) for row in rows.tolist()])
+
+    def token_ids(self, texts: Sequence[str]) -> list[list[int]] | None:
+        """Return the ids of texts from the tokenizer of the folder's library."""
+        if self._theirs is not None:
+            return [list(self._theirs.tokenizer(text)["input_ids"]) for text in texts]
+        return self._ours.token_ids(texts)
+
+
+class OnnxTarget(Target):
+    """An ONNX file with its tokenizer and configuration in its folder, as on the Hub, run by ONNX Runtime.
+
+    The folder provides pooling, scaling, prompts and the activation for scores; complete vectors from the file are
+    used unchanged.
+
+    Args:
+        source: the model.
+        place: the file, or its folder.
 
     Raises:
-        TargetError: a label is none of those.
+        TargetError: it cannot be read, or has no output for the task.
     """
-    found = np.full((len(rows), len(labels)), np.nan)
-    numbered = {f"LABEL_{i}": i for i in range(len(labels))} | {name: i for i, name in enumerate(labels)}
-    for place, row in enumerate(rows):
-        for label, score in row:
-            if label not in numbered:
-                raise TargetError(f"the label {label!r} is none of the model's; expected {', '.join(labels)}", status=0)
-            found[place, numbered[label]] = score
-    return found
+
+    def __init__(self, source: Reference, place: Path) -> None:
+        from flodl_hf.checkpoints.config.model_config import read_config_file
+        from flodl_hf.parity.onnx_session import OnnxModel
+
+        super().__init__(source)
+        try:
+            self._model = OnnxModel(place)
+            self._config = read_config_file(self._model.folder)
+            self._tokenizer: Any = self._model.tokenizer
+            self._recipe = self._model.recipe if self.task == "vectors" else None
+        except FlodlError as fault:
+            raise TargetError(fault.message, status=0) from fault
+        of_texts = ("sentence_embedding", "text_embeds", "last_hidden_state", "token_embeddings")
+        wanted = of_texts if self.task == "vectors" else ("logits",)
+        found = next((name for name in wanted if name in self._model.outputs), None)
+        if found is None:
+            raise TargetError(
+                f"{self._model.path}: the file gives {', '.join(self._model.outputs)}; expected "
+                f"{' or '.join(wanted)}, as a model of {self.task} has",
+                status=0,
+            )
+        self._output = found
+        self.options = ("prompt_name",) if self._recipe else ()
+        self.name = f"{self._model.path} (run by ONNX Runtime, output {self._output})"
+
+    def answers(self, items: Sequence[str], **options: Any) -> np.ndarray:
+        """Return a row of numbers for each item; ``prompt_name`` is put before texts by us."""
+        if self.task == "vectors":
+            return self._vectors(items, options.get("prompt_name"))
+        from flodl_hf.inference.decode.classes import class_scores
+
+        pairs = None if self.task == "labels" else list(items)
+        logits = self._model.answer(list(items) if pairs is None else [QUERY] * len(items), pairs)["logits"]
+        function = score_function(self._config, self.task)
+        scores = class_scores(torch.from_numpy(np.stack(logits)).float(), function).double().numpy()
+        if self.task == "ranking":
+            return scores.reshape(len(items), -1)[:, :1]
+        return self.by_label([list(zip(self._config.labels, row, strict=True)) for row in scores.tolist()])
+
+    def _vectors(self, items: Sequence[str], prompt_name: str | None) -> np.ndarray:
+        recipe = self._recipe
+        prompt = recipe.resolve_prompt("prompt_name", None, prompt_name) if recipe else ""
+        rows = self._model.answer([prompt + item for item in items])[self._output]
+        if rows[0].ndim == 1:
+            return np.stack(rows).astype(np.float32)
+        skipped = prompt_tokens(recipe, prompt, self._tokenizer)
+        found = []
+        for states in rows:
+            counted = torch.ones(1, len(states))
+            counted[:, :skipped] = 0
+            scaled = recipe.normalize if recipe else True
+            found.append(vector(torch.from_numpy(states)[None].float(), counted, recipe, scaled=scaled))
+        return torch.stack(found).numpy()
+
+    def token_ids(self, texts: Sequence[str]) -> list[list[int]] | None:
+        """Return the ids of texts, from the tokenizer in the folder of the file."""
+        return [list(row.ids) for (row,) in self._tokenizer.encode_rows(list(texts), offsets=False)]
+
+
+class HttpTarget(Target):
+    """The server at a URL.
+
+    Args:
+        source: the model.
+        url: its address; ``/v1`` at the end, as OpenAI's clients want it, may be there.
+        style: "tei", "openai" or "hf"; "auto" finds it by ``/info`` and ``/v1/models``.
+        model: which of its models.
+        api_key: where it needs one.
+        timeout_s: after so long an answer is given up.
+
+    Raises:
+        TargetError: nothing answers there.
+    """
+
+    def __init__(
+        self, source: Reference, url: str, *, style: str = "auto", model: str | None = None, api_key: str | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:  # fmt: skip
+        super().__init__(source)
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._model, self._timeout_s = model, timeout_s
+        self._headers = {"content-type": "application/json", "accept": "application/json"}
+        if api_key:
+            self._headers["authorization"] = f"Bearer {api_key}"
+        if style == "auto":
+            style = "openai" if url.rstrip("/").endswith("/v1") else self._detected()
+        if style == "openai" and model is None:
+            models = _part(self._request("/v1/models"), "data")
+            self._model = models[0]["id"] if isinstance(models, list) and models else None
+        self._style = style
+        self.scales = style == "tei"
+        if style == "tei" and self.task == "vectors":
+            self.options = ("normalize", "prompt_name", "truncate")
+        self.name = f"{self.url} ({_STYLES[style]}{f', model {self._model}' if self._model else ''})"
+
+    def _request(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Return the answer to a request: GET without a body, POST with one."""
+        where = self.url + path
+        if body is not None and self._model is not None:
+            body = {**body, "model": self._model}
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            request = urllib.request.Request(where, data, self._headers)
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
+                return json.loads(answer.read(_MOST))
+        except urllib.error.HTTPError as fault:
+            found = fault.read(400).decode("utf-8", "replace").strip()
+            raise TargetError(f"{where}: answered with status {fault.code}: {found}", status=fault.code) from None
+        except (OSError, ValueError) as fault:
+            why = getattr(fault, "reason", fault)
+            raise TargetError(f"{where}: no answer that can be read ({why}); is the address right?", status=0) from None
+
+    def _detected(self) -> str:
+        """Return the style of the server; all that has neither path is Hugging Face's."""
+        faults = []
+        for path, name, style in (("/info", "model_type", "tei"), ("/v1/models", "data", "openai")):
+            try:
+                if _part(self._request(path), name) is not None:
+                    return style
+            except TargetError as fault:
+                faults.append(fault)
+                if fault.status in (401, 403) or [fault.status for fault in faults] == [0, 0]:
+                    raise
+        return "hf"
+
+    def answers(self, items: Sequence[str], **options: Any) -> np.ndarray:
+        """Return a row of numbers for each item."""
+        if (self._style, self.task) not in _CALLS:
+            raise TargetError(f"{_STYLES[self._style]} has no {self.task}", status=0)
+        path, body, rows_of = _CALLS[self._style, self.task]
+        found = self._request(path, {**body(list(items)), **options})
+        return self._checked(path, found, len(items), lambda: np.asarray(rows_of(self, found), np.float64))
+
+    def _checked(self, path: str, found: Any, count: int, read: Callable[[], Any]) -> Any:
+        """Return what was read of an answer, with a row for each item."""
+        try:
+            rows = read()
+            if len(rows) == count and getattr(rows, "ndim", 2) == 2:
+                return rows
+        except (TypeError, KeyError, ValueError, IndexError):
+            pass
+        raise TargetError(
+            f"{self.url}{path}: answered {count} texts with {str(found)[:80]!r}; expected numbers for each", status=200
+        )
+
+    def token_ids(self, texts: Sequence[str]) -> list[list[int]] | None:
+        """Return the ids of ``/tokenize``, or None where it has none."""
+        if self._style != "tei":
+            return None
+        try:
+            found = self._request("/tokenize", {"inputs": list(texts)})
+        except TargetError as fault:
+            if fault.status in (404, 405):
+                return None
+            raise
+        return self._checked(
+            "/tokenize", found, len(texts), lambda: [[int(token["id"]) for token in row] for row in found]
+        )
+
+
+def _labelled(target: Target, found: Any) -> np.ndarray:
+    """Return ``[[{label, score}]]``, or the inner list of one text, in the order of labels."""
+    rows = [found] if isinstance(found[0], dict) else found
+    return target.by_label([[(one["label"], float(one["score"])) for one in row] for row in rows])
+
+
+def _ordered(found: Any, name: str) -> list[Any]:
+    """Return an entry of each result in the order of the texts; each result contains the index of its text."""
+    return [one[name] for one in sorted(found, key=lambda one: one["index"])]
+
+
+def _pooled(target: Target, found: Any) -> Any:
+    """Return vectors; states of tokens ``(tokens, features)``, or a list of one such array, are pooled."""
+    if not isinstance(found[0][0], list):
+        return found
+    from flodl_hf.inference.decode.pooling import pool_padded
+
+    rows = []
+    for states in found:
+        values = torch.tensor(states, dtype=torch.float32).flatten(0, -2)[None]
+        rows.append(pool_padded(values, torch.ones(values.shape[:2]), target.source.pooling)[0].tolist())
+    return rows
+
+
+def _part(found: Any, name: str) -> Any:
+    return found.get(name) if isinstance(found, dict) else None
+
+
+_STYLES = {"tei": "text-embeddings-inference", "openai": "OpenAI", "hf": "Hugging Face"}
+_CALLS: dict[tuple[str, str], tuple[str, Callable[[list[str]], dict[str, Any]], Callable[[Target, Any], Any]]] = {
+    ("tei", "vectors"): ("/embed", lambda texts: {"inputs": texts, "normalize": True}, lambda _, found: found),
+    ("tei", "labels"): ("/predict", lambda texts: {"inputs": [[text] for text in texts]}, _labelled),
+    ("tei", "ranking"): (
+        "/rerank", lambda texts: {"query": QUERY, "texts": texts},
+        lambda _, found: [[score] for score in _ordered(found, "score")],
+    ),
+    ("openai", "vectors"): (
+        "/v1/embeddings", lambda texts: {"input": texts, "encoding_format": "float"},
+        lambda _, found: _ordered(found["data"], "embedding"),
+    ),
+    ("openai", "labels"): (
+        "/classify", lambda texts: {"input": texts}, lambda _, found: _ordered(found["data"], "probs"),
+    ),
+    ("openai", "ranking"): (
+        "/v1/rerank", lambda texts: {"query": QUERY, "documents": texts},
+        lambda _, found: [[score] for score in _ordered(found["results"], "relevance_score")],
+    ),
+    ("hf", "vectors"): ("", lambda texts: {"inputs": texts}, _pooled),
+    ("hf", "labels"): ("", lambda texts: {"inputs": texts, "parameters": {"top_k": 1000}}, _labelled),
+}  # fmt: skip
+"""Path, body, and reader of the rows of an answer, by style and task."""
+
+
+def open_target(where: str, source: Reference, **options: Any) -> Target:
+    """Return the target at an address: a URL, a folder of sentence-transformers or transformers, or an ONNX file.
+
+    A folder with an ONNX file and no other weights is that file.
+
+    Args:
+        where: ``http://...``, ``https://...``, a folder, or a file that ends in ``.onnx``.
+        source: the model.
+        **options: options of `HttpTarget`.
+
+    Raises:
+        TargetError: the address has no usable target.
+    """
+    if where.startswith(("http://", "https://")):
+        return HttpTarget(source, where, **options)
+    place = Path(where).expanduser()
+    has_onnx = any((place / name).is_file() for name in ("onnx/model.onnx", "model.onnx"))
+    has_weights = any((place / name).is_file() for name in WEIGHT_FILES)
+    if (place.suffix == ".onnx" and place.is_file()) or (has_onnx and not has_weights):
+        return OnnxTarget(source, place)
+    if place.is_dir():
+        return FolderTarget(source, place)
+    raise TargetError(
+        f"{where}: there is no such folder; expected a folder, an ONNX file, or an address that begins with http:// or "
+        "https://",
+        status=0,
+    )
