@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.ddp.cases import Case
+from benchmarks.ddp.idle import add_to_file, summary
 from flodl.distributed import Ranks
 from flodl.monitor import Timeline
 from flodl.train import EpochMetrics, EvalDone, StepDone, Synced, Trainer
@@ -98,7 +99,9 @@ def train(
     }
     each = ranks.gather(own)
     parts = None if trainer.timeline is None else ranks.gather(trainer.timeline.to_dict())
-    activity = {} if parts is None else Timeline.merge(parts).summary()
+    activity = {} if parts is None else summary(Timeline.merge(parts))
+    if timeline is not None and ranks.rank == 0:
+        add_to_file(f"{timeline}.json")
     wall_ms = sum(e.epoch_ms for e in epochs) or sum(s.wall_ms for s in steps)
     judgements = [n for n in notes if isinstance(n, EvalDone)]
     samples = sum(row["samples"] for row in each)

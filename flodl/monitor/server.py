@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hmac
 import json
-import queue
 import secrets
 import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -125,16 +125,10 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.connection.settimeout(STREAM_TIMEOUT_S)
             self._head(200, {"Content-Type": "text/event-stream"})
-            with store.reader() as messages:
-                self.wfile.write(b"retry: 2000\n\n")
-                while store.is_reading(messages):
-                    try:
-                        message = messages.get(timeout=HEARTBEAT_S)
-                    except queue.Empty:
-                        message = b": no change\n\n"
-                    if message is None:
-                        break
-                    self.wfile.write(message)
+            self.wfile.write(b"retry: 2000\n\n")
+            with closing(store.stream(HEARTBEAT_S)) as messages:
+                for message in messages:
+                    self.wfile.write(message or b": no change\n\n")
 
     def respond(self, status: int, body: str = "", kind: str = "text/plain; charset=utf-8", **extra: str) -> None:
         """Send a response."""

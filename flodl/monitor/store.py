@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flodl.monitor.record import RunRecord, as_text
 from flodl.monitor.series import MAX_POINTS
 
-MAX_WAITING = 400
-"""Messages that wait for one page; a page that reads too slowly is disconnected, and reconnects by itself."""
+MAX_MESSAGES = 400
+"""Messages that are kept; a page that is further behind receives all runs again."""
 MAX_TOTAL_POINTS = 40_000
 """Points of all curves together in the first message to a page."""
 
 
 class RunStore:
-    """Records by id; `lock` protects them.
+    """Records by id.
 
     Args:
         kind: ``"live"`` for runs of this process, ``"folder"`` for runs read from files.
@@ -27,68 +26,60 @@ class RunStore:
     Attributes:
         control: whether the page may send commands.
         records: records by id, in the order in which runs began.
+        num_readers: number of open pages.
+        is_closed: whether the streams of all pages have ended or end after their next message.
     """
 
     def __init__(self, kind: str = "live") -> None:
         self.kind, self.control = kind, False
         self.records: dict[str, RunRecord] = {}
-        self.lock = threading.RLock()
-        self._readers: list[queue.Queue[bytes | None]] = []
-        self._first: bytes | None = None
+        self.num_readers, self.is_closed = 0, False
+        self._changed = threading.Condition()
+        self._messages: deque[bytes] = deque(maxlen=MAX_MESSAGES)
+        self._num_messages = 0
 
     def add(self, record: RunRecord) -> None:
         """Add a record, replacing one with the same id."""
-        with self.lock:
+        with self._changed:
             self.records[record.id] = record
-            self._first = None
 
     def fold(self, record: RunRecord, delta: Mapping[str, Any]) -> str:
         """Add a delta to a record, send it to open pages, and return it as JSON."""
         text = as_text(delta)
-        message = _message("delta", '{"run":' + as_text(record.id) + "," + text[1:])
-        with self.lock:
+        with self._changed:
             record.fold(delta)
-            self._first = None
-            for reader in list(self._readers):
-                try:
-                    reader.put_nowait(message)
-                except queue.Full:
-                    self._readers.remove(reader)
+            self._messages.append(_message("delta", '{"run":' + as_text(record.id) + "," + text[1:]))
+            self._num_messages += 1
+            self._changed.notify_all()
         return text
 
-    @contextlib.contextmanager
-    def reader(self) -> Iterator[queue.Queue[bytes | None]]:
-        """Yield a queue of messages for one page, beginning with all runs; None is the last message."""
-        messages: queue.Queue[bytes | None] = queue.Queue(MAX_WAITING)
-        with self.lock:
-            self._first = self._first or _message("all", self.to_json())
-            messages.put(self._first)
-            self._readers.append(messages)
+    def stream(self, heartbeat_s: float) -> Iterator[bytes]:
+        """Yield messages for one page until `close`: all runs first; empty bytes after a time without a message."""
+        number = -MAX_MESSAGES - 1
+        with self._changed:
+            self.num_readers += 1
         try:
-            yield messages
+            while not self.is_closed or number != self._num_messages:
+                with self._changed:
+                    self._changed.wait_for(lambda: self.is_closed or self._num_messages != number, heartbeat_s)
+                    kept, missed = list(self._messages), self._num_messages - number
+                    number = self._num_messages
+                    lost = missed > len(kept)
+                    text = _message("all", self.to_json()) if lost else b"".join(kept[len(kept) - missed :])
+                yield text
         finally:
-            with self.lock, contextlib.suppress(ValueError):
-                self._readers.remove(messages)
-
-    @property
-    def num_readers(self) -> int:
-        """Number of open pages."""
-        return len(self._readers)
-
-    def is_reading(self, messages: queue.Queue[bytes | None]) -> bool:
-        """Return whether a page still receives messages."""
-        return messages in self._readers
+            with self._changed:
+                self.num_readers -= 1
 
     def close(self) -> None:
-        """End the queues of all pages after the messages they contain."""
-        with self.lock:
-            for reader in self._readers:
-                with contextlib.suppress(queue.Full):
-                    reader.put_nowait(None)
+        """End the streams of all pages after the messages until now."""
+        with self._changed:
+            self.is_closed = True
+            self._changed.notify_all()
 
     def to_json(self) -> str:
         """Return all runs as the JSON text that a page begins with."""
-        with self.lock:
+        with self._changed:
             records = list(self.records.values())
             curves = sum(len(record.series) for record in records)
             most = max(60, min(MAX_POINTS, MAX_TOTAL_POINTS // max(1, curves)))

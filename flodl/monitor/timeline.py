@@ -1,11 +1,10 @@
-"""Activity of each rank over time, idle gaps, and the state of the machine meanwhile, as files and for subscribers."""
+"""Activity of each rank over time, and the state of the machine meanwhile, as files and for subscribers."""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -17,7 +16,6 @@ from flodl.monitor.export import csv_text
 from flodl.monitor.lanes import MAX_BINS, Lanes
 from flodl.monitor.record import RunRecord, as_text
 from flodl.monitor.store import RunStore
-from flodl.monitor.trend import mean
 
 # Kinds of spans by event, and the field with their duration in milliseconds.
 _EVENTS = {
@@ -28,7 +26,6 @@ _EVENTS = {
     "EpochMetrics": ("epoch", ""),
     "Decided": ("decision", ""),
 }
-_BUSY = ("step", "sync", "evaluation")
 _LANE_KINDS = {"step": "compute", "sync": "sync", "evaluation": "evaluation"}
 _FIELDS = ("rank", "kind", "begin_ms", "end_ms", "step", "epoch", "wait_ms", "divergence")
 
@@ -128,94 +125,39 @@ class Timeline:
         merged.samples = sorted(samples, key=lambda sample: (sample["at_ms"], sample["rank"]))
         return merged
 
-    # ---- evaluation of a merged timeline -------------------------------------------------------------
-
-    def gaps(self, min_ms: float = 500.0) -> list[dict[str, Any]]:
-        """Return the idle times of each rank of at least ``min_ms`` with a cause, and its waiting within a sync.
-
-        Causes are ``epoch boundary``, ``sync``, ``save`` and ``unexplained``, by the activity next to the gap.
-        """
-        found = []
-        for rank, own in self._by_rank().items():
-            busy = sorted((span for span in own if span["kind"] in _BUSY), key=lambda span: span["begin_ms"])
-            end = busy[0]["begin_ms"] if busy else 0.0
-            for before, span in zip([*busy[:1], *busy], busy, strict=False):
-                if span["begin_ms"] - end >= min_ms:
-                    cause = _cause(before, span, own)
-                    found.append(_gap(rank, end, span["begin_ms"] - end, cause))
-                if span["kind"] == "sync" and span.get("wait_ms", 0.0) >= min_ms:
-                    found.append(_gap(rank, span["begin_ms"], span["wait_ms"], "sync"))
-                end = max(end, span["end_ms"])
-        return sorted(found, key=lambda gap: gap["begin_ms"])
-
-    def idle_shares(self) -> dict[int, dict[str, float]]:
-        """Return the part of the whole time that each rank was idle, by cause."""
-        whole = self._length_ms()
-        found: dict[int, Counter[str]] = {rank: Counter() for rank in self._by_rank()}
-        for gap in self.gaps(min_ms=0.0) if whole else ():
-            found[gap["rank"]][gap["cause"]] += gap["length_ms"] / whole
-        return {rank: dict(shares) for rank, shares in found.items()}
-
-    def summary(self) -> dict[str, Any]:
-        """Return the length, number and mean duration of synchronisations, means of samples, and idle shares.
-
-        ``mean_sync_ms`` covers synchronisations with a measured duration.
-        """
-        syncs = [span for span in self.spans if span["kind"] == "sync"]
-        measured = [length for span in syncs if (length := span["end_ms"] - span["begin_ms"]) > 0]
-        names = sorted({name for sample in self.samples for name in sample} - {"rank", "at_ms"})
-        return {
-            "total_ms": max((span["end_ms"] for span in self.spans), default=0.0),
-            "spans": len(self.spans),
-            "samples": len(self.samples),
-            "syncs": max(Counter(span["rank"] for span in syncs).values(), default=0),
-            "mean_sync_ms": mean(measured),
-            "means": {name: mean(sample[name] for sample in self.samples if name in sample) for name in names},
-            "idle_shares": self.idle_shares(),
-        }
-
-    def _length_ms(self) -> float:
-        begins = [span["begin_ms"] for span in self.spans]
-        return max((span["end_ms"] for span in self.spans), default=0.0) - min(begins, default=0.0)
-
-    def _by_rank(self) -> dict[int, list[Span]]:
-        ranks = sorted({span["rank"] for span in self.spans})
-        return {rank: [span for span in self.spans if span["rank"] == rank] for rank in ranks}
-
     def write(self, path: str | PathLike[str]) -> tuple[Path, ...]:
         """Write a merged timeline and return the paths of its files.
 
-        ``<path>.json`` contains spans, samples, gaps and the summary, ``<path>.csv`` the spans; ``<path>.html`` is a
-        page that opens offline.
+        ``<path>.json`` contains spans and samples, ``<path>.csv`` the spans; ``<path>.html`` is a page that opens
+        offline.
         """
-        base, summary = Path(path), self.summary()
+        base = Path(path)
         base.parent.mkdir(parents=True, exist_ok=True)
-        body = {"spans": self.spans, "samples": self.samples, "gaps": self.gaps(), "summary": summary}
         contents = {
-            ".json": as_text(body).encode(),
+            ".json": as_text({"spans": self.spans, "samples": self.samples}).encode(),
             ".csv": csv_text([_FIELDS, *([span.get(key, "") for key in _FIELDS] for span in self.spans)]),
-            ".html": self._page(summary).encode(),
+            ".html": self._page().encode(),
         }
         for suffix, content in contents.items():
             write_atomically(base.with_name(base.name + suffix), [content])
         return tuple(base.with_name(base.name + suffix) for suffix in contents)
 
-    def _page(self, summary: Mapping[str, Any]) -> str:
+    def _page(self) -> str:
         record, store = RunRecord("timeline", "Timeline"), RunStore("folder")
         store.add(record)
-        record.lanes = Lanes(max(summary["total_ms"] / 1e3 / MAX_BINS, 1e-4) * 1.01)
+        total_s = max((span["end_ms"] for span in self.spans), default=0.0) / 1e3
+        record.lanes = Lanes(max(total_s / MAX_BINS, 1e-4) * 1.01)
         for span in self.spans:
-            begin, end = span["begin_ms"] / 1e3, span["end_ms"] / 1e3
-            record.fold({"t": end, "lanes": {str(span["rank"]): {"spans": lane_spans(span)}}})
-            if span["kind"] not in _LANE_KINDS and span["rank"] == 0:
-                record.fold({"log": [[begin, span["step"], "info", span["kind"]]]})
+            lanes = {str(span["rank"]): {"spans": lane_spans(span)}}
             if span["kind"] == "sync" and span["rank"] == 0:
-                record.fold({"lanes": {"all": {"meetings": [end]}}})
+                lanes["all"] = {"meetings": [span["end_ms"] / 1e3]}
+            is_line = span["kind"] not in _LANE_KINDS and span["rank"] == 0
+            line = [span["begin_ms"] / 1e3, span["step"], "info", span["kind"]]
+            record.fold({"lanes": lanes, "log": [line] * is_line})
         for sample in self.samples:
             t = max(0.0, sample["at_ms"] / 1e3)
-            values = {name: [[0, 0, t, value]] for name, value in sample.items() if name not in ("rank", "at_ms")}
-            record.fold({"p": values})
-        record.fold({"state": {"status": "finished"}, "facts": {"timeline": dict(summary)}})
+            record.fold({"p": {name: [[0, 0, t, sample[name]]] for name in sample.keys() - {"rank", "at_ms"}}})
+        record.fold({"t": total_s, "state": {"status": "finished"}})
         return archive_page(store.to_json(), "Timeline")
 
 
@@ -226,16 +168,3 @@ def lane_spans(span: Span, after_s: float = -math.inf) -> list[tuple[str, float,
         return []
     waited = min(end, begin + span.get("wait_ms", 0.0) / 1e3)
     return [("wait", begin, waited), (_LANE_KINDS[span["kind"]], waited, end)]
-
-
-def _gap(rank: int, begin_ms: float, length_ms: float, cause: str) -> dict[str, Any]:
-    return {"rank": rank, "begin_ms": begin_ms, "length_ms": round(length_ms, 3), "cause": cause}
-
-
-def _cause(before: Span, after: Span, own: Sequence[Span]) -> str:
-    if before["epoch"] != after["epoch"]:
-        return "epoch boundary"
-    if "sync" in (before["kind"], after["kind"]):
-        return "sync"
-    near = [s for s in own if s["kind"] == "save" and before["end_ms"] - 500 <= s["end_ms"] <= after["begin_ms"] + 500]
-    return "save" if near else "unexplained"

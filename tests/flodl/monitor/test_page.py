@@ -187,7 +187,10 @@ def test_a_reader_comes_back_by_itself(monitor: Monitor, page: Any) -> None:
     step(monitor, 1)
     page.goto(url)
     until(page, "document.querySelector('.vital .value').textContent === '1'")
-    monitor.store._readers.clear()  # ends the stream at the next message
+    monitor.store.close()  # ends the stream
+    while monitor.store.num_readers:
+        time.sleep(0.01)
+    monitor.store.is_closed = False
     step(monitor, 1)
     step(monitor, 2)
     until(page, "document.querySelector('.vital .value').textContent === '2'")
