@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from textwrap import indent
@@ -80,7 +79,7 @@ class Graph(GraphCore):
 
     def end_epoch(self) -> None:
         """End an epoch: flush observations and timings, and count the epoch."""
-        self.observe.end_epoch()
+        self.observe.flush()
         self._epoch_count += 1
 
     def step_count(self) -> int:
@@ -338,7 +337,6 @@ class Graph(GraphCore):
         heat: Heat | None = None,
         open: Sequence[str] | bool = (),
         fold: bool = True,
-        layout: str | None = None,
     ) -> str:
         """Return a picture of the graph as SVG text; with ``path`` also write it.
 
@@ -347,8 +345,6 @@ class Graph(GraphCore):
         from flodl.files import write_atomically
         from flodl.graph import picture
 
-        if layout is not None:
-            warnings.warn("svg: layout= is deprecated. Use dot() with Graphviz.", DeprecationWarning, stacklevel=2)
         text = picture.svg(self, heat=self._heat(profiled, heat), open=open, fold=fold)
         if path is not None:
             write_atomically(path, [text.encode()])
@@ -360,10 +356,7 @@ class Graph(GraphCore):
         profile = self.observe.profile() if profiled else None
         if profile is None:
             return heat
-        seconds: dict[str, float] = {}
-        for node in profile.nodes:
-            seconds[node.name] = seconds.get(node.name, 0.0) + node.seconds
-        return Heat("time", seconds, profile.total_s)
+        return Heat("time", {node.name: node.seconds for node in profile.nodes}, profile.total_s)
 
     def _repr_html_(self) -> str:
         return self.svg()

@@ -57,35 +57,21 @@ class Condition:
             return not first(context)
         if self.word in ("and", "or"):
             return (all if self.word == "and" else any)(part(context) for part in self.args)
-        if self.word in ("after_epochs", "after_steps"):
+        if self.word not in _TESTS:
             return getattr(context, self.word.removeprefix("after_")) >= first
-        return _TESTS[self.word](context.trend(first), *rest)
+        trend, least = context.trend(first), 1 if self.word in ("above", "below") else rest[0]
+        return len(trend) >= least and _TESTS[self.word](trend, *rest)
 
     def why(self, context: RuleContext) -> str:
-        """Return the values that make the condition true."""
-        first = self.args[0]
-        if self.word == "not":
-            return f"{first} is false"
-        if self.word in ("and", "or"):
-            return " and ".join(part.why(context) for part in self.args if part(context))
-        if self.word in ("after_epochs", "after_steps"):
-            unit = self.word.removeprefix("after_")
-            return f"{getattr(context, unit)} {unit} are done"
-        values = context.trend(first).last(1 if self.word in ("above", "below") else self.args[1])
-        return f"{first} is {', '.join(f'{value:.4g}' for value in values)}"
+        """Return the values that the condition reads."""
+        values = [f"{name} is {context.trend(name).latest():.4g}" for name in self.names]
+        return ", ".join([*values, f"{context.epochs} epochs are done"])
 
     @property
     def names(self) -> list[str]:
         """Names of the histories that the condition reads."""
         found = [name for part in self.args if isinstance(part, Condition) for name in part.names]
         return list(dict.fromkeys([self.args[0]] if self.word in _TESTS else found))
-
-    def renamed(self, names: Mapping[str, str]) -> Condition:
-        """Return the condition with other names of histories."""
-        args: list[Any] = [part.renamed(names) if isinstance(part, Condition) else part for part in self.args]
-        if self.word in _TESTS:
-            args[0] = names.get(args[0], args[0])
-        return Condition(self.word, tuple(args))
 
     def __str__(self) -> str:
         if self.word == "not":
@@ -158,15 +144,13 @@ def _no_better(trend: Trend, window: int, mode: str) -> bool:
 
 
 _TESTS: dict[str, Callable[..., bool]] = {
-    "stalled": lambda trend, window, tolerance: len(trend) >= window and trend.stalled(window, tolerance),
-    "improving": lambda trend, window, mode: len(trend) >= window and trend.improving(window, mode=mode),
-    "worsening": lambda trend, window, mode: (
-        len(trend) >= window and trend.improving(window, mode="max" if mode == "min" else "min")
-    ),
+    "stalled": Trend.stalled,
+    "improving": lambda trend, window, mode: trend.improving(window, mode=mode),
+    "worsening": lambda trend, window, mode: trend.improving(window, mode="max" if mode == "min" else "min"),
     "no_better": _no_better,
-    "converged": lambda trend, window, tolerance: len(trend) >= window and trend.converged(window, tolerance),
-    "above": lambda trend, value: len(trend) > 0 and trend.latest() > value,
-    "below": lambda trend, value: len(trend) > 0 and trend.latest() < value,
+    "converged": Trend.converged,
+    "above": lambda trend, value: trend.latest() > value,
+    "below": lambda trend, value: trend.latest() < value,
 }
 _FUNCTIONS: dict[str, Callable[..., Condition]] = {
     made.__name__: made

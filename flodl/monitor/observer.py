@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from flodl.errors import GraphError, GraphPathError, nearest
+from flodl.errors import GraphError, GraphPathError
 from flodl.graph.core import GraphCore
-from flodl.graph.tree import PathKind, part_at, subgraph
+from flodl.graph.tree import part_at, subgraph
 from flodl.monitor.collect import Reduce, current_collector, one_value, reduce_named, reduced
 from flodl.monitor.history import History
 from flodl.monitor.profiler import GraphProfiler, Profile
@@ -81,7 +81,7 @@ class Observer:
         Raises:
             GraphError: the graph has no such tag, or its value is not one number.
         """
-        for tag, value in self._values(tags, "collect"):
+        for tag, value in self._values(tags):
             self.record_scalar(tag, value)
 
     def collect_with(self, *tags: Names, reduce: Reduce | str) -> None:
@@ -91,7 +91,7 @@ class Observer:
             GraphError: the reduction or a tag is unknown, or a tensor has no elements.
         """
         how = reduce_named(reduce)
-        for tag, value in self._values(tags, "collect_with"):
+        for tag, value in self._values(tags):
             if isinstance(value, Tensor):
                 if not value.numel():
                     shape = tuple(value.shape)
@@ -118,34 +118,34 @@ class Observer:
         Raises:
             GraphPathError: a path is not a tag, or is private to a sub-graph.
         """
-        targets = [(path, part_at(self._graph, path)) for path in _flat(paths)]
-        for path, target in targets:
-            if target.kind is not PathKind.TAG:
-                raise GraphPathError(
-                    f"collect_at: path {path!r} is a {target.kind}, expected a tag", path=path, segment=target.segment
-                )
-        for _, target in targets:
-            if target.owner is not None:
-                observer_of(target.owner).collect(target.segment)
+        targets: list[tuple[GraphCore, str]] = []
+        for path in _flat(paths):
+            part = part_at(self._graph, path)
+            if part.owner is None or part.tag is None:
+                text = f"collect_at: path {path!r} is a {part.kind}, expected a tag"
+                raise GraphPathError(text, path=path, segment=part.segment)
+            targets.append((part.owner, part.tag))
+        for owner, tag in targets:
+            observer_of(owner).collect(tag)
 
     # ---- epochs --------------------------------------------------------------------------------------
 
     def flush(self, *tags: Names) -> None:
-        """Move the mean of each buffer to its history: of these tags or all, and all of labelled sub-graphs."""
-        self._metrics.flush(self._expanded(tags) if tags else None)
+        """Move the mean of each buffer to its history: of these tags or all, and all of labelled sub-graphs.
+
+        Without tags, times are flushed too.
+        """
+        if tags:
+            self._metrics.flush(self._expanded(tags))
+        else:
+            self.flush_own()
         for child in self._graph.tree_children().values():
             observer_of(child).flush()
 
     def flush_own(self) -> None:
-        """Do what `flush` does for this graph only."""
+        """Flush all metrics and times of this graph only."""
         self._metrics.flush()
-
-    def end_epoch(self) -> None:
-        """Flush metrics and times of this graph and of labelled sub-graphs."""
-        self.flush_own()
         self._timings.flush()
-        for child in self._graph.tree_children().values():
-            observer_of(child).end_epoch()
 
     def replace(self, name: str, value: float) -> None:
         """Replace the values of this epoch of one metric."""
@@ -244,21 +244,11 @@ class Observer:
         groups = self._graph.plan.groups
         return [member for name in _flat(names) for member in groups.get(name, (name,))]
 
-    def _values(self, tags: Sequence[Names], verb: str) -> list[tuple[str, Any]]:
+    def _values(self, tags: Sequence[Names]) -> list[tuple[str, Any]]:
         """Return the values of tags that have one."""
         names = self._expanded(tags)
-        known = self._graph.plan.tags
-        for name in names:
-            if name not in known:
-                raise GraphError(f"{verb}: the graph has no tag {name!r}{nearest(name, known)}", tag=name)
         self._graph.watch(*names)
-        found = [(name, value) for name in names if (value := self._graph.tagged(name)) is not None]
-        for name, value in found:
-            if not isinstance(value, Tensor | int | float):
-                raise GraphError(
-                    f"{verb}: tag {name!r} is a {type(value).__name__}, expected a tensor or a number", tag=name
-                )
-        return found
+        return [(name, value) for name in names if (value := self._graph.tagged(name)) is not None]
 
     def _owner(self, path: str) -> tuple[Observer, str]:
         prefix, _, name = path.rpartition(".")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter
@@ -87,10 +87,6 @@ class Profile:
         for node in self.nodes:
             by_level[node.level].append(node.seconds)
         return tuple(LevelTime(i, sum(times), max(times), len(times)) for i, times in sorted(by_level.items()))
-
-    def seconds(self, name: str) -> float:
-        """Return the seconds of a node by tag, child name or id; 0.0 if it was not called."""
-        return sum(node.seconds for node in self.nodes if name in (*node.tags, node.name, node.id))
 
 
 @contextlib.contextmanager
@@ -241,24 +237,24 @@ class GraphProfiler(Profiler):
         self._plan = graph.plan
 
     def profile(self) -> Profile | None:
-        """Return the times of the last finished call; waits for the device."""
+        """Return the times of the last finished call; waits for the device.
+
+        The time of a module that several nodes share is divided among them.
+        """
         if self._running or not self._spans:
             return None
         if isinstance(self._spans[-1][2], torch.cuda.Event):
             self._spans[-1][2].synchronize()
-        times: dict[int, list[float]] = {}
+        times: dict[int, float] = defaultdict(float)
         for key, begin, end in self._spans:
-            times.setdefault(key, []).append(_seconds(begin, end))
-        (_, graph), *members = self.modules
-        num_nodes = Counter(id(module) for _, module in members)
-        nodes = []
-        for node, (_, module) in zip(self._plan.calls, members, strict=True):
-            own = times.get(id(module))
-            if own:
-                # Nodes that share a module call it in the order of the plan.
-                seconds = sum(own) if num_nodes[id(module)] == 1 else own.pop(0)
-                nodes.append(NodeTime(node.id, node.name, node.tags, node.level, seconds))
-        return Profile(times[id(graph)][-1], tuple(nodes))
+            times[key] += _seconds(begin, end)
+        keys = [id(module) for _, module in self.modules[1:]]
+        nodes = [
+            NodeTime(node.id, node.name, node.tags, node.level, times[key] / keys.count(key))
+            for node, key in zip(self._plan.calls, keys, strict=True)
+            if key in times
+        ]
+        return Profile(times[id(self.model)], tuple(nodes))
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module is self.model:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from flodl.errors import GraphError
 
@@ -91,52 +91,36 @@ class Trend:
         return len(values) > 1 and _total((value - average) ** 2 for value in values) / len(values) < tolerance
 
 
-class TrendGroup:
-    """Several trends. ``all_...`` of no trends is False.
-
-    Args:
-        trends: the trends.
-    """
-
-    def __init__(self, trends: Sequence[Trend]) -> None:
-        self._trends = tuple(trends)
-
-    def __len__(self) -> int:
-        return len(self._trends)
-
-    def __iter__(self) -> Iterator[Trend]:
-        return iter(self._trends)
-
-    def _all(self, test: Callable[[Trend], bool]) -> bool:
-        return bool(self._trends) and all(map(test, self._trends))
+class TrendGroup(tuple[Trend, ...]):
+    """Several trends. ``all_...`` of no trends is False."""
 
     def all_improving(self, window: int = 0, *, mode: str = "min") -> bool:
         """Return whether every trend improves."""
-        return self._all(lambda trend: trend.improving(window, mode=mode))
+        return bool(self) and all(trend.improving(window, mode=mode) for trend in self)
 
     def any_improving(self, window: int = 0, *, mode: str = "min") -> bool:
         """Return whether any trend improves."""
-        return any(trend.improving(window, mode=mode) for trend in self._trends)
+        return any(trend.improving(window, mode=mode) for trend in self)
 
     def all_stalled(self, window: int, tolerance: float) -> bool:
         """Return whether every trend is stalled."""
-        return self._all(lambda trend: trend.stalled(window, tolerance))
+        return bool(self) and all(trend.stalled(window, tolerance) for trend in self)
 
     def any_stalled(self, window: int, tolerance: float) -> bool:
         """Return whether any trend is stalled."""
-        return any(trend.stalled(window, tolerance) for trend in self._trends)
+        return any(trend.stalled(window, tolerance) for trend in self)
 
     def all_converged(self, window: int, tolerance: float) -> bool:
         """Return whether every trend has converged."""
-        return self._all(lambda trend: trend.converged(window, tolerance))
+        return bool(self) and all(trend.converged(window, tolerance) for trend in self)
 
     def any_converged(self, window: int, tolerance: float) -> bool:
         """Return whether any trend has converged."""
-        return any(trend.converged(window, tolerance) for trend in self._trends)
+        return any(trend.converged(window, tolerance) for trend in self)
 
     def slopes(self, window: int = 0) -> list[float]:
         """Return the slopes."""
-        return [trend.slope(window) for trend in self._trends]
+        return [trend.slope(window) for trend in self]
 
     def mean_slope(self, window: int = 0) -> float:
         """Return the mean of the slopes, 0.0 for no trends."""
