@@ -13,6 +13,7 @@ from flodl.monitor.journal import FIRST_LINE, Journal
 from flodl.monitor.record import RunRecord
 from flodl.monitor.recorder import Recorder
 from flodl.monitor.resources import Resources, hardware
+from flodl.monitor.throughput import Throughput
 
 MAX_WAITING = 200_000
 """Events in the queue; the oldest are dropped."""
@@ -58,9 +59,6 @@ class LiveRun:
 
     def pump(self) -> None:
         """Process the queue: record, write and send."""
-        if self.record.name != self._monitor.name and not self.is_over:
-            self.record.name = self._monitor.name
-            self.recorder.update(name=self.record.name)
         for _ in range(len(self._queue)):
             item: Any = self._queue.popleft()
             kind = type(item).__name__
@@ -89,30 +87,32 @@ class LiveRun:
         self.recorder.points("", self.usage, self.recorder.step)
 
     def open(self, is_resumed: bool) -> None:
-        """Open the record on disk; a resumed run continues its earlier record."""
+        """Begin the run, and its record on disk; a resumed run continues its earlier record."""
         if self._is_open:
             return
-        self._is_open = True
-        self.recorder.configure(**self._monitor.throughput)
-        if self._monitor.folder is None:
+        self._is_open, folder = True, self._monitor.folder
+        self.recorder.throughput = Throughput(**self._monitor.throughput)
+        self.recorder.update(name=self._monitor.name)
+        self._store(self.recorder.delta())
+        if folder is None:
             return
         try:
-            self._journal = Journal(self._monitor.folder, is_new=not is_resumed)
+            self._journal = Journal(folder, is_new=not is_resumed)
         except Exception as fault:  # a monitor must not end a run
             self.recorder.note(f"no record is written to disk: {fault}", "warning")
             return
-        before = self._journal.record
+        before, fresh = self._journal.record, self.record
         if before is None:
-            if self._is_stored:
-                self._write({**FIRST_LINE, **self.record.snapshot()})
+            self._write({**FIRST_LINE, **fresh.snapshot()})
             return
-        waiting = self.recorder.delta() or {}
-        before.id, before.name = before.id or self.record.id, self.record.name or before.name
-        self.recorder = Recorder(before.began, **self._monitor.throughput)
-        self._monitor.store.records.pop(self.record.id, None)
+        # Later deltas are relative to the beginning of the earlier record.
+        self._monitor.store.records.pop(fresh.id)
+        before.id = before.id or fresh.id
         self.record, self._is_stored = before, False
-        self.recorder.update(**{key: value for key, value in waiting.items() if key in ("facts", "model", "picture")})
-        for _, step, level, text in waiting.get("log", ()):
+        self.recorder = Recorder(before.began, **self._monitor.throughput)
+        known = fresh.snapshot()
+        self.recorder.update(**{key: known[key] for key in ("name", "facts", "state", "model", "picture")})
+        for _, step, level, text in fresh.log:
             self.recorder.note(text, level, step=step)
 
     def _store(self, delta: dict[str, Any] | None) -> None:

@@ -28,22 +28,16 @@ class Recorder:
 
     Args:
         began: Unix time at which the record begins.
-        total_steps: steps of the whole run, if known better than from epochs.
-        **throughput: ``tokens``, ``flops`` and ``peak`` of `flodl.monitor.throughput.Throughput`.
+        **throughput: arguments of `flodl.monitor.throughput.Throughput`.
     """
 
-    def __init__(self, began: float, *, total_steps: int | None = None, **throughput: Any) -> None:
-        self.began = began
-        self.configure(total_steps=total_steps, **throughput)
+    def __init__(self, began: float, **throughput: Any) -> None:
+        self.began, self.throughput = began, Throughput(**throughput)
         self._delta: dict[str, Any] = {}
         self._points: dict[str, Series] = {}
         self._num_points: Counter[str] = Counter()
         self._epoch, self._epoch_step, self._steps_per_epoch = 0, 0, 0
         self._observed_in_steps: set[str] = set()
-
-    def configure(self, *, total_steps: int | None = None, **throughput: Any) -> None:
-        """Set how speed is measured; arguments as in the constructor."""
-        self.total_steps, self.throughput = total_steps, Throughput(**throughput)
 
     # ---- input ---------------------------------------------------------------------------------------
 
@@ -125,10 +119,10 @@ class Recorder:
     def _on_RunStarted(self, event: Any, t: float) -> None:
         self._steps_per_epoch, self._epoch = event.steps_per_epoch, event.epoch
         self._epoch_step = event.step - max(0, event.step - event.epoch * event.steps_per_epoch)
-        total = self.total_steps or event.total_steps or None
-        self.throughput.begin(event.step, total, self.now())
+        self.throughput.begin(event.step, event.total_steps or None, self.now())
         named = ("policy", "policy_reason", "epochs", "steps_per_epoch", "resumed_from")
-        run = {"ranks": event.world, "steps": total, **{name: getattr(event, name) for name in named}}
+        steps = self.throughput.total
+        run = {"ranks": event.world, "steps": steps, **{name: getattr(event, name) for name in named}}
         self.update(
             session={"step": event.step},
             facts={"run": {name: value for name, value in run.items() if value}},

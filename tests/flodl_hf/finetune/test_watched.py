@@ -17,6 +17,7 @@ from finetune_tables import TABLES, labelled
 from flodl.errors import ConfigError, TrainError
 from flodl.monitor import Monitor, read_record
 from flodl.monitor.folder import RunFolder
+from flodl.monitor.throughput import Throughput
 from flodl_hf.training import finetune, plan_job
 from flodl_hf.training.monitoring import StepTokens, _parameters, flops_of_encoder, peak_of
 from flodl_hf.training.options import make_options
@@ -76,7 +77,7 @@ def test_speeds_are_counted_in_tokens_and_of_the_peak(base: Path) -> None:
     assert peak_of("cpu (2 threads)", "fp32") is None
     with Monitor(quiet=True, resources_s=0) as monitor:
         recorder = monitor._run().recorder
-        recorder.configure(tokens=lambda step: 100.0, flops=lambda n: n * 6e6, peak=1e12)
+        recorder.throughput = Throughput(tokens=lambda step: 100.0, flops=lambda n: n * 6e6, peak=1e12)
         recorder.throughput.begin(0, 100, 0.0)
         for step in range(1, 42):
             recorder.throughput.step_done(step * 0.1, step, 8)
@@ -87,8 +88,6 @@ def test_speeds_are_counted_in_tokens_and_of_the_peak(base: Path) -> None:
 
 
 def test_the_time_left_follows_the_speed_of_late() -> None:
-    from flodl.monitor.throughput import Throughput
-
     pace = Throughput()
     pace.begin(0, 1000, 0.0)
     assert pace.seconds_left(0.0) is None
