@@ -50,27 +50,22 @@ class RunFolder:
         self.store = RunStore("folder")
         self.problems: dict[str, str] = {}
         self._readers: dict[Path, tuple[JournalReader, RunRecord]] = {}
-        self._searched = 0.0
+        self._searched = -SEARCH_S
         self._server: PageServer | None = None
         self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
         self.refresh()
 
     def refresh(self) -> None:
         """Read new lines of known files, and every few seconds search for new files."""
-        now = time.monotonic()
-        if not self._searched or now - self._searched > SEARCH_S:
-            self._searched = now
+        if time.monotonic() - self._searched >= SEARCH_S:
+            self._searched = time.monotonic()
             for path in sorted(self.folder.rglob("run*.jsonl"))[:MAX_RUNS]:
                 if path not in self._readers and str(path) not in self.problems and not path.is_symlink():
                     self._readers[path] = (JournalReader(path), RunRecord())
         for path, (reader, record) in list(self._readers.items()):
             try:
                 for delta in reader.new_deltas():
-                    if reader.is_record:
-                        self._fold(path, record, delta)
-                if reader.is_record is False:
-                    raise TrainError("the first line does not mark a record of a run")
+                    self._fold(path, record, delta)
             except (CheckpointError, TrainError, OSError) as fault:
                 del self._readers[path]
                 self.problems[str(path)] = str(fault)
@@ -84,32 +79,27 @@ class RunFolder:
             # Copies of a folder contain the same id.
             record.id = f"{len(self.store.records)}-{path.parent.name}"[:80]
             self.store.add(record)
-        named = {key: value for key, value in delta.items() if key != "id"}
-        if record.state.get("status") == "silent" and "state" not in named:
-            named["state"] = {"status": "running"}
-        self.store.fold(record, named)
+        if record.state.get("status") == "silent":
+            delta = {"state": {"status": "running"}, **delta}
+        self.store.fold(record, {key: value for key, value in delta.items() if key != "id"})
 
     def page(self) -> str:
         """Return all runs as one file that opens offline."""
         return archive_page(self.store.to_json(), str(self.folder))
 
     def serve(self, port: int | None = None) -> str:
-        """Serve the page on this machine and update it as runs grow; see `flodl.monitor.Monitor.serve`."""
+        """Serve the page on this machine, which `wait` keeps up to date; see `flodl.monitor.Monitor.serve`."""
         self._server = PageServer(self.store, port=port)
-        self._thread = threading.Thread(target=self._follow, name="flodl-runs", daemon=True)
-        self._thread.start()
         return self._server.url
 
     def wait(self) -> None:
-        """Wait until `close` or an interruption."""
-        while not self._closed.wait(0.5):
-            pass
+        """Update the page as runs grow, until `close` or an interruption."""
+        while not self._closed.wait(self.every_s):
+            self.refresh()
 
     def close(self) -> None:
         """Stop reading and serving."""
         self._closed.set()
-        if self._thread is not None:
-            self._thread.join(timeout=5)
         if self._server is not None:
             self._server.close()
 
@@ -118,7 +108,3 @@ class RunFolder:
 
     def __exit__(self, *fault: object) -> None:
         self.close()
-
-    def _follow(self) -> None:
-        while not self._closed.wait(self.every_s):
-            self.refresh()

@@ -5,6 +5,7 @@ A line that was cut off when a process ended is ignored, so a record remains rea
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -71,12 +72,11 @@ class JournalReader:
 
     Attributes:
         path: the file.
-        is_record: whether the first line marks a record; None before it was read.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.is_record: bool | None = None
+        self._is_record = False
         self._place = 0
         self._rest = b""
 
@@ -85,23 +85,23 @@ class JournalReader:
 
         Raises:
             CheckpointError: the file cannot be opened.
+            TrainError: the first line does not mark a record.
         """
-        descriptor = open_regular(self.path)
-        with os.fdopen(descriptor, "rb") as file:
-            if os.fstat(descriptor).st_size < self._place:  # another file of this name
-                self._place, self._rest, self.is_record = 0, b"", None
+        with os.fdopen(open_regular(self.path), "rb") as file:
+            if os.fstat(file.fileno()).st_size < self._place:  # another file of this name
+                self._place, self._rest, self._is_record = 0, b"", False
             file.seek(self._place)
             while piece := file.read(1 << 20):
                 self._place += len(piece)
                 *lines, self._rest = (self._rest + piece).split(b"\n")
                 self._rest = self._rest if len(self._rest) <= MAX_LINE else b""
                 for line in filter(bytes.strip, lines):
-                    try:
+                    delta: Any = None
+                    with contextlib.suppress(ValueError, RecursionError):
                         delta = json.loads(line)
-                    except (ValueError, RecursionError):
-                        delta = None
-                    if self.is_record is None:
-                        self.is_record = isinstance(delta, dict) and "flodl_run" in delta
+                    if not self._is_record and not (isinstance(delta, dict) and "flodl_run" in delta):
+                        raise _not_a_record(self.path)
+                    self._is_record = True
                     if isinstance(delta, dict):
                         yield delta
 
@@ -115,15 +115,18 @@ def read_record(path: str | os.PathLike[str]) -> RunRecord:
     """
     path = Path(path)
     path = path / RECORD_FILE if path.is_dir() else path
-    record, reader = RunRecord(), JournalReader(path)
-    for delta in reader.new_deltas():
-        if not reader.is_record:
-            break
+    record, is_empty = RunRecord(), True
+    for delta in JournalReader(path).new_deltas():
         record.fold(delta)
-    if not reader.is_record:
-        raise TrainError(
-            f"{printable(str(path), 400)}: not a record of a run, expected lines of JSON, the first with "
-            '"flodl_run". Pass the folder of a run, or its run.jsonl.',
-            path=str(path),
-        )
+        is_empty = False
+    if is_empty:
+        raise _not_a_record(path)
     return record
+
+
+def _not_a_record(path: Path) -> TrainError:
+    return TrainError(
+        f"{printable(str(path), 400)}: not a record of a run, expected lines of JSON, the first with \"flodl_run\". "
+        "Pass the folder of a run, or its run.jsonl.",
+        path=str(path),
+    )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 WINDOW_S = 2.0
 """Minimal time over which a speed is measured."""
-LOOK_BACK, MIN_LOOK_BACK_S = 0.2, 30.0
+LOOK_BACK, MIN_LOOK_BACK_S = 0.15, 20.0
 """Part of the elapsed time that the time left is estimated from, and its minimum; at most twice as much is used."""
 
 
