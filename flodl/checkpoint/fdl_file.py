@@ -11,6 +11,7 @@ file may not unpack to more than ``MAX_GZIP_RATIO`` times its size once it excee
 
 from __future__ import annotations
 
+import gzip
 import math
 import os
 import struct
@@ -98,8 +99,7 @@ class _Reader:
         # Length of a plain file, and the most that a gzipped file may unpack to.
         self.bound = max(GZIP_FLOOR, MAX_GZIP_RATIO * size) if is_packed else size
         self.limit = f" (MAX_GZIP_RATIO={MAX_GZIP_RATIO})" if is_packed else ""
-        self.chunks = self.unpacked(file) if is_packed else iter(lambda: file.read(CHUNK_BYTES), b"")
-        self.buffer = bytearray()
+        self.file = gzip.GzipFile(fileobj=file) if is_packed else file
         self.position = 0
 
     def fail(self, problem: str) -> NoReturn:
@@ -109,32 +109,23 @@ class _Reader:
             "Expected a complete flodl checkpoint. Download or write the file again.",
         )
 
-    def unpacked(self, file: BinaryIO) -> Iterator[bytes]:
-        unpacker = zlib.decompressobj(wbits=31)
-        while not unpacker.eof:
-            packed = unpacker.unconsumed_tail or file.read(1 << 16)
-            try:
-                part = unpacker.decompress(packed, CHUNK_BYTES)
-            except zlib.error as error:
-                self.fail(f"the gzip stream is damaged ({error})")
-            if not packed and not part and not unpacker.eof:
-                self.fail("the gzip stream is truncated")
-            if part:
-                yield part
-        if unpacker.unused_data or file.read(1):
-            self.fail("found bytes after the gzip stream, expected none")
+    def unpack(self, count: int) -> bytearray:
+        """Return up to ``count`` bytes; memory grows only with bytes that the file really has."""
+        data = bytearray()
+        try:
+            while part := self.file.read(min(CHUNK_BYTES, count - len(data))):
+                data += part
+        except (EOFError, OSError, zlib.error) as error:
+            self.fail(f"the gzip stream is damaged or truncated ({error})")
+        return data
 
     def take(self, count: int, what: str) -> bytearray:
-        """Return exactly ``count`` bytes; the buffer grows only with bytes that the file really has."""
+        """Return exactly ``count`` bytes."""
         if count > self.bound - self.position:
             self.fail(f"{what} takes {count} bytes, at most {self.bound - self.position} are left{self.limit}")
-        while len(self.buffer) < count:
-            chunk = next(self.chunks, b"")
-            if not chunk:
-                self.fail(f"{what} takes {count} bytes, {len(self.buffer)} are left; the file is truncated")
-            self.buffer += chunk
-        data = self.buffer[:count]
-        del self.buffer[:count]
+        data = self.unpack(count)
+        if len(data) < count:
+            self.fail(f"{what} takes {count} bytes, {len(data)} are left; the file is truncated")
         self.position += count
         return data
 
@@ -156,7 +147,7 @@ class _Reader:
             if name in tensors:
                 self.fail(f"found the name {printable(name)} twice")
             tensors[name] = self.tensor(f"tensor {printable(name)}")
-        if self.buffer or next(self.chunks, b""):
+        if self.unpack(1):
             self.fail("found bytes after the last tensor, expected none")
         return tensors, digest.hex() if any(digest) else "", version
 

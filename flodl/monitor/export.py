@@ -6,11 +6,9 @@ import csv
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from os import PathLike
 from typing import Any
 
 from flodl.errors import GraphError
-from flodl.files import write_atomically
 from flodl.monitor.archive import archive_page
 from flodl.monitor.console import console_line
 from flodl.monitor.record import RunRecord
@@ -41,54 +39,42 @@ def csv_of_record(record: RunRecord) -> bytes:
     return csv_text(rows)
 
 
-def write_trends(
-    path: str | PathLike[str],
-    kind: str,
-    trends: Iterable[Trend],
-    *,
-    title: str = "",
-    times_s: Sequence[float] = (),
-    total: int = 0,
-) -> None:
-    """Write histories to a file.
-
-    Args:
-        path: the file.
-        kind: ``"csv"``: ``epoch`` from 1 and a column for each history, blank where it has no finite value;
-            ``"html"``: a page with their curves; ``"log"``: a line for each epoch.
-        trends: the histories.
-        title: title of the page.
-        times_s: seconds at which epochs ended; used by ``log``.
-        total: number of planned epochs; used by ``log``.
+def rows_of_trends(trends: Iterable[Trend]) -> list[dict[str, float]]:
+    """Return one row for each epoch: ``epoch`` from 1, and the values by name.
 
     Raises:
         GraphError: no history has a value.
     """
-    known = {trend.name: trend.by_epoch() for trend in trends}
-    num_epochs = max((max(values, default=-1) for values in known.values()), default=-1) + 1
-    if not num_epochs:
-        raise GraphError(
-            f"{path}: nothing to write, the metrics {list(known)} have no epoch. Record or collect values, then flush."
-        )
-    epochs = [{name: values.get(e) for name, values in known.items()} for e in range(num_epochs)]
-    if kind == "html":
-        store, record = RunStore(), RunRecord("trends", title)
-        store.add(record)
-        for name, values in known.items():
-            points = [[e + 1, e + 1, 0.0, v if math.isfinite(v) else None] for e, v in values.items()]
-            record.fold({"p": {f"train/{name}": points}, "state": {"status": "finished"}})
-        data = archive_page(store.to_json(), title).encode()
-    elif kind == "csv":
-        data = csv_of_rows([{"epoch": epoch + 1, **values} for epoch, values in enumerate(epochs)])
-    else:
-        lines, ends = [], [0.0, *times_s]
-        for epoch, values in enumerate(epochs):
-            took = ends[epoch + 1] - ends[epoch] if epoch < len(times_s) else None
-            left = ends[epoch + 1] / (epoch + 1) * (total - epoch - 1) if took is not None else 0.0
-            metrics = {name: value for name, value in values.items() if value is not None}
-            lines.append(console_line(epoch, max(total, num_epochs), metrics, took, left or None) + "\n")
-        data = "".join(lines).encode()
-    write_atomically(path, [data])
+    rows: list[dict[str, float]] = []
+    for trend in trends:
+        for epoch, value in trend.by_epoch().items():
+            rows += [{"epoch": number + 1} for number in range(len(rows), epoch + 1)]
+            rows[epoch][trend.name] = value
+    if not rows:
+        raise GraphError("trends: found no epoch to write. Record or collect values, then flush.")
+    return rows
+
+
+def page_of_rows(rows: Iterable[Mapping[str, float]], title: str) -> str:
+    """Return a page with the curves of rows with an ``epoch``."""
+    store, record = RunStore(), RunRecord("trends", title)
+    store.add(record)
+    for row in rows:
+        epoch = row["epoch"]
+        finite = {name: value if math.isfinite(value) else None for name, value in row.items() if name != "epoch"}
+        points = {f"train/{name}": [[epoch, epoch, 0.0, value]] for name, value in finite.items()}
+        record.fold({"p": points, "state": {"status": "finished"}})
+    return archive_page(store.to_json(), title)
+
+
+def log_of_rows(rows: Iterable[Mapping[str, float]], total: int, times_s: Sequence[float]) -> str:
+    """Return the console line of each row; ``times_s`` are the seconds at which epochs ended."""
+    text, begin = "", 0.0
+    for (epoch, row), end in zip(enumerate(rows), times_s, strict=False):
+        metrics = {name: value for name, value in row.items() if name != "epoch"}
+        text += console_line(epoch, total, metrics, end - begin, end / (epoch + 1) * (total - epoch - 1) or None) + "\n"
+        begin = end
+    return text
 
 
 def _cell(value: Any) -> str:

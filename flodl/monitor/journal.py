@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 import time
-import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,6 @@ class Journal:
             self.path.replace(self.path.with_stem(f"{self.path.stem}-{stamp}-{secrets.token_hex(2)}"))
         self.record = read_record(self.path) if self.path.is_file() else None
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`
-        self._closing = weakref.finalize(self, self._file.close)
         if self.record is not None:
             self._file.write(b"\n")  # ends a line that was cut off
 
@@ -59,12 +57,12 @@ class Journal:
         Raises:
             OSError: the file cannot be written.
         """
-        if self._closing.alive:
+        if not self._file.closed:
             self._file.write((as_text(delta) if text is None else text).encode() + b"\n")
 
     def close(self) -> None:
         """Close the file."""
-        self._closing()
+        self._file.close()
 
 
 class JournalReader:
@@ -126,7 +124,7 @@ def read_record(path: str | os.PathLike[str]) -> RunRecord:
 
 def _not_a_record(path: Path) -> TrainError:
     return TrainError(
-        f"{printable(str(path), 400)}: not a record of a run, expected lines of JSON, the first with \"flodl_run\". "
+        f'{printable(str(path), 400)}: not a record of a run, expected lines of JSON, the first with "flodl_run". '
         "Pass the folder of a run, or its run.jsonl.",
         path=str(path),
     )

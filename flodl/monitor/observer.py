@@ -9,11 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from flodl.errors import GraphError, GraphPathError
+from flodl.files import write_atomically
 from flodl.graph.core import GraphCore
 from flodl.graph.tree import part_at, subgraph
 from flodl.monitor.collect import Reduce, current_collector, one_value, reduce_named, reduced
 from flodl.monitor.history import History
-from flodl.monitor.profiler import GraphProfiler, Profile
+from flodl.monitor.profiler import NodeTime, Profile, Profiler
 from flodl.monitor.trend import Trend, TrendGroup
 
 Names = str | Iterable[str]
@@ -35,7 +36,7 @@ class Observer:
     def __init__(self, graph: GraphCore) -> None:
         self._graph = graph
         self._metrics, self._timings = History(), History()
-        self._profiler: GraphProfiler | None = None
+        self._profiler: Profiler | None = None
         self.reductions: dict[str, list[Reduce]] = {}
 
     # ---- steps ---------------------------------------------------------------------------------------
@@ -179,7 +180,12 @@ class Observer:
 
     def enable_profiling(self) -> None:
         """Measure the time of each node from the next call."""
-        self._profiler = self._profiler or GraphProfiler(self._graph)
+        if self._profiler is None:
+            modules = [
+                ("", self._graph),
+                *((node.name, getattr(self._graph, node.name)) for node in self._graph.plan.calls),
+            ]
+            self._profiler = Profiler(self._graph, modules, last_call=True)
 
     def disable_profiling(self) -> None:
         """Stop measuring; collected times remain."""
@@ -192,8 +198,20 @@ class Observer:
         return self._profiler is not None
 
     def profile(self) -> Profile | None:
-        """Return the times of the last call; None if it was not measured."""
-        return None if self._profiler is None else self._profiler.profile()
+        """Return the times of the last call, after waiting for the device; None if it was not measured.
+
+        Nodes that share a module have its whole time.
+        """
+        if self._profiler is None:
+            return None
+        self._profiler.wait()
+        seconds = self._profiler.seconds()
+        times = [
+            NodeTime(node.id, node.name, node.tags, node.level, seconds[node.name])
+            for node in self._graph.plan.calls
+            if node.name in seconds
+        ]
+        return Profile(seconds[""], tuple(times)) if seconds else None
 
     def collect_timings(self) -> None:
         """Append the times of the last call to their buffers: of each node, and ``total``."""
@@ -214,7 +232,9 @@ class Observer:
         Raises:
             GraphError: there are no values.
         """
-        self._write(path, "csv", tags)
+        from flodl.monitor.export import csv_of_rows, rows_of_trends
+
+        write_atomically(path, [csv_of_rows(rows_of_trends(self.trends(*tags)))])
 
     def plot_html(self, path: str | PathLike[str], *tags: Names) -> None:
         """Write a page with the curves of the histories, which opens offline.
@@ -222,7 +242,10 @@ class Observer:
         Raises:
             GraphError: there are no values.
         """
-        self._write(path, "html", tags)
+        from flodl.monitor.export import page_of_rows, rows_of_trends
+
+        title = self._graph.label or "Metrics"
+        write_atomically(path, [page_of_rows(rows_of_trends(self.trends(*tags)), title).encode()])
 
     def write_log(self, path: str | PathLike[str], total: int, *tags: Names) -> None:
         """Write one line for each epoch of ``total``: metrics, duration and time left.
@@ -230,13 +253,9 @@ class Observer:
         Raises:
             GraphError: there are no values.
         """
-        self._write(path, "log", tags, total)
+        from flodl.monitor.export import log_of_rows, rows_of_trends
 
-    def _write(self, path: str | PathLike[str], kind: str, tags: Sequence[Names], total: int = 0) -> None:
-        from flodl.monitor.export import write_trends
-
-        title, times_s = self._graph.label or "Metrics", self._metrics.times_s
-        write_trends(path, kind, self.trends(*tags), title=title, times_s=times_s, total=total)
+        write_atomically(path, [log_of_rows(rows_of_trends(self.trends(*tags)), total, self._metrics.times_s).encode()])
 
     # ---- names ---------------------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flodl.graph.core import GraphCore
 from flodl.graph.picture import Heat
 from flodl.graph.tree import modules_of
 
@@ -47,28 +46,6 @@ class NodeTime:
 
 
 @dataclass(frozen=True)
-class LevelTime:
-    """Time of all nodes of one level, which run one after the other.
-
-    Attributes:
-        index: the level.
-        sum_s: seconds of all nodes.
-        longest_s: seconds of the slowest node.
-        num_nodes: number of measured nodes.
-    """
-
-    index: int
-    sum_s: float
-    longest_s: float
-    num_nodes: int
-
-    @property
-    def parallelism(self) -> float:
-        """Largest possible speed-up of the level by running its nodes at the same time."""
-        return self.sum_s / self.longest_s if self.longest_s else 1.0
-
-
-@dataclass(frozen=True)
 class Profile:
     """Times of one call of a graph.
 
@@ -79,14 +56,6 @@ class Profile:
 
     total_s: float
     nodes: tuple[NodeTime, ...]
-
-    @property
-    def levels(self) -> tuple[LevelTime, ...]:
-        """The nodes by level."""
-        by_level = defaultdict(list)
-        for node in self.nodes:
-            by_level[node.level].append(node.seconds)
-        return tuple(LevelTime(i, sum(times), max(times), len(times)) for i, times in sorted(by_level.items()))
 
 
 @contextlib.contextmanager
@@ -112,12 +81,19 @@ class Profiler:
         modules: measured modules with their paths.
         gradients: measure norms when a backward pass reaches a parameter.
         memory: count bytes that autograd keeps for the backward pass.
+        last_call: measure the last call of the model only, which ``modules`` must contain.
     """
 
     def __init__(
-        self, model: nn.Module, modules: list[tuple[str, nn.Module]], *, gradients: bool = False, memory: bool = False
+        self,
+        model: nn.Module,
+        modules: list[tuple[str, nn.Module]],
+        *,
+        gradients: bool = False,
+        memory: bool = False,
+        last_call: bool = False,
     ) -> None:
-        self.model, self.modules, self.measures_gradients = model, modules, gradients
+        self.model, self.modules, self.measures_gradients, self._last_call = model, modules, gradients, last_call
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._running: list[tuple[int, Any]] = []
         self._spans: list[tuple[int, Any, Any]] = []
@@ -138,13 +114,18 @@ class Profiler:
             if parameter.requires_grad and parameter.is_leaf:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._add_norm))
 
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of the forward passes by path."""
+        spent: dict[int, float] = defaultdict(float)
+        # The last call failed if a module is still running.
+        for key, begin, end in () if self._last_call and self._running else self._spans:
+            spent[key] += end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
+        return {path: spent[id(module)] for path, module in self.modules if id(module) in spent}
+
     @property
     def time(self) -> Heat:
         """Seconds of the forward passes by path."""
-        spent: dict[int, float] = {}
-        for key, begin, end in self._spans:
-            spent[key] = spent.get(key, 0.0) + _seconds(begin, end)
-        return Heat("time", {path: float(f"{spent[id(m)]:.4g}") for path, m in self.modules if id(m) in spent})
+        return Heat("time", {path: float(f"{seconds:.4g}") for path, seconds in self.seconds().items()})
 
     @property
     def memory(self) -> Heat:
@@ -185,14 +166,17 @@ class Profiler:
 
     def wait(self) -> None:
         """Wait for the device."""
-        if isinstance(self._done, torch.cuda.Event):
-            self._done.synchronize()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def is_ready(self) -> bool:
         """Return whether the device has finished the measured passes."""
         return not isinstance(self._done, torch.cuda.Event) or self._done.query()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._last_call and module is self.model:
+            self._device = next((p.device for p in module.parameters()), self._device)
+            self._running, self._spans = [], []
         if self._bytes is not None:
             self._bytes.setdefault(id(module), 0)
         self._running.append((id(module), self._mark()))
@@ -226,43 +210,3 @@ class Profiler:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
-
-
-class GraphProfiler(Profiler):
-    """Measures the nodes of a graph in its last call."""
-
-    def __init__(self, graph: GraphCore) -> None:
-        named = [(node.name, getattr(graph, node.name)) for node in graph.plan.calls]
-        super().__init__(graph, [("", graph), *named])
-        self._plan = graph.plan
-
-    def profile(self) -> Profile | None:
-        """Return the times of the last finished call; waits for the device.
-
-        The time of a module that several nodes share is divided among them.
-        """
-        if self._running or not self._spans:
-            return None
-        if isinstance(self._spans[-1][2], torch.cuda.Event):
-            self._spans[-1][2].synchronize()
-        times: dict[int, float] = defaultdict(float)
-        for key, begin, end in self._spans:
-            times[key] += _seconds(begin, end)
-        keys = [id(module) for _, module in self.modules[1:]]
-        nodes = [
-            NodeTime(node.id, node.name, node.tags, node.level, times[key] / keys.count(key))
-            for node, key in zip(self._plan.calls, keys, strict=True)
-            if key in times
-        ]
-        return Profile(times[id(self.model)], tuple(nodes))
-
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if module is self.model:
-            self._device = next((p.device for p in module.parameters()), self._device)
-            self._running, self._spans = [], []
-        if self._running or module is self.model:
-            super()._enter(module, args, kwargs)
-
-
-def _seconds(begin: Any, end: Any) -> float:
-    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3

@@ -61,7 +61,8 @@ class RunStore:
         try:
             while not self.is_closed or number != self._num_messages:
                 with self._changed:
-                    self._changed.wait_for(lambda: self.is_closed or self._num_messages != number, heartbeat_s)
+                    if number == self._num_messages and not self.is_closed:
+                        self._changed.wait(heartbeat_s)
                     kept, missed = list(self._messages), self._num_messages - number
                     number = self._num_messages
                     lost = missed > len(kept)
