@@ -39,13 +39,13 @@ def csv_of_record(record: RunRecord) -> bytes:
     return csv_text(rows)
 
 
-def rows_of_trends(trends: Iterable[Trend]) -> list[dict[str, float]]:
+def rows_of_trends(trends: Iterable[Trend]) -> list[dict[str, Any]]:
     """Return one row for each epoch: ``epoch`` from 1, and the values by name.
 
     Raises:
         GraphError: no history has a value.
     """
-    rows: list[dict[str, float]] = []
+    rows: list[dict[str, Any]] = []
     for trend in trends:
         for epoch, value in trend.by_epoch().items():
             rows += [{"epoch": number + 1} for number in range(len(rows), epoch + 1)]
@@ -55,7 +55,7 @@ def rows_of_trends(trends: Iterable[Trend]) -> list[dict[str, float]]:
     return rows
 
 
-def page_of_rows(rows: Iterable[Mapping[str, float]], title: str) -> str:
+def page_of_rows(rows: Iterable[Mapping[str, Any]], title: str) -> str:
     """Return a page with the curves of rows with an ``epoch``."""
     store, record = RunStore(), RunRecord("trends", title)
     store.add(record)
@@ -67,7 +67,7 @@ def page_of_rows(rows: Iterable[Mapping[str, float]], title: str) -> str:
     return archive_page(store.to_json(), title)
 
 
-def log_of_rows(rows: Iterable[Mapping[str, float]], total: int, times_s: Sequence[float]) -> str:
+def log_of_rows(rows: Iterable[Mapping[str, Any]], total: int, times_s: Sequence[float]) -> str:
     """Return the console line of each row; ``times_s`` are the seconds at which epochs ended."""
     text, begin = "", 0.0
     for (epoch, row), end in zip(enumerate(rows), times_s, strict=False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 from flodl.monitor.record import RunRecord, as_text
@@ -53,7 +53,7 @@ class RunStore:
             self._changed.notify_all()
         return text
 
-    def stream(self, heartbeat_s: float) -> Iterator[bytes]:
+    def stream(self, heartbeat_s: float) -> Generator[bytes, None, None]:
         """Yield messages for one page until `close`: all runs first; empty bytes after a time without a message."""
         number = -MAX_MESSAGES - 1
         with self._changed:
