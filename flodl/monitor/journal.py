@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ class Journal:
             self.path.replace(self.path.with_stem(f"{self.path.stem}-{stamp}-{secrets.token_hex(2)}"))
         self.record = read_record(self.path) if self.path.is_file() else None
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`
+        weakref.finalize(self, self._file.close)
         if self.record is not None:
             self._file.write(b"\n")  # ends a line that was cut off
 
