@@ -290,18 +290,22 @@ def _windows(
 ) -> tuple[TokenTable, np.ndarray]:
     """Return the windows of texts, the long texts last, and how many tokens each truncated pair lost.
 
-    Borders between words, where windows begin and end, are read for long texts only.
+    Borders between words, where windows begin and end, follow from the ids or are read for long texts only.
     """
     sizes = np.fromiter(map(len, texts), np.int64, len(texts))
     if pairs is not None:
         sizes += np.fromiter(map(len, pairs), np.int64, len(pairs))
-    short = np.flatnonzero(sizes <= _LONG_CHARS * limit)
+    by_ids = backend.ids_show_words
+    short = np.arange(len(texts)) if by_ids else np.flatnonzero(sizes <= _LONG_CHARS * limit)
     chosen = short.tolist()
     second = None if pairs is None else backend.flat([pairs[i] for i in chosen])
     table = framed(frame, backend.flat([texts[i] for i in chosen]), second, owners=short)
     fits = table.lengths <= limit
     if len(short) == len(texts) and fits.all():
         return table, np.zeros(0, np.int64)
+    if by_ids:
+        windows, lost = cut_table(replace(table, word_ids=np.cumsum(~backend.continued[table.ids])), limit, **how)
+        return replace(windows, word_ids=None), lost
     long = np.setdiff1d(np.arange(len(texts)), short[fits])
     chosen = long.tolist()
     encodings = backend.encodings([texts[i] for i in chosen], None if pairs is None else [pairs[i] for i in chosen])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import ContextVar
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from flodl.devices import default_device
@@ -50,6 +51,9 @@ WINDOW = 1024
 # An accelerator computes a small window while the next is tokenized, so windows start small and grow.
 FIRST_WINDOW = 512
 MAX_WINDOW = 4096
+# Long texts fill a window earlier: a window has at most this many characters for each text of its size. A text counts
+# with at most MOST_CHARS, since models truncate texts.
+MEAN_CHARS, MOST_CHARS = 128, 4096
 _AUTOCASTS = ("cpu", "cuda", "mps")
 
 
@@ -245,10 +249,11 @@ class _Loop:
             first = most = max(1, texts // rows)
         if options.window is not None:
             first = most = options.window
+        chars = MEAN_CHARS * rows if self.ahead and options.window is None else None
         known = len(items) if isinstance(items, Sequence) else None
         if options.progress is not False and (known is not None or options.progress):
             self.progress = Progress(self.what, known, unit="texts", show=options.progress)
-        parts = self.parts(_windows(iter(items), first, most), deep)
+        parts = self.parts(_windows(iter(items), first, most, chars), deep)
         if known is None:
             return chain.from_iterable(parts)
         found = list(parts)
@@ -428,9 +433,29 @@ def torch_defaults() -> AbstractContextManager[Any]:
     return stack
 
 
-def _windows(items: Iterator[Any], first: int, most: int) -> Iterator[_Window]:
-    """Yield windows of items; each is twice as large as the one before, up to a maximum."""
-    place, size = 0, min(first, most)
-    while chunk := list(islice(items, size)):
+def _windows(items: Iterator[Any], first: int, most: int, chars: int | None) -> Iterator[_Window]:
+    """Yield windows of items; each is twice as large as the one before, up to a maximum.
+
+    Args:
+        items: the items.
+        first: number of items of the first window.
+        most: highest number of items.
+        chars: mean number of characters of the items of a window; None for no limit.
+    """
+    place, size, rest = 0, min(first, most), []
+    while chunk := rest + list(islice(items, size - len(rest))):
+        rest = []
+        if chars is not None and len(chunk) > 1:
+            ends = np.cumsum(np.minimum(np.fromiter(map(_characters, chunk), np.int64, len(chunk)), MOST_CHARS))
+            count = max(1, int(np.searchsorted(ends, chars * size, "right")))
+            chunk, rest = chunk[:count], chunk[count:]
         yield _Window(place, chunk, chunk)
         place, size = place + len(chunk), min(2 * size, most)
+
+
+def _characters(item: Any) -> int:
+    """Return the characters of a text, or of the texts of an item."""
+    if isinstance(item, str):
+        return len(item)
+    parts = item.values() if isinstance(item, Mapping) else item if isinstance(item, (list, tuple)) else ()
+    return sum(len(part) for part in parts if isinstance(part, str))

@@ -267,6 +267,25 @@ class Backend:
         self.keeps_space = _keeps_space(inner)
         self.is_bpe = type(inner.model).__name__ == "BPE"
 
+    @cached_property
+    def ids_show_words(self) -> bool:
+        """Whether `continued` gives the borders between words.
+
+        It does after BERT's split, which leaves no word that begins with WordPiece's prefix of continuations.
+        """
+        prefix = getattr(self.inner.model, "continuing_subword_prefix", None)
+        if not prefix or self.by_code or json.loads(_splitting(self.inner) or b"{}").get("type") != "BertPreTokenizer":
+            return False
+        return not any(token.content.startswith(prefix) for token in self.inner.get_added_tokens_decoder().values())
+
+    @cached_property
+    def continued(self) -> np.ndarray:
+        """Whether each id continues a word, ``(vocabulary,)``."""
+        prefix, vocabulary = self.inner.model.continuing_subword_prefix, self.inner.get_vocab()
+        found = np.zeros(max(vocabulary.values()) + 1, bool)
+        found[[number for token, number in vocabulary.items() if token.startswith(prefix)]] = True
+        return found
+
     def encodings(
         self,
         texts: Sequence[Any],

@@ -102,7 +102,7 @@ def plan_windows(
     border = np.ones(length, bool)
     border[1:] = (word[1:] != word[:-1]) | (word[1:] < 0)
     # The last border at or before each token.
-    borders = np.maximum.accumulate(np.where(border, np.arange(length), 0)).tolist()
+    borders = np.maximum.accumulate(np.where(border, np.arange(length), 0))
     stride = min(stride, capacity * 3 // 4)
     # Both searches are shorter than half the advance of a window, so the number of windows is bounded.
     advance = capacity - stride
@@ -111,11 +111,13 @@ def plan_windows(
     start = covered = 0
     while start + capacity < length:
         hard = start + capacity
-        end = borders[hard] if borders[hard] >= max(hard - search, covered + 1) else hard
+        last = int(borders[hard])
+        end = last if last >= max(hard - search, covered + 1) else hard
         windows.append((start, end))
         covered = end
         wanted = end - stride
-        start = borders[wanted] if borders[wanted] >= max(start + 1, wanted - advance // 4) else wanted
+        last = int(borders[wanted])
+        start = last if last >= max(start + 1, wanted - advance // 4) else wanted
     windows.append((start, length))
     return windows
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer as Inner
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
@@ -75,3 +77,23 @@ def test_rows_made_at_once_are_the_rows_made_one_by_one(template: str, pairs: bo
     assert not quickly.rows
     assert rows_of(quickly) == rows_of(slowly)
     assert np.array_equal(np.sort(quickly.owners), slowly.owners)
+
+
+PIECES = st.sampled_from(["cats", "dogs", "a", "##s", "#", "[MASK]", "[SEP]", ",", "zebra", "cat##s"]) | st.text(
+    max_size=6
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(PIECES, min_size=8, max_size=60), st.sampled_from([" ", "", "\n"]), st.integers(9, 20))
+def test_windows_by_ids_are_the_windows_by_words(pieces: list[str], between: str, limit: int) -> None:
+    tokenizer = tokenizer_of("bert")
+    assert tokenizer._backend.ids_show_words
+    texts = [between.join(pieces[at:]) for at in range(3)]
+    quickly, slowly = (
+        encode(tokenizer, texts, max_tokens=limit, stride=3, records=records) for records in (False, True)
+    )
+    assert rows_of(quickly).keys() == rows_of(slowly).keys()
+    for place, row in rows_of(slowly).items():
+        assert rows_of(quickly)[place]["ids"] == row["ids"]
+        assert rows_of(quickly)[place]["first_token"] == row["first_token"]
