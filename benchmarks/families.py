@@ -45,7 +45,7 @@ from flodl_hf.inference.options import RunOptions
 from flodl_hf.parity.cell import Cell
 from flodl_hf.parity.reference import load_reference, make_checkpoint
 from flodl_hf.parity.shapes import settings_of
-from flodl_hf.serving.throughput import operations_of_token, peak_of
+from flodl_hf.serving.throughput import measure_peak, operations_of_token
 
 # Tokens of a batch of theirs, padding included; what fits into a processor's caches is faster there.
 BUDGET = {"cuda": 32_768, "cpu": 1_024}
@@ -147,9 +147,9 @@ def measured(model_type: str, args: argparse.Namespace, device: torch.device) ->
     table = table_of(lengths, ours.config.vocab_size)
     engine = Engine.of(ours.eval(), RunOptions(precision=args.precision, progress=False))
     tokens = int(lengths.sum())
-    peak = peak_of(device, dtype)
+    peak = measure_peak(device, dtype)
     own = timed(lambda: engine.start(table, Pooled(("mean",))).stacked(), device)
-    peak = max(peak, peak_of(device, dtype))
+    peak = max(peak, measure_peak(device, dtype))
     other, lacking = None, None
     if model_type in PUBLISHED:
         lacking = "transformers has no class for such files"

@@ -32,10 +32,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from finetune_quality import TASKS, Judged
 
 from flodl_hf import AutoModel
-from flodl_hf.training import finetune, plan_job
-from flodl_hf.training.job import Job
+from flodl_hf.readers import load_rows
+from flodl_hf.training import finetune
+from flodl_hf.training.job import Job, plan_job
 from flodl_hf.training.options import make_options
-from flodl_hf.training.task_choice import load_rows
 
 NUMBERS = "sst2-number"
 """The labels of sst2 as numbers, -0.5 and 1.5, to be met by regression."""

@@ -28,7 +28,8 @@ from finetune_parity import load_reference, plain_loop
 
 from flodl_hf import AutoModel
 from flodl_hf.export.verify import verify_export
-from flodl_hf.training import finetune, plan_job
+from flodl_hf.training import finetune
+from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import make_options
 
 TASKS: dict[str, dict[str, Any]] = {

@@ -26,7 +26,8 @@ from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.errors import PredictError
 from flodl_hf.families import FAMILIES
-from flodl_hf.inference import Engine, RunOptions
+from flodl_hf.inference import RunOptions
+from flodl_hf.inference.engine import Engine
 from flodl_hf.inference.forward import Scores
 from flodl_hf.inference.inputs import encode, split_pairs
 from flodl_hf.models import EncoderModel

@@ -127,9 +127,9 @@ def middle(values: list[float]) -> str:
 
 def shares(model: EncoderModel, texts: list[str], precision: str) -> str:
     """Return where the time of one run goes: host steps alone, and the device."""
-    from flodl_hf.inference import Session
     from flodl_hf.inference.forward import Scores
     from flodl_hf.inference.inputs import encode
+    from flodl_hf.inference.pipeline import Session
 
     begin = time.perf_counter()
     offsets = model.head == "token_classification"

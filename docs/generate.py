@@ -9,6 +9,7 @@ import datetime
 import inspect
 import json
 import re
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from enum import StrEnum
@@ -18,6 +19,7 @@ from typing import Any
 
 from flodl import errors
 from flodl_hf import errors as hf_errors
+from flodl_hf.cli.docs import MODULES, exported
 from flodl_hf.families import FAMILIES, index
 from flodl_hf.families.schema import Family
 from flodl_hf.families.schema.config_rows import REQUIRED, Inert, Row
@@ -57,6 +59,7 @@ def pages() -> dict[str, str]:
         "cli.md": cli_page(),
         "errors.md": errors_page(),
         "routes.md": routes_page(),
+        "names.md": names_page(),
     }
 
 
@@ -70,11 +73,37 @@ def index_page() -> str:
         "- [Command line](cli.md): every option\n"
         "- [Errors](errors.md): the tree\n"
         "- [Routes](routes.md): the fields of each path of `flodl-hf serve`\n"
+        "- [Public names](names.md): every class and function that is stable, and the version that added it\n"
         "- Classes and functions, in the built site: [flodl_hf](../api/flodl_hf.md), [models](../api/models.md), "
         "[predictions](../api/predictions.md), [training](../api/training.md), "
-        "[serving and export](../api/serving.md), [flodl](../api/flodl.md), [its training](../api/flodl-training.md)",
-        "```{toctree}\n:hidden:\n\nfamilies\nheads\ncli\nerrors\nroutes\n../api/flodl_hf\n../api/models\n"
-        "../api/predictions\n../api/training\n../api/serving\n../api/flodl\n../api/flodl-training\n```",
+        "[serving and export](../api/serving.md), [other libraries](../api/integrations.md), "
+        "[flodl](../api/flodl.md), [its training](../api/flodl-training.md)",
+        "```{toctree}\n:hidden:\n\nfamilies\nheads\ncli\nerrors\nroutes\nnames\n../api/flodl_hf\n../api/models\n"
+        "../api/predictions\n../api/training\n../api/serving\n../api/integrations\n../api/flodl\n"
+        "../api/flodl-training\n```",
+    )
+
+
+def names_page() -> str:
+    """Return the public names by module and version; a name keeps the version of the committed page."""
+    project = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
+    path = FOLDER / "names.md"
+    page = path.read_text("utf-8") if path.exists() else ""
+    rows = re.findall(r"^\| `(\S+)` \| (\S+) \| (.+) \|$", page, re.MULTILINE)
+    known = {(module, name): since for module, since, names in rows for name in re.findall(r"`(\w+)`", names)}
+    listed = []
+    for module in MODULES:
+        versions: dict[str, list[str]] = {}
+        for name in exported(module):
+            versions.setdefault(known.get((module, name), project["version"]), []).append(code(name))
+        listed += [(code(module), since, ", ".join(names)) for since, names in versions.items()]
+    return joined(
+        "# Public names",
+        NOTE,
+        "These names are stable: a change keeps an alias for one release. Everything else is private and can change. "
+        "`flodl-hf docs NAME` prints the entry of a name; pages of the [API reference](../api/flodl_hf.md) contain all "
+        "entries. A module can list a name of another module again.",
+        table(("module", "since", "names"), listed),
     )
 
 

@@ -15,9 +15,10 @@ from typing import Any
 
 from docutils.nodes import Node
 from sphinx.application import Sphinx
+from sphinx.ext.napoleon import GoogleDocstring
 from sphinx.util.docutils import SphinxDirective
 
-from flodl_hf.cli.docs import options_of, public_names
+from flodl_hf.cli.docs import MODULES, Parsed, exported, options_of, public_names
 
 
 @cache
@@ -34,11 +35,23 @@ class Public(SphinxDirective):
     def run(self) -> list[Node]:
         """Return the entries."""
         module = self.arguments[0]
-        found = import_module(module)
         lines = [f".. py:module:: {module}", ""]
-        for name in found.__all__:
-            lines += [*entry(module, name, getattr(found, name)), ""]
+        values = dict(public())
+        for name in exported(module):
+            value = values.get(f"{module}.{name}")
+            if isinstance(value, Parsed):
+                lines += [*self.parsed(value), ""]
+            else:
+                lines += [*entry(module, name, getattr(import_module(module), name)), ""]
         return self.parse_text_to_nodes("\n".join(lines))
+
+    def parsed(self, value: Parsed, kind: str = "") -> Iterator[str]:
+        """Yield the entry of a name that is read from the source."""
+        yield from (f".. py:{kind or value.kind}:: {value.name}{value.signature}", "")
+        text = str(GoogleDocstring(value.description, self.config, what=kind or value.kind))
+        yield from (f"   {line}" for line in text.splitlines())
+        for member in value.members:
+            yield from ("", *(f"   {line}" for line in self.parsed(member, "method")))
 
 
 def entry(module: str, name: str, value: Any) -> Iterator[str]:
@@ -83,8 +96,8 @@ def missing_names(inventory: bytes) -> list[str]:
     # Four lines of text, then compressed lines: name, domain:role, priority, address, title.
     lines = zlib.decompress(inventory.split(b"\n", 4)[4]).decode().splitlines()
     entries = {line.split(" ", 1)[0] for line in lines if " py:" in line}
-    modules = [import_module(module) for module in sorted({full.rpartition(".")[0] for full, _ in public()})]
-    return [f"{m.__name__}.{name}" for m in modules for name in m.__all__ if f"{m.__name__}.{name}" not in entries]
+    names = [f"{module}.{name}" for module in MODULES for name in exported(module)]
+    return [name for name in names if name not in entries]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from flodl_hf.checkpoints.config.model_config import ModelConfig
-    from flodl_hf.checkpoints.config.model_config import ModelConfig as AutoConfig
+    from flodl_hf.checkpoints.config.model_config import ModelConfig as AutoConfig  # noqa: F401
     from flodl_hf.heads.base import BaseModel  # noqa: F401
     from flodl_hf.heads.masked_lm import MaskedLM  # noqa: F401
     from flodl_hf.heads.multiple_choice import MultipleChoice  # noqa: F401
@@ -31,20 +31,6 @@ if TYPE_CHECKING:
     from flodl_hf.heads.sequence_classification import SequenceClassifier  # noqa: F401
     from flodl_hf.heads.token_classification import TokenClassifier  # noqa: F401
     from flodl_hf.models.encoder_model import EncoderModel
-
-__all__ = [
-    "AutoConfig",
-    "AutoModel",
-    "AutoModelForMaskedLM",
-    "AutoModelForMultipleChoice",
-    "AutoModelForNextSentencePrediction",
-    "AutoModelForPreTraining",
-    "AutoModelForQuestionAnswering",
-    "AutoModelForSequenceClassification",
-    "AutoModelForTokenClassification",
-    "head_named",
-    "load",
-]
 
 ModelT = TypeVar("ModelT", bound="EncoderModel")
 

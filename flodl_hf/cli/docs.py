@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -28,7 +31,6 @@ MODULES = (
     "flodl_hf.inference.quantize",
     "flodl_hf.inference",
     "flodl_hf.auto.pipelines",
-    "flodl_hf.auto",
     "flodl_hf.models",
     "flodl_hf.models.opening",
     "flodl_hf.checkpoints.config.model_config",
@@ -42,8 +44,8 @@ MODULES = (
     "flodl_hf.heads.pretraining",
     "flodl_hf.heads.replaced_tokens",
     "flodl_hf.heads.saliency",
-    "flodl_hf.heads",
     "flodl_hf.tokenization.tokenizer",
+    "flodl_hf.tokenization.alignment",
     "flodl_hf.readers",
     "flodl_hf.training.losses",
     "flodl_hf.training.demo",
@@ -55,7 +57,20 @@ MODULES = (
     "flodl_hf.parity.endpoint_checks",
     "flodl_hf.families",
     "flodl_hf.families.schema",
+    "flodl_hf.nn.encoder",
+    "flodl_hf.nn.layout",
     "flodl_hf.errors",
+    "flodl_hf.sentence_transformers",
+    "flodl_hf.transformers",
+    "flodl_hf.integrations.chroma",
+    "flodl_hf.integrations.haystack",
+    "flodl_hf.integrations.langchain",
+    "flodl_hf.integrations.llama_index",
+    "flodl_hf.integrations.mteb",
+    "flodl_hf.integrations.setfit",
+    "flodl_hf.integrations.sklearn",
+    "flodl_hf.integrations.spacy",
+    "flodl_hf.integrations.tuning",
     "flodl",
     "flodl.graph",
     "flodl.train",
@@ -74,6 +89,19 @@ MODULES = (
     "flodl.errors",
 )
 """Public modules: names in their ``__all__`` are documented. The first module that has an object documents it."""
+_OF_LIBRARIES = ("flodl_hf.sentence_transformers", "flodl_hf.transformers", "flodl_hf.integrations.")
+# These modules import libraries that need not be installed: their entries are read from the source.
+
+
+@dataclasses.dataclass(frozen=True)
+class Parsed:
+    """A class or function that is read from its source."""
+
+    name: str
+    kind: str
+    signature: str
+    description: str
+    members: tuple[Parsed, ...] = ()
 
 
 @reporting
@@ -111,6 +139,9 @@ def public_names() -> Iterator[tuple[str, Any]]:
     """Yield the full name and object of each public name once, in the order of `MODULES`."""
     seen: list[Any] = []
     for module in MODULES:
+        if module.startswith(_OF_LIBRARIES):
+            yield from ((f"{module}.{name}", parsed(module, name)) for name in exported(module))
+            continue
         try:
             found = import_module(module)
         except ImportError:  # a module of an extra that is not installed
@@ -121,6 +152,42 @@ def public_names() -> Iterator[tuple[str, Any]]:
                 if inspect.isclass(value) or inspect.isfunction(value):
                     seen.append(value)
                 yield f"{module}.{name}", value
+
+
+def exported(module: str) -> list[str]:
+    """Return the names in the ``__all__`` of a module, which is not imported."""
+    for node in _tree(module).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    return []
+
+
+def parsed(module: str, name: str) -> Parsed:
+    """Return the class or function of a module, or of the module that it imports the name from."""
+    for node in ast.walk(_tree(module)):
+        if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
+            return parsed(node.module or "", name)
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
+            return _parsed(node)
+    raise LookupError(f"{module}: found no class or function {name}")
+
+
+def _tree(module: str) -> ast.Module:
+    spec = find_spec(module)
+    return ast.parse(Path(str(spec and spec.origin)).read_text("utf-8"))
+
+
+def _parsed(node: ast.ClassDef | ast.FunctionDef) -> Parsed:
+    functions = {part.name: part for part in node.body if isinstance(part, ast.FunctionDef)}
+    made = functions.get("__init__") if isinstance(node, ast.ClassDef) else node
+    signature = (
+        "(**options)" if made is None else f"({ast.unparse(made.args).removeprefix('self, ').removeprefix('self')})"
+    )
+    if isinstance(node, ast.FunctionDef) and node.returns is not None:
+        signature += f" -> {ast.unparse(node.returns)}"
+    kind, inner = ("class", functions) if isinstance(node, ast.ClassDef) else ("function", {})
+    members = tuple(_parsed(part) for part in inner.values() if not part.name.startswith("_"))
+    return Parsed(node.name, kind, signature, ast.get_docstring(node) or "", members)
 
 
 def describe(name: str) -> dict[str, Any]:
@@ -137,8 +204,10 @@ def describe(name: str) -> dict[str, Any]:
     for full, value in public_names():  # modules are imported one after another, so a match saves imports
         if f".{full}".endswith(f".{name}"):
             return _entry(full, value)
-        if owner and f".{full}".endswith(f".{owner}") and inspect.isclass(value) and hasattr(value, member):
-            return _entry(f"{full}.{member}", getattr(value, member))
+        if owner and f".{full}".endswith(f".{owner}"):
+            members = {one.name: one for one in value.members} if isinstance(value, Parsed) else {}
+            if member in members or (inspect.isclass(value) and hasattr(value, member)):
+                return _entry(f"{full}.{member}", members.get(member) or getattr(value, member))
         known.append(full.rpartition(".")[2])
     raise ConfigError(
         f"docs: found {name!r}, expected a public name{nearest(name.rpartition('.')[2], known)} "
@@ -147,6 +216,9 @@ def describe(name: str) -> dict[str, Any]:
 
 
 def _entry(full: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, Parsed):
+        members = [{"name": one.name, "default": "", "summary": _doc(one).split("\n", 1)[0]} for one in value.members]
+        return {**dataclasses.asdict(value), "name": full, "options": [], "members": members}
     options = list(options_of(value))
     try:
         signature = "(**options)" if options else str(inspect.signature(value)) if callable(value) else ""
@@ -181,5 +253,7 @@ def _members(kind: type[Any]) -> Iterator[dict[str, str]]:
 
 
 def _doc(value: Any) -> str:
+    if isinstance(value, Parsed):
+        return value.description
     described = inspect.isclass(value) or inspect.isroutine(value) or isinstance(value, property)
     return (inspect.getdoc(value) or "") if described else f"{type(value).__name__}: {value!r}"[:200]

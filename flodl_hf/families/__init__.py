@@ -26,18 +26,7 @@ if TYPE_CHECKING:
 
     FAMILIES: tuple[Family, ...]
 
-__all__ = [
-    "FAMILIES",
-    "by_tokenizer_class",
-    "families",
-    "index",
-    "match_config",
-    "model_types",
-    "named",
-    "register",
-    "registered",
-    "row_of",
-]
+__all__ = ["FAMILIES", "families", "register", "registered"]
 
 FILES = (
     "bert",

@@ -1,5 +1,1 @@
 """The model classes of tasks, one file each; `flodl_hf.families.schema.tasks` is the table of their names."""
-
-from flodl_hf.families.schema.tasks import HEADS
-
-__all__ = ["HEADS"]

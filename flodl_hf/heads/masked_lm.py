@@ -22,10 +22,11 @@ from flodl_hf.nn.encoder.losses import check_labels, token_loss
 
 if TYPE_CHECKING:
     from flodl_hf.checkpoints.sentence.sparse import SparseVectors
-    from flodl_hf.inference import RunKeywords, Session
+    from flodl_hf.inference import RunKeywords
     from flodl_hf.inference.decode.masks import MaskPlaces
     from flodl_hf.inference.decode.rows import TokenTable
     from flodl_hf.inference.engine import Pending
+    from flodl_hf.inference.pipeline import Session
     from flodl_hf.tokenization.rows import Row
     from flodl_hf.tokenization.tokenizer import Tokenizer
 
@@ -282,7 +283,7 @@ class MaskedLM(ScoringModel):
         targets: Sequence[str] | None,
         compat: str | None,
     ) -> list[Any]:
-        from flodl_hf.inference.decode.compat import fill_mask
+        from flodl_hf.inference.decode.compat.fill_mask import fill_mask
 
         if compat is not None:
             ids = [_target_ids(tokenizer, word)[0] for word in targets] if targets else None

@@ -221,7 +221,7 @@ class QuestionAnswerer(EncoderModel):
 
 def _as_pipeline(placed: Placed, encoded: Encoded, contexts: Sequence[str], **options: Any) -> list[Any]:
     """Return the answers of each context as transformers' former pipeline has them."""
-    from flodl_hf.inference.decode.compat import question_answering
+    from flodl_hf.inference.decode.compat.question_answering import question_answering
 
     rows = placed.rows(encoded.table)
     results = []

@@ -138,7 +138,7 @@ class SequenceClassifier(ScoringModel):
 
         def finish(chunk: list[Text], encoded: Encoded, scores: Pending) -> list[Any]:
             if compat is not None:
-                from flodl_hf.inference.decode.compat import text_classification
+                from flodl_hf.inference.decode.compat.text_classification import text_classification
 
                 return text_classification(
                     scores.stacked(), self.config.labels, problem_type=self.config.problem_type,
@@ -188,7 +188,7 @@ class SequenceClassifier(ScoringModel):
             PredictError: no labels, a template without ``{}``, or a model without an entailment label.
         """
         from flodl_hf.inference.decode.classes import contradiction_id, decode_zero_shot, entailment_id
-        from flodl_hf.inference.decode.compat import zero_shot_classification
+        from flodl_hf.inference.decode.compat.text_classification import zero_shot_classification
         from flodl_hf.inference.forward import Scores
         from flodl_hf.inference.inputs import several
         from flodl_hf.inference.pipeline import Session

@@ -139,8 +139,7 @@ class TokenClassifier(ScoringModel):
         aggregation: str,
         ignore_labels: Collection[str],
     ) -> list[Any]:
-        from flodl_hf.inference.decode.compat import token_classification
-        from flodl_hf.inference.decode.compat.token_classification import TokenizerFacts
+        from flodl_hf.inference.decode.compat.token_classification import TokenizerFacts, token_classification
 
         tokenizer = self.tokenizer
         assert tokenizer is not None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flodl_hf.heads.prediction_keywords import ZERO_SHOT
-from flodl_hf.inference.decode.compat import text_classification, zero_shot_classification
+from flodl_hf.inference.decode.compat.text_classification import text_classification, zero_shot_classification
 
 
 def truncates(given: Mapping[str, Any]) -> bool:

@@ -28,36 +28,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flodl_hf.inference.batch import plan_batches
     from flodl_hf.inference.batch_variance import Spread, spread
-    from flodl_hf.inference.engine import Engine
     from flodl_hf.inference.options import Precision, RunKeywords, RunOptions
-    from flodl_hf.inference.pipeline import Session
-    from flodl_hf.inference.prepared_graph import forget, prepared
+    from flodl_hf.inference.prepared_graph import forget
 
-__all__ = [
-    "Engine",
-    "Precision",
-    "RunKeywords",
-    "RunOptions",
-    "Session",
-    "Spread",
-    "forget",
-    "plan_batches",
-    "prepared",
-    "spread",
-]
+__all__ = ["Precision", "RunKeywords", "RunOptions", "Spread", "forget", "spread"]
 
 _MODULES = {
-    "Engine": "engine",
     "Precision": "options",
     "RunKeywords": "options",
     "RunOptions": "options",
-    "Session": "pipeline",
     "Spread": "batch_variance",
     "forget": "prepared_graph",
-    "plan_batches": "batch",
-    "prepared": "prepared_graph",
     "spread": "batch_variance",
 }
 

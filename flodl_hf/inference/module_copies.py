@@ -1,7 +1,7 @@
 """Copies of modules that share every tensor, and what makes them ready to predict on a device.
 
 Decides how a graph, or one layer of it, is prepared for a precision on a device: moved, cast, adapters folded, and run
-by the device's table of operations (`flodl_hf.nn.backends`). `flodl_hf.inference.prepared` decides when that is
+by the device's table of operations (`flodl_hf.nn.backends`). `flodl_hf.inference.prepared_graph` decides when that is
 done and how long the result is kept.
 """
 

@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel
 
-__all__ = ["model_of"]
-
 
 def model_of(model: str | Path | EncoderModel, head: str, **options: Any) -> Any:
     """Return a model: the given one, or the loaded model of a folder or Hub repository.

@@ -196,8 +196,8 @@ class _Scores(_Computed):
 
 def _logits(engine: Any, pairs: list[tuple[str, str]], prompt: str, *, progress: bool) -> Tensor:
     """Return the scores of pairs before any activation, ``(pairs, labels)``."""
-    from flodl_hf.inference import Session
     from flodl_hf.inference.forward import Scores
+    from flodl_hf.inference.pipeline import Session
 
     encode = partial(engine._encode, truncate=True, prompt=prompt)
     found = Session(engine, {"progress": bool(progress)}).answer(
@@ -241,12 +241,34 @@ class _Sparse(_Computed):
 
 
 class SentenceTransformer(_Dense, sentence_transformers.SentenceTransformer):
-    """A SentenceTransformer whose vectors are computed by this package."""
+    """A SentenceTransformer whose embeddings are computed by this package.
+
+    ``encode``, ``encode_query``, ``encode_document`` and ``similarity`` take the library's arguments; ``fit``, its
+    Trainer and ``save_pretrained`` are the library's own.
+
+    Args:
+        *args: as of ``sentence_transformers.SentenceTransformer``.
+        **options: as of ``sentence_transformers.SentenceTransformer``.
+    """
 
 
 class CrossEncoder(_Scores, sentence_transformers.CrossEncoder):
-    """A CrossEncoder whose scores are computed by this package."""
+    """A CrossEncoder whose scores are computed by this package.
+
+    ``predict`` and ``rank`` take the library's arguments.
+
+    Args:
+        *args: as of ``sentence_transformers.CrossEncoder``.
+        **options: as of ``sentence_transformers.CrossEncoder``.
+    """
 
 
 class SparseEncoder(_Sparse, sentence_transformers.SparseEncoder):
-    """A SparseEncoder whose vectors are computed by this package."""
+    """A SparseEncoder whose embeddings are computed by this package.
+
+    ``encode``, ``encode_query`` and ``encode_document`` take the library's arguments.
+
+    Args:
+        *args: as of ``sentence_transformers.SparseEncoder``.
+        **options: as of ``sentence_transformers.SparseEncoder``.
+    """

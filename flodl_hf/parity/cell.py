@@ -19,7 +19,7 @@ from torch import Tensor
 from flodl_hf.auto import head_named
 from flodl_hf.families import families, named
 from flodl_hf.families.schema import Family
-from flodl_hf.heads import HEADS
+from flodl_hf.families.schema.tasks import HEADS
 from flodl_hf.nn.layers.parts import Part, as_whole, part_of, split
 from flodl_hf.parity.inputs import AwkwardBatch, as_choices, awkward_batches
 from flodl_hf.parity.shapes import settings_of, variants_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flodl_hf.heads import HEADS
+from flodl_hf.families.schema.tasks import HEADS
 from flodl_hf.parity.matrix import CellResult
 
 

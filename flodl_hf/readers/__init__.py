@@ -12,15 +12,7 @@ squad    questions of SQuAD JSON
 targets  the kind of the labels of a column, and their numbers
 """
 
-from flodl_hf.readers.files import Table, load_rows, read_rows
-from flodl_hf.readers.targets import Targets, as_numbers, infer_targets, is_missing
+from flodl_hf.readers.files import Table, load_rows
+from flodl_hf.readers.targets import Targets, infer_targets
 
-__all__ = [
-    "Table",
-    "Targets",
-    "as_numbers",
-    "infer_targets",
-    "is_missing",
-    "load_rows",
-    "read_rows",
-]
+__all__ = ["Table", "Targets", "infer_targets", "load_rows"]

@@ -27,7 +27,7 @@ from flodl_hf.checkpoints.hub.download import expect_place
 from flodl_hf.checkpoints.hub.folders import expect_tokenizer
 from flodl_hf.serving.settings import Served, Settings, served
 
-__all__ = ["Served", "Settings", "serve", "served", "serving"]
+__all__ = ["Served", "Settings", "serve", "serving"]
 
 
 def serve(

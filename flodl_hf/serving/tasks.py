@@ -99,10 +99,10 @@ def _check_ids(model: Any, rows: list[list[int]], places: list[int]) -> None:
 def _embed_ids(
     model: Any, rows: list[list[int]], places: list[int], options: Mapping[str, Any], request: WorkerRequest
 ) -> np.ndarray:
-    from flodl_hf.inference import Session
     from flodl_hf.inference.decode.pooling import check_pooling
     from flodl_hf.inference.forward import Pooled
     from flodl_hf.inference.inputs import Encoded
+    from flodl_hf.inference.pipeline import Session
     from flodl_hf.inference.token_table import Frame, framed
     from flodl_hf.inference.vectors import Vectors
 
@@ -174,10 +174,10 @@ def _embed_all(model: Any, items: list[str], options: Mapping[str, Any], request
     """Return the states of all tokens, in the order of the windows."""
     import torch
 
-    from flodl_hf.inference import Session
     from flodl_hf.inference.decode.pooling import finish_embeddings
     from flodl_hf.inference.forward import States
     from flodl_hf.inference.inputs import encode
+    from flodl_hf.inference.pipeline import Session
 
     tokenizer = model._ready("embed_all")
     how = _vector_options(options)

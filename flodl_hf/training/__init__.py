@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from flodl_hf.inference.results.evaluation import EvaluationResult
     from flodl_hf.training.dry_runs import DryRun, dry_run, find_lr
     from flodl_hf.training.evaluate_model import evaluate
-    from flodl_hf.training.job import plan_job
     from flodl_hf.training.result import FinetuneResult
     from flodl_hf.training.run import finetune
 
@@ -32,7 +31,6 @@ __all__ = [
     "evaluate",
     "find_lr",
     "finetune",
-    "plan_job",
 ]
 
 
@@ -44,7 +42,6 @@ _MODULES = {
     "evaluate": "training.evaluate_model",
     "find_lr": "training.dry_runs",
     "finetune": "training.run",
-    "plan_job": "training.job",
 }
 
 

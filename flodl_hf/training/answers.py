@@ -16,7 +16,7 @@ from torch import Tensor
 from flodl.errors import DataError, capped, printable
 from flodl_hf.inference.decode.metrics import AnswerF1
 from flodl_hf.readers.columns import Columns
-from flodl_hf.tokenization.alignment import answer_positions
+from flodl_hf.tokenization.alignment.answers import answer_positions
 from flodl_hf.training.rows import RowBuilder
 from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, check_texts, encode_chunks
 

@@ -75,7 +75,7 @@ def papers(job: Job, result: FinetuneResult, predictions: EvalPredictions | None
 
 def report(job: Job, result: FinetuneResult, predictions: EvalPredictions | None) -> str:
     """Return the report as HTML: curves, and predictions for the evaluation data."""
-    from flodl_hf.training.report import Run, report_page
+    from flodl_hf.training.report.page import Run, report_page
 
     return report_page(
         Run(

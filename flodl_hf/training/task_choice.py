@@ -13,8 +13,9 @@ from typing import Any
 
 from flodl.errors import ConfigError, DataError, nearest, printable
 from flodl_hf.families.schema.tasks import task_named
-from flodl_hf.readers import Targets, as_numbers, infer_targets, is_missing
+from flodl_hf.readers import Targets, infer_targets
 from flodl_hf.readers.columns import NAMES, Columns, column_names, flag_of, infer_columns
+from flodl_hf.readers.targets import as_numbers, is_missing
 from flodl_hf.training.answers import AnswerTask
 from flodl_hf.training.choices import choice_columns, plan_choices
 from flodl_hf.training.data import Tables

@@ -66,7 +66,7 @@ def test_every_import_is_there() -> None:
 
 
 def test_methods_that_are_named_are_there() -> None:
-    from flodl_hf.heads import HEADS
+    from flodl_hf.families.schema.tasks import HEADS
 
     there = {name for head in HEADS for name in dir(head.model)}
     named = set(re.findall(r"`model\.(\w+)\(", TEXT)) - {"bert"}

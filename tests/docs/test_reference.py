@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import re
@@ -13,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from flodl_hf import families as families_known
-from flodl_hf.cli.docs import MODULES, options_of, public_names
+from flodl_hf.cli.docs import MODULES, Parsed, exported, options_of, public_names
 from flodl_hf.families import FAMILIES
-from flodl_hf.heads import HEADS
+from flodl_hf.families.schema.tasks import HEADS
 
 ROOT = Path(__file__).parents[2]
 TOOLS = runpy.run_path(str(ROOT / "docs" / "generate.py"))
@@ -112,13 +111,17 @@ def test_public_names_have_a_description() -> None:
     assert {"flodl_hf.finetune", "flodl_hf.training.Options", "flodl_hf.serving.serving", "flodl.Trainer"} <= set(found)
     routines = {name: value for name, value in found.items() if inspect.isclass(value) or inspect.isroutine(value)}
     assert [name for name, value in routines.items() if not inspect.getdoc(value)] == []
+    read = {name: value for name, value in found.items() if isinstance(value, Parsed)}
+    described = [one for value in read.values() for one in (value, *value.members)]
+    assert "flodl_hf.transformers.pipeline" in read
+    assert [one.name for one in described if not one.description] == []
     assert all(option["summary"] for option in options_of(found["flodl_hf.training.Options"]))
 
 
 def test_a_name_without_an_entry_is_reported() -> None:
     pytest.importorskip("sphinx")
     missing_names = runpy.run_path(str(ROOT / "docs" / "public_names.py"))["missing_names"]
-    names = [f"{module}.{name}" for module in MODULES for name in importlib.import_module(module).__all__]
+    names = [f"{module}.{name}" for module in MODULES for name in exported(module)]
     lines = "".join(f"{name} py:class 1 api.html#$ -\n" for name in names if name != "flodl_hf.finetune")
     inventory = b"# Sphinx inventory version 2\n# Project: x\n# Version: 1\n# zlib\n" + zlib.compress(lines.encode())
     assert missing_names(inventory) == ["flodl_hf.finetune"]
@@ -133,6 +136,10 @@ def test_a_name_is_described_in_the_terminal() -> None:
         result = CliRunner().invoke(app, ["docs", *words])
         assert result.exit_code == 0, result.output
         return result.stdout
+
+    # Without the library.
+    assert json.loads(run("FlodlEmbeddings", "--json"))["members"][0]["name"] == "embed_documents"
+    assert run("TextClassifier.fit").startswith("flodl_hf.integrations.sklearn.TextClassifier.fit(X: ")
 
     entry = json.loads(run("Options", "--json"))
     assert entry["name"] == "flodl_hf.training.Options"

@@ -9,19 +9,11 @@ from hypothesis import strategies as st
 
 from flodl.data.rng import Rng
 from flodl.errors import DataError
-from flodl_hf.tokenization.alignment import (
-    IGNORE,
-    align_tags,
-    answer_positions,
-    answer_span,
-    join_words,
-    mask_tokens,
-    read_spans,
-    read_tags,
-    tags_of_spans,
-    token_units,
-    word_units,
-)
+from flodl_hf.tokenization.alignment import align_tags, join_words, read_tags, word_units
+from flodl_hf.tokenization.alignment.answers import answer_positions, answer_span
+from flodl_hf.tokenization.alignment.masking import mask_tokens
+from flodl_hf.tokenization.alignment.tags import IGNORE, read_spans, tags_of_spans
+from flodl_hf.tokenization.alignment.units import token_units
 from flodl_hf.tokenization.rows import Cut, Row, cut_each
 
 LABELS = {"O": 0, "B-per": 1, "I-per": 2, "B-loc": 3, "I-loc": 4}

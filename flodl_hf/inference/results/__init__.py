@@ -19,11 +19,9 @@ if TYPE_CHECKING:
         Labels,
         Ranking,
         Results,
-        is_empty,
-        results_of,
     )
 
-__all__ = ["Answers", "Entities", "Fill", "Fills", "Found", "Labels", "Ranking", "Results", "is_empty", "results_of"]
+__all__ = ["Answers", "Entities", "Fill", "Fills", "Found", "Labels", "Ranking", "Results"]
 
 
 def __getattr__(name: str) -> Any:

@@ -20,27 +20,21 @@ if TYPE_CHECKING:
         Embeddings,
         FirstToken,
         MeanToken,
-        Repeated,
         bert_block,
         chain,
         pooler,
-        post_norm_block,
         pre_norm_block,
         stack,
     )
-    from flodl_hf.nn.layers.encoder_layer import FeedForward
 
 __all__ = [
     "BlockConfig",
     "Embeddings",
-    "FeedForward",
     "FirstToken",
     "MeanToken",
-    "Repeated",
     "bert_block",
     "chain",
     "pooler",
-    "post_norm_block",
     "pre_norm_block",
     "stack",
 ]

@@ -11,9 +11,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flodl_hf.nn.layout.layouts import Layout, Packed, Padded, equal_runs
+    from flodl_hf.nn.layout.layouts import Layout, Packed, Padded
 
-__all__ = ["Layout", "Packed", "Padded", "equal_runs"]
+__all__ = ["Layout", "Packed", "Padded"]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ checks     the comparisons, and the cause of each difference
 
 from __future__ import annotations
 
-from flodl_hf.parity.endpoint_checks.checks import Report, Row, verify_endpoint
+from flodl_hf.parity.endpoint_checks.checks import Report, verify_endpoint
 from flodl_hf.parity.endpoint_checks.targets import TargetError
 
-__all__ = ["Report", "Row", "TargetError", "verify_endpoint"]
+__all__ = ["Report", "TargetError", "verify_endpoint"]

@@ -19,17 +19,7 @@ if TYPE_CHECKING:
     from flodl_hf.heads.sequence_classification import SequenceClassifier
     from flodl_hf.tokenization.tokenizer import Tokenizer
 
-__all__ = [
-    "LABELS",
-    "UNSEEN",
-    "demo_model",
-    "is_demo",
-    "learn_vocabulary",
-    "sentences",
-    "train",
-    "train_wordpiece",
-    "write_demo",
-]
+__all__ = ["LABELS", "sentences", "train_wordpiece", "write_demo"]
 
 LABELS = ("complaint", "praise")
 MAX_TOKENS = 64

@@ -38,7 +38,7 @@ from flodl_hf.training.losses.ranking import (
     MultipleNegativesSymmetricRankingLoss,
 )
 
-__all__ = ["CACHED", "LOSSES", "USUAL", "AdaptiveLayerLoss", "MatryoshkaLoss", "VectorLoss", "loss_named", "make_loss"]
+__all__ = ["LOSSES", "AdaptiveLayerLoss", "MatryoshkaLoss", "VectorLoss"]
 
 LOSSES: dict[str, Any] = {
     kind.__name__: kind

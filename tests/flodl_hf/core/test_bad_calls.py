@@ -18,7 +18,7 @@ from flodl_hf import AutoConfig, AutoModel, AutoModelForSequenceClassification, 
 from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.errors import HubError, PredictError, TokenizerError
-from flodl_hf.heads import HEADS
+from flodl_hf.families.schema.tasks import HEADS
 from flodl_hf.models.attribute_hints import FAMILIAR, METHODS
 
 Maker = Callable[..., Any]

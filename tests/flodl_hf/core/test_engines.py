@@ -23,7 +23,7 @@ from flodl_hf.errors import ExportError
 from flodl_hf.export import engine
 from flodl_hf.export.engine import export_onnx, export_program
 from flodl_hf.families import FAMILIES
-from flodl_hf.heads import HEADS
+from flodl_hf.families.schema.tasks import HEADS
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.parity import onnx_session
 from flodl_hf.parity.onnx_session import OnnxModel

@@ -19,7 +19,7 @@ from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.errors import ExportError
 from flodl_hf.export.graph_file import export_graph_file, is_graph_file
 from flodl_hf.families import FAMILIES
-from flodl_hf.heads import HEADS
+from flodl_hf.families.schema.tasks import HEADS
 from flodl_hf.models.encoder_model import EncoderModel
 
 CELLS = [(f.model_type, h.name) for f in FAMILIES for h in HEADS if h.name == "base" or h.name in f.heads]

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from flodl_hf.inference import Engine, RunOptions, prepared, spread
+from flodl_hf.inference import RunOptions, spread
 from flodl_hf.inference.batch import Batch
+from flodl_hf.inference.engine import Engine
 from flodl_hf.inference.forward import Scores
 from flodl_hf.inference.inputs import encode
+from flodl_hf.inference.prepared_graph import prepared
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.nn.layout.buckets import Buffer, bucket_of
 

@@ -17,14 +17,16 @@ from hypothesis import strategies as st
 
 from flodl_hf.errors import PredictError
 from flodl_hf.families import FAMILIES
-from flodl_hf.heads import HEADS
-from flodl_hf.inference import Engine, RunOptions, forget, plan_batches, prepared, spread
+from flodl_hf.families.schema.tasks import HEADS
+from flodl_hf.inference import RunOptions, forget, spread
 from flodl_hf.inference import forward as passes_module
+from flodl_hf.inference.batch import plan_batches
 from flodl_hf.inference.cuda_graphs import Recorder
+from flodl_hf.inference.engine import Engine
 from flodl_hf.inference.forward import Pooled, Scores, States
 from flodl_hf.inference.inputs import encode
 from flodl_hf.inference.pipeline import Session
-from flodl_hf.inference.prepared_graph import _trusts_buckets, holder, shadow
+from flodl_hf.inference.prepared_graph import _trusts_buckets, holder, prepared, shadow
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.nn.attention.dot_product import attend
 from flodl_hf.nn.backends import trials

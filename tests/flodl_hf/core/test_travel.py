@@ -20,7 +20,7 @@ from flodl.errors import ConfigError
 from flodl_hf import families as known
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import FAMILIES
-from flodl_hf.heads import HEADS
+from flodl_hf.families.schema.tasks import HEADS
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.models.outputs import Output
 

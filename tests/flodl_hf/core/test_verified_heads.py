@@ -11,7 +11,7 @@ import torch
 from flodl_hf import load
 from flodl_hf.export.verify import verify_export
 from flodl_hf.families import FAMILIES
-from flodl_hf.heads import HEADS
+from flodl_hf.families.schema.tasks import HEADS
 
 CELLS = [
     ("bert", "base"),

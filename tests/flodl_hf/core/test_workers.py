@@ -17,7 +17,8 @@ import torch
 
 from flodl.errors import FlodlError
 from flodl_hf.errors import PredictError
-from flodl_hf.inference import Engine, workers
+from flodl_hf.inference import workers
+from flodl_hf.inference.engine import Engine
 from flodl_hf.inference.worker import Worker, known_of
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.workers import pool
@@ -274,7 +275,8 @@ PROGRAM = """
 import os, signal, sys
 sys.path[:0] = {path!r}
 from flodl_hf import load
-from flodl_hf.inference import Engine, workers
+from flodl_hf.inference import workers
+from flodl_hf.inference.engine import Engine
 workers.worth_it, workers.MIN_TEXTS = (lambda devices: len(devices) > 1), 1
 model = load({folder!r})
 texts = ["the cat sat", "a dog", "good", "ada lives in paris"] * 4

@@ -11,14 +11,13 @@ import torch
 
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.decode.classes import decode_classes
-from flodl_hf.inference.decode.compat import (
+from flodl_hf.inference.decode.compat.fill_mask import fill_mask
+from flodl_hf.inference.decode.compat.text_classification import (
     feature_extraction,
-    fill_mask,
     text_classification,
-    token_classification,
     zero_shot_classification,
 )
-from flodl_hf.inference.decode.compat.token_classification import TokenizerFacts
+from flodl_hf.inference.decode.compat.token_classification import TokenizerFacts, token_classification
 from flodl_hf.inference.decode.labels import TagScheme
 from flodl_hf.inference.decode.windows import join_words
 

@@ -18,7 +18,8 @@ from flodl.errors import ConfigError
 from flodl_hf import load
 from flodl_hf.cli.app import app
 from flodl_hf.models.adapters import IA3, Lora, Prefix, Prompt
-from flodl_hf.training import dry_run, finetune, plan_job
+from flodl_hf.training import dry_run, finetune
+from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import make_options
 from flodl_hf.training.training import make_builder
 

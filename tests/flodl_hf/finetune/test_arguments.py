@@ -16,7 +16,8 @@ from flodl.errors import ConfigError
 from flodl_hf import load
 from flodl_hf.models.adapters import IA3, Lora, Prefix, Prompt
 from flodl_hf.models.encoder_model import EncoderModel
-from flodl_hf.training import dry_run, find_lr, finetune, plan_job
+from flodl_hf.training import dry_run, find_lr, finetune
+from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import FinetuneArguments, FinetuneOptions, FinetuneWords, make_options
 
 TEXTS = sentences()

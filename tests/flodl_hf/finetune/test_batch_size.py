@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from finetune_tables import TABLES, labelled
 
-from flodl_hf.training import finetune, plan_job
+from flodl_hf.training import finetune
 from flodl_hf.training.batching import ENOUGH, SIZES, few_steps, steps_of, usual_batch_size
 from flodl_hf.training.evaluation import Evaluation
+from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import Options, make_options
 
 ROWS = sorted({1, 2, *(k * 7 for k in range(1, 30)), *(2**k + d for k in range(2, 17) for d in (-1, 0, 1))})

@@ -12,7 +12,7 @@ from finetune_tables import labelled, lines
 
 from flodl.distributed.group import join_ranks
 from flodl.train.saving import resume
-from flodl_hf.training import plan_job
+from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import Options, make_options
 from flodl_hf.training.training import BY_HASH, BY_THE_TRAINER, CHANGES_NO_NUMBER, fingerprint_of, make_builder
 

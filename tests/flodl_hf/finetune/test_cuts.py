@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from flodl.distributed import Ranks, launch
 from flodl.train import StepDone
-from flodl_hf.training import batching, plan_job
+from flodl_hf.training import batching
+from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import make_options
 from flodl_hf.training.training import make_builder
 

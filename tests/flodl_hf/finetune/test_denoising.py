@@ -18,7 +18,8 @@ from flodl.errors import ConfigError
 from flodl_hf import load
 from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
-from flodl_hf.training import finetune, plan_job
+from flodl_hf.training import finetune
+from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import make_options
 from flodl_hf.training.start import set_dropout
 from flodl_hf.training.vectors.tsdae import DecoderStart, _kept

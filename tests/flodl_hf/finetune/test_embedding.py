@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from flodl.errors import ConfigError, DataError
 from flodl_hf import load
-from flodl_hf.training import finetune, plan_job
+from flodl_hf.training import finetune
+from flodl_hf.training.job import plan_job
 from flodl_hf.training.losses import LOSSES, AdaptiveLayerLoss
 from flodl_hf.training.losses.ranking import MultipleNegativesRankingLoss
 from flodl_hf.training.options import make_options

@@ -13,8 +13,9 @@ import torch
 from finetune_tables import TABLES
 
 from flodl.distributed import Ranks, launch
-from flodl_hf.training import finetune, plan_job
+from flodl_hf.training import finetune
 from flodl_hf.training.evaluation import Evaluation, collect_predictions
+from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import make_options
 
 SMALL: dict[str, Any] = {"batch_size": 5, "max_length": 16, "stride": 4, "epochs": 1}

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from flodl.data import Batch, Where
 from flodl_hf import load
-from flodl_hf.training import finetune, plan_job
+from flodl_hf.training import finetune
+from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import make_options
 from flodl_hf.training.run import train_job
 from flodl_hf.training.start import checkpoint_layers, restore_layers

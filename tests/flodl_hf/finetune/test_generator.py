@@ -20,8 +20,9 @@ from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.export.verify import verify_export
 from flodl_hf.models.adapters import IA3, Lora, Prefix, Prompt
-from flodl_hf.training import batching, demo, dry_run, finetune, plan_job
+from flodl_hf.training import batching, demo, dry_run, finetune
 from flodl_hf.training.generator import drawn
+from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import make_options
 from flodl_hf.training.start import set_dropout
 

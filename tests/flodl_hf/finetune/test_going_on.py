@@ -16,7 +16,8 @@ from finetune_tables import labelled, questions, tagged
 from flodl.errors import TrainError, TrainInterrupted
 from flodl.train.saving.reading import list_checkpoints
 from flodl_hf import load
-from flodl_hf.training import finetune, plan_job
+from flodl_hf.training import finetune
+from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import Options, make_options
 from flodl_hf.training.result import FinetuneResult
 from flodl_hf.training.training import BY_HASH, BY_THE_TRAINER, CHANGES_NO_NUMBER, fingerprint_of

@@ -17,7 +17,8 @@ from flodl.data import Batch, Where
 from flodl.errors import ConfigError, DataError
 from flodl.train import Warned
 from flodl_hf import load
-from flodl_hf.training import batching, finetune, plan_job
+from flodl_hf.training import batching, finetune
+from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import make_options
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "finetune_parity.py"

@@ -12,8 +12,9 @@ import torch
 from finetune_tables import TABLES, labelled, sentences
 
 from flodl.errors import ConfigError, DataError
-from flodl_hf.training import demo, plan_job
+from flodl_hf.training import demo
 from flodl_hf.training.data import read_tables
+from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import make_options
 from flodl_hf.training.task import LengthLimits
 from flodl_hf.training.task_choice import Known, choose_task, task_line

@@ -12,7 +12,8 @@ import torch
 from finetune_tables import labelled, sentences
 
 from flodl_hf import load
-from flodl_hf.training import finetune, plan_job
+from flodl_hf.training import finetune
+from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import make_options
 
 TEXTS = sentences()

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from flodl.errors import ConfigError
 from flodl_hf import load
-from flodl_hf.training import finetune, plan_job
+from flodl_hf.training import finetune
+from flodl_hf.training.job import plan_job
 from flodl_hf.training.losses import make_loss
 from flodl_hf.training.options import make_options
 from flodl_hf.training.start import set_dropout

@@ -15,8 +15,9 @@ from flodl.data import Batch, Where
 from flodl.errors import ConfigError, TrainError
 from flodl.train import parts
 from flodl.train.schedule import Constant
-from flodl_hf.training import batching, finetune, plan_job
+from flodl_hf.training import batching, finetune
 from flodl_hf.training.evaluation import Evaluation
+from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import make_options
 from flodl_hf.training.step import SEEDS, noisy, row_seeds, uniform_noise
 from flodl_hf.training.training import make_builder, train_job

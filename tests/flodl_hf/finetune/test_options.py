@@ -15,7 +15,7 @@ from flodl.data import LengthGroupedBatches
 from flodl.errors import ConfigError
 from flodl_hf.models.adapters import IA3, Lora, Prefix, Prompt
 from flodl_hf.models.adapters.settings import flat_words
-from flodl_hf.training import plan_job
+from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import FinetuneOptions, Options, make_options
 
 pytest.importorskip("typer")

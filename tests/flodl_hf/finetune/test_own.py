@@ -21,9 +21,10 @@ from flodl.errors import ConfigError, TrainError
 from flodl.train import Callback, Loss
 from flodl.train.saving.reading import list_checkpoints, read_checkpoint
 from flodl_hf import load
-from flodl_hf.training import finetune, plan_job
+from flodl_hf.training import finetune
 from flodl_hf.training.evaluate_model import evaluate
 from flodl_hf.training.evaluation import Own
+from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import make_options
 from flodl_hf.training.run import train_job
 

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from flodl.errors import ConfigError, DataError
 from flodl_hf import load
-from flodl_hf.training import finetune, plan_job
+from flodl_hf.training import finetune
+from flodl_hf.training.job import plan_job
 from flodl_hf.training.losses import make_loss
 from flodl_hf.training.losses.lists import LIST_LOSSES
 from flodl_hf.training.options import make_options

@@ -22,7 +22,8 @@ from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families.schema.tasks import TASKS
 from flodl_hf.nn.layout.layouts import Padded
 from flodl_hf.nn.layout.segments import largest_of_texts
-from flodl_hf.training import batching, finetune, plan_job
+from flodl_hf.training import batching, finetune
+from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import make_options
 from flodl_hf.training.start import set_dropout
 

@@ -14,7 +14,8 @@ from finetune_tables import labelled, sentences, tagged
 from flodl.errors import ConfigError, DataError
 from flodl_hf import load
 from flodl_hf.errors import ExportError
-from flodl_hf.training import finetune, plan_job, run
+from flodl_hf.training import finetune, run
+from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import make_options
 
 TEXTS = sentences()

@@ -18,7 +18,8 @@ from flodl_hf import load
 from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.models.adapters import IA3, Lora, Prompt
-from flodl_hf.training import demo, finetune, plan_job
+from flodl_hf.training import demo, finetune
+from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import make_options
 from flodl_hf.training.result import FinetuneResult, OnFirstRank
 from flodl_hf.training.start import cast_stored, set_dropout, take

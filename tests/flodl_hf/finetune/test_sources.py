@@ -14,8 +14,9 @@ import torch
 from finetune_tables import sentences
 
 from flodl.errors import ConfigError, DataError
-from flodl_hf.training import finetune, plan_job
+from flodl_hf.training import finetune
 from flodl_hf.training.data import read_tables
+from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import make_options
 from flodl_hf.training.task_choice import Known, choose_task
 from flodl_hf.training.vectors.task import EmbeddingTask

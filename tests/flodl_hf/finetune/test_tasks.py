@@ -13,7 +13,8 @@ from finetune_tables import TABLES, labelled, lines, questions, sentences, spann
 from flodl.errors import ConfigError, DataError, TrainError
 from flodl_hf import load
 from flodl_hf.errors import ExportError
-from flodl_hf.training import demo, finetune, plan_job
+from flodl_hf.training import demo, finetune
+from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import make_options
 
 QUICK: dict[str, Any] = {"epochs": 1, "batch_size": 16, "lr": 1e-3, "max_length": 32, "stride": 8}

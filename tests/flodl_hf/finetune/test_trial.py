@@ -12,7 +12,8 @@ from finetune_tables import TABLES, labelled, sentences
 
 from flodl.errors import ConfigError, DataError, TrainError
 from flodl_hf import load
-from flodl_hf.training import batching, dry_run, find_lr, finetune, plan_job
+from flodl_hf.training import batching, dry_run, find_lr, finetune
+from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import make_options
 
 torch.set_num_threads(1)

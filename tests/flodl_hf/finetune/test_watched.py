@@ -18,7 +18,8 @@ from flodl.errors import ConfigError, TrainError
 from flodl.monitor import Monitor, read_record
 from flodl.monitor.folder import RunFolder
 from flodl.monitor.throughput import Throughput
-from flodl_hf.training import finetune, plan_job
+from flodl_hf.training import finetune
+from flodl_hf.training.job import plan_job
 from flodl_hf.training.monitoring import StepTokens, _parameters, flops_of_encoder, peak_of
 from flodl_hf.training.options import make_options
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flodl_hf import AutoTokenizer, load
 from flodl_hf.families import FAMILIES
-from flodl_hf.heads import HEADS
+from flodl_hf.families.schema.tasks import HEADS
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.nn.layers.parts import as_whole
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flodl_hf.families import FAMILIES
-from flodl_hf.heads import HEADS
+from flodl_hf.families.schema.tasks import HEADS
 from flodl_hf.parity.cell import Bench, Cell
 from flodl_hf.parity.checks import CHECKS, REORDERED
 from flodl_hf.parity.matrix import check_names, run_cell, select_cells

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flodl_hf.families import bert
-from flodl_hf.heads import HEADS
+from flodl_hf.families.schema.tasks import HEADS
 from flodl_hf.parity.cell import Cell
 from flodl_hf.parity.matrix import run_cell
 

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from flodl_hf.training.report import Run, report_page
+from flodl_hf.training.report.page import Run, report_page
 
 EVIL = "</script><script>alert(1)</script>"
 VOID = {"meta", "br", "img"}

@@ -10,7 +10,7 @@ import pytest
 
 from flodl.errors import ConfigError
 from flodl_hf.errors import PredictError
-from flodl_hf.heads import HEADS
+from flodl_hf.families.schema.tasks import HEADS
 from flodl_hf.serving import served
 from flodl_hf.serving.settings import Settings
 from flodl_hf.serving.tasks import check_head
