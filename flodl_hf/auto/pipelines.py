@@ -29,7 +29,7 @@ from flodl_hf.heads.truncated import (
     truncates,
     warn_of_cut,
 )
-from flodl_hf.inference.inputs import several
+from flodl_hf.inference.inputs import as_text_list
 from flodl_hf.models.encoder_model import EncoderModel
 
 __all__ = ["Pipeline"]
@@ -247,7 +247,7 @@ def _one(task: str, inputs: tuple[Any, ...]) -> Any:
 
 def _classified(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
     texts = _one("text-classification", inputs)
-    texts = several(texts, "text-classification", mapping=True)
+    texts = as_text_list(texts, "text-classification", mapping=True)
     single = isinstance(texts, (str, Mapping))
     if isinstance(texts, Iterator):
         texts = map(_class_text, texts)
@@ -308,7 +308,7 @@ def _entities(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> A
     options["aggregation_strategy"] = str(options["aggregation_strategy"]).lower()
     if isinstance(texts, (list, tuple)) and not texts:
         raise PredictError("token-classification: found no texts, expected at least one. Leave the call out.")
-    texts = several(texts, "token-classification")
+    texts = as_text_list(texts, "token-classification")
     words_given = options.get("is_split_into_words")
     offsets = _first_offsets(texts, options)
     if not words_given and options.get("stride") is None:

@@ -125,7 +125,7 @@ class BaseModel(EncoderModel):
         from flodl_hf.heads.vectors import most_sentence_tokens
         from flodl_hf.inference.decode.pooling import check_pooling
         from flodl_hf.inference.forward import Pooled
-        from flodl_hf.inference.inputs import several
+        from flodl_hf.inference.inputs import as_text_list
         from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.vectors import Vectors
 
@@ -148,7 +148,7 @@ class BaseModel(EncoderModel):
                 prompt_name=prompt_name, route=route_within(own.sentence_recipe, route), windows=windows, strict=strict,
                 untrained=untrained, **run,
             )  # fmt: skip
-        texts = several(texts, "embed")
+        texts = as_text_list(texts, "embed")
         recipe = recipe_on(recipe, route)
         names = check_pooling(pooling or (recipe.pooling if recipe else "mean"))
         wanted = normalize if normalize is not None else (recipe.normalize if recipe else True)
@@ -239,10 +239,10 @@ class BaseModel(EncoderModel):
         """
         from flodl_hf.heads.vectors import batches_of, token_embeddings
         from flodl_hf.inference.decode.pooling import finish_embeddings
-        from flodl_hf.inference.inputs import several
+        from flodl_hf.inference.inputs import as_text_list
         from flodl_hf.inference.quantize import STORED_PRECISIONS, check_store, quantize_embeddings
 
-        texts = several(sentences, "encode")
+        texts = as_text_list(sentences, "encode")
         texts = texts if isinstance(texts, str) else list(texts)
         given: dict[str, Any] = {**run, "batch_size": batch_size}
         if store is None and given.get("precision") in STORED_PRECISIONS:
@@ -355,13 +355,13 @@ class BaseModel(EncoderModel):
 
     def _as_vectors(self, given: Any, run: RunKeywords) -> tuple[Any, list[str]]:
         """Return vectors, and the texts that they are of where texts were given."""
-        from flodl_hf.inference.inputs import several
+        from flodl_hf.inference.inputs import as_text_list
 
         if isinstance(given, str):
             given = [given]
         if isinstance(given, Tensor) or (hasattr(given, "dtype") and given.dtype.kind not in "OUT"):
             return given, []
-        texts = list(several(given, "similarity"))
+        texts = list(as_text_list(given, "similarity"))
         return (self.embed(texts, **run), texts) if texts and isinstance(texts[0], str) else (texts, [])
 
     def embed_tokens(

@@ -78,13 +78,13 @@ def chunk_vectors(
     from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig, recipe_on
     from flodl_hf.heads.vectors import changed_states, most_sentence_tokens, read_states
     from flodl_hf.inference.decode.pooling import finish_embeddings
-    from flodl_hf.inference.inputs import Encoded, several
+    from flodl_hf.inference.inputs import Encoded, as_text_list
     from flodl_hf.inference.pipeline import Session
     from flodl_hf.inference.token_table import table_of
 
     tokenizer = model._ready("embed_chunks", untrained=untrained)
     recipe = recipe_on(model.sentence_recipe, route)
-    given = several(texts, "embed_chunks")
+    given = as_text_list(texts, "embed_chunks")
     single = isinstance(given, str)
     asked = [given] if isinstance(given, str) else list(given)
     wanted = _wanted(asked, [spans] if single and spans is not None else spans, chunks)

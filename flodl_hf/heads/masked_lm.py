@@ -79,13 +79,13 @@ class MaskedLM(ScoringModel):
                 head.
         """
         from flodl_hf.inference.forward import ScoresAt
-        from flodl_hf.inference.inputs import several
+        from flodl_hf.inference.inputs import as_text_list
         from flodl_hf.inference.pipeline import Session, Steps
         from flodl_hf.inference.results.lists import Fills, is_empty
         from flodl_hf.inference.token_table import table_of
 
         tokenizer = self._ready("fill_mask", untrained=untrained)
-        texts = several(texts, "fill_mask")
+        texts = as_text_list(texts, "fill_mask")
         targets = [targets] if isinstance(targets, str) else targets
         if tokenizer.mask_token is None or tokenizer.mask_token_id is None:
             raise PredictError("fill_mask: the tokenizer has no mask token; name one in tokenizer_config.json")
@@ -187,9 +187,9 @@ class MaskedLM(ScoringModel):
         Raises:
             PredictError: the model has no tokenizer or an untrained head, or the folder no such prompt.
         """
-        from flodl_hf.inference.inputs import several
+        from flodl_hf.inference.inputs import as_text_list
 
-        texts = several(sentences, "encode")
+        texts = as_text_list(sentences, "encode")
         given: dict[str, Any] = {**run, "batch_size": batch_size}
         found = self.embed_sparse(
             texts, most=max_active_dims, prompt=prompt, prompt_name=prompt_name, windows=windows, untrained=untrained,

@@ -183,12 +183,12 @@ class QuestionAnswerer(EncoderModel):
         from flodl_hf.inference.decode.rows import Placed
         from flodl_hf.inference.decode.spans import decode_answers_batch
         from flodl_hf.inference.forward import Scores
-        from flodl_hf.inference.inputs import several
+        from flodl_hf.inference.inputs import as_text_list
         from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.results.lists import Answers
 
         tokenizer = self._ready("answer", untrained=untrained)
-        pairs = several(pairs, "answer", mapping=True)
+        pairs = as_text_list(pairs, "answer", mapping=True)
         # The former pipeline applies the tokenizer's length to its default alone.
         stated = compat is not None and window_tokens != WINDOW_TOKENS
         width = min(window_tokens, (self.config.max_tokens if stated else self.max_tokens) or window_tokens)

@@ -105,12 +105,12 @@ class ReplacedTokens(ScoringModel):
         from flodl_hf.inference.decode.labels import TagScheme
         from flodl_hf.inference.decode.rows import Placed
         from flodl_hf.inference.forward import Scores
-        from flodl_hf.inference.inputs import encode, several
+        from flodl_hf.inference.inputs import as_text_list, encode
         from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.results.lists import Entities, is_empty
 
         tokenizer = self._ready("predict", untrained=untrained)
-        texts = several(texts, "predict")
+        texts = as_text_list(texts, "predict")
         scheme = TagScheme.detect(LABELS)
         limit = self.max_tokens
         stride = 64 if limit is None else min(64, max(0, (limit - 2) // 2))

@@ -107,7 +107,7 @@ class SequenceClassifier(ScoringModel):
         from flodl_hf.checkpoints.config.labels import tuned_thresholds
         from flodl_hf.inference.decode.classes import decide, decode_classes
         from flodl_hf.inference.forward import Scores
-        from flodl_hf.inference.inputs import refuse_two_texts, several
+        from flodl_hf.inference.inputs import as_text_list, refuse_two_texts
         from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.results.lists import Labels
 
@@ -118,7 +118,7 @@ class SequenceClassifier(ScoringModel):
                 max_length=max_length,
             )
         refuse_two_texts(texts, "predict")
-        texts = several(texts, "predict", mapping=True)
+        texts = as_text_list(texts, "predict", mapping=True)
 
         between: Mapping[str, float] | None = None
         if compat is None:
@@ -190,12 +190,12 @@ class SequenceClassifier(ScoringModel):
         from flodl_hf.inference.decode.classes import contradiction_id, decode_zero_shot, entailment_id
         from flodl_hf.inference.decode.compat.text_classification import zero_shot_classification
         from flodl_hf.inference.forward import Scores
-        from flodl_hf.inference.inputs import several
+        from flodl_hf.inference.inputs import as_text_list
         from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.results.lists import Labels
 
         self._ready("zero_shot", untrained=untrained)
-        texts, labels = several(texts, "zero_shot"), several(labels, "zero_shot")
+        texts, labels = as_text_list(texts, "zero_shot"), as_text_list(labels, "zero_shot")
         if isinstance(labels, str) or not labels:
             raise PredictError(
                 f"zero_shot: labels are {shown(labels, 60)}; expected a list of at least one; put each label into it "
@@ -367,9 +367,9 @@ def _documents(query: Any, documents: Any) -> list[str]:
     Raises:
         PredictError: query or documents have an unexpected type.
     """
-    from flodl_hf.inference.inputs import several
+    from flodl_hf.inference.inputs import as_text_list
 
-    texts = several(documents, "rerank")
+    texts = as_text_list(documents, "rerank")
     if not isinstance(query, str) or isinstance(texts, str):
         raise PredictError(
             f"rerank: found query {type(query).__name__} and documents {type(texts).__name__}; expected a string and a "

@@ -88,12 +88,12 @@ class TokenClassifier(ScoringModel):
         from flodl_hf.inference.decode.labels import TagScheme
         from flodl_hf.inference.decode.windows import join_words
         from flodl_hf.inference.forward import Scores
-        from flodl_hf.inference.inputs import encode, several
+        from flodl_hf.inference.inputs import as_text_list, encode
         from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.results.lists import Entities, is_empty
 
         tokenizer = self._ready("predict", untrained=untrained)
-        texts = several(texts, "predict")
+        texts = as_text_list(texts, "predict")
         scheme = TagScheme.detect(self.config.labels)
         # Letters of a text would be taken for labels.
         ignored = (ignore_labels,) if isinstance(ignore_labels, str) else ignore_labels

@@ -275,7 +275,7 @@ def token_vectors(
 ) -> Any:
     """Return a vector for each token; see `BaseModel.embed_tokens`."""
     from flodl_hf.inference.forward import States
-    from flodl_hf.inference.inputs import Encoded, several
+    from flodl_hf.inference.inputs import Encoded, as_text_list
     from flodl_hf.inference.pipeline import Session
     from flodl_hf.inference.token_table import table_of
 
@@ -286,7 +286,7 @@ def token_vectors(
             "embed_tokens: the folder has no settings for token vectors; expected ColBERT's class, PyLate's "
             "modules, or colbert_linear.pt next to the weights"
         )
-    given = several(texts, "embed_tokens")
+    given = as_text_list(texts, "embed_tokens")
     asked = [given] if isinstance(given, str) else list(given)
     limit = min(
         (n for n in (late.query_length if query else late.document_length, model.max_tokens) if n), default=None
@@ -434,10 +434,10 @@ def splade_vectors(
 def _collected(
     model: EncoderModel, texts: Any, encode: Any, work: Work, finish: Any, run: RunKeywords, *, rows: int
 ) -> SparseVectors:
-    from flodl_hf.inference.inputs import several
+    from flodl_hf.inference.inputs import as_text_list
     from flodl_hf.inference.pipeline import Session
 
-    given = several(texts, "embed_sparse")
+    given = as_text_list(texts, "embed_sparse")
     asked = [given] if isinstance(given, str) else list(given)
     limit = most_sentence_tokens(model)
     found = list(Session(model, run).answer(asked, encode, work, finish, rows=rows, what="embed_sparse", limit=limit))

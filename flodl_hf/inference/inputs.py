@@ -36,7 +36,7 @@ FIRST_PLACE: ContextVar[int] = ContextVar("FIRST_PLACE", default=0)
 """Place in the whole input of the first item that is encoded, for error messages."""
 
 
-def several(items: Any, method: str, *, mapping: bool = False) -> Any:
+def as_text_list(items: Any, method: str, *, mapping: bool = False) -> Any:
     """Return texts as a list where their number is known, and as an iterable where it is not; a string as it is.
 
     Lists are also what behaves like one: columns of pandas, polars, pyarrow and datasets, and arrays of numpy.
