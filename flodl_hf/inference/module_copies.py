@@ -114,7 +114,7 @@ def arranged(
     return {}
 
 
-def told(lacking: dict[str, str]) -> str:
+def fallback_reasons(lacking: dict[str, str]) -> str:
     """Return a sentence about layers that torch's operations run, by reason."""
     reasons = dict.fromkeys(lacking.values())
     parts = [f"{reason} ({', '.join([p for p in lacking if lacking[p] == reason][:3])})" for reason in reasons]

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from flodl.graph import Graph
 from flodl_hf.inference.cpu import keeps_kernels
 from flodl_hf.inference.layers_from_disk import Layered
-from flodl_hf.inference.module_copies import arranged, shadow, tensors_of, told
+from flodl_hf.inference.module_copies import arranged, fallback_reasons, shadow, tensors_of
 from flodl_hf.inference.options import Precision
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class Prepared:
         self.layered = None if on_disk is None else Layered(self.graph, precision, device, on_disk)
         self.lacking = arranged(self.graph, precision, device)
         if self.lacking:
-            warnings.warn(told(self.lacking), stacklevel=2)
+            warnings.warn(fallback_reasons(self.lacking), stacklevel=2)
         self.device = device
         like = next(self.graph.parameters())
         self.bucketed = device.type == "cuda" and precision != "exact" and _trusts_buckets(source, like)

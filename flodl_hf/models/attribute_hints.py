@@ -68,7 +68,7 @@ def method_named(model: Any, name: str) -> Any:
     return partial(getattr(import_module(module), function), model)
 
 
-def told(kind: type, name: str) -> str:
+def attribute_error_message(kind: type, name: str) -> str:
     """Return the message for an attribute that a class of models does not have."""
     plain = f"{kind.__name__!r} object has no attribute {name!r}"
     if name.startswith("_"):

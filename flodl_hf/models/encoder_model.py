@@ -21,7 +21,7 @@ from flodl_hf.compat.loading import SAVE
 from flodl_hf.errors import ExportError, PredictError
 from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.models.adapted import Adapted
-from flodl_hf.models.attribute_hints import method_named, told
+from flodl_hf.models.attribute_hints import attribute_error_message, method_named
 from flodl_hf.models.building import build_graph, declared_ties, initialise, tie_tensors
 from flodl_hf.models.opening import FromPretrained
 from flodl_hf.models.transformers_methods import TransformersMethods
@@ -50,7 +50,7 @@ class EncoderModel(FromPretrained, Adapted, TransformersMethods):
         except AttributeError:
             if (method := method_named(self, name)) is not None:
                 return method
-            raise AttributeError(told(type(self), name)) from None
+            raise AttributeError(attribute_error_message(type(self), name)) from None
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self.config.family.methods]
