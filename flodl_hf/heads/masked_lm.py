@@ -217,7 +217,7 @@ class MaskedLM(ScoringModel):
     def _fill_best(self, texts: Any, session: Session, tokenizer: Tokenizer, top_k: int) -> Any:
         """Return the best words of the whole vocabulary for each mask."""
         from flodl_hf.inference.decode.masks import mask_places
-        from flodl_hf.inference.decode.rows import made
+        from flodl_hf.inference.decode.rows import build_records
         from flodl_hf.inference.forward import BestAt
         from flodl_hf.inference.inputs import encode as rows_of
         from flodl_hf.inference.pipeline import Steps
@@ -265,7 +265,7 @@ class MaskedLM(ScoringModel):
                 before, after = _around(tokenizer, chunk[text], len(answers[text]))
                 words = [written[token] for token in tokens]
                 given = [(token,) for token in tokens]
-                answers[text].append(made(Fill, words, own, given, [before + word + after for word in words]))
+                answers[text].append(build_records(Fill, words, own, given, [before + word + after for word in words]))
             return answers
 
         steps = Steps(encode, start, finish, kind=Fills, blank=is_empty)

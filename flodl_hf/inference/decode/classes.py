@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flodl_hf.checkpoints.config.labels import ACTIVATIONS, activate
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.rows import Record, as_tensor, made, owners_of
+from flodl_hf.inference.decode.rows import Record, as_tensor, build_records, owners_of
 
 _ALONE = np.zeros(1, np.int64)
 
@@ -218,7 +218,7 @@ def _classifications(
     width = index.shape[1]
     names = np.array([*labels], object)[index.ravel()].tolist()
     seen = windows if width == 1 else [window for window in windows for _ in range(width)]
-    found = made(Classification, names, scores.ravel().tolist(), seen)
+    found = build_records(Classification, names, scores.ravel().tolist(), seen)
     return [found[at : at + width] for at in range(0, len(found), width)]
 
 

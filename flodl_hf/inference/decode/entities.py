@@ -16,7 +16,7 @@ import torch
 
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.decode.labels import BEGIN, END, OUT, SINGLE, TagScheme
-from flodl_hf.inference.decode.rows import Logits, Record, Rows, flat_logits, made, owners_of, pairs_of
+from flodl_hf.inference.decode.rows import Logits, Record, Rows, build_records, flat_logits, owners_of, pairs_of
 from flodl_hf.inference.decode.windows import TokenStream, merge_windows
 from flodl_hf.inference.decode.words import Words, trimmed, words_of
 
@@ -200,7 +200,9 @@ def _entities(
     for i, word in enumerate(bare):
         if word is not surfaces[i] or not word:
             starts[i], ends[i] = trimmed(texts[int(owners[i])], starts[i], ends[i])
-    found = made(Entity, labels, means.tolist(), starts, ends, bare, pairs_of(*spans[:2]), pairs_of(*spans[2:]))
+    found = build_records(
+        Entity, labels, means.tolist(), starts, ends, bare, pairs_of(*spans[:2]), pairs_of(*spans[2:])
+    )
     if "" in bare:
         there = np.fromiter(map(bool, bare), bool, len(bare))
         owners, found = owners[there], [entity for entity in found if entity.word]

@@ -53,7 +53,7 @@ def _draft(kind: type) -> Any:
     )
 
 
-def made(kind: type[T], *columns: Iterable[Any]) -> list[T]:
+def build_records(kind: type[T], *columns: Iterable[Any]) -> list[T]:
     """Return ``[kind(*values) for values in zip(*columns)]``, without the checks in ``__post_init__``.
 
     Args:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.decode.classes import Classification, decode_classes
 from flodl_hf.inference.decode.entities import Entity, _best, _entities, _softmax
-from flodl_hf.inference.decode.rows import made, pairs_of
+from flodl_hf.inference.decode.rows import build_records, pairs_of
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from flodl_hf.inference.decode.rows import made, pairs_of
     [(Classification, ("POSITIVE", 0.75, 2)), (Entity, ("PER", 0.5, 4, 9, "Marie", (1, 2), (2, 4)))],
 )
 def test_bulk_made_records_are_their_class(kind: type, values: tuple[object, ...]) -> None:
-    one, other = made(kind, *([value, value] for value in values))
+    one, other = build_records(kind, *([value, value] for value in values))
     right = kind(*values)
     assert one == other == right
     assert type(one) is kind
