@@ -18,7 +18,7 @@ from flodl_hf.errors import PredictError
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Word(NamedTuple):
+class KeywordAlias(NamedTuple):
     """A keyword of another library.
 
     Args:
@@ -35,7 +35,7 @@ class Word(NamedTuple):
 
 
 def accept_keywords(
-    words: Mapping[str, Word], fault: type[FlodlError] = PredictError, *, like: Callable[..., Any] | None = None
+    words: Mapping[str, KeywordAlias], fault: type[FlodlError] = PredictError, *, like: Callable[..., Any] | None = None
 ) -> Callable[[F], F]:
     """Return a decorator for methods that accept keywords of other libraries.
 
@@ -82,7 +82,7 @@ def _joined(own: inspect.Signature, other: inspect.Signature) -> inspect.Signatu
 
 
 def _translated(
-    method: str, owner: Any, given: dict[str, Any], own: frozenset[str], words: Mapping[str, Word],
+    method: str, owner: Any, given: dict[str, Any], own: frozenset[str], words: Mapping[str, KeywordAlias],
     fault: type[FlodlError],
 ) -> dict[str, Any]:  # fmt: skip
     found = {name: value for name, value in given.items() if name in own}

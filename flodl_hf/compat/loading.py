@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from flodl_hf.compat.kwargs import Word
+from flodl_hf.compat.kwargs import KeywordAlias
 
 if TYPE_CHECKING:
     import torch
@@ -55,67 +55,73 @@ def _labels(value: Any, _: Any) -> Any:
 _BITS = 'weights are loaded unchanged; predict(..., precision="int8") computes in eight bits'
 _FETCHED = "downloads are verified and cached; remove the file from the Hub's cache to download it again"
 LOAD = {
-    "pretrained_model_name_or_path": Word("name_or_path"),
-    "model_name_or_path": Word("name_or_path"),
-    "torch_dtype": Word("dtype"),
-    "device_map": Word("device", _mapped),
-    "attn_implementation": Word("attention", _attention),
-    "use_auth_token": Word("token"),
-    "id2label": Word("labels", _labels),
-    "label2id": Word("labels", _labels),
-    "trust_remote_code": Word(reason="code of repositories is never run; flodl_hf.families.register adds a family"),
-    "use_safetensors": Word(
+    "pretrained_model_name_or_path": KeywordAlias("name_or_path"),
+    "model_name_or_path": KeywordAlias("name_or_path"),
+    "torch_dtype": KeywordAlias("dtype"),
+    "device_map": KeywordAlias("device", _mapped),
+    "attn_implementation": KeywordAlias("attention", _attention),
+    "use_auth_token": KeywordAlias("token"),
+    "id2label": KeywordAlias("labels", _labels),
+    "label2id": KeywordAlias("labels", _labels),
+    "trust_remote_code": KeywordAlias(
+        reason="code of repositories is never run; flodl_hf.families.register adds a family"
+    ),
+    "use_safetensors": KeywordAlias(
         reason="weights are read from safetensors; flodl-hf convert reads pytorch_model.bin", harmless=(None, True)
     ),
-    "low_cpu_mem_usage": Word(harmless=None),
-    "use_fast": Word(harmless=None),
-    "weights_only": Word(harmless=None),
-    "output_loading_info": Word(reason="model.load_report lists every tensor"),
+    "low_cpu_mem_usage": KeywordAlias(harmless=None),
+    "use_fast": KeywordAlias(harmless=None),
+    "weights_only": KeywordAlias(harmless=None),
+    "output_loading_info": KeywordAlias(reason="model.load_report lists every tensor"),
     # num_labels= initialises a new classifier without it; any other tensor of another shape is an error.
-    "ignore_mismatched_sizes": Word(harmless=None),
-    "output_attentions": Word(reason='pass it to the call: model(..., output_attentions=True) with attention="eager"'),
-    "output_hidden_states": Word(reason="pass it to the call: model(..., output_hidden_states=True)"),
-    "return_dict": Word(reason="pass it to the call: model(..., return_dict=False)", harmless=(None, True)),
-    "add_pooling_layer": Word(
+    "ignore_mismatched_sizes": KeywordAlias(harmless=None),
+    "output_attentions": KeywordAlias(
+        reason='pass it to the call: model(..., output_attentions=True) with attention="eager"'
+    ),
+    "output_hidden_states": KeywordAlias(reason="pass it to the call: model(..., output_hidden_states=True)"),
+    "return_dict": KeywordAlias(reason="pass it to the call: model(..., return_dict=False)", harmless=(None, True)),
+    "add_pooling_layer": KeywordAlias(
         reason="the model has a pooler if the file has one; last_hidden_state does not depend on it",
         harmless=(None, True),
     ),
-    "load_in_8bit": Word(reason=_BITS),
-    "load_in_4bit": Word(reason=_BITS),
-    "quantization_config": Word(reason=_BITS),
-    "variant": Word(reason='files without a variant are read; dtype="float16" casts them'),
-    "force_download": Word(reason=_FETCHED),
-    "resume_download": Word(harmless=None),
-    "proxies": Word(reason="set HTTPS_PROXY in the environment"),
-    "config": Word(reason="the config.json of the folder is used; from_config makes a model from a configuration"),
-    "state_dict": Word(reason="load the folder, then model.graph.load_state_dict(...) with our names"),
-    "max_memory": Word(reason="a model is on one device"),
-    "offload_folder": Word(reason="a model is on one device"),
+    "load_in_8bit": KeywordAlias(reason=_BITS),
+    "load_in_4bit": KeywordAlias(reason=_BITS),
+    "quantization_config": KeywordAlias(reason=_BITS),
+    "variant": KeywordAlias(reason='files without a variant are read; dtype="float16" casts them'),
+    "force_download": KeywordAlias(reason=_FETCHED),
+    "resume_download": KeywordAlias(harmless=None),
+    "proxies": KeywordAlias(reason="set HTTPS_PROXY in the environment"),
+    "config": KeywordAlias(
+        reason="the config.json of the folder is used; from_config makes a model from a configuration"
+    ),
+    "state_dict": KeywordAlias(reason="load the folder, then model.graph.load_state_dict(...) with our names"),
+    "max_memory": KeywordAlias(reason="a model is on one device"),
+    "offload_folder": KeywordAlias(reason="a model is on one device"),
 }
 _SETTING = "the tokenizer files of the folder define it"
 _HUB_WORDS = ("pretrained_model_name_or_path", "use_auth_token", "trust_remote_code", "force_download",
               "resume_download", "proxies")  # fmt: skip
 TOKENIZER = {
     **{name: LOAD[name] for name in _HUB_WORDS},
-    "use_fast": Word(harmless=None),
-    "legacy": Word(harmless=None),
-    "tokenizer_type": Word(reason="the files of the folder define it"),
-    "max_length": Word(reason="pass it to the call of the tokenizer"),
-    "additional_special_tokens": Word(reason=_SETTING),
-    "config": Word(reason="the config.json of the folder is read"),
+    "use_fast": KeywordAlias(harmless=None),
+    "legacy": KeywordAlias(harmless=None),
+    "tokenizer_type": KeywordAlias(reason="the files of the folder define it"),
+    "max_length": KeywordAlias(reason="pass it to the call of the tokenizer"),
+    "additional_special_tokens": KeywordAlias(reason=_SETTING),
+    "config": KeywordAlias(reason="the config.json of the folder is read"),
 }
 CONFIG = {
     **{name: LOAD[name] for name in (*_HUB_WORDS, "id2label", "label2id")},
-    "return_unused_kwargs": Word(reason="every keyword is used or refused"),
+    "return_unused_kwargs": KeywordAlias(reason="every keyword is used or refused"),
     "output_attentions": LOAD["output_attentions"],
     "output_hidden_states": LOAD["output_hidden_states"],
 }
 SAVE = {
-    "save_directory": Word("folder"),
-    "safe_serialization": Word(reason="weights are always written as safetensors", harmless=(None, True)),
-    "is_main_process": Word(reason="call it on one rank only", harmless=(None, True)),
-    "push_to_hub": Word(reason='call model.push_to_hub("owner/name")'),
-    "state_dict": Word(reason="the model's own tensors are written"),
-    "variant": Word(reason="files are written without a variant"),
-    "save_function": Word(reason="files are written as safetensors and verified", harmless=(None,)),
+    "save_directory": KeywordAlias("folder"),
+    "safe_serialization": KeywordAlias(reason="weights are always written as safetensors", harmless=(None, True)),
+    "is_main_process": KeywordAlias(reason="call it on one rank only", harmless=(None, True)),
+    "push_to_hub": KeywordAlias(reason='call model.push_to_hub("owner/name")'),
+    "state_dict": KeywordAlias(reason="the model's own tensors are written"),
+    "variant": KeywordAlias(reason="files are written without a variant"),
+    "save_function": KeywordAlias(reason="files are written as safetensors and verified", harmless=(None,)),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flodl_hf.checkpoints.config.labels import activation_at
-from flodl_hf.compat.kwargs import Word
+from flodl_hf.compat.kwargs import KeywordAlias
 from flodl_hf.compat.loading import device_of
 from flodl_hf.inference.batch import usual_budget
 
@@ -53,101 +53,101 @@ _WINDOWS = (
     "truncates as transformers' pipelines do"
 )
 _RUN = {
-    "batch_size": Word("token_budget", _budget),
-    "device": Word("devices", _devices),
-    "show_progress_bar": Word("progress"),
-    "num_workers": Word(harmless=None),
-    "padding": Word(harmless=None),
-    "truncation": Word(reason=_WINDOWS, harmless=(None, False, "do_not_truncate")),
-    "max_length": Word(reason=_WINDOWS),
-    "return_tensors": Word(reason="call the model itself for tensors: model(**model.tokenizer(text))"),
-    "tokenizer_kwargs": Word(reason="the tokenizer's settings come from its folder", harmless=(None, {})),
-    "convert_to_tensor": Word(reason="answers are records; call the model itself for tensors"),
-    "convert_to_numpy": Word(reason="answers are records; call the model itself for tensors"),
+    "batch_size": KeywordAlias("token_budget", _budget),
+    "device": KeywordAlias("devices", _devices),
+    "show_progress_bar": KeywordAlias("progress"),
+    "num_workers": KeywordAlias(harmless=None),
+    "padding": KeywordAlias(harmless=None),
+    "truncation": KeywordAlias(reason=_WINDOWS, harmless=(None, False, "do_not_truncate")),
+    "max_length": KeywordAlias(reason=_WINDOWS),
+    "return_tensors": KeywordAlias(reason="call the model itself for tensors: model(**model.tokenizer(text))"),
+    "tokenizer_kwargs": KeywordAlias(reason="the tokenizer's settings come from its folder", harmless=(None, {})),
+    "convert_to_tensor": KeywordAlias(reason="answers are records; call the model itself for tensors"),
+    "convert_to_numpy": KeywordAlias(reason="answers are records; call the model itself for tensors"),
 }  # fmt: skip
-_TEXTS = {name: Word("texts") for name in ("inputs", "sentences", "sequences")}
-_ACTIVATION = {name: Word("function_to_apply", _function) for name in ("activation_fn", "activation_fct")}
+_TEXTS = {name: KeywordAlias("texts") for name in ("inputs", "sentences", "sequences")}
+_ACTIVATION = {name: KeywordAlias("function_to_apply", _function) for name in ("activation_fn", "activation_fct")}
 _CUT = ("do_not_truncate", False, None)
 CLASSES = {
     **{name: word for name, word in _RUN.items() if name != "max_length"},
     **_TEXTS,
-    "truncation": Word("truncate", lambda value, _: value not in _CUT),
-    "return_all_scores": Word("top_k", lambda value, _: None if value else 1),
-    "apply_softmax": Word("function_to_apply", lambda value, _: "softmax" if value else None),
+    "truncation": KeywordAlias("truncate", lambda value, _: value not in _CUT),
+    "return_all_scores": KeywordAlias("top_k", lambda value, _: None if value else 1),
+    "apply_softmax": KeywordAlias("function_to_apply", lambda value, _: "softmax" if value else None),
     **_ACTIVATION,
 }
 ZERO_SHOT = {
     **_RUN,
     **_TEXTS,
-    "candidate_labels": Word("labels", _split),
-    "hypothesis_template": Word("template"),
-    "multi_class": Word("multi_label"),
+    "candidate_labels": KeywordAlias("labels", _split),
+    "hypothesis_template": KeywordAlias("template"),
+    "multi_class": KeywordAlias("multi_label"),
 }
 RERANK = {
     **_RUN,
-    "return_documents": Word(harmless=None),  # each Ranked has its text
+    "return_documents": KeywordAlias(harmless=None),  # each Ranked has its text
     **_ACTIVATION,
 }
 ENTITIES = {
     **_RUN,
     **_TEXTS,
-    "aggregation_strategy": Word("aggregation"),
-    "grouped_entities": Word("aggregation", _grouped),
-    "is_split_into_words": Word("words"),
-    "ignore_subwords": Word(
+    "aggregation_strategy": KeywordAlias("aggregation"),
+    "grouped_entities": KeywordAlias("aggregation", _grouped),
+    "is_split_into_words": KeywordAlias("words"),
+    "ignore_subwords": KeywordAlias(
         reason='aggregation="first", "average" or "max" labels whole words, "simple" and "none" each token',
         harmless=(None,),
     ),
-    "delimiter": Word(reason="words are joined by a space; give texts as they are", harmless=(None, " ")),
-    "offset_mapping": Word(reason="the tokenizer of the folder counts characters itself"),
+    "delimiter": KeywordAlias(reason="words are joined by a space; give texts as they are", harmless=(None, " ")),
+    "offset_mapping": KeywordAlias(reason="the tokenizer of the folder counts characters itself"),
 }
 ANSWER = {
     **_RUN,
-    "topk": Word("top_k"),
-    "doc_stride": Word("stride"),
-    "max_answer_len": Word("max_answer_length"),
-    "max_seq_len": Word("window_tokens"),
-    "handle_impossible_answer": Word("no_answer"),
-    "align_to_words": Word("whole_words"),
-    "max_question_len": Word(harmless=None),  # transformers reads it with tokenizers in Python alone
+    "topk": KeywordAlias("top_k"),
+    "doc_stride": KeywordAlias("stride"),
+    "max_answer_len": KeywordAlias("max_answer_length"),
+    "max_seq_len": KeywordAlias("window_tokens"),
+    "handle_impossible_answer": KeywordAlias("no_answer"),
+    "align_to_words": KeywordAlias("whole_words"),
+    "max_question_len": KeywordAlias(harmless=None),  # transformers reads it with tokenizers in Python alone
 }
 MASKS = {**_RUN, **_TEXTS}
-CHOICES = {**_RUN, "inputs": Word("items")}
-PAIRS = {**_RUN, "inputs": Word("pairs"), "sentences": Word("pairs")}
+CHOICES = {**_RUN, "inputs": KeywordAlias("items")}
+PAIRS = {**_RUN, "inputs": KeywordAlias("pairs"), "sentences": KeywordAlias("pairs")}
 _LONGER = (
     "a text is truncated to the max_seq_length of the folder; windows=True reads all of it, strict=True refuses it"
 )
 _TRUNCATED = {
-    "truncate": Word(reason=_LONGER, harmless=(None, True)),
-    "truncation": Word(reason=_LONGER, harmless=(None, True, "longest_first")),
-    "max_length": Word(reason=_LONGER, harmless=(None,)),
-    "max_seq_length": Word(reason=_LONGER, harmless=(None,)),
+    "truncate": KeywordAlias(reason=_LONGER, harmless=(None, True)),
+    "truncation": KeywordAlias(reason=_LONGER, harmless=(None, True, "longest_first")),
+    "max_length": KeywordAlias(reason=_LONGER, harmless=(None,)),
+    "max_seq_length": KeywordAlias(reason=_LONGER, harmless=(None,)),
 }
 EMBED = {
     **_RUN,
     **_TEXTS,
-    "normalize_embeddings": Word("normalize"),
+    "normalize_embeddings": KeywordAlias("normalize"),
     **_TRUNCATED,
-    "output_value": Word(reason="embed gives a vector a text; call the model for states of tokens",
+    "output_value": KeywordAlias(reason="embed gives a vector a text; call the model for states of tokens",
                          harmless=(None, "sentence_embedding")),
-    "convert_to_tensor": Word(reason="embed gives a tensor, encode an array", harmless=(None, True)),
-    "convert_to_numpy": Word(reason="embed gives a tensor, encode an array"),
+    "convert_to_tensor": KeywordAlias(reason="embed gives a tensor, encode an array", harmless=(None, True)),
+    "convert_to_numpy": KeywordAlias(reason="embed gives a tensor, encode an array"),
 }  # fmt: skip
 ENCODE = {
     **{name: word for name, word in _RUN.items() if not name.startswith("convert")},
-    **{name: Word("sentences") for name in ("inputs", "texts", "sequences")},
+    **{name: KeywordAlias("sentences") for name in ("inputs", "texts", "sequences")},
     **_TRUNCATED,
-    "pool": Word(reason="devices=[...] shares texts among devices", harmless=(None,)),
-    "chunk_size": Word(harmless=None),
+    "pool": KeywordAlias(reason="devices=[...] shares texts among devices", harmless=(None,)),
+    "chunk_size": KeywordAlias(harmless=None),
 }
 SPARSE = {
     **{name: word for name, word in _RUN.items() if not name.startswith("convert")},
     **_TEXTS,
-    "max_active_dims": Word("most"),
-    "save_to_cpu": Word(harmless=None),
-    "pool": Word(reason="devices=[...] shares texts among devices", harmless=(None,)),
-    "chunk_size": Word(harmless=None),
+    "max_active_dims": KeywordAlias("most"),
+    "save_to_cpu": KeywordAlias(harmless=None),
+    "pool": KeywordAlias(reason="devices=[...] shares texts among devices", harmless=(None,)),
+    "chunk_size": KeywordAlias(harmless=None),
 }
 SPARSE_ENCODE = {name: word for name, word in SPARSE.items() if word.ours not in ("texts", "most")} | {
-    name: Word("sentences") for name in ("inputs", "texts", "sequences")
+    name: KeywordAlias("sentences") for name in ("inputs", "texts", "sequences")
 }

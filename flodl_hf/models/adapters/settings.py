@@ -14,7 +14,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from flodl.errors import ConfigError
-from flodl_hf.compat.kwargs import Word, accept_keywords
+from flodl_hf.compat.kwargs import KeywordAlias, accept_keywords
 
 ALL_LINEAR = "all-linear"
 MOST_RANK = 65_536
@@ -39,54 +39,59 @@ def _kind(value: Any, _: Any) -> str:
 
 
 _COMMON = {
-    **{name: Word(harmless=None) for name in ("task_type", "peft_type", "auto_mapping", "base_model_name_or_path")},
-    "inference_mode": Word(reason="freeze the adapter after loading instead"),
-    "modules_to_save": Word(
+    **{
+        name: KeywordAlias(harmless=None)
+        for name in ("task_type", "peft_type", "auto_mapping", "base_model_name_or_path")
+    },
+    "inference_mode": KeywordAlias(reason="freeze the adapter after loading instead"),
+    "modules_to_save": KeywordAlias(
         reason="the head is trained and saved with every adapter, and no other module is",
         harmless=(None, [], *([name] for name in ("classifier", "score", "qa_outputs", "head"))),
     ),
 }
 _PLACES = {
     **_COMMON,
-    "target_modules": Word("targets", _modules),
-    "exclude_modules": Word(reason="name the projections in target_modules"),
-    "layers_to_transform": Word(reason="name the layers in target_modules: layers.3.attention.query"),
-    "layers_pattern": Word(reason="name the layers in target_modules: layers.3.attention.query"),
-    "fan_in_fan_out": Word(reason="weights are (out, in) in every family"),
+    "target_modules": KeywordAlias("targets", _modules),
+    "exclude_modules": KeywordAlias(reason="name the projections in target_modules"),
+    "layers_to_transform": KeywordAlias(reason="name the layers in target_modules: layers.3.attention.query"),
+    "layers_pattern": KeywordAlias(reason="name the layers in target_modules: layers.3.attention.query"),
+    "fan_in_fan_out": KeywordAlias(reason="weights are (out, in) in every family"),
 }
 LORA = {
     **_PLACES,
-    "r": Word("rank"),
-    "lora_alpha": Word("alpha"),
-    "lora_dropout": Word("dropout"),
-    "use_rslora": Word("rslora"),
-    "use_dora": Word("dora"),
-    "rank_pattern": Word("ranks", lambda value, _: value or {}),
-    "alpha_pattern": Word("alphas", lambda value, _: value or {}),
-    "init_lora_weights": Word(reason="down is drawn and up is zero, as with True", harmless=(None, True)),
+    "r": KeywordAlias("rank"),
+    "lora_alpha": KeywordAlias("alpha"),
+    "lora_dropout": KeywordAlias("dropout"),
+    "use_rslora": KeywordAlias("rslora"),
+    "use_dora": KeywordAlias("dora"),
+    "rank_pattern": KeywordAlias("ranks", lambda value, _: value or {}),
+    "alpha_pattern": KeywordAlias("alphas", lambda value, _: value or {}),
+    "init_lora_weights": KeywordAlias(reason="down is drawn and up is zero, as with True", harmless=(None, True)),
 }
 IA3_WORDS = {
     **_PLACES,
-    "feedforward_modules": Word("inputs", _modules),
-    "init_ia3_weights": Word(reason="scales begin as 1, as with True", harmless=(None, True)),
+    "feedforward_modules": KeywordAlias("inputs", _modules),
+    "init_ia3_weights": KeywordAlias(reason="scales begin as 1, as with True", harmless=(None, True)),
 }
-_TOKENS = {**_COMMON, "num_virtual_tokens": Word("tokens"), "encoder_hidden_size": Word("encoder")}
+_TOKENS = {**_COMMON, "num_virtual_tokens": KeywordAlias("tokens"), "encoder_hidden_size": KeywordAlias("encoder")}
 PROMPT = {
     **_TOKENS,
-    "prompt_tuning_init_text": Word("text"),
-    "prompt_tuning_init": Word(harmless=None),  # the text decides
-    "tokenizer_name_or_path": Word(harmless=None),  # the tokenizer of the model
-    "encoder_reparameterization_type": Word("kind", _kind),
-    "encoder_num_layers": Word(reason="the network has the layers of peft's default", harmless=(None, 2)),
-    "encoder_dropout": Word(reason="the network has no dropout", harmless=(None, 0.0)),
+    "prompt_tuning_init_text": KeywordAlias("text"),
+    "prompt_tuning_init": KeywordAlias(harmless=None),  # the text decides
+    "tokenizer_name_or_path": KeywordAlias(harmless=None),  # the tokenizer of the model
+    "encoder_reparameterization_type": KeywordAlias("kind", _kind),
+    "encoder_num_layers": KeywordAlias(reason="the network has the layers of peft's default", harmless=(None, 2)),
+    "encoder_dropout": KeywordAlias(reason="the network has no dropout", harmless=(None, 0.0)),
 }
 PREFIX = {
     **_TOKENS,
-    "prefix_projection": Word(reason="encoder= is the width of a network that makes the prefixes", harmless=None),
+    "prefix_projection": KeywordAlias(
+        reason="encoder= is the width of a network that makes the prefixes", harmless=None
+    ),
 }
 
 
-def _with_words(words: Mapping[str, Word]) -> Callable[[K], K]:
+def _with_words(words: Mapping[str, KeywordAlias]) -> Callable[[K], K]:
     """Return a decorator for settings that take the arguments of peft's configuration too."""
 
     def decorate(kind: K) -> K:

@@ -16,7 +16,7 @@ import flodl_hf
 from flodl.errors import CheckpointError, ConfigError
 from flodl_hf.auto import load
 from flodl_hf.compat import loading
-from flodl_hf.compat.kwargs import Word, _own
+from flodl_hf.compat.kwargs import KeywordAlias, _own
 from flodl_hf.errors import ExportError, HubError, PredictError, TokenizerError
 from flodl_hf.heads import prediction_keywords as words
 from flodl_hf.models.encoder_model import EncoderModel
@@ -27,7 +27,7 @@ Saved = Callable[..., Path]
 NLI = {"0": "contradiction", "1": "neutral", "2": "entailment"}
 TEXT = "ada lives in paris"
 # Each method that predicts: its table, and how it is asked with some keywords.
-METHODS: dict[str, tuple[dict[str, Word], str, Callable[..., Any]]] = {
+METHODS: dict[str, tuple[dict[str, KeywordAlias], str, Callable[..., Any]]] = {
     "predict a class": (words.CLASSES, "sequence_classification", lambda m, **k: m.predict(TEXT, **k)),
     "zero_shot": (words.ZERO_SHOT, "sequence_classification", lambda m, **k: m.zero_shot(TEXT, **{"labels": ["a", "b"], **k})),
     "rerank": (words.RERANK, "sequence_classification", lambda m, **k: m.rerank("who?", [TEXT], **k)),
@@ -242,7 +242,7 @@ def test_the_doors_name_their_keywords(door: Callable[..., Any]) -> None:
 
 # --- tokenizers, configurations, saving --------------------------------------------------------------
 
-OTHERS: dict[str, tuple[dict[str, Word], type[Exception], Callable[..., Any]]] = {
+OTHERS: dict[str, tuple[dict[str, KeywordAlias], type[Exception], Callable[..., Any]]] = {
     "AutoTokenizer": (loading.TOKENIZER, TokenizerError, lambda folder, **k: flodl_hf.AutoTokenizer.from_pretrained(folder, **k)),
     "AutoConfig": (loading.CONFIG, ConfigError, lambda folder, **k: flodl_hf.AutoConfig.from_pretrained(folder, **k)),
     "save_pretrained": (loading.SAVE, ExportError, lambda folder, **k: load(folder).save_pretrained(**{"folder": folder.parent / "out", **k})),
