@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar, Unp
 
 from flodl.errors import CheckpointError, ConfigError, printable
 from flodl.garbage_collection import gc_paused
-from flodl_hf.checkpoints.weights.prefetch import beginning
+from flodl_hf.checkpoints.weights.prefetch import prefetching
 from flodl_hf.compat.kwargs import accept_keywords
 from flodl_hf.compat.loading import LOAD
 from flodl_hf.families.schema.tasks import Task, task_named
@@ -57,7 +57,7 @@ class _AutoClass(Generic[ModelT]):
     @accept_keywords(LOAD, ConfigError, like=FromPretrained.from_pretrained)
     def from_pretrained(cls, name_or_path: str | Path, **options: Unpack[LoadKeywords]) -> ModelT:
         """Return the model of a folder or Hub repository; see `EncoderModel.from_pretrained`."""
-        with beginning(name_or_path, options):
+        with prefetching(name_or_path, options):
             return _class_of(cls.head).from_pretrained(name_or_path, **options)
 
     @classmethod
@@ -117,7 +117,7 @@ class AutoModelForPreTraining(_AutoClass["EncoderModel"]):
     @accept_keywords(LOAD, ConfigError, like=FromPretrained.from_pretrained)
     def from_pretrained(cls, name_or_path: str | Path, **options: Unpack[LoadKeywords]) -> EncoderModel:
         """Return the model of a folder or Hub repository; see `EncoderModel.from_pretrained`."""
-        with beginning(name_or_path, options):
+        with prefetching(name_or_path, options):
             with gc_paused(settled=True):
                 from flodl_hf.checkpoints.config.model_config import read_config
             config = read_config(name_or_path, **_of_configurations(options))
@@ -157,7 +157,7 @@ def load(name_or_path: str | Path, *, head: str = "auto", **options: Unpack[Load
             file lacks the tensors of the head.
         **options: as in `EncoderModel.from_pretrained`.
     """
-    with beginning(name_or_path, options):
+    with prefetching(name_or_path, options):
         return _loaded(name_or_path, head, options)
 
 

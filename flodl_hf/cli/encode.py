@@ -85,7 +85,7 @@ def command(
     have any number of rows; the same command resumes an interrupted run.
     """
     from flodl_hf.checkpoints.hub.folders import expect_tokenizer
-    from flodl_hf.checkpoints.weights.prefetch import beginning
+    from flodl_hf.checkpoints.weights.prefetch import prefetching
     from flodl_hf.cli.predict import file_to_file
     from flodl_hf.cli.vectors import check_target
     from flodl_hf.inference.vector_files import SUFFIXES
@@ -101,7 +101,7 @@ def command(
     said = {name: value for name, value in said.items() if value is not None}
     said |= {"windows": True} if windows else {}
     said |= {"on_error": on_error, "restart": restart, "local_files_only": local_files_only}
-    with beginning(model, {"device": device if devices is None else None, "weights": weights}):
+    with prefetching(model, {"device": device if devices is None else None, "weights": weights}):
         if devices is None:
             said["device"] = device_said(device)
         file_to_file(

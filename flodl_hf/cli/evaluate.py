@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from flodl.errors import ConfigError
-from flodl_hf.checkpoints.weights.prefetch import beginning
+from flodl_hf.checkpoints.weights.prefetch import prefetching
 from flodl_hf.cli.finetune import option_parameters, parameter, parse, train_data, with_parameters
 from flodl_hf.cli.path_checks import check_places
 from flodl_hf.cli.shared import emit_json, reporting, say, tell
@@ -23,7 +23,7 @@ def run(model: str, data: Any, given: dict[str, Any], json_output: bool) -> None
     """Evaluate the model and print the result."""
     devices = given.pop("devices")
     check_places("evaluation", {"model": model, "data": data})
-    with beginning(model, {"device": devices if isinstance(devices, str) else None}):
+    with prefetching(model, {"device": devices if isinstance(devices, str) else None}):
         from flodl_hf.training import evaluate
 
         chosen = {name: value for name, value in given.items() if value is not None}

@@ -19,7 +19,7 @@ import typer
 
 from flodl.errors import ConfigError, nearest
 from flodl.verbosity import Verbosity, verbosity
-from flodl_hf.checkpoints.weights.prefetch import beginning
+from flodl_hf.checkpoints.weights.prefetch import prefetching
 from flodl_hf.cli.choices import choice, complete_task, task_word
 from flodl_hf.cli.command import StrictCommand
 from flodl_hf.cli.error_text import command_line
@@ -91,7 +91,7 @@ def run(
     values = _values(said, recipe, env)
     data = {"train": train_data(values["train"]), "eval": eval_data(values.get("eval"))}
     check_places("training", {**values, **data})
-    with beginning(values["model"], _loading(values)):
+    with prefetching(values["model"], _loading(values)):
         _run(values, trial, dashboard, control, overwrite, json_output, timing)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flodl.errors import ConfigError, printable
-from flodl_hf.checkpoints.weights.prefetch import beginning
+from flodl_hf.checkpoints.weights.prefetch import prefetching
 from flodl_hf.cli.choices import AggregationChoice, FaultChoice, Head
 from flodl_hf.cli.command import StrictCommand
 from flodl_hf.cli.options import (
@@ -209,7 +209,7 @@ def command(
     if page is not None and (page.is_dir() or not page.parent.is_dir()):
         what = "is a folder; expected a file" if page.is_dir() else "its folder does not exist; make it first"
         raise ConfigError(f"--html: {page}: {what}", problems=["html"])
-    with beginning(model, {"device": device, "weights": weights}):
+    with prefetching(model, {"device": device, "weights": weights}):
         from flodl_hf.auto import load
         from flodl_hf.checkpoints.hub.folders import expect_tokenizer
 
@@ -240,7 +240,7 @@ def _file(
 ) -> None:
     """Answer a file into a file or onto standard output, on one device or, with ``devices``, on several."""
     one = "devices" not in said
-    with beginning(model, {"device": device if one else None, "weights": loading["weights"]}):
+    with prefetching(model, {"device": device if one else None, "weights": loading["weights"]}):
         if one:
             said = {**said, "device": device_said(device)}
         said |= {name: value for name, value in loading.items() if name != "weights" or value is not None}

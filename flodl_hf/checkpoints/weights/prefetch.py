@@ -26,7 +26,7 @@ from flodl_hf.checkpoints.weights.checkpoint.parallel_read import prefetched, us
 
 
 @contextmanager
-def beginning(name_or_path: Any, options: Mapping[str, Any]) -> Iterator[None]:
+def prefetching(name_or_path: Any, options: Mapping[str, Any]) -> Iterator[None]:
     """Start the work that is possible before torch, while a model is loaded inside the context.
 
     Args:

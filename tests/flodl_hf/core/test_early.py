@@ -61,7 +61,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
      ("cuda:x", None), ("cuda:-1", None), (0, None), ("", None)],
 )  # fmt: skip
 def test_the_context_of_the_device_that_was_named_is_made(driver: Driver, device: Any, ordinal: int | None) -> None:
-    with early.beginning("nowhere", {"device": device}):
+    with early.prefetching("nowhere", {"device": device}):
         pass
     made = [("cuInit", 0), ("cuDeviceGet", ordinal), ("cuDevicePrimaryCtxRetain", (ordinal or 0) + 40)]
     assert driver.calls == ([] if ordinal is None else made)
@@ -69,7 +69,7 @@ def test_the_context_of_the_device_that_was_named_is_made(driver: Driver, device
 
 def test_a_launcher_says_which_device_is_best_here(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with early.beginning("nowhere", {"device": "auto"}):
+    with early.prefetching("nowhere", {"device": "auto"}):
         pass
     assert driver.calls[1] == ("cuDeviceGet", 2)
 
@@ -77,22 +77,22 @@ def test_a_launcher_says_which_device_is_best_here(driver: Driver, monkeypatch: 
 @pytest.mark.parametrize("name", ["cuInit", "cuDeviceGet"])
 def test_a_driver_that_fails_is_left_alone(driver: Driver, name: str) -> None:
     driver.fails_at = name
-    with early.beginning("nowhere", {"device": "cuda"}):
+    with early.prefetching("nowhere", {"device": "cuda"}):
         pass
     assert driver.calls[-1][0] == name
 
 
 def test_no_context_is_made_that_torch_would_not_make(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(early, "_uses_cuda", lambda: False)
-    with early.beginning("nowhere", {"device": "auto"}):
+    with early.prefetching("nowhere", {"device": "auto"}):
         pass
     monkeypatch.setattr(early, "_uses_cuda", lambda: True)
     monkeypatch.setattr(early, "usable_cpus", lambda: 1)
-    with early.beginning("nowhere", {"device": "cuda"}):
+    with early.prefetching("nowhere", {"device": "cuda"}):
         pass
     monkeypatch.setattr(early, "usable_cpus", lambda: 2)
     monkeypatch.setitem(sys.modules, "torch", early)
-    with early.beginning("nowhere", {"device": "cuda"}):
+    with early.prefetching("nowhere", {"device": "cuda"}):
         pass
     assert driver.calls == []
 
@@ -101,7 +101,7 @@ def test_no_context_is_made_that_torch_would_not_make(driver: Driver, monkeypatc
 
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.setattr(system.ctypes, "CDLL", absent)
-    with early.beginning("nowhere", {"device": "cuda"}):
+    with early.prefetching("nowhere", {"device": "cuda"}):
         pass
 
 
@@ -109,9 +109,9 @@ ENDING = """
 import atexit, gc, sys
 if {there}:
     sys.modules["torch"] = sys
-from flodl_hf.checkpoints.weights.prefetch import beginning
+from flodl_hf.checkpoints.weights.prefetch import prefetching
 atexit.register(lambda: print(gc.get_freeze_count() > 0))
-with beginning("nowhere", {{}}):
+with prefetching("nowhere", {{}}):
     assert not gc.get_freeze_count()
 """
 
@@ -142,7 +142,7 @@ def test_options_that_want_nothing_read_ahead_are_heard(
 
     seen: list[Any] = []
     monkeypatch.setattr(early, "prefetched", lambda folder: seen.append(folder) or nullcontext())
-    with early.beginning("a folder", {option: True}), early.beginning("a folder", {}):
+    with early.prefetching("a folder", {option: True}), early.prefetching("a folder", {}):
         pass
     assert seen == [None, "a folder"]
 
