@@ -12,7 +12,7 @@ from flodl.graph import Graph
 from flodl_hf.families.deberta_v2 import FAMILY
 from flodl_hf.families.schema.config_rows import read_rows
 from flodl_hf.nn.attention.disentangled import fast
-from flodl_hf.nn.attention.disentangled.attention import DisentangledAttention, hold_positions, release_positions
+from flodl_hf.nn.attention.disentangled.attention import DisentangledAttention, cache_positions, release_positions
 from flodl_hf.nn.layout.layouts import Packed, Padded
 
 # Neighbours of one length share a call; with 4 own distances the short ones are read by strides, the others gathered.
@@ -84,7 +84,7 @@ def test_fast_is_the_reference_up_to_rounding(name: str, call: Any) -> None:
         expected = padded(graph)
         use(graph, "fast")
         assert_near(call(graph), expected)
-        hold_positions(graph)
+        cache_positions(graph)
         assert_near(call(graph), expected)
         release_positions(graph)
         assert_near(call(graph), expected)
@@ -132,7 +132,7 @@ def test_long_heads_are_scored_one_a_thread(monkeypatch: pytest.MonkeyPatch) -> 
 def test_held_positions_serve_only_calls_that_learn_nothing() -> None:
     graph = made("v3")
     use(graph, "fast")
-    hold_positions(graph)
+    cache_positions(graph)
     with torch.no_grad():
         graph.get_parameter("relative.embeddings.weight").normal_()
         stale = padded(graph)
@@ -146,7 +146,7 @@ def test_held_positions_serve_only_calls_that_learn_nothing() -> None:
 def test_held_positions_of_another_dtype_are_passed_over() -> None:
     graph = made("v3")
     use(graph, "fast")
-    hold_positions(graph)
+    cache_positions(graph)
     with torch.no_grad():
         expected = padded(graph)
         found = padded(graph.to(torch.float64))

@@ -279,7 +279,7 @@ class DisentangledAttention(nn.Module):
         return self.position_tables(relative.table[relative.window]).divided(self.scale)
 
 
-def hold_positions(encoder: nn.Module) -> None:
+def cache_positions(encoder: nn.Module) -> None:
     """Project the table of distances now and reuse it in later "fast" calls that need no gradient.
 
     For serving: a text of any length saves one product of the whole table with two matrices per
@@ -300,7 +300,7 @@ def hold_positions(encoder: nn.Module) -> None:
 
 
 def release_positions(encoder: nn.Module) -> None:
-    """Let go of what `hold_positions` keeps."""
+    """Drop the positions that `cache_positions` keeps."""
     for module in encoder.modules():
         if isinstance(module, DisentangledAttention):
             module.held = None
