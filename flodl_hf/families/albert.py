@@ -22,7 +22,7 @@ from flodl_hf.families.schema.config_rows import Inert, Row, activation, count, 
 from flodl_hf.families.schema.keys import KeyRow, Tie
 from flodl_hf.families.schema.sizes import SIZES, EncoderSizes
 from flodl_hf.nn.attention.dot_product import SelfAttention
-from flodl_hf.nn.encoder import bodies
+from flodl_hf.nn.encoder import task_heads
 from flodl_hf.nn.encoder.graphs import Embeddings, Repeated, chain, pooler, post_norm_block
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 
@@ -138,7 +138,7 @@ def encoder(c: AlbertConfig) -> Graph:
 
 
 MASKED_LM = FamilyHead(
-    body=lambda c, _: bodies.lm(c.hidden_size, c.embedding_size, c.vocab_size, c.activation, c.norm_eps),
+    body=lambda c, _: task_heads.lm(c.hidden_size, c.embedding_size, c.vocab_size, c.activation, c.norm_eps),
     keys=MASKED_LM_KEYS,
     ties=(Tie("encoder.embeddings.word.weight", "head.decoder.weight"),),
     aliases=(("predictions.decoder.bias", "predictions.bias"),),
@@ -146,32 +146,32 @@ MASKED_LM = FamilyHead(
 
 HEADS = {
     "sequence_classification": FamilyHead(
-        body=lambda c, labels: bodies.linear(c.hidden_size, labels, c.classifier_dropout or 0.0),
+        body=lambda c, labels: task_heads.linear(c.hidden_size, labels, c.classifier_dropout or 0.0),
         keys=(KeyRow("head.classifier", "classifier"),),
         pooled=True,
         classifier="head.classifier",
     ),
     "token_classification": FamilyHead(
-        body=lambda c, labels: bodies.linear(
+        body=lambda c, labels: task_heads.linear(
             c.hidden_size, labels, c.hidden_dropout if c.classifier_dropout is None else c.classifier_dropout
         ),
         keys=(KeyRow("head.classifier", "classifier"),),
         classifier="head.classifier",
     ),
     "question_answering": FamilyHead(
-        body=lambda c, labels: bodies.linear(c.hidden_size, labels, None, name="spans"),
+        body=lambda c, labels: task_heads.linear(c.hidden_size, labels, None, name="spans"),
         keys=(KeyRow("head.spans", "qa_outputs"),),
     ),
     "masked_lm": MASKED_LM,
     "multiple_choice": FamilyHead(
-        body=lambda c, _: bodies.linear(c.hidden_size, 1, c.classifier_dropout or 0.0),
+        body=lambda c, _: task_heads.linear(c.hidden_size, 1, c.classifier_dropout or 0.0),
         keys=(KeyRow("head.classifier", "classifier"),),
         pooled=True,
     ),
     "pretraining": replace(
         MASKED_LM,
         keys=(*MASKED_LM_KEYS, KeyRow("relation.classifier", "sop_classifier.classifier")),
-        relation=lambda c, labels: bodies.Relation(c.hidden_size, labels, c.classifier_dropout or 0.0),
+        relation=lambda c, labels: task_heads.Relation(c.hidden_size, labels, c.classifier_dropout or 0.0),
         relation_output="sop_logits",
     ),
 }

@@ -16,7 +16,7 @@ from flodl_hf.families.schema import Family, FamilyHead, FamilyTokenizer, Ignore
 from flodl_hf.families.schema.config_rows import Row, activation, count, epsilon, fraction, optional, padding_id
 from flodl_hf.families.schema.keys import KeyRow, Tie
 from flodl_hf.families.schema.sizes import BASE_SIZES, SIZES, EncoderSizes
-from flodl_hf.nn.encoder import bodies
+from flodl_hf.nn.encoder import task_heads
 from flodl_hf.nn.encoder.graphs import Embeddings, bert_block, chain, pooler, stack
 
 
@@ -105,7 +105,7 @@ def classifier_dropout(c: BertConfig) -> float:
 
 
 MASKED_LM = FamilyHead(
-    body=lambda c, _: bodies.lm(c.hidden_size, c.hidden_size, c.vocab_size, c.activation, c.norm_eps),
+    body=lambda c, _: task_heads.lm(c.hidden_size, c.hidden_size, c.vocab_size, c.activation, c.norm_eps),
     keys=MASKED_LM_KEYS,
     ties=(Tie("encoder.embeddings.word.weight", "head.decoder.weight"),),
     aliases=(("cls.predictions.decoder.bias", "cls.predictions.bias"),),
@@ -113,35 +113,35 @@ MASKED_LM = FamilyHead(
 
 HEADS = {
     "sequence_classification": FamilyHead(
-        body=lambda c, labels: bodies.linear(c.hidden_size, labels, classifier_dropout(c)),
+        body=lambda c, labels: task_heads.linear(c.hidden_size, labels, classifier_dropout(c)),
         keys=(KeyRow("head.classifier", "classifier"),),
         pooled=True,
         classifier="head.classifier",
     ),
     "token_classification": FamilyHead(
-        body=lambda c, labels: bodies.linear(c.hidden_size, labels, classifier_dropout(c)),
+        body=lambda c, labels: task_heads.linear(c.hidden_size, labels, classifier_dropout(c)),
         keys=(KeyRow("head.classifier", "classifier"),),
         classifier="head.classifier",
     ),
     "question_answering": FamilyHead(
-        body=lambda c, labels: bodies.linear(c.hidden_size, labels, None, name="spans"),
+        body=lambda c, labels: task_heads.linear(c.hidden_size, labels, None, name="spans"),
         keys=(KeyRow("head.spans", "qa_outputs"),),
     ),
     "masked_lm": MASKED_LM,
     "multiple_choice": FamilyHead(
-        body=lambda c, _: bodies.linear(c.hidden_size, 1, classifier_dropout(c)),
+        body=lambda c, _: task_heads.linear(c.hidden_size, 1, classifier_dropout(c)),
         keys=(KeyRow("head.classifier", "classifier"),),
         pooled=True,
     ),
     "next_sentence": FamilyHead(
-        body=lambda c, _: bodies.linear(c.hidden_size, 2, None),
+        body=lambda c, _: task_heads.linear(c.hidden_size, 2, None),
         keys=(KeyRow("head.classifier", "cls.seq_relationship"),),
         pooled=True,
     ),
     "pretraining": replace(
         MASKED_LM,
         keys=(*MASKED_LM_KEYS, KeyRow("relation.classifier", "cls.seq_relationship")),
-        relation=lambda c, _: bodies.Relation(c.hidden_size, 2),
+        relation=lambda c, _: task_heads.Relation(c.hidden_size, 2),
     ),
 }
 

@@ -39,7 +39,7 @@ from flodl_hf.families.schema.keys import KeyRow, Tie
 from flodl_hf.families.schema.sizes import SIZES, EncoderSizes
 from flodl_hf.nn.attention.disentangled.attention import DisentangledAttention
 from flodl_hf.nn.attention.disentangled.positions import RelativePositions
-from flodl_hf.nn.encoder import bodies
+from flodl_hf.nn.encoder import task_heads
 from flodl_hf.nn.encoder.deberta import Convolution, ConvolvedLayer, MaskedEmbeddings, Shift
 from flodl_hf.nn.encoder.graphs import post_norm_block, stack
 from flodl_hf.nn.encoder.losses import check_labels
@@ -323,7 +323,7 @@ def classifier(c: DebertaConfig, num_labels: int) -> Graph:
             problems=["pooler_hidden_size"],
         )
     dropout = c.hidden_dropout if c.classifier_dropout is None else c.classifier_dropout
-    return bodies.first_token_mlp(
+    return task_heads.first_token_mlp(
         c.hidden_size, num_labels, dropout_in=c.pooler_dropout, activation=c.pooler_activation, dropout_out=dropout
     )
 
@@ -335,7 +335,7 @@ def masked_lm(c: DebertaConfig, _: int) -> Graph:
         ConfigError: the newer form without ties, or with a word table of another width than the states.
     """
     if c.legacy_head:
-        return bodies.lm(c.hidden_size, c.embedding_size or c.hidden_size, c.vocab_size, c.activation, c.norm_eps)
+        return task_heads.lm(c.hidden_size, c.embedding_size or c.hidden_size, c.vocab_size, c.activation, c.norm_eps)
     if not c.tie_words:
         raise ConfigError(
             "legacy: found false with tie_word_embeddings false; expected true, because that head has no "
@@ -386,12 +386,12 @@ HEADS = {
         untyped_loss=untyped_loss,
     ),
     "token_classification": FamilyHead(
-        body=lambda c, labels: bodies.linear(c.hidden_size, labels, c.hidden_dropout),
+        body=lambda c, labels: task_heads.linear(c.hidden_size, labels, c.hidden_dropout),
         keys=(KeyRow("head.classifier", "classifier"),),
         classifier="head.classifier",
     ),
     "question_answering": FamilyHead(
-        body=lambda c, labels: bodies.linear(c.hidden_size, labels, None, name="spans"),
+        body=lambda c, labels: task_heads.linear(c.hidden_size, labels, None, name="spans"),
         keys=(KeyRow("head.spans", "qa_outputs"),),
     ),
     "masked_lm": FamilyHead(

@@ -19,7 +19,7 @@ from flodl_hf.families.schema.config_rows import Inert, Row, activation, count, 
 from flodl_hf.families.schema.keys import KeyRow, Tie
 from flodl_hf.families.schema.sizes import BASE_SIZES, EncoderSizes
 from flodl_hf.nn.attention.dot_product import SelfAttention
-from flodl_hf.nn.encoder import bodies
+from flodl_hf.nn.encoder import task_heads
 from flodl_hf.nn.encoder.graphs import Embeddings, chain, post_norm_block, stack
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 
@@ -107,7 +107,7 @@ def encoder(c: DistilBertConfig) -> Graph:
 
 
 def _classification(c: DistilBertConfig, num_labels: int) -> Graph:
-    return bodies.first_token_mlp(
+    return task_heads.first_token_mlp(
         c.hidden_size, num_labels, dropout_in=None, activation="relu", dropout_out=c.classifier_dropout
     )
 
@@ -119,16 +119,16 @@ HEADS = {
         classifier="head.classifier",
     ),
     "token_classification": FamilyHead(
-        body=lambda c, labels: bodies.linear(c.hidden_size, labels, c.hidden_dropout),
+        body=lambda c, labels: task_heads.linear(c.hidden_size, labels, c.hidden_dropout),
         keys=(KeyRow("head.classifier", "classifier"),),
         classifier="head.classifier",
     ),
     "question_answering": FamilyHead(
-        body=lambda c, labels: bodies.linear(c.hidden_size, labels, c.span_dropout, name="spans"),
+        body=lambda c, labels: task_heads.linear(c.hidden_size, labels, c.span_dropout, name="spans"),
         keys=(KeyRow("head.spans", "qa_outputs"),),
     ),
     "masked_lm": FamilyHead(
-        body=lambda c, _: bodies.lm(c.hidden_size, c.hidden_size, c.vocab_size, c.activation, NORM_EPS),
+        body=lambda c, _: task_heads.lm(c.hidden_size, c.hidden_size, c.vocab_size, c.activation, NORM_EPS),
         keys=MASKED_LM_KEYS,
         ties=(Tie("encoder.embeddings.word.weight", "head.decoder.weight"),),
     ),

@@ -20,7 +20,7 @@ from flodl_hf.families import bert
 from flodl_hf.families.schema import FamilyHead
 from flodl_hf.families.schema.config_rows import Row, activation, boolean, count, fraction, one_of, optional
 from flodl_hf.families.schema.keys import KeyRow, Tie, rows_under
-from flodl_hf.nn.encoder import bodies
+from flodl_hf.nn.encoder import task_heads
 from flodl_hf.nn.encoder.graphs import bert_block, chain, stack
 
 
@@ -76,7 +76,9 @@ def encoder(c: ElectraConfig) -> Graph:
 
 def _classification(c: ElectraConfig, num_labels: int) -> Graph:
     dropout = bert.classifier_dropout(c)
-    return bodies.first_token_mlp(c.hidden_size, num_labels, dropout_in=dropout, activation="gelu", dropout_out=dropout)
+    return task_heads.first_token_mlp(
+        c.hidden_size, num_labels, dropout_in=dropout, activation="gelu", dropout_out=dropout
+    )
 
 
 def _choices(c: ElectraConfig, _: int) -> Graph:
@@ -86,7 +88,7 @@ def _choices(c: ElectraConfig, _: int) -> Graph:
             "in the batch. Correct config.json if the model was trained with the first token's state.",
             problems=["summary_type"],
         )
-    return bodies.summary(
+    return task_heads.summary(
         c.hidden_size, projection=c.summary_projection, activation=c.summary_activation, dropout=c.summary_dropout
     )
 
@@ -104,7 +106,7 @@ HEADS = {
     "token_classification": bert.HEADS["token_classification"],
     "question_answering": bert.HEADS["question_answering"],
     "masked_lm": FamilyHead(
-        body=lambda c, _: bodies.lm(c.hidden_size, c.embedding_size, c.vocab_size, "gelu", c.norm_eps),
+        body=lambda c, _: task_heads.lm(c.hidden_size, c.embedding_size, c.vocab_size, "gelu", c.norm_eps),
         keys=MASKED_LM_KEYS,
         ties=(Tie("encoder.embeddings.word.weight", "head.decoder.weight"),),
     ),
@@ -117,7 +119,7 @@ HEADS = {
         ),
     ),
     "replaced_tokens": FamilyHead(
-        body=lambda c, _: bodies.token_score(c.hidden_size, c.activation),
+        body=lambda c, _: task_heads.token_score(c.hidden_size, c.activation),
         keys=(
             KeyRow("head.dense", "discriminator_predictions.dense"),
             KeyRow("head.activation", "discriminator_predictions.activation"),

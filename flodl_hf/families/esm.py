@@ -35,7 +35,7 @@ from flodl_hf.families.schema.shared_keys import HEAD_WIDTH
 from flodl_hf.families.schema.sizes import BASE_SIZES, SIZES, EncoderSizes, wavelength
 from flodl_hf.nn.attention.dot_product import SelfAttention
 from flodl_hf.nn.attention.rotary import Rotary, StatedRotary
-from flodl_hf.nn.encoder import bodies
+from flodl_hf.nn.encoder import task_heads
 from flodl_hf.nn.encoder.deberta import Shift
 from flodl_hf.nn.encoder.graphs import Embeddings, chain, pooler, stack
 from flodl_hf.nn.layers.activations import Activation
@@ -211,14 +211,14 @@ def masked_lm(c: EsmConfig, _: int) -> Graph:
 
 HEADS = {
     "sequence_classification": FamilyHead(
-        body=lambda c, labels: bodies.first_token_mlp(
+        body=lambda c, labels: task_heads.first_token_mlp(
             c.hidden_size, labels, dropout_in=c.hidden_dropout, activation="tanh", dropout_out=c.hidden_dropout
         ),
         keys=roberta.HEADS["sequence_classification"].keys,
         classifier="head.classifier",
     ),
     "token_classification": FamilyHead(
-        body=lambda c, labels: bodies.linear(c.hidden_size, labels, c.hidden_dropout),
+        body=lambda c, labels: task_heads.linear(c.hidden_size, labels, c.hidden_dropout),
         keys=(KeyRow("head.classifier", "classifier"),),
         classifier="head.classifier",
     ),

@@ -34,7 +34,7 @@ from flodl_hf.families.schema.keys import KeyRow, Tie
 from flodl_hf.families.schema.sizes import BASE_SIZES, SIZES, EncoderSizes, rotary_rows
 from flodl_hf.nn.attention.dot_product import SelfAttention
 from flodl_hf.nn.attention.rotary import Rotary, RotarySettings
-from flodl_hf.nn.encoder import bodies
+from flodl_hf.nn.encoder import task_heads
 from flodl_hf.nn.encoder.graphs import Embeddings, MeanToken, chain, stack
 from flodl_hf.nn.layers.activations import Activation
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
@@ -145,7 +145,7 @@ def classifier(c: EuroBertConfig, num_labels: int) -> Graph:
     if c.pooling == "late":
         flow = FlowBuilder(dense, name="dense").input("layout")
     else:
-        flow = bodies.pooled("mean" if c.pooling == "mean" else "cls").through(dense, name="dense")
+        flow = task_heads.pooled("mean" if c.pooling == "mean" else "cls").through(dense, name="dense")
     flow = flow.through(Activation("gelu"), name="activation").through(scores, name="classifier")
     return (flow.through(MeanToken(), name="mean").using("layout") if c.pooling == "late" else flow).build()
 
@@ -166,7 +166,7 @@ HEADS = {
         classifier="head.classifier",
     ),
     "token_classification": FamilyHead(
-        body=lambda c, labels: bodies.linear(c.hidden_size, labels, None),
+        body=lambda c, labels: task_heads.linear(c.hidden_size, labels, None),
         keys=(KeyRow("head.classifier", "classifier"),),
         classifier="head.classifier",
     ),

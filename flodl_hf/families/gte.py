@@ -22,7 +22,7 @@ from flodl_hf.families.schema.shared_keys import HEAD_WIDTH
 from flodl_hf.families.schema.sizes import BASE_SIZES, rotary_rows
 from flodl_hf.nn.attention.dot_product import SelfAttention
 from flodl_hf.nn.attention.rotary import Rotary, RotarySettings
-from flodl_hf.nn.encoder import bodies
+from flodl_hf.nn.encoder import task_heads
 from flodl_hf.nn.encoder.graphs import Embeddings, chain, pooler, post_norm_block, stack
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 
@@ -115,7 +115,7 @@ HEADS = {
     "sequence_classification": bert.HEADS["sequence_classification"],
     "token_classification": bert.HEADS["token_classification"],
     "masked_lm": FamilyHead(
-        body=lambda c, _: bodies.lm(c.hidden_size, c.hidden_size, c.vocab_size, "gelu", c.norm_eps),
+        body=lambda c, _: task_heads.lm(c.hidden_size, c.hidden_size, c.vocab_size, "gelu", c.norm_eps),
         keys=(
             KeyRow("head.dense", "lm_head.dense"),
             KeyRow("head.norm", "lm_head.norm"),

@@ -38,7 +38,7 @@ from flodl_hf.families.schema.shared_keys import HEAD_WIDTH
 from flodl_hf.families.schema.sizes import BASE_SIZES, SIZES, EncoderSizes, rotary_settings, wavelength
 from flodl_hf.nn.attention.dot_product import SelfAttention
 from flodl_hf.nn.attention.rotary import Rotary, RotarySettings
-from flodl_hf.nn.encoder import bodies
+from flodl_hf.nn.encoder import task_heads
 from flodl_hf.nn.encoder.graphs import Embeddings, chain, stack
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 
@@ -202,7 +202,7 @@ def encoder(c: ModernBertConfig) -> Graph:
 
 
 def _body(c: ModernBertConfig, outputs: int, **options: Any) -> Graph:
-    return bodies.normed(
+    return task_heads.normed(
         c.hidden_size, outputs, activation=c.classifier_activation, norm=_norm(c), bias=c.classifier_bias, **options
     )
 

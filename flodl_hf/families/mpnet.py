@@ -22,7 +22,7 @@ from flodl_hf.families.schema.keys import KeyRow, rows_under
 from flodl_hf.families.schema.sizes import BASE_SIZES, SIZES, EncoderSizes
 from flodl_hf.nn.attention.distances import RelativeBias
 from flodl_hf.nn.attention.dot_product import SelfAttention
-from flodl_hf.nn.encoder import bodies
+from flodl_hf.nn.encoder import task_heads
 from flodl_hf.nn.encoder.graphs import Embeddings, chain, post_norm_block, stack
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 
@@ -100,12 +100,12 @@ def encoder(c: MPNetConfig) -> Graph:
 HEADS = {
     "sequence_classification": replace(
         roberta.HEADS["sequence_classification"],
-        body=lambda c, labels: bodies.first_token_mlp(
+        body=lambda c, labels: task_heads.first_token_mlp(
             c.hidden_size, labels, dropout_in=c.hidden_dropout, activation="tanh", dropout_out=c.hidden_dropout
         ),
     ),
     "token_classification": FamilyHead(
-        body=lambda c, labels: bodies.linear(c.hidden_size, labels, c.hidden_dropout),
+        body=lambda c, labels: task_heads.linear(c.hidden_size, labels, c.hidden_dropout),
         keys=(KeyRow("head.classifier", "classifier"),),
         classifier="head.classifier",
     ),

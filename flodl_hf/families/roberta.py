@@ -18,7 +18,7 @@ from flodl_hf.families import bert
 from flodl_hf.families.schema import FamilyHead, FamilyTokenizer
 from flodl_hf.families.schema.config_rows import changed, count
 from flodl_hf.families.schema.keys import KeyRow, Tie, rows_under
-from flodl_hf.nn.encoder import bodies
+from flodl_hf.nn.encoder import task_heads
 from flodl_hf.nn.encoder.graphs import Embeddings, bert_block, chain, stack
 
 
@@ -64,7 +64,9 @@ def encoder(c: RobertaConfig) -> Graph:
 
 def _classification(c: RobertaConfig, num_labels: int) -> Graph:
     dropout = bert.classifier_dropout(c)
-    return bodies.first_token_mlp(c.hidden_size, num_labels, dropout_in=dropout, activation="tanh", dropout_out=dropout)
+    return task_heads.first_token_mlp(
+        c.hidden_size, num_labels, dropout_in=dropout, activation="tanh", dropout_out=dropout
+    )
 
 
 HEADS = {
@@ -76,13 +78,13 @@ HEADS = {
     "token_classification": bert.HEADS["token_classification"],
     "question_answering": bert.HEADS["question_answering"],
     "masked_lm": FamilyHead(
-        body=lambda c, _: bodies.lm(c.hidden_size, c.hidden_size, c.vocab_size, "gelu", c.norm_eps),
+        body=lambda c, _: task_heads.lm(c.hidden_size, c.hidden_size, c.vocab_size, "gelu", c.norm_eps),
         keys=MASKED_LM_KEYS,
         ties=(Tie("encoder.embeddings.word.weight", "head.decoder.weight"),),
         aliases=(("lm_head.decoder.bias", "lm_head.bias"),),
     ),
     "multiple_choice": FamilyHead(
-        body=lambda c, _: bodies.linear(c.hidden_size, 1, c.hidden_dropout),
+        body=lambda c, _: task_heads.linear(c.hidden_size, 1, c.hidden_dropout),
         keys=(KeyRow("head.classifier", "classifier"),),
         pooled=True,
     ),

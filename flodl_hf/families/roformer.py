@@ -26,7 +26,7 @@ from flodl_hf.families.schema.config_rows import Inert, Row, boolean, changed
 from flodl_hf.families.schema.keys import KeyRow, rows_under
 from flodl_hf.nn.attention.dot_product import SelfAttention
 from flodl_hf.nn.attention.rotary import PairedRotary
-from flodl_hf.nn.encoder import bodies
+from flodl_hf.nn.encoder import task_heads
 from flodl_hf.nn.encoder.graphs import Embeddings, chain, post_norm_block, stack
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.nn.layout.layouts import Layout
@@ -117,7 +117,7 @@ def encoder(c: RoFormerConfig) -> Graph:
 
 HEADS = {
     "sequence_classification": FamilyHead(
-        body=lambda c, labels: bodies.first_token_mlp(
+        body=lambda c, labels: task_heads.first_token_mlp(
             c.hidden_size, labels, dropout_in=c.hidden_dropout, activation=c.activation, dropout_out=c.hidden_dropout
         ),
         keys=(KeyRow("head.dense", "classifier.dense"), KeyRow("head.classifier", "classifier.out_proj")),
@@ -127,7 +127,7 @@ HEADS = {
     "question_answering": bert.HEADS["question_answering"],
     "masked_lm": replace(
         bert.MASKED_LM,
-        body=lambda c, _: bodies.lm(c.hidden_size, c.embedding_size, c.vocab_size, c.activation, c.norm_eps),
+        body=lambda c, _: task_heads.lm(c.hidden_size, c.embedding_size, c.vocab_size, c.activation, c.norm_eps),
     ),
     "multiple_choice": electra.HEADS["multiple_choice"],
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flodl_hf.families import bert
 from flodl_hf.families.schema import FamilyHead, Inert, KeyRow, PassthroughTensor
-from flodl_hf.nn.encoder import bodies
+from flodl_hf.nn.encoder import task_heads
 
 __all__ = ["GTE_ANSWERS", "ROC_BERT"]
 
@@ -26,6 +26,6 @@ ROC_BERT = bert.FAMILY.renamed(
 )
 
 GTE_ANSWERS = FamilyHead(
-    body=lambda c, labels: bodies.linear(c.hidden_size, labels, None, name="spans"),
+    body=lambda c, labels: task_heads.linear(c.hidden_size, labels, None, name="spans"),
     keys=(KeyRow("head.spans", "qa_outputs"),),
 )

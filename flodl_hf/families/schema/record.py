@@ -59,7 +59,7 @@ class FamilyHead:
         aliases: Hugging Face names under which a file may repeat a tensor, as ``(alias, canonical)``.
         untyped_loss: ``loss(logits, labels)`` for configurations without a problem type, where the reference differs
             from the common rule; None for the common rule.
-        relation: ``relation(config, num_labels)`` returns a second head (`bodies.Relation`), which
+        relation: ``relation(config, num_labels)`` returns a second head (`task_heads.Relation`), which
             scores the relation of two texts from the pooler's output; None where there is none.
         relation_output: the name of those scores in transformers.
     """

@@ -1,7 +1,7 @@
 """Building blocks of the families' encoders.
 
     graphs       the shared encoder as graphs: embeddings, stacks of layers, poolers
-    bodies       classifier modules of the tasks
+    task_heads   classifier modules of the tasks
     deberta      parts of DeBERTa other than attention
     losses       as transformers computes them
 

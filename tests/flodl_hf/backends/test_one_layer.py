@@ -32,7 +32,7 @@ from flodl_hf.nn.attention.dot_product import SelfAttention, attend
 from flodl_hf.nn.attention.rotary import Rotary
 from flodl_hf.nn.backends import choose
 from flodl_hf.nn.backends.choose import arrange_cuda, arrange_training
-from flodl_hf.nn.encoder import bodies
+from flodl_hf.nn.encoder import task_heads
 from flodl_hf.nn.encoder.graphs import Embeddings, stack
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.nn.layout.buckets import Buffer, bucket_of
@@ -102,13 +102,13 @@ TOY = Family(
     encoder=encoder,
     heads={
         "sequence_classification": FamilyHead(
-            body=lambda c, labels: bodies.first_token_mlp(
+            body=lambda c, labels: task_heads.first_token_mlp(
                 c.hidden_size, labels, dropout_in=0.0, activation="gelu", dropout_out=0.0
             ),
             keys=(KeyRow("head.dense", "dense"), KeyRow("head.classifier", "classifier")),
         ),
         "token_classification": FamilyHead(
-            body=lambda c, labels: bodies.linear(c.hidden_size, labels, 0.0),
+            body=lambda c, labels: task_heads.linear(c.hidden_size, labels, 0.0),
             keys=(KeyRow("head.classifier", "classifier"),),
         ),
     },
