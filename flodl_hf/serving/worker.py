@@ -31,7 +31,7 @@ from flodl_hf.serving.request import DeadlineError, GivenUpError, Timeline, Work
 from flodl_hf.serving.tasks import TASKS, check_head, describe, warm_items
 from flodl_hf.serving.thread_pool import run_threads
 from flodl_hf.serving.throughput import TokenRate, measure_peak
-from flodl_hf.workers.link import receive_socket
+from flodl_hf.workers.ipc import receive_socket
 from flodl_hf.workers.messages import Stream
 
 # One window for all texts of a request: rows are sorted by the batcher, together with other requests.

@@ -18,7 +18,7 @@ from flodl.errors import FlodlError
 from flodl_hf.serving.adapters import find_adapters
 from flodl_hf.serving.settings import Settings
 from flodl_hf.serving.workers import Worker
-from flodl_hf.workers.link import connect_link
+from flodl_hf.workers.ipc import connect_link
 from flodl_hf.workers.process import Process as Child
 
 LOG = logging.getLogger("flodl_hf.serving")

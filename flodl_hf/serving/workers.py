@@ -19,7 +19,7 @@ import numpy as np
 
 from flodl.errors import FlodlError
 from flodl_hf.serving.settings import Settings
-from flodl_hf.workers.link import Link
+from flodl_hf.workers.ipc import Link
 
 # Workers report timeouts themselves. Requests of a worker that reports nothing fail after this additional time, checked
 # in this interval.

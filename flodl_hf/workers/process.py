@@ -30,7 +30,7 @@ class Process:
         target: see `flodl_hf.workers.child.main`.
         name: its name in messages.
         env: environment variables that are added to or replace the ones of this process.
-        fd_channel: whether open sockets can be sent to it (`flodl_hf.workers.link.send_socket`).
+        fd_channel: whether open sockets can be sent to it (`flodl_hf.workers.ipc.send_socket`).
         descriptors: further file descriptors that it receives.
         cuda: index of its CUDA device, if any.
 

@@ -24,7 +24,7 @@ from flodl_hf.serving.metrics import Metrics, merged
 from flodl_hf.serving.settings import Settings
 from flodl_hf.serving.shared_counters import SharedCounters
 from flodl_hf.serving.workers import Worker
-from flodl_hf.workers.link import Link, connect_link, receive_socket
+from flodl_hf.workers.ipc import Link, connect_link, receive_socket
 from flodl_hf.workers.messages import Stream
 
 LOG = logging.getLogger("flodl_hf.serving")

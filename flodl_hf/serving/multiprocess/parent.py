@@ -27,7 +27,7 @@ from flodl_hf.serving.settings import Settings
 from flodl_hf.serving.shared_counters import SharedCounters, shared_memory
 from flodl_hf.serving.traces import Traces
 from flodl_hf.serving.worker_processes import Process, Processes, WorkersError
-from flodl_hf.workers.link import Link, connect_link, send_socket
+from flodl_hf.workers.ipc import Link, connect_link, send_socket
 from flodl_hf.workers.process import END_S
 from flodl_hf.workers.process import Process as Child
 

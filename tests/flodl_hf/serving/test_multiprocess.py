@@ -40,7 +40,7 @@ from flodl_hf.serving.metrics import Metrics, merged
 from flodl_hf.serving.running import running
 from flodl_hf.serving.settings import Served, Settings, served
 from flodl_hf.serving.shared_counters import SharedCounters, shared_memory
-from flodl_hf.workers.link import receive_socket, send_socket
+from flodl_hf.workers.ipc import receive_socket, send_socket
 from flodl_hf.workers.messages import HEAD, Stream, pack_message, unpack_message
 
 ASKED = json.dumps({"inputs": "the cat sat on the mat"})

@@ -16,7 +16,7 @@ from flodl_hf.serving.response_encoding import SEND_CHUNK_BYTES, encode_response
 from flodl_hf.serving.routes.route import Response
 from flodl_hf.serving.serialization import CHUNK_NUMBERS, msgpack_pieces
 from flodl_hf.serving.settings import Settings, served
-from flodl_hf.workers.link import Link
+from flodl_hf.workers.ipc import Link
 from flodl_hf.workers.messages import as_json, pack_message
 
 
@@ -148,7 +148,7 @@ def test_a_worker_that_sends_nonsense_loses_its_connection(caplog: pytest.LogCap
 
 
 def test_messages_come_whole_however_they_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flodl_hf.workers.link.LARGE", 100)
+    monkeypatch.setattr("flodl_hf.workers.ipc.LARGE", 100)
     sent = [({"id": at}, [np.full(at * 7 % 61, at, np.int32)]) for at in range(40)]
     data = b"".join(bytes(part) for message, arrays in sent for part in pack_message(dict(message), arrays))
 
