@@ -86,7 +86,7 @@ def _make_handles(device: torch.device) -> None:
 
 def _load_kernels(graph: Graph, device: torch.device, dtype: torch.dtype, before: tuple[Thread, ...]) -> None:
     from flodl_hf.nn.backends.choose import prediction_sizes, splits
-    from flodl_hf.nn.backends.trials import buckets, prediction
+    from flodl_hf.nn.backends.self_tests import buckets, prediction
     from flodl_hf.nn.kernels.self_test import trusted
 
     for thread in before:
@@ -104,7 +104,7 @@ def _load_kernels(graph: Graph, device: torch.device, dtype: torch.dtype, before
 def _load_products(graph: Graph, device: torch.device, dtype: torch.dtype, before: Thread) -> None:
     """Have the library load the kernels that it chooses for large batches, some 10 ms each."""
     from flodl_hf.nn.backends.choose import prediction_sizes, splits
-    from flodl_hf.nn.backends.trials import multiply
+    from flodl_hf.nn.backends.self_tests import multiply
 
     before.join()
     with suppress(RuntimeError), torch.inference_mode(), torch.cuda.device(device):

@@ -212,7 +212,7 @@ def _kernels() -> Iterator[Finding]:
 
 def _cuda_kernels(device: torch.device) -> Iterator[Finding]:
     from flodl_hf.inference.options import check_precision
-    from flodl_hf.nn.backends.trials import LayerSizes, prediction, training
+    from flodl_hf.nn.backends.self_tests import LayerSizes, prediction, training
     from flodl_hf.nn.kernels.self_test import trusted
 
     for precision, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):

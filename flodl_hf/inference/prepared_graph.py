@@ -222,7 +222,7 @@ def _trusts_buckets(graph: Graph, like: Tensor | None = None) -> bool:
     """
     from flodl_hf.nn.attention.dot_product import SelfAttention
     from flodl_hf.nn.backends.choose import layers_of
-    from flodl_hf.nn.backends.trials import buckets
+    from flodl_hf.nn.backends.self_tests import buckets
     from flodl_hf.nn.kernels.self_test import trusted
 
     first = next(graph.parameters()) if like is None else like

@@ -9,5 +9,5 @@ child     main function of a child process
 messages  wire format, blocking connections
 objects   Python objects and tensors in messages
 pool      workers of a program with threads: requests with futures
-link      workers of a program with asyncio
+ipc       workers of a program with asyncio
 """

@@ -23,9 +23,9 @@ from flodl_hf.inference.decode.rows import (
     Logits,
     Record,
     Rows,
+    build_records,
     content_of,
     flat_logits,
-    made,
     null_columns,
     owners_of,
 )
@@ -210,7 +210,7 @@ def _decode_alone(
     for i, surface in enumerate(bare):
         if surface is not surfaces[i]:
             starts[i], ends[i] = trimmed(own[texts[i]], starts[i], ends[i])
-    answers = made(Answer, bare, scores.tolist(), starts, ends, repeat(False, len(bare)))
+    answers = build_records(Answer, bare, scores.tolist(), starts, ends, repeat(False, len(bare)))
     for at, answer in zip(texts, answers, strict=True):
         found[at] = [answer]
     if no_answer:

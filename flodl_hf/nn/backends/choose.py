@@ -22,7 +22,7 @@ from flodl_hf.nn.backends.cpu import MakeProduct, ProcessorTable
 from flodl_hf.nn.backends.cuda import CudaTable, norm_kind
 from flodl_hf.nn.backends.cuda_float32 import WIDEST_SPLIT, SplitTable
 from flodl_hf.nn.backends.cuda_training import TrainingTable
-from flodl_hf.nn.backends.trials import SPLIT_BOUND, LayerSizes, Turns, prediction, split_prediction, training
+from flodl_hf.nn.backends.self_tests import SPLIT_BOUND, LayerSizes, Turns, prediction, split_prediction, training
 from flodl_hf.nn.encoder.graphs import FirstToken
 from flodl_hf.nn.kernels.self_test import trusted
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward

@@ -25,11 +25,11 @@ from flodl_hf.inference.prepared_graph import shadow
 from flodl_hf.nn.attention.distances import DistanceBias, RelativeBias, SlopedBias
 from flodl_hf.nn.attention.dot_product import attend
 from flodl_hf.nn.attention.rotary import PairedRotary, Rotary
-from flodl_hf.nn.backends import choose, trials
+from flodl_hf.nn.backends import choose, self_tests
 from flodl_hf.nn.backends.choose import arrange_cuda, layers_of
 from flodl_hf.nn.backends.cuda import CudaTable, walks
 from flodl_hf.nn.backends.cuda_training import trains_walking
-from flodl_hf.nn.backends.trials import LayerSizes, Turns
+from flodl_hf.nn.backends.self_tests import LayerSizes, Turns
 from flodl_hf.nn.kernels import self_test as trust
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer
 from flodl_hf.nn.layout.buckets import Buffer, bucket_of
@@ -283,7 +283,7 @@ def test_families_are_run_by_them(
 
 
 def test_a_norm_is_kept_for_the_layer_that_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = [trials.small_layer(torch.device("cpu"), LayerSizes(order="pre")) for _ in range(3)]
+    parts = [self_tests.small_layer(torch.device("cpu"), LayerSizes(order="pre")) for _ in range(3)]
     layers: list[EncoderLayer] = [layer.eval() for layer, *_ in parts]
     _, states, layout, _ = parts[-1]
     table = CudaTable(kernels=True)

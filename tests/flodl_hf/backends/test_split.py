@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from flodl_hf.inference.prepared_graph import shadow
-from flodl_hf.nn.backends import choose, trials
+from flodl_hf.nn.backends import choose, self_tests
 from flodl_hf.nn.backends.choose import arrange_cuda, layers_of
 from flodl_hf.nn.backends.cuda import CudaTable
 from flodl_hf.nn.backends.cuda_float32 import SplitTable
-from flodl_hf.nn.backends.trials import SPLIT_BOUND, LayerSizes
+from flodl_hf.nn.backends.self_tests import SPLIT_BOUND, LayerSizes
 from flodl_hf.training import demo
 
 HAS_TRITON = find_spec("triton") is not None
@@ -43,7 +43,7 @@ LAYERS = {
 @runs
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_is_as_near_to_float64_as_products_of_float32_are(name: str) -> None:
-    distance, _ = trials.split_prediction(DEVICE, torch.float32, LAYERS[name])
+    distance, _ = self_tests.split_prediction(DEVICE, torch.float32, LAYERS[name])
     assert distance < SPLIT_BOUND / 2
 
 
@@ -79,7 +79,7 @@ def test_products_of_rows_of_any_size(kind: str) -> None:
 def test_a_norm_hands_its_parts_on(monkeypatch: pytest.MonkeyPatch) -> None:
     from flodl_hf.nn.kernels import split_products
 
-    layer, states, layout, _ = trials.small_layer(DEVICE, LAYERS["post"])
+    layer, states, layout, _ = self_tests.small_layer(DEVICE, LAYERS["post"])
     table = SplitTable(fewest=1)
     whole, made = split_products.split, []
     monkeypatch.setattr(split_products, "split", lambda x, **k: made.append(x.shape) or whole(x, **k))
@@ -98,7 +98,7 @@ def test_a_norm_hands_its_parts_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @runs
 def test_few_rows_go_by_ordinary_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, states, layout, _ = trials.small_layer(DEVICE, LAYERS["post"])
+    layer, states, layout, _ = self_tests.small_layer(DEVICE, LAYERS["post"])
     plain, split = CudaTable(kernels=False), SplitTable(fewest=len(states) + 1)
     results = []
     with torch.no_grad():

@@ -19,10 +19,10 @@ from torch.nn import functional as F
 
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.heads.sequence_classification import SequenceClassifier
-from flodl_hf.nn.backends import choose, trials
+from flodl_hf.nn.backends import choose, self_tests
 from flodl_hf.nn.backends.choose import arrange_training
 from flodl_hf.nn.backends.cuda_training import TrainingTable
-from flodl_hf.nn.backends.trials import LayerSizes, Turns
+from flodl_hf.nn.backends.self_tests import LayerSizes, Turns
 from flodl_hf.nn.kernels import self_test as trust
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer
 from flodl_hf.nn.layers.table import TORCH
@@ -61,12 +61,12 @@ def seeds(value: int = 5) -> Tensor:
 
 
 def small_case(p: float = 0.0) -> tuple[EncoderLayer, Tensor, Packed]:
-    layer, states, layout, _ = trials.small_layer(DEVICE, LayerSizes(), p)
+    layer, states, layout, _ = self_tests.small_layer(DEVICE, LayerSizes(), p)
     return layer, states, layout()
 
 
 def test_segment_ends_follow_from_places() -> None:
-    layout = trials.small_layer(torch.device("cpu"), LayerSizes())[2]()
+    layout = self_tests.small_layer(torch.device("cpu"), LayerSizes())[2]()
     bare = Packed(layout.offsets, (), layout.longest, layout.places, layout.opens)
     assert layout.ends is not None
     assert torch.equal(bare.segment_ends(), layout.ends)
@@ -92,7 +92,7 @@ SHAPES = {
 @pytest.mark.parametrize("sizes", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("kind", ["training", "prediction"])
 def test_layers_are_the_plain_ones(kind: str, sizes: LayerSizes, dtype: torch.dtype) -> None:
-    found, where = getattr(trials, kind)(DEVICE, dtype, sizes)
+    found, where = getattr(self_tests, kind)(DEVICE, dtype, sizes)
     assert found < NEAREST[dtype], where
 
 
@@ -335,7 +335,7 @@ def test_this_device_runs_the_kernels(
     trust.forget()
     sizes = LayerSizes(width=256, heads=2, inner=320, activation="gelu_pytorch_tanh", dropout=True, turns=turns)
     before = torch.cuda.get_rng_state(), torch.get_rng_state()
-    assert trust.trusted(kind, torch.device("cuda", 0), dtype, sizes, getattr(trials, kind))
+    assert trust.trusted(kind, torch.device("cuda", 0), dtype, sizes, getattr(self_tests, kind))
     after = torch.cuda.get_rng_state(), torch.get_rng_state()
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert list(tmp_path.glob("kernels-*.json"))

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flodl_hf.nn.attention.dot_product import attend
-from flodl_hf.nn.backends import choose, cuda, cuda_training, trials
+from flodl_hf.nn.backends import choose, cuda, cuda_training, self_tests
 from flodl_hf.nn.backends.choose import arrange_training
 from flodl_hf.nn.backends.cuda_training import STREAMS, TrainingTable
-from flodl_hf.nn.backends.trials import LayerSizes
+from flodl_hf.nn.backends.self_tests import LayerSizes
 from flodl_hf.nn.kernels import self_test as trust
 from flodl_hf.nn.layers.table import TORCH
 from flodl_hf.nn.layout.layouts import Packed
@@ -55,7 +55,7 @@ class StandIn:
 
 @pytest.fixture(params=["post", "pre"])
 def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    layer, states, layout, _ = trials.small_layer(CPU, LayerSizes(order=request.param, window=5))
+    layer, states, layout, _ = self_tests.small_layer(CPU, LayerSizes(order=request.param, window=5))
     stand_in = StandIn(layout())
     monkeypatch.setitem(sys.modules, "flodl_hf.nn.kernels.operations", stand_in)  # type: ignore[arg-type]
     table = TrainingTable(torch.float16)
@@ -106,7 +106,7 @@ def test_attention_of_more_numbers_than_kernels_count_is_torchs(
 
 @torch.inference_mode()
 def test_the_same_of_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, states, layout, _ = trials.small_layer(CPU, LayerSizes())
+    layer, states, layout, _ = self_tests.small_layer(CPU, LayerSizes())
     table = cuda.CudaTable(kernels=True)
     table.join(layer)
     monkeypatch.setattr(cuda, "OFFSETS", 3 * states.numel())
@@ -147,9 +147,9 @@ def test_a_layer_is_tried_at_its_own_sizes(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(choose, "trusted", lambda *given: bool(asked.append(given)))
     wanted = [LayerSizes(), LayerSizes(64, 4, 96, "gelu_new", dropout=True), LayerSizes(bias=False, gated=True)]
     for sizes in wanted:
-        layer = trials.small_layer(CPU, sizes, 0.1 if sizes.dropout else 0.0)[0]
+        layer = self_tests.small_layer(CPU, sizes, 0.1 if sizes.dropout else 0.0)[0]
         arrange_training(layer, torch.float16, anywhere=True)
-        assert asked[-1] == ("training", CPU, torch.float16, sizes, trials.training)
+        assert asked[-1] == ("training", CPU, torch.float16, sizes, self_tests.training)
         assert layer.table is TORCH
 
 
@@ -158,9 +158,9 @@ def test_memory_that_ran_out_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> N
         raise torch.OutOfMemoryError("no")
 
     monkeypatch.setattr(trust, "_fault", out)
-    assert not trust.trusted("training", CPU, torch.float16, LayerSizes(), trials.training)
+    assert not trust.trusted("training", CPU, torch.float16, LayerSizes(), self_tests.training)
     monkeypatch.setattr(trust, "_fault", lambda *_: "")
-    assert trust.trusted("training", CPU, torch.float16, LayerSizes(), trials.training)
+    assert trust.trusted("training", CPU, torch.float16, LayerSizes(), self_tests.training)
 
 
 def test_kernels_that_differ_are_told_of_by_name_and_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def test_kernels_that_differ_are_told_of_by_name_and_bound(monkeypatch: pytest.M
 
 def test_a_verdict_holds_for_the_text_of_all_that_is_tried() -> None:
     tried = {f"{path.parent.name}/{path.name}" for path in trust._tried()}
-    assert {"kernels/short_texts.py", "backends/cuda_training.py", "backends/trials.py"} < tried
+    assert {"kernels/short_texts.py", "backends/cuda_training.py", "backends/self_tests.py"} < tried
     assert {"attention/dot_product.py", "disentangled/operator.py"} < tried
 
 

@@ -13,8 +13,8 @@ from flodl_hf.auto import load
 from flodl_hf.inference import cuda_warmup
 from flodl_hf.inference.cuda_warmup import Warming
 from flodl_hf.models import pretrained
-from flodl_hf.nn.backends import choose, trials
-from flodl_hf.nn.backends.trials import LayerSizes
+from flodl_hf.nn.backends import choose, self_tests
+from flodl_hf.nn.backends.self_tests import LayerSizes
 from flodl_hf.nn.kernels import self_test as trust
 from flodl_hf.training import demo
 
@@ -68,7 +68,7 @@ def test_products_of_large_batches_are_tried_where_there_is_room(
     tried: list[int] = []
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 30, 80 << 30))
-    monkeypatch.setattr(trials, "multiply", lambda device, dtype, tokens, sizes: tried.append(tokens))
+    monkeypatch.setattr(self_tests, "multiply", lambda device, dtype, tokens, sizes: tried.append(tokens))
     before = threading.Thread(target=int)
     before.start()
     cuda_warmup._load_products(demo.demo_model(demo.learn_vocabulary()).graph, CUDA, torch.bfloat16, before)
@@ -77,8 +77,8 @@ def test_products_of_large_batches_are_tried_where_there_is_room(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_products_that_are_tried_can_be_computed(dtype: torch.dtype) -> None:
-    trials.multiply(torch.device("cpu"), dtype, 3, LayerSizes(activation="relu"))
-    trials.multiply(torch.device("cpu"), dtype, 3, LayerSizes(bias=False))
+    self_tests.multiply(torch.device("cpu"), dtype, 3, LayerSizes(activation="relu"))
+    self_tests.multiply(torch.device("cpu"), dtype, 3, LayerSizes(bias=False))
 
 
 def test_loading_waits_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
