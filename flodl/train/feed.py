@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -111,22 +111,17 @@ class RowFeed:
         # On a CPU working ahead saves no time, and data that draw from torch's global generator must draw in the order
         # of training, to resume with the same bits.
         depth = 0 if resident or loader.device.type == "cpu" else loader.prefetch
-        if depth and any(items for _, items in plans):
-            flat = (item for _, items in plans for item in items)
+        items = [item for _, parts in plans for item in parts]
+        if depth and items:
             make = lambda item: loader.fetch(item[1], epoch, item[0])  # noqa: E731
-            stream = Stream(make, flat, depth, loader.placement)  # type: ignore[arg-type]
-            for turn, items in plans:
-                made = [next(stream) for _ in items]
-                yield turn, made if self.device is None else [batch.to(self.device) for batch in made]
-            return
-        for turn, items in plans:
-            made = []
-            for number, rows in items:
-                batch = loader.fetch(rows, epoch, number)
-                if not resident:
-                    batch = loader.placement.receive(*loader.placement.send(batch))
-                made.append(batch if self.device is None else batch.to(self.device))
-            yield turn, made
+            batches: Iterator[Any] = Stream(make, iter(items), depth, loader.placement)  # type: ignore[arg-type]
+        else:
+            batches = map(loader.fetch, [rows for _, rows in items], itertools.repeat(epoch), [n for n, _ in items])
+        for turn, parts in plans:
+            made = [next(batches) for _ in parts]
+            if not resident and not depth:
+                made = [loader.placement.receive(*loader.placement.send(batch)) for batch in made]
+            yield turn, made if self.device is None else [batch.to(self.device) for batch in made]
 
 
 class StreamFeed:
@@ -137,9 +132,13 @@ class StreamFeed:
     numbers at the start of the iteration, so the order is equal on all ranks and after a resume. Skipped batches draw
     no random numbers.
 
+    Data without a length are one epoch with a turn for each step of the run; data that end are restarted. Data that
+    cannot be restarted, such as a generator, end the epoch early.
+
     Args:
-        loader: ``len()`` gives the batches of an epoch. ``set_epoch(epoch)`` is called where it exists.
+        loader: ``len()``, if it has one, gives the batches of an epoch. ``set_epoch(epoch)`` is called where it exists.
         seed: decides the order of a loader that shuffles.
+        max_steps: turns of the epoch of data without a length.
     """
 
     def __init__(
@@ -150,59 +149,70 @@ class StreamFeed:
         accumulate: int = 1,
         micro_batch_size: int | None = None,
         seed: int = 42,
+        max_steps: int | None = None,
     ) -> None:
         self.loader, self.device, self.seed = loader, device, seed
         self.accumulate, self.micro_batch_size = accumulate, micro_batch_size
-        self._length = _length_of(loader) or 0
+        self._length, self._max_steps = _length_of(loader), max_steps
+        self._source: Iterator[Any] = iter(())
+        self._epoch = self._pass = self._next = 0  # epoch, number of the next pass over the data, and next turn
 
     def turns(self, epoch: int) -> int:
         """Return how many turns an epoch has, including an incomplete last one."""
-        return -(-self._length // self.accumulate)
+        return self._max_steps or 0 if self._length is None else -(-self._length // self.accumulate)
 
     def identity(self) -> dict[str, Any]:
-        """Return the number of batches and the size of a step."""
+        """Return the number of batches, None without a length, and the size of a step."""
         return {"batches": self._length, "accumulate": self.accumulate}
 
     def work(self, epoch: int, turns: Iterable[int], share: Share | None) -> Iterator[tuple[int, list[Any]]]:
-        """Yield ``(turn, micro-batches)``; other turns are read and skipped."""
-        wanted = sorted(turns)
-        if not wanted:
-            return
-        chosen, held = set(wanted), []
-        last = min((wanted[-1] + 1) * self.accumulate, self._length)
-        for number, batch in enumerate(self._read(epoch, chosen, last)):
-            if (turn := number // self.accumulate) not in chosen:
-                continue
-            held += [to_device(part, self.device) for part in self._cut(batch, share)]
-            if (number + 1) % self.accumulate == 0 or number + 1 == self._length:
-                yield turn, held
-                held = []
+        """Yield ``(turn, micro-batches)``; other turns are read and skipped.
 
-    def _read(self, epoch: int, chosen: Container[int], last: int) -> Iterator[Any]:
-        """Yield the batches of an epoch up to ``last``; skipped batches do not change random states.
+        There are fewer turns if data without a length end and cannot be restarted.
+        """
+        chosen = set(turns)
+        if chosen and (epoch != self._epoch or self._next > min(chosen)):
+            self._source, self._epoch, self._pass, self._next = iter(()), epoch, epoch, 0
+        for turn in range(self._next, max(chosen, default=-1) + 1):
+            batches = self._read(turn, turn in chosen)
+            if not batches:
+                return
+            self._next = turn + 1
+            if turn in chosen:
+                yield turn, [to_device(part, self.device) for batch in batches for part in self._cut(batch, share)]
+        if chosen and self._next == self.turns(epoch) and self._length is not None:
+            with random_kept():
+                next(self._source, None)  # some loaders finish their work only at the end of the iteration
+
+    def _read(self, turn: int, wanted: bool) -> list[Any]:
+        """Return the batches of the next turn, which ends with a pass over the data; none if all data are read.
 
         Raises:
-            DataError: the loader yields fewer batches.
+            DataError: the loader yields fewer batches than its length.
         """
-        source: Iterator[Any] | None = None
-        for number in range(last):
-            with contextlib.ExitStack() as kept:
-                if source is None or number // self.accumulate not in chosen:
-                    kept.enter_context(random_kept())
-                try:
-                    source = self._begun(epoch) if source is None else source
-                    batch = next(source)
-                except StopIteration:
-                    raise DataError(
-                        f"trainer: found {number} batches in epoch {epoch} of {type(self.loader).__name__}, expected "
-                        f"{self._length}, the value of its len().",
-                        found=number,
-                        expected=self._length,
-                    ) from None
-            yield batch
-        if last == self._length and source is not None:
+        length, first = self._length, turn * self.accumulate
+        count = self.accumulate if length is None else min(self.accumulate, length - first)
+        batches = self._some(count, wanted)
+        if not batches and (length is None or not turn):
             with random_kept():
-                next(source, None)  # some loaders finish their work only at the end of the iteration
+                self._source = self._begun(self._pass)
+                batches = list(itertools.islice(self._source, 1))
+            self._pass += 1
+            batches += self._some(count - 1, wanted) if batches else []
+        if length is not None and len(batches) < count:
+            found = first + len(batches)
+            raise DataError(
+                f"trainer: found {found} batches in epoch {self._epoch} of {type(self.loader).__name__}, expected "
+                f"{length}, the value of its len().",
+                found=found,
+                expected=length,
+            )
+        return batches
+
+    def _some(self, count: int, wanted: bool) -> list[Any]:
+        """Return the next batches of this pass; skipped batches do not change random states."""
+        with contextlib.nullcontext() if wanted else random_kept():
+            return list(itertools.islice(self._source, count))
 
     def _begun(self, epoch: int) -> Iterator[Any]:
         """Start the iteration of an epoch; the caller restores the random states."""
@@ -218,58 +228,6 @@ class StreamFeed:
         if (first, last) == (0, batch_len(batch)) and size >= last:
             return [batch]
         return [_slice(batch, *piece, batch_len(batch)) for piece in _pieces(first, last, size, share)]
-
-
-class EndlessFeed(StreamFeed):
-    """A feed over data without a length: one epoch with a turn for each step of the run; data that end are restarted.
-
-    Data that cannot be restarted, such as a generator, end the epoch early. Turns continue at the last position.
-
-    Args:
-        max_steps: turns of the epoch.
-    """
-
-    def __init__(self, loader: Any, device: torch.device, *, max_steps: int, **sizes: Any) -> None:
-        super().__init__(loader, device, **sizes)
-        self._steps = max_steps
-        self._source: Iterator[Any] = iter(())
-        self._passes = self._next = 0
-
-    def turns(self, epoch: int) -> int:
-        """Return how many turns the epoch has."""
-        return self._steps
-
-    def identity(self) -> dict[str, Any]:
-        """Return the size of a step; the number of steps may change."""
-        return {"batches": None, "accumulate": self.accumulate}
-
-    def work(self, epoch: int, turns: Iterable[int], share: Share | None) -> Iterator[tuple[int, list[Any]]]:
-        """Yield ``(turn, micro-batches)`` as `StreamFeed` does; fewer if the data end and cannot be restarted."""
-        chosen = set(turns)
-        if chosen and self._next > min(chosen):
-            self._source, self._passes, self._next = iter(()), 0, 0
-        for turn in range(self._next, max(chosen, default=-1) + 1):
-            batches = self._turn(turn in chosen)
-            if not batches:
-                return
-            self._next = turn + 1
-            if turn in chosen:
-                yield turn, [to_device(part, self.device) for batch in batches for part in self._cut(batch, share)]
-
-    def _turn(self, wanted: bool) -> list[Any]:
-        """Return the batches of the next turn, which ends with a pass over the data; none if all data are read."""
-        held = self._some(self.accumulate, wanted)
-        if not held:
-            with random_kept():
-                self._source = self._begun(self._passes)
-                held = list(itertools.islice(self._source, 1))
-            self._passes += 1
-            held += self._some(self.accumulate - 1, wanted) if held else []
-        return held
-
-    def _some(self, count: int, wanted: bool) -> list[Any]:
-        with contextlib.nullcontext() if wanted else random_kept():
-            return list(itertools.islice(self._source, count))
 
 
 def _length_of(loader: Any) -> int | None:
@@ -342,9 +300,7 @@ def as_feed(
     if isinstance(data, DataLoader):
         return RowFeed(data, device=device, **sizes)
     if check_data(data, batch_size=batch_size, batches=batches, max_steps=max_steps):
-        if _length_of(data) is not None or max_steps is None:
-            return StreamFeed(data, device, seed=seed, **sizes)
-        return EndlessFeed(data, device, max_steps=max_steps, seed=seed, **sizes)
+        return StreamFeed(data, device, max_steps=max_steps, seed=seed, **sizes)
     options: dict[str, Any] = (
         {"batches": batches}
         if batches is not None

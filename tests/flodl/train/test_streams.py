@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 
 from flodl.errors import DataError, TrainError
 from flodl.train import RunDone, RunStarted, Trainer, Warned, adamw
-from flodl.train.feed import EndlessFeed
+from flodl.train.feed import StreamFeed
 
 torch.set_num_threads(1)
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)  # children that are forked need not import for it
@@ -103,7 +103,7 @@ def test_what_cannot_begin_anew_ends_the_run_and_says_so(train: Any) -> None:
 
 def test_a_stream_is_read_on_and_begun_anew_for_what_is_behind() -> None:
     stream = Endless()
-    feed = EndlessFeed(stream, torch.device("cpu"), accumulate=2, max_steps=8)
+    feed = StreamFeed(stream, torch.device("cpu"), accumulate=2, max_steps=8)
     found = [[(turn, [batch["x"][0, 0].item() for batch in batches]) for turn, batches in feed.work(0, asked, None)]
              for asked in ([0, 1], [3], [2])]  # fmt: skip
     first = [batch["x"][0, 0].item() for batch in BATCHES]
