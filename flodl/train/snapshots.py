@@ -23,7 +23,7 @@ from flodl.background import BackgroundWorker
 from flodl.checkpoint import load_tensors, save_tensors
 from flodl.errors import CheckpointError, TrainError
 from flodl.train.saving.state import load_model
-from flodl.train.saving.tensor_stream import copies, copies_on_host, event_after
+from flodl.train.saving.tensor_stream import copies, event_after, on_host
 
 KEY = "snapshot"
 Tensors = dict[str, torch.Tensor]
@@ -165,7 +165,7 @@ class Snapshots:
 
             def finish() -> None:
                 try:
-                    for name, tensor in copies_on_host(tensors, ready).items():
+                    for name, tensor in on_host(tensors, ready):
                         (made.parameters if name in names else made.buffers)[name] = tensor.to(state[name].dtype)
                 except BaseException as fault:
                     for future in futures:
