@@ -1,7 +1,7 @@
-"""Watched values of a run, averaged over ranks, for the observers of graphs, for events, and for rules.
+"""Watched values of a run and its rules: trends, averaged over ranks, and what rules do when they meet a condition.
 
 `flodl.train.watching` collects values in forward passes, `flodl.train.steplog` emits the values of steps, and
-`flodl.train.rules` evaluates rules.
+`flodl.train.rules` defines rules.
 """
 
 from __future__ import annotations
@@ -13,43 +13,81 @@ import torch
 from torch import nn
 
 from flodl.distributed.group import Ranks
+from flodl.errors import TrainError, nearest
 from flodl.graph.stepping import GraphSteps
+from flodl.graph.tree import parameters_at
+from flodl.monitor.conditions import Condition, RuleContext
+from flodl.monitor.trend import Trend
 from flodl.train.events import Decided, EpochMetrics, Observed
-from flodl.train.rules import RuleEngine
+from flodl.train.rules import as_rule
 from flodl.train.settings import Settings
 from flodl.train.steplog import Tally, epoch_metrics, means
 from flodl.train.watching import Watching
 
+KINDS = ("training", "watched", "evaluation")
+
 
 class Observing:
-    """Watched values and rules of one run.
+    """Watched values, trends and rules of one run.
 
     Args:
         model: the trained model.
-        ranks: the ranks.
+        ranks: the ranks, which all act alike.
         settings: settings of the run.
 
     Attributes:
         watching: collects values in forward passes.
         graphs: the graphs in the model; the run ends their steps and epochs.
-        deciding: rules of the run.
+        rules: rules of the run, in the order in which they act.
+        acted: the step at which each rule acted, by its position.
+        values: the figures of trends, by kind and name. If kinds share a name, evaluation has priority, then watched
+            values.
         epochs: watched values of each epoch, averaged over ranks.
+
+    Raises:
+        ConfigError: an invalid rule.
+        GraphPathError: a path without parameters.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks, settings: Settings) -> None:
-        self.ranks, self.settings, self.every = ranks, settings, settings.trend_every
-        self.graphs = GraphSteps(model)
-        self.watching = Watching(model, settings.watch)
-        self.deciding = RuleEngine(model, ranks, settings.rules)
+        self.model, self.ranks, self.settings = model, ranks, settings
+        self.graphs, self.watching = GraphSteps(model), Watching(model, settings.watch)
+        self.rules = tuple(as_rule(rule) for rule in settings.rules)
+        self._parameters = [list(parameters_at(model, r.path).values()) if r.path else [] for r in self.rules]
+        self.acted: dict[int, int] = {}
+        self.values: dict[str, dict[str, list[float]]] = {kind: {} for kind in KINDS}
         self.epochs: list[dict[str, float]] = []
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._has_new_values = False
         self._looked_at = 0
         self._before = Tally().to_dict()
 
     def optimizer(self, make: Callable[[], torch.optim.Optimizer]) -> torch.optim.Optimizer:
-        """Return the optimiser of ``make()``, including parameters that a rule may unfreeze."""
-        with self.deciding.thawed():
-            optimizer = make()
-        self.deciding.prepare(optimizer)
+        """Return the optimiser of ``make()``, with parameters that a rule may thaw, and a group for each own rate.
+
+        Raises:
+            TrainError: the optimiser lacks a parameter that a rule thaws or whose rate it changes.
+        """
+        pairs = list(zip(self.rules, self._parameters, strict=True))
+        frozen = [p for rule, found in pairs if rule.action == "thaw" for p in found if not p.requires_grad]
+        try:
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+            optimizer = self._optimizer = make()
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for rule, parameters in pairs:
+            lacking = sum(id(p) not in known for p in parameters)
+            if lacking and (rule.action == "thaw" or (rule.action == "rate" and lacking == len(parameters))):
+                raise TrainError(
+                    f"rules: {str(rule)!r} acts on {lacking} parameters that the optimiser does not have; expected all "
+                    "of them. Pass the optimiser as a factory, or include frozen parameters in its groups.",
+                    rule=str(rule),
+                )
+            if rule.action == "rate":
+                _split(optimizer, {id(p) for p in parameters})
         return optimizer
 
     def refresh(self) -> None:
@@ -57,16 +95,23 @@ class Observing:
         self.graphs.refresh()
         self.watching.refresh()
 
-    # ---- input ----------------------------------------------------------------------------------------
+    # ---- trends --------------------------------------------------------------------------------------
+
+    def note(self, kind: str, figures: Mapping[str, float]) -> None:
+        """Add the newest values of trends, equal on all ranks."""
+        if self.rules:
+            for name, value in figures.items():
+                self.values[kind].setdefault(name, []).append(float(value))
+            self._has_new_values = True
 
     def evaluated(self, figures: Mapping[str, float]) -> None:
         """Add the metrics of an evaluation, equal on all ranks."""
-        self.deciding.note("evaluation", {"eval_loss" if name == "loss" else name: v for name, v in figures.items()})
+        self.note("evaluation", {"eval_loss" if name == "loss" else name: v for name, v in figures.items()})
 
     def due(self, steps: int) -> bool:
         """Return whether a window of ``trend_every`` steps has ended."""
-        every = self.every
-        return bool(every and self.deciding.rules and self._looked_at // every < steps // every)
+        every = self.settings.trend_every
+        return bool(every and self.rules and self._looked_at // every < steps // every)
 
     def end_window(self, tally: Tally, steps: int, *, shared_loss: bool) -> None:
         """Add a value of the last window of steps to each trend; all ranks must call this after the same step.
@@ -86,6 +131,9 @@ class Observing:
         Args:
             metrics: metrics of the epoch.
             parts: totals of all ranks.
+
+        Raises:
+            TrainError: a rule names a figure that does not exist.
         """
         values = means(parts, "observed")
         self.epochs.append(values)
@@ -93,45 +141,120 @@ class Observing:
         self._before = _less(self._before, parts[self.ranks.rank])
         self.watching.hand_back(values)
         self.graphs.end_epoch()
-        if self.every is None:
+        if self.settings.trend_every is None:
             self._note(metrics, values)
-        known = self.deciding.values
-        if known["training"]:
-            self.deciding.check_names(self.settings.watch)
+        if self.values["training"]:
+            self._check_names()
         if not values:
             return None
         return Observed(rank=self.ranks.rank, step=metrics.step, epoch=metrics.epoch, scope="epoch", values=values)
 
     def _note(self, metrics: EpochMetrics, values: Mapping[str, float]) -> None:
         named = {name: value for found, value in metrics.metrics.items() for name in (found, f"train/{found}")}
-        self.deciding.note("training", {**named, "loss": metrics.loss})
-        self.deciding.note("watched", values)
+        self.note("training", {**named, "loss": metrics.loss})
+        self.note("watched", values)
 
-    def decide(self, steps: int, epochs: int) -> list[Decided]:
-        """Apply rules with a true condition and return them; all ranks must call this at the same points."""
-        return self.deciding.decide(steps, epochs)
+    def _check_names(self) -> None:
+        """Check that the figures of all rules exist; watched values may get their first value later."""
+        known = {name for kind in KINDS for name in self.values[kind]}
+        for rule in self.rules:
+            for name in rule.condition.names if isinstance(rule.condition, Condition) else ():
+                if name not in known and name not in self.settings.watch:
+                    raise TrainError(
+                        f"rules: {str(rule)!r} reads {name!r}{nearest(name, known)}, which has no value; expected one "
+                        f"of {', '.join(sorted(known))}.",
+                        name=name,
+                    )
 
-    def close(self) -> None:
-        """Stop watching values added by the run."""
-        self.watching.close()
+    # ---- rules ---------------------------------------------------------------------------------------
 
-    # ---- checkpoints ----------------------------------------------------------------------------------
+    def decide(self, step: int, epochs: int) -> list[Decided]:
+        """Apply the rules with a true condition, and return them; all ranks call this at the same points.
+
+        Args:
+            step: steps that are done.
+            epochs: epochs that are done.
+        """
+        if not self._has_new_values:
+            return []
+        self._has_new_values = False
+        trends = {name: Trend(values, name) for kind in KINDS for name, values in self.values[kind].items()}
+        context = RuleContext(trends, epochs, step)
+        waiting = [position for position in range(len(self.rules)) if position not in self.acted]
+        answers = [float(self.rules[position].condition(context)) for position in waiting]
+        if waiting and not self.ranks.solo:
+            answers = self.ranks.table(answers)[0]  # functions of the user may differ between ranks
+        decided = []
+        for position, answer in zip(waiting, answers, strict=True):
+            if not answer:
+                continue
+            rule = self.rules[position]
+            self.acted[position] = step
+            self._act(position)
+            about: Any = {"rank": self.ranks.rank, "step": step, "epoch": epochs, "rule": str(rule)}
+            decided.append(Decided(**about, action=rule.action, path=rule.path, reason=rule.why(context)))
+            if rule.action == "freeze" and not any(p.requires_grad for p in self.model.parameters()):
+                decided.append(Decided(**about, action="stop", path="", reason="no trainable parameter is left"))
+        return decided
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a rule ended the run."""
+        return any(self.rules[position].action == "stop" for position in self.acted)
+
+    def _act(self, position: int) -> None:
+        rule, parameters = self.rules[position], self._parameters[position]
+        for parameter in parameters if rule.action in ("freeze", "thaw") else ():
+            parameter.requires_grad_(rule.action == "thaw")
+            parameter.grad = None
+        if rule.action == "rate":
+            assert self._optimizer is not None
+            chosen = {id(p) for p in parameters}
+            for group in self._optimizer.param_groups:
+                if group["params"] and all(id(p) in chosen for p in group["params"]):
+                    group["lr_scale"] = group.get("lr_scale", 1.0) * rule.scale
+                    if isinstance(group["lr"], torch.Tensor):
+                        group["lr"].mul_(rule.scale)
+                    else:
+                        group["lr"] = group["lr"] * rule.scale
+
+    # ---- checkpoints ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that is equal on all ranks, as JSON values."""
-        return {"epochs": self.epochs, "looked_at": self._looked_at, **self.deciding.state_dict()}
+        acted = {str(self.rules[position]): step for position, step in self.acted.items()}
+        trends = {"values": self.values, "acted": acted} if self.rules else {}
+        return {"epochs": self.epochs, "looked_at": self._looked_at, **trends}
 
     def own_state(self) -> dict[str, Any]:
         """Return the state of this rank, as JSON values."""
         return {"before": self._before}
 
     def load_state_dict(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Restore `state_dict` and `own_state`, and the histories of graphs."""
-        self.deciding.load_state_dict(state)
+        """Restore `state_dict`, `own_state` and the histories of graphs; freeze and thaw again.
+
+        Learning rates are in the state of the optimiser.
+        """
+        for kind, series in state.get("values", {}).items():
+            self.values[kind] = {name: list(values) for name, values in series.items()}
+        acted = state.get("acted", {})
+        self.acted = {place: acted[str(rule)] for place, rule in enumerate(self.rules) if str(rule) in acted}
+        for position in sorted(self.acted, key=lambda position: (self.acted[position], position)):
+            if self.rules[position].action in ("freeze", "thaw"):
+                self._act(position)
         self._looked_at = state.get("looked_at", 0)
         self._before = own.get("before", self._before)
         self.epochs = [dict(values) for values in state.get("epochs", ())]
         self.watching.hand_back_all(self.epochs)
+
+
+def _split(optimizer: torch.optim.Optimizer, chosen: set[int]) -> None:
+    """Split groups of which only some parameters are chosen."""
+    for group in list(optimizer.param_groups):
+        inside = [p for p in group["params"] if id(p) in chosen]
+        if inside and len(inside) < len(group["params"]):
+            group["params"] = [p for p in group["params"] if id(p) not in chosen]
+            optimizer.add_param_group({**group, "params": inside})
 
 
 def _less(a: Any, b: Any) -> Any:

@@ -269,7 +269,7 @@ class TrainerParts:
             with contextlib.ExitStack() as stack, self.requests.signals:
                 stack.callback(lambda: self.step_.drop_captures())
                 stack.callback(self.hooks.call, "close")
-                stack.callback(self.observing.close)
+                stack.callback(self.observing.watching.close)
                 for change in (compiled if settings.compile else None, settings.prepare_model):
                     undo = change(self.model) if change is not None else None
                     if undo is not None:

@@ -152,7 +152,8 @@ class RunPlan:
             check_data(data, **{**self._eval_sizes(data), "max_steps": None, **options})
         if isinstance(self.model_factory, GivenModel) and world > 1:
             model, maker, groups = self.model_factory.model, self.optimizer_factory, self.settings.parameter_groups
-            with contextlib.closing(Observing(model, Ranks(), self.settings)) as observing:
+            observing = Observing(model, Ranks(), self.settings)
+            with contextlib.closing(observing.watching):
                 if not isinstance(maker, torch.optim.Optimizer):
                     observing.optimizer(lambda: make_optimizer(model, maker, groups))
 

@@ -116,7 +116,7 @@ def snapshot(trainer: Any, best: dict[str, Any] | None) -> dict[str, Any]:
             "evaluator": trainer.evaluator.state_dict(),
             "callbacks": trainer.hooks.state_dict(),
             "observing": trainer.observing.state_dict(),
-            "stopped": trainer.stopping and (trainer.evaluator.is_spent or trainer.observing.deciding.stopped),
+            "stopped": trainer.stopping and (trainer.evaluator.is_spent or trainer.observing.stopped),
             "recipe": recipe(trainer),
             "best": best,
             **({"ema updates": trainer.average.updates} if trainer.average is not None else {}),
