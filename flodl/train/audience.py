@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from flodl.errors import TrainError
 from flodl.train.callback import Callback
 from flodl.train.console import ShowProgress
 from flodl.train.events import Events
@@ -77,7 +76,7 @@ def _monitor_of(settings: Settings) -> Monitor | None:
     """Return the monitor of a run with its page served; None if none is requested.
 
     Raises:
-        TrainError: the setting is not a bool, a port or a monitor, or the port is taken.
+        TrainError: the port is taken.
     """
     wanted = settings.monitor
     if wanted is None or wanted is False:
@@ -86,10 +85,6 @@ def _monitor_of(settings: Settings) -> Monitor | None:
 
     if isinstance(wanted, Monitor):
         return wanted
-    if wanted is not True and not (isinstance(wanted, int) and 0 <= wanted < 65536):
-        raise TrainError(
-            f"monitor: found {wanted!r}, expected True, a port, or a flodl.monitor.Monitor.", found=repr(wanted)
-        )
     monitor = Monitor(folder=settings.folder, quiet=True)
     url = monitor.serve(None if wanted is True else wanted)
     print(f"watch this run at {url}", file=sys.stderr, flush=True)

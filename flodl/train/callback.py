@@ -134,7 +134,7 @@ class Hooks:
         trainer: passed to callbacks as their first argument.
 
     Raises:
-        TrainError: an object is not a `Callback`, or has a method that is never called.
+        TrainError: a callback has a method that is never called.
     """
 
     on_step_begin: list[Callable[..., Any]]
@@ -142,13 +142,6 @@ class Hooks:
 
     def __init__(self, trainer: Any, callbacks: Sequence[Callback]) -> None:
         self.trainer, self.callbacks = trainer, tuple(callbacks)
-        strange = [type(call).__name__ for call in self.callbacks if not isinstance(call, Callback)]
-        if strange:
-            raise TrainError(
-                f"callbacks: found {', '.join(strange)}; expected instances of flodl.train.Callback. Pass functions "
-                "that only read events to subscribe().",
-                found=strange,
-            )
         never = [
             f"{type(call).__name__}.{name}{nearest(name, KNOWN)}"
             for call in self.callbacks

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from flodl.distributed.sharded import is_sharded
 from flodl.distributed.shares import deal
@@ -93,22 +95,16 @@ class Evaluator:
         ranks.phase("evaluation")
         found: dict[str, float] = {}
         details: dict[str, Any] = {}
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        try:
-            with torch.no_grad():
-                for name, (eval_step, data) in self.evals.items():
-                    figures = self._means(eval_step, data, speeds)
-                    found |= {f"{name}/{figure}" if name else figure: value for figure, value in figures.items()}
-                if self.eval_fn is not None:
-                    if hasattr(self.eval_fn, "on_ranks"):
-                        figures, details = split_figures(self.eval_fn.on_ranks(model, ranks, speeds))
-                    else:
-                        figures, details = ranks.tell(split_figures(self.eval_fn(model)) if ranks.rank == 0 else [])
-                    found |= figures
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        with evaluating(model), torch.no_grad():
+            for name, (eval_step, data) in self.evals.items():
+                figures = self._means(eval_step, data, speeds)
+                found |= {f"{name}/{figure}" if name else figure: value for figure, value in figures.items()}
+            if self.eval_fn is not None:
+                if hasattr(self.eval_fn, "on_ranks"):
+                    figures, details = split_figures(self.eval_fn.on_ranks(model, ranks, speeds))
+                else:
+                    figures, details = ranks.tell(split_figures(self.eval_fn(model)) if ranks.rank == 0 else [])
+                found |= figures
         return found, details
 
     def _check_names(self, found: Mapping[str, float]) -> None:
@@ -174,6 +170,18 @@ class Evaluator:
         self.found, self.at_step = dict(state["found"]), state["at_step"]
         if self.metric is not None and state.get("metric", self.metric) == self.metric:
             self.best, self.waits = state["best"], state["waits"]
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch to evaluation mode: no dropout, no changes of BatchNorm statistics."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def _add(sums: dict[str, list[Any]], given: Any, batch: Any) -> None:

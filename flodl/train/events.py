@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from flodl.distributed.group import Summed
 
@@ -211,9 +211,6 @@ class EpochMetrics(Event):
     by_rank: tuple[Mapping[str, float], ...] = ()
 
 
-EpochDone = EpochMetrics
-
-
 @dataclass(frozen=True, kw_only=True)
 class Saved(Event):
     """A checkpoint is complete on disk."""
@@ -257,17 +254,13 @@ class RunDone(Event):
     summed: Summed | None = None
 
 
-class Subscriber(Protocol):
-    """A function or object that is called with events, passed to ``subscribe``.
+Subscriber = Callable[[Any], Any]
+"""A function or object that is called with events, passed to ``subscribe``; its result is ignored.
 
-    Progress, trackers, the monitor and the timeline are subscribers. They are called in the process that subscribed and
-    change nothing in the run; an error in a subscriber is warned of once. The last event of a run without an error is
-    `RunDone`.
-    """
-
-    def __call__(self, event: Any, /) -> Any:
-        """Handle an event; the result is ignored."""
-        ...
+Progress, trackers, the monitor and the timeline are subscribers. They are called in the process that subscribed and
+change nothing in the run; an error in a subscriber is warned of once. The last event of a run without an error is
+`RunDone`.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,29 +314,17 @@ class LayersTimed(Event):
     memory: Mapping[str, float] = field(default_factory=dict)
 
 
-class _Wants(dict[type, bool]):
-    """Whether events of a kind have a subscriber; a key is computed at its first use."""
-
-    def __init__(self, subscribers: list[tuple[Subscriber, tuple[type, ...]]]) -> None:
-        super().__init__()
-        self._subscribers = subscribers
-
-    def __missing__(self, kind: type) -> bool:
-        found = self[kind] = any(issubclass(kind, kinds) for _, kinds in self._subscribers)
-        return found
-
-
 class Events:
     """Passes each event to its subscribers, in the order of their subscription.
 
     Attributes:
-        wants: whether events of a kind have a subscriber.
+        wants: whether `StepDone` and `Observed` have a subscriber.
     """
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
         self._subscribers: list[tuple[Subscriber, tuple[type, ...]]] = []
-        self.wants = _Wants(self._subscribers)
+        self.wants: dict[type[Event], bool] = {StepDone: False, Observed: False}
         self._failed: set[int] = set()
 
     def subscribe(self, call: Subscriber, *kinds: type[Event]) -> Callable[[], None]:
@@ -353,18 +334,16 @@ class Events:
             A function that ends the subscription.
         """
         entry = (call, kinds or (Event,))
-        self._subscribers.append(entry)
-        self.wants.clear()
-        return lambda: self._end(entry)
+        self._change([*self._subscribers, entry])
+        return lambda: self._change([other for other in self._subscribers if other is not entry])
 
-    def _end(self, entry: tuple[Subscriber, tuple[type, ...]]) -> None:
-        if entry in self._subscribers:
-            self._subscribers.remove(entry)
-        self.wants.clear()
+    def _change(self, subscribers: list[tuple[Subscriber, tuple[type, ...]]]) -> None:
+        self._subscribers = subscribers
+        self.wants = {kind: any(issubclass(kind, kinds) for _, kinds in subscribers) for kind in self.wants}
 
     def emit(self, event: Event) -> None:
         """Pass ``event`` on; an error of a subscriber is reported once and does not end the run."""
-        for call, kinds in tuple(self._subscribers):
+        for call, kinds in self._subscribers:
             if not isinstance(event, kinds):
                 continue
             try:

@@ -17,7 +17,7 @@ from torch import nn
 
 from flodl.devices import cuda_count
 from flodl.distributed.group import Ranks
-from flodl.distributed.launch import LOOK_S, launch
+from flodl.distributed.launch import launch
 from flodl.errors import TrainError, TrainInterrupted
 from flodl.train.audience import Audience
 from flodl.train.callback import Guarded
@@ -143,7 +143,7 @@ class Handle:
         usual = [f"cuda:{rank % cuda_count()}" if cuda_count() else "cpu" for rank in range(self.world_size)]
         self.devices = usual if isinstance(names, int) else list(names)
         self._plan = plan
-        self._events, self._queue = Events(), deque[EpochMetrics]()
+        self._events = Events()
         self._metrics: list[EpochMetrics] = []
         self._trained: Trained | None = None
         self._snapshots: deque[ModelSnapshot] = deque()
@@ -191,7 +191,6 @@ class Handle:
             about: Any = {"failed_rank": error.rank, "phase": error.phase, "restarts": restarts}
             self._events.emit(RunFailed(step=error.step, epoch=0, reason=str(error), **about))
         else:
-            self._queue.append(body)
             self._metrics.append(body)
             return self._metrics_fn(self._warn, body) is not False
         return None
@@ -275,12 +274,6 @@ class Handle:
         if not self._snapshots:
             raise TrainError("snapshot: the run ended before one was taken. Read the weights of its result, join().")
         return self._snapshots.popleft()
-
-    def next_metrics(self) -> EpochMetrics | None:
-        """Wait for the figures of the next epoch and return them; None when the run is over."""
-        while not self._queue and self.poll(timeout_s=LOOK_S):
-            pass
-        return self._queue.popleft() if self._queue else None
 
     def join(self) -> Trained:
         """Wait for the end of the run and return its result.

@@ -6,18 +6,16 @@ computed once more, without changing gradients, buffers or random numbers. This 
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from flodl.graph.tree import modules_of
 from flodl.monitor.architecture import facts_of, picture_of, tree_of
 from flodl.monitor.profiler import Profiler
 from flodl.train.callback import Callback
+from flodl.train.evaluate import evaluating
 from flodl.train.events import LayersTimed, ModelDescribed, Warned
 from flodl.train.step.outcome import Part
 
@@ -98,7 +96,7 @@ class LayerProbe(Callback):
         model, device, began = trainer.model, trainer.ranks.device, time.monotonic()
         learned = [p for p in model.parameters() if p.requires_grad]
         devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices), _evaluating(model), trainer.graphs.apart():
+        with torch.random.fork_rng(devices), evaluating(model), trainer.graphs.apart():
             profiler = Profiler(model, modules_of(model), memory=not self._has_memory)
             try:
                 loss = trainer.step_.loss_of(batch, Part())
@@ -110,15 +108,3 @@ class LayerProbe(Callback):
         profiler.set_norms(norms)
         self._profiler = profiler
         self._next = time.monotonic() + IDLE_RATIO * (time.monotonic() - began)
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch to evaluation mode: no dropout, no changes of BatchNorm statistics."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

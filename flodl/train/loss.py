@@ -76,18 +76,6 @@ class Loss:
         # Filled on the device: a copy from the host would wait for it.
         return torch.stack([value, value.new_full((), float(self.count))])
 
-    def check_depends(self) -> None:
-        """Refuse a loss without a gradient.
-
-        Raises:
-            TrainError: it has no gradient.
-        """
-        if not self.sum.requires_grad:
-            raise TrainError(
-                "backward: the loss does not depend on any trainable parameter. Expected a loss computed from "
-                "the model's output with gradients on; look for no_grad, detach, or everything frozen.",
-            )
-
 
 def _where_any(count: Any, value: torch.Tensor) -> torch.Tensor:
     """Return ``value``, or 0 if nothing was counted."""

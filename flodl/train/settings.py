@@ -19,7 +19,7 @@ from flodl.train.events import Subscriber
 from flodl.train.optim.ema import Ema
 from flodl.train.precision import PRECISIONS
 from flodl.train.rules import Rule, as_rule
-from flodl.train.trackers import TRACKERS, make_trackers
+from flodl.train.trackers import TRACKERS, make_tracker
 
 MAY_CHANGE = frozenset((
     "num_epochs", "max_steps", "early_stopping", "folder", "save_every", "save_epochs", "save_end", "keep_last",
@@ -259,7 +259,7 @@ class Settings:
         length = {"num_epochs": self.num_epochs, "max_steps": self.max_steps, "batch_size": self.batch_size}
         shown = {name: value for name, value in {**length, **self.recipe()}.items() if value is not None}
         folder = self.tracker_folder or (f"{self.folder}.logs" if self.folder else "runs")
-        return make_trackers(self.trackers, folder, shown)
+        return [one if callable(one) else make_tracker(one, folder, shown) for one in self.trackers]
 
     def recipe(self) -> dict[str, Any]:
         """Return the settings that determine the numbers of a run as JSON values, for the comparison on resume."""

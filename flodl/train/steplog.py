@@ -20,6 +20,8 @@ from flodl.train.events import EpochMetrics, Events, Observed, StepDone, Warned
 from flodl.train.optim.rates import Rates
 from flodl.train.step.outcome import Outcome, StepResult
 
+FIGURES = ("loss", "count", "samples", "grad_norm", "compute_ms")
+
 
 @dataclass
 class Tally:
@@ -119,15 +121,15 @@ def epoch_metrics(
         share=tuple(part["samples"] / samples if samples else 0.0 for part in parts),
         throughput=tuple(part["samples"] / part["compute_ms"] if part["compute_ms"] else 0.0 for part in parts),
         eval=evaluated,
-        by_rank=tuple(_of_rank(part, shared_loss) for part in parts),
+        by_rank=tuple(
+            {
+                **means([part], "sums"),
+                **{name: float(part[name]) for name in ("samples", "compute_ms", "wall_ms")},
+                **({} if shared_loss or not part["count"] else {"loss": part["loss_sum"] / part["count"]}),
+            }
+            for part in parts
+        ),
     )
-
-
-def _of_rank(part: Mapping[str, Any], shared_loss: bool) -> dict[str, float]:
-    """Return the figures of one rank."""
-    loss = {} if shared_loss or not part["count"] else {"loss": part["loss_sum"] / part["count"]}
-    times = {name: float(part[name]) for name in ("samples", "compute_ms", "wall_ms")}
-    return {**means([part], "sums"), **times, **loss}
 
 
 def _add(sums: dict[str, list[float]], name: str, total: float, count: float) -> None:
@@ -232,25 +234,16 @@ class StepLog:
         if not result.applied:
             message = f"step {entry.step}: not applied, {result.reason}"
             events.emit(Warned(rank=events.rank, step=entry.step, message=message))
+        about: Any = {"at_s": entry.at_s, "rank": events.rank, "step": entry.step, "epoch": entry.epoch}
         if events.wants[StepDone]:
-            events.emit(_step_done(entry, events.rank))
+            figures: Any = {name: getattr(result, name) for name in FIGURES}
+            wall_ms = entry.wall_ms if entry.outcome is None else result.compute_ms
+            metrics = {name: total / count for name, (total, count) in result.metrics.items() if count}
+            more: Any = {"lr": entry.lr, "wall_ms": wall_ms, "skipped": not result.applied, "metrics": metrics}
+            events.emit(StepDone(**about, **figures, **more))
         if result.observed and events.wants[Observed]:
             values = {name: total / weight for name, (total, weight) in result.observed.items() if weight}
-            where: Any = {"at_s": entry.at_s, "rank": events.rank, "step": entry.step, "epoch": entry.epoch}
-            events.emit(Observed(**where, scope="step", values=values))
-
-
-def _step_done(entry: _Entry, rank: int) -> StepDone:
-    result = entry.result
-    about: Any = {"at_s": entry.at_s, "rank": rank, "step": entry.step, "epoch": entry.epoch, "lr": entry.lr}
-    names = ("loss", "count", "samples", "grad_norm", "compute_ms")
-    return StepDone(
-        **about,
-        **{name: getattr(result, name) for name in names},
-        wall_ms=entry.wall_ms if entry.outcome is None else result.compute_ms,
-        skipped=not result.applied,
-        metrics={name: total / count for name, (total, count) in result.metrics.items() if count},
-    )
+            events.emit(Observed(**about, scope="step", values=values))
 
 
 class _Window:

@@ -17,14 +17,14 @@ import importlib
 import io
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from flodl.errors import TrainError, nearest
 from flodl.files import read_regular, write_atomically
 from flodl.monitor.record import as_text
-from flodl.train.events import EpochMetrics, EvalDone, Observed, RunDone, RunStarted, StepDone, Subscriber
+from flodl.train.events import EpochMetrics, EvalDone, Observed, RunDone, RunStarted, StepDone
 
 
 class Tracker:
@@ -294,10 +294,3 @@ def make_tracker(name: str, folder: str | os.PathLike[str], config: Mapping[str,
     if tracker.package:
         tracker.need(tracker.package)
     return tracker
-
-
-def make_trackers(
-    wanted: Sequence[str | Subscriber], folder: str | os.PathLike[str], config: Mapping[str, Any] | None = None
-) -> list[Subscriber]:
-    """Return the trackers for names, and callables unchanged; errors as of `make_tracker`."""
-    return [one if callable(one) else make_tracker(one, folder, config) for one in wanted]

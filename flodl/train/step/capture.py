@@ -8,7 +8,6 @@ runs before it are ordinary steps, and the capture itself computes nothing.
 
 from __future__ import annotations
 
-import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,13 +16,13 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
 import torch
 
 from flodl.data.batch import Batch
 from flodl.errors import TrainError
 from flodl.nested import map_leaves
 from flodl.train.events import Recorded
+from flodl.train.saving.state import load_random, random_state
 from flodl.train.step.cuda_graphs import CudaCapturer, Overlap, Run
 from flodl.train.step.host import HostStep
 from flodl.train.step.outcome import OBSERVED, Outcome
@@ -35,6 +34,7 @@ MAX_GAP_STEPS = 16  # a shape that comes again within so many steps of its first
 MIN_OCCURRENCES = 5  # others at their fifth run: a capture takes as long as some ordinary steps
 MAX_SYNCING_RUNS = 2  # a first run may wait while kernels are chosen; a second one that waits shows a step that waits
 
+HOST = torch.device("cpu")
 _TRAINING = itemgetter("training")
 
 
@@ -151,11 +151,12 @@ class _Captures:
     def _capture(self, key: Any, run: Run, inputs: Sequence[torch.Tensor] = ()) -> _Graph | None:
         """Return the new captured graph of a key; None, with random states as before, if it cannot be captured."""
         assert self.capturer is not None
-        before, began = _host_random(), time.perf_counter()
+        before, began = random_state(HOST), time.perf_counter()
         fault, replay = None, None
         try:
             replay = self.capturer.capture(run)
-            if _host_random() != before:
+            now = random_state(HOST)
+            if now[1] != before[1] or any(not torch.equal(now[0][name], state) for name, state in before[0].items()):
                 raise Refused("the step draws random numbers on the host, which a captured graph would repeat")
         except Exception as error:
             fault = f"{error}".strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -163,7 +164,7 @@ class _Captures:
         fault = self._of_all_ranks(fault)
         if fault is not None or replay is None:
             # Outside of the handler, since the error's frames refer to the incomplete capture.
-            _restore_host_random(*before)
+            load_random(HOST, *before)
             self._give_up(fault or "nothing was captured")
             return None
         self.num_captured += 1
@@ -406,21 +407,6 @@ def _with(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
         return Batch({name: _with(inner, tensors) for name, inner in part.items()}, part.num_rows)
 
     return map_leaves(value, put)
-
-
-# ---- state of the host ---------------------------------------------------------------------------------------
-
-
-def _host_random() -> tuple[Any, Any, Any]:
-    """Return the random states of the host, which can be compared."""
-    kind, keys, *rest = np.random.get_state()
-    return torch.get_rng_state().tolist(), (kind, list(keys), *rest), random.getstate()
-
-
-def _restore_host_random(of_torch: list[int], of_numpy: Any, of_python: Any) -> None:
-    torch.set_rng_state(torch.tensor(of_torch, dtype=torch.uint8))
-    np.random.set_state(of_numpy)
-    random.setstate(of_python)
 
 
 def _translations() -> tuple[int, int]:

@@ -193,7 +193,10 @@ class HostStep:
     def _add(self, part: Part, loss: Loss, alone: bool = False) -> None:
         """Add the gradient and the figures of one micro-batch; divide first if it is ``alone`` in its step."""
         if not loss.sum.requires_grad:
-            loss.check_depends()
+            raise TrainError(
+                "backward: the loss does not depend on any trainable parameter. Expected a loss computed from "
+                "the model's output with gradients on; look for no_grad, detach, or everything frozen.",
+            )
         if self.hooks is not None:
             loss = self.hooks.before_backward(loss)
         if self.sum_of_means or alone:

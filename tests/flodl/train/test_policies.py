@@ -429,12 +429,11 @@ def test_metrics_come_in_order_to_the_process_that_started_the_run():
     made = Trainer.builder(make_model, adamw(1e-2), step).dataset(make_data()).batch_size(16).num_epochs(3)
     handle = made.devices(2, start="fork").start()
     assert handle.world_size == 2
-    seen = []
-    while (metrics := handle.next_metrics()) is not None:
-        seen.append(metrics)
+    while handle.poll(1.0):
+        pass
+    seen = handle.join().metrics
     assert [m.epoch for m in seen] == [0, 1, 2]
     assert all(isinstance(m, EpochMetrics) for m in seen)
-    assert not handle.poll()
     assert set(handle.join().parameters) == set(dict(make_model(None).named_parameters()))
 
 
