@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl.train.step import blocks, decide
+from flodl.train.step import decide
 from flodl_hf.nn.attention.dot_product import attend
 from flodl_hf.nn.layout.buckets import Buffer, bucket_of
 from flodl_hf.nn.layout.layouts import Packed
@@ -201,8 +201,8 @@ def _squares() -> Part:
     def run(variant: tuple[int, int, int], data: Any) -> list[Tensor]:
         (grads, laid), (block, warps, most) = data, variant
         if variant not in laid:
-            with cut(blocks, BLOCK=block):
-                layout = blocks.BlockLayout.of(tuple(g.numel() for g in grads), torch.device("cuda"), most)
+            with cut(decide, BLOCK=block):
+                layout = decide.BlockLayout.of(tuple(g.numel() for g in grads), torch.device("cuda"), most)
             laid[variant] = layout, torch.tensor([g.data_ptr() for g in grads], device="cuda")
         layout, table = laid[variant]
         sums = torch.empty(layout.which.numel(), dtype=torch.float32, device="cuda")
@@ -213,8 +213,8 @@ def _squares() -> Part:
         )  # fmt: skip
         return [sums]
 
-    most = blocks.MOST_PROGRAMS
-    tried = [(blocks.BLOCK, decide.WARPS, most)]
+    most = decide.MOST_PROGRAMS
+    tried = [(decide.BLOCK, decide.WARPS, most)]
     tried += [(b, w, m) for b, w in ((2048, 4), (4096, 8), (1024, 4), (4096, 4)) for m in (most, 2 * most, 4 * most)]
     return Part({"BERT-base, 110 million": 12}, {_named(v): v for v in dict.fromkeys(tried)}, make, run)
 

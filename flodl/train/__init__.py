@@ -7,7 +7,7 @@ events to subscribe to, optimiser factories and parameter groups. How ranks shar
 To read it: `settings`, `trainer` (the loop), `parts` (what a run consists of); then `step`.
 """
 
-from flodl.train.callback import Callback
+from flodl.train.callback import Callback, Profiler
 from flodl.train.events import (
     Decided,
     EpochMetrics,
@@ -27,8 +27,6 @@ from flodl.train.loss import Loss
 from flodl.train.optim.ema import Ema
 from flodl.train.optim.optimizers import adamw, layerwise_decay, parameter_groups, sgd
 from flodl.train.precision import Precision
-from flodl.train.profiling import Profiler
-from flodl.train.rate_search import RateSearch
 from flodl.train.replicas import Replicas
 from flodl.train.rules import Rule, freeze_when, set_rate, stop_when, thaw_when
 from flodl.train.settings import Settings
@@ -36,6 +34,7 @@ from flodl.train.snapshots import ModelSnapshot
 from flodl.train.step.device import Step
 from flodl.train.trackers import Tracker
 from flodl.train.trainer import Trainer
+from flodl.train.trials import RateSearch
 
 __all__ = [
     "Callback",

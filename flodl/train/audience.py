@@ -1,17 +1,33 @@
-"""Subscribers of a run: progress, trackers and monitor as the settings request, and the subscribers of the user."""
+"""Subscribers of a run: the console, trackers and monitor as the settings request, and subscribers of the user."""
 
 from __future__ import annotations
 
+import json
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from flodl.progress import AFTER_S, Progress, figures_of, in_words
 from flodl.train.callback import Callback
-from flodl.train.console import ShowProgress
-from flodl.train.events import Events
+from flodl.train.events import (
+    Decided,
+    EpochMetrics,
+    EvalDone,
+    Events,
+    Observed,
+    RunDone,
+    RunStarted,
+    Saved,
+    SaveFailed,
+    StepDone,
+    Synced,
+    Warned,
+)
 from flodl.train.settings import Settings
 from flodl.train.trackers import Tracker
+from flodl.verbosity import Verbosity, verbosity
 
 if TYPE_CHECKING:
     from flodl.monitor import Monitor
@@ -96,8 +112,106 @@ def callbacks_of(settings: Settings) -> tuple[Callback, ...]:
     is_monitored = settings.monitor is not None and settings.monitor is not False
     if not is_monitored and not settings.timeline:
         return tuple(settings.callbacks)
-    from flodl.train.layer_probe import LayerProbe
-    from flodl.train.rank_activity import RankActivity
+    from flodl.train.rank_activity import LayerProbe, RankActivity
 
     activity = RankActivity(settings.timeline or None, is_monitored)
     return (*settings.callbacks, activity, *([LayerProbe()] if is_monitored else []))
+
+
+class ShowProgress:
+    """A subscriber that shows the progress of a run, see `flodl.progress`.
+
+    Args:
+        show: True also for short runs, False never, None for runs longer than a second.
+        total: steps of the whole run if known better than from epochs.
+        what: name of the run.
+    """
+
+    def __init__(self, show: bool | None = None, *, total: int | None = None, what: str = "training") -> None:
+        self.show, self.total, self.what = show, total, what
+        self._progress: Progress | None = None
+
+    def __call__(self, event: Any) -> None:
+        """Receive an event."""
+        level = verbosity()
+        if level == Verbosity.QUIET and isinstance(event, (Warned, SaveFailed)):
+            print(f"warning: {_text_of(event)}", file=sys.stderr, flush=True)
+        if level >= Verbosity.TRACE:
+            print(json.dumps(event.to_dict(), default=str), file=sys.stderr, flush=True)
+        if isinstance(event, RunStarted):
+            self._begin(event)
+        elif self._progress is not None:
+            if isinstance(event, StepDone):
+                loss: dict[str, Any] = {} if math.isnan(event.loss) else {"loss": event.loss}
+                self._progress.update(event.step, epoch=event.epoch + 1, **loss, lr=f"{event.lr:.2e}")
+            elif isinstance(event, RunDone):
+                self._progress.update(event.step)
+                self.close()
+            elif isinstance(event, (Warned, SaveFailed)):
+                self._print(f"warning: {_text_of(event)}", always=True)
+            else:
+                for line in _lines_of(event, level):
+                    self._print(line)
+
+    def _begin(self, event: RunStarted) -> None:
+        self.close()
+        total = event.total_steps if self.total is None else self.total
+        self._progress = Progress(self.what, total or None, unit="steps", done=event.step, show=self.show)
+        parts = [_plural(event.epochs, "epoch"), _plural(total, "step")] if total else []
+        parts += [f"{event.world} devices"] if event.world > 1 else []
+        parts += [f"resumed from step {event.step:,}"] if event.resumed_from else []
+        if parts:
+            self._print(f"{self.what}: {', '.join(parts)}")
+        if event.world > 1:
+            self._print(f"policy: {event.policy}, because {event.policy_reason}")
+
+    def _print(self, text: str, *, always: bool = False) -> None:
+        """Print a line; without ``always`` only in runs that last."""
+        progress = self._progress
+        if progress is not None and (self.show or always or progress.elapsed >= AFTER_S):
+            progress.say(text)
+
+    def close(self) -> None:
+        """Remove the display."""
+        if self._progress is not None:
+            self._progress.close()
+        self._progress = None
+
+
+def _text_of(event: Warned | SaveFailed) -> str:
+    if isinstance(event, Warned):
+        return in_words(event.message)
+    return in_words(f"the checkpoint of step {event.step:,} was not written: {event.reason}")
+
+
+def _lines_of(event: Any, level: Verbosity) -> list[str]:
+    """Return the lines of an event at a verbosity level."""
+    if isinstance(event, EvalDone):
+        return [f"step {event.step:,}: {', '.join(figures_of(_main(event.metrics)))}"]
+    if isinstance(event, EpochMetrics):
+        rows = event.samples / event.epoch_ms * 1e3 if event.epoch_ms else 0.0
+        loss = "" if math.isnan(event.loss) else f"loss {event.loss:.4f}, "
+        lines = [f"epoch {event.epoch + 1}: {loss}{rows:,.{int(rows < 10)}f} rows/s"]
+        ranks = enumerate(event.by_rank if level >= Verbosity.DEBUG else ())
+        return [*lines, *(f"epoch {event.epoch + 1}, rank {rank}: {', '.join(figures_of(own))}" for rank, own in ranks)]
+    if isinstance(event, Decided):
+        return [f"step {event.step:,}: {event.rule} ({event.reason})"]
+    if isinstance(event, Saved) and level >= Verbosity.VERBOSE:
+        size = f"{event.bytes / (1 << 20):.1f} MiB in {event.wall_ms / 1e3:.1f} s"
+        return [f"step {event.step:,}: checkpoint {event.path}, {size}"]
+    if isinstance(event, Synced) and level >= Verbosity.VERBOSE:
+        batches = " + ".join(map(str, event.batches))
+        return [f"step {event.step:,}: ranks synchronised after {batches} batches, {event.sync_ms:.0f} ms"]
+    if isinstance(event, Observed) and event.scope == "epoch" and level >= Verbosity.DEBUG:
+        return [f"epoch {event.epoch + 1}: {', '.join(figures_of(event.values))}"]
+    return []
+
+
+def _plural(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _main(figures: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics except per-label ones such as ``f1/PER`` or ``dev/f1/PER``."""
+    plain = {name: value for name, value in figures.items() if "/" not in name}
+    return plain or {name: value for name, value in figures.items() if name.count("/") == 1}

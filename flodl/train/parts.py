@@ -28,7 +28,6 @@ from flodl.train.audience import callbacks_of
 from flodl.train.callback import Guarded, Hooks
 from flodl.train.evaluate import Evaluator
 from flodl.train.events import Events, RunDone, RunFailed, RunStarted, Warned
-from flodl.train.faults import check_settings
 from flodl.train.handle import Trained
 from flodl.train.observing import Observing
 from flodl.train.optim.ema import WeightAverage
@@ -40,7 +39,7 @@ from flodl.train.requests import Requests
 from flodl.train.saving.keeper import Keeper
 from flodl.train.saving.resume import past_of
 from flodl.train.saving.state import check_same_model, identity
-from flodl.train.settings import Settings
+from flodl.train.settings import Settings, check_settings
 from flodl.train.snapshots import Snapshots
 from flodl.train.step.cuda_graphs import CudaCapturer
 from flodl.train.step.device import Step

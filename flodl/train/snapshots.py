@@ -22,8 +22,7 @@ from torch import nn
 from flodl.background import BackgroundWorker
 from flodl.checkpoint import load_tensors, save_tensors
 from flodl.errors import CheckpointError, TrainError
-from flodl.train.saving.state import load_model
-from flodl.train.saving.tensor_stream import copies, event_after, on_host
+from flodl.train.saving.state import copies, event_after, load_model, on_host
 
 KEY = "snapshot"
 Tensors = dict[str, torch.Tensor]

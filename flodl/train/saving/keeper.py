@@ -31,7 +31,7 @@ from flodl.train.events import Event, Saved, SaveFailed
 from flodl.train.requests import SAVE
 from flodl.train.saving import resume
 from flodl.train.saving.reading import FORMAT, Checkpoint, list_checkpoints, open_checkpoint, ranked, signed
-from flodl.train.saving.tensor_stream import event_after, safetensors_chunks
+from flodl.train.saving.state import event_after, safetensors_chunks
 
 
 def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from flodl.train.saving.state import (
     MODEL,
     SHARDS,
     check_fits,
+    copies,
     learned_tensors,
     load_model,
     load_optimizer,
@@ -30,7 +31,6 @@ from flodl.train.saving.state import (
     random_state,
     whole_model,
 )
-from flodl.train.saving.tensor_stream import copies
 from flodl.train.settings import MAY_CHANGE
 from flodl.train.steplog import Tally
 

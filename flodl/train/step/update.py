@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from flodl.train.step.blocks import BlockLayout, BlockTables, capturing, is_dense, sent
-from flodl.train.step.decide import StepDecision
+from flodl.train.step.decide import BlockLayout, BlockTables, StepDecision, capturing, is_dense, sent
 from flodl.train.step.host import has_plain_step, take_step
 
 KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)

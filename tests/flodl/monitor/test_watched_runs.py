@@ -114,8 +114,8 @@ def test_looking_on_changes_no_number(monkeypatch, recorded):
 
     if recorded:
         monkeypatch.setattr("flodl.train.parts.make_capturer", lambda device, settings: Repeats())
-    monkeypatch.setattr("flodl.train.layer_probe.EVERY_S", 0.0)
-    monkeypatch.setattr("flodl.train.layer_probe.IDLE_RATIO", 0.0)
+    monkeypatch.setattr("flodl.train.rank_activity.EVERY_S", 0.0)
+    monkeypatch.setattr("flodl.train.rank_activity.IDLE_RATIO", 0.0)
     plain = builder(None).run()
     looks: list[LayersTimed] = []
     with quiet() as monitor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from flodl.train.step import blocks
+from flodl.train.step import decide
 from flodl.train.step import update as adam
 from flodl.train.step.host import has_plain_step, take_step
 from flodl.train.step.update import AdamUpdate
@@ -106,7 +106,7 @@ def test_parts_of_one_size_have_rooms_of_their_own_when_captured(monkeypatch):
     tensors = adam._tensors_of(optimizer, group) or []
     rooms = [update._ready(group, tensors, number) for number in (0, 1)]
     assert all(room is not None and room[0].spare for room in rooms)
-    for module in (adam, blocks):
+    for module in (adam, decide):
         monkeypatch.setattr(module, "capturing", lambda device: True)
     again = [update._ready(group, tensors, number) for number in (0, 1)]
     assert [room[0] for room in again if room] == [room[0] for room in rooms if room]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from flodl.train.step import blocks, decide
+from flodl.train.step import decide
 from flodl.train.step.decide import GradientCheck
 
 CPU = torch.device("cpu")
@@ -121,7 +121,7 @@ def test_room_for_the_addresses_of_a_capture_is_made_before_it(monkeypatch):
     told(check(gradients(), torch.tensor(0.0), 1.0))
     (plan,) = check.tables.layouts.values()
     (room,) = plan.spare
-    monkeypatch.setattr(blocks, "capturing", lambda device: True)
+    monkeypatch.setattr(decide, "capturing", lambda device: True)
     grads = gradients()
     addresses = np.asarray([[g.data_ptr() for g in grads]])
     assert check.tables.table(plan, addresses) is room

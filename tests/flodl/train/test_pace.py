@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flodl.train.step.timer import StepTimer
+from flodl.train.step.host import StepTimer
 
 
 class Clock:

@@ -280,7 +280,7 @@ def test_a_run_in_which_nothing_is_left_to_learn_ends():
 
 
 def test_decisions_are_told_in_the_log(capsys):
-    from flodl.train.console import ShowProgress
+    from flodl.train.audience import ShowProgress
 
     show = ShowProgress(True)
     run("freeze encoder when after_epochs(1)", num_epochs=2).subscribe(show).run()

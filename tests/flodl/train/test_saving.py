@@ -11,7 +11,7 @@ from torch import nn
 from flodl.train import Saved, SaveFailed, Trainer, sgd
 from flodl.train.saving import keeper
 from flodl.train.saving.reading import list_checkpoints, read_checkpoint
-from flodl.train.saving.tensor_stream import copies, safetensors_chunks
+from flodl.train.saving.state import copies, safetensors_chunks
 
 torch.set_num_threads(1)
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA")])

@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 from flodl.data import TensorRows
 from flodl.progress import Progress
 from flodl.train import EvalDone, RunDone, RunStarted, StepDone, Trainer, sgd
-from flodl.train.console import ShowProgress
+from flodl.train.audience import ShowProgress
 
 torch.set_num_threads(1)
 

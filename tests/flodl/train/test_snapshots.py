@@ -140,7 +140,8 @@ def test_a_run_of_ranks_is_looked_at_and_stopped_through_its_handle(policy, anch
     first = handle.snapshot(timeout_s=600)
     assert handle.poll(timeout_s=0.1)
     second = handle.snapshot(timeout_s=600)
-    assert 0 < first.step < second.step
+    assert first.step > 0
+    assert (first.step, first.epoch) < (second.step, second.epoch)
     name = next(iter(first.parameters))
     assert not torch.equal(first.parameters[name], second.parameters[name])
     status = handle.ranks()
