@@ -67,12 +67,9 @@ class _Captures:
     """Captured graphs by key, and the decision to capture a key.
 
     Args:
-        step: the captured step.
+        device: the step on its device, a `flodl.train.step.device.DeviceStep`.
         compute: the function that is captured.
-        finish: completes a capture; its result is kept as long as the graph is replayed.
         capturer: None runs everything one operation at a time.
-        warn: receives one message if nothing can be captured.
-        strict: raise if nothing can be captured.
 
     Attributes:
         given_up: why nothing is captured any more; None if captures are possible.
@@ -82,18 +79,9 @@ class _Captures:
     most: int
     what: str
 
-    def __init__(
-        self,
-        step: HostStep,
-        compute: Callable[..., Outcome],
-        finish: Callable[[], object],
-        capturer: CudaCapturer | None,
-        warn: Callable[[str], Any],
-        *,
-        strict: bool,
-    ) -> None:
-        self.step, self.compute, self.finish = step, compute, finish
-        self.capturer, self.warn, self.strict = capturer, warn, strict
+    def __init__(self, device: Any, compute: Callable[..., Outcome], capturer: CudaCapturer | None) -> None:
+        self.device, self.compute, self.capturer = device, compute, capturer
+        self.step: HostStep = device.step
         self.given_up: str | None = None
         self.num_captured = 0
         self.first_s = self.capture_s = 0.0
@@ -160,7 +148,7 @@ class _Captures:
                 raise Refused("the step draws random numbers on the host, which a captured graph would repeat")
         except Exception as error:
             fault = f"{error}".strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        held = self.finish()
+        held = self.device.finish_capture()
         fault = self._of_all_ranks(fault)
         if fault is not None or replay is None:
             # Outside of the handler, since the error's frames refer to the incomplete capture.
@@ -182,28 +170,23 @@ class _Captures:
     def _give_up(self, reason: str) -> None:
         self.forget()
         self.given_up = reason
-        if self.strict:
+        if self.device.strict:
             raise TrainError(f"capture: steps cannot be captured, because {reason}. Use capture='auto'.", reason=reason)
-        self.warn(
+        self.device.warn(
             f"capture: {self.what} run one operation at a time, with the same numbers, because {reason}. Use "
             "capture=False to suppress this warning."
         )
 
 
 class StepCaptures(_Captures):
-    """Captured graphs of this rank's part of a step, by the structure of its batches.
+    """Captured graphs of this rank's part of a step, by the structure of its batches."""
 
-    Attributes:
-        num_rows: True if `flodl.data.Batch.num_rows` is part of a batch's structure.
-    """
+    most, what = MOST_GRAPHS, "steps"
 
-    what = "steps"
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self.most, self.num_rows = MOST_GRAPHS, True
+    def __init__(self, *args: Any) -> None:
         self._full = False
         self._steps = self._replayed = 0
-        super().__init__(*args, **options)
+        super().__init__(*args)
 
     @property
     def recorded(self) -> Recorded:
@@ -225,7 +208,7 @@ class StepCaptures(_Captures):
             return self._launch(ordinary)
         try:
             tensors: list[torch.Tensor] = []
-            spec = tuple(flatten(batch, tensors, self.num_rows) for batch in batches)
+            spec = tuple(flatten(batch, tensors, self.device.num_rows) for batch in batches)
             if tensors and tensors[0].device != self.step.ranks.device:
                 raise Refused(f"batches are on {tensors[0].device} and the model is on {self.step.ranks.device}")
             learns = bytes([p.requires_grad for p in self._parameters])
@@ -236,7 +219,12 @@ class StepCaptures(_Captures):
             return self._launch(ordinary)
         if graph is None:
             if len(self._graphs) >= self.most:
-                self._warn_of_full()
+                if not self._full:
+                    self.device.warn(
+                        f"capture: {self.most} shapes of batches are captured, steps of others run one operation at a "
+                        "time. Expected few shapes; use buckets, or batches of one size."
+                    )
+                self._full = True
                 return self._launch(ordinary)
             if key not in self._runs:
                 translated = _translations()
@@ -244,8 +232,10 @@ class StepCaptures(_Captures):
                 if translated == _translations():  # torch.compile waits for the device while it translates
                     self._note_run(key, fault, self._steps)
                 return outcome
-            if self._is_rare(key):
-                return self._launch(ordinary)
+            came, first = self._runs[key]
+            self._runs[key] = came + 1, first
+            if came + 1 < MIN_OCCURRENCES and self._steps - first > MAX_GAP_STEPS * came:
+                return self._launch(ordinary)  # too rare for a capture to pay yet
             inputs = [tensor.clone() for tensor in tensors]
             rest = iter(inputs)
             own = [_with(batch, rest) for batch in batches]
@@ -265,20 +255,6 @@ class StepCaptures(_Captures):
         self.first_s += time.perf_counter() - began
         return outcome
 
-    def _is_rare(self, key: Any) -> bool:
-        """Count a run of a shape, and return True if it comes too seldom for a capture to pay yet."""
-        came, first = self._runs[key]
-        self._runs[key] = came + 1, first
-        return came + 1 < MIN_OCCURRENCES and self._steps - first > MAX_GAP_STEPS * came
-
-    def _warn_of_full(self) -> None:
-        if not self._full:
-            self._full = True
-            self.warn(
-                f"capture: {self.most} shapes of batches are captured, steps of others run one operation at a "
-                "time. Expected few shapes; use buckets, or batches of one size."
-            )
-
 
 class EndCaptures(_Captures):
     """Captured graphs of the end of a step that all ranks share.
@@ -291,15 +267,14 @@ class EndCaptures(_Captures):
         weight: this rank's samples, float64 ``()``; its memory stays too.
     """
 
-    what = "sums over ranks and updates"
+    most, what = MOST_ENDS, "sums over ranks and updates"
 
-    def __init__(self, step: HostStep, *args: Any, **options: Any) -> None:
-        self.most = MOST_ENDS
+    def __init__(self, device: Any, *args: Any) -> None:
         self.overlap: Overlap | None = None
-        self.pair = torch.zeros(2, dtype=torch.float64, device=step.ranks.device)
-        self.weight = torch.zeros((), dtype=torch.float64, device=step.ranks.device)
+        self.pair = torch.zeros(2, dtype=torch.float64, device=device.place)
+        self.weight = torch.zeros((), dtype=torch.float64, device=device.place)
         self._samples: int | None = None
-        super().__init__(step, *args, **options)
+        super().__init__(device, *args)
 
     def run(self, pair: torch.Tensor, samples: int, missing: tuple[int, ...]) -> Outcome:
         """Return the outcome of the step of all ranks.

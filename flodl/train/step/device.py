@@ -57,6 +57,7 @@ class DeviceStep:
         num_rows: bool,
     ) -> None:
         self.step, self.ranks, self.place = step, step.ranks, step.ranks.device
+        self.warn, self.strict, self.num_rows = warn, strict, num_rows
         self.check = GradientCheck(self.place, max_grad_norm=step.max_grad_norm, sticky=step.on_nan == "stop")
         self.fused = FusedUpdate(step.optimizer, self.place)
         can_run_ahead = step.timer.slowdown <= 1  # a slowed rank waits to measure its time
@@ -66,15 +67,14 @@ class DeviceStep:
         self.end: EndCaptures | None = None
         if step.share_gradients:
             again, overlap = (None, None) if capturer is None else capturer.beside(self.ranks)
-            self.end = EndCaptures(step, self.reduce_and_update, self.finish_capture, again, warn, strict=strict)
+            self.end = EndCaptures(self, self.reduce_and_update, again)
             if isinstance(overlap, str):
                 step.sums.prepare_capture(fault=f"sums do not overlap with the backward pass ({overlap})")
             elif overlap is not None:
                 self.end.overlap = overlap
                 step.sums.prepare_capture(overlap.event, fault=overlap.fault, tell=warn)
         if capturer is not None:
-            self.captures = StepCaptures(step, self.compute, self.finish_capture, capturer, warn, strict=strict)
-            self.captures.num_rows = num_rows
+            self.captures = StepCaptures(self, self.compute, capturer)
         self.all_captures = [captures for captures in (self.captures, self.end) if captures is not None]
 
     def run(self, batches: Sequence[Any], number: int, flags: Sequence[float]) -> StepResult:
@@ -82,7 +82,8 @@ class DeviceStep:
         step, timer = self.step, self.step.timer
         self.fused.restore_rates()
         if self.end is not None and step.sums.refresh_buckets():
-            self.forget()
+            for captures in self.all_captures:
+                captures.forget()
         if not self._deferred:
             timer.__enter__()
         outcome = self.captures.run(batches) if self.captures is not None and batches else self.compute(batches)
@@ -203,21 +204,6 @@ class DeviceStep:
         """Complete a capture; keep the returned object as long as the graph is replayed."""
         return self.check.tables.finish_capture(), self.fused.adam.tables.finish_capture()
 
-    def forget(self) -> None:
-        """Drop all captured graphs, and free their device memory."""
-        for captures in self.all_captures:
-            captures.forget()
-
-    def invalidate_if_changed(self) -> None:
-        """Drop captured graphs if the model or the optimiser changed."""
-        for captures in self.all_captures:
-            captures.invalidate_if_changed()
-
-    def reload(self) -> None:
-        """Drop captured graphs after values were loaded, and move the loaded state to the device."""
-        self.forget()
-        self.fused.prepare()
-
 
 class Step(HostStep):
     """Turn micro-batches into one update of the parameters.
@@ -238,6 +224,7 @@ class Step(HostStep):
     """
 
     device: DeviceStep | None = None
+    all_captures: Sequence[StepCaptures | EndCaptures] = ()
     unrecorded: str | None = None
 
     def capture(self, *, strict: bool = False) -> str | None:
@@ -280,7 +267,7 @@ class Step(HostStep):
         reason = why_unsupported(self.optimizer)
         if reason is None:
             self.device = DeviceStep(self, capturer, warn, deferred=deferred, strict=strict, num_rows=num_rows)
-            self.runner = self.device.run
+            self.runner, self.all_captures = self.device.run, self.device.all_captures
         return reason
 
     def recorded(self, steps: int = 0) -> Recorded | None:
@@ -305,22 +292,23 @@ class Step(HostStep):
 
     def count_writes(self) -> None:
         """Increment the versions of parameters that replays wrote to, which torch does not see."""
-        if self.device is not None and any(captures.num_graphs for captures in self.device.all_captures):
+        if any(captures.num_graphs for captures in self.all_captures):
             torch.autograd.graph.increment_version(list(self.model.parameters()))
 
     def drop_captures(self) -> None:
         """Free the device memory of captured graphs."""
-        if self.device is not None:
-            self.device.forget()
+        for captures in self.all_captures:
+            captures.forget()
 
     def invalidate_if_changed(self) -> None:
         """Drop captured graphs if the model or the optimiser changed."""
-        if self.device is not None:
-            self.device.invalidate_if_changed()
+        for captures in self.all_captures:
+            captures.invalidate_if_changed()
 
     def loaded(self) -> None:
         """Drop what depends on parameters and buffers, which were replaced, or on modules, which changed."""
+        self.drop_captures()
         if self.device is not None:
-            self.device.reload()
+            self.device.fused.prepare()
         if self.buffers is not None:
             self.buffers.refresh()
