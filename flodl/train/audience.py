@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flodl.progress import AFTER_S, Progress, figures_of, in_words
 from flodl.train.callback import Callback
@@ -29,10 +29,6 @@ from flodl.train.settings import Settings
 from flodl.train.trackers import Tracker
 from flodl.verbosity import Verbosity, verbosity
 
-if TYPE_CHECKING:
-    from flodl.monitor import Monitor
-    from flodl.train.plan import Subscription
-
 
 class Audience:
     """The subscribers of one run in this process; a context manager that closes them.
@@ -48,26 +44,21 @@ class Audience:
     """
 
     def __init__(
-        self, settings: Settings, subscribers: Sequence[Subscription] = (), *, first: bool, total: int | None = None
+        self, settings: Settings, subscribers: Sequence[Any] = (), *, first: bool, total: int | None = None
     ) -> None:
-        self.settings, self.subscribers = settings, list(subscribers)
-        self._stack = ExitStack()
-        self.needs_all_events = bool(subscribers)
-        if first and settings.progress is not False:
-            self._add(shown := ShowProgress(settings.progress, total=total))
-            self._stack.callback(shown.close)
-        for tracker in settings.made_trackers() if first else ():
-            self._add(tracker)
-            self.needs_all_events = True
+        self.settings, self._stack = settings, ExitStack()
+        added: list[Any] = settings.made_trackers() if first else []
+        for tracker in added:
             if isinstance(tracker, Tracker):
                 self._stack.callback(tracker.end)
-        self.monitor: Monitor | None = _monitor_of(settings) if first else None
+        self.monitor: Any = _monitor_of(settings) if first else None
         if self.monitor is not None:
-            self._add(self.monitor)
-            self.needs_all_events = True
-
-    def _add(self, call: Callable[[Any], Any]) -> None:
-        self.subscribers.append((call, ()))
+            added.append(self.monitor)
+        self.needs_all_events = bool(subscribers or added)
+        if first and settings.progress is not False:
+            added.append(shown := ShowProgress(settings.progress, total=total))
+            self._stack.callback(shown.close)
+        self.subscribers = [*subscribers, *((call, ()) for call in added)]
 
     def listen(self, events: Events, ask: Callable[[str], Any], *, evaluates: bool) -> None:
         """Subscribe all of them; the monitor may send requests by ``ask``."""
@@ -88,7 +79,7 @@ class Audience:
         self._stack.close()
 
 
-def _monitor_of(settings: Settings) -> Monitor | None:
+def _monitor_of(settings: Settings) -> Any:
     """Return the monitor of a run with its page served; None if none is requested.
 
     Raises:

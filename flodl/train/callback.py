@@ -10,18 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from flodl.errors import TrainError, nearest
 from flodl.train.loss import Loss
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from flodl.train.step.outcome import StepResult
-
+from flodl.train.step.outcome import StepResult
 
 AROUND = ("before_backward", "after_backward", "before_optimizer_step")
 

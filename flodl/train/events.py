@@ -62,6 +62,14 @@ class Event:
         return {"event": type(self).__name__, **asdict(self)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepEvent(Event):
+    """An event at ``step``, the number of finished optimiser steps, in ``epoch``, counted from 0."""
+
+    step: int
+    epoch: int
+
+
 @dataclass(frozen=True)
 class Past:
     """The past of a resumed run, with all earlier parts.
@@ -102,7 +110,7 @@ class RunStarted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepDone(Event):
+class StepDone(StepEvent):
     """One optimiser step on this rank.
 
     If figures are read from the device in windows (``Settings.log_every``), these events come in groups, in order, and
@@ -112,8 +120,6 @@ class StepDone(Event):
     the samples of this rank; ``compute_ms`` excludes waiting for other ranks.
     """
 
-    step: int
-    epoch: int
     loss: float
     count: float
     samples: int
@@ -126,29 +132,25 @@ class StepDone(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Observed(Event):
+class Observed(StepEvent):
     """Values watched inside of the model, by dotted names of tags, groups and recorded scalars.
 
     With ``scope="step"`` they belong to one step of this rank and follow its `StepDone`. With ``scope="epoch"`` they
     are merged over ranks like metrics and follow the `EpochMetrics` of the epoch. Without values there is no event.
     """
 
-    step: int
-    epoch: int
     scope: Literal["step", "epoch"]
     values: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decided(Event):
+class Decided(StepEvent):
     """A rule of the run was applied, on all ranks alike.
 
     ``action`` is ``"stop"``, ``"freeze"``, ``"thaw"`` or ``"rate"``, ``path`` its target, ``rule`` the rule as text,
     ``reason`` the figures that met its condition, ``epoch`` the number of finished epochs.
     """
 
-    step: int
-    epoch: int
     action: str
     path: str
     rule: str
@@ -156,15 +158,13 @@ class Decided(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Synced(Event):
+class Synced(StepEvent):
     """Parameters were averaged.
 
     ``batches`` and ``work_ms`` are those of each rank since the last average, ``sync_ms`` is the time of this rank in
     the average, and ``wait_ms`` the part of it spent waiting for other ranks.
     """
 
-    step: int
-    epoch: int
     round: int
     batches: tuple[int, ...]
     work_ms: tuple[float, ...]
@@ -176,22 +176,20 @@ class Synced(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalDone(Event):
+class EvalDone(StepEvent):
     """The model was evaluated.
 
     ``metrics`` are the figures; those of nested mappings have names such as ``report/macro avg/f1-score``. ``details``
     are results other than numbers, such as a confusion matrix, as JSON values.
     """
 
-    step: int
-    epoch: int
     metrics: Mapping[str, float]
     wall_ms: float
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpochMetrics(Event):
+class EpochMetrics(StepEvent):
     """Figures of an epoch over all ranks: means weighted by count, times in milliseconds.
 
     ``share`` is the part of the samples of each rank, ``throughput`` its samples per millisecond of compute.
@@ -199,8 +197,6 @@ class EpochMetrics(Event):
     separately.
     """
 
-    epoch: int
-    step: int
     loss: float
     metrics: Mapping[str, float]
     samples: int
@@ -239,7 +235,7 @@ class Warned(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunDone(Event):
+class RunDone(StepEvent):
     """The run ended without an error: ``reason`` is ``"finished"``, ``"stopped"`` or ``"signal"``.
 
     ``recorded`` contains how many steps of this rank were replayed from captured graphs, and why others were not; None
@@ -247,8 +243,6 @@ class RunDone(Event):
     ranks do not sum gradients.
     """
 
-    step: int
-    epoch: int
     reason: str
     recorded: Recorded | None = None
     summed: Summed | None = None
@@ -264,15 +258,13 @@ change nothing in the run; an error in a subscriber is warned of once. The last 
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFailed(Event):
+class RunFailed(StepEvent):
     """The run, or one of its ranks, ended with an error, whose text is ``reason``.
 
     ``failed_rank`` and ``phase`` identify the rank and what it was doing, if known; with ``restarts`` the ranks are
     restarted.
     """
 
-    step: int
-    epoch: int
     reason: str
     failed_rank: int | None = None
     phase: str = ""

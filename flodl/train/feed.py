@@ -13,7 +13,7 @@ import itertools
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -45,22 +45,6 @@ class Share:
         if len(self.ratios) == 1:
             return 0, total
         return ranges(split(total, self.ratios, self.least))[self.rank]
-
-
-class Feed(Protocol):
-    """Turns of an epoch, by number."""
-
-    def turns(self, epoch: int) -> int:
-        """Return how many turns ``epoch`` has."""
-        ...
-
-    def work(self, epoch: int, turns: Iterable[int], share: Share | None) -> Iterator[tuple[int, list[Any]]]:
-        """Yield ``(turn, micro-batches)`` for ascending ``turns``; an empty share gives an empty list."""
-        ...
-
-    def identity(self) -> dict[str, Any]:
-        """Return the values that define the order of the data, as JSON values."""
-        ...
 
 
 class RowFeed:
@@ -230,6 +214,10 @@ class StreamFeed:
         return [_slice(batch, *piece, batch_len(batch)) for piece in _pieces(first, last, size, share)]
 
 
+Feed = RowFeed | StreamFeed
+"""Turns of an epoch, by number; an empty share of a rank gives a turn without micro-batches."""
+
+
 def _length_of(loader: Any) -> int | None:
     try:
         return len(loader)
@@ -290,7 +278,7 @@ def as_feed(
     accumulate: int = 1,
     micro_batch_size: int | None = None,
     max_steps: int | None = None,
-) -> RowFeed | StreamFeed:
+) -> Feed:
     """Return the feed over a loader, or over a data set cut into batches of ``batch_size``.
 
     Raises:

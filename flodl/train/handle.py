@@ -138,7 +138,7 @@ class Handle:
     """
 
     def __init__(self, plan: RunPlan, run_rank: Callable[[Ranks, RunPlan], bytes | None]) -> None:
-        names, settings = plan.devices, plan.settings
+        names, settings = plan.settings.device_names, plan.settings
         self.world_size = names if isinstance(names, int) else len(names)
         usual = [f"cuda:{rank % cuda_count()}" if cuda_count() else "cpu" for rank in range(self.world_size)]
         self.devices = usual if isinstance(names, int) else list(names)

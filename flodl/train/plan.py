@@ -113,18 +113,15 @@ class RunPlan:
         return bool(self.evals or self.eval_fn)
 
     @property
-    def devices(self) -> int | tuple[str, ...]:
-        """Names of the devices, one for each rank, or the number of ranks."""
-        return self.settings.device_names
-
-    @property
     def world(self) -> int:
         """Number of ranks that this process starts or is; 1 under torchrun."""
-        return 1 if under_torchrun() else self.devices if isinstance(self.devices, int) else len(self.devices)
+        names = self.settings.device_names
+        return 1 if under_torchrun() else names if isinstance(names, int) else len(names)
 
     def join_ranks(self) -> Ranks:
         """Return the ranks of torchrun, or the one of this process on the first device."""
-        device = None if isinstance(self.devices, int) else self.devices[0]
+        names = self.settings.device_names
+        device = None if isinstance(names, int) else names[0]
         return join_ranks(device=device, timeout_s=self.settings.knobs.timeout_s)
 
     def with_data(self, data: Any, options: Mapping[str, Any]) -> RunPlan:

@@ -56,13 +56,9 @@ class Tally:
         if result.count and not result.applied:
             return  # a NaN would be the result of the whole epoch
         for name, (total, count) in result.metrics.items():
-            self.record(name, total, count)
+            _add(self.sums, name, total, count)
         for name, (total, count) in result.observed.items():
             _add(self.observed, name, total, count)
-
-    def record(self, name: str, total: float, count: float = 1.0) -> None:
-        """Add to the figure ``name``."""
-        _add(self.sums, name, total, count)
 
     def take_over(self, other: Tally, *, shared_loss: bool) -> None:
         """Add the sums of a rank that no longer exists; under Sync its loss already includes all ranks."""

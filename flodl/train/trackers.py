@@ -183,6 +183,14 @@ class _Service(Tracker):
 
     _is_own = True
     """Whether the service's run was started here, so that it is ended here."""
+    _ends: str
+    """Method of the target that ends a run."""
+
+    def end(self) -> None:
+        """End the run if it was started here."""
+        if self._target is not None and self._is_own:
+            getattr(self._target, self._ends)()
+        self._target = None
 
     def _ids(self) -> dict[str, Any]:
         path = self.folder / "trackers.json"
@@ -208,7 +216,7 @@ class WandbTracker(_Service):
     ``step`` is the axis of all values. Both values of a step that a resumed run repeats are kept.
     """
 
-    package = "wandb"
+    package, _ends = "wandb", "finish"
 
     def begin(self, event: RunStarted) -> None:
         """Start or continue a run, or use the active one."""
@@ -231,12 +239,6 @@ class WandbTracker(_Service):
         if self._target is not None:
             self._target.log({**figures, "step": step})
 
-    def end(self) -> None:
-        """End the run if it was started here."""
-        if self._target is not None and self._is_own:
-            self._target.finish()
-        self._target = None
-
 
 class MlflowTracker(_Service):
     """Logs to MLflow; ``MLFLOW_...`` environment variables set server and experiment.
@@ -244,7 +246,7 @@ class MlflowTracker(_Service):
     A step that a resumed run repeats has both values, the newer one last.
     """
 
-    package = "mlflow"
+    package, _ends = "mlflow", "end_run"
 
     def begin(self, event: RunStarted) -> None:
         """Start or continue a run, or use the active one."""
@@ -261,12 +263,6 @@ class MlflowTracker(_Service):
         """Log metrics."""
         if self._target is not None:
             self._target.log_metrics({name: float(value) for name, value in figures.items()}, step=step)
-
-    def end(self) -> None:
-        """End the run if it was started here."""
-        if self._target is not None and self._is_own:
-            self._target.end_run()
-        self._target = None
 
 
 TRACKERS: dict[str, Callable[..., Tracker]] = {

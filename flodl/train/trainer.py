@@ -176,7 +176,7 @@ class Trainer(TrainerParts):
             ConfigError: rates that do not rise, or fewer than 8 steps.
             TrainError: data are missing, or the loss is not finite from the start.
         """
-        return search_rates(self._alone(), self._try, low=low, high=high, steps=steps)
+        return search_rates(self.plan, self._try, low=low, high=high, steps=steps)
 
     def dry_run(self, steps: int = 3) -> Rehearsal:
         """Train a copy of the model for some steps, the heaviest batch first, and return the requirements of the run.
@@ -187,11 +187,7 @@ class Trainer(TrainerParts):
         Raises:
             TrainError: data are missing; or any error of the run in its first steps.
         """
-        return rehearse(self._alone(), self._try, steps=steps)
-
-    def _alone(self) -> RunPlan:
-        self.plan.check(1)
-        return replace(self.plan, settings=replace(self.plan.settings, monitor=None))
+        return rehearse(self.plan, self._try, steps=steps)
 
     def _try(self, plan: RunPlan) -> Trained:
         return type(self).from_plan(plan)._fit_here()

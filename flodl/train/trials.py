@@ -29,7 +29,7 @@ from flodl.train.saving.state import load_random, random_state
 
 ALONE: dict[str, Any] = {
     "folder": None, "resume": False, "save_every": None, "keep_best": None, "early_stopping": None, "eval_every": None,
-    "timeline": None,
+    "timeline": None, "monitor": None,
 }  # fmt: skip
 """Settings of a run that writes nothing."""
 
@@ -47,6 +47,7 @@ class Copied:
 
 def trial_of(plan: RunPlan, callback: Callback, **settings: Any) -> RunPlan:
     """Return the plan of a run on a copy of the model and one device, which writes nothing."""
+    plan.check(1)
     given = plan.settings
     names = given.device_names
     first = {"devices": None if isinstance(names, int) else names[0]}

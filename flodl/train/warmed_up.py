@@ -18,29 +18,27 @@ CURVE = choice("linear", "cosine", "1-sqrt")
 
 
 class _Curve(Schedule):
-    """A schedule with the rate ``base`` times the factor of a step."""
+    """A schedule with the rate ``base`` times a factor, which rises from 0 over ``warmup`` steps."""
 
     base: float
+    warmup: int
+    total: int
 
     def lr(self, step: int) -> float:
         """Return the learning rate of ``step``."""
-        return self.base * self.factor(step)
+        return self.base * self(step)
 
     def __call__(self, step: int) -> float:
-        """Return the factor of ``step``."""
-        return self.factor(step)
+        """Return the rate of ``step`` as a share of ``base``."""
+        return float(step) / float(max(1, self.warmup)) if step < self.warmup else self.after(step)
 
-    def factor(self, step: int) -> float:
-        """Return the rate as a share of ``base``."""
+    def after(self, step: int) -> float:
+        """Return the rate of ``step``, after the rise, as a share of ``base``."""
         raise NotImplementedError
 
-
-def _rise(step: int, warmup: int) -> float:
-    return float(step) / float(max(1, warmup))
-
-
-def _progress(step: int, warmup: int, total: int) -> float:
-    return float(step - warmup) / float(max(1, total - warmup))
+    def progress(self, step: int) -> float:
+        """Return the share of the steps after the rise that are done."""
+        return float(step - self.warmup) / float(max(1, self.total - self.warmup))
 
 
 @dataclass(frozen=True)
@@ -61,11 +59,9 @@ class CosineFloor(_Curve, base=RATE, total=SOME_STEPS, warmup=STEPS, floor=SHARE
     floor: float = 0.0
     cycles: float = 0.5
 
-    def factor(self, step: int) -> float:
-        """Return the rate as a share of ``base``."""
-        if step < self.warmup:
-            return _rise(step, self.warmup)
-        progress = _progress(step, self.warmup, self.total)
+    def after(self, step: int) -> float:
+        """Return the rate after the rise as a share of ``base``."""
+        progress = self.progress(step)
         factor = 0.5 * (1.0 + math.cos(math.pi * float(self.cycles) * 2.0 * progress))
         return max(0.0, factor * (1 - self.floor) + self.floor)
 
@@ -86,11 +82,9 @@ class CosineRestarts(_Curve, base=RATE, total=SOME_STEPS, warmup=STEPS, cycles=n
     warmup: int = 0
     cycles: float = 1
 
-    def factor(self, step: int) -> float:
-        """Return the rate as a share of ``base``."""
-        if step < self.warmup:
-            return _rise(step, self.warmup)
-        progress = _progress(step, self.warmup, self.total)
+    def after(self, step: int) -> float:
+        """Return the rate after the rise as a share of ``base``."""
+        progress = self.progress(step)
         if progress >= 1.0:
             return 0.0
         return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((float(self.cycles) * progress) % 1.0))))
@@ -119,10 +113,8 @@ class Polynomial(_Curve, base=RATE, total=SOME_STEPS, warmup=STEPS, power=number
         super().__post_init__()
         check_fields(self, {"end": number(below=self.base)}, "Polynomial", ConfigError)
 
-    def factor(self, step: int) -> float:
-        """Return the rate as a share of ``base``."""
-        if step < self.warmup:
-            return _rise(step, self.warmup)
+    def after(self, step: int) -> float:
+        """Return the rate after the rise as a share of ``base``."""
         if step > self.total or self.total <= self.warmup:
             return self.end / self.base
         remaining = 1 - (step - self.warmup) / (self.total - self.warmup)
@@ -144,10 +136,8 @@ class InverseSqrt(_Curve, base=RATE, warmup=STEPS, timescale=SOME_STEPS | None):
     warmup: int = 0
     timescale: int | None = None
 
-    def factor(self, step: int) -> float:
-        """Return the rate as a share of ``base``."""
-        if step < self.warmup:
-            return _rise(step, self.warmup)
+    def after(self, step: int) -> float:
+        """Return the rate after the rise as a share of ``base``."""
         timescale = self.timescale if self.timescale is not None else self.warmup or 10_000
         return 1.0 / math.sqrt((step + (timescale - self.warmup)) / timescale)
 
@@ -178,10 +168,10 @@ class WarmupStableDecay(
     floor: float = 0.0
     cycles: float = 0.5
 
-    def factor(self, step: int) -> float:
-        """Return the rate as a share of ``base``."""
+    def __call__(self, step: int) -> float:
+        """Return the rate of ``step`` as a share of ``base``."""
         if step < self.warmup:
-            progress = _rise(step, self.warmup)
+            progress = float(step) / float(self.warmup)
             if self.rise == "linear":
                 factor = progress
             elif self.rise == "cosine":
@@ -219,13 +209,11 @@ class WarmedUp(_Curve, base=RATE, warmup=STEPS, total=STEPS):
     warmup: int
     total: int
 
-    def factor(self, step: int) -> float:
-        """Return the rate as a share of ``base``."""
-        if step < self.warmup:
-            return _rise(step, self.warmup)
+    def after(self, step: int) -> float:
+        """Return the rate after the rise as a share of ``base``."""
         if self.shape == "constant":
             return 1.0
         if self.shape == "linear":
             return max(0.0, float(self.total - step) / float(max(1, self.total - self.warmup)))
-        progress = _progress(step, self.warmup, self.total)
+        progress = self.progress(step)
         return max(0.0, 0.5 * (1.0 + math.cos(math.pi * 0.5 * 2.0 * progress)))

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,9 +16,7 @@ from torch import nn
 from flodl.distributed.average import wide
 from flodl.errors import TrainError
 from flodl.train.saving.state import fixed_names, whole_model
-
-if TYPE_CHECKING:
-    from flodl.train.step.outcome import StepResult
+from flodl.train.step.outcome import StepResult
 
 
 @dataclass(frozen=True)

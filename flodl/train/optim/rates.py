@@ -5,17 +5,13 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from flodl.errors import TrainError
-
-if TYPE_CHECKING:
-    from flodl.train.evaluate import Evaluator
-    from flodl.train.events import EpochMetrics
-
+from flodl.train.events import EpochMetrics
 
 EXPECTED = (
     "a function of the step that returns a factor, a torch LRScheduler or a function of the optimizer that returns "
@@ -150,12 +146,12 @@ class Rates:
             return "loss"
         return getattr(self.schedule, "metric", "loss") if hasattr(self.schedule, "observe") else None
 
-    def evaluated(self, evaluator: Evaluator) -> None:
+    def evaluated(self, evaluator: Any) -> None:
         """Pass a figure of an evaluation to the schedule."""
         if self.metric not in (None, "loss") and self.metric in evaluator.found:
             self._observe(evaluator.found)
 
-    def end_epoch(self, metrics: EpochMetrics, evaluator: Evaluator) -> None:
+    def end_epoch(self, metrics: EpochMetrics, evaluator: Any) -> None:
         """Pass a training figure of an epoch to the schedule; `evaluated` passes those of evaluations.
 
         Raises:

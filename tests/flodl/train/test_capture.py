@@ -162,7 +162,7 @@ def test_more_shapes_than_there_is_room_for_run_ordinarily(monkeypatch):
     model = make_model()
     optimizer = adamw(1e-3)(model.parameters())
     capturer = Repeats()
-    monkeypatch.setattr(capture, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(capture.StepCaptures, "most", 2)
     captures = captures_of(model, optimizer, capturer, said.append)
     data = make_data()
     for size in (4, 5, 6, 7) * 3:
