@@ -21,13 +21,14 @@ from flodl.distributed.rounds import Round
 from flodl.distributed.sync import Sync
 from flodl.errors import TrainError, TrainInterrupted
 from flodl.train.audience import Audience
+from flodl.train.builder import TrainerBuilder
 from flodl.train.events import EpochMetrics, Event, Synced
 from flodl.train.feed import Feed, Share
 from flodl.train.handle import Handle, SendEvents, Trained
 from flodl.train.optim.optimizers import OptimizerMaker
 from flodl.train.own_loop import OwnLoop
 from flodl.train.parts import TrainerParts
-from flodl.train.plan import GivenModel, RunPlan, TrainerBuilder, model_factory_of
+from flodl.train.plan import GivenModel, RunPlan, model_factory_of
 from flodl.train.requests import SAVE
 from flodl.train.settings import check_settings, make_settings
 from flodl.train.snapshots import ModelSnapshot, pack_weights

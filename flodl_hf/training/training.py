@@ -46,7 +46,7 @@ from flodl_hf.training.start import (
 from flodl_hf.training.vectors.tsdae import DenoisingTask
 
 if TYPE_CHECKING:
-    from flodl.train.plan import TrainerBuilder
+    from flodl.train.builder import TrainerBuilder
     from flodl_hf.models.encoder_model import EncoderModel
     from flodl_hf.training.job import Job
 

@@ -204,7 +204,7 @@ SHARED: dict[str, set[str]] = {
     "flodl.safetensors_header": {"name_fault", "read_header"},
     "flodl.signals": {"StopSignals"},
     "flodl.system": {"read_at", "read_vectors_at"},
-    "flodl.train.plan": {"TrainerBuilder"},
+    "flodl.train.builder": {"TrainerBuilder"},
     "flodl.train.evaluate": {"split_figures"},
     "flodl.train.events": {"Past", "Recorded"},
     "flodl.train.optim.ema": {"averaged_state"},
