@@ -193,8 +193,7 @@ def _add(sums: dict[str, list[Any]], given: Any, batch: Any) -> None:
         if not isinstance(figures, Sequence | torch.Tensor) or len(figures) != 2:
             raise TrainError(
                 f"evaluate: the figure {name!r} is {type(figures).__name__}; expected a sum and a count, such as "
-                "(hits, len(labels)), which add up over batches and ranks. Use eval_fn for a function that returns "
-                "final figures."
+                "(hits, len(labels)). Use eval_fn for final figures."
             )
         kept = sums.setdefault(name, [0.0, 0.0])
         for i, figure in enumerate(figures):

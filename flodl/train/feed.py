@@ -241,9 +241,8 @@ def _slice(batch: Any, first: int, last: int, total: int) -> Any:
         if isinstance(part, (int, float, str, bytes, bool, type(None))):
             return part
         raise TrainError(
-            f"trainer: a batch of type {type(part).__name__} cannot be cut into shares or micro-batches. Expected "
-            "tensors in mappings, sequences or dataclasses. Use flodl.data.DataLoader, which cuts rows before it "
-            "makes batches.",
+            f"trainer: a batch of type {type(part).__name__} cannot be cut into shares or micro-batches; expected "
+            "tensors in mappings, sequences or dataclasses. Or use flodl.data.DataLoader, which cuts rows.",
             found=type(part).__name__,
         )
 
@@ -320,8 +319,7 @@ def check_data(
     if _length_of(data) is None and max_steps is None:
         raise DataError(
             f"trainer: found {type(data).__name__} without a length; expected a loader whose len() is the number "
-            "of batches in an epoch, or max_steps, which specifies the number of steps. Wrap it in "
-            "flodl.data.DataLoader, put it into a list, or set max_steps (held-out data need a length)."
+            "of batches in an epoch, or max_steps, which specifies the number of steps of training."
         )
     return True
 

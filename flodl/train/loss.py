@@ -105,8 +105,7 @@ def as_loss(value: Any, samples: float) -> Loss:
         shape = tuple(value.sum.shape) if isinstance(value, Loss) and isinstance(value.sum, torch.Tensor) else None
         raise TrainError(
             f"train_step: found {type(value).__name__}{f' of shape {shape}' if shape else ''}; expected "
-            "Loss(sum, count), a pair (sum, count), or a mean loss as a tensor with one element, alone or as 'loss' of "
-            "a mapping or an object.",
+            "Loss(sum, count), a pair (sum, count), or a mean as a tensor with one element, alone or as 'loss'.",
             found=type(value).__name__,
         )
     return value

@@ -214,8 +214,7 @@ class TrainerParts:
         if names:
             raise TrainError(
                 f"epoch {self.epoch_number}: {', '.join(names[:5])} require gradients but are not in the optimiser. "
-                "Unfreeze them before the run, use a rule (rules=[thaw_when('PATH', after_epochs(2))]), or call "
-                "trainer.optimizer.add_param_group before the epoch.",
+                "Unfreeze them before the run, use the rule thaw_when, or call trainer.optimizer.add_param_group.",
                 names=names,
             )
 

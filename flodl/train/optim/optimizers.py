@@ -177,17 +177,13 @@ def make_optimizer(
             "or an optimiser."
         )
     if isinstance(made, torch.optim.LBFGS):
-        raise TrainError(
-            "optimizer: LBFGS computes the loss several times in a step, and a step here computes it once. Expected "
-            "an optimiser whose step() needs no closure, such as AdamW."
-        )
+        raise TrainError("optimizer: found LBFGS; expected an optimiser whose step() needs no closure, such as AdamW.")
     own = {id(p) for p in model.parameters()}
     foreign = sum(id(p) not in own for group in made.param_groups for p in group["params"])
     if foreign:
         raise TrainError(
-            f"optimizer: found a {type(made).__name__} with {foreign} parameters that the model does not have, so they "
-            "would be neither summed over ranks nor saved. Expected parameters of the model only; make a module with "
-            "learned parameters, such as a loss, part of it, or pass a factory such as flodl.train.adamw(1e-3).",
+            f"optimizer: found {foreign} parameters that the model does not have and that would not be saved. Expected "
+            "parameters of the model; make a module with learned parameters, such as a loss, part of it.",
             found=foreign,
         )
     return made

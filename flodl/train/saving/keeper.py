@@ -96,10 +96,9 @@ class Keeper:
                 make_folders(self.folder)
                 self._lock = lock_folder(self.folder)
             except OSError as error:
+                reason = f"{error.strerror or error}{_space(self.folder.parent, error)}"
                 raise TrainError(
-                    f"checkpoints: {self.folder} cannot be written ({error.strerror or error}"
-                    f"{_space(self.folder.parent, error)}). Free some space, check the permissions, or use another "
-                    "folder.",
+                    f"checkpoints: {self.folder} cannot be written ({reason}). Use another folder.",
                     folder=str(self.folder),
                     errno=error.errno,
                 ) from error
