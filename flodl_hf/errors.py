@@ -13,7 +13,7 @@ FlodlError
 ├── ConfigError           (`flodl.errors`); a ValueError
 │   └── UnknownTaskError  a task that no pipeline has; a KeyError
 ├── ExportError           a folder that cannot be written
-└── ParityError           two sides that were to be equal and are not
+└── ParityError           outputs differ from the reference
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ExportError(FlodlError):
 
 
 class ParityError(FlodlError):
-    """Two sides that were to be equal and are not."""
+    """Outputs differ from the reference."""
 
 
 def no_tokenizer(task: str) -> PredictError:

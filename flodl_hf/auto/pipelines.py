@@ -112,7 +112,7 @@ def pipeline(
     batch_size: int | None = None,
     **options: Any,
 ) -> Pipeline:
-    """Return what predicts as the pipeline of transformers does.
+    """Return a pipeline with the results of transformers' pipeline.
 
     Args:
         task: "text-classification", "token-classification", "question-answering", "fill-mask",

@@ -50,7 +50,7 @@ class StrictCommand(TyperCommand):
             if len({name for name, _ in said}) > 1 and len({value for _, value in said}) > 1:
                 given = " and ".join(f"{name} {value}" for name, value in said)
                 what = f" ({text.partition('. ')[0].rstrip('.')})" if (text := getattr(option, "help", None)) else ""
-                raise typer.BadParameter(f"{given} are one option{what}; give it once", ctx=ctx, param=option)
+                raise typer.BadParameter(f"{given} are aliases{what}; pass only one", ctx=ctx, param=option)
         return super().parse_args(ctx, args)
 
 

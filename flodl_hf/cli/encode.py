@@ -55,7 +55,7 @@ def command(
     store: Annotated[
         Stored, typer.Option("--store", help="How numbers are kept: whole, in half, in a byte or in a bit each.")
     ] = Stored.float32,
-    dim: Annotated[int | None, typer.Option("--dim", min=1, help="Keep so many features.")] = None,
+    dim: Annotated[int | None, typer.Option("--dim", min=1, help="Truncate embeddings to this dimension.")] = None,
     prompt: Annotated[str, typer.Option("--prompt", help="Put before each text.")] = "",
     prompt_name: Annotated[
         str | None, typer.Option("--prompt-name", help="A prompt of the folder, put before each text.")

@@ -55,7 +55,7 @@ def in_options(text: str, options: Mapping[str, tuple[str, str | None]]) -> str:
         return text
     names = "|".join(sorted(map(re.escape, options), key=len, reverse=True))
 
-    def said(found: re.Match[str]) -> str:
+    def replaced(found: re.Match[str]) -> str:
         if found["name"] is None:
             return found[0]
         (yes, no), value = options[found["name"]], found["value"]
@@ -66,7 +66,7 @@ def in_options(text: str, options: Mapping[str, tuple[str, str | None]]) -> str:
         return yes if value is None else f"{yes} {_plain(value)}"
 
     # Where a message gives both spellings already, one is enough.
-    text = re.sub(rf"{_QUOTED}|(?<![\w.=/-])(?P<name>{names})=(?P<value>{_VALUE})?", said, text)
+    text = re.sub(rf"{_QUOTED}|(?<![\w.=/-])(?P<name>{names})=(?P<value>{_VALUE})?", replaced, text)
     return re.sub(r"(--[\w-]+) \((\1(?: \S+)?)\)", r"\2", text)
 
 

@@ -31,18 +31,24 @@ def command(
         str | None, typer.Option("--corpus", help="File of texts to take negatives from, in addition to all positives.")
     ] = None,
     columns: Annotated[str | None, typer.Option("--columns", help="anchor=question,positive=context.")] = None,
-    negatives: Annotated[int, typer.Option("--negatives", min=1, help="For each pair; pairs with fewer go.")] = 1,
-    range_min: Annotated[int, typer.Option("--range-min", min=0, help="Leave out so many of the nearest.")] = 0,
-    range_max: Annotated[int, typer.Option("--range-max", min=1, help="Look at so many of the nearest.")] = 100,
+    negatives: Annotated[
+        int, typer.Option("--negatives", min=1, help="Negatives per pair; pairs with fewer are dropped.")
+    ] = 1,
+    range_min: Annotated[int, typer.Option("--range-min", min=0, help="Skip this many of the nearest texts.")] = 0,
+    range_max: Annotated[
+        int, typer.Option("--range-max", min=1, help="Consider this many of the nearest texts.")
+    ] = 100,
     max_score: Annotated[float | None, typer.Option("--max-score", help="Maximum similarity of a negative.")] = None,
     absolute_margin: Annotated[
         float | None,
         typer.Option("--absolute-margin", help="Minimum score gap to the positive."),
     ] = None,
     relative_margin: Annotated[
-        float | None, typer.Option("--relative-margin", help="The same as a share of how alike the positive is.")
+        float | None, typer.Option("--relative-margin", help="The same, relative to the score of the positive.")
     ] = None,
-    sampling: Annotated[Sampling, typer.Option("--sampling", help="The nearest, or drawn.")] = Sampling.top,
+    sampling: Annotated[
+        Sampling, typer.Option("--sampling", help="Take the nearest negatives, or a random sample.")
+    ] = Sampling.top,
     seed: Annotated[int, typer.Option("--seed", help="Random seed of the sampling.")] = 42,
     precision: Precision = None,
     device: Device = "auto",

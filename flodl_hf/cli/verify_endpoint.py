@@ -27,7 +27,7 @@ def command(
         float | None,
         typer.Option(min=0.0, help="Largest difference that counts as equal, as a share of the largest number."),
     ] = None,
-    timeout: Annotated[float, typer.Option("--timeout-s", min=0.001, help="Give a request up after so long.")] = 60.0,
+    timeout: Annotated[float, typer.Option("--timeout-s", min=0.001, help="Request timeout in seconds.")] = 60.0,
     local_files_only: Local = False,
     json_output: Json = False,
 ) -> None:

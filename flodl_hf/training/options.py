@@ -322,7 +322,7 @@ def make_options(given: Mapping[str, Any], where: str = "finetune") -> Options:
     """
     options, problems = read_options(given)
     if problems:
-        raise ConfigError(f"{where}: options that cannot be:\n{capped(problems)}", problems=problems, where=where)
+        raise ConfigError(f"{where}: invalid options:\n{capped(problems)}", problems=problems, where=where)
     return options
 
 

@@ -312,7 +312,7 @@ def translated(given: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[dict
         else:
             if name in REFUSED:
                 if value is not None and not (isinstance(value, (bool, str, list, tuple)) and not value):
-                    problems.append(f"{name}: a word of transformers; {REFUSED[name]}")
+                    problems.append(f"{name}: not supported; {REFUSED[name]}")
                 continue
             found = {name: value}
         for ours, part in found.items():

@@ -295,7 +295,7 @@ def test_what_a_room_says_it_holds_is_there() -> None:
 
 
 def test_the_root_holds_what_people_import_by_name() -> None:
-    """Every module of the root of ``flodl_hf`` is shown by a document; everything else has a room."""
+    """Every module of the root of ``flodl_hf`` is in a document; other modules are in packages."""
     shown = {ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py")}
     text = "\n".join(path.read_text("utf-8") for path in shown - {ROOT / "docs" / "architecture.md"})
     modules = {path.stem for path in (ROOT / "flodl_hf").glob("*.py")} - {"__init__", "__main__"}

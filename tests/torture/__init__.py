@@ -1,4 +1,4 @@
-"""The torture rig: damaged files, hostile texts, killed processes, and a grade for what becomes of each.
+"""The torture rig: damaged files, hostile texts, killed processes, and a verdict on the outcome of each.
 
     python -m tests.torture weights config --cases 2000
     python -m tests.torture weights --seed 0 --only 17

@@ -81,9 +81,9 @@ def _virtual(adapter: Adapter) -> Tensor | None:
     found: list[Tensor] = []
     for part in adapter.parts.values():
         if isinstance(part, PromptPart):
-            found.append(part.made().detach())
+            found.append(part.virtual_tokens().detach())
         elif isinstance(part, PrefixPart):
-            found += [one.detach() for one in part.made()]
+            found += [one.detach() for one in part.keys_and_values()]
     return torch.cat(found, 1) if found else None
 
 

@@ -179,7 +179,7 @@ class _Beside(Function):
 
 
 def beside(result: Tensor, x: Tensor, part: LoraPart, down_half: Tensor, up_half: Tensor) -> Tensor:
-    """Return a product with the sum of a part added, by two products forward and four backward; without DoRA's lengths.
+    """Return the output with LoRA's update added, with fused forward and backward products; not for DoRA.
 
     Args:
         result: the projection's output, ``(tokens, out)``, in half precision.

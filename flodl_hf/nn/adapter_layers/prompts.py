@@ -35,7 +35,7 @@ class PromptPart(nn.Module):
         self.vectors = vectors
         self.encoder = encoder
 
-    def made(self) -> Tensor:
+    def virtual_tokens(self) -> Tensor:
         """Return the vectors as the model reads them, ``(count, width)``."""
         return self.vectors if self.encoder is None else self.encoder(self.vectors)
 
@@ -100,7 +100,7 @@ class PromptedEmbedding(nn.Embedding):
         """Return the embeddings of ids, virtual tokens included."""
         virtual = input >= FIRST
         words = F.embedding(input.masked_fill(virtual, 0), self.weight)
-        made = self.prompt.made().to(words.dtype)
+        made = self.prompt.virtual_tokens().to(words.dtype)
         return torch.where(virtual[..., None], F.embedding((input - FIRST).clamp(min=0), made), words)
 
 
@@ -122,7 +122,7 @@ class PrefixKV:
 
     def embedded(self, graph: Any, embeds: Tensor) -> Tensor:
         """Return the given embeddings, ``(batch, seq, width)``, with the virtual tokens' before them."""
-        made = graph.get_submodule(WORDS).prompt.made().to(embeds)
+        made = graph.get_submodule(WORDS).prompt.virtual_tokens().to(embeds)
         return torch.cat([made.expand(len(embeds), -1, -1), embeds], 1)
 
 

@@ -27,13 +27,13 @@ class PrefixPart(nn.Module):
         self.keys = keys
         self.values = values
 
-    def made(self) -> tuple[Tensor, Tensor]:
+    def keys_and_values(self) -> tuple[Tensor, Tensor]:
         """Return the keys and values as the layer reads them."""
         return self.keys, self.values
 
     def extra_repr(self) -> str:
         """Show how many there are in ``print(model)``."""
-        return f"tokens={len(self.made()[0])}"
+        return f"tokens={len(self.keys_and_values()[0])}"
 
 
 class PrefixMaker(nn.Module):
@@ -72,7 +72,7 @@ class MadePrefixPart(PrefixPart):
         nn.Module.__init__(self)
         self.maker, self.layer = maker, layer
 
-    def made(self) -> tuple[Tensor, Tensor]:
+    def keys_and_values(self) -> tuple[Tensor, Tensor]:
         """Return the keys and values as the layer reads them."""
         return self.maker.of(self.layer)
 
@@ -97,7 +97,7 @@ class PrefixedAttention(SelfAttention):
 
     def lead(self) -> tuple[Tensor, Tensor]:
         """Return the learned keys and values."""
-        return self.prefix.made()
+        return self.prefix.keys_and_values()
 
 
 class ShiftPart(nn.Module):

@@ -72,7 +72,7 @@ class Rotary(nn.Module):
         name = self.name()
         if (*name, dtype) not in layout.memo:
             given = layout.memo.get("places")  # position_ids of the call
-            found = layout.memo.get(name) or self.found(layout.positions(hidden) if given is None else given)
+            found = layout.memo.get(name) or self.compute(layout.positions(hidden) if given is None else given)
             if self.shares:
                 layout.memo[name] = found
             layout.memo[*name, dtype] = tuple(x.to(dtype) for x in found)
@@ -82,7 +82,7 @@ class Rotary(nn.Module):
         """Return the key of these angles among others of the call."""
         return "rotary", self.width, self.theta, self.kind, self.factor
 
-    def found(self, places: Tensor) -> tuple[Tensor, Tensor]:
+    def compute(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines for places, ``(...)``, in float32; shapes as of `angles`."""
         angles = places.float()[..., None] * self.frequencies(places.device)
         angles = torch.cat([angles, angles], -1)[..., None, :]
@@ -178,7 +178,7 @@ class PairedRotary(StatedRotary):
         """Return the key of these angles among others of the call."""
         return "paired", self.width, self.places
 
-    def found(self, places: Tensor) -> tuple[Tensor, Tensor]:
+    def compute(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines for places, ``(...)``, in float32: ``(..., 1, H / 2)``, one for each pair."""
         table = sinusoids(self.places, self.width) if self.table is None else self.table
         sin, cos = table.to(places.device)[places][..., None, :].chunk(2, -1)

@@ -36,7 +36,7 @@ class _Branch(NamedTuple):
 
 
 def plain_parts(layer: Layer, also: type[nn.Module] = nn.Linear) -> str | None:
-    """Return why a layer's parts are not the known ones, computed by their own weights alone; None where they are.
+    """Return why a layer is unsupported by this backend, or None.
 
     Args:
         layer: a layer.

@@ -294,7 +294,7 @@ class _Turned(Function):
 def turned(
     x: Tensor, cos: Tensor, sin: Tensor, *, heads: int, width: int, wide: bool, halves: bool = True
 ) -> Tensor:  # fmt: skip
-    """Return a copy of ``x``, contiguous, with its first heads turned, and its gradient; arguments as of `turn`."""
+    """Return a contiguous copy of ``x`` with rotary embedding on its first heads; arguments as of `turn`."""
     return _Turned.apply(x, cos, sin, heads, width, wide, halves)  # type: ignore[return-value]
 
 

@@ -136,9 +136,9 @@ def test_a_search_for_nothing_says_so(folder: Path, tmp_path: Path) -> None:
     [
         (
             ["--devices", "2", "--device", "cpu"],
-            "--devices 2 and --device cpu are one option (Number or names of",
+            "--devices 2 and --device cpu are aliases (Number or names of",
         ),
-        (["-b", "4", "--batch-size=8"], "-b 4 and --batch-size 8 are one option (Rows in a batch"),
+        (["-b", "4", "--batch-size=8"], "-b 4 and --batch-size 8 are aliases (Rows in a batch"),
     ],
 )
 def test_one_option_under_two_names_is_told_with_both(given: list[str], said: str) -> None:

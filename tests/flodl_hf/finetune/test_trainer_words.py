@@ -112,7 +112,7 @@ REASONS: list[tuple[dict[str, Any], str]] = [
     ({"learning_rat": 1e-4}, "no such option, did you mean 'learning_rate'"),
     ({"batch_size": "auto"}, "micro_batch_size='auto'"),
     ({"learning_rate": "fast"}, "lr: found 'fast'; expected a number"),
-    *(({name: True}, f"{name}: a word of transformers; {reason}") for name, reason in REFUSED.items()),
+    *(({name: True}, f"{name}: not supported; {reason}") for name, reason in REFUSED.items()),
 ]
 
 

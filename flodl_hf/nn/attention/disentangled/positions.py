@@ -62,13 +62,13 @@ class Relative:
 
     @property
     def window(self) -> slice:
-        """The rows of the table that distances of the call can reach; distance 0 has the one in the middle."""
+        """Rows of the table that distances of the call can index; distance 0 has the middle row."""
         middle = self.table.shape[0] // 2
         return slice(middle - self.used, middle + self.used)
 
     @property
     def reached(self) -> slice:
-        """The rows of the table that texts as long as the longest can reach, of tables without buckets."""
+        """Rows of the table that can be indexed at the longest length, of a table without buckets."""
         middle = self.table.shape[0] // 2
         reach = min(self.length, middle)
         return slice(middle - reach, middle + reach)
