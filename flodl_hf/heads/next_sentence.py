@@ -74,10 +74,10 @@ class NextSentence(ScoringModel):
         """
         from flodl_hf.inference.forward import Scores
 
-        return judged(self, pairs, Scores(True), FOLLOWS, strict=strict, untrained=untrained, run=run)
+        return next_sentence_labels(self, pairs, Scores(True), FOLLOWS, strict=strict, untrained=untrained, run=run)
 
 
-def judged(
+def next_sentence_labels(
     model: EncoderModel, pairs: Any, work: Work, labels: Sequence[str], *, strict: bool, untrained: bool,
     run: RunKeywords,
 ) -> Any:  # fmt: skip

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from flodl_hf.compat.kwargs import accept_keywords
 from flodl_hf.heads.masked_lm import MaskedLM
-from flodl_hf.heads.next_sentence import FOLLOWS, judged
+from flodl_hf.heads.next_sentence import FOLLOWS, next_sentence_labels
 from flodl_hf.heads.prediction_keywords import PAIRS
 from flodl_hf.models.outputs import PretrainingOutput
 from flodl_hf.nn.encoder.losses import check_labels, token_loss
@@ -101,4 +101,4 @@ class Pretrainer(MaskedLM):
         """
         from flodl_hf.inference.forward import Related
 
-        return judged(self, pairs, Related(), FOLLOWS, strict=strict, untrained=untrained, run=run)
+        return next_sentence_labels(self, pairs, Related(), FOLLOWS, strict=strict, untrained=untrained, run=run)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Saliency", "saliency"]
 
 MOST_STEPS = 512
-AT_ONCE = 16
+BATCH_ROWS = 16
 """Points of the line that go through the model together."""
 
 
@@ -213,8 +213,8 @@ class _Line:
         points, weights = np.polynomial.legendre.leggauss(steps)
         total = torch.zeros(self.end.shape[1], dtype=torch.float64, device=self.end.device)
         way = (self.end - self.start)[0].double()
-        for first in range(0, steps, AT_ONCE):
-            part = slice(first, first + AT_ONCE)
+        for first in range(0, steps, BATCH_ROWS):
+            part = slice(first, first + BATCH_ROWS)
             places = torch.as_tensor((points[part] + 1) / 2, device=self.end.device)
             embeds = self._embeds(places).detach().requires_grad_()
             with torch.enable_grad():

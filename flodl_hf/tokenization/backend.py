@@ -138,7 +138,7 @@ def within_time(run: Callable[[], R], characters: int, patterns: tuple[str, ...]
 
 
 # With fewer texts, one encoding for each is as fast as blocks.
-FEW = 32
+FEW_TEXTS = 32
 MAX_FRAME = 64  # special tokens around two texts; published templates have at most five
 
 
@@ -358,7 +358,7 @@ class Backend:
 
     def flat(self, texts: Sequence[str]) -> Flat:
         """Return the ids of texts."""
-        if len(texts) >= FEW:
+        if len(texts) >= FEW_TEXTS:
             if self._mark is False:
                 self._mark = mark_of(self.inner)
             if self._mark:

@@ -37,7 +37,7 @@ Other tasks compare the rows of a batch, or train on words, of which a row has m
 Heads for tokens need more steps than heads for whole texts."""
 
 NEW_HEADS = (*ENOUGH, "rank", "next_sentence")
-FEW = 100
+FEW_STEPS = 100
 """Optimiser steps that hardly teach a new head anything."""
 
 
@@ -91,7 +91,7 @@ def few_steps(steps: int, options: Options) -> str | None:
         steps: of the whole run.
         options: the choices of the run, with task and batch size settled.
     """
-    if options.task not in NEW_HEADS or options.max_steps is not None or steps >= FEW:
+    if options.task not in NEW_HEADS or options.max_steps is not None or steps >= FEW_STEPS:
         return None
     ways = ["more epochs"]
     if options.tokens_per_batch is not None:

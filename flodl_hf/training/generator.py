@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel
     from flodl_hf.tokenization.tokenizer import Tokenizer
 
-AT_ONCE = 512
+CHUNK_ROWS = 512
 """Positions whose noise is computed together: hashes of a whole vocabulary need several times the memory of scores."""
 
 
@@ -52,7 +52,7 @@ def drawn(scores: Tensor, seeds: Tensor, places: Tensor) -> Tensor:
     """
     columns = torch.arange(scores.shape[1], device=scores.device) * STEP
     found = []
-    for part, base in zip(scores.split(AT_ONCE), mixed(mixed(seeds) + places).split(AT_ONCE), strict=True):
+    for part, base in zip(scores.split(CHUNK_ROWS), mixed(mixed(seeds) + places).split(CHUNK_ROWS), strict=True):
         # Between 0 and 1; near 0, where noise is large, float32 represents all 32 bits.
         number = (mixed(base[:, None] + columns).to(torch.float32) + 0.5) * 2.0**-32
         found.append((part.float() - torch.log(-torch.log1p(-number))).argmax(1))

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from flodl_hf.nn.adapter_layers.module_replacement import stand_in_for
 from flodl_hf.nn.layout.layouts import Layout
 
-FIRST = 1 << 30
+FIRST_VIRTUAL_ID = 1 << 30
 """The id of the first virtual token."""
 WORDS = "encoder.embeddings.word"
 
@@ -98,10 +98,10 @@ class PromptedEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the embeddings of ids, virtual tokens included."""
-        virtual = input >= FIRST
+        virtual = input >= FIRST_VIRTUAL_ID
         words = F.embedding(input.masked_fill(virtual, 0), self.weight)
         made = self.prompt.virtual_tokens().to(words.dtype)
-        return torch.where(virtual[..., None], F.embedding((input - FIRST).clamp(min=0), made), words)
+        return torch.where(virtual[..., None], F.embedding((input - FIRST_VIRTUAL_ID).clamp(min=0), made), words)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class PrefixKV:
 
     def rows(self, ids: Tensor, types: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor | None, Layout]:
         """Return ids, token types and layout with the virtual tokens; their type is 0."""
-        numbers = torch.arange(FIRST, FIRST + self.count, device=ids.device)
+        numbers = torch.arange(FIRST_VIRTUAL_ID, FIRST_VIRTUAL_ID + self.count, device=ids.device)
         kinds = None if types is None else layout.before(torch.zeros_like(numbers), types)
         return layout.before(numbers, ids), kinds, layout.led(self.count)
 

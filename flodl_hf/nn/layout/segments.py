@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-AT_ONCE = 4096
+CHUNK_ROWS = 4096
 """Features with gradients computed together: scores of a whole vocabulary would need twice their memory."""
 
 
@@ -42,8 +42,8 @@ class _Largest(torch.autograd.Function):
         owners = torch.searchsorted(offsets[1:].contiguous(), tokens, right=True).clamp(max=len(found) - 1)
         outside = (tokens >= offsets[-1])[:, None]
         gradient = torch.empty_like(values)
-        for start in range(0, values.shape[1], AT_ONCE):
-            part = slice(start, start + AT_ONCE)
+        for start in range(0, values.shape[1], CHUNK_ROWS):
+            part = slice(start, start + CHUNK_ROWS)
             chosen = (values[:, part] == found[owners, part]) & ~outside
             equal = torch.segment_reduce(chosen.float(), "sum", lengths=lengths, axis=0, unsafe=True)
             share = given[:, part] / equal.clamp(min=1.0)

@@ -133,7 +133,7 @@ class AdaptiveLayerLoss(_Wrapped):
         return {"uniform": 1.0, "log": 1 / (1 + math.log(1 + index)), "linear": 1 / (1 + index)}[self.layer_weighting]
 
 
-AT_ONCE = 1 << 26
+MAX_SCORES = 1 << 26
 """Maximum number of similarities in memory; larger batches are computed in parts, and again for the gradient."""
 DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 
@@ -201,7 +201,7 @@ class MultipleNegativesRankingLoss(VectorLoss):
         """Return the mean over the anchors; with ``own`` over those alone, against the texts of all."""
         queries, partners, docs = vectors[0], vectors[1], torch.cat(list(vectors[1:]))
         absent = None if there is None else ~torch.cat(list(there[:, 1:].unbind(1)))
-        rows = max(1, AT_ONCE // (len(docs) * len(self.directions)))
+        rows = max(1, MAX_SCORES // (len(docs) * len(self.directions)))
 
         def losses(first: int, last: int) -> Tensor:
             return self._losses(queries, partners, docs, first, last, absent)
@@ -279,7 +279,7 @@ class MegaBatchMarginLoss(VectorLoss):
     def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
         """Return the mean over the anchors; with ``own`` over those alone, against the partners of all."""
         queries, partners = vectors[0], vectors[1]
-        rows = max(1, AT_ONCE // len(partners))
+        rows = max(1, MAX_SCORES // len(partners))
         return _mean_in_parts(partial(self._losses, queries, partners), own or slice(0, len(queries)), rows)
 
     def _losses(self, queries: Tensor, partners: Tensor, first: int, last: int) -> Tensor:

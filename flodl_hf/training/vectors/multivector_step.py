@@ -37,7 +37,7 @@ from flodl_hf.training.vectors.step import (
     rows_per_rank,
 )
 
-AT_ONCE = 1 << 26
+MAX_SCORES = 1 << 26
 """Maximum number of token products in memory; larger sets of queries are processed in parts."""
 SIMILARITIES = ("maxsim", "meanmaxsim")
 
@@ -50,7 +50,7 @@ def scores_of_all(queries: Tensor, documents: Tensor, similarity: str = "maxsim"
         documents: ``(documents, tokens, size)``.
         similarity: "maxsim", or "meanmaxsim", which divides by the vectors of the query.
     """
-    rows = max(1, AT_ONCE // max(1, queries.shape[1] * documents.shape[0] * documents.shape[1]))
+    rows = max(1, MAX_SCORES // max(1, queries.shape[1] * documents.shape[0] * documents.shape[1]))
     absent = ~_present(documents)
     parts = []
     for part in queries.split(rows):

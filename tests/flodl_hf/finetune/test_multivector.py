@@ -86,7 +86,7 @@ def test_large_batches_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
     loss = make_loss("MultipleNegativesRanking", {"similarity": "meanmaxsim", "temperature": 0.1}, MULTIVECTOR_LOSSES)
     whole, parts = vectors_of(3), vectors_of(3)
     at_once = loss(whole, None)
-    monkeypatch.setattr("flodl_hf.training.vectors.multivector_step.AT_ONCE", 1)
+    monkeypatch.setattr("flodl_hf.training.vectors.multivector_step.MAX_SCORES", 1)
     found = loss(parts, None)
     torch.testing.assert_close(found, at_once, rtol=1e-6, atol=0)
     for a, b in zip(torch.autograd.grad(found, parts), torch.autograd.grad(at_once, whole), strict=True):

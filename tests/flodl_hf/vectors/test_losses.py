@@ -115,7 +115,7 @@ def test_margins_of_a_large_batch_are_computed_in_parts(monkeypatch: Any) -> Non
 def _in_parts(monkeypatch: Any, loss: Any, texts: int, tables: int) -> None:
     whole = vectors_of(texts)
     expected = torch.autograd.grad(loss(whole, None), whole)
-    monkeypatch.setattr(ranking, "AT_ONCE", 2 * (texts - 1) * EXAMPLES * tables)
+    monkeypatch.setattr(ranking, "MAX_SCORES", 2 * (texts - 1) * EXAMPLES * tables)
     parts = vectors_of(texts)
     for a, b in zip(torch.autograd.grad(loss(parts, None), parts), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

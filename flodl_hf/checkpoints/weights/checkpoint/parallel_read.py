@@ -177,7 +177,7 @@ def prefetched(folder: Any) -> Iterator[None]:
         begun.drop()
 
 
-def taken(descriptor: int) -> dict[int, Any]:
+def memory_of(descriptor: int) -> dict[int, Any]:
     """Return memory with parts of an open file, keyed by start offset; the caller owns removed entries.
 
     Args:

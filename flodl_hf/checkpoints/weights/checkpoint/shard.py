@@ -17,7 +17,7 @@ from flodl.errors import CheckpointError, capped, printable
 from flodl.safetensors_header import read_header
 from flodl.system import read_at
 from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPES, SourceFile
-from flodl_hf.checkpoints.weights.checkpoint.parallel_read import Extent, cut, fill, taken
+from flodl_hf.checkpoints.weights.checkpoint.parallel_read import Extent, cut, fill, memory_of
 
 
 class Shard(Protocol):
@@ -147,7 +147,7 @@ def read_extents(descriptor: int, where: str, extents: Sequence[Extent]) -> list
     Raises:
         CheckpointError: the file is shorter than its header states.
     """
-    ready = taken(descriptor)
+    ready = memory_of(descriptor)
     tensors: list[Tensor] = []
     missing: list[int] = []
     for at, extent in enumerate(extents):
