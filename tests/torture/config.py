@@ -1,7 +1,7 @@
 """Suite ``config``: one ``config.json`` of each family with values, keys or bytes changed.
 
 A load is right where the scores are those of the undamaged folder. Where they are others, the file must validly say
-so: `tests.torture.plain` computes what it says, and where that knows no answer, only fields that are known to
+so: `tests.torture.reference_fp64` computes what it says, and where that knows no answer, only fields that are known to
 change an encoder without changing its tensors may have changed.
 """
 
@@ -32,7 +32,7 @@ from tests.torture.damage import (
     spelled,
 )
 from tests.torture.judging import judge
-from tests.torture.plain import plain_scores
+from tests.torture.reference_fp64 import plain_scores
 from tests.torture.watch import CANARY
 
 __all__ = ["NAME", "cases", "prepare", "run"]

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from flodl.errors import FlodlError, printable, visible
 from tests.torture.case import Case, Grade, Verdict
-from tests.torture.meter import Meter
+from tests.torture.resources import Meter
 from tests.torture.watch import SECRET, Watch
 
 __all__ = ["graded_error", "judge", "start_watch"]

@@ -15,9 +15,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tests.torture.bodies import WHOLE, asked
 from tests.torture.case import Case, Fault, Grade, Kind, Verdict, dealt, silent
 from tests.torture.damage import BYTE_DAMAGE, NUMBERS, RAW, VALUES
+from tests.torture.request_bodies import WHOLE, asked
 from tests.torture.served import BODIES, Server, files_ready, lacking, spoken
 from tests.torture.texts import PIECES
 from tests.torture.wire import post

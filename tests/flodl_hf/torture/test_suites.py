@@ -47,7 +47,7 @@ def test_a_head_of_a_file_that_says_it_is_an_encoder_is_taken_where_it_is_asked_
 @pytest.mark.parametrize("pad", [1, 3, 7])
 def test_the_second_computation_counts_positions_past_padding(pad: int, tmp_path: Path) -> None:
     from tests.torture.checkpoints import tensors_in
-    from tests.torture.plain import plain_scores
+    from tests.torture.reference_fp64 import plain_scores
 
     files = dict(checkpoint("roberta"))
     config = {**json.loads(files["config.json"]), "pad_token_id": pad}

@@ -1,7 +1,7 @@
-"""A second opinion: what a classifier's ``config.json`` says, computed by a page of plain torch in double precision.
+"""A reference classifier: the scores that a ``config.json`` specifies, computed with plain torch in float64.
 
-It reads the keys as transformers documents them and knows no row, key table or layer of this library. It settles
-whether a changed configuration that was accepted was also understood. What it does not know it says nothing of.
+It reads keys as transformers documents them, without any code of this library, and so checks whether an accepted
+configuration was applied. It returns nothing for configurations that it does not support.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a call takes: time on the processor, and memory beyond what its process had."""
+"""Resources of a call: CPU time, and memory in addition to that of its process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Meter"]
 
 
 class Meter:
-    """Begun before a call; ``read`` says what it has taken since."""
+    """Measures from its creation; ``read`` returns the resources used since."""
 
     def __init__(self) -> None:
         self._before = _peak_memory(reset=True)

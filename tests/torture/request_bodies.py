@@ -1,6 +1,6 @@
-"""Bodies of requests that are not what a door takes: fields, options, bytes of JSON, texts.
+"""Invalid request bodies: fields, options, bytes of JSON, texts.
 
-Decides what is to be expected of each, from the door's own table of fields and from Python's reading of the bytes.
+The expected response of each is computed from the route's table of fields and from Python's JSON parser.
 """
 
 from __future__ import annotations
