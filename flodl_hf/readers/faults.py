@@ -1,8 +1,10 @@
-"""Faults of a data file, collected and raised as one error, so that all of them can be corrected together."""
+"""Faults of a data file or of rows, raised as one error, so that all of them can be corrected together."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from flodl.errors import DataError, capped
 
@@ -55,3 +57,35 @@ class Faults:
             problems=self.problems,
             count=self.count,
         )
+
+
+def check_texts(rows: Sequence[Mapping[str, Any]], column: str, where: str) -> None:
+    """Refuse a column with values that are no texts.
+
+    Raises:
+        DataError: some are not; ``problems`` lists them.
+    """
+    wrong = [
+        f"row {i}: {type(row.get(column)).__name__}"
+        for i, row in enumerate(rows)
+        if not isinstance(row.get(column), str)
+    ]
+    refuse_rows(where, f"column {column!r} has values that are no texts", wrong, "a text in each", column=column)
+
+
+def refuse_rows(where: str, what: str, wrong: Sequence[str], expected: str, **details: Any) -> None:
+    """Raise an error if some rows are wrong.
+
+    Args:
+        where: what the rows are, such as "train".
+        what: the fault.
+        wrong: rows with their values; empty for no fault.
+        expected: the right values.
+        **details: further attributes of the error.
+
+    Raises:
+        DataError: with ``wrong`` as ``problems``.
+    """
+    if wrong:
+        text = f"{where}: {what}:\n{capped(wrong, 5)}\nexpected {expected}"
+        raise DataError(text, problems=list(wrong), **details)

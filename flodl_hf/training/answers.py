@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from flodl.errors import DataError, capped, printable
+from flodl.errors import DataError, printable
 from flodl_hf.inference.decode.metrics import AnswerF1
 from flodl_hf.readers.columns import Columns
-from flodl_hf.tokenization.alignment.answers import answer_positions
+from flodl_hf.readers.faults import check_texts, refuse_rows
+from flodl_hf.tokenization.alignment import answer_positions
 from flodl_hf.training.rows import RowBuilder
-from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, check_texts, encode_chunks
+from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, encode_chunks
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
@@ -46,6 +47,7 @@ class AnswerTask(Task):
 
     columns: Columns
 
+    headed = True
     head = "question_answering"
     kind = "spans"
     main_metric = "f1"
@@ -76,8 +78,7 @@ class AnswerTask(Task):
                 truth.windows.append(list(windows))
                 truth.contexts.append(row[context])
                 truth.answers.append([text for text, _ in found])
-        if faults:
-            raise DataError(f"finetune: answers that are not understood:\n{capped(faults, 8)}", problems=faults)
+        refuse_rows("finetune", "answers that are not understood", faults, "texts of the context, with their starts")
         return Prepared(builder.build(), None if training else truth)
 
     def scorer(self, prepared: Prepared) -> _Scorer:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl.errors import ConfigError, DataError, capped, nearest
+from flodl.errors import ConfigError, DataError, nearest
 from flodl.metrics import Accuracy
 from flodl.train import Loss
+from flodl_hf.readers.faults import refuse_rows
 from flodl_hf.training.options import Options
 from flodl_hf.training.ranking import Candidates, CollateLists, ListObjective, collate_lists, prepare_lists
 from flodl_hf.training.rows import CollateRows
@@ -133,14 +134,12 @@ class ChoiceTask(Task):
                 continue
             found.append(one)
             right.append(label)
-        if wrong:
-            raise DataError(
-                f"{'train' if training else 'eval'}: rows that are no prompt with choices:\n{capped(wrong, 5)}\n"
-                f"expected in each a text ({self.columns.prompt!r}), two choices or more "
-                f"({', '.join(self.columns.choices)}), and the right one ({self.columns.label!r}): its number from 0, "
-                "its letter or its text",
-                problems=wrong,
-            )
+        where, columns = "train" if training else "eval", self.columns
+        refuse_rows(
+            where, "rows that are no prompt with choices", wrong,
+            f"in each a text ({columns.prompt!r}), two choices or more ({', '.join(columns.choices)}), and the right "
+            f"one ({columns.label!r}): its number from 0, its letter or its text",
+        )  # fmt: skip
         rows, cut = prepare_lists(found, tokenizer, limits, np.asarray(right, np.int64))
         truth = None if training else ([len(one.texts) for one in found], right)
         return Prepared(rows, truth, cut)  # type: ignore[arg-type]
@@ -175,15 +174,13 @@ class ChoiceTask(Task):
         """Return a new scorer."""
         return _Scorer(*prepared.truth)
 
-    def objective(self) -> ChoiceObjective:
+    def objective(self, *_: Any) -> ChoiceObjective:
         """Return the loss."""
         return ChoiceObjective(None)
 
-    def of_held_out(self, prepared: Prepared) -> ChoiceObjective:
-        """Return the loss of evaluation rows."""
-        return self.objective()
+    of_held_out = objective
 
-    def collate(self, usual: CollateRows, rows: Any) -> CollateLists:
+    def collate(self, usual: CollateRows, rows: Any, batches: Any, accumulate: int) -> CollateLists:
         """Return the collate function for choices, in the same layout as ``usual``."""
         return collate_lists(usual)
 

@@ -14,11 +14,11 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from flodl.errors import ConfigError, DataError, capped, nearest
-from flodl_hf.readers import Table, load_rows
+from flodl.errors import ConfigError, DataError, nearest
+from flodl_hf.readers import Table, as_numbers, is_missing, load_rows
 from flodl_hf.readers.arrow import CLASS_FIELDS, is_saved_dataset, names_of_classes, saved_files
 from flodl_hf.readers.columns import flag_of
-from flodl_hf.readers.targets import as_numbers, is_missing
+from flodl_hf.readers.faults import refuse_rows
 from flodl_hf.training.options import BATCH_SIZE, Options
 
 MANY = 1_000_000
@@ -263,11 +263,8 @@ def _list_labels(rows: Table, label: str, names: Sequence[str], where: str, is_r
         ]
         named = [name for name, flag in zip(names, read, strict=True) if flag]
         made.append({**row, label: cells if is_regression else named})
-    if wrong:
-        expected = "a number in each" if is_regression else "1 where a text has the label, else 0"
-        raise DataError(
-            f"{where}: columns of labels with other values:\n{capped(wrong, 5)}\nexpected {expected}", problems=wrong
-        )
+    expected = "a number in each" if is_regression else "1 where a text has the label, else 0"
+    refuse_rows(where, "columns of labels with other values", wrong, expected)
     return Table(made, rows.classes)
 
 

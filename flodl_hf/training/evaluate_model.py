@@ -19,6 +19,7 @@ from flodl.errors import ConfigError, DataError, capped, nearest
 from flodl.train.evaluate import split_figures
 from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.inference.results.evaluation import EvaluationResult
+from flodl_hf.training.batching import evaluation_layout
 from flodl_hf.training.data import Tables, classes_used, list_multilabel_columns, numbered_as, read_tables
 from flodl_hf.training.evaluation import EvalPredictions, Evaluation, Evaluations, Own
 from flodl_hf.training.job import make_evaluation, prepare_held_out, row_limits
@@ -26,6 +27,7 @@ from flodl_hf.training.option_checks import Problems
 from flodl_hf.training.options import EvaluateOptions, Options, make_options
 from flodl_hf.training.ranking import has_lists
 from flodl_hf.training.report.figures import LabelTable, label_table
+from flodl_hf.training.rows import CollateRows
 from flodl_hf.training.sequence import SequenceTask
 from flodl_hf.training.start import known_of
 from flodl_hf.training.task import Task, name_of
@@ -294,7 +296,10 @@ def _plan(
     notes = task.settle_held_out(model) if isinstance(task, EmbeddingTask) else []
     limits = row_limits(task, model, model.tokenizer, options)
     prepared = prepare_held_out(task, tables.evals, model.tokenizer, limits)
-    evaluation = make_evaluation(task, model.tokenizer, options, own, prepared)
+    tokenizer: Any = model.tokenizer
+    collate = CollateRows(tokenizer.pad_token_id or 0, evaluation_layout(options), task.masking(tokenizer, options))
+    evaluation = make_evaluation(task, options, own, prepared, collate, kept=prepared)
+    assert evaluation is not None
     if cut := sum(part.cut for part in prepared.values()):
         notes.append(f"{cut:,} texts are longer than {limits.max_tokens} tokens and are truncated")
     return evaluation, task, notes

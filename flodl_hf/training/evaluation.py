@@ -7,6 +7,7 @@ with the best F1 on the evaluation data.
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -58,10 +59,17 @@ class EvalPredictions:
 
 
 class CollectedValues:
-    """Values of examples, collected for metrics that are no sums; subclasses are a `flodl.metrics.Metric`."""
+    """Values of examples, collected for metrics that are no sums; a `flodl.metrics.Metric` that ranks exchange.
+
+    Values are JSON values and float32 arrays.
+    """
 
     def __init__(self) -> None:
         self.items: dict[int, Any] = {}
+
+    def update(self, example: int, value: Any) -> None:
+        """Add one example."""
+        self.items[example] = value
 
     def merge(self, other: Any) -> None:
         """Add the examples of ``other``."""
@@ -75,21 +83,25 @@ class CollectedValues:
         """Remove all examples."""
         self.items = {}
 
-
-class CollectedPredictions(CollectedValues):
-    """Predictions and gold labels of examples."""
-
-    def update(self, example: int, prediction: Any, truth: Any) -> None:
-        """Add one example, as JSON values."""
-        self.items[example] = (prediction, truth)
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-        return {"items": [[example, *pair] for example, pair in self.items.items()]}
+        """Return the state, as JSON values."""
+        return {"items": [[example, _json(value)] for example, value in self.items.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a saved state."""
-        self.items = {example: (prediction, truth) for example, prediction, truth in state["items"]}
+        self.items = {example: _from_json(value) for example, value in state["items"]}
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return {"shape": list(value.shape), "data": base64.b64encode(value.tobytes()).decode()}
+    return [_json(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return np.frombuffer(base64.b64decode(value["data"]), np.float32).reshape(value["shape"])
+    return [_from_json(part) for part in value] if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
@@ -220,13 +232,13 @@ class OwnScorer(Scorer):
     """
 
     def __init__(self, scorer: Scorer, task: Task, metrics: MetricFunction | Mapping[str, MetricFunction]) -> None:
-        self.scorer, self.task, self.own, self.kept = scorer, task, metrics, CollectedPredictions()
+        self.scorer, self.task, self.own, self.kept = scorer, task, metrics, CollectedValues()
 
     def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any] | None:
         """Add the scores of one example."""
         pair = self.scorer.update(example, scores)
         if pair is not None:
-            self.kept.update(example, *pair)
+            self.kept.update(example, pair)
         return pair
 
     def metrics(self) -> Sequence[Metric]:

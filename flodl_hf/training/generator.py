@@ -24,8 +24,8 @@ from flodl_hf.models.building import tie_tensors
 from flodl_hf.nn.adapter_layers.prompts import prefix_of
 from flodl_hf.nn.encoder.losses import IGNORED_LABEL, token_loss
 from flodl_hf.readers.columns import Columns, infer_columns
-from flodl_hf.tokenization.alignment.tags import IGNORE
-from flodl_hf.training.masked import CollateShares, MaskedTask, Masking
+from flodl_hf.tokenization.alignment import IGNORE
+from flodl_hf.training.masked import CollateShares, MaskedTask, Masking, make_masking
 from flodl_hf.training.options import Options
 from flodl_hf.training.rows import CollateRows, EncodedRows, TakenRows
 from flodl_hf.training.step import STEP, Kind, Objective, layout_of, mixed, row_seeds, score
@@ -327,6 +327,7 @@ class GeneratorTask(MaskedTask):
 
     head = "replaced_tokens"
     kind = "replaced"
+    attaches = True
 
     @property
     def start(self) -> GeneratorStart:
@@ -361,19 +362,18 @@ class GeneratorTask(MaskedTask):
         """Detach the generator and return it; None if it is detached already."""
         return taken_out(model)
 
-    def masking(self, tokenizer: Tokenizer) -> Masking:
+    def masking(self, tokenizer: Tokenizer, options: Options) -> Masking:
         """Return the masking function."""
-        return Masking(
-            tokenizer.mask_token_id or 0, tokenizer.vocab_size, self.options.mask_probability, self.options.whole_words,
-            mask_share=MASK_SHARE, random_share=0.0,
-        )  # fmt: skip
+        return make_masking(tokenizer, options, mask_share=MASK_SHARE, random_share=0.0)
 
-    def objective(self) -> JointObjective:
-        """Return the loss."""
+    def objective(self, *_: Any) -> JointObjective:
+        """Return the loss of training."""
         return JointObjective()
 
-    def shares(self, usual: CollateRows, rows: EncodedRows, batches: Any, accumulate: int) -> CollateMasked:
-        """Return the collate function for steps of ``accumulate`` batches."""
+    of_held_out = objective
+
+    def collate(self, usual: CollateRows, rows: EncodedRows, batches: Any, accumulate: int) -> CollateMasked:
+        """Return the collate function of steps of ``accumulate`` batches."""
         probability = self.options.mask_probability
         return CollateMasked.of_step(usual, rows, batches, accumulate, by_rows=False, probability=probability)
 

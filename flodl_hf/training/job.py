@@ -7,16 +7,14 @@ errors are raised before the expensive part.
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from flodl.data import FixedBatches, SequentialSampler
 from flodl.errors import ConfigError, DataError
 from flodl_hf.checkpoints.hub.folders import lacks_tokenizer
 from flodl_hf.families.schema.tasks import task_named
@@ -24,32 +22,23 @@ from flodl_hf.inference.graph_model.model import GraphModel
 from flodl_hf.models.freezing import frozen_parameters
 from flodl_hf.readers.columns import NAMES, column_names
 from flodl_hf.training.batching import (
-    Batching,
     batch_rows,
     count_steps,
-    evaluation_layout,
     few_steps,
     micro_batch_rows,
     settle_batch_size,
 )
-from flodl_hf.training.choices import ChoiceTask
 from flodl_hf.training.data import Tables, list_multilabel_columns, read_tables
 from flodl_hf.training.evaluation import EvalPredictions, Evaluation, Evaluations, Own, threshold_faults
-from flodl_hf.training.generator import GeneratorTask
-from flodl_hf.training.masked import Masking
 from flodl_hf.training.option_checks import ONE_ROW, Problems, task_faults, weight_faults
 from flodl_hf.training.options import Options, read_options
-from flodl_hf.training.pairs import PairTask, PretrainingObjective
-from flodl_hf.training.ranking import RankTask
 from flodl_hf.training.rates import make_schedule
-from flodl_hf.training.replaced import ReplacedTask
 from flodl_hf.training.result import Timing
 from flodl_hf.training.rows import CollateRows, EncodedRows
-from flodl_hf.training.start import ATTACHING_TASKS, FixedModel, ModelFactory, known_of, open_start, settle_head
+from flodl_hf.training.start import FixedModel, ModelFactory, known_of, open_start, settle_head
 from flodl_hf.training.step import Objective
 from flodl_hf.training.task import LengthLimits, Prepared, Task, name_of
 from flodl_hf.training.task_choice import (
-    HEADED,
     Known,
     alike_labels,
     choose_task,
@@ -163,7 +152,7 @@ class Job:
 
     def conclude(self, model: EncoderModel) -> Any:
         """Detach additional modules and store trained parts in the model; return the generator, if any."""
-        return self.task.conclude(model) if isinstance(self.task, ATTACHING_TASKS) else None
+        return self.task.conclude(model)
 
     @property
     def schedule(self) -> Any:
@@ -246,9 +235,8 @@ def plan_job(
                 frozen_parameters(opened, options.freeze)
             if opened.tokenizer is None:
                 raise _no_tokenizer(where)
-            _masking(task, opened.tokenizer, options, where)
-            if isinstance(task, ATTACHING_TASKS):
-                notes += task.settle(opened)
+            task.masking(opened.tokenizer, options)
+            notes += task.settle(opened)
     if problems.found and opened is model and options.adapter is not None and opened is not None:
         opened.remove_adapter()
     problems.check()
@@ -262,20 +250,24 @@ def plan_job(
     options, chosen = settle_batch_size(options, task, rows)
     if tell is not None and chosen is not None:
         tell(chosen)
-    masking, pad_id = _masking(task, tokenizer, options, where), tokenizer.pad_token_id or 0
+    masking, pad_id = task.masking(tokenizer, options), tokenizer.pad_token_id or 0
     laid_out = batch_rows(
         task, options, rows, own=own, pad_id=pad_id, masking=masking, max_tokens=opened.max_tokens
     )  # fmt: skip
     notes += laid_out.notes
-    weights = _weights(options, task, rows)
-    objective, collate = _objective(task, options, own, weights, laid_out, rows)
+    objective = task.objective(options, _weights(options, task, rows), own.loss)
+    collate = task.collate(laid_out.collate, rows, laid_out.batches, options.accumulate)
     parts = prepare_held_out(task, tables.evals, tokenizer, limits)
     timing.mark("tokenise")
     prepared |= {f"eval {name}".strip(): part for name, part in parts.items()}
-    evaluation = _evaluation(task, options, own, parts, objective, collate, laid_out.layout)
+    layout = "packed" if laid_out.layout == "bucketed" else laid_out.layout
+    judging = replace(collate, layout=layout, noise=False, widths=())
+    # Contents of the report about the first set, where one process sees all of it.
+    kept = options.ranks == 1 and task.kind != "words" and (options.report or options.tune_thresholds)
+    evaluation = make_evaluation(task, options, own, parts, judging, kept=[*parts][: int(kept)])
     if options.metric and evaluation is not None:
         evaluation.check_metric(options.metric)
-    if isinstance(task, HEADED):
+    if task.headed:
         notes += [*guessed_columns(task.columns, options.columns), *alike_labels(task.labels or ())]
         notes += unlearned_labels(task, rows) if tables.is_shared else []
         notes += float_classes(task, tables.train, before.problem_type)
@@ -305,8 +297,7 @@ def _used_columns(task: Task, rows: Sequence[Mapping[str, Any]]) -> Sequence[str
     if isinstance(task, EmbeddingTask):
         texts, label = table_columns(rows)
         return [*texts, label]
-    columns = task.columns if isinstance(task, HEADED) else None
-    return column_names(rows) if columns is None else [getattr(columns, role) for role in NAMES]
+    return [getattr(task.columns, role) for role in NAMES] if task.headed else column_names(rows)
 
 
 def prepare_held_out(
@@ -329,115 +320,36 @@ def prepare_held_out(
 
 
 def make_evaluation(
-    task: Task, tokenizer: Any, options: Options, own: Own, parts: Mapping[str, Prepared]
-) -> Evaluation | Evaluations:
-    """Return the evaluation of a model that is not trained; each set keeps its predictions and gold labels.
+    task: Task, options: Options, own: Own, parts: Mapping[str, Prepared], collate: CollateRows, kept: Collection[str]
+) -> Evaluation | Evaluations | None:
+    """Return the evaluation of all evaluation sets; None if there are none.
 
     Args:
-        task: the task, settled for the model.
-        tokenizer: tokenizer of the model.
-        options: the options of the evaluation.
-        own: metrics of the user.
-        parts: examples of each set as rows of tokens.
+        task: the task of the run.
+        options: the options of the run.
+        own: functions of the user.
+        parts: each set as rows.
+        collate: makes batches.
+        kept: names of sets whose predictions and gold labels are stored.
     """
-    masking, several = _masking(task, tokenizer, options, "evaluate"), _several(task)
-    usual = CollateRows(tokenizer.pad_token_id or 0, evaluation_layout(options), masking)
-    found: dict[str, Evaluation] = {}
-    for name, part in parts.items():
-        make = None if several is None else getattr(several, "collate_held_out", several.collate)
-        collate = usual if make is None else make(usual, part.rows)
-        found[name] = _evaluation_of(task, part, collate, None, options, own, EvalPredictions(name))
-    return found.get("") or Evaluations(found)
-
-
-def _several(task: Task) -> Any:
-    """Return a task with several rows per example (vectors, lists of candidates); else None."""
-    listed = isinstance(task, ChoiceTask) or (isinstance(task, RankTask) and task.loss is not None)
-    return task if isinstance(task, EmbeddingTask) or listed else None
-
-
-def _has_shares(task: Task) -> TypeGuard[GeneratorTask | PairTask]:
-    """Return whether the loss is the sum of two means; see `flodl_hf.training.masked`."""
-    return isinstance(task, GeneratorTask) or (isinstance(task, PairTask) and task.kind == "pairs")
-
-
-def _plain_objective(task: Task) -> type[Objective]:
-    return PretrainingObjective if task.kind == "pairs" else Objective
-
-
-def _objective(
-    task: Task, options: Options, own: Own, weights: tuple[float, ...] | None, laid_out: Batching, rows: Any
-) -> tuple[Any, Any]:
-    """Return the loss, and what makes batches for it."""
-    several, collate = _several(task), laid_out.collate
-    if several is not None:
-        return several.objective(), several.collate(collate, rows)
-    if _has_shares(task):
-        collate = task.shares(collate, rows, laid_out.batches, options.accumulate)
-    if isinstance(task, GeneratorTask):
-        return task.objective(), collate
-    make = _plain_objective(task)
-    return make(
-        task.kind, weights, options.label_smoothing, options.masks_padding, own.loss, options.neftune or None
-    ), collate
-
-
-def _evaluation(
-    task: Task, options: Options, own: Own, parts: Mapping[str, Prepared], objective: Any, collate: Any, layout: str
-) -> Evaluation | Evaluations | None:
-    """Return the evaluation of all evaluation sets; None if there is none."""
-    judging = replace(collate, layout="packed" if layout == "bucketed" else layout, noise=False, widths=())
-    found: dict[str, Evaluation] = {}
-    for name, part in parts.items():
-        # What the report says of the first set, kept where one process sees all of it.
-        kept = not found and options.ranks == 1 and task.kind != "words" and (options.report or options.tune_thresholds)
-        found[name] = _evaluation_of(
-            task, part, judging, objective, options, own, EvalPredictions(name) if kept else None
-        )
-    return found.get("") or (Evaluations(found) if found else None)
-
-
-def _evaluation_of(
-    task: Task, part: Prepared, collate: Any, objective: Any, options: Options, own: Own, seen: EvalPredictions | None
-) -> Evaluation:
-    """Return the evaluation of one set; ``objective`` is the loss of training."""
-    several = _several(task)
-    if several is not None:
-        judge = several.of_held_out(part)
-        if isinstance(several, EmbeddingTask) and part.truth.prompted:
-            judge = replace(judge, prompted=part.truth.prompted)
-    elif isinstance(task, GeneratorTask):
-        judge = objective
-    else:
-        judge = _plain_objective(task)(task.kind, mask_padding=options.compat is None, own=own.loss)
-    if _has_shares(task):
-        count = len(part.rows)  # both means are over all evaluation rows
-        collate = task.shares(collate, part.rows, FixedBatches(SequentialSampler(count), count), sys.maxsize)
     size = options.eval_batch_size or micro_batch_rows(options) or options.rows_in_batch
-    return Evaluation(task, part, collate, judge, size, options.precision, options.seed, own.metrics, seen)
+    found = {
+        name: Evaluation(
+            task, part, task.collate_held_out(collate, part.rows), task.of_held_out(part, options, own.loss), size,
+            options.precision, options.seed, own.metrics, EvalPredictions(name) if name in kept else None,
+        )
+        for name, part in parts.items()
+    }  # fmt: skip
+    return found.get("") or (Evaluations(found) if found else None)
 
 
 def row_limits(task: Task, opened: EncoderModel, tokenizer: Any, options: Options) -> LengthLimits:
     """Return the length limits of rows."""
     usual = 384 if task.kind == "spans" else None
     bounds = [n for n in (opened.max_tokens, options.max_length or usual) if n]
-    if isinstance(task, ATTACHING_TASKS):
-        bounds += task.bounds(opened)
+    bounds += task.bounds(opened)
     types = opened.config.uses_token_types and tokenizer.settings.type_ids
     return LengthLimits(min(bounds, default=None), options.stride, types, options.long_texts == "windows")
-
-
-def _masking(task: Task, tokenizer: Any, options: Options, where: str) -> Any:
-    """Return what replaces tokens of a batch before it is learned from; None where nothing does."""
-    if isinstance(task, ReplacedTask):
-        return task.drawing(tokenizer)
-    if task.kind not in ("words", "pairs") and not isinstance(task, GeneratorTask):
-        return None
-    if tokenizer.mask_token_id is None:
-        raise ConfigError(f"{where}: the tokenizer has no mask token, so nothing can be masked", problems=["mask"])
-    if isinstance(task, GeneratorTask):
-        return task.masking(tokenizer)
-    return Masking(tokenizer.mask_token_id, tokenizer.vocab_size, options.mask_probability, options.whole_words)
 
 
 def _cut_texts(prepared: Mapping[str, Prepared], limits: LengthLimits, task: Task) -> list[str]:

@@ -19,13 +19,14 @@ from numpy.typing import NDArray
 from flodl.data import Where
 from flodl.errors import ConfigError
 from flodl_hf.readers.columns import Columns
-from flodl_hf.tokenization.alignment.masking import chosen_tokens, mask_tokens, num_masked
-from flodl_hf.tokenization.alignment.tags import IGNORE
+from flodl_hf.readers.faults import check_texts
+from flodl_hf.tokenization.alignment import IGNORE, chosen_tokens, mask_tokens, num_masked
 from flodl_hf.training.rows import SPECIAL, CollateRows, EncodedRows, RowBuilder, TakenRows
-from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, check_texts, encode_chunks
+from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, encode_chunks
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
+    from flodl_hf.training.options import Options
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,19 @@ class Masking:
         whole = [None if word < 0 else word for word in words] if self.whole_words else None
         rng = where.rng("mask", index)
         return [word == SPECIAL for word in words], {"rng": rng, "probability": self.probability, "words": whole}
+
+
+def make_masking(tokenizer: Tokenizer, options: Options, **shares: float) -> Masking:
+    """Return the masking function; ``shares`` as for `Masking`.
+
+    Raises:
+        ConfigError: the tokenizer has no mask token.
+    """
+    if tokenizer.mask_token_id is None:
+        raise ConfigError("finetune: the tokenizer has no mask token, so nothing can be masked", problems=["mask"])
+    return Masking(
+        tokenizer.mask_token_id, tokenizer.vocab_size, options.mask_probability, options.whole_words, **shares
+    )
 
 
 @dataclass(frozen=True)
@@ -192,6 +206,7 @@ class MaskedTask(Task):
     columns: Columns
     concatenate: bool = False
 
+    headed = True
     head = "masked_lm"
     kind = "words"
     main_metric = "-eval_loss"
@@ -213,6 +228,10 @@ class MaskedTask(Task):
                     builder.add(row, owner, {"words": words_of(row)})
                     owner += 1
         return Prepared(builder.build(), None if training else ())
+
+    def masking(self, tokenizer: Tokenizer, options: Options) -> Masking:
+        """Return the masking function."""
+        return make_masking(tokenizer, options)
 
     def scorer(self, prepared: Prepared) -> Scorer:
         """Return a scorer without metrics: the perplexity is computed from the loss."""

@@ -17,18 +17,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flodl.data.rng import Rng
-from flodl.errors import DataError, capped
+from flodl.errors import DataError
 from flodl.metrics import Classification
 from flodl.train import Loss
 from flodl_hf.inference.decode.metrics import Perplexity
 from flodl_hf.nn.encoder.losses import IGNORED_LABEL, token_loss
 from flodl_hf.readers.columns import Columns, pair_columns
-from flodl_hf.readers.targets import as_numbers
-from flodl_hf.training.masked import CollateShares, words_of
+from flodl_hf.readers.faults import check_texts, refuse_rows
+from flodl_hf.training.masked import CollateShares, make_masking, words_of
 from flodl_hf.training.options import Options
 from flodl_hf.training.rows import RELATED, CollateRows, EncodedRows, RowBuilder
-from flodl_hf.training.step import Kind, Objective, run_model
-from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, check_texts, encode_chunks
+from flodl_hf.training.step import Kind, LossFunction, Objective, run_model
+from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, encode_chunks
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
@@ -105,8 +105,22 @@ class PairTask(Task):
         """Return a new scorer."""
         return _Scorer(prepared.truth, words=self.head == "pretraining")
 
-    def shares(self, usual: CollateRows, rows: EncodedRows, batches: Any, accumulate: int) -> CollateShares:
-        """Return the collate function for steps of ``accumulate`` batches."""
+    def masking(self, tokenizer: Tokenizer, options: Options) -> Any:
+        """Return the masking function; None for pairs alone."""
+        return make_masking(tokenizer, options) if self.kind == "pairs" else None
+
+    def objective(self, options: Options, weights: tuple[float, ...] | None, own: LossFunction | None) -> Objective:
+        """Return the loss of training."""
+        return PretrainingObjective() if self.kind == "pairs" else super().objective(options, weights, own)
+
+    def of_held_out(self, prepared: Prepared, options: Options, own: LossFunction | None) -> Objective:
+        """Return the loss of evaluation data."""
+        return PretrainingObjective() if self.kind == "pairs" else super().of_held_out(prepared, options, own)
+
+    def collate(self, usual: CollateRows, rows: EncodedRows, batches: Any, accumulate: int) -> CollateRows:
+        """Return the collate function of steps of ``accumulate`` batches."""
+        if self.kind != "pairs":
+            return usual
         return CollateShares.of_step(usual, rows, batches, accumulate, by_rows=True)
 
 
@@ -123,12 +137,10 @@ def _read_labels(values: Sequence[Any], column: str, where: str) -> list[int]:
         for i, value in enumerate(values)
         if isinstance(value, (bool, list, dict)) or value not in known
     ]
-    if wrong:
-        raise DataError(
-            f"{where}: labels in column {column!r} that cannot be:\n{capped(wrong, 5)}\nexpected 0 or 'follows' where "
-            "the texts belong together, 1 or 'other' where they do not",
-            problems=wrong,
-        )
+    refuse_rows(
+        where, f"labels in column {column!r} that cannot be", wrong,
+        "0 or 'follows' where the texts belong together, 1 or 'other' where they do not",
+    )  # fmt: skip
     return [known[value] for value in values]
 
 

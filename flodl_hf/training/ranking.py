@@ -18,17 +18,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flodl.data import Where
-from flodl.errors import ConfigError, DataError, capped
+from flodl.errors import ConfigError, DataError
 from flodl.train import Loss
 from flodl_hf.readers.columns import Columns
-from flodl_hf.training.evaluation import CollectedPredictions
+from flodl_hf.readers.faults import refuse_rows
+from flodl_hf.training.evaluation import CollectedValues
 from flodl_hf.training.evaluators import average_precision, ranking_figures
 from flodl_hf.training.losses import loss_named, make_loss
 from flodl_hf.training.losses.lists import LIST_LOSSES, MarginMSELoss
 from flodl_hf.training.option_checks import Problems, task_faults
 from flodl_hf.training.options import Options
 from flodl_hf.training.rows import CollateRows, EncodedRows, RowBuilder
-from flodl_hf.training.step import Kind, score
+from flodl_hf.training.step import Kind, LossFunction, score
 from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, encode_chunks
 from flodl_hf.training.vectors.step import PARTS, CollateTexts, TextRows
 from flodl_hf.training.vectors.tables import ANCHORS, LABELS, POSITIVES, read_table
@@ -123,12 +124,10 @@ def _of_columns(
         if not np.isfinite(grades).all():
             wrong.append(f"row {i}: labels that are no numbers")
         found.append(Candidates(row[question], tuple(texts), grades))
-    if wrong:
-        raise DataError(
-            f"{where}: rank: rows that are no lists:\n{capped(wrong, 5)}\nexpected in each a question, a list of "
-            f"documents ({documents!r}) and as many numbers ({label!r})",
-            problems=wrong,
-        )
+    refuse_rows(
+        where, "rank: rows that are no lists", wrong,
+        f"in each a question, a list of documents ({documents!r}) and as many numbers ({label!r})",
+    )  # fmt: skip
     return found, Columns(task="embedding", text=question, text_pair=documents, label=label)
 
 
@@ -246,6 +245,11 @@ class RankTask(Task):
     main_metric = "ndcg@10"
     per_row = True
 
+    def settle(self, model: EncoderModel) -> list[str]:
+        """Configure the starting model; return notes for the user."""
+        self.start(model)
+        return []
+
     def start(self, model: EncoderModel) -> None:
         """Have a model store the activation of its scores: its own, or this task's if it has none.
 
@@ -279,17 +283,17 @@ class RankTask(Task):
         """Return a new scorer."""
         return _ListScorer(prepared.truth) if self.loss is not None else _Scorer(*prepared.truth)
 
-    def objective(self) -> ListObjective:
-        """Return the loss of lists."""
-        return ListObjective(self.loss)
+    def objective(self, options: Options, weights: tuple[float, ...] | None, own: LossFunction | None) -> Any:
+        """Return the loss of training."""
+        return super().objective(options, weights, own) if self.loss is None else ListObjective(self.loss)
 
-    def of_held_out(self, prepared: Prepared) -> ListObjective:
-        """Return the loss of evaluation lists."""
-        return self.objective()
+    def of_held_out(self, prepared: Prepared, options: Options, own: LossFunction | None) -> Any:
+        """Return the loss of evaluation data."""
+        return super().of_held_out(prepared, options, own) if self.loss is None else ListObjective(self.loss)
 
-    def collate(self, usual: CollateRows, rows: Any) -> CollateTexts:
-        """Return the collate function for lists, in the same layout as ``usual``."""
-        return collate_lists(usual)
+    def collate(self, usual: CollateRows, rows: Any, batches: Any, accumulate: int) -> CollateRows:
+        """Return the collate function, in the same layout as ``usual``."""
+        return usual if self.loss is None else collate_lists(usual)
 
 
 def plan_ranking(rows: Sequence[Mapping[str, Any]], options: Options) -> RankTask:
@@ -366,32 +370,32 @@ def _pairs(
 
 class _ListScorer(Scorer):
     def __init__(self, worth: Sequence[tuple[float, ...]]) -> None:
-        super().__init__(CollectedPredictions())
+        super().__init__(CollectedValues())
         self.worth = worth
 
     def update(self, example: int, scores: Sequence[Tensor]) -> None:
         """Add the scores of the candidates of one question; padding is last."""
-        self.parts[0].update(example, scores[0][: len(self.worth[example])].tolist(), None)
+        self.parts[0].update(example, scores[0][: len(self.worth[example])].tolist())
 
     def compute(self) -> dict[str, float]:
         """Return the ranking metrics."""
         found = self.parts[0].items
-        return _figures([found[i][0] for i in sorted(found)], [self.worth[i] for i in sorted(found)], 0.0)
+        return _figures([found[i] for i in sorted(found)], [self.worth[i] for i in sorted(found)], 0.0)
 
 
 class _Scorer(Scorer):
     def __init__(self, questions: list[str], grades: list[float]) -> None:
-        super().__init__(CollectedPredictions())
+        super().__init__(CollectedValues())
         self.questions, self.grades = questions, grades
 
     def update(self, example: int, scores: Sequence[Tensor]) -> None:
         """Add the score of one pair."""
-        self.parts[0].update(example, float(scores[0].reshape(-1)[0]), None)
+        self.parts[0].update(example, float(scores[0].reshape(-1)[0]))
 
     def compute(self) -> dict[str, float]:
         """Return the average precision of all pairs, and the ranking metrics."""
         groups: dict[str, list[tuple[float, float]]] = {}
-        for example, (given, _) in sorted(self.parts[0].items.items()):
+        for example, given in sorted(self.parts[0].items.items()):
             groups.setdefault(self.questions[example], []).append((given, self.grades[example]))
         scores, worth = ([[pair[k] for pair in group] for group in groups.values()] for k in (0, 1))
         return _figures(scores, worth, 0.5)

@@ -16,14 +16,15 @@ from torch import Tensor
 
 from flodl.data import Where
 from flodl.data.rng import Rng
-from flodl.errors import DataError, capped
+from flodl.errors import DataError
 from flodl.metrics import Classification
 from flodl_hf.readers.columns import Columns, infer_columns
-from flodl_hf.tokenization.alignment.masking import mask_tokens
+from flodl_hf.readers.faults import check_texts, refuse_rows
+from flodl_hf.tokenization.alignment import mask_tokens
 from flodl_hf.training.masked import words_of
 from flodl_hf.training.options import Options
 from flodl_hf.training.rows import SPECIAL, RowBuilder
-from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, check_texts, encode_chunks
+from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, encode_chunks
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
@@ -77,7 +78,7 @@ class ReplacedTask(Task):
     kind = "replaced"
     main_metric = "f1"
 
-    def drawing(self, tokenizer: Tokenizer) -> Replacing:
+    def masking(self, tokenizer: Tokenizer, options: Options | None = None) -> Replacing:
         """Return the function that replaces tokens, by random tokens that are not special."""
         special = set(tokenizer.all_special_ids)
         return Replacing(tuple(k for k in range(tokenizer.vocab_size) if k not in special), self.probability)
@@ -90,7 +91,7 @@ class ReplacedTask(Task):
         if words is None:
             check_texts(examples, source, "train" if training else "eval")
         known = [] if words is None else _read_tags(examples, words, tags, "train" if training else "eval")
-        draw = None if training or known else self.drawing(tokenizer)
+        draw = None if training or known else self.masking(tokenizer)
         builder, owner, truth = RowBuilder(limits.types), 0, []
         texts = [row[source] for row in examples]
         how = {"max_tokens": limits.max_tokens, "stride": limits.stride or 0, "words": words is not None}
@@ -136,12 +137,10 @@ def _read_tags(examples: Examples, words: str, tags: str | None, where: str) -> 
             )
         else:
             found.append([KNOWN[tag] for tag in given])
-    if wrong:
-        raise DataError(
-            f"{where}: tags that cannot be:\n{capped(wrong, 5)}\nexpected for each word 1 or 'replaced', else 0 or "
-            f"'original', in column {tags!r}",
-            problems=wrong,
-        )
+    refuse_rows(
+        where, "tags that cannot be", wrong,
+        f"for each word 1 or 'replaced', else 0 or 'original', in column {tags!r}",
+    )  # fmt: skip
     return found
 
 

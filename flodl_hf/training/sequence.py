@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flodl.errors import DataError, capped
+from flodl.errors import DataError
 from flodl.metrics import Classification, Metric, MultiLabel, Pearson, Spearman, SquaredError
 from flodl_hf.inference.decode.classes import activation_for, class_scores, mean_over_windows
 from flodl_hf.readers import Targets
 from flodl_hf.readers.columns import Columns
+from flodl_hf.readers.faults import check_texts, refuse_rows
 from flodl_hf.training.rows import EncodedRows, RowBuilder
-from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, check_texts, encode_chunks
+from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, encode_chunks
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
@@ -47,6 +48,7 @@ class SequenceTask(Task):
     targets: Targets
     labels: tuple[str, ...]
 
+    headed = True
     head = "sequence_classification"
     per_row = True
 
@@ -91,11 +93,8 @@ class SequenceTask(Task):
                 continue
             narrow = np.int64 if self.kind == "single_label" else np.float32
             found.append(np.asarray(value, dtype=narrow)[()])
-        if problems:
-            raise DataError(
-                f"finetune: labels in column {self.columns.label!r} that cannot be:\n{capped(problems, 5)}",
-                problems=problems,
-            )
+        what = f"labels in column {self.columns.label!r} that cannot be"
+        refuse_rows("finetune", what, problems, "labels as in the training data")
         return found
 
     def scorer(self, prepared: Prepared) -> _Scorer:

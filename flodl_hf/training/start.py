@@ -16,12 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from flodl.errors import ConfigError, visible
 from flodl.train.saving.state import check_fits, fixed_names
 from flodl_hf.models.freezing import freeze
-from flodl_hf.training.generator import GeneratorTask
 from flodl_hf.training.options import Options
-from flodl_hf.training.ranking import RankTask
 from flodl_hf.training.task import Task
 from flodl_hf.training.task_choice import Known
-from flodl_hf.training.vectors.task import EmbeddingTask
 
 if TYPE_CHECKING:
     from flodl_hf.models.adapters.settings import Settings
@@ -208,10 +205,6 @@ def _layers(model: Any) -> list[nn.Module]:
     return list(dict.fromkeys(model.graph.get_submodule("encoder.layers").children()))
 
 
-ATTACHING_TASKS = (EmbeddingTask, GeneratorTask)
-"""Tasks that attach additional modules to a model for the run."""
-
-
 def known_of(model: Any, options: Options) -> Known:
     """Return the head and labels that the starting model has."""
     if not isinstance(model, (str, os.PathLike)):
@@ -265,8 +258,8 @@ def open_start(model: Any, task: Task, options: Options) -> tuple[EncoderModel, 
             os.fspath(model), task.head, task.labels, task.problem_type, options.freeze, options.dropout,
             {**shown, "attention": options.attention, **_hub(options)}, bool(options.new_head), options.adapter,
             options.seed,
-            task.start if isinstance(task, (*ATTACHING_TASKS, RankTask)) else None,
-            as_stored=cut and not isinstance(task, ATTACHING_TASKS),
+            task.start,
+            as_stored=cut and not task.attaches,
         )  # fmt: skip
         return factory.open(), factory
     wrong = ["new_head requires a folder or name"] if options.new_head else []
@@ -284,8 +277,6 @@ def open_start(model: Any, task: Task, options: Options) -> tuple[EncoderModel, 
         )
     if task.problem_type is not None:
         model.config = model.config.changed(problem_type=task.problem_type)
-    if isinstance(task, RankTask):
-        task.start(model)
     model.set_attention(options.attention)
     if options.adapter is not None:
         model.add_adapter(options.adapter)

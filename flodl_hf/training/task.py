@@ -6,20 +6,22 @@ and computes metrics. `data` selects the task of a run.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from flodl.errors import DataError, capped
+from flodl.data import FixedBatches, SequentialSampler
 from flodl.metrics import Metric
-from flodl_hf.training.rows import EncodedRows
-from flodl_hf.training.step import Kind
+from flodl_hf.training.rows import CollateRows, EncodedRows
+from flodl_hf.training.step import Kind, LossFunction, Objective
 
 if TYPE_CHECKING:
+    from flodl_hf.models.encoder_model import EncoderModel
     from flodl_hf.tokenization.tokenizer import Tokenizer
+    from flodl_hf.training.options import Options
 
 CHUNK = 512
 """Examples that are tokenized together: enough for the tokenizer's threads, with little memory for offsets."""
@@ -88,7 +90,7 @@ class Scorer:
         return found
 
 
-class Task(ABC):
+class Task:
     """One kind of thing to learn.
 
     Attributes:
@@ -100,6 +102,9 @@ class Task(ABC):
         main_metric: the metric that selects the best model; with a leading ``-`` if lower is better.
         per_row: whether scores are of whole rows rather than of tokens.
         refused: options that the task does not use.
+        headed: whether the model has a head, and columns may be inferred from their values.
+        attaches: whether additional modules are attached to a model for the run.
+        start: attaches them, on every rank; called with the model.
     """
 
     head: str
@@ -110,18 +115,53 @@ class Task(ABC):
     main_metric: str
     per_row: bool = False
     refused: ClassVar[tuple[str, ...]] = ()
+    headed: ClassVar[bool] = False
+    attaches: ClassVar[bool] = False
+    start: Any = None
 
-    @abstractmethod
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return the examples as rows of tokens."""
+        raise NotImplementedError
 
-    @abstractmethod
     def scorer(self, prepared: Prepared) -> Scorer:
         """Return a new scorer."""
+        raise NotImplementedError
 
     def label_counts(self, rows: EncodedRows) -> list[int] | None:
         """Return how often each label occurs, for balanced weights; None without labels."""
         return None
+
+    def settle(self, model: EncoderModel) -> list[str]:
+        """Prepare the starting model of a run; return notes for the user."""
+        return []
+
+    def bounds(self, model: EncoderModel) -> list[int]:
+        """Return limits of tokens in a row, in addition to that of the model."""
+        return []
+
+    def conclude(self, model: EncoderModel) -> Any:
+        """Detach additional modules and store trained parts in the model; return the generator, if any."""
+
+    def masking(self, tokenizer: Tokenizer, options: Options) -> Any:
+        """Return the function that replaces tokens of a row in training; None if there is none."""
+
+    def objective(self, options: Options, weights: tuple[float, ...] | None, own: LossFunction | None) -> Any:
+        """Return the loss of training; ``own`` is the user's function."""
+        return Objective(
+            self.kind, weights, options.label_smoothing, options.masks_padding, own, options.neftune or None
+        )
+
+    def of_held_out(self, prepared: Prepared, options: Options, own: LossFunction | None) -> Any:
+        """Return the loss of evaluation data."""
+        return Objective(self.kind, mask_padding=options.masks_padding, own=own)
+
+    def collate(self, usual: CollateRows, rows: Any, batches: Any, accumulate: int) -> CollateRows:
+        """Return the collate function of steps of ``accumulate`` batches, in the same layout as ``usual``."""
+        return usual
+
+    def collate_held_out(self, usual: CollateRows, rows: Any) -> CollateRows:
+        """Return the collate function of evaluation rows, which count as one step."""
+        return self.collate(usual, rows, FixedBatches(SequentialSampler(len(rows)), len(rows)), sys.maxsize)
 
     def _settle(self, **values: Any) -> None:
         """Set attributes that follow from the fields of a frozen task."""
@@ -142,22 +182,3 @@ def encode_chunks(
 def name_of(task: Task) -> str:
     """Return the name of a task in options and results: its own name, else the name of its head."""
     return task.name or task.head
-
-
-def check_texts(examples: Examples, column: str, where: str) -> None:
-    """Refuse a column with values that are no texts.
-
-    Raises:
-        DataError: some are not; ``problems`` lists them.
-    """
-    wrong = [
-        f"row {i}: {type(row.get(column)).__name__}"
-        for i, row in enumerate(examples)
-        if not isinstance(row.get(column), str)
-    ]
-    if wrong:
-        raise DataError(
-            f"{where}: column {column!r} has values that are no texts:\n{capped(wrong, 5)}\nexpected a text in each",
-            problems=wrong,
-            column=column,
-        )

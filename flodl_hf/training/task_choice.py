@@ -209,8 +209,6 @@ def _quoted(name: Any) -> str:
     return ", ".join(map(repr, name)) if isinstance(name, tuple) else repr(name)
 
 
-HEADED = (SequenceTask, TokenTask, AnswerTask, MaskedTask)
-"""Tasks of models with a head; their columns may be inferred from the values."""
 OTHER_VECTORS: dict[str, type[EmbeddingTask]] = {"sparse": SparseTask, "multivector": MultiVectorTask}
 
 _KINDS = {

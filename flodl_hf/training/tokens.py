@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 from torch import Tensor
 
-from flodl.errors import DataError, capped, nearest
+from flodl.errors import DataError, nearest
 from flodl_hf.inference.decode.metrics import SpanF1
 from flodl_hf.readers.columns import NAMES, Columns, column_names
-from flodl_hf.tokenization.alignment import align_tags, read_tags, word_units
-from flodl_hf.tokenization.alignment.tags import IGNORE, tags_of_spans
-from flodl_hf.tokenization.alignment.units import Units
+from flodl_hf.readers.faults import check_texts, refuse_rows
+from flodl_hf.tokenization.alignment import IGNORE, Units, align_tags, read_tags, tags_of_spans, word_units
 from flodl_hf.training.report.figures import conll_tags
 from flodl_hf.training.rows import EncodedRows, RowBuilder
-from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, check_texts, encode_chunks
+from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, encode_chunks
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
@@ -42,13 +41,8 @@ def tag_names(examples: Examples, columns: Columns) -> tuple[str, ...]:
     wrong = [
         f"row {i}: {type(row.get(tags)).__name__}" for i, row in enumerate(examples) if not _is_list(row.get(tags))
     ]
-    if wrong:
-        raise DataError(
-            f"finetune: column {tags!r} has values that are no lists of tags:\n{capped(wrong, 5)}\nexpected a tag for "
-            "each word",
-            problems=wrong,
-            column=tags,
-        )
+    what = f"column {tags!r} has values that are no lists of tags"
+    refuse_rows("finetune", what, wrong, "a tag for each word", column=tags)
     found = {str(tag) for row in examples for tag in row[tags]}
     if all(tag.removeprefix("-").isdecimal() for tag in found):
         below = [i for i, row in enumerate(examples) if any(str(tag).startswith("-") for tag in row[tags])]
@@ -127,6 +121,7 @@ class TokenTask(Task):
     labels: tuple[str, ...]
     stored: tuple[str, ...] | None = None
 
+    headed = True
     head = "token_classification"
     kind = "tokens"
 
@@ -162,9 +157,8 @@ class TokenTask(Task):
             if not training:
                 truth.units.append(units)
                 truth.tags.append(tags)
-        if faults:
-            which = "sentences" if training else "evaluation sentences"
-            raise DataError(f"finetune: {which} that cannot be labelled:\n{capped(faults, 8)}", problems=faults)
+        which = "sentences" if training else "evaluation sentences"
+        refuse_rows("finetune", f"{which} that cannot be labelled", faults, "a label for each word")
         return Prepared(builder.build(), None if training else truth)
 
     def _tagged(

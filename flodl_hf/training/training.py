@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from flodl.errors import CheckpointError, ConfigError, TrainError, TrainInterrupted, nearest
+from flodl.errors import CheckpointError, TrainError, TrainInterrupted, nearest
 from flodl.train import Callback, Ema, Profiler, Trainer, adamw, layerwise_decay, parameter_groups, sgd
 from flodl.train.optim.ema import averaged_state
 from flodl.train.saving.reading import ranked, read_checkpoint, signed
@@ -35,7 +35,6 @@ from flodl_hf.training.options import Options
 from flodl_hf.training.result import figures_in
 from flodl_hf.training.rows import EncodedRows
 from flodl_hf.training.start import (
-    ATTACHING_TASKS,
     FixedModel,
     ModelFactory,
     checkpoint_layers,
@@ -270,19 +269,9 @@ def make_builder(
         builder.devices(options.places)
     if options.policy is not None:
         builder.policy(options.policy)
-    if options.shard is not None and job.task.kind == "vectors":
-        raise ConfigError(
-            "shard='fsdp': vectors are compared over whole batches, which ranks with shards do not pass together; "
-            "expected another task, or no shard",
-            problems=["shard"],
-        )
     if options.shard is not None:
         builder.set(shard=options.shard)
     return builder
-
-
-def _profiler(options: Options) -> list[Callback]:
-    return [Profiler(options.profile)] if options.profile else []
 
 
 def _saved_at_end(job: Job, folder: Path) -> bool | float:
@@ -457,10 +446,10 @@ def _factory(job: Job, stack: ExitStack) -> Any:
         opening["adapter"] = job.model.save_adapter(room / "adapter")
     with job.model.disable_adapter() as base:
         base.save_pretrained(room / "model")
-    start = job.task.start if isinstance(job.task, ATTACHING_TASKS) else None
     return ModelFactory(
-        room / "model", job.task.head, None, None, job.options.freeze, job.options.dropout, opening, start=start
-    )
+        room / "model", job.task.head, None, None, job.options.freeze, job.options.dropout, opening,
+        start=job.task.start,
+    )  # fmt: skip
 
 
 def _ready(job: Job, model: EncoderModel, stack: ExitStack) -> None:

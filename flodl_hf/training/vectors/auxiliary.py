@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flodl.errors import DataError
-from flodl_hf.training.evaluation import CollectedPredictions
-from flodl_hf.training.losses import USUAL, make_loss
+from flodl_hf.training.evaluation import CollectedValues
 from flodl_hf.training.losses.pairs import EmbedDistillLoss, Form, VectorLoss
 from flodl_hf.training.options import Options
 from flodl_hf.training.task import Examples, Prepared, Scorer
@@ -148,12 +147,22 @@ class LayerStart:
 
 
 @dataclass(frozen=True)
+class AuxiliaryObjective(VectorObjective):
+    """The loss of the outputs of the layer; arguments as for `VectorObjective`."""
+
+    def score(self, model: Any, batch: Any) -> Tensor:
+        """Return the outputs of the layer, ``(examples, texts or 1, size or classes)``."""
+        return model.beside(super().score(model, batch)).float()
+
+
+@dataclass(frozen=True)
 class AuxiliaryTask(EmbeddingTask):
     """Embeddings trained with an additional layer; arguments as for `EmbeddingTask`."""
 
     usual: ClassVar[Mapping[Any, str]] = {OF_CLASSES: "SoftmaxLoss", "teacher_vectors": "EmbedDistillLoss"}
     table: ClassVar[Mapping[str, Any]] = AUXILIARY_LOSSES
     refused: ClassVar[tuple[str, ...]] = ("matryoshka",)
+    trained: ClassVar[type[VectorObjective]] = AuxiliaryObjective
 
     @classmethod
     def read(cls, examples: Examples, options: Options, where: str) -> TextTable:
@@ -210,32 +219,12 @@ class AuxiliaryTask(EmbeddingTask):
         """Take the layer away."""
         model.beside = None
 
-    def objective(self) -> AuxiliaryObjective:
-        """Return the loss of training."""
-        recipe, options = self._guides["recipe"], self.options
-        return AuxiliaryObjective(
-            self.losses, recipe.pooling, recipe.normalize, shared=options.ranks > 1, cache_tokens=options.cache_tokens
-        )
-
-    def of_held_out(self, prepared: Prepared) -> VectorObjective:
-        """Return the loss of evaluation data: the loss of training if it accepts such data, else the default."""
-        form, recipe = prepared.truth.form, self._guides["recipe"]
-        if form in self.losses[0].forms:
-            return AuxiliaryObjective(self.losses, recipe.pooling, recipe.normalize)
-        return VectorObjective((make_loss(USUAL[form]),), recipe.pooling, recipe.normalize)
+    def _fitting(self, form: Any) -> list[Any]:
+        return [loss for loss in self.losses if form in loss.forms]
 
     def scorer(self, prepared: Prepared) -> Any:
         """Return a new scorer."""
         return ClassScorer(prepared.truth.labels) if prepared.truth.form == OF_CLASSES else VectorScorer(prepared.truth)
-
-
-@dataclass(frozen=True)
-class AuxiliaryObjective(VectorObjective):
-    """The loss of the outputs of the layer; arguments as for `VectorObjective`."""
-
-    def score(self, model: Any, batch: Any) -> Tensor:
-        """Return the outputs of the layer, ``(examples, texts or 1, size or classes)``."""
-        return model.beside(super().score(model, batch)).float()
 
 
 class ClassScorer(Scorer):
@@ -246,14 +235,14 @@ class ClassScorer(Scorer):
     """
 
     def __init__(self, labels: Any) -> None:
-        super().__init__(CollectedPredictions())
-        self.labels, self.kept = labels, self.parts[0]
+        super().__init__(CollectedValues())
+        self.labels = labels
 
     def update(self, example: int, scores: Sequence[Tensor]) -> None:
         """Add the scores of one pair, ``[(1, classes)]``."""
-        self.kept.update(example, int(scores[0].reshape(-1).argmax()), int(self.labels[example]))
+        self.parts[0].update(example, int(scores[0].reshape(-1).argmax()) == int(self.labels[example]))
 
     def compute(self) -> dict[str, float]:
         """Return the accuracy."""
-        found = list(self.kept.items.values())
-        return {"accuracy": sum(a == b for a, b in found) / len(found) if found else float("nan")}
+        found = self.parts[0].items.values()
+        return {"accuracy": sum(found) / len(found) if found else float("nan")}

@@ -6,7 +6,6 @@ recipe, with its small files.
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import math
@@ -25,13 +24,12 @@ from flodl_hf.checkpoints.sentence.dense import Dense, dense, dense_files
 from flodl_hf.checkpoints.sentence.multivector import MultiVectorConfig, marker_id, pylate_files
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.inference.similarity import max_sim
-from flodl_hf.training.evaluation import CollectedValues
 from flodl_hf.training.evaluators import figures_of_found
 from flodl_hf.training.losses import make_loss
 from flodl_hf.training.rows import CollateRows, EncodedRows, RowBuilder
-from flodl_hf.training.task import CHUNK, LengthLimits, Prepared, Scorer
+from flodl_hf.training.task import CHUNK, LengthLimits, Prepared
 from flodl_hf.training.vectors.multivector_step import MULTIVECTOR_LOSSES, MULTIVECTOR_USUAL, CollateLate, LateObjective
-from flodl_hf.training.vectors.scorer import NAMES, RETRIEVAL, HeldOut
+from flodl_hf.training.vectors.scorer import NAMES, RETRIEVAL, VectorScorer
 from flodl_hf.training.vectors.step import PARTS, Laid, TextRows
 from flodl_hf.training.vectors.task import EmbeddingTask
 
@@ -291,7 +289,7 @@ class MultiVectorTask(EmbeddingTask):
         sums, widest = (np.concatenate([count(part, 1) for part in parts]) for count in (np.sum, np.max))
         return Laid(sums, widest, rows.width - 1)
 
-    def collate(self, usual: CollateRows, rows: TextRows) -> CollateLate:
+    def collate(self, usual: CollateRows, rows: TextRows, batches: Any, accumulate: int) -> CollateLate:
         """Return the collate function, with separate queries and documents."""
         late, mask = self._late, self._guides["mask"]
         filled = min((n for n in (late.query_length, self._guides["most"]) if n), default=None)
@@ -300,16 +298,11 @@ class MultiVectorTask(EmbeddingTask):
             query_tokens=filled, attended=late.attended, skipped=self._guides["skipped"], first=late.first,
         )  # fmt: skip
 
-    def objective(self) -> LateObjective:
-        """Return the loss of training."""
-        options = self.options
-        return self._objective(self.losses, shared=options.ranks > 1, cache_tokens=options.cache_tokens)
+    def _fitting(self, form: Any) -> list[Any]:
+        return [loss for loss in self.losses if form in loss.forms]
 
-    def of_held_out(self, prepared: Prepared) -> LateObjective:
-        """Return the loss of evaluation data: the loss of training if it accepts such data."""
-        form = prepared.truth.form
-        fitting = [loss for loss in self.losses if form in loss.forms]
-        return self._objective((fitting[0] if fitting else make_loss(self.usual[form], None, self.table),))
+    def _usual(self, form: Any) -> Any:
+        return make_loss(self.usual[form], None, self.table)
 
     def _objective(self, losses: tuple[Any, ...], **further: Any) -> LateObjective:
         return LateObjective(losses, **further)
@@ -323,50 +316,12 @@ QUERIES = 64
 """Number of queries that are scored together."""
 
 
-class _CollectedScores(CollectedValues):
-    """Vectors of tokens by example, a `flodl.metrics.Metric` that ranks exchange."""
-
-    def update(self, example: int, vectors: Tensor) -> None:
-        """Add the vectors of one example, ``(texts, tokens, size)``; zeros mark missing vectors."""
-        self.items[example] = [text[(text != 0).any(-1)].numpy() for text in vectors]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, as JSON values."""
-        whole = [text for texts in self.items.values() for text in texts]
-        data = np.concatenate(whole) if whole else np.zeros((0, 0), np.float32)
-        return {
-            "examples": list(self.items),
-            "texts": len(whole) // max(1, len(self.items)),
-            "tokens": [len(text) for text in whole],
-            "size": data.shape[1],
-            "data": base64.b64encode(data.tobytes()).decode(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a saved state."""
-        self.reset()
-        if not state["examples"]:
-            return
-        data = np.frombuffer(base64.b64decode(state["data"]), np.float32).reshape(-1, state["size"])
-        texts = np.split(data, np.cumsum(state["tokens"])[:-1])
-        for place, example in enumerate(state["examples"]):
-            self.items[example] = texts[place * state["texts"] : (place + 1) * state["texts"]]
-
-
-class LateScorer(Scorer):
-    """Metrics of token vectors with MaxSim.
-
-    Args:
-        truth: the gold labels of the examples.
-    """
-
-    def __init__(self, truth: HeldOut) -> None:
-        super().__init__(_CollectedScores())
-        self.truth, self.kept = truth, self.parts[0]
+class LateScorer(VectorScorer):
+    """Metrics of token vectors with MaxSim."""
 
     def update(self, example: int, scores: Sequence[Tensor]) -> None:
-        """Add the vectors of one example, ``[(texts, tokens, size)]``."""
-        self.kept.update(example, scores[0])
+        """Add the vectors of one example, ``[(texts, tokens, size)]``; zeros mark missing vectors."""
+        self.kept.update(example, [text[(text != 0).any(-1)].numpy() for text in scores[0]])
 
     def compute(self) -> dict[str, float]:
         """Return the metrics; NaN without examples."""

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from flodl.data import Where
 from flodl.train import Loss
@@ -288,21 +287,9 @@ class LateObjective(VectorObjective):
 
     # --- texts to vectors ---------------------------------------------------------------------------------------
 
-    def _through(self, model: Any, parts: Iterator[tuple[Tensor, Any]]) -> Tensor:
-        """Return the vectors of some texts, ``(texts, tokens, size)``."""
-        found, order = [], []
-        for rows, part in parts:
-            if self.cache_tokens is not None and torch.is_grad_enabled():
-                vectors: Any = checkpoint(self._vectors, model, part, use_reentrant=False)
-            else:
-                vectors = self._vectors(model, part)
-            found.append(vectors)
-            order.append(rows)
-        if len(found) == 1:
-            return found[0]
-        tokens = max(part.shape[1] for part in found)
-        places = torch.argsort(torch.cat(order)).to(found[0].device)
-        return torch.cat([_widened(part, tokens) for part in found])[places]
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        tokens = max(part.shape[1] for part in parts)
+        return torch.cat([_widened(part, tokens) for part in parts])
 
     def _query_parts(self, batch: Any) -> Iterator[tuple[Tensor, Any]]:
         """Yield the queries of a batch in parts, each as a padded batch."""

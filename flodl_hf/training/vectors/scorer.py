@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,29 +68,6 @@ class HeldOut:
     prompted: bool = False
 
 
-class _CollectedScores(CollectedValues):
-    """Vectors by example, a `flodl.metrics.Metric` that ranks exchange."""
-
-    def update(self, example: int, vectors: Tensor) -> None:
-        """Add the vectors of one example, ``(texts, size)``."""
-        self.items[example] = vectors.numpy()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, as JSON values."""
-        if not self.items:
-            return {"examples": [], "shape": [], "data": ""}
-        whole = np.stack(list(self.items.values()))
-        data = base64.b64encode(whole.tobytes()).decode()
-        return {"examples": list(self.items), "shape": list(whole.shape), "data": data}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a saved state."""
-        self.reset()
-        if state["examples"]:
-            whole = np.frombuffer(base64.b64decode(state["data"]), np.float32).reshape(state["shape"])
-            self.items = dict(zip(state["examples"], whole, strict=True))
-
-
 class VectorScorer(Scorer):
     """Metrics of vectors, which depend on the form of the data.
 
@@ -101,12 +77,12 @@ class VectorScorer(Scorer):
     """
 
     def __init__(self, truth: HeldOut, measure: str = "cosine") -> None:
-        super().__init__(_CollectedScores())
+        super().__init__(CollectedValues())
         self.truth, self.measure, self.kept = truth, measure, self.parts[0]
 
     def update(self, example: int, scores: Sequence[Tensor]) -> None:
         """Add the vectors of one example, ``[(texts, size)]``."""
-        self.kept.update(example, scores[0])
+        self.kept.update(example, scores[0].numpy())
 
     def compute(self) -> dict[str, float]:
         """Return the metrics; NaN without examples."""

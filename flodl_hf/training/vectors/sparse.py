@@ -225,43 +225,29 @@ class SparseTask(EmbeddingTask):
         self._guides["recipe"] = before
         return self._prompt_notes()
 
-    def objective(self) -> SparseObjective:
-        """Return the loss of training."""
-        options = self.options
-        return SparseObjective(
-            self.losses, shared=options.ranks > 1, cache_tokens=options.cache_tokens, splade=self._pooling
-        )
+    def _usual(self, form: Any) -> SpladeLoss:
+        return replace(self.losses[0], loss=make_loss(SPARSE_USUAL[form], None, SPARSE_LOSSES))
 
-    def of_held_out(self, prepared: Prepared) -> SparseObjective:
-        """Return the loss of evaluation data, with the whole penalty."""
-        form = prepared.truth.form
-        fitting = [loss for loss in self.losses if form in loss.forms]
-        loss = (
-            fitting[0] if fitting else replace(self.losses[0], loss=make_loss(SPARSE_USUAL[form], None, SPARSE_LOSSES))
-        )
-        return SparseObjective((loss,), splade=self._pooling, rising=False)
+    def _objective(self, losses: tuple[Any, ...], **further: Any) -> SparseObjective:
+        # Evaluation has the whole penalty.
+        return SparseObjective(losses, splade=self._pooling, rising="shared" in further, **further)
 
     @property
     def _pooling(self) -> SpladePooling:
         return self._guides["recipe"].splade
 
-    def collate(self, usual: CollateRows, rows: TextRows) -> CollateTexts:
+    def collate(self, usual: CollateRows, rows: TextRows, batches: Any, accumulate: int) -> CollateTexts:
         """Return the collate function, which adds the share of the penalty."""
-        options, plan = self.options, self.batches(rows)
+        options = self.options
         starts, steps = [], 0
         for epoch in range(options.epochs):
             starts.append(steps)
-            steps += -(-len(plan.plan(epoch)) // options.accumulate)
+            steps += -(-len(batches.plan(epoch)) // accumulate)
             if options.max_steps is not None and steps >= options.max_steps:
                 steps = options.max_steps
                 break
-        return replace(
-            super().collate(usual, rows), further=Rising(self.losses[0], tuple(starts), options.accumulate, steps)
-        )
-
-    def collate_held_out(self, usual: CollateRows, rows: TextRows) -> CollateTexts:
-        """Return the collate function for evaluation, with the whole penalty."""
-        return super().collate(usual, rows)
+        rising = Rising(self.losses[0], tuple(starts), accumulate, steps)
+        return replace(super().collate(usual, rows, batches, accumulate), further=rising)
 
     def scorer(self, prepared: Prepared) -> SparseScorer:
         """Return a new scorer."""

@@ -344,21 +344,9 @@ class VectorObjective:
 
         The vector of a missing text is 0.
         """
-        found, order = [], []
-        for rows, part in self._parts(batch):
-            if self.cache_tokens is not None and torch.is_grad_enabled():
-                vectors: Any = checkpoint(self._vectors, model, part, use_reentrant=False)
-            else:
-                vectors = self._vectors(model, part)
-            found.append(vectors)
-            order.append(rows)
         there = batch.get("there")
         count = batch["examples"] * batch["width"] if there is None else int(there.sum())
-        if len(found) == 1:
-            whole = found[0][:count]
-        else:
-            places = torch.argsort(torch.cat(order)).to(found[0].device)
-            whole = torch.cat(found)[places]
+        whole = self._through(model, self._parts(batch))[:count]
         if there is not None:
             empty = whole.new_zeros(there.numel(), *whole.shape[1:])
             whole = empty.index_put((there.flatten().nonzero()[:, 0].to(whole.device),), whole)
@@ -396,6 +384,23 @@ class VectorObjective:
         return loss(list(vectors.unbind(1)), labels, own)
 
     # --- texts to vectors ---------------------------------------------------------------------------------------
+
+    def _through(self, model: Any, parts: Iterator[tuple[Tensor, Any]]) -> Tensor:
+        """Return the vectors of texts that go through the model in parts, in the order of the texts."""
+        found, order = [], []
+        for rows, part in parts:
+            if self.cache_tokens is not None and torch.is_grad_enabled():
+                vectors: Any = checkpoint(self._vectors, model, part, use_reentrant=False)
+            else:
+                vectors = self._vectors(model, part)
+            found.append(vectors)
+            order.append(rows)
+        if len(found) == 1:
+            return found[0]
+        return self._joined(found)[torch.argsort(torch.cat(order)).to(found[0].device)]
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts)
 
     def _vectors(self, model: Any, part: Any) -> Tensor:
         """Return the vectors of some texts, ``(texts, size)`` or ``(texts, layers, size)``."""

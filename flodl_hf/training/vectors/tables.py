@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from flodl.errors import ConfigError, DataError, capped
 from flodl_hf.readers.columns import NAMES, Columns, column_names
-from flodl_hf.readers.targets import as_numbers, is_missing
+from flodl_hf.readers.faults import refuse_rows
 from flodl_hf.training.losses.pairs import Form
 
 ANCHORS = ("anchor", "query", "question", "sentence1", "sentence_a", "text1", "text_a", "premise")
@@ -126,14 +126,9 @@ def read_table(
         texts.append(tuple(parts[at] for at in kept))
         origin = tuple(origins[at] for at in kept)
         sources.append(shared.setdefault(origin, origin))
-        if not texts[-1] or not all(isinstance(part, str) for part in texts[-1]):
+        if not all(isinstance(part, str) for part in texts[-1]):
             wrong.append(f"row {i}: {[type(part).__name__ for part in parts]}")
-    if wrong or not texts[0]:
-        raise DataError(
-            f"{where}: columns {columns} have values that are no texts:\n{capped(wrong or ['no text'], 5)}\nexpected a "
-            "text in each, or a list of texts",
-            problems=wrong,
-        )
+    refuse_rows(where, f"columns {columns} have values that are no texts", wrong, "a text in each, or a list of texts")
     width = max(map(len, texts))
     form = _form_of_classes(width, names, where) if names else _form(width, found, where)
     return TextTable(texts, found, form, _as_columns(columns, label), tuple(names), bool(names) and declared, sources)
@@ -258,13 +253,8 @@ def _numbers_of(cells: Sequence[Any], names: Sequence[str], column: str, where: 
     """
     numbers = {**{k: k for k in range(len(names))}, **{name: k for k, name in enumerate(names)}}
     wrong = [f"row {i}: {cell!r}" for i, cell in enumerate(cells) if isinstance(cell, list) or cell not in numbers]
-    if wrong:
-        raise DataError(
-            f"{where}: column {column!r} has labels that are none of its classes:\n{capped(wrong, 5)}\nexpected one of "
-            f"{', '.join(names[:20])}, or its number",
-            column=column,
-            problems=wrong,
-        )
+    what, expected = f"column {column!r} has labels that are none of its classes", ", ".join(names[:20])
+    refuse_rows(where, what, wrong, f"one of {expected}, or its number", column=column)
     return np.asarray([numbers[cell] for cell in cells], np.int64)
 
 

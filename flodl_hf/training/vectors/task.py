@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -50,6 +50,8 @@ class EmbeddingTask(Task):
     head = "base"
     kind = "vectors"
     per_row = True
+    attaches = True
+    trained: ClassVar[type[VectorObjective]] = VectorObjective
 
     usual: ClassVar[Mapping[Any, str]] = USUAL
     table: ClassVar[Mapping[str, Any]] = LOSSES
@@ -105,7 +107,8 @@ class EmbeddingTask(Task):
     def _fitting(self, form: Any) -> list[Any]:
         """Return the losses of training that accept evaluation data of a form, for the last layer only."""
         plain = [loss.loss if isinstance(loss, AdaptiveLayerLoss) else loss for loss in self.losses]
-        return [loss for loss in plain if form in loss.forms or (self._teaches and form in ("texts", "pairs"))]
+        guided = self._teaches and self.options.guide is not None and form in ("texts", "pairs")
+        return [loss for loss in plain if form in loss.forms or guided]
 
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return the examples as rows; for training, the tables of the task."""
@@ -194,11 +197,6 @@ class EmbeddingTask(Task):
             return "examples have different numbers of texts"
         return "ranks exchange vectors within a step" if self.options.ranks > 1 else None
 
-    @property
-    def start(self) -> Callable[[EncoderModel], Any] | None:
-        """Attaches additional modules to a model on every rank; None without any."""
-        return
-
     def settle(self, model: EncoderModel) -> list[str]:
         """Configure the embeddings of the model from the options; return notes for the user.
 
@@ -268,38 +266,41 @@ class EmbeddingTask(Task):
         recipe = model.sentence_recipe
         return [recipe.max_tokens] if recipe is not None and recipe.max_tokens is not None else []
 
-    def conclude(self, model: EncoderModel) -> None:
-        """Store trained parts in the model."""
-
     @property
     def _dims(self) -> list[int]:
         return [int(dim) for dim in self.options.matryoshka]
 
-    def objective(self) -> VectorObjective:
+    def objective(self, *_: Any) -> VectorObjective:
         """Return the loss of training."""
-        options, recipe = self.options, self._guides["recipe"]
-        shared = options.ranks > 1
-        layers = any(isinstance(loss, AdaptiveLayerLoss) for loss in self.losses)
-        return VectorObjective(
-            self.losses, recipe.pooling, recipe.normalize, layers, shared, options.cache_tokens
-        )  # fmt: skip
+        options = self.options
+        return self._objective(self.losses, shared=options.ranks > 1, cache_tokens=options.cache_tokens)
 
-    def of_held_out(self, prepared: Prepared) -> VectorObjective:
+    def of_held_out(self, prepared: Prepared, *_: Any) -> VectorObjective:
         """Return the loss of evaluation data: the loss of training if it accepts such data, for the last layer only."""
-        form, recipe = prepared.truth.form, self._guides["recipe"]
+        form = prepared.truth.form
         fitting = self._fitting(form)
-        loss = fitting[0] if fitting else make_loss(USUAL[form])
-        return VectorObjective((loss,), recipe.pooling, recipe.normalize, dense=recipe.dense)
+        return self._objective((fitting[0] if fitting else self._usual(form),), prompted=prepared.truth.prompted)
+
+    def _usual(self, form: Any) -> Any:
+        """Return the default loss of evaluation data."""
+        return make_loss(USUAL[form])
+
+    def _objective(self, losses: tuple[Any, ...], **further: Any) -> VectorObjective:
+        """Return the objective of some losses; ``trained`` is the class for losses of the run."""
+        recipe = self._guides["recipe"]
+        kind = self.trained if losses[0] in self.losses else VectorObjective
+        layers = any(isinstance(loss, AdaptiveLayerLoss) for loss in losses)
+        return kind(losses, recipe.pooling, recipe.normalize, layers, dense=recipe.dense, **further)
 
     def laid(self, rows: TextRows) -> Laid:
         """Return the lengths of texts in a batch."""
         return rows.laid
 
-    def collate_held_out(self, usual: CollateRows, rows: TextRows) -> CollateTexts:
-        """Return the collate function for evaluation."""
-        return self.collate(usual, rows)
+    def collate_held_out(self, usual: CollateRows, rows: TextRows) -> CollateRows:
+        """Return the collate function for evaluation: that of training, if there is one."""
+        return usual if isinstance(usual, CollateTexts) else super().collate_held_out(usual, rows)
 
-    def collate(self, usual: CollateRows, rows: TextRows) -> CollateTexts:
+    def collate(self, usual: CollateRows, rows: TextRows, batches: Any, accumulate: int) -> CollateTexts:
         """Return the collate function, in the same layout as ``usual``."""
         lengths = (usual.layout == "padded" and not usual.settled) or self.options.cache_tokens is not None
         return CollateTexts(

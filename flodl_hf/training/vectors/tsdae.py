@@ -29,8 +29,7 @@ from flodl_hf.nn.encoder.losses import IGNORED_LABEL
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer
 from flodl_hf.nn.layout.buckets import round_up
 from flodl_hf.nn.layout.layouts import Padded
-from flodl_hf.tokenization.alignment.tags import IGNORE
-from flodl_hf.training.losses import USUAL, make_loss
+from flodl_hf.tokenization.alignment import IGNORE
 from flodl_hf.training.losses.pairs import Form, VectorLoss
 from flodl_hf.training.masked import words_of
 from flodl_hf.training.rows import SPECIAL, CollateRows, EncodedRows, RowBuilder, TakenRows
@@ -231,6 +230,21 @@ TARGET_STEPS, LEAST_TARGETS = 2, 16
 
 
 @dataclass(frozen=True)
+class DenoisingObjective(VectorObjective):
+    """The reconstruction loss, independent of micro-batches; arguments as for `VectorObjective`."""
+
+    def score(self, model: Any, batch: Any) -> Tensor:
+        """Return the sum of each text's losses and the number of its tokens, ``(examples, 1, 2)``."""
+        vectors = super().score(model, batch)[:, 0]
+        return model.beside(model, vectors, batch)[:, None]
+
+    def of(self, vectors: Tensor, batch: Any) -> Loss:
+        """Return the loss of computed sums, over all tokens that are to be found."""
+        total, count = vectors.sum((0, 1)).unbind()
+        return Loss(total, count)
+
+
+@dataclass(frozen=True)
 class DenoisingTask(EmbeddingTask):
     """Vectors from which texts are written again; arguments as of `EmbeddingTask`."""
 
@@ -238,6 +252,7 @@ class DenoisingTask(EmbeddingTask):
     table: ClassVar[Mapping[str, Any]] = DENOISING
     refused: ClassVar[tuple[str, ...]] = ("matryoshka", "guide", "prompts", "cache_tokens")
     takes_ragged: ClassVar[bool] = False
+    trained: ClassVar[type[VectorObjective]] = DenoisingObjective
 
     @property
     def start(self) -> DecoderStart:
@@ -293,26 +308,17 @@ class DenoisingTask(EmbeddingTask):
         """The share of words that are deleted; None where texts are damaged already."""
         return self.losses[0].del_ratio if next(iter(self.tables.values())).form == "texts" else None
 
-    def collate(self, usual: CollateRows, rows: TextRows) -> CollateDamaged:
+    def collate(self, usual: CollateRows, rows: TextRows, batches: Any, accumulate: int) -> CollateDamaged:
         """Return the collate function for damaged texts and their originals."""
-        made, whole = super().collate(usual, rows), rows.tables[0].values[PARTS][:, 1]
+        made, whole = super().collate(usual, rows, batches, accumulate), rows.tables[0].values[PARTS][:, 1]
         room = SLACK * float((whole - 1).sum() / self.laid(rows).lengths.sum())
         return CollateDamaged(
             made.pad_id, made.layout, shapes=made.shapes, widths=made.widths, lengths=made.lengths,
             del_ratio=self._share, longest=int(whole.max()) - 1, targets=room,
         )  # fmt: skip
 
-    def objective(self) -> DenoisingObjective:
-        """Return the loss of training."""
-        recipe = self._guides["recipe"]
-        return DenoisingObjective(self.losses, recipe.pooling, recipe.normalize)
-
-    def of_held_out(self, prepared: Prepared) -> VectorObjective:
-        """Return the loss of evaluation data: the loss of training for texts alone, else the default."""
-        form, whole = prepared.truth.form, self.objective()
-        if form == "texts":
-            return whole
-        return VectorObjective((make_loss(USUAL[form]),), whole.pooling, whole.normalize)
+    def _fitting(self, form: Any) -> list[Any]:
+        return list(self.losses) if form == "texts" else []
 
 
 @dataclass(frozen=True)
@@ -387,18 +393,3 @@ def _kept(words: NDArray[np.int64], rng: Rng, ratio: float) -> NDArray[np.bool_]
     drawn = rng.uniforms(len(numbers))
     drawn[drawn.argmax()] = 1.0
     return (words == SPECIAL) | np.isin(words, numbers[drawn >= ratio])
-
-
-@dataclass(frozen=True)
-class DenoisingObjective(VectorObjective):
-    """The reconstruction loss, independent of micro-batches; arguments as for `VectorObjective`."""
-
-    def score(self, model: Any, batch: Any) -> Tensor:
-        """Return the sum of each text's losses and the number of its tokens, ``(examples, 1, 2)``."""
-        vectors = super().score(model, batch)[:, 0]
-        return model.beside(model, vectors, batch)[:, None]
-
-    def of(self, vectors: Tensor, batch: Any) -> Loss:
-        """Return the loss of computed sums, over all tokens that are to be found."""
-        total, count = vectors.sum((0, 1)).unbind()
-        return Loss(total, count)
