@@ -59,7 +59,6 @@ def drawn(scores: Tensor, seeds: Tensor, places: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-@dataclass(frozen=True)
 class CollateMasked(CollateShares):
     """Makes a batch of masked texts; ``labels`` contains the masked words.
 
@@ -67,12 +66,7 @@ class CollateMasked(CollateShares):
     ``mask_offsets``, its position in its row, and ``mask_seeds``, the seed of its row. ``attended`` marks tokens
     that are no padding. If batches have few shapes, masks are padded to the maximum number of a shape, with the label
     -100.
-
-    Args:
-        probability: share of tokens that are masked.
     """
-
-    probability: float = 0.15
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
         """Return the parts of one batch."""
@@ -93,17 +87,12 @@ class CollateMasked(CollateShares):
             offsets = flat - (ends - lengths)[row]
             slots = len(batch["cu_seqlens"]) - 1
         # of each row a share, and one at least; more where the shortest word has more
-        room = max(int(self.probability * labels.size) + slots, len(flat)) if self.settled else len(flat)
+        room = max(int(self.counts.masking.probability * labels.size) + slots, len(flat)) if self.settled else len(flat)
         seeds = row_seeds(where, where.indices, "sample")
-        per_mask = {
-            "mask_places": flat,
-            "mask_labels": labels[flat],
-            "mask_offsets": offsets,
-            "mask_seeds": seeds[row],
-        }
+        per_mask = {"places": flat, "labels": labels[flat], "offsets": offsets, "seeds": seeds[row]}
         for name, value in per_mask.items():
-            filler = IGNORE if name == "mask_labels" else 0
-            batch[name] = torch.from_numpy(np.pad(value, (0, room - len(flat)), constant_values=filler))
+            filler = IGNORE if name == "labels" else 0
+            batch[f"mask_{name}"] = torch.from_numpy(np.pad(value, (0, room - len(flat)), constant_values=filler))
         batch["attended"] = torch.from_numpy(attended)
         return batch
 
@@ -374,8 +363,7 @@ class GeneratorTask(MaskedTask):
 
     def collate(self, usual: CollateRows, rows: EncodedRows, batches: Any, accumulate: int) -> CollateMasked:
         """Return the collate function of steps of ``accumulate`` batches."""
-        probability = self.options.mask_probability
-        return CollateMasked.of_step(usual, rows, batches, accumulate, by_rows=False, probability=probability)
+        return CollateMasked.of_step(usual, rows, batches, accumulate, by_rows=False)
 
     def scorer(self, prepared: Prepared) -> Any:
         """Return a new scorer."""
@@ -401,8 +389,9 @@ class _Scorer(Scorer):
         """Return the metrics of replaced tokens, and of the generator."""
         tokens, first, words = (part.compute() for part in self.parts)
         tokens.pop("count", None)
-        generator = {"accuracy": first["accuracy"], "perplexity": words["perplexity"]}
-        return {**tokens, **{f"generator_{name}": value for name, value in generator.items()}}
+        return {
+            **tokens, "generator_accuracy": first["accuracy"], "generator_perplexity": words["perplexity"],
+        }  # fmt: skip
 
 
 def plan_generator(rows: Sequence[Mapping[str, Any]], options: Options) -> GeneratorTask:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from flodl_hf.training.evaluation import Tuned
 
 
+JSON = (str, int, float, list, tuple, dict, type(None))
+
+
 class Timing(dict[str, float]):
     """Seconds by phase: read, load, tokenise, first step, train, evaluate, save."""
 
@@ -107,13 +110,42 @@ class FinetuneResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the model as JSON types."""
-        return _run_dict(self)
+        from flodl_hf.inference.results.lists import plain
+
+        same = ("task", "metrics", "history", "losses", "steps", "best_step", "seconds", "changes", "policy")
+        recipe = {name: value if isinstance(value, JSON) else str(value) for name, value in self.recipe.items()}
+        further = {
+            "folder": None if self.folder is None else str(self.folder),
+            "recipe": recipe,
+            "tuned": None if self.tuned is None else self.tuned.to_dict(),
+            "recorded": None if self.recorded is None else asdict(self.recorded),
+            "summed": None if self.summed is None else asdict(self.summed),
+        }
+        return plain({name: getattr(self, name) for name in same} | further)
 
     def __repr__(self) -> str:
-        return _run_line(self)
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in list(self.metrics.items())[:4])
+        loss = f", last loss {self.losses[-1]:.4g}" if self.losses else ""
+        best = f", best at step {self.best_step:,}" if self.best_step != self.steps else ""
+        where = f", in {self.folder}" if self.folder is not None else ""
+        where = where if self.holds_model else f"{where}, the model on rank 0"
+        told = f": {figures}" if figures else ""
+        return f"FinetuneResult({self.task}, {self.steps:,} steps in {clock(self.seconds)}{loss}{best}{told}{where})"
 
     def _repr_html_(self) -> str:
-        return _run_page(self)
+        """Return a run as HTML: the loss of each step as a curve, and evaluations as rows."""
+        from flodl_hf.inference.results.pages import table
+        from flodl_hf.training.report.charts import line_chart
+
+        names = list(dict.fromkeys(name for record in self.history for name in figures_in(record)))
+        rows = [
+            [count(record.get("step", 0)), *(_cell(record.get(name)) for name in names)]
+            for record in self.history[-20:]
+        ]
+        losses = {"training loss": [(step, value) for step, value in enumerate(self.losses, 1)]}
+        curve = line_chart(losses, title="training loss", across="step", up="loss")
+        curve = f'<div class="flodl-run"><style>{CURVE_STYLE}</style>{curve}</div>' if curve else ""
+        return f"<div>{escape(repr(self))}</div>{curve}" + (table(rows, ["step", *map(escape, names)]) if rows else "")
 
 
 FinetuneResult.model = _WhenAsked()  # type: ignore[assignment]
@@ -138,64 +170,10 @@ class OnFirstRank:
         return "OnFirstRank(the trained model is on rank 0)"
 
 
-def _run_line(run: FinetuneResult) -> str:
-    """Return a summary line of a run."""
-    figures = ", ".join(f"{name} {value:.4g}" for name, value in list(run.metrics.items())[:4])
-    loss = f", last loss {run.losses[-1]:.4g}" if run.losses else ""
-    best = f", best at step {run.best_step:,}" if run.best_step != run.steps else ""
-    where = f", in {run.folder}" if run.folder is not None else ""
-    where = where if run.holds_model else f"{where}, the model on rank 0"
-    told = f": {figures}" if figures else ""
-    return f"FinetuneResult({run.task}, {run.steps:,} steps in {clock(run.seconds)}{loss}{best}{told}{where})"
-
-
-def _run_dict(run: FinetuneResult) -> dict[str, Any]:
-    """Return a run as JSON types, its model left out."""
-    from flodl_hf.inference.results.lists import plain
-
-    return plain(
-        {
-            "task": run.task,
-            "folder": None if run.folder is None else str(run.folder),
-            "metrics": run.metrics,
-            "history": run.history,
-            "losses": run.losses,
-            "steps": run.steps,
-            "best_step": run.best_step,
-            "seconds": run.seconds,
-            "recipe": {name: value if _is_json(value) else str(value) for name, value in run.recipe.items()},
-            "changes": run.changes,
-            "tuned": None if run.tuned is None else run.tuned.to_dict(),
-            "recorded": None if run.recorded is None else asdict(run.recorded),
-            "summed": None if run.summed is None else asdict(run.summed),
-            "policy": run.policy,
-        }
-    )
-
-
-def _is_json(value: Any) -> bool:
-    return value is None or isinstance(value, (str, int, float, list, tuple, dict))
-
-
 CURVE_STYLE = (
     ".flodl-run .line{fill:none;stroke:#4a90d9;stroke-width:1.5}.flodl-run .grid{stroke:#8884}"
     ".flodl-run .label{font:10px sans-serif;fill:#888}"
 )
-
-
-def _run_page(run: FinetuneResult) -> str:
-    """Return a run as HTML: the loss of each step as a curve, and evaluations as rows."""
-    from flodl_hf.inference.results.pages import table
-    from flodl_hf.training.report.charts import line_chart
-
-    names = list(dict.fromkeys(name for record in run.history for name in figures_in(record)))
-    rows = [
-        [count(record.get("step", 0)), *(_cell(record.get(name)) for name in names)] for record in run.history[-20:]
-    ]
-    losses = {"training loss": [(step, value) for step, value in enumerate(run.losses, 1)]}
-    curve = line_chart(losses, title="training loss", across="step", up="loss")
-    curve = f'<div class="flodl-run"><style>{CURVE_STYLE}</style>{curve}</div>' if curve else ""
-    return f"<div>{escape(_run_line(run))}</div>{curve}" + (table(rows, ["step", *map(escape, names)]) if rows else "")
 
 
 def _cell(value: Any) -> str:

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -141,7 +141,9 @@ def finetune(
     recipe = {"model": _named(model), "train": _named(train), "eval": _named(eval), **_recipe(job)}
     notes = _Notes(on_event, job.unrecorded, job.timing)
     try:
-        ended = _train(job, notes, target, recipe, progress=progress, trackers=trackers, monitor=monitor)
+        return _train(
+            job, notes, target, recipe, progress=progress, trackers=trackers, monitor=monitor, overwrite=overwrite
+        )  # fmt: skip
     except (TrainInterrupted, SystemExit) as stop:
         _stopped(stop, job, notes, target, recipe)
         raise
@@ -149,22 +151,6 @@ def finetune(
         if "allow_change=" not in fault.message:
             raise
         raise TrainError(fault.message.replace("allow_change=", "resume="), **fault.details) from None
-    tuned = _tuned(ended, chosen)
-    ended.model.training_recipe = recipe
-    found: Any = ended.model if ended.is_whole else OnFirstRank()
-    written = Path(os.path.abspath(target)) if target is not None and is_first_rank() else None
-    result = FinetuneResult(
-        found, written, name_of(job.task), ended.metrics, notes.history, notes.losses, notes.steps, ended.best_step,
-        ended.seconds, recipe, list(notes.past.changes), tuned, notes.recorded, notes.summed, ended.is_whole,
-        ended.beside if ended.is_whole else None, notes.policy, job.timing,
-    )  # fmt: skip
-    job.timing.mark("train")
-    if written is not None:
-        _write(job, ended.model, result, written, overwrite, ended.predictions)
-        if ended.folder is not None and not chosen.keep_checkpoints and chosen.checkpoints is None:
-            shutil.rmtree(ended.folder, ignore_errors=True)
-        job.timing.mark("save")
-    return result
 
 
 def _stopped(stop: BaseException, job: Job, notes: _Notes, target: Path | None, recipe: dict[str, Any]) -> None:
@@ -192,31 +178,6 @@ def _bytes_to_write(model: EncoderModel) -> int:
     return size if model.dtype_in_shards is None else size * model.dtype_in_shards.itemsize // model.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class _Ended:
-    """The outcome of training.
-
-    Attributes:
-        model: with the best weights, where it is whole.
-        is_whole: whether it was trained here, rather than in parts that the first rank has put together.
-        best_step: the step of its weights.
-        metrics: the figures of that step.
-        seconds: all the time that was spent on it.
-        predictions: predictions for evaluation data, if requested.
-        folder: where its checkpoints are.
-        beside: a second model that was trained jointly.
-    """
-
-    model: EncoderModel
-    is_whole: bool
-    best_step: int
-    metrics: dict[str, float]
-    seconds: float
-    predictions: EvalPredictions | None
-    folder: Path | None
-    beside: Any
-
-
 def _train(
     job: Job,
     notes: _Notes,
@@ -226,8 +187,10 @@ def _train(
     progress: bool | None,
     trackers: Sequence[Tracker],
     monitor: Any,
-) -> _Ended:
-    """Train a planned job, load its best weights and evaluate them; temporary settings are undone."""
+    overwrite: bool,
+) -> FinetuneResult:
+    """Train a planned job, load and evaluate its best weights, and write the model; temporary settings are undone."""
+    options = job.options
     with ExitStack() as stack:
         stack.enter_context(settings_of_torch())
         stack.callback(job.conclude, job.model)
@@ -235,11 +198,14 @@ def _train(
             stack.callback(tracker.end)
         fits = 2 * _bytes_to_write(job.model) <= (available_memory() or sys.maxsize)
         # Under torchrun every rank keeps the best weights, since there may be no folder that all of them can read.
-        if job.metric is not None and job.options.keep_best and trains_here(job.options) and (fits or under_torchrun()):
+        keeps_best = job.metric is not None and options.keep_best
+        if keeps_best and trains_here(options) and (fits or under_torchrun()):
             seen = None if job.evaluation is None else next(iter(job.evaluation.sets.values())).seen
             notes.best = Best(job.metric, job.model, seen)
-        folder = _checkpoint_folder(job, target, stack, has_best=notes.best is not None)
-        if job.metric is not None and job.options.keep_best and folder is None and notes.best is None:
+        folder = _checkpoint_folder(options, target)
+        if folder is None and keeps_best and notes.best is None and not under_torchrun():
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flodl-hf-")))
+        if keeps_best and folder is None and notes.best is None:
             job.notes.append("without out= or checkpoints= the model of the last step is kept, not the best one")
         watched = monitor_of_job(monitor, job, recipe, target, is_first=is_first_rank())
         began = time.perf_counter()
@@ -247,22 +213,42 @@ def _train(
         seconds = notes.past.seconds + time.perf_counter() - began
         # Weights that were in shards are put together on the first rank; others have the model that they began with.
         model = job.model if trained is None else trained
-        best_step, metrics = _take_best(job, model, folder, notes)
+        best_step, metrics = notes.steps, figures_in(notes.history[-1]) if notes.history else {}
+        # Other ranks do not read the folder: the first may remove it at any moment.
+        read = folder if is_first_rank() else None
+        if keeps_best and (read is not None or notes.best is not None):
+            best = take_best(job.metric, read, model, notes.history, notes.steps, notes.best)
+            best_step, metrics = best or (best_step, metrics)
         model.eval()
         predictions = _collected_predictions(job, model, target, metrics, notes.best)
-        beside = job.conclude(model)
-    return _Ended(model, trained is not None, best_step, metrics, seconds, predictions, folder, beside)
-
-
-def _tuned(ended: _Ended, options: Options) -> Any:
-    """Return the thresholds that were chosen for the labels, and leave them with the model; None where none are."""
-    model, tuned = ended.model, None
-    if options.tune_thresholds and ended.predictions is not None:
-        tuned = tune_thresholds(ended.predictions, tuple(model.config.labels))
+        generator = job.conclude(model)
+    tuned = None
+    if options.tune_thresholds and predictions is not None:
+        tuned = tune_thresholds(predictions, tuple(model.config.labels))
     if tuned is not None or model.config.label_thresholds is not None:
         # Thresholds of the starting model were chosen for other weights.
         model.config = model.config.changed(label_thresholds={} if tuned is None else tuned.thresholds)
-    return tuned
+    model.training_recipe = recipe
+    whole = trained is not None
+    found: Any = model if whole else OnFirstRank()
+    written = Path(os.path.abspath(target)) if target is not None and is_first_rank() else None
+    result = FinetuneResult(
+        found, written, name_of(job.task), metrics, notes.history, notes.losses, notes.steps, best_step, seconds,
+        recipe, list(notes.past.changes), tuned, notes.recorded, notes.summed, whole, generator if whole else None,
+        notes.policy, job.timing,
+    )  # fmt: skip
+    job.timing.mark("train")
+    if written is not None:
+        files = papers(job, result, predictions)
+        if result.generator is None:
+            model.save_pretrained(written, overwrite=overwrite, extra_files=files)
+        else:
+            both = {"": contents_of(model), GENERATOR: contents_of(result.generator)}
+            write_contents(written, both, overwrite=overwrite, extra_files=files)
+        if folder is not None and not options.keep_checkpoints and options.checkpoints is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        job.timing.mark("save")
+    return result
 
 
 class _Notes:
@@ -317,19 +303,14 @@ class _Notes:
 # ---- checkpoints and the folder -------------------------------------------------------------------------
 
 
-def _checkpoint_folder(job: Job, target: Path | None, stack: ExitStack, *, has_best: bool) -> Path | None:
-    """Return where checkpoints go; a temporary folder where they only serve to find the best model again.
+def _checkpoint_folder(options: Options, target: Path | None) -> Path | None:
+    """Return the folder of checkpoints; None if the run keeps none.
 
     Raises:
-        TrainError: checkpoints exist, and ``resume`` is not set.
+        TrainError: it contains checkpoints, and the run does not resume.
     """
-    options = job.options
     folder = _kept_in(options, target)
-    if folder is None and job.metric is not None and options.keep_best and not has_best and not under_torchrun():
-        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flodl-hf-")))
-    if folder is None:
-        return None
-    if not options.resume and folder.is_dir() and list_checkpoints(folder):
+    if folder is not None and not options.resume and folder.is_dir() and list_checkpoints(folder):
         raise TrainError(
             f"finetune: {folder} contains checkpoints of an unfinished run. Resume it with resume=True, or "
             "remove the folder.",
@@ -343,17 +324,6 @@ def _kept_in(options: Options, target: Path | None) -> Path | None:
     if options.checkpoints is not None:
         return Path(options.checkpoints)
     return None if target is None else target.with_name(target.name + CHECKPOINTS)
-
-
-def _take_best(job: Job, model: EncoderModel, folder: Path | None, notes: _Notes) -> tuple[int, dict[str, float]]:
-    """Load the weights of the best evaluation into ``model``; return its step and figures."""
-    last = figures_in(notes.history[-1]) if notes.history else {}
-    taken = None
-    # Other ranks do not read the folder: the first may remove it at any moment.
-    folder = folder if is_first_rank() else None
-    if job.metric is not None and job.options.keep_best and (folder is not None or notes.best is not None):
-        taken = take_best(job.metric, folder, model, notes.history, notes.steps, notes.best)
-    return (notes.steps, last) if taken is None else taken
 
 
 def _say(text: str, *, shown: bool) -> None:
@@ -376,21 +346,15 @@ def check_free(target: Path, overwrite: bool) -> None:
             path=str(target),
             problems=[fault],
         )
+    files = [path for path in sorted(target.rglob("*")) if not path.is_dir()] if target.is_dir() else []
     if target.is_dir() and any(target.iterdir()) and not overwrite:
         raise ExportError(
             f"{target} is not empty; expected a new folder. Give another, or overwrite=True to replace "
             "the model there.",
             path=str(target),
         )
-    strange = (
-        []
-        if not target.is_dir()
-        else [
-            path.relative_to(target).as_posix()
-            for path in sorted(target.rglob("*"))
-            if not path.is_dir() and not is_model_file(path.relative_to(target).as_posix())
-        ]
-    )
+    names = [path.relative_to(target).as_posix() for path in files]
+    strange = [name for name in names if not is_model_file(name)]
     if strange:
         raise ExportError(
             f"{target} contains files that are no part of a model: "
@@ -412,22 +376,6 @@ def _collected_predictions(
         return None
     cast_stored(model)
     return collect_predictions(model, job.evaluation, metrics, None if best is None else best.seen)
-
-
-def _write(
-    job: Job,
-    model: EncoderModel,
-    result: FinetuneResult,
-    target: Path,
-    overwrite: bool,
-    predictions: EvalPredictions | None,
-) -> Path:
-    """Write a trained model with its metadata files."""
-    files = papers(job, result, predictions)
-    if result.generator is None:
-        return model.save_pretrained(target, overwrite=overwrite, extra_files=files)
-    both = {"": contents_of(model), GENERATOR: contents_of(result.generator)}
-    return write_contents(target, both, overwrite=overwrite, extra_files=files)
 
 
 def _trackers(options: Options, target: Path | None) -> list[Tracker]:
