@@ -89,7 +89,6 @@ def report(job: Job, result: FinetuneResult, predictions: EvalPredictions | None
             history=result.history,
             lengths=job.rows.lengths,
             most=job.options.max_length or job.model.max_tokens,
-            data=job.tables.facts,
             notes=job.notes,
             predictions=None if predictions is None else predictions.predictions,
             truth=None if predictions is None else predictions.truth,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl.errors import ConfigError, DataError, nearest
+from flodl.errors import DataError
 from flodl.metrics import Accuracy
 from flodl.train import Loss
 from flodl_hf.readers.faults import refuse_rows
@@ -23,6 +23,7 @@ from flodl_hf.training.options import Options
 from flodl_hf.training.ranking import Candidates, CollateLists, ListObjective, collate_lists, prepare_lists
 from flodl_hf.training.rows import CollateRows
 from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task
+from flodl_hf.training.vectors.tables import asked_columns, known_column
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
@@ -66,25 +67,16 @@ def choice_columns(row: Mapping[str, Any], role_columns: Mapping[str, str] | Non
         ConfigError: a role that there is none of.
         DataError: a named column is absent.
     """
-    asked = dict(role_columns or {})
-    strange = [role for role in asked if role not in ROLES]
-    if strange:
-        raise ConfigError(
-            f"columns: no role {strange[0]!r}{nearest(strange[0], ROLES)}; expected {', '.join(ROLES)}",
-            problems=strange,
-        )
-    absent = [name for text in asked.values() for name in text.split("+") if name not in row]
-    if absent:
-        raise DataError(f"columns: no column {', '.join(map(repr, absent))}; found {list(row)}", names=absent)
-    lowered = {name.lower(): name for name in row}
+    asked = asked_columns(row, role_columns, ROLES, "columns")
 
-    def first(role: str, names: Sequence[str], taken: Sequence[str | None], *, text: bool) -> str | None:
+    def first(role: str, known: Sequence[str], taken: Sequence[str | None], *, text: bool) -> str | None:
         if role in asked:
-            return asked[role]
-        known = (lowered[name] for name in names if name in lowered)
-        return next((name for name in known if name not in taken and (not text or isinstance(row[name], str))), None)
+            return asked[role][0]
+        return known_column(
+            [name for name in row if name not in taken and (not text or isinstance(row[name], str))], known
+        )
 
-    choices = tuple(asked["choices"].split("+")) if "choices" in asked else _choices(row, lowered)
+    choices = tuple(asked.get("choices", ())) or _choices(row, {name.lower(): name for name in row})
     label = first("label", LABELS, choices, text=False)
     prompt = first("prompt", PROMPTS, [label, *choices], text=True)
     stem = first("stem", STEMS, [label, prompt, *choices], text=True)

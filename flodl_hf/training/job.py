@@ -7,7 +7,7 @@ errors are raised before the expensive part.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,6 @@ from flodl_hf.checkpoints.hub.folders import lacks_tokenizer
 from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.inference.graph_model.model import GraphModel
 from flodl_hf.models.freezing import frozen_parameters
-from flodl_hf.readers.columns import NAMES, column_names
 from flodl_hf.training.batching import (
     batch_rows,
     count_steps,
@@ -40,28 +39,14 @@ from flodl_hf.training.step import Objective
 from flodl_hf.training.task import LengthLimits, Prepared, Task, name_of
 from flodl_hf.training.task_choice import (
     Known,
-    alike_labels,
     choose_task,
     float_classes,
-    guessed_columns,
     task_line,
-    unlearned_labels,
-    unused_texts,
 )
 from flodl_hf.training.vectors.step import VectorObjective
-from flodl_hf.training.vectors.tables import table_columns
-from flodl_hf.training.vectors.task import EmbeddingTask
 
 if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel
-
-SAVED = "write it with save_pretrained and give the folder"
-OTHERS = {
-    "transformers": f"a model of transformers; {SAVED}, or the name that it was loaded from",
-    "sentence_transformers": f"a model of sentence-transformers; {SAVED}, or the name that it was loaded from",
-    "peft": f"a model of peft; {SAVED}",
-}
-"""Models of other libraries, by package."""
 
 
 def read_arguments(
@@ -89,15 +74,10 @@ def read_arguments(
 
 
 def _model_text(model: Any) -> str:
-    kind = type(model)
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    for base in kind.__mro__:
-        package = base.__module__.partition(".")[0]
-        if package in OTHERS:
-            return f"{name}, {OTHERS[package]}"
+    name = f"{type(model).__module__}.{type(model).__qualname__}"
     expected = "expected a folder, a Hub name, or a model that flodl_hf.load returned"
     if isinstance(model, nn.Module):
-        return f"{name}, a torch module; {expected}. flodl.train.Trainer trains any module"
+        expected += ". Write models of other libraries with save_pretrained; flodl.train.Trainer trains any module"
     return f"{name}; {expected}"
 
 
@@ -267,12 +247,7 @@ def plan_job(
     evaluation = make_evaluation(task, options, own, parts, judging, kept=[*parts][: int(kept)])
     if options.metric and evaluation is not None:
         evaluation.check_metric(options.metric)
-    if task.headed:
-        notes += [*guessed_columns(task.columns, options.columns), *alike_labels(task.labels or ())]
-        notes += unlearned_labels(task, rows) if tables.is_shared else []
-        notes += float_classes(task, tables.train, before.problem_type)
-    if not options.columns and not tables.parts and task.kind != "spans":
-        notes += unused_texts(_used_columns(task, tables.train), tables.train)
+    notes += float_classes(task, tables.train, before.problem_type)
     if options.max_length and (limits.max_tokens or options.max_length) < options.max_length:
         notes.append(
             f"max_length: found {options.max_length}, and the model takes {limits.max_tokens} tokens; it is reduced to "
@@ -290,14 +265,6 @@ def plan_job(
     if tell is not None and (few := few_steps(job.steps, job.options)) is not None:
         tell(few)
     return job
-
-
-def _used_columns(task: Task, rows: Sequence[Mapping[str, Any]]) -> Sequence[str | None]:
-    """Return the columns that a task reads; all columns for tasks that read groups of them."""
-    if isinstance(task, EmbeddingTask):
-        texts, label = table_columns(rows)
-        return [*texts, label]
-    return [getattr(task.columns, role) for role in NAMES] if task.headed else column_names(rows)
 
 
 def prepare_held_out(

@@ -126,13 +126,16 @@ class StepCounts:
                 self._plans[where.epoch] = self.batches.plan(where.epoch)
             plan, first = self._plans[where.epoch], key[2] * self.accumulate
             rows = np.concatenate([plan[i] for i in range(first, min(first + self.accumulate, len(plan)))])
-            if self.masking.whole_words:
-                masked = sum(self.masking.number(self.rows.get(i), where, i) for i in rows.tolist())
-            else:
-                masked = int(self._masked[rows].sum())
+            items = len(rows) if self.by_rows else int(self.rows.lengths[rows].sum())
             self._step.clear()
-            self._step[key] = len(rows) if self.by_rows else int(self.rows.lengths[rows].sum()), masked
+            self._step[key] = items, self.masked(where, rows)
         return self._step[key]
+
+    def masked(self, where: Where, rows: NDArray[np.int64]) -> int:
+        """Return the number of masked tokens of some rows."""
+        if not self.masking.whole_words:
+            return int(self._masked[rows].sum())
+        return sum(self.masking.number(self.rows.get(i), where, i) for i in rows.tolist())
 
 
 @dataclass(frozen=True, kw_only=True)

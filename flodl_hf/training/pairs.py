@@ -109,11 +109,11 @@ class PairTask(Task):
         """Return the masking function; None for pairs alone."""
         return make_masking(tokenizer, options) if self.kind == "pairs" else None
 
-    def objective(self, options: Options, weights: tuple[float, ...] | None, own: LossFunction | None) -> Objective:
+    def objective(self, options: Options, weights: tuple[float, ...] | None, own: LossFunction | None, /) -> Objective:
         """Return the loss of training."""
         return PretrainingObjective() if self.kind == "pairs" else super().objective(options, weights, own)
 
-    def of_held_out(self, prepared: Prepared, options: Options, own: LossFunction | None) -> Objective:
+    def of_held_out(self, prepared: Prepared, options: Options, own: LossFunction | None, /) -> Objective:
         """Return the loss of evaluation data."""
         return PretrainingObjective() if self.kind == "pairs" else super().of_held_out(prepared, options, own)
 

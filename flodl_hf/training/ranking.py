@@ -32,7 +32,7 @@ from flodl_hf.training.rows import CollateRows, EncodedRows, RowBuilder
 from flodl_hf.training.step import Kind, LossFunction, score
 from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, encode_chunks
 from flodl_hf.training.vectors.step import PARTS, CollateTexts, TextRows
-from flodl_hf.training.vectors.tables import ANCHORS, LABELS, POSITIVES, read_table
+from flodl_hf.training.vectors.tables import ANCHORS, LABELS, POSITIVES, known_column, read_table
 
 if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel
@@ -52,11 +52,9 @@ class Candidates:
 
 def _role_columns(row: Mapping[str, Any], role_columns: Mapping[str, str] | None) -> list[str | None]:
     """Return the columns of questions, documents and labels."""
-    asked, lowered = dict(role_columns or {}), {name.lower(): name for name in row}
-    found = []
-    for role, names in (("anchor", ANCHORS), ("positive", DOCUMENTS), ("label", LABELS)):
-        found.append(asked.get(role) or next((lowered[name] for name in names if name in lowered), None))
-    return found
+    asked = dict(role_columns or {})
+    roles = (("anchor", ANCHORS), ("positive", DOCUMENTS), ("label", LABELS))
+    return [asked.get(role) or known_column(row, names) for role, names in roles]
 
 
 def has_lists(rows: Sequence[Mapping[str, Any]], role_columns: Mapping[str, str] | None = None) -> bool:
@@ -283,11 +281,11 @@ class RankTask(Task):
         """Return a new scorer."""
         return _ListScorer(prepared.truth) if self.loss is not None else _Scorer(*prepared.truth)
 
-    def objective(self, options: Options, weights: tuple[float, ...] | None, own: LossFunction | None) -> Any:
+    def objective(self, options: Options, weights: tuple[float, ...] | None, own: LossFunction | None, /) -> Any:
         """Return the loss of training."""
         return super().objective(options, weights, own) if self.loss is None else ListObjective(self.loss)
 
-    def of_held_out(self, prepared: Prepared, options: Options, own: LossFunction | None) -> Any:
+    def of_held_out(self, prepared: Prepared, options: Options, own: LossFunction | None, /) -> Any:
         """Return the loss of evaluation data."""
         return super().of_held_out(prepared, options, own) if self.loss is None else ListObjective(self.loss)
 

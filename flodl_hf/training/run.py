@@ -198,14 +198,14 @@ def _train(
             stack.callback(tracker.end)
         fits = 2 * _bytes_to_write(job.model) <= (available_memory() or sys.maxsize)
         # Under torchrun every rank keeps the best weights, since there may be no folder that all of them can read.
-        keeps_best = job.metric is not None and options.keep_best
-        if keeps_best and trains_here(options) and (fits or under_torchrun()):
+        metric = job.metric if options.keep_best else None  # of the best weights
+        if metric is not None and trains_here(options) and (fits or under_torchrun()):
             seen = None if job.evaluation is None else next(iter(job.evaluation.sets.values())).seen
-            notes.best = Best(job.metric, job.model, seen)
+            notes.best = Best(metric, job.model, seen)
         folder = _checkpoint_folder(options, target)
-        if folder is None and keeps_best and notes.best is None and not under_torchrun():
+        if folder is None and metric is not None and notes.best is None and not under_torchrun():
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flodl-hf-")))
-        if keeps_best and folder is None and notes.best is None:
+        if folder is None and metric is not None and notes.best is None:
             job.notes.append("without out= or checkpoints= the model of the last step is kept, not the best one")
         watched = monitor_of_job(monitor, job, recipe, target, is_first=is_first_rank())
         began = time.perf_counter()
@@ -216,8 +216,8 @@ def _train(
         best_step, metrics = notes.steps, figures_in(notes.history[-1]) if notes.history else {}
         # Other ranks do not read the folder: the first may remove it at any moment.
         read = folder if is_first_rank() else None
-        if keeps_best and (read is not None or notes.best is not None):
-            best = take_best(job.metric, read, model, notes.history, notes.steps, notes.best)
+        if metric is not None and (read is not None or notes.best is not None):
+            best = take_best(metric, read, model, notes.history, notes.steps, notes.best)
             best_step, metrics = best or (best_step, metrics)
         model.eval()
         predictions = _collected_predictions(job, model, target, metrics, notes.best)

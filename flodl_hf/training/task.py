@@ -145,13 +145,13 @@ class Task:
     def masking(self, tokenizer: Tokenizer, options: Options) -> Any:
         """Return the function that replaces tokens of a row in training; None if there is none."""
 
-    def objective(self, options: Options, weights: tuple[float, ...] | None, own: LossFunction | None) -> Any:
+    def objective(self, options: Options, weights: tuple[float, ...] | None, own: LossFunction | None, /) -> Any:
         """Return the loss of training; ``own`` is the user's function."""
         return Objective(
             self.kind, weights, options.label_smoothing, options.masks_padding, own, options.neftune or None
         )
 
-    def of_held_out(self, prepared: Prepared, options: Options, own: LossFunction | None) -> Any:
+    def of_held_out(self, prepared: Prepared, options: Options, own: LossFunction | None, /) -> Any:
         """Return the loss of evaluation data."""
         return Objective(self.kind, mask_padding=options.masks_padding, own=own)
 

@@ -25,7 +25,6 @@ from flodl_hf.training.options import Options
 from flodl_hf.training.pairs import plan_pairs
 from flodl_hf.training.ranking import plan_ranking
 from flodl_hf.training.replaced import plan_replaced
-from flodl_hf.training.rows import EncodedRows
 from flodl_hf.training.sequence import SequenceTask
 from flodl_hf.training.task import Task, name_of
 from flodl_hf.training.tokens import TokenTask, tag_names
@@ -91,36 +90,6 @@ def refuse_lost_labels(columns: Columns, rows: Sequence[Mapping[str, Any]], head
         )
 
 
-def guessed_columns(columns: Columns, role_columns: Mapping[str, str] | None) -> list[str]:
-    """Return, as notes, columns whose role was inferred from their values instead of their names.
-
-    Args:
-        columns: the inferred columns.
-        role_columns: columns that the caller named, by role.
-    """
-    roles = {role: getattr(columns, role) for role in NAMES}
-    guessed = {
-        role: name
-        for role, name in roles.items()
-        if name is not None and role not in (role_columns or {}) and name.lower() not in NAMES[role]
-    }
-    if not guessed:
-        return []
-    read = " and ".join(f"{name!r} as the {role}" for role, name in guessed.items())
-    return [f"column roles were inferred from values: {read} (columns={guessed!r} sets them)"]
-
-
-def alike_labels(names: Sequence[str]) -> list[str]:
-    """Return, as notes, labels that differ by case or spaces alone, and so are learned as several."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(" ".join(name.lower().split()), []).append(name)
-    several = [", ".join(map(repr, group)) for group in groups.values() if len(group) > 1]
-    if not several:
-        return []
-    return [f"labels that differ by case or spaces alone are several labels: {'; '.join(several[:NAMED])}"]
-
-
 def float_classes(task: Task, rows: Sequence[Mapping[str, Any]], problem_type: str | None) -> list[str]:
     """Return, as notes, a column of whole floats (ratings from 1.0 to 5.0) that is used as classes.
 
@@ -148,34 +117,6 @@ def _is_float(cell: Any) -> bool:
     if isinstance(cell, str):
         return "." in cell and not isinstance(as_numbers([cell])[0], str)
     return isinstance(cell, Real) and not isinstance(cell, Integral)
-
-
-def unused_texts(used: Sequence[str | None], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return, as notes, text columns that the task does not use, such as a title.
-
-    Args:
-        used: the columns that the task uses.
-        rows: the training rows.
-    """
-    found, seen = [], rows[:LOOKED_AT]
-    for name in column_names(seen):
-        cells = [row[name] for row in seen if not is_missing(row.get(name))]
-        are_texts = bool(cells) and all(isinstance(cell, str) for cell in cells)
-        if name not in used and are_texts and any(isinstance(number, str) for number in as_numbers(cells)):
-            found.append(repr(name))
-    if not found:
-        return []
-    read = ", ".join(repr(name) for name in used if name is not None)
-    return [f"columns of texts that are not used: {', '.join(found)}; used are {read} (columns= selects others)"]
-
-
-def unlearned_labels(task: Task, rows: EncodedRows) -> list[str]:
-    """Return, as notes, labels that occur in no training row, for example because the split removed them."""
-    counts = (task.label_counts(rows) if task.head == "sequence_classification" else None) or ()
-    absent = [printable(name, 40) for name, count in zip(task.labels or (), counts, strict=False) if not count]
-    if not absent:
-        return []
-    return [f"no training row has the label {', '.join(absent[:NAMED])}, of which nothing is learned"]
 
 
 def task_line(task: Task, rows: Sequence[Any], asked: str | None) -> str:

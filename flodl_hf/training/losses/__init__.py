@@ -106,24 +106,33 @@ def make_loss(word: str, settings: Mapping[str, Any] | None = None, table: Mappi
     """
     name = loss_named(word, table)
     kind = table[CACHED.get(name, name)]
+    given = dict(settings or {})
     known = {f.name: f.default for f in fields(kind)}
-    values, problems = {}, []
-    for key, value in dict(settings or {}).items():
+    if "temperature" in given and "scale" in known and "temperature" not in known:
         try:
-            if key == "temperature" and "scale" in known and "temperature" not in known:
-                values["scale"] = 1.0 / float(value)
-            elif key not in known:
-                raise ValueError(f"it has none{nearest(key, known)}; expected {', '.join(known) or 'no setting'}")
-            else:
-                values[key] = typed(known[key], value)
+            given["scale"] = 1.0 / float(given.pop("temperature"))
         except (ValueError, TypeError, ZeroDivisionError) as fault:
-            problems.append(f"{key}: {fault}")
+            raise ConfigError(f"loss_options of {name}: temperature: {fault}", problems=["temperature"]) from None
+    values, problems = read_settings(given, known)
     if not problems:
         made = kind(**values)
         problems = made.faults() if hasattr(made, "faults") else []
         if not problems:
             return made
     raise ConfigError(f"loss_options of {name}: {'; '.join(problems)}", problems=problems)
+
+
+def read_settings(given: Mapping[str, Any], usual: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return settings in the types of their defaults, and the problems."""
+    values, problems = {}, []
+    for name, value in given.items():
+        try:
+            if name not in usual:
+                raise ValueError(f"it has none{nearest(name, usual)}; expected {', '.join(usual) or 'no setting'}")
+            values[name] = typed(usual[name], value)
+        except (ValueError, TypeError) as fault:
+            problems.append(f"{name}: {fault}")
+    return values, problems
 
 
 def typed(usual: Any, value: Any) -> Any:

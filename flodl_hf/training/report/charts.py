@@ -18,7 +18,7 @@ Point = tuple[float, float]
 
 def line_chart(
     lines: Mapping[str, Sequence[Point]], *, title: str, across: str, up: str, x: Point | None = None,
-    y: Point | None = None, diagonal: bool = False, dots: bool = False, joined: bool = True,
+    y: Point | None = None, diagonal: bool = False, dots: bool = False,
 ) -> str:  # fmt: skip
     """Return lines through points, at most eight, with colours and a legend.
 
@@ -31,7 +31,6 @@ def line_chart(
         y: ends of the vertical axis.
         diagonal: draw the line on which both are equal.
         dots: mark the points.
-        joined: draw lines between the points.
     """
     kept = {name: [p for p in points if all(map(math.isfinite, p))] for name, points in list(lines.items())[:8]}
     kept = {name: points[:: max(1, -(-len(points) // MOST_POINTS))] for name, points in kept.items() if points}
@@ -45,9 +44,8 @@ def line_chart(
         parts.append(f'<line class="faint" x1="{x0}" y1="{y0}" x2="{x1}" y2="{y1}" stroke-dasharray="4 3"/>')
     for number, (name, points) in enumerate(kept.items()):
         places = [place(*point) for point in points]
-        if joined:
-            path = " ".join(f"{a},{b}" for a, b in places)
-            parts.append(f'<polyline class="line c{number}" points="{path}"><title>{escape(name)}</title></polyline>')
+        path = " ".join(f"{a},{b}" for a, b in places)
+        parts.append(f'<polyline class="line c{number}" points="{path}"><title>{escape(name)}</title></polyline>')
         for (a, b), (px, py) in zip(places, points, strict=True) if dots else ():
             told = f"{escape(name)}: {across} {px:.4g}, {up} {py:.4g}"
             parts.append(f'<circle class="dot c{number}" cx="{a}" cy="{b}" r="3"><title>{told}</title></circle>')

@@ -11,7 +11,7 @@ import base64
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from html import escape
 from importlib.resources import files
@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from flodl_hf.inference.decode.metrics import answer_scores
 from flodl_hf.training.report.charts import bars, heat_map, line_chart
 from flodl_hf.training.report.figures import (
     SPAN_ERRORS,
@@ -50,7 +49,6 @@ class Run:
         history: evaluations: ``step`` and figures.
         lengths: tokens of each training row.
         most: most tokens of a row; None for no bound.
-        data: name, rows and hash of each part.
         notes: notes for the user.
         predictions: predictions for evaluation examples; None without an evaluation.
         truth: of the same.
@@ -68,7 +66,6 @@ class Run:
     history: Sequence[Mapping[str, Any]]
     lengths: Any
     most: int | None
-    data: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     notes: Sequence[str] = ()
     predictions: Any = None
     truth: Any = None
@@ -91,7 +88,7 @@ def report_page(run: Run) -> str:
         where = f" of {run.held_out}" if run.held_out else ""
         title = f"Evaluation data: {len(run.predictions):,} example{'s' * (len(run.predictions) != 1)}{where}"
         parts.append(_section(title, _KINDS.get(run.kind, lambda run: [])(run)))
-    parts.append(_section("Data", [_lengths(run), _data(run)]))
+    parts.append(_section("Data", [_lengths(run)]))
     if run.notes:
         parts.append("<h2>Notes</h2><ul>" + "".join(f"<li>{escape(note)}</li>" for note in run.notes) + "</ul>")
     return (
@@ -183,15 +180,6 @@ def _lengths(run: Run) -> str:
     return _figure("Tokens of training rows", bars(values, title="Lengths", across="tokens", up="rows"), caption)
 
 
-def _data(run: Run) -> str:
-    rows = [
-        [part, str(facts.get("name", "")), f"{facts.get('rows', 0):,}", str(facts.get("sha256", ""))[:16]]
-        for part, facts in run.data.items()
-    ]
-    table = _table(["part", "data", "rows", "SHA-256"], rows)
-    return f'<figure><h3>Training and evaluation data</h3><div class="scroll">{table}</div></figure>' if rows else ""
-
-
 # ---- evaluation data, by kind ----------------------------------------------------------------------------
 
 
@@ -254,22 +242,6 @@ def _multi(run: Run) -> list[str]:
     ]
 
 
-def _regression(run: Run) -> list[str]:
-    predicted, truth = (np.asarray(values, np.float64).reshape(-1) for values in (run.predictions, run.truth))
-    points = {"examples": list(zip(truth.tolist(), predicted.tolist(), strict=True))}
-    both = (float(min(truth.min(), predicted.min())), float(max(truth.max(), predicted.max())))
-    chart = line_chart(
-        points, title="Predicted and true values", across="true", up="predicted", x=both, y=both, diagonal=True,
-        dots=True, joined=False,
-    )  # fmt: skip
-    counts, ends = np.histogram(predicted - truth, bins=24)
-    values = {f"{(a + b) / 2:.3g}": float(n) for n, a, b in zip(counts, ends, ends[1:], strict=False)}
-    return [
-        _figure("Predicted and true", chart),
-        _figure("Errors", bars(values, title="Distribution of errors", across="predicted - true", up="examples")),
-    ]
-
-
 def _tokens(run: Run) -> list[str]:
     counts = span_errors(run.predictions, run.truth)
     table = _table(
@@ -292,25 +264,6 @@ def _most_frequent(found: LabelTable) -> tuple[list[list[int]], list[str], Any]:
     counted = np.asarray(found.confusion)
     kept = np.sort(np.argsort(-counted.sum(1), kind="stable")[:MOST_CLASSES])
     return counted[np.ix_(kept, kept)].tolist(), [found.labels[i] for i in kept], kept
-
-
-def _answers(run: Run) -> list[str]:
-    scores = [answer_scores(said, accepted) for said, accepted in zip(run.predictions, run.truth, strict=True)]
-    exact, f1 = (np.asarray([float(pair[i]) for pair in scores]) for i in (0, 1))
-    counts = np.bincount(np.clip((f1 * 10).astype(int), 0, 10), minlength=11)
-    values = {f"{n / 10:.1f}": float(count) for n, count in enumerate(counts)}
-    caption = f"{exact.mean():.1%} are exact, {(f1 == 0).mean():.1%} share no word with an accepted answer."
-    words = [len(accepted[0].split()) if accepted else 0 for accepted in run.truth]
-    groups: dict[str, list[float]] = {}
-    for length, value in zip(words, f1.tolist(), strict=True):
-        name = "none" if not length else str(length) if length < 4 else "4-7" if length < 8 else "8 and more"
-        groups.setdefault(name, []).append(value)
-    order = ("none", "1", "2", "3", "4-7", "8 and more")
-    means = {name: float(np.mean(groups[name])) for name in order if name in groups}
-    return [
-        _figure("F1 of each answer", bars(values, title="F1 of answers", across="F1", up="answers"), caption),
-        _figure("F1 by words of the answer", bars(means, title="F1 by length", across="words", up="mean F1")),
-    ]
 
 
 def _reliability(confidence: Any, hits: Any) -> str:
@@ -345,7 +298,5 @@ def _curves(curves: Mapping[str, Any]) -> str:
 _KINDS: dict[str, Callable[[Run], list[str]]] = {
     "single_label": _single,
     "multi_label": _multi,
-    "regression": _regression,
     "tokens": _tokens,
-    "spans": _answers,
 }

@@ -19,13 +19,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from flodl.errors import ConfigError, nearest
+from flodl.errors import ConfigError
 from flodl_hf.checkpoints.sentence.dense import Dense, dense, dense_files
 from flodl_hf.checkpoints.sentence.multivector import MultiVectorConfig, marker_id, pylate_files
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.inference.similarity import max_sim
 from flodl_hf.training.evaluators import figures_of_found
-from flodl_hf.training.losses import make_loss
+from flodl_hf.training.losses import make_loss, read_settings
 from flodl_hf.training.rows import CollateRows, EncodedRows, RowBuilder
 from flodl_hf.training.task import CHUNK, LengthLimits, Prepared
 from flodl_hf.training.vectors.multivector_step import MULTIVECTOR_LOSSES, MULTIVECTOR_USUAL, CollateLate, LateObjective
@@ -160,28 +160,14 @@ class LateStart:
 
 def _projection_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return all settings as numbers, words and booleans, and their problems."""
-    found, problems = dict(SETTINGS), []
-    for name, value in given.items():
-        if name not in SETTINGS:
-            problems.append(f"{name}: it has none{nearest(name, SETTINGS)}; expected {', '.join(SETTINGS)}")
-            continue
-        usual = SETTINGS[name]
-        if isinstance(usual, bool):
-            words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-            if str(value).lower() not in words:
-                problems.append(f"{name}: found {value!r}; expected yes or no")
-            found[name] = words.get(str(value).lower(), usual)
-        elif isinstance(usual, int):
-            least = 1 if name == "size" else LEAST_LENGTH
-            if not str(value).isdecimal() or int(value) < least:
-                problems.append(f"{name}: found {value!r}; expected an integer from {least}")
-            else:
-                found[name] = int(value)
-        elif not isinstance(value, str):
+    found, problems = read_settings(given, SETTINGS)
+    for name, value in found.items():
+        usual, least = SETTINGS[name], 1 if name == "size" else LEAST_LENGTH
+        if usual is None and not isinstance(value, str):
             problems.append(f"{name}: found {value!r}; expected a token, or an empty text for none")
-        else:
-            found[name] = value
-    return found, problems
+        elif type(usual) is int and not (type(value) is int and value >= least):
+            problems.append(f"{name}: found {value!r}; expected an integer from {least}")
+    return {**SETTINGS, **found}, problems
 
 
 def take_out(model: EncoderModel) -> None:

@@ -19,7 +19,7 @@ from flodl.errors import ConfigError
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.checkpoints.sentence.sparse import SpladePooling
 from flodl_hf.nn.layout.segments import largest_of_texts
-from flodl_hf.training.losses import make_loss, typed
+from flodl_hf.training.losses import make_loss, read_settings
 from flodl_hf.training.losses.pairs import (
     AnglELoss,
     CoSENTLoss,
@@ -175,18 +175,12 @@ def penalties(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
         ConfigError: a value is invalid; ``problems`` lists all.
     """
     usual = {f.name: f.default for f in fields(SpladeLoss) if f.name != "loss"}
-    found: dict[str, Any] = {}
-    problems = []
-    for name in usual.keys() & settings.keys():
-        value = settings[name]
-        try:
-            is_none = value is None or str(value).lower() in ("none", "")
-            found[name] = None if is_none else typed(usual[name], value)
-        except (ValueError, TypeError) as fault:
-            problems.append(f"{name}: {fault}")
+    own = {name: value for name, value in settings.items() if name in usual}
+    absent = {name: None for name, value in own.items() if value is None or str(value).lower() in ("none", "")}
+    found, problems = read_settings({name: own[name] for name in own if name not in absent}, usual)
     if problems:
         raise ConfigError(f"loss_options of SpladeLoss: {'; '.join(problems)}", problems=problems)
-    return found, {name: value for name, value in settings.items() if name not in usual}
+    return found | absent, {name: value for name, value in settings.items() if name not in usual}
 
 
 STRENGTH = "strength"

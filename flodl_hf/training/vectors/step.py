@@ -240,25 +240,6 @@ class TextBatches:
             found.append([np.asarray(part) + starts[i] for part in cut if len(part) >= self.least])
         return found
 
-    def notes(self) -> tuple[str, ...]:
-        """Return, as a note, how many rows of the first epoch are moved or skipped because a text occurs twice."""
-        moved = skipped = total = 0
-        for i, batches in enumerate(self.by_table(0)):
-            if not (self.apart and self.apart[i]):
-                continue
-            start, count = sum(map(len, self.texts[:i])), len(self.texts[i])
-            planned = dict(zip(self._order(0, i).tolist(), range(count), strict=True))
-            late = [
-                planned[row - start] // self.batch_size < n for n, part in enumerate(batches) for row in part.tolist()
-            ]
-            moved, skipped, total = moved + sum(late), skipped + count - len(late), total + count
-        if not moved:
-            return ()
-        return (
-            f"no_duplicates: {moved:,} of {total:,} rows are in a later batch of the first epoch because the same text "
-            f"is in their own, and {skipped:,} rows are skipped; no_duplicates=False keeps the batches",
-        )
-
     def _order(self, epoch: int, table: int) -> NDArray[Any]:
         return Rng(self.seed, "order", epoch, table).permutation(len(self.texts[table]))
 

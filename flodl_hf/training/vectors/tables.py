@@ -6,14 +6,15 @@ order: anchor, positive, negatives, and a label with one of the label names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flodl.errors import ConfigError, DataError, capped
+from flodl.errors import ConfigError, DataError, capped, nearest
+from flodl_hf.readers import as_numbers, is_missing
 from flodl_hf.readers.columns import NAMES, Columns, column_names
 from flodl_hf.readers.faults import refuse_rows
 from flodl_hf.training.losses.pairs import Form
@@ -80,7 +81,7 @@ class TextTable:
         numbers = as_numbers(self.names)
         if not any(isinstance(number, str) for number in numbers):
             labels = _labels([numbers[k] for k in self.labels.tolist()], self.columns.label or "", "train")
-            return replace(self, labels=labels, form=_form(2, labels, "train"), names=())
+            return replace(self, labels=labels, form=_form(2, labels, (), "train"), names=())
         return replace(self, form="binary", names=()) if len(self.names) == 2 else self
 
 
@@ -113,8 +114,9 @@ def read_table(
         found = _numbers_of(cells, names, label, where)
     else:
         found = _labels(cells, label, where)
-        if found.dtype.kind == "i" and (names := _names_of(as_numbers(cells))):
-            declared = False
+        values = as_numbers(cells)
+        if found.dtype.kind == "i" and all(isinstance(value, str) for value in values):
+            names, declared = sorted(set(values)), False
     texts, wrong = [], []
     sources: list[tuple[str, ...]] = []
     shared: dict[tuple[str, ...], tuple[str, ...]] = {}  # equal tuples are one object
@@ -130,8 +132,9 @@ def read_table(
             wrong.append(f"row {i}: {[type(part).__name__ for part in parts]}")
     refuse_rows(where, f"columns {columns} have values that are no texts", wrong, "a text in each, or a list of texts")
     width = max(map(len, texts))
-    form = _form_of_classes(width, names, where) if names else _form(width, found, where)
-    return TextTable(texts, found, form, _as_columns(columns, label), tuple(names), bool(names) and declared, sources)
+    form = _form(width, found, names, where)
+    roles = Columns(task="embedding", text=columns[0], text_pair=columns[1] if columns[1:] else None, label=label)
+    return TextTable(texts, found, form, roles, tuple(names), bool(names) and declared, sources)
 
 
 def expect_equal_widths(table: TextTable, where: str) -> TextTable:
@@ -170,24 +173,41 @@ def _texts(row: Mapping[str, Any], columns: Sequence[str]) -> tuple[list[Any], l
     return parts, origins
 
 
+def asked_columns(
+    row: Mapping[str, Any], role_columns: Mapping[str, str] | None, roles: Sequence[str], where: str = "train"
+) -> dict[str, list[str]]:
+    """Return the columns that the caller named, by role; ``+`` joins several.
+
+    Raises:
+        ConfigError: there is no such role.
+        DataError: there is no such column.
+    """
+    given = {role: name for role, name in (role_columns or {}).items() if name}
+    strange = [role for role in given if role not in roles]
+    if strange:
+        near = nearest(strange[0], roles)
+        raise ConfigError(f"columns: no role {strange[0]!r}{near}; expected {', '.join(roles)}", problems=strange)
+    asked = {role: given[role].split("+") for role in roles if role in given}
+    absent = [name for part in asked.values() for name in part if name not in row]
+    if absent:
+        raise DataError(f"{where}: no column {', '.join(map(repr, absent))}; it has {list(row)}", names=absent)
+    return asked
+
+
+def known_column(names: Iterable[str], known: Sequence[str]) -> str | None:
+    """Return the column with the first of the known names, in any case; None if there is none."""
+    lowered = {name.lower(): name for name in names}
+    return next((lowered[name] for name in known if name in lowered), None)
+
+
 def _columns(
     names: list[str], rows: Sequence[Mapping[str, Any]], role_columns: dict[str, str], where: str
 ) -> tuple[list[str], str | None]:
-    strange = [role for role in role_columns if role not in ROLES]
-    if strange:
-        raise ConfigError(f"columns: no role {strange[0]!r}; expected {', '.join(ROLES)}", problems=strange)
-    asked = {role: role_columns[role].split("+") for role in ROLES if role_columns.get(role)}
-    absent = [name for part in asked.values() for name in part if name not in rows[0]]
-    if absent:
-        raise DataError(f"{where}: no column {', '.join(map(repr, absent))}; it has {names}", names=absent)
-    label = asked.get("label", [None])[0]
-    lowered = {name.lower(): name for name in names}
-    if label is None:
-        label = next((lowered[name] for name in LABELS if name in lowered), None)
+    asked = asked_columns(rows[0], role_columns, ROLES, where)
+    label = asked["label"][0] if "label" in asked else known_column(names, LABELS)
     if "anchor" in asked:
         return [*asked["anchor"], *asked.get("positive", []), *asked.get("negative", [])], label
-    anchor = next((lowered[name] for name in ANCHORS if name in lowered), None)
-    positive = next((lowered[name] for name in POSITIVES if name in lowered), None)
+    anchor, positive = known_column(names, ANCHORS), known_column(names, POSITIVES)
     if anchor is not None and positive is not None:
         negatives = [name for name in names if name.lower().rstrip("_0123456789") in NEGATIVES]
         return [anchor, positive, *negatives], label
@@ -240,11 +260,6 @@ def _labels(cells: Sequence[Any], column: str, where: str) -> NDArray[Any]:
     return found.astype(np.int64 if whole else np.float32)
 
 
-def _names_of(values: Sequence[Any]) -> tuple[str, ...]:
-    """Return the names of classes in the order of their numbers; nothing for labels that are numbers."""
-    return tuple(sorted(set(values))) if all(isinstance(value, str) for value in values) else ()
-
-
 def _numbers_of(cells: Sequence[Any], names: Sequence[str], column: str, where: str) -> NDArray[np.int64]:
     """Return the numbers of declared classes, which cells contain as numbers or as names.
 
@@ -258,16 +273,14 @@ def _numbers_of(cells: Sequence[Any], names: Sequence[str], column: str, where: 
     return np.asarray([numbers[cell] for cell in cells], np.int64)
 
 
-def _form_of_classes(texts: int, names: Sequence[str], where: str) -> Form:
-    if texts > 2:
+def _form(texts: int, labels: NDArray[Any] | None, names: Sequence[str], where: str) -> Form:
+    if names and texts < 3:
+        return "classes" if texts == 1 else "pair_classes"
+    if names:
         raise DataError(
             f"{where}: {texts} texts with a class ({', '.join(names[:5])}) are no examples that a loss takes; expected "
             "a text and its class, two texts and their class, or a teacher's scores",
         )
-    return "classes" if texts == 1 else "pair_classes"
-
-
-def _form(texts: int, labels: NDArray[Any] | None, where: str) -> Form:
     if labels is None:
         return "texts" if texts == 1 else "pairs" if texts == 2 else "triplets"
     if texts == 1:
@@ -283,8 +296,3 @@ def _form(texts: int, labels: NDArray[Any] | None, where: str) -> Form:
         f"{where}: {texts} texts with labels of shape {labels.shape[1:] or 'one number'} are no examples that a loss "
         "takes; expected a text and its class, two texts and a number, or a question with candidates and scores"
     )
-
-
-def _as_columns(texts: list[str], label: str | None) -> Columns:
-    pair = texts[1] if len(texts) > 1 else None
-    return Columns(task="embedding", text=texts[0], text_pair=pair, label=label)

@@ -5,7 +5,6 @@ import pytest
 from flodl.errors import DataError
 from flodl_hf.jobs.columns import ColumnArgs, choose_columns
 from flodl_hf.readers.columns import Columns, infer_columns
-from flodl_hf.training.task_choice import guessed_columns
 from flodl_hf.training.vectors.tables import read_table
 
 SENTENCE = {"words": ["a"], "tags": ["O"]}
@@ -62,11 +61,3 @@ def test_columns_can_be_said_and_doubts_are_not_guessed():
             infer_columns(rows, **said)
     with pytest.raises(DataError):
         infer_columns([])
-
-
-def test_columns_taken_by_their_values_alone_are_told_of():
-    guessed = Columns(task="sequence-classification", text="txt", label="Label")
-    (note,) = guessed_columns(guessed, None)
-    assert "'txt' as the text" in note
-    assert "columns={'text': 'txt'}" in note
-    assert guessed_columns(guessed, {"text": "txt"}) == []

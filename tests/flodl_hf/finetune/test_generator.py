@@ -194,7 +194,7 @@ def test_parts_of_a_step_add_up_to_the_whole_one(whole_words: bool, starts: dict
         counts(Where(42, 0, 0, ()), np.asarray(whole))
         for counts in (
             job.collate.counts.masked,
-            replace(job.collate.counts.masked, masking=replace(job.collate.masking, whole_words=False)),
+            replace(job.collate.counts, masking=replace(job.collate.masking, whole_words=False)).masked,
         )
     )
     assert (counted < usual) is whole_words

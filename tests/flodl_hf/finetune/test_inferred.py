@@ -210,11 +210,6 @@ def test_neighbouring_entities_count_one_by_one_in_every_scheme(scheme: str) -> 
     assert scorer.metrics()[0].compute()["count"] == 4.0
 
 
-def test_labels_that_differ_by_case_or_spaces_alone_are_told(base: Path) -> None:
-    job = plan_job(base, with_column("label", ("a", "A ", "b")), None, make_options({}))
-    assert "labels that differ by case or spaces alone are several labels: 'A ', 'a'" in job.notes
-
-
 @pytest.mark.parametrize("value", [int, str, float, bool])
 def test_labels_in_a_column_each_are_labels_of_one_text(value: Any, base: Path) -> None:
     rows = [{"text": text, "rude": value(i % 2), "late": value(i % 3 == 0)} for i, text in enumerate(TEXTS)]

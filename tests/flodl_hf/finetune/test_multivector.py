@@ -331,7 +331,7 @@ def test_the_command_trains_vectors_of_tokens(base: Path, tmp_path: Path) -> Non
         ({"loss_options": {"similarity": "cosine"}}, "maxsim"),
         (
             {"projection": {"size": 0, "sise": 3, "expanded": "perhaps"}},
-            "(?s)size: found 0.*did you mean 'size'.*yes or no",
+            "(?s)did you mean 'size'.*yes or no.*size: found 0",
         ),
         ({"projection": {"query_marker": "[nowhere]"}}, r"no token '\[nowhere\]'"),
         ({"task": "embedding"}, "projection: embedding takes none"),

@@ -81,16 +81,16 @@ def run_of(kind: str) -> Run:
     return Run(
         title=f"model {EVIL}", task="some_task", kind=kind, metrics={"accuracy": 0.75, "eval_loss": 0.3}, best_step=15,
         losses=[2 / (n + 1) for n in range(15)] + [float("nan")], history=history, lengths=np.array([3, 9, 12, 12]), most=12,
-        data={"train": {"name": f"x{EVIL}.csv", "rows": 4, "sha256": "ab" * 32}}, notes=[EVIL], **drawn(kind),
+        notes=[EVIL], **drawn(kind),
     )  # fmt: skip
 
 
 KINDS = {
     "single_label": ("Confusion matrix", "Reliability", "Precision and recall", "By label"),
     "multi_label": ("best threshold", "Reliability", "Precision and recall"),
-    "regression": ("Predicted and true", "Errors"),
+    "regression": (),
     "tokens": ("What became of spans", "Words, by label"),
-    "spans": ("F1 of each answer", "F1 by words of the answer"),
+    "spans": (),
     "words": (),
 }
 
