@@ -130,16 +130,6 @@ class Tuned:
         }  # fmt: skip
 
 
-def threshold_faults(task: Task) -> list[str]:
-    """Return the problem of a task without thresholds: neither several labels per text nor two labels."""
-    if task.kind == "multi_label" or (task.kind == "single_label" and len(task.labels or ()) == 2):
-        return []
-    return [
-        f"tune_thresholds: found {task.kind.replace('_', ' ')} with {len(task.labels or ())} labels; expected several "
-        "labels per text (multi_label_classification), or two labels"
-    ]
-
-
 def tune_thresholds(predictions: EvalPredictions, labels: tuple[str, ...]) -> Tuned:
     """Return the thresholds of the best F1.
 

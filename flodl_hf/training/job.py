@@ -28,8 +28,8 @@ from flodl_hf.training.batching import (
     settle_batch_size,
 )
 from flodl_hf.training.data import Tables, list_multilabel_columns, read_tables
-from flodl_hf.training.evaluation import EvalPredictions, Evaluation, Evaluations, Own, threshold_faults
-from flodl_hf.training.option_checks import ONE_ROW, Problems, task_faults, weight_faults
+from flodl_hf.training.evaluation import EvalPredictions, Evaluation, Evaluations, Own
+from flodl_hf.training.option_checks import ONE_ROW, Problems, task_faults, threshold_faults, weight_faults
 from flodl_hf.training.options import Options, read_options
 from flodl_hf.training.rates import make_schedule
 from flodl_hf.training.result import Timing

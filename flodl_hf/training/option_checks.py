@@ -274,6 +274,16 @@ def weight_faults(task: Any, options: Any) -> list[str]:
     return problems
 
 
+def threshold_faults(task: Any) -> list[str]:
+    """Return the problem of a task without thresholds: neither several labels per text nor two labels."""
+    if task.kind == "multi_label" or (task.kind == "single_label" and len(task.labels or ()) == 2):
+        return []
+    return [
+        f"tune_thresholds: found {task.kind.replace('_', ' ')} with {len(task.labels or ())} labels; expected several "
+        "labels per text (multi_label_classification), or two labels"
+    ]
+
+
 @dataclass
 class Problems:
     """Collects the problems of a plan; as a context manager it collects errors that are raised inside.
