@@ -487,15 +487,16 @@ def collect_predictions(
     if one.task.kind == "words":
         return None
     for seen in (one.seen, best):
-        if seen is not None and figures and _has_figures(seen, figures):
+        prefix = f"{seen.name}/" if seen is not None and seen.name else ""
+        numbers = {} if seen is None else {k: v for k, v in (seen.figures or {}).items() if isinstance(v, int | float)}
+        # The metrics of all sets include the numbers of the stored evaluation.
+        if (
+            seen is not None
+            and figures
+            and numbers
+            and numbers == {name: figures.get(prefix + name) for name in numbers}
+        ):
             return seen if seen.predictions is not None else None
     collected = EvalPredictions(name)
     replace(one, own=collected, seen=None)(model)
     return collected if collected.predictions is not None else None
-
-
-def _has_figures(seen: EvalPredictions, figures: Mapping[str, float]) -> bool:
-    """Return whether the metrics of all sets include the numbers of the stored evaluation."""
-    prefix = f"{seen.name}/" if seen.name else ""
-    numbers = {name: value for name, value in (seen.figures or {}).items() if isinstance(value, int | float)}
-    return bool(numbers) and numbers == {name: figures.get(prefix + name) for name in numbers}
