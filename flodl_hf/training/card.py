@@ -19,8 +19,9 @@ from flodl_hf.checkpoints.hub.card import hub_name
 from flodl_hf.families.schema.tasks import task_named
 
 if TYPE_CHECKING:
-    from flodl_hf.training.evaluation import EvalPredictions, Tuned
+    from flodl_hf.training.evaluation import EvalPredictions
     from flodl_hf.training.job import Job
+    from flodl_hf.training.report.figures import Tuned
     from flodl_hf.training.result import FinetuneResult
 
 SHOWN = (

@@ -27,7 +27,6 @@ from flodl.errors import ConfigError, TrainError, nearest
 from flodl.metrics import Metric, merged
 from flodl.train import Callback, Precision
 from flodl_hf.training.observation import Rules, Watch
-from flodl_hf.training.report.figures import best_thresholds
 from flodl_hf.training.rows import CollateRows
 from flodl_hf.training.step import LossFunction, rows_of_scores
 from flodl_hf.training.task import Prepared, Scorer, Task
@@ -102,68 +101,6 @@ def _from_json(value: Any) -> Any:
     if isinstance(value, dict):
         return np.frombuffer(base64.b64decode(value["data"]), np.float32).reshape(value["shape"])
     return [_from_json(part) for part in value] if isinstance(value, list) else value
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """Thresholds, and their F1 on the examples they were chosen on.
-
-    Attributes:
-        thresholds: by label.
-        usual: F1 of each label with 0.5; for two labels the F1 of the second, under its name.
-        tuned: F1 of each label with its threshold.
-        examples: how many there were.
-        where: name of the set; empty where there is one.
-    """
-
-    thresholds: dict[str, float]
-    usual: dict[str, float]
-    tuned: dict[str, float]
-    examples: int
-    where: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the figures as JSON types."""
-        return {
-            "thresholds": self.thresholds, "f1_at_0.5": self.usual, "f1_tuned": self.tuned, "examples": self.examples,
-            "set": self.where,
-        }  # fmt: skip
-
-
-def tune_thresholds(predictions: EvalPredictions, labels: tuple[str, ...]) -> Tuned:
-    """Return the thresholds of the best F1.
-
-    Args:
-        predictions: scores and gold labels of the evaluation examples.
-        labels: label names by number.
-    """
-    logits, truth = np.asarray(predictions.predictions, np.float64), np.asarray(predictions.truth)
-    is_binary = truth.ndim == 1
-    if is_binary:
-        # The probability of the second of two, as a softmax has it.
-        scores, there = _sigmoid(logits[:, 1:] - logits[:, :1]), (truth == 1)[:, None]
-    else:
-        scores, there = _sigmoid(logits), truth > 0.5
-    found = [round(float(value), 6) for value in best_thresholds(scores, there)]
-    named = labels[1:] if is_binary else labels
-    usual, tuned = (
-        {name: _f1(scores[:, i] >= at[i], there[:, i]) for i, name in enumerate(named)}
-        for at in ([0.5] * len(named), found)
-    )
-    thresholds = dict(zip(named, found, strict=True))
-    if is_binary:
-        thresholds = {labels[0]: round(1 - found[0], 6), **thresholds}
-    return Tuned(thresholds, usual, tuned, len(scores), predictions.name)
-
-
-def _sigmoid(logits: Any) -> Any:
-    with np.errstate(over="ignore"):
-        return 1 / (1 + np.exp(-logits))
-
-
-def _f1(said: Any, there: Any) -> float:
-    total = int(said.sum()) + int(there.sum())
-    return 2 * int((said & there).sum()) / total if total else 0.0
 
 
 MetricFunction = Callable[[Any, Any], Any]

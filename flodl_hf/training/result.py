@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flodl.distributed.group import Summed
     from flodl.train.events import Recorded
     from flodl_hf.models.encoder_model import EncoderModel
-    from flodl_hf.training.evaluation import Tuned
+    from flodl_hf.training.report.figures import Tuned
 
 
 JSON = (str, int, float, list, tuple, dict, type(None))

@@ -38,10 +38,11 @@ from flodl_hf.readers.path_checks import path_fault
 from flodl_hf.training.batching import as_before
 from flodl_hf.training.card import papers
 from flodl_hf.training.data import is_several
-from flodl_hf.training.evaluation import EvalPredictions, Own, collect_predictions, tune_thresholds
+from flodl_hf.training.evaluation import EvalPredictions, Own, collect_predictions
 from flodl_hf.training.job import Job, plan_job, read_arguments
 from flodl_hf.training.monitoring import monitor_of_job
 from flodl_hf.training.options import FinetuneWords, Options
+from flodl_hf.training.report.figures import tune_thresholds
 from flodl_hf.training.result import FinetuneResult, OnFirstRank, Timing, figures_in
 from flodl_hf.training.start import cast_stored
 from flodl_hf.training.task import name_of

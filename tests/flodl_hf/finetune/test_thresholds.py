@@ -17,7 +17,8 @@ from flodl_hf.errors import PredictError
 from flodl_hf.heads.sequence_classification import SequenceClassifier
 from flodl_hf.inference.decode.classes import Classification, decide
 from flodl_hf.training import FinetuneResult, finetune
-from flodl_hf.training.evaluation import EvalPredictions, tune_thresholds
+from flodl_hf.training.evaluation import EvalPredictions
+from flodl_hf.training.report.figures import tune_thresholds
 
 
 def several(count: int = 64) -> list[dict[str, Any]]:
