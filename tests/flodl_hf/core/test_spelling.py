@@ -144,7 +144,7 @@ def test_a_search_for_nothing_says_so(folder: Path, tmp_path: Path) -> None:
 def test_one_option_under_two_names_is_told_with_both(given: list[str], said: str) -> None:
     words = " ".join(run("finetune", "base", "--train", "rows.csv", *given, code=2).stderr.replace("│", " ").split())
     assert said in words
-    assert "give it once" in words
+    assert "pass only one" in words
 
 
 @pytest.mark.parametrize(

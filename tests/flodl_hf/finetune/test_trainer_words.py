@@ -165,7 +165,7 @@ def test_a_run_in_their_words_is_the_run_in_ours(base: Path) -> None:
     ours = finetune(base, train=rows, lr=1e-3, epochs=1, batch_size=8, warmup=0.5, schedule="cosine")
     assert theirs.losses == ours.losses
     assert theirs.recipe == ours.recipe
-    with pytest.raises(ConfigError, match="train_dataset: a word of transformers; use train="):
+    with pytest.raises(ConfigError, match="train_dataset: not supported; use train="):
         finetune(base, train_dataset=rows)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="train: found None"):
         finetune(base)
