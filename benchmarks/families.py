@@ -42,9 +42,8 @@ from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.engine import Engine
 from flodl_hf.inference.forward import Pooled
 from flodl_hf.inference.options import RunOptions
-from flodl_hf.parity.cell import Cell
+from flodl_hf.parity.cell import Cell, settings_of
 from flodl_hf.parity.reference import load_reference, make_checkpoint
-from flodl_hf.parity.shapes import settings_of
 from flodl_hf.serving.throughput import measure_peak, operations_of_token
 
 # Tokens of a batch of theirs, padding included; what fits into a processor's caches is faster there.

@@ -38,7 +38,6 @@ def command(
 
     Lists may be given with commas. Exit status 0 if no cell failed, 1 otherwise, 2 for names that do not exist.
     """
-    from flodl_hf.parity.live import live_cells
     from flodl_hf.parity.matrix import check_names, run_matrix, select_cells
     from flodl_hf.parity.report import as_json, as_markdown, as_text, provenance
 
@@ -54,10 +53,7 @@ def command(
     results = []
     with progress() as bar:
         task = bar.add_task("cells", total=len(cells), note="")
-        found = live_cells(cells, _split(checks)) if live else run_matrix(
-            cells, size=size, checks=_split(checks), jobs=jobs, seed=seed
-        )  # fmt: skip
-        for result in found:
+        for result in run_matrix(cells, size=size, checks=_split(checks), jobs=jobs, seed=seed, live=live):
             results.append(result)
             bar.update(task, advance=1, note=f"{result.cell.name}: {result.status}")
             if bar.disable:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flodl_hf.parity.cell import Bench
-from flodl_hf.parity.evidence import REORDERED, Evidence, gap, verdict
+from flodl_hf.parity.cell import REORDERED, Bench, Evidence, gap, verdict
 
 VIRTUAL = 3
 ROUNDING = 2e-6

@@ -6,12 +6,12 @@ Everything is created on first use, and shared by the checks of the cell.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -20,14 +20,12 @@ from flodl_hf.auto import head_named
 from flodl_hf.families import families, named
 from flodl_hf.families.schema import Family
 from flodl_hf.families.schema.tasks import HEADS
-from flodl_hf.nn.layers.parts import Part, as_whole, part_of, split
+from flodl_hf.nn.layers.parts import as_whole, part_of, split
 from flodl_hf.parity.inputs import AwkwardBatch, as_choices, awkward_batches
-from flodl_hf.parity.shapes import settings_of, variants_of
 
 if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel
     from flodl_hf.tokenization.tokenizer import Tokenizer
-
 
 NUM_LABELS = 5
 
@@ -157,27 +155,26 @@ class Bench:
         generator = torch.Generator().manual_seed(self.seed * 1000 + step)
         ids, mask = inputs["input_ids"], inputs["attention_mask"].bool()
         rows, width = ids.shape[:2]
-        if self.cell.head == "sequence_classification":
-            return {"labels": torch.randint(0, NUM_LABELS, (rows,), generator=generator)}
-        if self.cell.head == "question_answering":
+        head = self.cell.head
+        if head == "base":
+            return {}
+        if head == "question_answering":
             start = torch.randint(0, width, (rows,), generator=generator)
             # One position is outside the row, and must not count.
             start[-1] = width + 3
             return {"start_positions": start, "end_positions": (start + 1).clamp(max=width + 3)}
-        if self.cell.head == "base":
-            return {}
-        if self.cell.head == "multiple_choice":
-            return {"labels": torch.randint(0, width, (rows,), generator=generator)}
-        if self.cell.head == "next_sentence":
-            return {"labels": torch.randint(0, 2, (rows,), generator=generator)}
-        if self.cell.head == "replaced_tokens":
-            return {"labels": torch.randint(0, 2, ids.shape, generator=generator)}
+        one = {
+            "sequence_classification": (NUM_LABELS, (rows,)), "multiple_choice": (width, (rows,)),
+            "next_sentence": (2, (rows,)), "replaced_tokens": (2, ids.shape),
+        }  # fmt: skip
+        if head in one:
+            return {"labels": torch.randint(0, *one[head], generator=generator)}
         pairs: dict[str, Tensor] = {}
-        if self.cell.head == "pretraining":
+        if head == "pretraining":
             ordered = self.cell.record.heads["pretraining"].relation_output == "sop_logits"
             word = "sentence_order_label" if ordered else "next_sentence_label"
             pairs = {word: torch.randint(0, 2, (rows,), generator=generator)}
-        classes = NUM_LABELS if self.cell.head == "token_classification" else self.ours.config.encoder.vocab_size
+        classes = NUM_LABELS if head == "token_classification" else self.ours.config.encoder.vocab_size
         chosen = torch.randint(0, classes, ids.shape, generator=generator)
         return {"labels": torch.where(mask, chosen, -100)} | pairs
 
@@ -187,18 +184,10 @@ class Bench:
             return output.loss
         return sum(value.square().sum() for value in output.to_tuple() if isinstance(value, Tensor))  # type: ignore[return-value]
 
-    def gradients(self, ours: EncoderModel, theirs: Any) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
-        """Yield our name of each tensor with both sides' gradients."""
-        for name, mine, other, part in self._pairs(ours, theirs):
-            yield name, mine.grad, other.grad if part is None or other.grad is None else split(other.grad, part)
-
-    def parameters(self, ours: EncoderModel, theirs: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield our name of each tensor with both sides' values."""
-        for name, mine, other, part in self._pairs(ours, theirs):
-            yield name, mine, other if part is None else split(other.detach(), part)
-
-    def _pairs(self, ours: EncoderModel, theirs: Any) -> Iterator[tuple[str, Tensor, Tensor, Part | None]]:
-        """Yield our name of each tensor with ours, theirs, and the matching slice of theirs."""
+    def pairs(
+        self, ours: EncoderModel, theirs: Any, read: Callable[[Tensor], Any] = Tensor.detach
+    ) -> Iterator[tuple[str, Any, Any]]:
+        """Yield our name of each parameter, with what ``read`` returns of it on both sides."""
         family, head = self.cell.record, self.cell.head
         names = family.key_map(ours.config.encoder, head)
         known = dict(theirs.named_parameters(remove_duplicate=False))
@@ -207,8 +196,68 @@ class Bench:
             stored = names.theirs(name)
             # The reference computes with the alias of a repeated tensor where it keeps both.
             options = [aliases.get(stored, stored), stored, *names.also(name)]
-            found = next(place for option in options for place in self._places(option) if as_whole(place) in known)
-            yield name, parameter, known[as_whole(found)], part_of(found)
+            places = (place for option in options for place in (option, option.removeprefix(family.base_prefix + ".")))
+            found = next(place for place in places if as_whole(place) in known)
+            value, part = read(known[as_whole(found)]), part_of(found)
+            yield name, read(parameter), value if part is None or value is None else split(value, part)
 
-    def _places(self, name: str) -> tuple[str, str]:
-        return name, name.removeprefix(self.cell.record.base_prefix + ".")
+
+Status = Literal["pass", "fail", "unsupported", "no reference", "not run"]
+
+# Sums in another order: some hundred fp32 additions of numbers near one; larger ones are rounded at their own size.
+REORDERED = 1e-5
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Result of one check of one cell.
+
+    Attributes:
+        check: name of the check.
+        status: one of five words.
+        detail: the compared values, or why they were not compared.
+        measured: the largest difference; None if nothing is measured.
+        where: the first module or tensor that differs.
+    """
+
+    check: str
+    status: Status
+    detail: str
+    measured: float | None = None
+    where: str | None = None
+
+
+def gap(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference, in float64."""
+    return 0.0 if torch.equal(a, b) else float((a.double() - b.double()).abs().max())
+
+
+def verdict(check: str, gaps: Mapping[str, float], what: str, bound: float = 0.0) -> Evidence:
+    """Return the evidence for named differences, all of which must be within ``bound``."""
+    worst = max(gaps, key=lambda name: gaps[name] if gaps[name] == gaps[name] else float("inf"), default=None)
+    measured = gaps[worst] if worst is not None else 0.0
+    good = bool(gaps) and all(each <= bound for each in gaps.values())
+    said = "equal to the bit" if measured == 0.0 else f"largest difference {measured:.3g} in {worst}"
+    return Evidence(check, "pass" if good else "fail", f"{len(gaps)} {what}, {said}", measured, None if good else worst)
+
+
+_TINY = {
+    "vocab_size": 640, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "intermediate_size": 48, "max_positions": 70,
+    "type_vocab_size": 2,
+}  # fmt: skip
+_REAL = {
+    "vocab_size": 30522, "hidden_size": 768, "num_layers": 12, "num_heads": 12, "intermediate_size": 3072,
+    "max_positions": 512, "type_vocab_size": 2,
+}  # fmt: skip
+
+
+def variants_of(family: Family, size: str) -> Mapping[str, Mapping[str, Any]]:
+    """Return the settings of each variant of a family at a size, "tiny" or "real"; none where it states none."""
+    return family.tiny if size == "tiny" else family.real
+
+
+def settings_of(family: Family, size: str, variant: str = "base") -> dict[str, Any]:
+    """Return keyword arguments of the family's configuration class in transformers."""
+    sizes = _TINY if size == "tiny" else _REAL
+    common = {row.key: sizes[row.field] for row in family.rows if row.field in sizes}
+    return common | dict(variants_of(family, size)[variant])

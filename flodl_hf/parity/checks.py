@@ -17,8 +17,7 @@ from torch import Tensor
 from flodl_hf.nn.layers.parts import as_whole
 from flodl_hf.nn.layout.layouts import Packed
 from flodl_hf.parity.adapters import adapters
-from flodl_hf.parity.cell import Bench
-from flodl_hf.parity.evidence import REORDERED, Evidence, Status, gap, verdict
+from flodl_hf.parity.cell import REORDERED, Bench, Evidence, Status, gap, verdict
 
 HALF = {torch.bfloat16: 0.15, torch.float16: 0.03}
 STEPS = 10
@@ -153,11 +152,8 @@ def gradients(bench: Bench) -> Evidence:
     mine.backward()
     other.backward()
     gaps = {"loss": gap(mine.detach(), other.detach())}
-    for name, a, b in bench.gradients(ours, theirs):
-        if a is None or b is None:
-            gaps[name] = 0.0 if a is b else float("nan")
-        else:
-            gaps[name] = gap(a, b)
+    for name, a, b in bench.pairs(ours, theirs, _gradient):
+        gaps[name] = gap(a, b) if a is not None and b is not None else 0.0 if a is b else float("nan")
     return verdict("loss and gradients", gaps, "tensors")
 
 
@@ -173,18 +169,18 @@ def training_steps(bench: Bench) -> Evidence:
             side.eval()
             optimizer.zero_grad()
             bench.loss(side(**batch, **labels), labels).backward()
-            _clip(bench, side, sides)
+            # The norm adds the tensors in one order on both sides: a sum of norms depends on its order.
+            pairs = bench.pairs(sides[0], sides[1], _gradient)
+            grads = [pair[1] if side is sides[0] else pair[2] for pair in pairs]
+            norm = torch.nn.utils.get_total_norm([grad for grad in grads if grad is not None], foreach=False)
+            torch.nn.utils.clip_grads_with_norm_(side.parameters(), 1.0, norm, foreach=False)
             optimizer.step()
-    gaps = {name: gap(a.detach(), b.detach()) for name, a, b in bench.parameters(sides[0], sides[1])}
+    gaps = {name: gap(a, b) for name, a, b in bench.pairs(sides[0], sides[1])}
     return verdict(f"{STEPS} training steps", gaps, "tensors")
 
 
-def _clip(bench: Bench, side: Any, sides: list[Any]) -> None:
-    """Clip to norm 1 over the tensors in one order on both sides: a sum of norms depends on its order."""
-    pairs = list(bench.gradients(sides[0], sides[1]))
-    grads = [pair[1] if side is sides[0] else pair[2] for pair in pairs]
-    norm = torch.nn.utils.get_total_norm([grad for grad in grads if grad is not None], foreach=False)
-    torch.nn.utils.clip_grads_with_norm_(side.parameters(), 1.0, norm, foreach=False)
+def _gradient(parameter: Tensor) -> Tensor | None:
+    return parameter.grad
 
 
 def export_bytes(bench: Bench) -> Evidence:
@@ -225,6 +221,16 @@ TEXTS = (
     "x",
     "What a day! " * 20,
 )
+
+
+_PAIRS = [("Who was late?", text) for text in TEXTS]
+_ITEMS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "token_classification": (TEXTS, {"aggregation": "simple", "ignore_labels": ()}),
+    "multiple_choice": ([(text, ["Who was late?", *TEXTS[:2]]) for text in TEXTS], {}),
+    "next_sentence": (_PAIRS, {}),
+    "replaced_tokens": (TEXTS, {"replaced_only": False}),
+}
+"""Items and options of ``predict``, where they are not the texts alone."""
 
 
 def predictions(bench: Bench) -> Evidence:
@@ -278,33 +284,26 @@ def _decode(model: Any, head: str, scores: Callable[[list[Any]], list[Tensor]] |
         passes.all_states = lambda graph, ids, types, layout: (replaced(graph, ids, types, layout), layout)
         passes.headed = lambda graph, picked, layout: picked
     try:
-        if head == "sequence_classification":
-            return [([c.label for c in found], [c.score for c in found]) for found in model.predict(TEXTS)]
-        if head == "token_classification":
-            found = model.predict(TEXTS, aggregation="simple", ignore_labels=())
-            return [([(e.label, e.start, e.end) for e in es], [e.score for e in es]) for es in found]
-        if head == "question_answering":
-            pairs = [("Who was late?", text) for text in TEXTS]
-            return [
-                ([(a.start, a.end) for a in found], [a.score for a in found])
-                for found in model.answer_batch(pairs, top_k=2)
-            ]
-        if head == "multiple_choice":
-            items = [(text, ["Who was late?", *TEXTS[:2]]) for text in TEXTS]
-            return [([c.index for c in found], [c.score for c in found]) for found in model.predict(items)]
-        if head == "next_sentence":
-            pairs = [("Who was late?", text) for text in TEXTS]
-            return [([c.label for c in found], [c.score for c in found]) for found in model.predict(pairs)]
-        if head == "replaced_tokens":
-            found = model.predict(TEXTS, replaced_only=False)
-            return [([(e.label, e.start, e.end) for e in es], [e.score for e in es]) for es in found]
+        if head == "base":
+            return [((), vector.tolist()) for vector in model.embed(TEXTS, windows=True)]
         if head in ("masked_lm", "pretraining"):
             masked = [f"[MASK] {text} [MASK]" for text in TEXTS]
-            results = [[fill for mask in found for fill in mask] for found in model.fill_mask(masked, top_k=3)]
-            return [([f.token_ids for f in found], [f.score for f in found]) for found in results]
-        return [((), vector.tolist()) for vector in model.embed(TEXTS, windows=True)]
+            found = [[fill for mask in row for fill in mask] for row in model.fill_mask(masked, top_k=3)]
+        elif head == "question_answering":
+            found = model.answer_batch(_PAIRS, top_k=2)
+        else:
+            items, options = _ITEMS.get(head, (TEXTS, {}))
+            found = model.predict(items, **options)
+        return [([_answer(one) for one in row], [one.score for one in row]) for row in found]
     finally:
         passes.scored, passes.all_states, passes.headed = saved
+
+
+def _answer(result: Any) -> tuple[Any, ...]:
+    """Return the fields that identify a result."""
+    return tuple(
+        getattr(result, name) for name in ("label", "start", "end", "index", "token_ids") if hasattr(result, name)
+    )
 
 
 def _replaced(

@@ -12,20 +12,23 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from flodl.errors import nearest
+from flodl.errors import FlodlError, nearest
 from flodl_hf.errors import ParityError
 from flodl_hf.families import register, registered
-from flodl_hf.parity.cell import Bench, Cell, all_cells
+from flodl_hf.parity.cell import Bench, Cell, Evidence, Status, all_cells, variants_of
 from flodl_hf.parity.checks import CHECKS
-from flodl_hf.parity.evidence import Evidence, Status
-from flodl_hf.parity.shapes import variants_of
+from flodl_hf.parity.published import checkpoints_of
+
+# Files of the Hub's conversion differ from run to run only in what these checks do not read.
+LIVE_CHECKS = ("config_triage", "strict_load", "forward", "layouts", "gradients", "export_bytes", "half_precision")
 
 
 @dataclass
@@ -78,34 +81,54 @@ def select_cells(families: Sequence[str] = (), heads: Sequence[str] = (), size: 
     return [c for c in cells if (not families or c.family in families) and (not wanted or c.head in wanted)]
 
 
-def run_cell(cell: Cell, *, size: str = "tiny", checks: Sequence[str] = (), seed: int = 0) -> CellResult:
+def run_cell(
+    cell: Cell, *, size: str = "tiny", checks: Sequence[str] = (), seed: int = 0, live: bool = False
+) -> CellResult:
     """Return the evidence of one cell; an exception inside a check is that check's failure."""
-    from flodl_hf.parity.reference import available, version
-
     result = CellResult(cell)
     started = time.perf_counter()
-    chosen = [check for check in CHECKS if not checks or check.__name__ in checks]
+    names = checks or (LIVE_CHECKS if live else check_names())
+    chosen = [check for check in CHECKS if check.__name__ in names]
+    obstacle = _obstacle(cell, size, live)
+    if obstacle is None:
+        torch.manual_seed(seed)
+        try:
+            source = _published(cell) if live else None
+        except FlodlError as fault:
+            obstacle = "not run", str(fault)
+        else:
+            with Bench(cell, size, seed, source) as bench:
+                result.evidence = [_guarded(check, bench) for check in chosen]
+    if obstacle is not None:
+        result.evidence = [Evidence(check.__name__, *obstacle) for check in chosen]
+    result.seconds = time.perf_counter() - started
+    return result
+
+
+def _obstacle(cell: Cell, size: str, live: bool) -> tuple[Status, str] | None:
+    """Return why a cell cannot be compared, or None."""
+    from flodl_hf.parity.reference import available
+
     if cell.head != "base" and cell.head not in cell.record.heads:
-        reason = f"{cell.family} has no {cell.head} head"
-        result.evidence = [Evidence(check.__name__, "unsupported", reason) for check in chosen]
-    elif not cell.record.tiny and not cell.record.real:
-        reason = (
+        return "unsupported", f"{cell.family} has no {cell.head} head"
+    if not cell.record.tiny and not cell.record.real:
+        return "no reference", (
             f"transformers cannot read files of {cell.family}, which were written for the code of a repository; tests "
             "compare the encoder with another implementation"
         )
-        result.evidence = [Evidence(check.__name__, "no reference", reason) for check in chosen]
-    elif not variants_of(cell.record, size):
-        reason = f"no {size} configuration is stated for {cell.family}"
-        result.evidence = [Evidence(check.__name__, "not run", reason) for check in chosen]
-    elif not available():
-        result.evidence = [Evidence(check.__name__, "not run", "transformers is not installed") for check in chosen]
-    else:
-        torch.manual_seed(seed)
-        with Bench(cell, size, seed) as bench:
-            result.evidence = [_guarded(check, bench) for check in chosen]
-        assert version()
-    result.seconds = time.perf_counter() - started
-    return result
+    if live and (cell.variant != "base" or cell.head not in checkpoints_of(cell.record)):
+        return "not run", "no published checkpoint is named for this cell"
+    if not live and not variants_of(cell.record, size):
+        return "not run", f"no {size} configuration is stated for {cell.family}"
+    return None if available() else ("not run", "transformers is not installed")
+
+
+def _published(cell: Cell) -> Path:
+    """Return the folder of a cell's published checkpoint."""
+    from flodl_hf.checkpoints.hub.folders import resolve_folder
+    from flodl_hf.checkpoints.weights.file_names import BIN_FILES, MODEL_FILES
+
+    return resolve_folder(checkpoints_of(cell.record)[cell.head], {}, (*MODEL_FILES, *BIN_FILES))[0]
 
 
 def _guarded(check: Callable[[Bench], Evidence], bench: Bench) -> Evidence:
@@ -115,18 +138,13 @@ def _guarded(check: Callable[[Bench], Evidence], bench: Bench) -> Evidence:
         last = traceback.extract_tb(fault.__traceback__)[-1]
         return Evidence(check.__name__, "fail", f"{type(fault).__name__}: {fault} ({last.name}, line {last.lineno})")
     if evidence.status == "fail" and evidence.check in ("forward", "reload") and evidence.where is not None:
-        return _located(evidence, bench)
+        from flodl_hf.parity.probe import first_parting
+
+        batch = next(b for b in bench.batches() if b.name == "mixed lengths")
+        parting = first_parting(bench.ours, bench.theirs.model, batch.inputs)
+        if parting is not None:
+            return replace(evidence, detail=f"{evidence.detail}; first at {parting}", where=parting.ours)
     return evidence
-
-
-def _located(evidence: Evidence, bench: Bench) -> Evidence:
-    from flodl_hf.parity.probe import first_parting
-
-    batch = next(b for b in bench.batches() if b.name == "mixed lengths")
-    parting = first_parting(bench.ours, bench.theirs.model, batch.inputs)
-    if parting is None:
-        return evidence
-    return Evidence(evidence.check, "fail", f"{evidence.detail}; first at {parting}", evidence.measured, parting.ours)
 
 
 def run_matrix(
@@ -136,6 +154,7 @@ def run_matrix(
     checks: Sequence[str] = (),
     jobs: int = 1,
     seed: int = 0,
+    live: bool = False,
 ) -> Iterator[CellResult]:
     """Yield each cell's result when it is complete.
 
@@ -145,6 +164,8 @@ def run_matrix(
         checks: names of checks; all if empty.
         jobs: number of parallel processes.
         seed: seed of weights and batches.
+        live: compare published checkpoints instead of random ones; cells without one are not run. This needs a network
+            or a cache with the checkpoints.
 
     Raises:
         ParityError: an unknown check.
@@ -154,7 +175,7 @@ def run_matrix(
         raise ParityError(
             f"no check {wrong[0]!r}{nearest(wrong[0], check_names())}; expected {', '.join(check_names())}"
         )
-    options: dict[str, Any] = {"size": size, "checks": tuple(checks), "seed": seed}
+    options: dict[str, Any] = {"size": size, "checks": tuple(checks), "seed": seed, "live": live}
     todo = list(cells)
     if jobs <= 1:
         for cell in todo:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flodl_hf.models.encoder_model import EncoderModel
+from flodl_hf.parity.cell import gap
 
 
 @dataclass(frozen=True)
@@ -56,36 +60,31 @@ def first_parting(
             watched.append((mine, name))
     left = _record({mine: our_modules[mine] for mine, _ in watched}, lambda: ours(**inputs))
     right = _record({other: their_modules[other] for _, other in watched}, lambda: theirs(**inputs))
-    # Modules are compared in the order in which our side called them, which is the graph's.
-    order = sorted((place, mine, call) for mine, calls in left.items() for call, (place, _, _) in enumerate(calls))
     names = dict(watched)
-    for _, mine, call in order:
+    # Dictionaries keep the order in which our side called its modules, which is the graph's.
+    for (mine, call), (given, made) in left.items():
         other = names[mine]
-        if call >= len(right.get(other, [])):
+        if (other, call) not in right:
             return Parting(mine, other, call, float("nan"), False)
-        _, given, made = left[mine][call]
-        _, their_given, their_made = right[other][call]
+        their_given, their_made = right[other, call]
         difference = _difference(made, their_made)
         if not difference <= bound:
             return Parting(mine, other, call, difference, _difference(given, their_given) <= bound)
     return None
 
 
-def _record(modules: dict[str, nn.Module], run: Any) -> dict[str, list[tuple[int, Tensor, Tensor]]]:
-    calls: dict[str, list[tuple[int, Tensor, Tensor]]] = {name: [] for name in modules}
-    counter = 0
+def _record(modules: dict[str, nn.Module], run: Callable[[], Any]) -> dict[tuple[str, int], tuple[Tensor, Tensor]]:
+    """Return first input and output of each call, by module and index of the call."""
+    calls: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+    counts: Counter[str] = Counter()
 
-    def note(name: str) -> Any:
-        def hook(_: nn.Module, given: tuple[Any, ...], made: Any) -> None:
-            nonlocal counter
-            value = made[0] if isinstance(made, tuple) else made
-            entry = given[0] if given and isinstance(given[0], Tensor) else torch.zeros(0)
-            calls[name].append((counter, entry.detach().clone(), value.detach().clone()))
-            counter += 1
+    def note(name: str, _: nn.Module, given: tuple[Any, ...], made: Any) -> None:
+        value = made[0] if isinstance(made, tuple) else made
+        entry = given[0] if given and isinstance(given[0], Tensor) else torch.zeros(0)
+        calls[name, counts[name]] = entry.detach().clone(), value.detach().clone()
+        counts[name] += 1
 
-        return hook
-
-    hooks = [module.register_forward_hook(note(name)) for name, module in modules.items()]
+    hooks = [module.register_forward_hook(partial(note, name)) for name, module in modules.items()]
     try:
         with torch.no_grad():
             run()
@@ -96,6 +95,4 @@ def _record(modules: dict[str, nn.Module], run: Any) -> dict[str, list[tuple[int
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
-    if a.shape != b.shape:
-        return float("inf")
-    return 0.0 if torch.equal(a, b) else float((a.double() - b.double()).abs().max())
+    return gap(a, b) if a.shape == b.shape else float("inf")

@@ -11,35 +11,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flodl_hf.parity.inputs import AWKWARD_TEXTS
 from flodl_hf.tokenization.source import read_source
 from flodl_hf.tokenization.tokenizer import Tokenizer
 
-# Each text has made two implementations disagree somewhere: spaces, ligatures, wide letters, marks, scripts.
+# Each text has made two implementations disagree somewhere: spaces, marks, scripts, special tokens.
 PROBES = (
+    *AWKWARD_TEXTS,
     "The quick brown fox doesn't jump over 1,234.56 lazy dogs!",
     "  leading, double  and trailing spaces ",
-    "tea\u00a0cup",
-    "tab\tand\nnewline",
-    "the ﬁrst ﬁle",
-    "ＡＢＣ　１２３",
-    "dots… № 5 x² ½",
-    "Café naïve ÜBER straße İstanbul",
-    "cafe\u0301 a\u0308",
-    "``quoted'' 'text'",
-    "ΟΔΥΣΣΕΥΣ Ελλάδα",
-    "Москва, Россия",
-    "東京は日本の首都です。",
-    "ｶﾞｷﾞｸﾞ",
-    "서울은 한국의 수도",
-    "नमस्ते दुनिया",
-    "ภาษาไทย",
-    "مرحبا بالعالم",
-    "שלום עולם",
-    "emoji 😀 👩‍👩‍👧 🇫🇷 ❤️",
+    "``quoted'' 'text' and dots…",
+    "ΟΔΥΣΣΕΥΣ Ελλάδα Москва, Россия straße",
+    "ｶﾞｷﾞｸﾞ नमस्ते दुनिया ภาษาไทย",
     "zero\u200bwidth\u200djoiner",
     "control\x07character",
-    "[MASK] <mask> [CLS] </s>",
-    "Paris is the [MASK] of France. Paris is the <mask> of France.",
+    "Paris is the [MASK] of France. Paris is the <mask> of France. [CLS] </s>",
 )
 
 
@@ -85,18 +71,11 @@ def compare_sources(
     if "tokenizer.json" not in files or not vocabulary & set(files):
         return []
     by_files = Tokenizer.from_files(without, folder=path, model_type=by_json.settings.model_type)
-    out = []
-    for text, (left, *_), (right, *_) in zip(
-        texts, by_json.encode_rows(texts), by_files.encode_rows(texts), strict=True
-    ):
-        if list(left.ids) != list(right.ids):
-            out.append(
-                Difference(
-                    text,
-                    tuple(left.ids),
-                    tuple(right.ids),
-                    tuple(by_json.convert_ids_to_tokens(left.ids)),
-                    tuple(by_files.convert_ids_to_tokens(right.ids)),
-                )
-            )
-    return out
+    sides = by_json, by_files
+    found = []
+    for text, *rows in zip(texts, *(side.encode_rows(texts) for side in sides), strict=True):
+        ids = [tuple(row.ids) for (row,) in rows]
+        if ids[0] != ids[1]:
+            tokens = [tuple(side.convert_ids_to_tokens(own)) for side, own in zip(sides, ids, strict=True)]
+            found.append(Difference(text, *ids, *tokens))
+    return found

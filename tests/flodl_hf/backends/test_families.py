@@ -17,7 +17,7 @@ from flodl_hf.inference.cpu_features import missing
 from flodl_hf.inference.prepared_graph import shadow
 from flodl_hf.nn.backends.choose import arrange_cuda, layers_of
 from flodl_hf.nn.backends.cuda_training import TrainingTable
-from flodl_hf.parity.shapes import settings_of, variants_of
+from flodl_hf.parity.cell import settings_of, variants_of
 
 # What a processor or a CUDA device leaves to torch's operations, by family and path, with the reason.
 LACKING: dict[str, str] = {}

@@ -34,7 +34,7 @@ from flodl_hf.nn.kernels import self_test as trust
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer
 from flodl_hf.nn.layout.buckets import Buffer, bucket_of
 from flodl_hf.nn.layout.layouts import Packed
-from flodl_hf.parity.shapes import settings_of
+from flodl_hf.parity.cell import settings_of
 from flodl_hf.training.start import checkpoint_layers, set_dropout
 
 LENGTHS = (33, 5, 1, 40, 12)

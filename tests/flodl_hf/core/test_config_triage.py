@@ -18,7 +18,7 @@ from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import FAMILIES
 from flodl_hf.families.schema.shared_keys import COMMON_INERT, FOREIGN
 from flodl_hf.heads.base import BaseModel
-from flodl_hf.parity.shapes import settings_of
+from flodl_hf.parity.cell import settings_of
 
 Saved = Callable[..., Path]
 SIZES = {

@@ -10,8 +10,8 @@ import torch
 from flodl_hf import AutoModelForMaskedLM
 from flodl_hf.families import FAMILIES
 from flodl_hf.nn.layers.activations import ACTIVATIONS
+from flodl_hf.parity.cell import settings_of
 from flodl_hf.parity.reference import load_reference, make_checkpoint
-from flodl_hf.parity.shapes import settings_of
 
 pytestmark = pytest.mark.transformers
 RECORDS = {family.model_type: family for family in FAMILIES}

@@ -17,7 +17,7 @@ from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import named
 from flodl_hf.nn.layers.norms import StepwiseNorm
 from flodl_hf.nn.layers.parts import part_of, split
-from flodl_hf.parity.shapes import settings_of
+from flodl_hf.parity.cell import settings_of
 from flodl_hf.tokenization.tokenizer import Tokenizer
 
 IDS = torch.tensor([[1, 9, 17, 33, 41, 8, 2], [1, 30, 2, 0, 0, 0, 0]])

@@ -17,7 +17,7 @@ from flodl_hf.errors import PredictError, TokenizerError
 from flodl_hf.export.engine import export_onnx, export_program
 from flodl_hf.families import named
 from flodl_hf.nn.layout.layouts import Packed, Padded
-from flodl_hf.parity.shapes import settings_of
+from flodl_hf.parity.cell import settings_of
 from flodl_hf.tokenization.tokenizer import Tokenizer
 
 IDS = torch.tensor([[0, 9, 4, 33, 41, 8, 2], [0, 30, 2, 1, 1, 1, 1]])

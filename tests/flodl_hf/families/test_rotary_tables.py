@@ -11,7 +11,7 @@ from flodl.errors import ConfigError
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import families
 from flodl_hf.nn.attention.rotary import Rotary
-from flodl_hf.parity.shapes import settings_of
+from flodl_hf.parity.cell import settings_of
 
 LINEAR, DEFAULT = {"type": "linear", "factor": 2.0}, {"rope_type": "default", "rope_theta": 900.0}
 OTHER = {"rope_type": "linear", "factor": 4.0, "rope_theta": 700.0}

@@ -12,8 +12,7 @@ import pytest
 
 from flodl_hf.errors import ParityError
 from flodl_hf.parity import matrix
-from flodl_hf.parity.cell import Cell
-from flodl_hf.parity.evidence import Evidence
+from flodl_hf.parity.cell import Cell, Evidence
 from flodl_hf.parity.matrix import CellResult, run_cell, run_matrix, select_cells
 from flodl_hf.parity.report import as_json, as_markdown, as_text
 
