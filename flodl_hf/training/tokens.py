@@ -185,7 +185,7 @@ class TokenTask(Task):
                 "start and end counted in characters, not in bytes",
                 problems=[str(span) for span in beyond],
             )
-        return units, tags_of_spans(units.extents, spans).tags
+        return units, tags_of_spans(units.extents, spans)
 
     def scorer(self, prepared: Prepared) -> _Scorer:
         """Return a new scorer."""

@@ -9,11 +9,17 @@ from hypothesis import strategies as st
 
 from flodl.data.rng import Rng
 from flodl.errors import DataError
-from flodl_hf.tokenization.alignment import align_tags, join_words, read_tags, word_units
-from flodl_hf.tokenization.alignment.answers import answer_positions, answer_span
-from flodl_hf.tokenization.alignment.masking import mask_tokens
-from flodl_hf.tokenization.alignment.tags import IGNORE, read_spans, tags_of_spans
-from flodl_hf.tokenization.alignment.units import token_units
+from flodl_hf.tokenization.alignment import (
+    IGNORE,
+    align_tags,
+    answer_positions,
+    join_words,
+    mask_tokens,
+    read_tags,
+    spans_of,
+    tags_of_spans,
+    word_units,
+)
 from flodl_hf.tokenization.rows import Cut, Row, cut_each
 
 LABELS = {"O": 0, "B-per": 1, "I-per": 2, "B-loc": 3, "I-loc": 4}
@@ -84,25 +90,18 @@ def test_tags_of_words_come_back_through_any_windows(data):
     else:
         text, extents = join_words(surface(words))
         units = word_units(windows, extents=extents, text=text)
-    label_all = data.draw(st.booleans())
-    labels = align_tags(units, tags, LABELS, label_all=label_all)
-    assert units.missing == []
+    labels = align_tags(units, tags, LABELS)
     assert read_tags(units, labels, NAMES) == tags
     once = align_tags(units, tags, LABELS, once=True)
     assert sorted(x for line in once for x in line if x != IGNORE) == sorted(LABELS[t] for t in tags)
     assert read_tags(units, once, NAMES) == tags
     for window, line in zip(windows, labels, strict=True):
         assert all(x == IGNORE for x, s in zip(line, window.special, strict=True) if s)
-        if label_all and window.window == 0:
-            assert all(x != IGNORE for x, s in zip(line, window.special, strict=True) if not s)
 
 
-def test_only_the_first_piece_speaks_unless_all_are_asked():
-    row = row_of([[2], [2, 1, 1]], joined=False)
-    units = word_units([row])
+def test_the_label_of_a_word_is_at_its_first_token():
+    units = word_units([row_of([[2], [2, 1, 1]], joined=False)])
     assert align_tags(units, ["O", "B-per"], LABELS) == [[-100, 0, 1, -100, -100, -100]]
-    assert align_tags(units, ["O", "B-per"], LABELS, label_all=True) == [[-100, 0, 1, 2, 2, -100]]
-    assert align_tags(units, ["I-loc", "O"], LABELS, label_all=True) == [[-100, 4, 0, 0, 0, -100]]
 
 
 def test_a_window_that_begins_inside_a_word_does_not_speak_for_it():
@@ -135,15 +134,9 @@ def test_words_without_a_token_are_reported_and_filled():
     row = row_of([[1], [1], [1], [1]], joined=False)
     window = cut_each([row], 4, overflow="truncate")[0]
     units = word_units(window, num_words=4)
-    assert units.missing == [2, 3]
+    assert [u for u, window in enumerate(units.owner) if window < 0] == [2, 3]
     labels = align_tags(units, ["B-per", "I-per", "B-loc", "O"], LABELS)
     assert read_tags(units, labels, NAMES, fill="?") == ["B-per", "I-per", "?", "?"]
-
-
-def test_words_of_the_second_text_of_a_pair():
-    row = row_of([[1], [2]], joined=True, question=2)
-    units = word_units([row], sequence=1)
-    assert align_tags(units, ["O", "B-per"], LABELS) == [[-100, -100, -100, -100, 0, 1, -100]]
 
 
 # --------------------------------------------------------------------------------------------------- spans
@@ -154,57 +147,28 @@ def test_words_of_the_second_text_of_a_pair():
 def test_spans_come_back_through_any_windows(data):
     words = data.draw(word_lists)
     text, extents = join_words(surface(words))
-    scheme = data.draw(st.sampled_from(["IOB2", "IOBES", "BILOU"]))
-    unit = data.draw(st.sampled_from(["word", "token"]))
     row = row_of(words, joined=True, space=data.draw(st.booleans()))
-    windows = windows_of(data, row)
-    units = token_units(windows, text=text) if unit == "token" else word_units(windows, extents=extents, text=text)
+    units = word_units(windows_of(data, row), extents=extents, text=text)
     edges = sorted(data.draw(st.sets(st.integers(0, len(words)), min_size=0, max_size=6)))
-    spans = [
-        (extents[a][0], extents[b - 1][1], data.draw(st.sampled_from(["per", "loc"])))
-        for a, b in zip(edges[::2], edges[1::2], strict=False)
-    ]
-    made = tags_of_spans(units.extents, spans, scheme)
-    names = ["O", *(f"{p}-{t}" for p in "BIESLU" for t in ("per", "loc"))]
-    labels = align_tags(units, made.tags, {name: k for k, name in enumerate(names)})
-    tags = read_tags(units, labels, names)
-    assert not made.missing
-    overlapping_pieces = unit == "token" and any(0 in w for w in words)
-    assert overlapping_pieces or not made.widened
-    assert read_spans(units.extents, tags, scheme) == spans
+    pairs = list(zip(edges[::2], edges[1::2], strict=False))
+    kinds = [data.draw(st.sampled_from(["per", "loc"])) for _ in pairs]
+    spans = [(extents[a][0], extents[b - 1][1], kind) for (a, b), kind in zip(pairs, kinds, strict=True)]
+    labels = align_tags(units, tags_of_spans(units.extents, spans), LABELS)
+    tags = read_tags(units, labels, NAMES)
+    assert spans_of(tags) == [(kind, a, b) for (a, b), kind in zip(pairs, kinds, strict=True)]
 
 
-def test_a_span_inside_a_word_is_widened_and_said_or_refused():
+def test_spans_are_widened_to_whole_words():
     extents = [(0, 4), (5, 9)]
-    made = tags_of_spans(extents, [(6, 9, "loc")])
-    assert made.tags == ["O", "B-loc"]
-    assert made.widened == [((6, 9, "loc"), (5, 9, "loc"))]
-    with pytest.raises(DataError) as caught:
-        tags_of_spans(extents, [(6, 9, "loc"), (0, 2, "per")], misfit="error")
-    assert len(caught.value.problems) == 2
-
-
-def test_white_space_around_a_span_is_no_misfit():
-    assert tags_of_spans([(0, 4), (5, 9)], [(4, 10, "loc")]).widened == []
+    assert tags_of_spans(extents, [(6, 8, "loc")]) == ["O", "B-loc"]
+    assert tags_of_spans(extents, [(2, 10, "loc")]) == ["B-loc", "I-loc"]
+    assert tags_of_spans(extents, [(20, 30, "loc")]) == ["O", "O"]
 
 
 def test_spans_that_cannot_be_tags_are_all_named():
     with pytest.raises(DataError) as caught:
         tags_of_spans([(0, 4), (5, 9)], [(0, 6, "a"), (5, 9, "b"), (3, 3, "c"), (-2, 1, "d")])
     assert len(caught.value.problems) == 3
-    assert tags_of_spans([(0, 4)], [(20, 30, "a")]).missing == [(20, 30, "a")]
-
-
-def test_each_scheme_writes_its_letters():
-    extents = [(0, 1), (1, 2), (2, 3), (4, 5)]
-    spans = [(0, 3, "a"), (4, 5, "b")]
-    tags = {s: tags_of_spans(extents, spans, s).tags for s in ("IO", "IOB2", "IOBES", "BILOU")}  # type: ignore[arg-type]
-    assert tags == {
-        "IO": ["I-a", "I-a", "I-a", "I-b"],
-        "IOB2": ["B-a", "I-a", "I-a", "B-b"],
-        "IOBES": ["B-a", "I-a", "E-a", "S-b"],
-        "BILOU": ["B-a", "I-a", "L-a", "U-b"],
-    }
 
 
 # ------------------------------------------------------------------------------------------------- answers
@@ -228,19 +192,17 @@ def test_answers_come_back_from_every_window_that_holds_them(data):
         if (a, b) == (0, 0):
             assert not inside <= seen
         else:
-            assert answer_span(window, a, b) == answer
+            assert (window.offsets[a][0], window.offsets[b][1]) == answer
     if len(windows) == 1:
         assert positions[0] != (0, 0)
 
 
 def test_questions_without_an_answer_point_outside():
     row = row_of([[1], [1]], joined=True, question=2)
-    assert answer_positions([row, row], None, outside=-100) == [(-100, -100)] * 2
+    assert answer_positions([row, row], None) == [(0, 0)] * 2
     assert answer_positions([row], (90, 95)) == [(0, 0)]
     # offsets of the question are not those of the context
     assert answer_positions([row], (0, 1)) == [(4, 4)]
-    assert answer_span(row, 1, 4) is None
-    assert answer_span(row, 5, 4) is None
     with pytest.raises(DataError):
         answer_positions([row], (3, 3))
 
@@ -326,8 +288,6 @@ def test_a_row_of_special_tokens_stays():
         lambda: align_tags(word_units([row_of([[1]], joined=False)]), ["B-pre"], LABELS),
         lambda: word_units([row_of([[1], [1]], joined=False)], num_words=1),
         lambda: word_units([Row([1], [0], [], [], [0], [False])]),
-        lambda: token_units([Row([1], [0], [], [], [0], [False])]),
-        lambda: mask_tokens([1], [], mask_id=1, random_ids=1, rng=Rng(0)),
         lambda: mask_tokens([1], [False], mask_id=1, random_ids=1, rng=Rng(0), probability=0),
         lambda: mask_tokens([1], [False], mask_id=1, random_ids=1, rng=Rng(0), mask_share=0.95),
     ],

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from flodl.errors import DataError, capped
 from flodl.metrics import Sums
-from flodl_hf.tokenization.alignment.spans import Scheme, spans_of
+from flodl_hf.tokenization.alignment import Scheme, spans_of
 
 
 class SpanF1:

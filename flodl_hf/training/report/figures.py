@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flodl_hf.inference.decode.metrics import SpanF1
-from flodl_hf.tokenization.alignment.spans import spans_of
+from flodl_hf.tokenization.alignment import spans_of
 
 Numbers = NDArray[Any]
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from flodl_hf.inference.decode.metrics import SpanF1
-from flodl_hf.tokenization.alignment.spans import spans_of
+from flodl_hf.tokenization.alignment import spans_of
 from flodl_hf.training.report.figures import best_thresholds, calibration, confusion, precision_recall, span_errors
 
 DRAWN = settings(max_examples=60, deadline=None)
