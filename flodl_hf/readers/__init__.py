@@ -3,12 +3,10 @@
 arrow    Parquet and Arrow files, data frames, and the class names that they declare
 cells    delimiter, header and column names of CSV and TSV files
 columns  which columns contain the text, the labels, the question
-conll    sentences of CoNLL files
 faults   faults of a file, raised as one error
-files    rows of any source
+files    rows of any source, CoNLL and SQuAD included
 path_checks  checks of paths before anything is read or written
 rows     rows of a file in order, read some at a time or skipped
-squad    questions of SQuAD JSON
 targets  the kind of the labels of a column, and their numbers
 """
 

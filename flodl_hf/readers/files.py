@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from flodl.errors import DataError, nearest
+from flodl.errors import DataError, nearest, printable
 from flodl_hf.readers.arrow import (
     Classes,
     is_saved_dataset,
@@ -18,11 +18,9 @@ from flodl_hf.readers.arrow import (
     read_saved_dataset,
     rows_of_table,
 )
-from flodl_hf.readers.conll import read_conll
 from flodl_hf.readers.faults import Faults
 from flodl_hf.readers.path_checks import expect_file
-from flodl_hf.readers.rows import Format, format_of, open_binary, open_rows
-from flodl_hf.readers.squad import read_squad
+from flodl_hf.readers.rows import Format, Lines, RowFault, format_of, open_binary, open_rows
 
 CHUNK_ROWS = 1024
 
@@ -245,3 +243,145 @@ def _plain(value: Any) -> Any:
     if type(value) in (list, tuple):
         return value if all(type(item) in _PLAIN for item in value) else [_plain(item) for item in value]
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def read_squad(content: Any, path: str | Path) -> Iterator[dict[str, Any]]:
+    """Yield ``{"id", "title", "question", "context", "answers", "is_impossible"}`` for each question.
+
+    ``answers`` is ``{"text": [...], "answer_start": [...]}`` with character offsets into the context. Both lists are
+    empty for a question without an answer.
+
+    Args:
+        content: the parsed file.
+        path: name of the file in errors.
+
+    Raises:
+        DataError: a value is missing or of the wrong type, an answer is not at its place in the context, or an id is
+            repeated. All faults are reported before a row is returned.
+    """
+    faults = Faults(path)
+    rows: list[dict[str, Any]] = []
+    ids: set[str] = set()
+    for article, where in _items(content, "data", "", faults):
+        for paragraph, spot in _items(article, "paragraphs", where, faults):
+            context = _text(paragraph, "context", spot, faults)
+            for question, here in _items(paragraph, "qas", spot, faults):
+                text = _text(question, "question", here, faults)
+                if context is None or text is None:
+                    continue
+                name = str(question.get("id", here))
+                if name in ids:
+                    faults.add(f"found the id {printable(name)} again, expected a unique id", place=here)
+                ids.add(name)
+                is_impossible = bool(question.get("is_impossible", False))
+                rows.append(
+                    {
+                        "id": name,
+                        "title": str(article.get("title", "")),
+                        "question": text,
+                        "context": context,
+                        "answers": _answers({} if is_impossible else question, context, here, faults),
+                        "is_impossible": is_impossible,
+                    }
+                )
+    faults.check("Use the layout of SQuAD 1.1 or 2.0, with answer_start counted in characters.")
+    yield from rows
+
+
+def _answers(question: dict[str, Any], context: str, where: str, faults: Faults) -> dict[str, list[Any]]:
+    texts: list[str] = []
+    starts: list[int] = []
+    for answer, here in _items(question, "answers", where, faults, required=False):
+        text = _text(answer, "text", here, faults)
+        start = answer.get("answer_start") if isinstance(answer, dict) else None
+        if text is None:
+            continue
+        if not isinstance(start, int) or isinstance(start, bool):
+            faults.add(f"found answer_start {start!r}, expected an integer", place=here)
+        elif start < 0 or context[start : start + len(text)] != text:
+            found = printable(context[max(start, 0) : max(start, 0) + len(text)], 40)
+            faults.add(f"found {found} at character {start}, expected {printable(text, 40)}", place=here)
+        else:
+            texts.append(text)
+            starts.append(start)
+    return {"text": texts, "answer_start": starts}
+
+
+def _items(record: Any, name: str, where: str, faults: Faults, *, required: bool = True) -> Iterator[tuple[Any, str]]:
+    """Yield the items of the list ``record[name]``, each with its place."""
+    value = record.get(name) if isinstance(record, dict) else None
+    path = f"{where}.{name}" if where else name
+    if isinstance(value, list):
+        yield from ((item, f"{path}[{k}]") for k, item in enumerate(value))
+    elif required or value is not None:
+        faults.add(f"found {type(value).__name__}, expected a list", place=path)
+
+
+def _text(record: Any, name: str, where: str, faults: Faults) -> str | None:
+    value = record.get(name) if isinstance(record, dict) else None
+    if isinstance(value, str):
+        return value
+    faults.add(f"found {type(value).__name__}, expected a text", place=f"{where}.{name}")
+    return None
+
+
+def read_conll(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield ``{"words": [...], "tags": [...]}`` for each sentence.
+
+    A line with a tab is divided at tabs, so that words may contain spaces; other lines are divided at blanks. The first
+    column is the word, the last the tag. With ``columns`` each column becomes a list with its own name. Lines that
+    start with ``-DOCSTART-`` are skipped, and so are comments, which start with ``#`` and have fewer columns than
+    tokens.
+
+    Args:
+        path: the file.
+        columns: names of all columns, in order; ``"_"`` for a column to leave out.
+
+    Raises:
+        DataError: a line has another number of columns than the first, or only one.
+    """
+    faults = Faults(path)
+    width = len(columns) if columns else 0
+    sentence: list[list[str]] = []
+    undecided: list[list[str]] = []
+    for number, line in Lines(path).texts():
+        if isinstance(line, RowFault):
+            faults.add(str(line), line=number)
+            continue
+        if not line.strip():
+            if sentence and not faults.count:
+                yield _sentence(sentence, columns)
+            sentence, undecided = [], []
+            continue
+        line = line.strip("\r\n")
+        if line.startswith("-DOCSTART-"):
+            continue
+        cells = line.split("\t") if "\t" in line else line.split()
+        may_be_comment = line == "#" or line.startswith("# ")
+        if may_be_comment and not width:
+            # The number of columns decides whether this is a token "#". It is known after the next line.
+            undecided.append(cells)
+            continue
+        if may_be_comment and len(cells) != width:
+            continue
+        if not width and len(cells) > 1:
+            width = len(cells)
+            sentence += [row for row in undecided if len(row) == width]
+        shown = printable(line, 60)
+        if not width:
+            faults.add(f"found 1 column: {shown}, expected a word and its tag", line=number)
+        elif len(cells) != width:
+            faults.add(f"found {len(cells)} columns: {shown}, expected {width}", line=number)
+        elif not cells[0].strip() or not cells[-1].strip():
+            faults.add(f"found an empty cell: {shown}, expected a word and its tag", line=number)
+        else:
+            sentence.append(cells)
+    if sentence and not faults.count:
+        yield _sentence(sentence, columns)
+    faults.check("Each line needs as many columns as the first, separated by tabs or by spaces, in UTF-8.")
+
+
+def _sentence(rows: list[list[str]], columns: Sequence[str] | None) -> dict[str, Any]:
+    if columns is None:
+        return {"words": [row[0] for row in rows], "tags": [row[-1] for row in rows]}
+    return {name: [row[k] for row in rows] for k, name in enumerate(columns) if name != "_"}
