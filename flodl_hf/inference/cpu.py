@@ -18,15 +18,16 @@ from torch import Tensor, nn
 from flodl_hf.inference import cpu_features
 from flodl_hf.nn.backends.choose import arrange_processor, layers_of
 from flodl_hf.nn.backends.cpu import MakeProduct
-from flodl_hf.nn.backends.cpu_attention import HalfAttention, has_half_attention
 from flodl_hf.nn.backends.cpu_products import (
     CpuLinear,
+    HalfAttention,
     Int8Linear,
     OneDnnLinear,
     Product,
     Scratch,
     TorchLinear,
     first_is_later,
+    has_half_attention,
     has_onednn,
     sums_in_32_bits,
 )

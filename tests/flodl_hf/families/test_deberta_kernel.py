@@ -19,9 +19,8 @@ from torch import Tensor
 from flodl_hf.nn.attention.disentangled import attention as attention_module
 from flodl_hf.nn.attention.disentangled import operator
 from flodl_hf.nn.attention.disentangled.attention import DisentangledAttention
-from flodl_hf.nn.attention.disentangled.launch import attend_by_kernel
+from flodl_hf.nn.attention.disentangled.launch import attend_by_kernel, furthest
 from flodl_hf.nn.attention.disentangled.positions import Relative, RelativePositions
-from flodl_hf.nn.attention.disentangled.probe import furthest
 from flodl_hf.nn.attention.disentangled.scores import PositionTables
 from flodl_hf.nn.kernels import self_test as trust
 from flodl_hf.nn.layout.layouts import Layout, Packed, Padded

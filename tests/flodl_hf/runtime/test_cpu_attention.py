@@ -13,9 +13,8 @@ from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.inference import cpu, cpu_features
 from flodl_hf.inference.prepared_graph import prepared
 from flodl_hf.nn.attention.dot_product import attend, fused
-from flodl_hf.nn.backends import cpu_attention
-from flodl_hf.nn.backends.cpu_attention import HalfAttention, has_half_attention
-from flodl_hf.nn.backends.cpu_products import Scratch
+from flodl_hf.nn.backends import cpu_products as cpu_attention
+from flodl_hf.nn.backends.cpu_products import HalfAttention, Scratch, has_half_attention
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer
 from flodl_hf.nn.layout.layouts import Packed
 

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flodl_hf.nn.attention.disentangled.fast import attend_fast
-from flodl_hf.nn.attention.disentangled.launch import attend_by_kernel
-from flodl_hf.nn.attention.disentangled.positions import Relative, RelativePositions
-from flodl_hf.nn.attention.disentangled.probe import has_kernel
+from flodl_hf.nn.attention.disentangled.launch import attend_by_kernel, has_kernel
+from flodl_hf.nn.attention.disentangled.positions import Relative
 from flodl_hf.nn.attention.disentangled.scores import (
     PositionTables,
+    attend_fast,
     disentangled_scores,
     query_scaled_scores,
     score_scale,
@@ -118,7 +117,15 @@ class DisentangledAttention(nn.Module):
                 num_heads=self.num_heads, scale=self.scale,
                 dropout=self.attention_dropout.p if self.training else 0.0,
             )  # fmt: skip
-        return layout.by_rows(partial(self._texts_fast, tables=tables, relative=relative), query, key, value)
+
+        def rows(mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return attend_fast(
+                query, key, value, tables, relative,
+                num_heads=self.num_heads, scale=self.scale, keep=mask,
+                dropout=self.attention_dropout.p if self.training else 0.0,
+            )  # fmt: skip
+
+        return layout.by_rows(rows, query, key, value)
 
     def _by_reference(self, states: tuple[Tensor, ...], layout: Layout, relative: Relative | None) -> Tensor:
         """Return the mixed values, ``(..., N*H)``, of queries, keys and values ``(..., N*H)`` or ``(..., N, H)``."""
@@ -244,23 +251,6 @@ class DisentangledAttention(nn.Module):
             taker.append(weights)
         return weights
 
-    def _texts_fast(
-        self,
-        mask: Tensor | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        tables: PositionTables | None,
-        relative: Relative | None,
-    ) -> Tensor:
-        """Return what `_texts` does for real tokens, up to rounding."""
-        return attend_fast(
-            query, key, value, tables, relative,
-            num_heads=self.num_heads, scale=self.scale, keep=mask,
-            dropout=self.attention_dropout.p if self.training else 0.0,
-        )  # fmt: skip
-
     def _holds(self, states: Tensor) -> bool:
         held = self.held
         return held is not None and not self.training and not torch.is_grad_enabled() and held.fits(states)
@@ -277,30 +267,3 @@ class DisentangledAttention(nn.Module):
             assert self.held is not None
             return self.held.rows(relative.window)
         return self.position_tables(relative.table[relative.window]).divided(self.scale)
-
-
-def cache_positions(encoder: nn.Module) -> None:
-    """Project the table of distances now and reuse it in later "fast" calls that need no gradient.
-
-    For serving: a text of any length saves one product of the whole table with two matrices per
-    layer. The weights must not change while positions are cached; `release_positions` drops them.
-
-    Args:
-        encoder: a module with one `RelativePositions` and the layers that read it.
-    """
-    table = next((m.table() for m in encoder.modules() if isinstance(m, RelativePositions)), None)
-    if table is None:
-        return
-    with torch.no_grad():
-        for module in encoder.modules():
-            if isinstance(module, DisentangledAttention) and module.relative:
-                training, module.position_dropout.training = module.position_dropout.training, False
-                module.held = module.position_tables(table.detach()).divided(module.scale)
-                module.position_dropout.training = training
-
-
-def release_positions(encoder: nn.Module) -> None:
-    """Drop the positions that `cache_positions` keeps."""
-    for module in encoder.modules():
-        if isinstance(module, DisentangledAttention):
-            module.held = None
