@@ -6,7 +6,8 @@ Arguments, defaults and entries of the result are the same as in transformers.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Sized
+from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import tokenizers
@@ -24,7 +25,7 @@ from .batch import (
     check_multiple,
     option,
 )  # fmt: skip
-from .encoded import Encoded, pad_rows
+from .encoded import Encoded
 from .first_tokens import beginnings
 from .rows import Cut, Overflow, Row, cut_each, with_space
 from .vocabulary import Vocabulary
@@ -218,17 +219,16 @@ class Calls(Vocabulary):
         elif pad == "max_length":
             width = limit
         names = self._settings.input_names
-        data, lead = pad_rows(
-            rows,
-            width,
-            multiple=pad_to_multiple_of,
-            side=padding_side or self._settings.padding_side,
-            pad_id=self._pad_id(rows, width),
-            type_ids="token_type_ids" in names if return_token_type_ids is None else return_token_type_ids,
-            attention=("attention_mask" in names if return_attention_mask is None else return_attention_mask),
-            special=return_special_tokens_mask,
-            offsets=return_offsets_mapping,
-        )
+        data: dict[str, Any] = {"input_ids": [row.ids for row in rows]}
+        if "token_type_ids" in names if return_token_type_ids is None else return_token_type_ids:
+            data["token_type_ids"] = [row.type_ids for row in rows]
+        if "attention_mask" in names if return_attention_mask is None else return_attention_mask:
+            data["attention_mask"] = [[1] * len(row) for row in rows]
+        if return_special_tokens_mask:
+            data["special_tokens_mask"] = [list(map(int, row.special)) for row in rows]
+        if return_offsets_mapping:
+            data["offset_mapping"] = [row.offsets for row in rows]
+        lead = self._fill(data, width, pad_to_multiple_of, padding_side, {"offset_mapping": (0, 0)})
         if return_overflowing_tokens:
             data["overflow_to_sample_mapping"] = [index for index, group in enumerate(groups) for _ in group]
         if return_length:
@@ -255,7 +255,7 @@ class Calls(Vocabulary):
             groups = [[with_space(part, row) for part in group] for group, row in zip(groups, rows, strict=True)]
         return groups
 
-    def _pad_id(self, rows: Sequence[Row], width: int | None) -> int:
+    def _pad_id(self, rows: Sequence[Sized], width: int | None) -> int:
         """Return the id of padding; 0 if there is none and no row is shorter than ``width``."""
         if self.pad_token_id is not None:
             return self.pad_token_id
@@ -265,6 +265,37 @@ class Calls(Vocabulary):
                 "without padding"
             )
         return 0
+
+    def _fill(
+        self,
+        data: dict[str, Any],
+        width: int | None,
+        multiple: int | None,
+        side: str | None,
+        further: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[int]:
+        """Pad the entries in place; return how much padding precedes each row.
+
+        Args:
+            data: entries, a list for each row.
+            width: tokens per row, or ``None`` to leave rows as long as they are. Longer rows stay longer.
+            multiple: round the width up to a multiple of this.
+            side: side of the padding; by default the tokenizer's.
+            further: padding of further entries.
+        """
+        if width is not None and multiple:
+            width = -(-width // multiple) * multiple
+        rows = data["input_ids"]
+        fills = {
+            "input_ids": self._pad_id(rows, width), "token_type_ids": self.pad_token_type_id,
+            "attention_mask": 0, "special_tokens_mask": 1, **further,
+        }  # fmt: skip
+        missing = [max(0, (width or 0) - len(row)) for row in rows]
+        left = (side or self.padding_side) == "left"
+        for key in data.keys() & fills.keys():
+            pairs = zip(map(list, data[key]), ([fills[key]] * count for count in missing), strict=True)
+            data[key] = [new + row if left else row + new for row, new in pairs]
+        return missing if left else [0] * len(rows)
 
     def _reading(self, split: bool) -> Backend:
         """Return the tokenizer that does or does not split special tokens in a text."""
@@ -336,22 +367,11 @@ class Calls(Vocabulary):
         pad = option(PADDINGS, padding, "padding")
         limit = max_length if max_length is not None else self.model_max_length
         width = max(map(len, batch["input_ids"])) if pad == "longest" else limit if pad == "max_length" else None
-        if width is not None and pad_to_multiple_of:
-            width = -(-width // pad_to_multiple_of) * pad_to_multiple_of
         if return_attention_mask is None:
             return_attention_mask = "attention_mask" in self.model_input_names
         if return_attention_mask and "attention_mask" not in batch:
             batch["attention_mask"] = [[1] * len(row) for row in batch["input_ids"]]
-        fills = {
-            "input_ids": self._pad_id(batch["input_ids"], width), "token_type_ids": self.pad_token_type_id,
-            "attention_mask": 0, "special_tokens_mask": 1,
-        }  # fmt: skip
-        missing = [max(0, (width or 0) - len(row)) for row in batch["input_ids"]]
-        left = (padding_side or self.padding_side) == "left"
-        for key in batch.keys() & fills.keys():
-            added = [[fills[key]] * count for count in missing]
-            pairs = zip(map(list, batch[key]), added, strict=True)
-            batch[key] = [new + row if left else row + new for row, new in pairs]
+        self._fill(batch, width, pad_to_multiple_of, padding_side)
         if single:
             batch = {key: value[0] for key, value in batch.items()}
         kind = return_tensors or kind

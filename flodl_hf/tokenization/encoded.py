@@ -5,7 +5,7 @@ Entries have the names of transformers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 from .rows import Row
@@ -30,6 +30,7 @@ class Encoded(MutableMapping[str, Any]):
         # Padding before each row; token positions count it.
         self._lead = lead
         self._tokens = tokens
+        self._found: dict[int, Encoding] = {}
 
     @property
     def data(self) -> dict[str, Any]:
@@ -44,12 +45,12 @@ class Encoded(MutableMapping[str, Any]):
     @property
     def encodings(self) -> list[Encoding] | None:
         """Each row with its padding, or ``None`` if the entries were not made from texts."""
-        return [Encoding(self, number) for number in range(len(self._rows))] or None
+        return [self._row(number) for number in range(len(self._rows))] or None
 
     @property
     def n_sequences(self) -> int | None:
         """1 for texts, 2 for pairs, ``None`` if the entries were not made from texts."""
-        return self.encodings[0].n_sequences if self.encodings else None
+        return self._row(0).n_sequences if self._rows else None
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
@@ -88,43 +89,36 @@ class Encoded(MutableMapping[str, Any]):
         """Return a copy with the same entries, which can be replaced independently."""
         return Encoded(dict(self._data), self._rows, self._lead, self._tokens)
 
-    def _width(self, row: int) -> int:
-        ids: Any = self._ids
-        # One text without tokens is a list of none.
-        return len(ids) if not len(ids) or isinstance(ids[0], int) else len(ids[row])
-
-    def _aligned(self, row: int, values: Sequence[Any], fill: Any) -> list[Any]:
-        lead = [fill] * self._lead[row]
-        return lead + list(values) + [fill] * (self._width(row) - len(lead) - len(values))
+    def _row(self, number: int) -> Encoding:
+        if number not in self._found:
+            ids: Any = self._ids
+            # The entries of one text are flat lists.
+            own = ids if not len(ids) or isinstance(ids[0], int) else ids[number]
+            self._found[number] = Encoding(list(map(int, own)), self._rows[number], self._lead[number], self._tokens)
+        return self._found[number]
 
     def word_ids(self, batch_index: int = 0) -> list[int | None]:
         """Return for each token the number of its word, ``None`` for special tokens and padding."""
-        return self._aligned(batch_index, self._rows[batch_index].word_ids, None)
+        return self._row(batch_index).word_ids
 
     def sequence_ids(self, batch_index: int = 0) -> list[int | None]:
         """Return for each token 0 or 1 for its text, ``None`` for special tokens and padding."""
-        return self._aligned(batch_index, self._rows[batch_index].sequence_ids, None)
+        return self._row(batch_index).sequence_ids
 
     def tokens(self, batch_index: int = 0) -> list[str]:
         """Return the tokens of one row as strings, padding included."""
-        ids: Any = self._ids
-        ids = ids if not len(ids) or isinstance(ids[0], int) else ids[batch_index]
-        row, lead = self._rows[batch_index].tokens, self._lead[batch_index]
-        after = lead + len(row)
-        return [*self._tokens([int(i) for i in ids[:lead]]), *row, *self._tokens([int(i) for i in ids[after:]])]
+        return self._row(batch_index).tokens
 
-    def _place(self, first: int, second: int | None) -> tuple[int, int]:
+    def _place(self, first: int, second: int | None) -> tuple[Encoding, int]:
         """Return row and index of arguments that may be the index alone, in the only row or the first."""
-        return (0, first) if second is None else (first, second)
+        return (self._row(0), first) if second is None else (self._row(first), second)
 
-    def _at(self, first: int, second: int | None) -> tuple[Row, int | None]:
-        """Return the row of a token and its index there; ``None`` for special tokens and padding."""
-        number, index = self._place(first, second)
-        width = self._width(number)
-        if not -width <= index < width:
-            raise IndexError(f"token {index} of {width}")
-        row, at = self._rows[number], index % width - self._lead[number]
-        return row, at if 0 <= at < len(row.ids) and row.sequence_ids[at] is not None else None
+    def _of_token(self, first: int, second: int | None, name: str) -> Any:
+        """Return an attribute of a token; ``None`` for special tokens and padding."""
+        row, index = self._place(first, second)
+        if not -len(row) <= index < len(row):
+            raise IndexError(f"token {index} of {len(row)}")
+        return None if row.sequence_ids[index] is None else getattr(row, name)[index]
 
     def token_to_chars(self, batch_or_token_index: int, token_index: int | None = None) -> tuple[int, int] | None:
         """Return ``(start, end)`` of a token in its text, ``None`` for special tokens and padding.
@@ -133,18 +127,15 @@ class Encoded(MutableMapping[str, Any]):
             batch_or_token_index: the row; or the token, where the batch is of one text.
             token_index: the token's position in the row.
         """
-        row, at = self._at(batch_or_token_index, token_index)
-        return None if at is None else row.offsets[at]
+        return self._of_token(batch_or_token_index, token_index, "offsets")
 
     def token_to_word(self, batch_or_token_index: int, token_index: int | None = None) -> int | None:
         """Return the number of a token's word, ``None`` for special tokens and padding; see `token_to_chars`."""
-        row, at = self._at(batch_or_token_index, token_index)
-        return None if at is None else row.word_ids[at]
+        return self._of_token(batch_or_token_index, token_index, "word_ids")
 
     def token_to_sequence(self, batch_or_token_index: int, token_index: int | None = None) -> int | None:
         """Return 0 or 1 for a token's text, ``None`` for special tokens and padding; see `token_to_chars`."""
-        row, at = self._at(batch_or_token_index, token_index)
-        return None if at is None else row.sequence_ids[at]
+        return self._of_token(batch_or_token_index, token_index, "sequence_ids")
 
     def char_to_token(
         self, batch_or_char_index: int, char_index: int | None = None, sequence_index: int = 0
@@ -156,20 +147,18 @@ class Encoded(MutableMapping[str, Any]):
             char_index: the character's place in its text.
             sequence_index: 1 for the second text.
         """
-        number, index = self._place(batch_or_char_index, char_index)
-        row = self._rows[number]
+        row, index = self._place(batch_or_char_index, char_index)
         for at, (start, end) in enumerate(row.offsets):
             if row.sequence_ids[at] == sequence_index and start <= index < end:
-                return at + self._lead[number]
+                return at
         return None
 
     def char_to_word(
         self, batch_or_char_index: int, char_index: int | None = None, sequence_index: int = 0
     ) -> int | None:
         """Return the number of the word that covers a character of a text, or ``None``; see `char_to_token`."""
-        number, index = self._place(batch_or_char_index, char_index)
-        at = self.char_to_token(number, index, sequence_index)
-        return None if at is None else self._rows[number].word_ids[at - self._lead[number]]
+        at = self.char_to_token(batch_or_char_index, char_index, sequence_index)
+        return None if at is None else self._place(batch_or_char_index, char_index)[0].word_ids[at]
 
     def word_to_tokens(
         self, batch_or_word_index: int, word_index: int | None = None, sequence_index: int = 0
@@ -181,23 +170,18 @@ class Encoded(MutableMapping[str, Any]):
             word_index: the word's number in its text.
             sequence_index: 1 for the second text.
         """
-        number, index = self._place(batch_or_word_index, word_index)
-        found = self._of_word(number, index, sequence_index)
-        lead = self._lead[number]
-        return (found[0] + lead, found[-1] + 1 + lead) if found else None
+        row, index = self._place(batch_or_word_index, word_index)
+        pairs = zip(row.word_ids, row.sequence_ids, strict=True)
+        found = [at for at, pair in enumerate(pairs) if pair == (index, sequence_index)]
+        return (found[0], found[-1] + 1) if found else None
 
     def word_to_chars(
         self, batch_or_word_index: int, word_index: int | None = None, sequence_index: int = 0
     ) -> tuple[int, int] | None:
         """Return ``(start, end)`` of a word in its text, or ``None`` if it has no tokens; see `word_to_tokens`."""
-        number, index = self._place(batch_or_word_index, word_index)
-        found = self._of_word(number, index, sequence_index)
-        offsets = self._rows[number].offsets
-        return (offsets[found[0]][0], offsets[found[-1]][1]) if found else None
-
-    def _of_word(self, number: int, word: int, sequence: int) -> list[int]:
-        row = self._rows[number]
-        return [at for at, found in enumerate(row.word_ids) if found == word and row.sequence_ids[at] == sequence]
+        found = self.word_to_tokens(batch_or_word_index, word_index, sequence_index)
+        offsets = self._place(batch_or_word_index, word_index)[0].offsets
+        return (offsets[found[0]][0], offsets[found[1] - 1][1]) if found else None
 
     def to(self, device: Any) -> Encoded:
         """Move every tensor to ``device`` and return this object."""
@@ -237,17 +221,20 @@ class Encoding:
         n_sequences: 1 for a text, 2 for a pair.
     """
 
-    def __init__(self, batch: Encoded, number: int) -> None:
-        row, ids = batch._rows[number], batch._ids
-        one: Any = ids if ids is None or not len(ids) or isinstance(ids[0], int) else ids[number]
-        self.ids: list[int] = [int(i) for i in one]
-        self.tokens: list[str] = batch.tokens(number)
-        self.type_ids: list[int] = batch._aligned(number, row.type_ids, 0)
-        self.attention_mask: list[int] = batch._aligned(number, [1] * len(row), 0)
-        self.special_tokens_mask: list[int] = batch._aligned(number, list(map(int, row.special)), 1)
-        self.offsets: list[tuple[int, int]] = batch._aligned(number, row.offsets, (0, 0))
-        self.word_ids: list[int | None] = batch.word_ids(number)
-        self.sequence_ids: list[int | None] = batch.sequence_ids(number)
+    def __init__(self, ids: list[int], row: Row, lead: int, tokens: Callable[[list[int]], list[str]]) -> None:
+        after = len(ids) - lead - len(row)
+
+        def padded(values: Sequence[Any], fill: Any) -> list[Any]:
+            return [fill] * lead + list(values) + [fill] * after
+
+        self.ids = ids
+        self.tokens = [*tokens(ids[:lead]), *row.tokens, *tokens(ids[lead + len(row) :])]
+        self.type_ids: list[int] = padded(row.type_ids, 0)
+        self.attention_mask: list[int] = padded([1] * len(row), 0)
+        self.special_tokens_mask: list[int] = padded(list(map(int, row.special)), 1)
+        self.offsets: list[tuple[int, int]] = padded(row.offsets, (0, 0))
+        self.word_ids: list[int | None] = padded(row.word_ids, None)
+        self.sequence_ids: list[int | None] = padded(row.sequence_ids, None)
         self.n_sequences: int = 2 if 1 in row.sequence_ids else 1
 
     def __len__(self) -> int:
@@ -255,60 +242,3 @@ class Encoding:
 
     def __repr__(self) -> str:
         return f"Encoding(num_tokens={len(self)}, tokens={self.tokens})"
-
-
-def pad_rows(
-    rows: Sequence[Row],
-    width: int | None,
-    *,
-    multiple: int | None,
-    side: str,
-    pad_id: int,
-    type_ids: bool,
-    attention: bool,
-    special: bool,
-    offsets: bool,
-) -> tuple[dict[str, list[Any]], list[int]]:
-    """Return the entries of ``rows`` as padded lists, and how much padding precedes each row.
-
-    Args:
-        rows: rows without padding.
-        width: tokens per row, or ``None`` to leave rows as long as they are. Longer rows stay longer.
-        multiple: round the width up to a multiple of this.
-        side: side of the padding.
-        pad_id: token id of padding.
-        type_ids: include ``token_type_ids``.
-        attention: include ``attention_mask``.
-        special: include ``special_tokens_mask``.
-        offsets: include ``offset_mapping``.
-    """
-    if width is not None and multiple:
-        width = -(-width // multiple) * multiple
-    data: dict[str, list[Any]] = {"input_ids": []}
-    for key, wanted in (
-        ("token_type_ids", type_ids),
-        ("attention_mask", attention),
-        ("special_tokens_mask", special),
-        ("offset_mapping", offsets),
-    ):
-        if wanted:
-            data[key] = []
-    lead: list[int] = []
-    for row in rows:
-        missing = max(0, (width or 0) - len(row.ids))
-
-        def fill(values: Sequence[Any], pad: Any, missing: int = missing) -> list[Any]:
-            padding = [pad] * missing
-            return padding + list(values) if side == "left" else list(values) + padding
-
-        lead.append(missing if side == "left" else 0)
-        data["input_ids"].append(fill(row.ids, pad_id))
-        if type_ids:
-            data["token_type_ids"].append(fill(row.type_ids, 0))
-        if attention:
-            data["attention_mask"].append(fill([1] * len(row.ids), 0))
-        if special:
-            data["special_tokens_mask"].append(fill([int(flag) for flag in row.special], 1))
-        if offsets:
-            data["offset_mapping"].append(fill(row.offsets, (0, 0)))
-    return data, lead

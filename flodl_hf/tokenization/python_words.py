@@ -32,13 +32,13 @@ from flodl_hf.tokenization.sentencepiece import read_model
 from flodl_hf.tokenization.source import Source
 
 
-def _choice(source: Source, key: str, default: str, known: tuple[str, ...]) -> str:
-    value = source.settings.get(key, default)
+def _choice(values: Mapping[str, Any], key: str, default: str, known: tuple[Any, ...]) -> Any:
+    """Return a setting, which must be one of the known values."""
+    value = values.get(key, default)
     if value not in known:
         raise TokenizerError(
-            f"{source.folder}/tokenizer_config.json: {key} is {shown(value, 60)}, expected one of {', '.join(known)}"
-            f"{nearest(str(value), known)}; correct the file",
-            where=source.folder,
+            f"tokenizer_config.json: {key} is {shown(value, 60)}, expected one of {', '.join(map(str, known))}"
+            f"{nearest(str(value), list(map(str, known)))}; correct the file",
             field=key,
             found=value,
             expected=known,
@@ -65,8 +65,10 @@ def build(source: Source) -> Tokenizer:
         TokenizerError: if the package of an analyser is not installed, or a setting has an unknown value.
     """
     lower = source.flag("do_lower_case", False)
-    subwords = _choice(source, "subword_tokenizer_type", "wordpiece", ("wordpiece", "character", "sentencepiece"))
-    kind = _choice(source, "word_tokenizer_type", "basic", ("basic", *ANALYSERS))
+    subwords = _choice(
+        source.settings, "subword_tokenizer_type", "wordpiece", ("wordpiece", "character", "sentencepiece")
+    )
+    kind = _choice(source.settings, "word_tokenizer_type", "basic", ("basic", *ANALYSERS))
     prepare: list[normalizers.Normalizer] = []
     split: list[pre_tokenizers.PreTokenizer] = []
     if source.flag("do_word_tokenize", True):
@@ -230,10 +232,8 @@ def sentencepieces(data: bytes) -> Words:
     Args:
         data: contents of the model file.
     """
-    try:
-        processor = importlib.import_module("sentencepiece").SentencePieceProcessor(model_proto=data)
-    except ImportError as error:
-        raise _needed("sentencepiece", "a tokenizer of a sentencepiece model", error) from error
+    package = _imported("sentencepiece", "a tokenizer of a sentencepiece model")
+    processor = package.SentencePieceProcessor(model_proto=data)
     return lambda text: located(processor.encode(text, out_type=str), text)
 
 
@@ -247,24 +247,24 @@ def _needed(package: str, what: str, error: ImportError) -> TokenizerError:
     )
 
 
-def _mecab(options: Mapping[str, Any]) -> Callable[[str], Iterable[str]]:
+def _imported(name: str, what: str) -> Any:
+    """Return a package.
+
+    Raises:
+        TokenizerError: it is not installed.
+    """
     try:
-        fugashi = importlib.import_module("fugashi")
+        return importlib.import_module(name)
     except ImportError as error:
-        raise _needed("fugashi", "word_tokenizer_type 'mecab'", error) from error
+        raise _needed(name.replace("_", "-"), what, error) from error
+
+
+def _mecab(options: Mapping[str, Any]) -> Callable[[str], Iterable[str]]:
+    fugashi = _imported("fugashi", "word_tokenizer_type 'mecab'")
     name, option = options.get("mecab_dic", "unidic_lite"), options.get("mecab_option") or ""
     if name is not None:
-        if name not in ("ipadic", "unidic_lite", "unidic"):
-            raise TokenizerError(
-                f"mecab_kwargs: mecab_dic is {name!r}, expected 'unidic_lite', 'ipadic', 'unidic' or null; "
-                "correct tokenizer_config.json",
-                field="mecab_dic",
-                found=name,
-            )
-        try:
-            folder = importlib.import_module(name).DICDIR
-        except ImportError as error:
-            raise _needed(name.replace("_", "-"), f"mecab_dic {name!r}", error) from error
+        _choice(options, "mecab_dic", name, ("unidic_lite", "ipadic", "unidic"))
+        folder = _imported(name, f"mecab_dic {name!r}").DICDIR
         if not os.path.isdir(folder):
             raise TokenizerError(
                 f"mecab_dic {name!r}: the package has no dictionary at {folder}, expected a folder. "
@@ -282,17 +282,8 @@ def _trimmed(words: Iterable[str], options: Mapping[str, Any]) -> list[str]:
 
 
 def _sudachi(options: Mapping[str, Any]) -> Callable[[str], Iterable[str]]:
-    try:
-        sudachi = importlib.import_module("sudachipy")
-    except ImportError as error:
-        raise _needed("sudachipy", "word_tokenizer_type 'sudachi'", error) from error
-    mode = options.get("sudachi_split_mode", "A")
-    if mode not in ("A", "B", "C"):
-        raise TokenizerError(
-            f"sudachi_kwargs: sudachi_split_mode is {mode!r}, expected 'A', 'B' or 'C'; correct tokenizer_config.json",
-            field="sudachi_split_mode",
-            found=mode,
-        )
+    sudachi = _imported("sudachipy", "word_tokenizer_type 'sudachi'")
+    mode = _choice(options, "sudachi_split_mode", "A", ("A", "B", "C"))
     kind = options.get("sudachi_dict_type", "core")
     try:
         words = sudachi.Dictionary(
@@ -307,10 +298,7 @@ def _sudachi(options: Mapping[str, Any]) -> Callable[[str], Iterable[str]]:
 
 
 def _jumanpp(options: Mapping[str, Any]) -> Callable[[str], Iterable[str]]:
-    try:
-        rhoknp = importlib.import_module("rhoknp")
-    except ImportError as error:
-        raise _needed("rhoknp", "word_tokenizer_type 'jumanpp'", error) from error
+    rhoknp = _imported("rhoknp", "word_tokenizer_type 'jumanpp'")
     analyser = rhoknp.Jumanpp()
     return lambda text: _trimmed([part.text for part in analyser.apply_to_sentence(text.strip()).morphemes], options)
 
