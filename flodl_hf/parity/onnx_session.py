@@ -6,7 +6,7 @@ Any ONNX file with the usual inputs is supported; the package ``onnx`` is not ne
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,7 +67,6 @@ class OnnxModel:
     Args:
         place: the file, or a folder with ``onnx/model.onnx`` or ``model.onnx``.
         tokenizer: for texts; None reads it from the file's folder or the one above, once texts come.
-        threads: of one operation; None lets ONNX Runtime choose.
         providers: where it runs, in ONNX Runtime's names; None for the processor.
 
     Raises:
@@ -85,7 +84,6 @@ class OnnxModel:
         place: str | os.PathLike[str],
         *,
         tokenizer: Tokenizer | None = None,
-        threads: int | None = None,
         providers: Sequence[str] | None = None,
     ) -> None:
         require("onnxruntime")
@@ -93,8 +91,6 @@ class OnnxModel:
 
         self.path = find_onnx(place)
         options = onnxruntime.SessionOptions()
-        if threads is not None:
-            options.intra_op_num_threads = threads
         options.log_severity_level = 4  # what it warns of is its own optimising, and errors are raised too
         try:
             self._session: Any = onnxruntime.InferenceSession(
@@ -183,7 +179,6 @@ class OnnxModel:
         texts: Sequence[str],
         pairs: Sequence[str] | None = None,
         *,
-        max_length: int | None = None,
         batch_size: int = 32,
     ) -> dict[str, list[np.ndarray]]:
         """Return for each output one array per text, without padding; long texts are truncated.
@@ -193,13 +188,19 @@ class OnnxModel:
         Args:
             texts: the texts.
             pairs: the second text of each.
-            max_length: maximum number of tokens; None for the limit of folder, tokenizer and configuration.
             batch_size: texts of a batch, in the given order.
         """
         if self.recipe is not None and self.recipe.lower_case:
             texts, pairs = [text.lower() for text in texts], pairs and [text.lower() for text in pairs]
         found: dict[str, list[np.ndarray]] = {name: [] for name in self.outputs}
-        for batch in self._batches(texts, pairs, max_length, batch_size):
+        length = self.max_tokens
+        limit = {} if length is None else {"truncation": True, "max_length": length}
+        for first in range(0, len(texts), batch_size):
+            part = slice(first, first + batch_size)
+            batch = self.tokenizer(
+                list(texts[part]), None if pairs is None else list(pairs[part]), padding=True, padding_side="right",
+                return_tensors="np", return_token_type_ids=True, **limit,
+            )  # fmt: skip
             mask = batch["attention_mask"]
             lengths = mask.sum(1)
             for name, values in self.run(**batch).items():
@@ -215,17 +216,3 @@ class OnnxModel:
         """
         axes = self.outputs[name]
         return len(axes) > 1 and not isinstance(axes[1], int) and (len(axes) > 2 or axes[1] in self._token_axes)
-
-    def _batches(
-        self, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int | None, size: int
-    ) -> Iterator[Mapping[str, np.ndarray]]:
-        length = max_length or self.max_tokens
-        limit = {} if length is None else {"truncation": True, "max_length": length}
-        for first in range(0, len(texts), size):
-            part = slice(first, first + size)
-            second = None if pairs is None else list(pairs[part])
-            encoded = self.tokenizer(
-                list(texts[part]), second, padding=True, padding_side="right", return_tensors="np",
-                return_token_type_ids=True, **limit,
-            )  # fmt: skip
-            yield {name: np.asarray(encoded[name]) for name in _INPUTS}

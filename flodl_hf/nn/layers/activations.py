@@ -21,24 +21,12 @@ def _gelu_new(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + torch.tanh(_TANH_SCALE * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
-def _gelu_accurate(x: Tensor) -> Tensor:
-    return 0.5 * x * (1 + torch.tanh(_TANH_SCALE * (x + 0.044715 * torch.pow(x, 3))))
-
-
 def _gelu_fast(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
 
 
 def _gelu_python(x: Tensor) -> Tensor:
     return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
-
-
-def _gelu_python_tanh(x: Tensor) -> Tensor:
-    return x * 0.5 * (1.0 + torch.tanh(_TANH_SCALE * (x + 0.044715 * torch.pow(x, 3.0))))
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
 
 
 def _laplace(x: Tensor) -> Tensor:
@@ -48,12 +36,12 @@ def _laplace(x: Tensor) -> Tensor:
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_10": lambda x: torch.clip(F.gelu(x), -10, 10),
-    "gelu_accurate": _gelu_accurate,
+    "gelu_accurate": _gelu_new,
     "gelu_fast": _gelu_fast,
     "gelu_new": _gelu_new,
     "gelu_python": _gelu_python,
-    "gelu_python_tanh": _gelu_python_tanh,
-    "gelu_pytorch_tanh": _gelu_tanh,
+    "gelu_python_tanh": _gelu_new,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "hardswish": F.hardswish,
     "laplace": _laplace,
     "leaky_relu": F.leaky_relu,
