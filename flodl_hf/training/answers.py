@@ -17,7 +17,7 @@ from flodl.errors import DataError, printable
 from flodl_hf.inference.decode.metrics import AnswerF1
 from flodl_hf.readers.columns import Columns
 from flodl_hf.readers.faults import check_texts, refuse_rows
-from flodl_hf.tokenization.alignment.answers import answer_positions
+from flodl_hf.tokenization.alignment import answer_positions
 from flodl_hf.training.rows import RowBuilder
 from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, encode_chunks
 

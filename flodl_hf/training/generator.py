@@ -24,7 +24,7 @@ from flodl_hf.models.building import tie_tensors
 from flodl_hf.nn.adapter_layers.prompts import prefix_of
 from flodl_hf.nn.encoder.losses import IGNORED_LABEL, token_loss
 from flodl_hf.readers.columns import Columns, infer_columns
-from flodl_hf.tokenization.alignment.tags import IGNORE
+from flodl_hf.tokenization.alignment import IGNORE
 from flodl_hf.training.masked import CollateShares, MaskedTask, Masking, make_masking
 from flodl_hf.training.options import Options
 from flodl_hf.training.rows import CollateRows, EncodedRows, TakenRows

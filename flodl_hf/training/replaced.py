@@ -20,7 +20,7 @@ from flodl.errors import DataError
 from flodl.metrics import Classification
 from flodl_hf.readers.columns import Columns, infer_columns
 from flodl_hf.readers.faults import check_texts, refuse_rows
-from flodl_hf.tokenization.alignment.masking import mask_tokens
+from flodl_hf.tokenization.alignment import mask_tokens
 from flodl_hf.training.masked import words_of
 from flodl_hf.training.options import Options
 from flodl_hf.training.rows import SPECIAL, RowBuilder

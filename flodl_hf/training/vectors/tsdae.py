@@ -29,7 +29,7 @@ from flodl_hf.nn.encoder.losses import IGNORED_LABEL
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer
 from flodl_hf.nn.layout.buckets import round_up
 from flodl_hf.nn.layout.layouts import Padded
-from flodl_hf.tokenization.alignment.tags import IGNORE
+from flodl_hf.tokenization.alignment import IGNORE
 from flodl_hf.training.losses.pairs import Form, VectorLoss
 from flodl_hf.training.masked import words_of
 from flodl_hf.training.rows import SPECIAL, CollateRows, EncodedRows, RowBuilder, TakenRows
