@@ -178,10 +178,10 @@ class ChoiceTask(Task):
 
 
 def _right(label: Any, texts: Sequence[str], keys: Sequence[str]) -> int:
-    """Return the number of the right choice.
+    """Return the index of the correct choice.
 
     Raises:
-        DataError: the label names none of them.
+        DataError: the label is not one of the choices.
     """
     if isinstance(label, str):
         word = label.strip()

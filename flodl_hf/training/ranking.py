@@ -400,12 +400,12 @@ class _Scorer(Scorer):
 
 
 def _figures(scores: Sequence[Sequence[float]], worth: Sequence[Sequence[float]], least: float) -> dict[str, float]:
-    """Return the average precision of all pairs, and how each question's candidates are ordered; NaN where neither is.
+    """Return average precision over all pairs and ranking metrics; NaN if undefined.
 
     Args:
-        scores: of each question's candidates.
-        worth: what these are worth.
-        least: a pair is right that is worth as much, or more than nothing.
+        scores: scores of each question's candidates.
+        worth: their relevance grades.
+        least: minimum grade of a relevant candidate; 0 for any positive grade.
     """
     figures: dict[str, float] = dict.fromkeys(FIGURES, float("nan"))
     if not scores:

@@ -275,7 +275,7 @@ def _guarded(client: Any) -> Any:
 
 
 def _without_token(request: Any) -> None:
-    """Take the token from a request that goes elsewhere."""
+    """Remove the token from a request to another host."""
     found = request.headers.get("authorization")
     if not found:
         return
