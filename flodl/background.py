@@ -36,11 +36,6 @@ class BackgroundWorker:
         future.add_done_callback(self._pending.discard)
         return future
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a function is running or queued."""
-        return bool(self._pending)
-
     def drain(self) -> None:
         """Wait until all submitted functions have ended; errors stay in their futures."""
         for future in tuple(self._pending):

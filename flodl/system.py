@@ -60,27 +60,14 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
 def lock(descriptor: int, *, wait: bool = False) -> bool:
     """Lock an open file for this process and return whether that succeeded; the lock ends with the process.
 
-    Always True on systems without locks.
+    Always True on systems without ``fcntl``.
     """
     try:
         import fcntl
     except ImportError:
-        return _lock_without_fcntl(descriptor, wait)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def _lock_without_fcntl(descriptor: int, wait: bool) -> bool:
-    try:
-        import msvcrt
-    except ImportError:
         return True
     try:
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        msvcrt.locking(descriptor, msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
     return True

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flodl.data.rng import Rng
-from flodl.data.samplers import RandomSampler, Sampler, SequentialSampler, digest
+from flodl.data.samplers import RandomSampler, Sampler, SequentialSampler, at_least_one, digest
 from flodl.errors import DataError
 
 Layout = Literal["padded", "packed"]
@@ -88,7 +88,7 @@ class FixedBatches:
 
     def plan(self, epoch: int) -> EpochPlan:
         """Return the batches of ``epoch``."""
-        _at_least_one("batch_size", self.batch_size)
+        at_least_one("batches: batch_size", self.batch_size)
         order = _order(self.sampler, epoch)
         ends = np.arange(self.batch_size, order.size + 1, self.batch_size, dtype=np.int64)
         whole = int(ends[-1]) if ends.size else 0
@@ -132,8 +132,8 @@ class LengthGroupedBatches:
 
     def plan(self, epoch: int) -> EpochPlan:
         """Return the batches of ``epoch``."""
-        _at_least_one("batch_size", self.batch_size)
-        _at_least_one("window", self.window)
+        at_least_one("batches: batch_size", self.batch_size)
+        at_least_one("batches: window", self.window)
         order, size = _order(self.sampler, epoch), self.batch_size
         lengths = _checked_lengths(self.lengths, order)
         whole = order.size // size * size
@@ -192,7 +192,7 @@ class TokenBudgetBatches:
         """Return the batches of ``epoch``. Their number may differ between epochs."""
         for name in ("budget", "window", "multiple_of", "max_rows"):
             if name != "max_rows" or self.max_rows is not None:
-                _at_least_one(name, getattr(self, name))
+                at_least_one(f"batches: {name}", getattr(self, name))
         if self.layout not in ("padded", "packed"):
             raise DataError(
                 f"TokenBudgetBatches: found layout {self.layout!r}, expected 'padded' or 'packed'", layout=self.layout
@@ -284,7 +284,7 @@ def source_of_rows(
         return batches
     if batch_size is None:
         raise DataError("DataLoader: found no batch_size, expected batch_size= or batches=", batch_size=None)
-    _at_least_one("batch_size", batch_size)
+    at_least_one("batches: batch_size", batch_size)
     if sampler is None:
         sampler = RandomSampler(num_rows, seed) if shuffle else SequentialSampler(num_rows)
     return FixedBatches(sampler, int(batch_size), drop_last)
@@ -319,12 +319,3 @@ def _checked_lengths(lengths: NDArray[Any], order: Indices) -> NDArray[np.int64]
         row = int(lengths.argmin())
         raise DataError(f"batches: found length {lengths[row]} of row {row}, expected 0 or more", row=row)
     return lengths
-
-
-def _at_least_one(name: str, value: int) -> None:
-    if isinstance(value, bool) or int(value) != value or value < 1:
-        raise DataError(
-            f"batches: found {name}={value!r}, expected an integer above 0",
-            argument=name,
-            value=value,
-        )

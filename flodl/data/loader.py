@@ -14,7 +14,7 @@ from flodl.data.batch import Batch
 from flodl.data.batches import BatchSource, EpochPlan, source_of_rows
 from flodl.data.collate import Transform, Where, collate_rows
 from flodl.data.datasets import BatchDataset, Collate, RowSource, TensorRows, as_batches
-from flodl.data.memory import DeviceMemory, clamp_usage, fits, prefetch_depth
+from flodl.data.memory import bytes_left, clamp_usage, device_room, prefetch_depth
 from flodl.data.samplers import Sampler
 from flodl.data.stream import Placement, Stream
 from flodl.errors import DataError, capped
@@ -187,7 +187,7 @@ class DataLoader:
         """Number of batches that the next epoch prefetches."""
         if self._prefetch is not None:
             return max(0, self._prefetch)
-        return prefetch_depth(self._batch_bytes, DeviceMemory.of(self.device), self.vram_max_usage)
+        return prefetch_depth(self._batch_bytes, device_room(self.device), self.vram_max_usage)
 
     def _decide_mode(self) -> None:
         if self._decided:
@@ -211,11 +211,11 @@ class DataLoader:
             )
 
     def _fits(self, rows: TensorRows) -> bool:
-        memory = DeviceMemory.of(self.device)
-        if memory is None:
+        room = device_room(self.device)
+        if room is None:
             # On the host nothing is copied. Other devices do not report their memory, so their batches are streamed.
             return self.device.type == "cpu"
-        return fits(rows.num_bytes(), memory, self.vram_max_usage)
+        return rows.num_bytes() < bytes_left(room, self.vram_max_usage)
 
     def _place(self, rows: TensorRows) -> TensorRows:
         return rows.on(self.device)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 FIRST_DEPTH = 4
@@ -19,25 +17,9 @@ RESERVE_BYTES = 256 << 20
 """Bytes left free for the fragments of the allocator and the workspaces of libraries."""
 
 
-@dataclass(frozen=True)
-class DeviceMemory:
-    """Bytes of a device.
-
-    Attributes:
-        total: all bytes.
-        used: bytes allocated by any process.
-    """
-
-    total: int
-    used: int
-
-    @staticmethod
-    def of(device: torch.device) -> DeviceMemory | None:
-        """Return the memory of a CUDA device now, or None for other devices."""
-        if device.type != "cuda":
-            return None
-        free, total = torch.cuda.mem_get_info(device)
-        return DeviceMemory(total=total, used=total - free)
+def device_room(device: torch.device) -> tuple[int, int] | None:
+    """Return the free and all bytes of a CUDA device now, or None for other devices."""
+    return torch.cuda.mem_get_info(device) if device.type == "cuda" else None
 
 
 def clamp_usage(usage: float) -> float:
@@ -45,22 +27,22 @@ def clamp_usage(usage: float) -> float:
     return min(max(float(usage), 0.50), 0.99)
 
 
-def fits(num_bytes: int, memory: DeviceMemory, usage: float) -> bool:
-    """Return whether ``num_bytes`` more fill the device to at most ``usage``."""
-    return num_bytes < memory.total * clamp_usage(usage) - memory.used
+def bytes_left(room: tuple[int, int], usage: float) -> float:
+    """Return the bytes until a device is filled to ``usage``."""
+    free, total = room
+    return total * clamp_usage(usage) - (total - free)
 
 
-def prefetch_depth(batch_bytes: int | None, memory: DeviceMemory | None, usage: float) -> int:
+def prefetch_depth(batch_bytes: int | None, room: tuple[int, int] | None, usage: float) -> int:
     """Return how many batches to prefetch.
 
     Args:
         batch_bytes: size of a batch, None before the first batch.
-        memory: the device's memory, None if batches stay on the host.
+        room: result of `device_room`; None if batches stay on the host.
         usage: share of the device that may be filled.
     """
-    if memory is None:
+    if room is None:
         return HOST_DEPTH
     if not batch_bytes:
         return FIRST_DEPTH
-    free = memory.total * clamp_usage(usage) - memory.used - RESERVE_BYTES
-    return int(min(max(free // batch_bytes, 1), MAX_DEPTH))
+    return int(min(max((bytes_left(room, usage) - RESERVE_BYTES) // batch_bytes, 1), MAX_DEPTH))

@@ -40,7 +40,7 @@ class SequentialSampler:
     """
 
     def __init__(self, num_rows: int) -> None:
-        self.num_rows = _positive("SequentialSampler", "num_rows", num_rows)
+        self.num_rows = at_least_one("SequentialSampler: num_rows", num_rows)
 
     def __len__(self) -> int:
         return self.num_rows
@@ -63,7 +63,7 @@ class RandomSampler:
     """
 
     def __init__(self, num_rows: int, seed: int = 42) -> None:
-        self.num_rows = _positive("RandomSampler", "num_rows", num_rows)
+        self.num_rows = at_least_one("RandomSampler: num_rows", num_rows)
         self.seed = int(seed)
 
     def __len__(self) -> int:
@@ -86,12 +86,12 @@ def digest(array: NDArray[Any]) -> str:
     return blake2b(f"{flat.dtype.kind}{flat.shape}".encode() + data, digest_size=8).hexdigest()
 
 
-def _positive(owner: str, name: str, value: int) -> int:
-    if isinstance(value, bool) or int(value) != value or value <= 0:
-        raise DataError(
-            f"{owner}: found {name}={value!r}, expected an integer above 0",
-            owner=owner,
-            argument=name,
-            value=value,
-        )
+def at_least_one(what: str, value: int) -> int:
+    """Return an integer above 0.
+
+    Raises:
+        DataError: another value; ``what`` names it.
+    """
+    if isinstance(value, bool) or int(value) != value or value < 1:
+        raise DataError(f"{what}: found {value!r}, expected an integer above 0", argument=what, value=value)
     return int(value)

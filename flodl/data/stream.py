@@ -1,64 +1,18 @@
-"""Batches prefetched by one background thread through one bounded queue, and their copies to a CUDA device."""
+"""Batches prefetched by one background thread, and their copies to a CUDA device."""
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from typing import Any
 
 import torch
 
 from flodl.data.batch import Batch
 from flodl.data.piece import lay_out
-
-
-class Channel:
-    """Bounded queue that either side can close. Closing wakes every waiting thread."""
-
-    def __init__(self, depth: int) -> None:
-        self.depth = max(1, depth)
-        self._items: deque[Any] = deque()
-        self._changed = threading.Condition()
-        self._closed = False
-
-    def put(self, item: Any) -> bool:
-        """Wait for space and add ``item``. Return False if the channel was closed instead."""
-        with self._changed:
-            if self._wait_for_space():
-                self._items.append(item)
-                self._changed.notify_all()
-            return not self._closed
-
-    def take(self) -> Any:
-        """Return the next item, or None if the channel is closed and empty."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or bool(self._items))
-            item = self._items.popleft() if self._items else None
-            self._changed.notify_all()
-            return item
-
-    def wait_for_space(self) -> bool:
-        """Wait for space. Return False if the channel was closed instead."""
-        with self._changed:
-            return self._wait_for_space()
-
-    def _wait_for_space(self) -> bool:
-        self._changed.wait_for(lambda: self._closed or len(self._items) < self.depth)
-        return not self._closed
-
-    def finish(self) -> None:
-        """Close the channel for writing. Queued items remain readable."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Close the channel and discard queued items."""
-        with self._changed:
-            self._items.clear()
-            self.finish()
 
 
 class Placement:
@@ -112,11 +66,6 @@ class Placement:
         return batch
 
 
-class _Failure:
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-
 class Stream:
     """Iterator over batches that a background thread prefetches.
 
@@ -126,45 +75,40 @@ class Stream:
     Args:
         make: returns batch ``k``; runs in the worker.
         numbers: the batches, in order.
-        depth: batches in the queue.
+        depth: batches that are ready or being made.
         placement: moves the batches to the device.
     """
 
     def __init__(self, make: Callable[[int], Batch], numbers: Iterable[int], depth: int, placement: Placement) -> None:
-        self._channel = Channel(depth)
         self._placement = placement
-        self._worker = threading.Thread(
-            target=_work, args=(make, numbers, self._channel, placement), name="flodl-data", daemon=True
-        )
-        # The worker refers to the channel and not to this object, so that dropping this object ends the worker.
-        self._dropped = weakref.finalize(self, self._channel.close)
-        self._worker.start()
+        # The worker does not refer to this object, so that dropping this object ends the worker.
+        self._make = lambda number: placement.send(make(number))
+        self._numbers = iter(numbers)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="flodl-data")
+        weakref.finalize(self, self._worker.shutdown, wait=False, cancel_futures=True)
+        self._batches: deque[Future[Any]] = deque()
+        self._request(depth)
+
+    def _request(self, count: int) -> None:
+        for number in islice(self._numbers, count):
+            self._batches.append(self._worker.submit(self._make, number))
 
     def __iter__(self) -> Stream:
         return self
 
     def __next__(self) -> Batch:
-        item = self._channel.take()
-        if item is None:
+        if not self._batches:
             raise StopIteration
-        if isinstance(item, _Failure):
+        try:
+            made = self._batches.popleft().result()
+        except BaseException:
             self.close()
-            raise item.error
-        return self._placement.receive(*item)
+            raise
+        self._request(1)
+        return self._placement.receive(*made)
 
-    def close(self, timeout_s: float = 10.0) -> None:
-        """Stop the worker and wait for it, at most ``timeout_s`` seconds."""
-        self._dropped()
-        if threading.current_thread() is not self._worker:
-            self._worker.join(timeout_s)
-
-
-def _work(make: Callable[[int], Batch], numbers: Iterable[int], channel: Channel, placement: Placement) -> None:
-    try:
-        for number in numbers:
-            # Waiting before the batch is made limits the number of batches to `depth` and the one in use.
-            if not channel.wait_for_space() or not channel.put(placement.send(make(number))):
-                return
-    except BaseException as error:  # The consumer handles every error, also KeyboardInterrupt.
-        channel.put(_Failure(error))
-    channel.finish()
+    def close(self) -> None:
+        """Stop the worker and wait for it."""
+        self._batches.clear()
+        self._numbers = iter(())
+        self._worker.shutdown(wait=True, cancel_futures=True)

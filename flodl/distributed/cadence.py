@@ -81,16 +81,6 @@ class ElChe:
         """The number of ranks."""
         return len(self.counts)
 
-    @property
-    def has_speed_hint(self) -> bool:
-        """Whether any two neighbouring counts differ."""
-        return any(a != b for a, b in zip(self.counts, self.counts[1:], strict=False))
-
-    @property
-    def anchor_wall_ms(self) -> float:
-        """The milliseconds that the slowest rank needs for one round, 0 while uncalibrated."""
-        return self.anchor * max(self.ms)
-
     def report_timing(self, wall_ms: Sequence[float], batches: Sequence[int], sync_ms: float = 0.0) -> ElChe:
         """Return the controller after one round.
 

@@ -258,7 +258,8 @@ class Crew:
 
     def _failed(self, rank: int, *, reason: str, trace: str = "") -> None:
         board, member = self.board, self._members[rank]
-        if self._passed and (board.phase(rank) in STARTING or self._died_of(self._passed)):
+        codes = [one.process.exitcode for one in self._members]
+        if self._passed and (board.phase(rank) in STARTING or -self._passed in codes):
             # Ranks without a handler yet end by the signal, and the others lose contact with them.
             self.stop()
             stop_by(self._passed)
@@ -283,9 +284,6 @@ class Crew:
             raise error
         self.attempt += 1
         self._start()
-
-    def _died_of(self, number: int) -> bool:
-        return any(member.process.exitcode == -number for member in self._members)
 
     def wait(self) -> list[Any]:
         """Return the results of ``fn``, by rank.

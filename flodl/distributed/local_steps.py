@@ -153,14 +153,14 @@ class LocalSteps:
     def _has_done_its_share(self) -> bool:
         if self.overlap or not self.cadence.calibrated:
             return self._done >= self.cadence.counts[self.ranks.rank]
-        return self._ms >= self.cadence.anchor_wall_ms
+        return self._ms >= self.cadence.anchor * max(self.cadence.ms)
 
     def _is_too_far_ahead(self) -> bool:
         """Return True if this rank must wait for the others now."""
         count = self.cadence.counts[self.ranks.rank]
         if self.knobs.max_batch_diff is not None:
             return self._done >= count + self.knobs.max_batch_diff
-        if not self.cadence.calibrated and not self.cadence.has_speed_hint:
+        if not self.cadence.calibrated and len(set(self.cadence.counts)) == 1:
             return False  # the time of the slowest rank's batch is unknown
         # Cadence gives every rank about the same time for its count, so twice the count means a stalled peer
         return self._done >= (count + self._lead if self.overlap else 2 * count)

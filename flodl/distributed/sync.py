@@ -53,14 +53,15 @@ class Sync:
         self._samples += samples
         if self.knobs.check_every and self.steps % self.knobs.check_every == 0:
             check_equal(self.ranks, self.model, self.steps)
-        if self.knobs.shares == "measured" and not self.ranks.solo and self._due():
+        if (
+            self.knobs.shares == "measured"
+            and not self.ranks.solo
+            and (self.steps == CALIBRATION_STEPS or self.steps % REBALANCE_STEPS == 0)
+        ):
             rows = self.ranks.table([self._ms / self._samples if self._samples else 0.0])
             self.ratios = tuple(ratios_from_ms([row[0] for row in rows]))
             self._ms, self._samples = 0.0, 0
         return None
-
-    def _due(self) -> bool:
-        return self.steps == CALIBRATION_STEPS or self.steps % REBALANCE_STEPS == 0
 
     def close_epoch(self, flags: Sequence[float]) -> list[Round]:
         """Return to the first turn."""

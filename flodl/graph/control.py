@@ -164,10 +164,6 @@ class MapSlices(MapWhole):
         """Return what identifies the map in a structural hash."""
         return f"MapSlices({self.count})"
 
-    def extra_repr(self) -> str:
-        """Return the number of slices."""
-        return f"count={self.count}"
-
 
 def _check_routed(router: nn.Module, members: Iterable[nn.Module], keywords: tuple[str, ...]) -> list[str]:
     problems = [f"{problem}; `using` feeds the router" for problem in check_forward(router, keywords)]

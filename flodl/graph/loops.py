@@ -104,10 +104,6 @@ class ForLoop(nn.Module):
         self.traces = {name: [value.detach() for value in kept] for name, kept in self.traces.items()}
         call_inside(self, "detach_state")
 
-    def extra_repr(self) -> str:
-        """Return the number of iterations."""
-        return f"count={self.count}"
-
     def __getstate__(self) -> dict[str, Any]:
         # Traces belong to the last call; tensors with a history can be neither copied nor pickled.
         return {**self.__dict__, "traces": {}}

@@ -293,10 +293,6 @@ class Function(nn.Module):
         """Return the identity of the function for structural hashes."""
         return _identity(self.function)
 
-    def extra_repr(self) -> str:
-        """Return the name of the function."""
-        return self.flodl_name
-
 
 def _identity(function: Any) -> str:
     if isinstance(function, partial):

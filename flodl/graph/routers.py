@@ -71,10 +71,6 @@ class FixedSelector(nn.Module):
         """Return the index, a tensor of one element."""
         return torch.full((1,), self.index, dtype=torch.long, device=x.device)
 
-    def extra_repr(self) -> str:
-        """Return the index."""
-        return f"index={self.index}"
-
 
 class ArgmaxSelector(_Linear):
     """The branch with the largest logit, decided once for the whole batch.
@@ -108,10 +104,6 @@ class Reshape(nn.Module):
         """Return ``x`` in the target shape."""
         return x.reshape(self.shape)
 
-    def extra_repr(self) -> str:
-        """Return the shape."""
-        return str(self.shape)
-
 
 class GaussianBlur(nn.Module):
     """Blurs images with a Gaussian kernel; the size is unchanged and edges are reflected.
@@ -143,10 +135,6 @@ class GaussianBlur(nn.Module):
         rows = functional.conv2d(padded, weights[:, :, None, :], groups=channels)
         return functional.conv2d(rows, weights[:, :, :, None], groups=channels)
 
-    def extra_repr(self) -> str:
-        """Return sigma and the kernel size."""
-        return f"sigma={self.sigma}, kernel_size={self.kernel_size}"
-
 
 class StateAdd(nn.Module):
     """The sum of its input and all references."""
@@ -172,10 +160,6 @@ class ThresholdHalt(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return ``max(x) - threshold``, a scalar."""
         return x.max() - self.threshold
-
-    def extra_repr(self) -> str:
-        """Return the threshold."""
-        return f"threshold={self.threshold}"
 
 
 class LearnedHalt(nn.Module):

@@ -18,6 +18,7 @@ from flodl.graph.loops import ForLoop, UntilLoop, WhileLoop
 from flodl.graph.nodes import Fault, Function, Input, Node, Plan, Reference, VerbCall, kind_of
 
 _ENDINGS = {"loop_body": ("for_n", "while_cond", "until_cond"), "map": ("each", "over", "slices")}
+_LOOPS = {"for_n": ForLoop, "while_cond": WhileLoop, "until_cond": UntilLoop}
 
 
 class Draft:
@@ -219,34 +220,26 @@ class Draft:
 
     _map = _loop_body
 
-    def _for_n(self, count: int) -> None:
-        self._loop(ForLoop, count, None)
-
-    def _while_cond(self, condition: nn.Module, count: int) -> None:
-        self._loop(WhileLoop, count, condition)
-
-    def _until_cond(self, condition: nn.Module, count: int) -> None:
-        self._loop(UntilLoop, count, condition)
-
-    def _loop(self, kind: type[ForLoop], count: int, condition: nn.Module | None) -> None:
+    def _loop(self, count: int, condition: nn.Module | None = None) -> None:
+        kind = _LOOPS[self._step.verb]
         body, name = self._closed()
         count = self._at_least_one(count, "iterations")
         if kind is not ForLoop:
             condition = self._checked(condition, "condition")
         self._single(self._node("loop", self._stream(), module=kind(body, count, condition), name=name))
 
-    def _gate(self, router: nn.Module, modules: tuple[nn.Module, ...], name: str | None) -> None:
-        self._routed("gate", Gate, router, modules, ("expert", "experts"), name)
+    _for_n = _while_cond = _until_cond = _loop
 
-    def _switch(self, router: nn.Module, modules: tuple[nn.Module, ...], name: str | None) -> None:
-        self._routed("switch", Switch, router, modules, ("branch", "branches"), name)
-
-    def _routed(self, kind: str, composite: Any, router: Any, modules: Any, words: tuple[str, str], name: Any) -> None:
+    def _routed(self, router: nn.Module, modules: tuple[nn.Module, ...], name: str | None) -> None:
+        verb = self._step.verb
+        kind, one, several = (Gate, "expert", "experts") if verb == "gate" else (Switch, "branch", "branches")
         if len(modules) < 2:
-            self._fault(f"found {len(modules)} {words[1]}, expected at least two")
-        members = [self._checked(m, f"{words[0]} {i}") for i, m in enumerate(modules)]
-        module = composite(self._checked(router, "router"), members)
-        self._single(self._node(kind, self._stream(), module=module, name=name))
+            self._fault(f"found {len(modules)} {several}, expected at least two")
+        members = [self._checked(module, f"{one} {i}") for i, module in enumerate(modules)]
+        module = kind(self._checked(router, "router"), members)
+        self._single(self._node(verb, self._stream(), module=module, name=name))
+
+    _gate = _switch = _routed
 
     def _each(self, batched: bool) -> None:
         self._mapped(MapWhole if batched else MapRows, self._stream())

@@ -106,8 +106,6 @@ class Classification(Sums):
             raise DataError(
                 f"Classification: found {int(counts[-1])} pairs with classes outside of 0 to {self.num_classes - 1}. "
                 "Increase num_classes, or correct the labels.",
-                count=int(counts[-1]),
-                num_classes=self.num_classes,
             )
         return counts[:-1].view(self.num_classes, self.num_classes)
 
@@ -156,8 +154,6 @@ class MultiLabel(Sums):
             raise DataError(
                 f"MultiLabel: found scores {tuple(logits.shape)} and labels {tuple(labels.shape)}, "
                 f"expected both (batch, {self.num_labels})",
-                logits=tuple(logits.shape),
-                labels=tuple(labels.shape),
             )
         predicted = logits.detach() > 0 if logits.is_floating_point() else logits.bool()
         true = (labels.detach() > 0.5).to(predicted.device)

@@ -101,7 +101,5 @@ class Sums:
             raise DataError(
                 f"{type(self).__name__}: found a saved state with {sums.numel()} {self._key}, expected {self._size}. "
                 "Use equal settings, such as the number of classes.",
-                found=sums.numel(),
-                expected=self._size,
             )
         self._sums = sums

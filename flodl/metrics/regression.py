@@ -125,8 +125,6 @@ class Spearman:
         if count > MAX_VALUES:
             raise DataError(
                 f"Spearman: found {count} samples, expected at most {MAX_VALUES}. Pearson stores no samples.",
-                found=count,
-                expected=MAX_VALUES,
             )
         self._x.append(x)
         self._y.append(y)

@@ -10,10 +10,9 @@ from flodl.distributed.cadence import DivergenceGuard
 
 def test_the_worked_example_two_ranks_one_two_and_a_half_times_slower():
     che = ElChe.start(2, anchor=10)
-    assert (che.counts, che.calibrated, che.anchor_wall_ms) == ((10, 10), False, 0)
+    assert (che.counts, che.calibrated) == ((10, 10), False)
     che = che.report_timing((100, 250), (10, 10))
     assert (che.ms, che.counts, che.calibrated) == ((10, 25), (25, 10), True)
-    assert che.anchor_wall_ms == 250
     che = che.report_timing((250, 250), (25, 10), sync_ms=100)
     assert (che.anchor, che.counts) == (40, (100, 40))
 
@@ -62,11 +61,8 @@ def test_max_anchor_bounds_growth_and_lowers_the_start():
 
 
 def test_a_speed_hint_gives_the_slow_rank_the_anchor():
-    che = ElChe.start(3, anchor=10)
-    assert not che.has_speed_hint
     hinted = ElChe.start(3, anchor=10, speed_hint=(1, 2.25))
     assert hinted.counts == (23, 10, 23)
-    assert hinted.has_speed_hint
 
 
 @pytest.mark.parametrize(("factor", "anchor"), [(0.5, 20), (0.01, 4), (2.0, 40), (1.0, 40)])
