@@ -106,6 +106,7 @@ class Classification(Sums):
             raise DataError(
                 f"Classification: found {int(counts[-1])} pairs with classes outside of 0 to {self.num_classes - 1}. "
                 "Increase num_classes, or correct the labels.",
+                count=int(counts[-1]),
             )
         return counts[:-1].view(self.num_classes, self.num_classes)
 
