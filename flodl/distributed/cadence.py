@@ -76,11 +76,6 @@ class ElChe:
         target = min(max(overhead_target, 0.01), 0.50)
         return cls(tuple(counts), (0.0,) * world, anchor, False, target, anchor, most, max_batch_diff)
 
-    @property
-    def world(self) -> int:
-        """The number of ranks."""
-        return len(self.counts)
-
     def report_timing(self, wall_ms: Sequence[float], batches: Sequence[int], sync_ms: float = 0.0) -> ElChe:
         """Return the controller after one round.
 

@@ -67,8 +67,11 @@ class PeerBuffer:
             self._adding = torch.cuda.Stream(ranks.device)
             self._shared.put_signal(self.other, FREE)
 
-    def sum_async(self, number: int, tensor: torch.Tensor) -> _Arrival:
-        """Begin to replace tensor ``number`` by its sum over both ranks; a step calls this in order, from 0."""
+    def sum_async(self, number: int, tensor: torch.Tensor) -> torch.cuda.Event:
+        """Begin to replace tensor ``number`` by its sum over both ranks, and return the event of its end.
+
+        A step calls this in order, from 0.
+        """
         current = torch.cuda.current_stream(self.ranks.device)
         if number == 0:
             self._shared.wait_signal(self.other, FREE)
@@ -79,7 +82,7 @@ class PeerBuffer:
             self._take(number, tensor)
             arrived = torch.cuda.Event()
             arrived.record()
-        return _Arrival(arrived)
+        return arrived
 
     def sum_last(self, pair: torch.Tensor) -> None:
         """Replace two numbers, float64 ``(2,)``, by their sum over both ranks, after all other tensors are sent."""
@@ -98,17 +101,6 @@ class PeerBuffer:
     def _take(self, number: int, tensor: torch.Tensor) -> None:
         self._shared.wait_signal(self.other, number + 1)
         tensor.add_(self._own[number])
-
-
-class _Arrival:
-    """Handle with the interface of a collective's."""
-
-    def __init__(self, arrived: torch.cuda.Event) -> None:
-        self._arrived = arrived
-
-    def wait(self) -> None:
-        """Make the current stream wait for the sum."""
-        self._arrived.wait()
 
 
 def _part(memory: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
