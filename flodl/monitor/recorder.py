@@ -175,10 +175,9 @@ class Recorder:
         self.throughput.end(event.step)
         ended = "stopped by a signal" if event.reason == "signal" else event.reason
         self.note(f"{ended} after step {event.step:,}", step=event.step)
-        if event.recorded is not None:
-            self.note(str(event.recorded), step=event.step)
-        if event.summed is not None:
-            self.note(f"gradients were summed by {event.summed}", step=event.step)
+        summed = event.summed and f"gradients were summed by {event.summed}"
+        for line in filter(None, (event.recorded, summed)):
+            self.note(str(line), step=event.step)
         self.update(state={"status": event.reason, "reason": None})
 
     def _on_RunFailed(self, event: Any, t: float) -> None:
