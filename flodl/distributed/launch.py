@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import pickle
 import signal
@@ -30,6 +29,7 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 from flodl.distributed.board import Board
 from flodl.distributed.group import FROZEN_S, join_ranks
 from flodl.errors import TrainError
+from flodl.fork_server import is_prepared
 from flodl.signals import stop_by
 from flodl.system import die_with_parent, hard_stop, is_stopped, loopback
 
@@ -39,21 +39,6 @@ SILENT_S = 120.0
 """How long a running rank may write no pulse: some libraries block the interpreter for minutes."""
 PAUSED_S = 5.0
 LOOK_S = 0.25
-
-
-_is_prepared = False
-
-
-def prepare_ranks(*modules: str) -> None:
-    """Start a process that imports torch and modules, from which later ranks are forked.
-
-    It works while this process reads data, so that ranks begin without imports. Call it before CUDA is initialised.
-    """
-    global _is_prepared
-    if "forkserver" in multiprocessing.get_all_start_methods():
-        multiprocessing.set_forkserver_preload(["flodl.distributed.fork_server", "torch", *modules])
-        multiprocessing.forkserver.ensure_running()
-        _is_prepared = True
 
 
 class RankError(TrainError):
@@ -125,7 +110,7 @@ class Crew:
 
     def _start(self) -> None:
         context: Any = multiprocessing.get_context(
-            "forkserver" if self.start == "spawn" and _is_prepared else self.start
+            "forkserver" if self.start == "spawn" and is_prepared() else self.start
         )
         self.board = Board.shared(self.world, context)
         self._store = None  # closes the store of the failed attempt, with its threads

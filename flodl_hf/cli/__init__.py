@@ -5,11 +5,17 @@ Exit status: 0 done or passed, 1 failed, 2 wrong usage, 130 ended by Ctrl-C.
 
 from __future__ import annotations
 
+import os
 import sys
+from itertools import pairwise
 
 
 def main() -> None:
     """Run the command line."""
+    if _trains_on_several(sys.argv[1:]) and "RANK" not in os.environ:
+        from flodl.fork_server import prepare_ranks
+
+        prepare_ranks("flodl_hf.training.run")
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401
@@ -36,3 +42,12 @@ def main() -> None:
         raise SystemExit(1) from None
     except KeyboardInterrupt:  # before a command has begun, which would have said so itself
         raise SystemExit(130) from None
+
+
+def _trains_on_several(words: list[str]) -> bool:
+    """Return whether a command line names several devices to train on."""
+    if words[:1] != ["finetune"]:
+        return False
+    flags = [part for word in words for part in word.split("=", 1)]
+    values = [value for flag, value in pairwise(flags) if flag in ("--devices", "--device")]
+    return any("," in value or (value.isdecimal() and int(value) > 1) for value in values)

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from flodl.distributed.group import is_first_rank, under_torchrun
-from flodl.distributed.launch import prepare_ranks
 from flodl.errors import TrainError, TrainInterrupted, printable, visible
+from flodl.fork_server import prepare_ranks
 from flodl.memory import available_memory
 from flodl.progress import in_words, is_wanted
 from flodl.train import Callback, EpochMetrics, EvalDone, RunDone, RunStarted, StepDone, Tracker, Warned

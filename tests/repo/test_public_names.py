@@ -180,7 +180,7 @@ SHARED: dict[str, set[str]] = {
         "why_no_cuda",
     },
     "flodl.distributed.group": {"Summed", "is_first_rank", "under_torchrun"},
-    "flodl.distributed.launch": {"prepare_ranks"},
+    "flodl.fork_server": {"prepare_ranks"},
     "flodl.distributed.sharded": {"is_sharded"},
     "flodl.distributed.shares": {"deal", "ranges", "split"},
     "flodl.errors": {"capped", "nearest", "printable", "shown", "visible"},

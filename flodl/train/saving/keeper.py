@@ -165,15 +165,19 @@ class Keeper:
         if value is None:
             return False
         if self._best is not None and value <= self._best["value"] and self._best["step"] != self.step:
-            self.settle_best()  # the better one may not have been written
+            self.settle_best(wait=False)  # the better one may have failed
         return self._best is None or value > self._best["value"]
 
-    def settle_best(self) -> None:
-        """Use the best checkpoint on disk if the best was not written or is missing; all ranks call this."""
+    def settle_best(self, *, wait: bool = True) -> None:
+        """Use the best checkpoint on disk if the best was not written or is missing; all ranks call this.
+
+        Args:
+            wait: False changes nothing while the best is being written.
+        """
         if self._best is None:
             return
         found = self._best
-        if self.ranks.rank == 0:
+        if self.ranks.rank == 0 and (wait or self._saving.done()):
             if self._best_path is None:
                 self.join()
             if self._best_path is None or not self._best_path.exists():

@@ -338,7 +338,7 @@ def _moved(
             continue
         flags: Any = optimizer
         flags.found_inf, flags.grad_scale = found, by
-        optimizer.step()
+        take_step(optimizer)
         for p, count in zip(params, COUNTS, strict=False) if turn == 0 else ():
             optimizer.state[p]["step"].fill_(count)
     return [*params, *(optimizer.state[p][name] for p in params for name in (*AVERAGES, "step"))]

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from flodl.distributed import RankError, launch
-from flodl.distributed.launch import prepare_ranks
 from flodl.errors import TrainError
+from flodl.fork_server import prepare_ranks
 
 torch.set_num_threads(1)
 
