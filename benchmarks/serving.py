@@ -8,7 +8,8 @@ Clients are processes with plain sockets (`serving_clients`); the server is `flo
     latency     one short text at a time over HTTP, beside the same call in this process, in turns: by asyncio's
                 streams, whose own time counts too, and by a plain socket
     small       requests of one short text (or of `--texts`), each client asking again when it has its answer: what
-                HTTP can bear, and what a request takes of the processes that answer it and of the workers
+                HTTP can bear, and what a request takes of the processes that answer it and of the workers; beside an
+                empty route of starlette (`empty`), with the same clients and as many HTTP processes
     mixed       many clients, texts of 8 to 400 tokens, at two thirds of the capacity that throughput found; every
                 vector is compared with that of `embed`, and has to be nearest to its own text's
     overload    twice that capacity: latency of what is accepted, how quickly the rest is refused, memory
@@ -33,6 +34,7 @@ import math
 import os
 import platform
 import random
+import re
 import socket
 import statistics
 import subprocess
@@ -48,6 +50,8 @@ from typing import Any
 from benchmarks.serving_clients import Asked, ask, loaded, percentiles, request_of, told
 from benchmarks.serving_peers import PEERS, missing
 
+HTTP_PROCESS = re.compile(rb"multiprocess\.http_process|serving_peers\.py\0empty")
+"""Command lines of processes that answer HTTP, of several."""
 WORDS = [f"w{number}" for number in range(2000)]
 SIZES = {
     "base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
@@ -130,8 +134,13 @@ def running(command: Sequence[str]) -> Iterator[tuple[str, int]]:
 def server(folder: Path, given: dict[str, Any]) -> Iterator[tuple[str, list[int]]]:
     """Run ours; give its address and its processes."""
     with running([sys.executable, "-c", PROGRAM, json.dumps([str(folder), given])]) as (url, pid):
-        children = Path(f"/proc/{pid}/task/{pid}/children")
-        yield url, [pid, *(map(int, children.read_text().split()) if children.exists() else ())]
+        yield url, below(pid)
+
+
+def below(pid: int) -> list[int]:
+    """Return a process and its children, where the system says so."""
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    return [pid, *(map(int, children.read_text().split()) if children.exists() else ())]
 
 
 def memory(pids: list[int]) -> float:
@@ -177,7 +186,7 @@ def answering(pids: list[int]) -> list[int]:
     found = []
     for pid in pids:
         try:
-            if b"multiprocess.http_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if HTTP_PROCESS.search(Path(f"/proc/{pid}/cmdline").read_bytes()):
                 found.append(pid)
         except OSError:
             continue
@@ -325,8 +334,18 @@ def small(url: str, args: argparse.Namespace, pids: list[int]) -> dict[str, Any]
         "http_processes": len(http),
         "http_us_of_a_request": round(took[0] * 1e6 / requests, 1),
         "workers": len(workers),
-        "workers_us_of_a_request": round(took[1] * 1e6 / requests, 1),
+        "workers_us_of_a_request": round(took[1] * 1e6 / requests, 1) if workers else 0.0,
     }
+
+
+def beside_empty(url: str, args: argparse.Namespace, pids: list[int]) -> dict[str, Any]:
+    """Requests of one short text at the server and at an empty route in turns, twice; the better round of each."""
+    program = str(Path(__file__).with_name("serving_peers.py"))
+    with running([sys.executable, program, "empty", str(len(answering(pids)))]) as (plain, pid):
+        rounds = [(small(url, args, pids), small(plain, args, below(pid))) for _ in range(2)]
+    ours, empty = (max(each, key=lambda one: one["requests_per_s"]) for each in zip(*rounds, strict=True))
+    row = {name: empty[name] for name in ("requests_per_s", "answered_p50_ms", "http_processes", "http_us_of_a_request")}
+    return {**ours, "empty": row, "share_of_empty": round(ours["requests_per_s"] / empty["requests_per_s"], 3)}
 
 
 def mixed(url: str, model: Any, most: float, args: argparse.Namespace, share: float, pids: list[int]) -> dict[str, Any]:
@@ -410,7 +429,7 @@ def main() -> None:
             if "latency" in wanted:
                 note("latency", latency(url, model, args))
             if "small" in wanted:
-                note("small", small(url, args, pids))
+                note("small", beside_empty(url, args, pids))
             for name, share in (("mixed", 2 / 3), ("overload", 2.0)):
                 if name in wanted:
                     most = results["throughput"]["tokens_per_s"]

@@ -10,11 +10,13 @@ its texts sorted by length and filled up to the longest of a small batch. Nothin
 `transformers serve` has no path for encoders (chat, completions, responses, transcriptions), so it is not among them.
 
     python benchmarks/serving_peers.py NAME FOLDER DEVICE PRECISION   serves until it is ended, at the address it prints
+    python benchmarks/serving_peers.py empty PROCESSES   a route that reads a body and sends an empty response
 """
 
 from __future__ import annotations
 
 import io
+import os
 import socket
 import sys
 import tempfile
@@ -122,9 +124,49 @@ def application(embed: Callable[[list[str]], Any]) -> Any:
     return Starlette(routes=[Route("/embed", handle, methods=["POST"]), Route("/health", healthy)])
 
 
+def empty(processes: int) -> None:
+    """Serve ``/embed`` with empty responses in several processes, which end with the first."""
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.routing import Route
+
+    async def handle(request: Request) -> Response:
+        await request.body()
+        return Response()
+
+    # Each process has its own socket, among which the system distributes connections evenly.
+    first = listener(0)
+    port = first.getsockname()[1]
+    ends, open_end = os.pipe()
+    for _ in range(processes - 1):
+        if os.fork() == 0:
+            os.close(open_end)
+            threading.Thread(target=lambda: (os.read(ends, 1), os._exit(0)), daemon=True).start()
+            first = listener(port)
+            break
+    else:
+        print(f"http://127.0.0.1:{port}", flush=True)
+    application = Starlette(routes=[Route("/embed", handle, methods=["POST"])])
+    uvicorn.Server(uvicorn.Config(application, log_level="error", access_log=False)).run([first])
+
+
+def listener(port: int) -> socket.socket:
+    """Return a socket that listens on a port together with other processes."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind(("127.0.0.1", port))
+    held.listen(2048)
+    return held
+
+
 def main() -> None:
     import uvicorn
 
+    if sys.argv[1] == "empty":
+        empty(int(sys.argv[2]))
+        return
     name, folder, device, dtype = sys.argv[1:]
     makers = {
         "transformers": transformers, "sentence-transformers": sentence_transformers, "onnxruntime": onnxruntime

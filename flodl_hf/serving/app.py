@@ -111,10 +111,11 @@ def new_state(
 
     def on_batches(ran: list[Any], queued: int) -> None:
         queue.value = queued
+        if not ran:
+            return
         admission.rate = state.workers.rate
         admission.full = state.workers.max_batch_tokens * len(state.workers.pids)
-        if ran:
-            metrics.last_batch = time.monotonic()
+        metrics.last_batch = time.monotonic()
         for rows, tokens, seconds in ran:
             sizes.add(rows)
             lengths.add(tokens)
@@ -215,12 +216,12 @@ class _StatusPage:
             found = self.what(**scope.get("path_params", {}))
             status, body = found if isinstance(found, tuple) else await found
         except RefusedError as fault:
-            await send_error(send, fault, "openai" if scope["path"].startswith("/v1/") else "tei")
+            await send_error(scope, send, fault, "openai" if scope["path"].startswith("/v1/") else "tei")
             return
         data = body if isinstance(body, bytes) else as_json(body)
         policy = _DOCS_CSP if scope["path"] == "/docs" else _CSP
         headers = {"content-security-policy": policy, "referrer-policy": "no-referrer"} if "html" in self.kind else {}
-        await send_response(send, status, self.kind, data, encoded(headers))
+        await send_response(scope, send, status, self.kind, [data], encoded(headers))
 
 
 def _status_routes(state: AppState) -> list[Route]:

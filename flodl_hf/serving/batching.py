@@ -351,7 +351,7 @@ class Batcher:
     def _failed(self, taken: list[_BatchRows], fault: Exception) -> None:
         for rows in taken:
             rows.sent.pending.faults.append(fault)
-            rows.sent.pending.here.set()
+            rows.sent.pending.complete()
 
 
 def _joined(taken: list[_BatchRows]) -> tuple[TokenTable, list[Sequence[int]] | None]:
@@ -420,4 +420,4 @@ def _delivered(part: _BatchRows) -> None:
         sent.request.timeline.ran()
     sent.pending.left -= part.last - part.first
     if not sent.pending.left:
-        sent.pending.here.set()
+        sent.pending.complete()

@@ -9,12 +9,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from flodl_hf.serving.admission import key_id
 from flodl_hf.serving.http_errors import RefusedError, Style, error_response
 from flodl_hf.serving.metrics import RequestMetrics
+from flodl_hf.serving.protocol import CYCLE, write_response
 from flodl_hf.serving.response_encoding import Part, encode_response, response_format
 from flodl_hf.serving.routes.fields import read
 from flodl_hf.serving.routes.route import AppState, Request, Route
@@ -24,8 +25,8 @@ LOG = logging.getLogger("flodl_hf.serving")
 # The rest of a body that is too large is read and discarded for this time, so that the client sees the response instead
 # of a closed connection.
 DISCARD_S = 2.0
-# Only requests that take longer than this get a task that detects a disconnected client.
-DISCONNECT_CHECK_S = 0.25
+# Interval of checks of a body's time. Only requests that take longer get a task that detects a disconnected client.
+CHECK_S = 0.25
 # Brackets are counted in bodies of at least this size.
 LARGE_BODY = 1 << 18
 
@@ -76,43 +77,47 @@ def check_key(state: AppState, headers: Headers) -> str:
 
 
 async def send_response(
-    send: Send, status: int, kind: str, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()
+    scope: Scope, send: Send, status: int, kind: str, parts: list[Part], headers: bytes = b""
 ) -> None:
-    """Send a response in one piece."""
-    await send_parts(send, status, kind, [body], headers)
+    """Send a response, releasing each part after it was sent; ``parts`` is empty afterwards.
 
-
-async def send_parts(
-    send: Send, status: int, kind: str, parts: list[Part], headers: Iterable[tuple[bytes, bytes]] = ()
-) -> None:
-    """Send a response in parts, releasing each part after it was sent; ``parts`` is empty afterwards."""
-    listed = [
-        (b"content-type", kind.encode()),
-        (b"content-length", b"%d" % sum(map(len, parts))),
-        (b"x-content-type-options", b"nosniff"),
-        (b"cache-control", b"no-store"),
-        *headers,
-    ]
+    Args:
+        scope: ASGI scope.
+        send: ASGI function.
+        status: HTTP status.
+        kind: media type.
+        parts: parts of the body.
+        headers: further headers; each ends with a line break.
+    """
+    size = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
+    head = _HEAD % (kind.encode(), size, headers)
+    if len(parts) == 1 and scope["method"] != "HEAD" and write_response(scope, status, head, parts[0]):
+        return
+    listed = [tuple(line.split(b": ", 1)) for line in head.splitlines()]
     await send({"type": "http.response.start", "status": status, "headers": listed})
     parts.reverse()
     while parts:
         await send({"type": "http.response.body", "body": bytes(parts.pop()), "more_body": bool(parts)})
 
 
-async def send_error(send: Send, fault: RefusedError, style: Style, *, close: bool = False) -> int:
+_HEAD = (
+    b"content-type: %b\r\ncontent-length: %d\r\nx-content-type-options: nosniff\r\ncache-control: no-store\r\n%b"
+)
+
+
+async def send_error(scope: Scope, send: Send, fault: RefusedError, style: Style, *, close: bool = False) -> int:
     """Send an error response and return its status."""
     status, body, headers = error_response(fault, style)
-    if status == 401:
-        headers["www-authenticate"] = "Bearer"
     if close:
+        scope.pop(CYCLE, None)  # uvicorn closes the connection
         headers["connection"] = "close"
-    await send_response(send, status, "application/json", as_json(body), encoded(headers))
+    await send_response(scope, send, status, "application/json", [as_json(body)], encoded(headers))
     return status
 
 
-def encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    """Return headers in ASGI's form."""
-    return [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
+def encoded(headers: Mapping[str, str]) -> bytes:
+    """Return valid headers as they are sent."""
+    return "".join([f"{name}: {value}\r\n" for name, value in headers.items()]).encode("latin-1")
 
 
 class Endpoint:
@@ -131,57 +136,58 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        state, route = self.state, self.route
+        state, route, settings = self.state, self.route, self.state.settings
         started = time.perf_counter()
         self._metrics.started()
         trace = None if state.traces is None else state.traces.begin(scope, route.path)
         request: Request | None = None
         status, word = 200, ""
+        watch = _Watch(receive, settings.body_s)
         try:
             headers = Headers(scope)
             key = check_key(state, headers)
             form = response_format(headers.get(b"accept"))
-            body = await self._body(headers, receive)
+            body = _parsed(await self._body(headers, receive), settings.max_tokens)
+            watch.read = True
             request = Request(
                 state,
                 route,
-                read(
-                    route.fields,
-                    _parsed(body, state.settings.max_tokens),
-                    most=state.settings.max_inputs,
-                ),
+                read(route.fields, body, most=settings.max_inputs),
                 key,
-                time.monotonic() + _timeout(headers, state.settings.timeout_s),
+                time.monotonic() + _timeout(headers, settings.timeout_s),
                 scope.get("path_params", {}).get("name"),
                 _priority(headers),
                 trace,
             )
             del body
-            parts = await self._until_disconnect(self._answered(request, form), receive)
-            await send_parts(send, 200, form, parts, self._measurement_headers(request, started))
+            reply = await route.answer(request)
+            if trace is not None:
+                trace.answering()
+            parts = await encode_response(reply, form, request.size)
+            watch.close()
+            await send_response(scope, send, 200, form, parts, self._measurements(request, started))
         except RefusedError as fault:
             word = fault.kind
-            status = await send_error(send, fault, route.style, close=fault.kind in ("size", "slow", "key"))
-        except (_GoneError, asyncio.CancelledError):
+            status = await send_error(scope, send, fault, route.style, close=word in ("size", "slow", "key"))
+        except _GoneError:
             status, word = 499, "gone"
+        except asyncio.CancelledError:
+            status, word = 499, "gone"
+            if watch.is_late():
+                word = "slow"
+                late = f"the body did not arrive within {settings.body_s:g} s. Send it sooner."
+                status = await send_error(scope, send, RefusedError(late, word), route.style, close=True)
         except Exception:
             LOG.exception("request failed")
             status, word = 500, "internal"
-            await send_error(
-                send, RefusedError("internal error; the server's log has details", "internal"), route.style
-            )
+            fault = RefusedError("internal error; the server's log has details", "internal")
+            await send_error(scope, send, fault, route.style)
+        finally:
+            watch.close()
         if trace is not None:
             trace.end(status, word, request)
         # The response is written in the next iteration of the loop; metrics are updated after that.
-        took = time.perf_counter() - started
-        asyncio.get_running_loop().call_soon(self._metrics.finished, request, status, word, took)
-
-    async def _answered(self, request: Request, form: str) -> list[Part]:
-        """Return the encoded response, in parts."""
-        reply = await self.route.answer(request)
-        if request.trace is not None:
-            request.trace.answering()
-        return await encode_response(reply, form, request.size)
+        watch.loop.call_soon(self._metrics.finished, request, status, word, time.perf_counter() - started)
 
     async def _body(self, headers: Headers, receive: Receive) -> bytes:
         most = self.state.settings.max_body
@@ -190,20 +196,14 @@ class Endpoint:
         large = not length.isdecimal() or int(length[:19]) > most or len(length) > 18
         parts: list[bytes] = []
         size, more = 0, not large
-        try:
-            async with asyncio.timeout(self.state.settings.body_s):
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise _GoneError
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    large = size > most
-                    more = message.get("more_body", False) and not large
-        except TimeoutError:
-            raise RefusedError(
-                f"the body did not arrive within {self.state.settings.body_s:g} s. Send it sooner.", "slow"
-            ) from None
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _GoneError
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            large = size > most
+            more = message.get("more_body", False) and not large
         if large:
             parts.clear()
             await self._discarded(receive, 16 * most)
@@ -229,75 +229,79 @@ class Endpoint:
                     size += len(message.get("body", b""))
                     more = message.get("more_body", False)
 
-    async def _until_disconnect(self, answering: Awaitable[list[Part]], receive: Receive) -> list[Part]:
-        """Return the result of ``answering``; cancel it if the client disconnects."""
-        cut = _CancelTask()
-        watch: asyncio.Task[None] | None = None
-
-        async def gone() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            cut()
-
-        def look() -> None:
-            nonlocal watch
-            watch = asyncio.ensure_future(gone())
-
-        timer = asyncio.get_running_loop().call_later(DISCONNECT_CHECK_S, look)
-        try:
-            return await answering
-        except asyncio.CancelledError:
-            if not cut.was_called():
-                raise
-            raise _GoneError from None
-        finally:
-            timer.cancel()
-            if watch is not None:
-                watch.cancel()
-
-    def _measurement_headers(self, request: Request, started: float) -> list[tuple[bytes, bytes]]:
+    def _measurements(self, request: Request, started: float) -> bytes:
         """Return the response headers with times and counts."""
-        ms = b"%.1f" % ((time.perf_counter() - started) * 1000)
-        found = [
-            (b"x-compute-type", self._type),
-            (b"x-compute-time", ms),
-            (b"x-compute-characters", b"%d" % request.characters),
-            (b"x-compute-tokens", b"%d" % request.tokens),
-            (b"x-total-time", ms),
-            (b"x-tokenization-time", b"%.1f" % (request.tokenized_s * 1000)),
-            (b"x-queue-time", b"%.1f" % (request.waited_s * 1000)),
-            (b"x-inference-time", b"%.1f" % (request.inferred_s * 1000)),
-            (b"x-flodl-windows", b"%d" % request.windows),
-        ]
+        ms = (time.perf_counter() - started) * 1000
+        found = _MEASUREMENTS % (
+            self._type, ms, request.characters, request.tokens, ms, request.tokenized_s * 1000,
+            request.waited_s * 1000, request.inferred_s * 1000, request.windows,
+        )  # fmt: skip
         if request.truncated:
-            found.append((b"x-flodl-truncated-texts", b"%d" % request.truncated))
+            found += b"x-flodl-truncated-texts: %d\r\n" % request.truncated
         if request.empty:
-            found.append((b"x-flodl-empty-texts", b"%d" % request.empty))
+            found += b"x-flodl-empty-texts: %d\r\n" % request.empty
         if request.dropped:
-            found.append((b"x-flodl-dropped-tokens", b"%d" % request.dropped))
+            found += b"x-flodl-dropped-tokens: %d\r\n" % request.dropped
         return found if request.trace is None else found + encoded(request.trace.headers)
 
 
-class _CancelTask:
-    """Callable that cancels the task in which it was created."""
+_MEASUREMENTS = (
+    b"x-compute-type: %b\r\nx-compute-time: %.1f\r\nx-compute-characters: %d\r\nx-compute-tokens: %d\r\n"
+    b"x-total-time: %.1f\r\nx-tokenization-time: %.1f\r\nx-queue-time: %.1f\r\nx-inference-time: %.1f\r\n"
+    b"x-flodl-windows: %d\r\n"
+)
 
-    __slots__ = ("_called", "_task")
 
-    def __init__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._called = False
+class _Watch:
+    """Cancels the current task if the body of its request is late or its client disconnects, with one timer.
 
-    def __call__(self) -> None:
-        self._called = True
+    Args:
+        receive: ASGI function.
+        body_s: time in which the body has to arrive.
+    """
+
+    __slots__ = ("_body_s", "_late", "_receive", "_task", "_timer", "_watcher", "loop", "read")
+
+    def __init__(self, receive: Receive, body_s: float) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.read = False
+        """Whether the body has arrived."""
+        self._task = asyncio.current_task(self.loop)
+        self._receive, self._body_s = receive, body_s
+        self._late = False
+        self._watcher: asyncio.Task[None] | None = None
+        self._timer = self.loop.call_later(min(CHECK_S, body_s), self._check)
+
+    def _check(self) -> None:
+        self._body_s -= CHECK_S
+        if self.read:
+            self._watcher = asyncio.ensure_future(self._disconnected())
+        elif self._body_s > 0:
+            self._timer = self.loop.call_later(min(CHECK_S, self._body_s), self._check)
+        else:
+            self._late = True
+            self._cancel()
+
+    async def _disconnected(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._cancel()
+
+    def _cancel(self) -> None:
+        assert self._task is not None
         self._task.cancel()
 
-    def was_called(self) -> bool:
-        """Return whether this object cancelled the task; if so, undo the cancellation."""
-        if self._called:
+    def is_late(self) -> bool:
+        """Return whether the task was cancelled because of the body; if so, undo the cancellation."""
+        if self._late and self._task is not None:
             self._task.uncancel()
-        return self._called
+        return self._late
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._timer.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
 
 
 def _parsed(body: bytes, most: int) -> Any:

@@ -107,6 +107,10 @@ def runner() -> asyncio.Runner:
 
 
 def freeze_gc() -> None:
-    """Exclude existing objects from garbage collection, whose scans take a twentieth of an HTTP process's time."""
+    """Exclude existing objects from garbage collection, and collect rarely.
+
+    With the default thresholds scans take a tenth of an HTTP process's time.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)

@@ -67,6 +67,8 @@ def error_response(fault: RefusedError, style: Style) -> tuple[int, dict[str, An
     headers = {"x-flodl-fault": fault.kind}
     if fault.after_s is not None:
         headers["retry-after"] = str(int(fault.after_s))
+    if fault.kind == "key":
+        headers["www-authenticate"] = "Bearer"
     if style == "tei":
         return at_tei, {"error": fault.message, "error_type": word}, headers
     if style == "cohere":

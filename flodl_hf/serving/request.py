@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from threading import Event, Semaphore
+from threading import Lock
 from typing import Any
 
 from flodl_hf.errors import PredictError
@@ -86,6 +87,83 @@ class GivenUpError(PredictError):
     """A request that its client cancelled."""
 
 
+class Signal:
+    """A wait for results.
+
+    Attributes:
+        is_set: whether the wait has ended.
+        waits: whether a thread gave its turn away and waits for ``baton``.
+        baton: released with the results and a turn.
+    """
+
+    __slots__ = ("baton", "is_set", "waits")
+
+    def __init__(self, *, waits: bool = False) -> None:
+        self.is_set, self.waits = False, waits
+        self.baton = Lock()
+        self.baton.acquire()
+
+
+class Turns:
+    """Turns of threads that compute. A thread that waits for results gives its turn away, and gets one with them.
+
+    Other than with a semaphore and an event, a thread is woken once, when both its results and a turn are available:
+    with many woken threads the interpreter is busy with switches between them.
+
+    Args:
+        count: number of threads that compute at a time.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._ready: deque[Lock] = deque()
+        self._lock = Lock()
+
+    def __enter__(self) -> None:
+        signal = Signal(waits=True)
+        self.set(signal)
+        signal.baton.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._pass_on()
+
+    def set(self, signal: Signal) -> None:
+        """End a wait: its thread continues with the next turn."""
+        with self._lock:
+            self._end(signal)
+
+    def wait(self, signal: Signal, seconds: float) -> bool:
+        """Give the turn of this thread away until a signal is set; return False if it was not set in time."""
+        with self._lock:
+            if signal.is_set:
+                return True
+            signal.waits = True
+            self._pass_on()
+        if signal.baton.acquire(timeout=seconds):
+            return True
+        with self._lock:
+            late = not signal.is_set
+            self._end(signal)
+        signal.baton.acquire()
+        return not late
+
+    def _end(self, signal: Signal) -> None:
+        waits = signal.waits and not signal.is_set
+        signal.is_set = True
+        if waits and self._free:
+            self._free -= 1
+            signal.baton.release()
+        elif waits:
+            self._ready.append(signal.baton)
+
+    def _pass_on(self) -> None:
+        if self._ready:
+            self._ready.popleft().release()
+        else:
+            self._free += 1
+
+
 @dataclass(eq=False)
 class WorkerRequest:
     """One request.
@@ -104,7 +182,7 @@ class WorkerRequest:
         started: when its thread started to answer it, by ``time.perf_counter``.
         tokenized_s: time from ``started`` until its first rows were ready.
         timeline: its timeline if it is traced.
-        turn: semaphore that its thread acquires for computation and releases while it waits for a batch.
+        turns: turns of the threads that compute, one of which its thread has unless it waits for a batch.
         read_on: called when the device has its rows, so that another request may be read.
     """
 
@@ -121,9 +199,9 @@ class WorkerRequest:
     started: float = 0.0
     tokenized_s: float = 0.0
     timeline: Timeline | None = None
-    turn: Semaphore | None = None
+    turns: Turns = field(default_factory=lambda: Turns(0))
     read_on: Callable[[], None] = _nothing
-    waits: list[Event] = field(default_factory=list)
+    waits: list[Signal] = field(default_factory=list)
 
     def count_truncated(self, texts: int, tokens: int) -> None:
         """Add the numbers of truncated texts and tokens."""
@@ -133,8 +211,8 @@ class WorkerRequest:
     def give_up(self) -> None:
         """Cancel the request: its rows leave the queue, and its thread continues."""
         self.gone = True
-        for event in self.waits:
-            event.set()
+        for signal in self.waits:
+            self.turns.set(signal)
 
     @property
     def over(self) -> bool:
@@ -165,12 +243,16 @@ class AwaitedResults(Pending):
     def __init__(self, rows: int, request: WorkerRequest) -> None:
         super().__init__(rows)
         self.left = rows
-        self.here = Event()
+        self._signal = Signal()
         self._request = request
-        request.waits.append(self.here)
-        # A concurrent cancellation either sees this event or is visible here.
+        request.waits.append(self._signal)
+        # A concurrent cancellation either sees this wait or is visible here.
         if not rows or request.gone:
-            self.here.set()
+            self.complete()
+
+    def complete(self) -> None:
+        """Let the thread that waits for the results continue."""
+        self._request.turns.set(self._signal)
 
     def parts(self) -> Any:
         """Wait for all results and return them batch by batch.
@@ -180,20 +262,10 @@ class AwaitedResults(Pending):
             DeadlineError: its deadline has passed.
         """
         request = self._request
-        if not self._arrives(max(0.0, min(request.until - time.monotonic(), 1e6))):
+        if not request.turns.wait(self._signal, max(0.0, min(request.until - time.monotonic(), 1e6))):
             raise DeadlineError(_LATE)
         if request.gone and self.left:
             raise GivenUpError(_GONE)
         if request.timeline is not None:
             request.timeline.arrived()
         return super().parts()
-
-    def _arrives(self, seconds: float) -> bool:
-        turn = self._request.turn
-        if turn is None or self.here.is_set():
-            return self.here.wait(seconds)
-        turn.release()
-        try:
-            return self.here.wait(seconds)
-        finally:
-            turn.acquire()

@@ -8,7 +8,7 @@ reads, because a woken thread competes for the interpreter, which a single reque
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Event, Lock, Semaphore, Thread
+from threading import Event, Lock, Thread
 from typing import Any
 
 
@@ -28,7 +28,7 @@ class _Threads:
     def __init__(self, read: Callable[[], Any], answer: Callable[[Any, Callable[[], None]], None], most: int) -> None:
         self._read, self._answer, self._most = read, answer, most
         self._lock = Lock()
-        self._idle: list[Semaphore] = []
+        self._idle: list[Lock] = []
         self._threads = 0
         self._vacant = True
         self._end = Event()
@@ -50,7 +50,8 @@ class _Threads:
             Thread(target=self._work, name=f"flodl-hf-request-{self._threads}", daemon=True).start()
 
     def _work(self) -> None:
-        mine = Semaphore(0)
+        mine = Lock()
+        mine.acquire()
         while True:
             try:
                 request = self._read()

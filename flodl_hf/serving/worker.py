@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
-from threading import Semaphore, Thread
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from flodl_hf.errors import TextTooLongError, TokenizerError
 from flodl_hf.serving.adapter_models import MixedAdapters, mix_adapters, open_adapters
 from flodl_hf.serving.admission import count_characters
 from flodl_hf.serving.batching import Batcher
-from flodl_hf.serving.request import DeadlineError, GivenUpError, Timeline, WorkerRequest
+from flodl_hf.serving.request import DeadlineError, GivenUpError, Timeline, Turns, WorkerRequest
 from flodl_hf.serving.tasks import TASKS, check_head, describe, warm_items
 from flodl_hf.serving.thread_pool import run_threads
 from flodl_hf.serving.throughput import TokenRate, measure_peak
@@ -189,7 +189,7 @@ class _Requests:
     def __init__(self, worker: Worker, most: int) -> None:
         self._worker, self._most = worker, most
         self._requests: dict[tuple[Stream, int], WorkerRequest] = {}
-        self._turns, self._long_turns = Semaphore(MAX_COMPUTING), Semaphore(MAX_COMPUTING)
+        self._turns, self._long_turns = Turns(MAX_COMPUTING), Turns(MAX_COMPUTING)
 
     def answer_all(self, stream: Stream) -> None:
         """Answer the requests of a connection until it ends, and cancel those that remain."""
@@ -216,9 +216,8 @@ class _Requests:
                     message["key"], time.monotonic() + message["left_s"], message["priority"]
                 )
                 # Characters are counted, not tokens, so that requests with slow tokenization delay only each other.
-                request.turn = (
-                    self._turns if count_characters(message["items"]) <= LONG_CHARACTERS else self._long_turns
-                )
+                short = count_characters(message["items"]) <= LONG_CHARACTERS
+                request.turns = self._turns if short else self._long_turns
                 if "traced" in message:
                     request.timeline = Timeline()
                 return stream, message, request
@@ -235,8 +234,7 @@ class _Requests:
         else:
             read_on()
         number, reply, arrays = message["id"], {}, []
-        assert request.turn is not None
-        with request.turn:
+        with request.turns:
             try:
                 request.check()
                 request.started = time.perf_counter()

@@ -277,7 +277,8 @@ def truncation_options(request: Request, given: Mapping[str, Any] | None = None)
 def wants_raw_scores(request: Request) -> bool:
     """Return whether the request asks for scores without an activation."""
     given = request.fields
-    return given.get("raw_scores") is True or any(given.get(field.name) is False for field in ACTIVATIONS[:3])
+    wants = (given.get("use_activation"), given.get("activation"), given.get("softmax"))
+    return given.get("raw_scores") is True or False in wants
 
 
 def with_empty_flag(record: dict[str, Any], empty: bool) -> dict[str, Any]:
@@ -287,8 +288,9 @@ def with_empty_flag(record: dict[str, Any], empty: bool) -> dict[str, Any]:
 
 def is_blank(item: Any) -> bool:
     """Return whether a text, or both texts of a pair, are blank."""
-    parts = [item] if isinstance(item, str) else item
-    return not any(part.strip() if isinstance(part, str) else True for part in parts)
+    if isinstance(item, str):
+        return not item.strip()
+    return not any(part.strip() if isinstance(part, str) else True for part in item)
 
 
 def _able(info: Mapping[str, Any], tasks: Sequence[str]) -> bool:

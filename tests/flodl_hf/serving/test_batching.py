@@ -19,7 +19,7 @@ from flodl_hf.inference.forward import Scores
 from flodl_hf.inference.options import RunOptions
 from flodl_hf.serving import batching
 from flodl_hf.serving.batching import Batcher
-from flodl_hf.serving.request import AwaitedResults, DeadlineError, GivenUpError, WorkerRequest
+from flodl_hf.serving.request import AwaitedResults, DeadlineError, GivenUpError, Signal, Turns, WorkerRequest
 from flodl_hf.serving.thread_pool import run_threads
 
 BAD = 999
@@ -159,13 +159,13 @@ def test_what_is_given_up_leaves_the_queue(engine: Engine) -> None:
 
 def test_who_waits_for_a_batch_keeps_no_turn(engine: Engine) -> None:
     batcher = Batcher(torch.device("cpu"), 10)
-    turn = threading.Semaphore(1)
-    request = WorkerRequest(turn=turn)
+    turns = Turns(1)
+    request = WorkerRequest(turns=turns)
     engine.may.clear()
     waiting, done = threading.Event(), []
 
     def compute() -> None:
-        with turn:
+        with turns:
             pending = send(batcher, rows(10, first=3), request)
             waiting.set()
             done.append(pending.stacked().tolist())
@@ -173,18 +173,45 @@ def test_who_waits_for_a_batch_keeps_no_turn(engine: Engine) -> None:
     thread = threading.Thread(target=compute)
     thread.start()
     assert waiting.wait(10)
-    assert turn.acquire(timeout=10)  # it waits, and another has its turn
-    engine.may.set()
-    assert pending_is_over(request)
-    assert not done  # the batch has run, and its thread waits until the turn is given back
-    turn.release()
+    with turns:  # it waits, and another has its turn
+        engine.may.set()
+        while not request.waits[0].is_set:
+            time.sleep(0.001)
+        assert not done  # the batch has run, and its thread waits until the turn is given back
     thread.join(10)
     assert done == [[30.0]]
-    assert turn.acquire(blocking=False)
 
 
-def pending_is_over(request: WorkerRequest) -> bool:
-    return request.waits[0].wait(10)
+def test_turns_of_late_and_served_waits_are_given_back() -> None:
+    turns, inside, most = Turns(2), 0, 0
+    lock, signals = threading.Lock(), [Signal() for _ in range(40)]
+    arrived: list[bool] = []
+
+    def compute(place: int) -> None:
+        nonlocal inside, most
+        with turns:
+            found = turns.wait(signals[place], 0.02 if place % 2 else 10)
+            with lock:
+                arrived.append(found == (place % 2 == 0))
+                inside += 1
+                most = max(most, inside)
+            time.sleep(0.002)
+            with lock:
+                inside -= 1
+
+    threads = [threading.Thread(target=compute, args=(place,)) for place in range(40)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    for signal in signals:
+        turns.set(signal)
+        turns.set(signal)
+    for thread in threads:
+        thread.join(10)
+    assert arrived == [True] * 40
+    assert most == 2
+    with turns, turns:  # no turn was lost
+        pass
 
 
 def test_nothing_is_begun_for_who_does_not_wait() -> None:
