@@ -12,10 +12,9 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from flodl import errors
 from flodl_hf import errors as hf_errors
@@ -418,8 +417,8 @@ def help_of(parameter: Any) -> str:
 def words_of(parameter: Any) -> list[str]:
     """Return the words that an option takes; none where it takes any."""
     kind = getattr(getattr(parameter, "type_descriptor", None), "annotation", None)
-    if isinstance(kind, type) and issubclass(kind, StrEnum):
-        return [str(word) for word in kind]
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
     # Former versions of typer have click's options.
     return [str(word) for word in getattr(getattr(parameter, "type", None), "choices", ())]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flodl_hf.cli.choices import DtypeChoice, EngineWord, Head
+from flodl_hf.cli.choices import DTYPES, ENGINES, Head
 from flodl_hf.cli.error_text import command_line
 from flodl_hf.cli.shared import Json, Local, Revision, emit_json, reporting, say, tell
 
@@ -26,8 +26,8 @@ def command(
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")],
     format: Annotated[
-        EngineWord, typer.Option(help="safetensors, or for another engine: onnx, torch-export.")
-    ] = EngineWord.safetensors,
+        ENGINES, typer.Option(help="safetensors, or for another engine: onnx, torch-export.")
+    ] = "safetensors",
     opset: Annotated[
         int | None, typer.Option(min=1, help="Of ONNX: the version of its operators; 18 by default.")
     ] = None,
@@ -38,7 +38,7 @@ def command(
         str | None, typer.Option(help="For a graph's checkpoint: names of its classes, as a,b,c.")
     ] = None,
     head: Head = "auto",
-    dtype: Annotated[DtypeChoice | None, typer.Option(help="Cast the weights to this.")] = None,
+    dtype: Annotated[DTYPES | None, typer.Option(help="Cast the weights to this.")] = None,
     max_shard_size: Annotated[str | None, typer.Option(help="Cut the weights above this size, e.g. 5GB.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a folder that contains a model.")] = False,
     revision: Revision = None,
@@ -55,7 +55,7 @@ def command(
     """
     from flodl_hf.export.graph_file import export_graph_file, is_graph_file
 
-    if format != EngineWord.safetensors:
+    if format != "safetensors":
         _check_engine(model, format, is_graph_file(model), opset, dtype, max_shard_size)
     elif opset is not None:
         raise typer.BadParameter("--opset is for --format onnx")
@@ -73,19 +73,19 @@ def command(
         raise typer.BadParameter(f"--like and --labels are for a graph's checkpoint, and {model} is none")
     from flodl_hf.auto import load
 
-    if format != EngineWord.safetensors:
-        dtype = DtypeChoice.float32
+    if format != "safetensors":
+        dtype = "float32"
     # Weights that are only rewritten stay memory-mapped, so that any size works.
-    shown: dict[str, Any] = {"mapped": True, "weights": "memory"} if format == EngineWord.safetensors else {}
+    shown: dict[str, Any] = {"mapped": True, "weights": "memory"} if format == "safetensors" else {}
     loaded = load(model, head=head, dtype=dtype, revision=revision, local_files_only=local_files_only, **shown)
     report = loaded.load_report
     if report is not None and report.new:
         say(f"note: {len(report.new)} tensors are new and untrained: {', '.join(report.new)}")
-    if format != EngineWord.safetensors:
+    if format != "safetensors":
         from flodl_hf.export.engine import OPSET, export_onnx, export_program
 
         asked = command_line("flodl-hf", *sys.argv[1:])
-        if format == EngineWord.onnx:
+        if format == "onnx":
             made = export_onnx(loaded, out, opset=OPSET if opset is None else opset, overwrite=force, command=asked)
         else:
             made = export_program(loaded, out, overwrite=force, command=asked)
@@ -110,18 +110,18 @@ def _show(folder: Path, head: str, json_output: bool) -> None:
 
 
 def _check_engine(
-    model: str, format: EngineWord, is_graph: bool, opset: int | None, dtype: DtypeChoice | None, shards: str | None
+    model: str, format: str, is_graph: bool, opset: int | None, dtype: str | None, shards: str | None
 ) -> None:
     """Refuse options that have no meaning for another engine."""
     if is_graph:
         raise typer.BadParameter(
             f"{model} contains tensors alone; write it as a folder first, then that folder as {format}"
         )
-    if opset is not None and format != EngineWord.onnx:
+    if opset is not None and format != "onnx":
         raise typer.BadParameter("--opset is for --format onnx")
     if shards is not None:
         raise typer.BadParameter("--max-shard-size is for --format safetensors")
-    if dtype not in (None, DtypeChoice.float32):
+    if dtype not in (None, "float32"):
         raise typer.BadParameter(
             f"--format {format} writes float32, in which the engine is compared; leave out --dtype"
         )

@@ -13,16 +13,17 @@ import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import typer
 
 from flodl.errors import ConfigError, nearest
 from flodl.verbosity import Verbosity, verbosity
 from flodl_hf.checkpoints.weights.prefetch import prefetching
-from flodl_hf.cli.choices import choice, complete_task, task_word
+from flodl_hf.cli.choices import complete_task, task_word
 from flodl_hf.cli.command import StrictCommand
 from flodl_hf.cli.error_text import command_line
+from flodl_hf.cli.options import option, parameter, with_parameters
 from flodl_hf.cli.path_checks import check_places
 from flodl_hf.cli.shared import emit_json, reporting, say, tell, training_said
 from flodl_hf.families.schema.tasks import HEADS
@@ -71,30 +72,6 @@ TASK: dict[str, Any] = {
 SHORT = {"epochs": "-e", "batch_size": "-b", "devices": "--device"}
 
 
-def run(
-    model: str | None,
-    train: str | None,
-    held_out: str | None,
-    out: Path | None,
-    overwrite: bool,
-    recipe: Path | None,
-    env: str | None,
-    given: Mapping[str, Any],
-    json_output: bool,
-    trial: str | None = None,
-    dashboard: str | None = None,
-    control: bool = False,
-    timing: bool = False,
-) -> None:
-    """Train as the recipe and the command line say; the latter wins."""
-    said = {"model": model, "train": train, "eval": held_out, "out": out, **given}
-    values = _values(said, recipe, env)
-    data = {"train": train_data(values["train"]), "eval": eval_data(values.get("eval"))}
-    check_places("training", {**values, **data})
-    with prefetching(values["model"], _loading(values)):
-        _run(values, trial, dashboard, control, overwrite, json_output, timing)
-
-
 def _loading(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return options of loading the model; without the device if worker processes select it."""
     devices = values.get("devices")
@@ -102,29 +79,26 @@ def _loading(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"device": device, "mapped": values.get("shard") is not None}
 
 
-def _run(
-    values: dict[str, Any], trial: str | None, dashboard: str | None, control: bool, overwrite: bool, json_output: bool,
-    timing: bool,
-) -> None:  # fmt: skip
-    """Run the requested training; ``values`` as in recipes."""
+def _run(values: dict[str, Any], said: Mapping[str, Any]) -> None:
+    """Run the requested training; ``values`` as in recipes, ``said`` the command line."""
     from flodl.distributed.group import is_first_rank
     from flodl_hf.training.run import finetune
 
     name = values.pop("model")
     data = {"train": train_data(values.pop("train")), "eval": eval_data(values.pop("eval", None))}
-    target = values.pop("out", None)
-    if target is None and trial is None:
-        target = usual_folder(name, again=bool(values.get("resume")) or overwrite or bool(values.get("overwrite")))
+    target, trial = values.pop("out", None), said["dry_run"] or said["find_lr"]
+    overwrite = bool(values.pop("overwrite", False)) or said["overwrite"]
+    if target is None and not trial:
+        target = usual_folder(name, again=bool(values.get("resume")) or overwrite)
         if is_first_rank():
             say(f"the model will be written to {target}; --out DIR names another folder")
-    monitor = None if trial is not None else _monitor(dashboard, control)
-    overwrite = bool(values.pop("overwrite", False)) or overwrite
+    monitor = None if trial else _monitor(said["dashboard"], said["dashboard_control"])
     if not is_first_rank():
         finetune(name, **data, out=target, overwrite=overwrite, monitor=monitor, **values)
         return
     training_said(values.get("devices"))
-    if trial is not None:
-        _try(trial, name, data, values, json_output)
+    if trial:
+        _try(said, name, data, values)
         return
     imported = time.perf_counter() - STARTED
     if data["eval"] is None:
@@ -145,21 +119,26 @@ def _run(
         say(f"steps: {result.recorded}")
     if result.summed is not None:
         say(f"gradients: summed by {result.summed}")
-    _report(name, result, json_output)
-    if timing:
+    _report(name, result, said["json_output"])
+    if said["timing"]:
         phases = {"import": imported, **result.timing}
         say("seconds: " + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items()), always=True)
         ended = time.perf_counter()
         atexit.register(lambda: say(f"exit: {time.perf_counter() - ended:.1f} seconds", always=True))
 
 
-def _values(said: Mapping[str, Any], recipe: Path | None, env: str | None) -> dict[str, Any]:
+def _values(said: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the merged values of a recipe and the command line; the latter wins.
+
+    Args:
+        said: the command line.
+        given: its options of the training.
 
     Raises:
         ConfigError: neither names a model and data, or an environment's file has no recipe to override.
     """
     values: dict[str, Any] = {}
+    recipe, env = said["recipe"], said["env"]
     if recipe is not None:
         from flodl_hf.training.recipe import load_recipe
 
@@ -169,7 +148,8 @@ def _values(said: Mapping[str, Any], recipe: Path | None, env: str | None) -> di
             "--env: found no --recipe; expected the recipe that the environment's file overrides",
             problems=["env"],
         )
-    values |= {name: value for name, value in said.items() if value is not None}
+    named = {"model": said["model"], "train": said["train"] or said["data"], "eval": said["eval"], "out": said["out"]}
+    values |= {name: value for name, value in {**named, **given}.items() if value is not None}
     absent = [name for name in ("model", "train") if values.get(name) is None]
     if absent:
         meant = [f"; the recipe has {name!r}{hint}" for name in values if (hint := nearest(name, absent))]
@@ -228,11 +208,11 @@ def _is_taken(folder: Path) -> bool:
     return any(os.path.lexists(place) and not (place.is_dir() and not any(place.iterdir())) for place in kept)
 
 
-def _try(trial: str, model: str, data: Mapping[str, Any], values: Mapping[str, Any], json_output: bool) -> None:
+def _try(said: Mapping[str, Any], model: str, data: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     """Do a dry run or search a learning rate, and print the result."""
     from flodl_hf.training import dry_run, find_lr
 
-    if trial == "dry-run":
+    if said["dry_run"]:
         found: Any = dry_run(model, **data, **values)
         text = str(found)
     else:
@@ -240,7 +220,7 @@ def _try(trial: str, model: str, data: Mapping[str, Any], values: Mapping[str, A
         rates = f"{found.rates[0]:.1e} to {found.rates[-1]:.1e}"
         best = "the loss did not fall" if found.suggestion is None else f"try --lr {found.suggestion:.1e}"
         text = f"{len(found.rates)} steps at rates of {rates}, lowest loss {min(found.smoothed):.4f}: {best}"
-    if json_output:
+    if said["json_output"]:
         emit_json(found.to_dict())
     else:
         tell(text)
@@ -375,48 +355,43 @@ def _command() -> Callable[..., None]:
                 f"train: found {said['data']!r} after MODEL and {said['train']!r}; expected one of them",
                 problems=["train"],
             )
-        run(
-            said["model"], said["train"] or said["data"], said["eval"], said["out"], said["overwrite"], said["recipe"],
-            said["env"], given, said["json_output"],
-            "dry-run" if said["dry_run"] else "find-lr" if said["find_lr"] else None,
-            said["dashboard"], said["dashboard_control"], said["timing"],
-        )  # fmt: skip
+        values = _values(said, given)
+        data = {"train": train_data(values["train"]), "eval": eval_data(values.get("eval"))}
+        check_places("training", {**values, **data})
+        with prefetching(values["model"], _loading(values)):
+            _run(values, said)
 
     command.__doc__ = HELP
     parameters = [
         parameter("model", str | None, typer.Argument(metavar="MODEL", help="A local folder or a Hub name.")),
         parameter("data", str | None, typer.Argument(metavar="TRAIN", help="Training data, as of --train.")),
-        parameter("train", str | None, typer.Option("--train", "-t", help="Training data: CSV, TSV, JSON lines, "
-                   "Parquet, CoNLL, SQuAD JSON or text; for vectors also several as name=file,name=file.")),
-        parameter("eval", str | None, typer.Option("--eval", help="Held-out data, evaluated after each epoch: a file, "
-                   "several as name=file,name=file, or a share of the training rows (0.2).")),
-        parameter("out", Path | None, typer.Option("--out", "-o", help="Folder to write; by default "
-                   "MODEL-finetuned here, by the last part of the name, with -2, -3 and so on where that is taken.")),
-        parameter("overwrite", bool, typer.Option("--overwrite", help="Replace a model in that folder."), False),
-        parameter("recipe", Path | None, typer.Option("--recipe", "-r", help="YAML file with options; those on the "
-                   "command line win.")),
-        parameter("env", str | None, typer.Option("--env", help="Override the recipe with RECIPE.ENV.yaml.")),
-        parameter("set", list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Set any option of the "
-                   "reference, with the value as YAML: --set beta1=0.8 --set 'adapter={type: ia3}'.")),
-        parameter("dry_run", bool, typer.Option("--dry-run", help="Read and check all, try the heaviest batch and "
-                   "three steps on a copy, report the resources needed, and write nothing."), False),
-        parameter("find_lr", bool, typer.Option("--find-lr", help="Train a copy at rising rates, report where the loss "
-                   "fell fastest, and write nothing."), False),
-        parameter("timing", bool, typer.Option("--timing", help="Print the seconds of each phase."),
-                  False),
-        parameter("dashboard", str | None, typer.Option("--dashboard", metavar="[PORT]", help="Show the run on a page "
-                   "of this machine, at this port or the first free one from 6060 on.")),
-        parameter("dashboard_control", bool, typer.Option("--dashboard-control", help="Let that page make the run "
-                   "evaluate, save or stop, authorised by the token in its address."), False),
+        option("train", str, "Training data: CSV, TSV, JSON lines, Parquet, CoNLL, SQuAD JSON or text; for vectors "
+               "also several as name=file,name=file.", "-t"),
+        option("eval", str, "Held-out data, evaluated after each epoch: a file, several as name=file,name=file, or a "
+               "share of the training rows (0.2)."),
+        option("out", Path, "Folder to write; by default MODEL-finetuned here, by the last part of the name, with -2, "
+               "-3 and so on where that is taken.", "-o"),
+        option("overwrite", bool, "Replace a model in that folder.", default=False),
+        option("recipe", Path, "YAML file with options; those on the command line win.", "-r"),
+        option("env", str, "Override the recipe with RECIPE.ENV.yaml."),
+        option("set", list[str], "Set any option of the reference, with the value as YAML: --set beta1=0.8 --set "
+               "'adapter={type: ia3}'.", metavar="NAME=VALUE"),
+        option("dry_run", bool, "Read and check all, try the heaviest batch and three steps on a copy, report the "
+               "resources needed, and write nothing.", default=False),
+        option("find_lr", bool, "Train a copy at rising rates, report where the loss fell fastest, and write nothing.",
+               default=False),
+        option("timing", bool, "Print the seconds of each phase.", default=False),
+        option("dashboard", str, "Show the run on a page of this machine, at this port or the first free one from 6060 "
+               "on.", metavar="[PORT]"),
+        option("dashboard_control", bool, "Let that page make the run evaluate, save or stop, authorised by the token "
+               "in its address.", default=False),
+        *option_parameters(table),
+        option("json_output", bool, "Print one JSON document instead of text.", "--json", default=False),
+        option("help_all", bool, "Show all options and exit.", default=False),
     ]  # fmt: skip
-    parameters += option_parameters(table)
-    parameters += [
-        parameter("json_output", bool, typer.Option("--json", help="Print one JSON document instead of text."), False),
-        parameter("help_all", bool, typer.Option("--help-all", help="Show all options and exit."), False),
-    ]
     for one in parameters:
         one.annotation.__metadata__[0].hidden = one.name not in SHOWN_IN_HELP
-    return with_parameters(command, parameters)
+    return with_parameters(parameters)(command)
 
 
 def _set_values(texts: Sequence[str]) -> dict[str, Any]:
@@ -435,13 +410,6 @@ def _set_values(texts: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def with_parameters(command: Callable[..., None], parameters: list[inspect.Parameter]) -> Callable[..., None]:
-    """Return a command that takes these parameters."""
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
-    return command
-
-
 def option_parameters(names: Container[str]) -> list[inspect.Parameter]:
     """Return a parameter of a command for each of these rows of the table of options."""
     group, parameters = "", []
@@ -455,24 +423,19 @@ def option_parameters(names: Container[str]) -> list[inspect.Parameter]:
         flags = [f"{flag}/--no-{flag[2:]}"] if kind is bool else [flag, *([SHORT[name]] if name in SHORT else [])]
         text = row.metadata["help"] + (f" (default {shown})" if shown else "")
         bounds: dict[str, Any] = {word: row.metadata.get(key) for word, key in (("min", "least"), ("max", "most"))}
-        option = typer.Option(
+        found = typer.Option(
             *flags, help=text, show_default=False, rich_help_panel=group,
             **TASK if name == "task" else bounds if kind in (int, float) else {},
         )  # fmt: skip
-        parameters.append(parameter(name, kind | None, option))
+        parameters.append(parameter(name, kind | None, found))
     return parameters
-
-
-def parameter(name: str, kind: Any, option: Any, default: Any = None) -> inspect.Parameter:
-    """Return a parameter of a command."""
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 
 def _kind(hint: Any, name: str, among: tuple[str, ...] | None) -> Any:
     """Return the type of an option's text; maps, lists and choices of several types are texts first."""
     among = tuple(SCHEDULES) if name == "schedule" else among
     if among:
-        return choice(name, among)
+        return Literal[among]
     kinds = [k for k in (get_args(hint) or (hint,)) if k in (bool, int, float, str)]
     if bool in kinds:
         return bool

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flodl.errors import printable
-from flodl_hf.cli.choices import Head, PrecisionChoice
+from flodl_hf.cli.choices import PRECISIONS, Head
 from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting, tell
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def command(
         typer.Option(help="Also show what would run each layer on cpu, cuda, mps, or auto: the best device there is."),
     ] = None,
     precision: Annotated[
-        PrecisionChoice | None, typer.Option(help="With --device: what products are computed in; else as stored.")
+        PRECISIONS | None, typer.Option(help="With --device: what products are computed in; else as stored.")
     ] = None,
     revision: Revision = None,
     local_files_only: Local = False,

@@ -3,58 +3,48 @@
 from __future__ import annotations
 
 import json
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-import typer
+from flodl_hf.cli import options as shared
+from flodl_hf.cli.choices import SAMPLINGS
+from flodl_hf.cli.options import REQUIRED, option, with_parameters
+from flodl_hf.cli.shared import emit_json, reporting, tell
 
-from flodl_hf.cli.options import Device, Precision
-from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting, tell
-
-
-class Sampling(StrEnum):
-    """Which of the texts found become negatives."""
-
-    top = "top"
-    random = "random"
+_SOURCE = "File of pairs: anchor and positive, or named columns."
+_OUT = "File to write, JSON lines: anchor, positive, negative_1 ..."
+_CORPUS = "File of texts to take negatives from, in addition to all positives."
+OPTIONS = (
+    option("range_min", int, "Skip this many of the nearest texts.", min=0, default=0),
+    option("range_max", int, "Consider this many of the nearest texts.", min=1, default=100),
+    option("max_score", float, "Maximum similarity of a negative."),
+    option("absolute_margin", float, "Minimum score gap to the positive."),
+    option("relative_margin", float, "The same, relative to the score of the positive."),
+    option("sampling", SAMPLINGS, "Take the nearest negatives, or a random sample.", default="top"),
+    option("seed", int, "Random seed of the sampling.", default=42),
+)
+"""Keywords of `flodl_hf.inference.mining.hard_negatives`."""
 
 
 @reporting
+@with_parameters((
+    shared.MODEL,
+    option("source", str, _SOURCE, "--in", "-i", default=REQUIRED),
+    option("out", Path, _OUT, "--out", "-o", default=REQUIRED),
+    option("corpus", str, _CORPUS),
+    option("columns", str, "anchor=question,positive=context."),
+    option("negatives", int, "Negatives per pair; pairs with fewer are dropped.", min=1, default=1),
+    *OPTIONS, *shared.ENCODER, shared.JSON,
+))  # fmt: skip
 def command(
-    model: Model,
-    source: Annotated[str, typer.Option("--in", "-i", help="File of pairs: anchor and positive, or named columns.")],
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="File to write, JSON lines: anchor, positive, negative_1 ...")
-    ],
-    corpus: Annotated[
-        str | None, typer.Option("--corpus", help="File of texts to take negatives from, in addition to all positives.")
-    ] = None,
-    columns: Annotated[str | None, typer.Option("--columns", help="anchor=question,positive=context.")] = None,
-    negatives: Annotated[
-        int, typer.Option("--negatives", min=1, help="Negatives per pair; pairs with fewer are dropped.")
-    ] = 1,
-    range_min: Annotated[int, typer.Option("--range-min", min=0, help="Skip this many of the nearest texts.")] = 0,
-    range_max: Annotated[
-        int, typer.Option("--range-max", min=1, help="Consider this many of the nearest texts.")
-    ] = 100,
-    max_score: Annotated[float | None, typer.Option("--max-score", help="Maximum similarity of a negative.")] = None,
-    absolute_margin: Annotated[
-        float | None,
-        typer.Option("--absolute-margin", help="Minimum score gap to the positive."),
-    ] = None,
-    relative_margin: Annotated[
-        float | None, typer.Option("--relative-margin", help="The same, relative to the score of the positive.")
-    ] = None,
-    sampling: Annotated[
-        Sampling, typer.Option("--sampling", help="Take the nearest negatives, or a random sample.")
-    ] = Sampling.top,
-    seed: Annotated[int, typer.Option("--seed", help="Random seed of the sampling.")] = 42,
-    precision: Precision = None,
-    device: Device = "auto",
-    revision: Revision = None,
-    local_files_only: Local = False,
-    json_output: Json = False,
+    model: str,
+    source: str,
+    out: Path,
+    corpus: str | None,
+    columns: str | None,
+    negatives: int,
+    json_output: bool,
+    **given: Any,
 ) -> None:
     """Find negatives for pairs: texts near to an anchor that do not belong to it, to train vectors and rankers with."""
     from flodl.errors import DataError
@@ -86,12 +76,9 @@ def command(
         own.setdefault(anchor, set()).add(places[positive])
         if anchor in places:  # a text is no negative of itself
             own[anchor].add(places[anchor])
-    encode = encoder(model, revision, local_files_only, device, precision)
-    found = hard_negatives(
-        encode(anchors), encode(texts), [own[anchor] for anchor in anchors], count=negatives, range_min=range_min,
-        range_max=range_max, max_score=max_score, absolute_margin=absolute_margin, relative_margin=relative_margin,
-        sampling=str(sampling), seed=seed,
-    )  # fmt: skip
+    encode = encoder(model, given)
+    wrong = [own[anchor] for anchor in anchors]
+    found = hard_negatives(encode(anchors), encode(texts), wrong, count=negatives, **given)
     of = dict(zip(anchors, found, strict=True))
     rows = [
         {"anchor": a, "positive": b} | {f"negative_{k}": texts[place] for k, place in enumerate(of[a], 1)}

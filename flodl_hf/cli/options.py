@@ -1,51 +1,85 @@
-"""Options that several commands take: of a file of texts, and of how a model runs."""
+"""Options as rows of tables, from which typer makes the options of a command; and the rows of several commands."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 import typer
 
-from flodl_hf.cli.choices import FaultChoice, FormatChoice, PrecisionChoice, WeightsChoice
+from flodl_hf.cli.choices import FORMATS, ON_ERROR, PRECISIONS, WEIGHTS, Head
+from flodl_hf.cli.shared import HelpAll, Json, Local, Model, Revision
+
+Parameter = inspect.Parameter
+REQUIRED = Parameter.empty
 
 
-def file_option(*names: str, says: str, **more: Any) -> Any:
-    """Return an option in the help section for files of texts."""
-    return typer.Option(*names, help=says, rich_help_panel="A file of texts", **more)
+def option(name: str, kind: Any, text: str, *flags: str, default: Any = None, **more: Any) -> Parameter:
+    """Return an option of a command.
+
+    Args:
+        name: name of the parameter.
+        kind: type of its value, without None.
+        text: its help.
+        *flags: its names; if the first has two dashes it replaces ``--name``.
+        default: the default value.
+        **more: arguments of ``typer.Option``, and ``panel`` for the section of the help.
+    """
+    names = flags if flags and flags[0].startswith("--") else (f"--{name.replace('_', '-')}", *flags)
+    found = typer.Option(*names, help=text, rich_help_panel=more.pop("panel", None), **more)
+    return parameter(name, kind if default is not None else kind | None, found, default)
 
 
-def running_option(*names: str, says: str, **more: Any) -> Any:
-    """Return an option in the help section for running a model."""
-    return typer.Option(*names, help=says, rich_help_panel="How it runs", **more)
+def parameter(name: str, kind: Any, option: Any, default: Any = None) -> Parameter:
+    """Return a parameter of a command."""
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 
-TextColumn = Annotated[str | None, file_option("--text-column", says="Column of texts.")]
-Format = Annotated[FormatChoice | None, file_option("--format", says="By default by the suffix of the file.")]
-OnError = Annotated[
-    FaultChoice, file_option("--on-error", says="Rows that cannot be answered; null writes no answer and the reason.")
-]
-PartRows = Annotated[
-    int | None, file_option("--part-rows", says="Rows in a part; 2,048 on a CPU, 32,768 on CUDA.", min=1)
-]
-Restart = Annotated[bool, file_option("--restart", says="Restart: discard parts and output of an earlier run.")]
-Devices = Annotated[
-    str | None,
-    file_option("--devices", says="How many processes, or their devices: 2, cuda:0,cuda:1, or auto for all."),
-]
-Windows = Annotated[
-    bool,
-    running_option(
-        "--windows", says="Vectors: read all of a long text and average its windows; by default it is truncated."
-    ),
-]
-Precision = Annotated[PrecisionChoice | None, running_option("--precision", says="Default: the dtype of the weights.")]
-Weights = Annotated[
-    WeightsChoice | None,
-    running_option(
-        "--weights",
-        says="disk leaves them in their files and reads layer by layer; the default if memory is too small.",
-    ),
-]
-Device = Annotated[
-    str, running_option("--device", says="cpu, cuda, cuda:1, mps, or auto for the best device there is.")
-]
+def alias(name: str, annotation: Any, default: Any = None) -> Parameter:
+    """Return a parameter with an annotation of `flodl_hf.cli.shared`."""
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def with_parameters(parameters: Iterable[Parameter]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator for a command that takes these parameters."""
+    listed = list(parameters)
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        command.__signature__ = inspect.Signature(listed)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in listed}
+        return command
+
+    return decorate
+
+
+def chosen(given: dict[str, Any], rows: Iterable[Parameter]) -> dict[str, Any]:
+    """Return the values of some options that differ from their defaults."""
+    return {row.name: given[row.name] for row in rows if given[row.name] != row.default}
+
+
+FILE, RUN = "A file of texts", "How it runs"
+MODEL, HEAD, HELP_ALL = alias("model", Model, REQUIRED), alias("head", Head, "auto"), alias("help_all", HelpAll, False)
+REVISION, LOCAL = alias("revision", Revision), alias("local_files_only", Local, False)
+JSON = alias("json_output", Json, False)
+
+_SOURCE = "CSV, TSV, JSON lines, Parquet, Arrow or text file (a row a line); - is standard input."
+_ON_ERROR = "Rows that cannot be answered; null writes no answer and the reason."
+_DEVICES = "How many processes, or their devices: 2, cuda:0,cuda:1, or auto for all."
+_WINDOWS = "Vectors: read all of a long text and average its windows; by default it is truncated."
+_WEIGHTS = "disk leaves them in their files and reads layer by layer; the default if memory is too small."
+SOURCE = option("source", str, _SOURCE, "--in", "-i", default=REQUIRED, panel=FILE)
+FORMAT = option("format", FORMATS, "By default by the suffix of the file.", panel=FILE)
+TEXT_COLUMN = option("text_column", str, "Column of texts.", panel=FILE)
+ON_ERRORS = option("on_error", ON_ERROR, _ON_ERROR, default="stop", panel=FILE)
+PART_ROWS = option("part_rows", int, "Rows in a part; 2,048 on a CPU, 32,768 on CUDA.", min=1, panel=FILE)
+RESTART = option("restart", bool, "Restart: discard parts and output of an earlier run.", default=False,
+                 panel=FILE)  # fmt: skip
+DEVICES = option("devices", str, _DEVICES, panel=FILE)
+WINDOWS = option("windows", bool, _WINDOWS, default=False, panel=RUN)
+PRECISION = option("precision", PRECISIONS, "Default: the dtype of the weights.", panel=RUN)
+WEIGHT = option("weights", WEIGHTS, _WEIGHTS, panel=RUN)
+DEVICE = option("device", str, "cpu, cuda, cuda:1, mps, or auto for the best device there is.", default="auto",
+                panel=RUN)  # fmt: skip
+ENCODER = (PRECISION, DEVICE, REVISION, LOCAL)
+"""Options of a command that loads a model of vectors."""

@@ -18,39 +18,12 @@ import typer
 
 from flodl.errors import ConfigError, printable
 from flodl_hf.checkpoints.weights.prefetch import prefetching
-from flodl_hf.cli.choices import AggregationChoice, FaultChoice, Head
+from flodl_hf.cli import options as shared
+from flodl_hf.cli.choices import AGGREGATIONS
 from flodl_hf.cli.command import StrictCommand
-from flodl_hf.cli.options import (
-    Device,
-    Devices,
-    Format,
-    OnError,
-    PartRows,
-    Precision,
-    Restart,
-    TextColumn,
-    Weights,
-    Windows,
-    file_option,
-    running_option,
-)
+from flodl_hf.cli.options import FILE, RUN, alias, chosen, option, with_parameters
 from flodl_hf.cli.path_checks import check_places
-from flodl_hf.cli.shared import (
-    HelpAll,
-    Json,
-    Local,
-    Model,
-    Revision,
-    as_json,
-    device_said,
-    emit_json,
-    plain,
-    progress,
-    reporting,
-    say,
-    stdin_lines,
-    tell,
-)
+from flodl_hf.cli.shared import as_json, device_said, emit_json, plain, progress, reporting, say, stdin_lines, tell
 from flodl_hf.errors import PredictError
 from flodl_hf.families.schema.tasks import task_named
 
@@ -59,137 +32,91 @@ if TYPE_CHECKING:
 
 MOST_DRAWN = 1_000
 """Most answers that --html draws."""
-
-
-def _answer_option(*names: str, says: str, **more: Any) -> Any:
-    return typer.Option(*names, help=says, rich_help_panel="Answers", **more)
-
-
-Text = Annotated[list[str] | None, typer.Argument(metavar="TEXT", help="Texts; none reads lines from stdin.")]
-Question = Annotated[str | None, _answer_option("--question", "-q", says="The question, for question answering.")]
-Query = Annotated[
-    str | None, _answer_option("--query", says="Order texts by how well they fit this, with a model of one label.")
-]
-TopK = Annotated[int | None, _answer_option("--top-k", says="Most answers for each text.", min=1)]
-Threshold = Annotated[
-    str | None,
-    _answer_option(
-        "--threshold",
-        metavar="NUMBER|tuned",
-        says="Least score of a label, for classes; tuned for the thresholds stored in the model.",
+ANSWERS = "Answers"
+_THRESHOLD = "Least score of a label, for classes; tuned for the thresholds stored in the model."
+_STRICT = "Refuse texts longer than one window instead of reading several or truncating."
+_HTML = "Also write the answers as a page, drawn as notebooks draw them; at most 1,000."
+_OUT = "File to write: .jsonl, .csv, .tsv or .parquet; - is standard output."
+TEXT = Annotated[list[str] | None, typer.Argument(metavar="TEXT", help="Texts; none reads lines from stdin.")]
+QUESTION = option("question", str, "The question, for question answering.", "--question", "-q", panel=ANSWERS)
+QUERY = option("query", str, "Order texts by how well they fit this, with a model of one label.", panel=ANSWERS)
+OPTIONS = (
+    option("top_k", int, "Most answers for each text.", min=1, panel=ANSWERS),
+    option("threshold", str, _THRESHOLD, metavar="NUMBER|tuned", panel=ANSWERS),
+    option("aggregation", AGGREGATIONS, "What carries an entity's label.", panel=ANSWERS),
+    option("no_answer", bool, "Allow 'there is no answer', for question answering.", default=False,
+           panel=ANSWERS),
+    option("strict", bool, _STRICT, "--strict/--no-strict", default=False, panel=ANSWERS),
+    shared.WINDOWS,
+    shared.PRECISION,
+    option("batch_invariant", bool, "Let an answer depend on its text alone, bit for bit; slower.", "--batch-invariant",
+           default=False, panel=RUN),
+)  # fmt: skip
+"""Keywords of the model's method."""
+IN = shared.SOURCE.replace(default=None)
+OUT = option("out", Path, _OUT, "--out", "-o", panel=FILE)
+FILES = (
+    shared.FORMAT,
+    option(
+        "header", bool, "Whether a CSV or TSV file has one; by default its looks.", "--header/--no-header", panel=FILE
     ),
-]
-Aggregation = Annotated[
-    AggregationChoice | None, _answer_option("--aggregation", says="What carries an entity's label.")
-]
-NoAnswer = Annotated[bool, _answer_option("--no-answer", says="Allow 'there is no answer', for question answering.")]
-Strict = Annotated[
-    bool,
-    _answer_option(
-        "--strict/--no-strict", says="Refuse texts longer than one window instead of reading several or truncating."
-    ),
-]
-Page = Annotated[
-    Path | None,
-    _answer_option("--html", says="Also write the answers as a page, drawn as notebooks draw them; at most 1,000."),
-]
-BatchInvariant = Annotated[
-    bool, running_option("--batch-invariant", says="Let an answer depend on its text alone, bit for bit; slower.")
-]
-In = Annotated[
-    str | None,
-    file_option(
-        "--in",
-        "-i",
-        says="CSV, TSV, JSON lines, Parquet, Arrow or text file (a row a line); - is standard input.",
-    ),
-]
-Out = Annotated[
-    Path | None,
-    file_option("--out", "-o", says="File to write: .jsonl, .csv, .tsv or .parquet; - is standard output."),
-]
-Header = Annotated[
-    bool | None,
-    file_option("--header/--no-header", says="Whether a CSV or TSV file has one; by default its looks."),
-]
-PairColumn = Annotated[str | None, file_option("--pair-column", says="Column of second texts, for models of pairs.")]
-QuestionColumn = Annotated[str | None, file_option("--question-column", says="Column of questions.")]
-ContextColumn = Annotated[str | None, file_option("--context-column", says="Column of texts that contain the answers.")]
-QueryColumn = Annotated[str | None, file_option("--query-column", says="Column of queries.")]
-IdColumn = Annotated[str | None, file_option("--id-column", says="Column that is kept, and comes first.")]
-Keep = Annotated[
-    str | None,
-    file_option("--keep", says="Columns to keep: all, none, or a,b; all unless there is an --id-column."),
-]
+    shared.TEXT_COLUMN,
+    option("pair_column", str, "Column of second texts, for models of pairs.", panel=FILE),
+    option("question_column", str, "Column of questions.", panel=FILE),
+    option("context_column", str, "Column of texts that contain the answers.", panel=FILE),
+    option("query_column", str, "Column of queries.", panel=FILE),
+    option("id_column", str, "Column that is kept, and comes first.", panel=FILE),
+    option("keep", str, "Columns to keep: all, none, or a,b; all unless there is an --id-column.", panel=FILE),
+    shared.ON_ERRORS,
+    shared.PART_ROWS,
+    shared.RESTART,
+    shared.DEVICES,
+)
+"""Keywords of `flodl_hf.jobs.predict_file` in addition to those of `OPTIONS`."""
+LOADING = (shared.WEIGHT, shared.REVISION, shared.LOCAL)
 
 
 class Command(StrictCommand):
     """The command, with a short help."""
 
     rare = frozenset((
-        "strict", "batch_invariant", "weights", "header", "input_format", "pair_column", "question_column",
+        "strict", "batch_invariant", "weights", "header", "format", "pair_column", "question_column",
         "context_column", "query_column", "page", "part_rows", "revision", "keep",
     ))  # fmt: skip
 
 
 @reporting
+@with_parameters((
+    shared.MODEL, alias("text", TEXT), QUESTION, QUERY, shared.HEAD, *OPTIONS, shared.WEIGHT, IN, OUT, *FILES,
+    option("page", Path, _HTML, "--html", panel=ANSWERS), shared.DEVICE, shared.REVISION, shared.LOCAL, shared.JSON,
+    shared.HELP_ALL,
+))  # fmt: skip
 def command(
-    model: Model,
-    text: Text = None,
-    question: Question = None,
-    query: Query = None,
-    head: Head = "auto",
-    top_k: TopK = None,
-    threshold: Threshold = None,
-    aggregation: Aggregation = None,
-    no_answer: NoAnswer = False,
-    strict: Strict = False,
-    windows: Windows = False,
-    precision: Precision = None,
-    batch_invariant: BatchInvariant = False,
-    weights: Weights = None,
-    source: In = None,
-    out: Out = None,
-    input_format: Format = None,
-    header: Header = None,
-    text_column: TextColumn = None,
-    pair_column: PairColumn = None,
-    question_column: QuestionColumn = None,
-    context_column: ContextColumn = None,
-    query_column: QueryColumn = None,
-    id_column: IdColumn = None,
-    keep: Keep = None,
-    on_error: OnError = FaultChoice.stop,
-    part_rows: PartRows = None,
-    restart: Restart = False,
-    devices: Devices = None,
-    page: Page = None,
-    device: Device = "auto",
-    revision: Revision = None,
-    local_files_only: Local = False,
-    json_output: Json = False,
-    help_all: HelpAll = False,
+    model: str,
+    text: list[str] | None,
+    question: str | None,
+    query: str | None,
+    head: str,
+    source: str | None,
+    out: Path | None,
+    page: Path | None,
+    device: str,
+    json_output: bool,
+    **given: Any,
 ) -> None:
     """Predict from texts, from the lines of standard input, or from a file (--in) to a file (--out).
 
     The checkpoint sets the output: labels, entities, an answer (--question), the words for [MASK], an embedding, or an
     order (--query). A file may have any number of rows; the same command resumes an interrupted run.
     """
-    options = {"top_k": top_k, "threshold": _threshold(threshold), "aggregation": aggregation}
-    options |= {"strict": strict or None, "windows": windows or None, "no_answer": no_answer or None}
-    options |= {"precision": precision, "batch_invariant": batch_invariant or None}
-    files = {
-        "format": input_format, "header": header, "text_column": text_column, "pair_column": pair_column,
-        "question_column": question_column, "context_column": context_column, "query_column": query_column,
-        "id_column": id_column, "keep": keep, "part_rows": part_rows, "devices": devices,
-    }  # fmt: skip
-    files = {name: value for name, value in files.items() if value is not None}
-    loading: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only, "weights": weights}
+    options, files, loading = (chosen(given, rows) for rows in (OPTIONS, FILES, LOADING))
+    if "threshold" in options:
+        options["threshold"] = _threshold(options["threshold"])
     if page is not None and (source is not None or out is not None):
         _misused("--html draws the answers to texts; it does not support --in and --out")
     if source is not None and out is not None and not text:
         check_places("prediction", {"model": model, "source": source, "out": out})
-        said = {"question": question, "query": query, "on_error": on_error, "restart": restart, "head": head}
+        said = {"question": question, "query": query, "head": head}
         _file(model, source, out, {**files, **said, **options}, loading, device, json_output)
         return
     if source is not None or out is not None:
@@ -200,8 +127,8 @@ def command(
             if source is not None
             else "--out needs --in FILE as well; standard input is --in - --format text"
         )
-    if files or restart or on_error != "stop":
-        named = [f"--{name.replace('_', '-')}" for name in files] or ["--restart" if restart else "--on-error"]
+    if files:
+        named = [f"--{name.replace('_', '-')}" for name in files]
         _misused(f"{', '.join(named)}: needs --in FILE and --out FILE")
     check_places("prediction", {"model": model, "text": text})
     if text is None and sys.stdin.isatty():
@@ -209,18 +136,17 @@ def command(
     if page is not None and (page.is_dir() or not page.parent.is_dir()):
         what = "is a folder; expected a file" if page.is_dir() else "its folder does not exist; make it first"
         raise ConfigError(f"--html: {page}: {what}", problems=["html"])
-    with prefetching(model, {"device": device, "weights": weights}):
+    with prefetching(model, {"device": device, "weights": given["weights"]}):
         from flodl_hf.auto import load
         from flodl_hf.checkpoints.hub.folders import expect_tokenizer
 
         expect_tokenizer(model, "predict")
         loaded = load(model, head=head, **loading, device=device_said(device))
     texts = iter(text) if text is not None else stdin_lines()
-    given = {name: value for name, value in options.items() if value is not None}
     if query is not None:
-        answers = ranked(loaded, list(texts), query, given)
+        answers = ranked(loaded, list(texts), query, options)
     else:
-        answers = answer(loaded, texts, question=question, options=given)
+        answers = answer(loaded, texts, question=question, options=options)
     drawn = _told(answers, json_output, most=0 if page is None else MOST_DRAWN)
     if page is not None:
         from flodl_hf.training.report.answers import write_page
@@ -240,10 +166,10 @@ def _file(
 ) -> None:
     """Answer a file into a file or onto standard output, on one device or, with ``devices``, on several."""
     one = "devices" not in said
-    with prefetching(model, {"device": device if one else None, "weights": loading["weights"]}):
+    with prefetching(model, {"device": device if one else None, "weights": loading.get("weights")}):
         if one:
             said = {**said, "device": device_said(device)}
-        said |= {name: value for name, value in loading.items() if name != "weights" or value is not None}
+        said |= loading
         if str(out) == "-":
             predict_to_output(model, source, said)
         else:
@@ -308,10 +234,8 @@ def answer(
         yield from zip(chunk, results(chunk), strict=True)
 
 
-def _threshold(given: str | None) -> float | str | None:
+def _threshold(given: str) -> float | str:
     """Return a number where a number was given, else the word, which `predict` knows or refuses."""
-    if given is None:
-        return None
     try:
         return float(given)
     except ValueError:

@@ -11,8 +11,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -142,76 +143,19 @@ DATA = {
 }
 """The example data of each task."""
 
-RECIPE = """\
-# The options of `flodl-hf finetune --recipe recipe.yaml`. All options: flodl-hf finetune --help
-model: {model}
-task: {task}
-train: data/train{suffix}        # replace these rows by yours: {columns}
-eval: data/held_out{suffix}
-out: tuned
 
-epochs: 3
-# batch_size: 32             # the default, and less for few rows
-lr: 5.0e-5
-warmup: 0.1                  # the fraction of all steps
-seed: 42
-early_stopping: 3            # evaluations without an improvement
-"""
-CI = """\
-# `--env ci` overrides recipe.yaml by this: two steps, as a check.
-max_steps: 2
-epochs: 1
-batch_size: 8
-early_stopping: null
-"""
-IGNORED = "tuned/\ntuned.checkpoints/\n__pycache__/\n"
-README = """\
-# {name}
-
-A fine-tune of `{model}` ({task}) with flodl-hf. The rows in `data/` are examples: replace them by yours ({columns}). If
-the names of the files change, correct `recipe.yaml`.
-
-```console
-$ flodl-hf finetune --recipe recipe.yaml --dry-run   # checks everything and estimates time and memory
-$ flodl-hf finetune --recipe recipe.yaml             # trains; --resume continues a stopped run
-$ flodl-hf verify-export tuned --no-source           # verifies the written folder
-$ flodl-hf {use}
-$ pytest                                             # two steps of the recipe with a small model, offline
-```
-
-`--env ci` overrides the recipe by `recipe.ci.yaml`. `tuned/recipe.yaml` and `tuned/training.json` record a run.
-"""
-TEST = '''\
-"""The recipe and its data work: two steps with a small model, offline, and a complete folder."""
-
-from pathlib import Path
-
-import pytest
-
-from flodl_hf import finetune
-from flodl_hf.export.verify import verify_export
-from flodl_hf.training.demo import write_demo
-from flodl_hf.training.recipe import load_recipe
-
-HERE = Path(__file__).parent
+FILES = {
+    "recipe.yaml": "recipe.yaml", "recipe.ci.yaml": "recipe.ci.yaml", "README.md": "README.md",
+    "test_recipe.py": "test_recipe.py.txt", ".gitignore": "gitignore",
+}  # fmt: skip
+"""Files of a project, with the names of their templates."""
 
 
-@pytest.fixture
-def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(HERE)
-    values = load_recipe(HERE / "recipe.yaml", "ci").values
-    values |= {"model": write_demo(tmp_path / "small"), "out": tmp_path / "tuned", "new_head": True}
-    return finetune(values.pop("model"), **values)
-
-
-def test_the_recipe_trains(tuned) -> None:
-    assert tuned.steps == 2
-    assert tuned.metrics, "held-out data was evaluated"
-
-
-def test_the_folder_is_complete(tuned) -> None:
-    assert verify_export(tuned.folder, receipt=False).passed
-'''
+def _template(source: str, about: Mapping[str, str]) -> str:
+    text = (files("flodl_hf.cli") / "project_files" / source).read_text("utf-8")
+    for name, value in about.items():
+        text = text.replace(f"{{{name}}}", value)
+    return text
 
 
 def new_project(folder: str | os.PathLike[str], *, task: str = "seqcls", model: str | None = None) -> list[Path]:
@@ -241,22 +185,17 @@ def new_project(folder: str | os.PathLike[str], *, task: str = "seqcls", model: 
         )
     data = DATA[found.training]
     model = model or "distilbert/distilbert-base-uncased"
-    about = {"name": place.resolve().name, "task": data.task, "columns": data.columns, "suffix": data.suffix}
-    about["use"] = data.use
-    about["model"] = json.dumps(model)
-    files = {
-        "recipe.yaml": RECIPE.format(**about),
-        "recipe.ci.yaml": CI,
-        "README.md": README.format(**about | {"model": model}),
-        "test_recipe.py": TEST,
-        ".gitignore": IGNORED,
-        f"data/train{data.suffix}": data.write(0, TRAIN_ROWS),
-        f"data/held_out{data.suffix}": data.write(TRAIN_ROWS, HELD_OUT_ROWS),
-    }
+    about = {
+        "name": place.resolve().name, "model": model, "quoted_model": json.dumps(model), "task": data.task,
+        "columns": data.columns, "suffix": data.suffix, "use": data.use,
+    }  # fmt: skip
+    written = {name: _template(source, about) for name, source in FILES.items()}
+    written[f"data/train{data.suffix}"] = data.write(0, TRAIN_ROWS)
+    written[f"data/held_out{data.suffix}"] = data.write(TRAIN_ROWS, HELD_OUT_ROWS)
     place.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
     try:
-        for name, text in files.items():
+        for name, text in written.items():
             (beside / name).parent.mkdir(exist_ok=True)
             (beside / name).write_text(text, "utf-8")
         os.chmod(beside, 0o777 & ~_umask())
@@ -266,7 +205,7 @@ def new_project(folder: str | os.PathLike[str], *, task: str = "seqcls", model: 
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
-    return [place / name for name in files]
+    return [place / name for name in written]
 
 
 def _umask() -> int:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from importlib import import_module
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -59,8 +58,7 @@ def schema_of(name: str) -> dict[str, Any]:
     properties = recipe_keys() if name == "finetune" else {}
     for key, hint in get_type_hints(_function(name)).items() if not properties else ():
         if (option := options.get(key)) is not None:
-            value = getattr(option.default, "value", option.default)
-            properties[key_of(option)] = _kind(hint) | _about(option.help, value)
+            properties[key_of(option)] = _kind(hint) | _about(option.help, option.default)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"flodl-hf {name}",
@@ -105,11 +103,9 @@ def _about(text: str | None, default: Any) -> dict[str, Any]:
 
 def _kind(hint: Any) -> dict[str, Any]:
     """Return the schema of an annotation; nothing for a type that JSON does not have."""
-    members = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    members = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
     origins = [get_origin(one) or one for one in members]
-    if choices := [
-        choice.value for one in origins if isinstance(one, type) and issubclass(one, Enum) for choice in one
-    ]:
+    if choices := [word for one in members if get_origin(one) is Literal for word in get_args(one)]:
         return {"enum": [*choices, None] if type(None) in members else choices}
     types = [next((word for kind, word in TYPES if _is(one, kind)), None) for one in origins]
     if None in types:

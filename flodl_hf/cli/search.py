@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from flodl_hf.cli.options import Device, Precision, TextColumn
-from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting, say, stdin_lines, tell
+from flodl_hf.cli import options as shared
+from flodl_hf.cli.options import REQUIRED, alias, option, with_parameters
+from flodl_hf.cli.shared import emit_json, reporting, say, stdin_lines, tell
+
+QUERY = Annotated[list[str] | None, typer.Argument(metavar="QUERY", help="Queries; none reads lines from stdin.")]
 
 
 @reporting
+@with_parameters((
+    shared.MODEL,
+    alias("query", QUERY),
+    option("corpus", str, "File of the texts to search.", "--in", "-i", default=REQUIRED),
+    option("vectors", str, "Their vectors as `flodl-hf encode` wrote them; else they are made."),
+    shared.TEXT_COLUMN,
+    option("top_k", int, "Most texts for each query.", min=1, default=5),
+    option("prompt", str, "Put before each query.", default=""),
+    *shared.ENCODER, shared.JSON,
+))  # fmt: skip
 def command(
-    model: Model,
-    query: Annotated[
-        list[str] | None, typer.Argument(metavar="QUERY", help="Queries; none reads lines from stdin.")
-    ] = None,
-    corpus: Annotated[str, typer.Option("--in", "-i", help="File of the texts to search.")] = ...,  # type: ignore[assignment]
-    vectors: Annotated[
-        str | None, typer.Option("--vectors", help="Their vectors as `flodl-hf encode` wrote them; else they are made.")
-    ] = None,
-    text_column: TextColumn = None,
-    top_k: Annotated[int, typer.Option("--top-k", min=1, help="Most texts for each query.")] = 5,
-    prompt: Annotated[str, typer.Option("--prompt", help="Put before each query.")] = "",
-    precision: Precision = None,
-    device: Device = "auto",
-    revision: Revision = None,
-    local_files_only: Local = False,
-    json_output: Json = False,
+    model: str,
+    query: list[str] | None,
+    corpus: str,
+    vectors: str | None,
+    text_column: str | None,
+    top_k: int,
+    prompt: str,
+    json_output: bool,
+    **given: Any,
 ) -> None:
     """Find the texts of a file that are most like each query, exactly, by their vectors."""
     from flodl.errors import DataError
@@ -42,7 +48,7 @@ def command(
     if not queries:
         say("no query was given: as arguments, or one a line on standard input")
     texts, _ = texts_of(corpus, text_column)
-    encode = encoder(model, revision, local_files_only, device, precision)
+    encode = encoder(model, given)
     # An empty line is never a result, although it has a vector.
     places = [place for place, text in enumerate(texts) if text.strip()]
     if not places:

@@ -17,7 +17,6 @@ import typer
 from flodl.errors import DataError, FlodlError, TrainInterrupted, printable, visible
 from flodl.progress import worded
 from flodl.verbosity import Verbosity, verbosity
-from flodl_hf.cli.choices import words_of
 from flodl_hf.cli.error_text import begun_with_options, in_options, option_names
 from flodl_hf.cli.path_checks import check_places
 from flodl_hf.cli.streams import NO_ROOM, encodable, lost
@@ -43,12 +42,11 @@ def reporting(command: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        said = {name: words_of(value) for name, value in kwargs.items()}
         with warnings.catch_warnings(), worded(partial(in_options, options=option_names(command))):
             warnings.showwarning = partial(_warn, command)
             try:
-                check_places(command.__module__.rpartition(".")[2], said)
-                return command(*args, **said)  # type: ignore[arg-type]
+                check_places(command.__module__.rpartition(".")[2], kwargs)
+                return command(*args, **kwargs)
             except FlodlError as fault:
                 _failed(command, type(fault).__name__, str(fault), bool(kwargs.get("json_output")))
             except KeyboardInterrupt as fault:

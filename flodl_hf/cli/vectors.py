@@ -30,18 +30,24 @@ def check_target(path: Path, suffixes: Sequence[str]) -> None:
         raise DataError(f"{path}: {what}")
 
 
-def encoder(model: str, revision: str | None, local: bool, device: str, precision: str | None) -> Encode:
+def encoder(model: str, given: dict[str, Any]) -> Encode:
     """Return a function from texts to vectors with truncation, using the folder's settings.
+
+    Args:
+        model: the model.
+        given: values of `flodl_hf.cli.options.ENCODER`, which are removed.
 
     Raises:
         PredictError: the model cannot make vectors.
     """
     from flodl_hf.heads.base import BaseModel
 
-    found = BaseModel.from_pretrained(model, revision=revision, local_files_only=local, device=device_said(device))
+    device, precision = device_said(given.pop("device")), given.pop("precision")
+    loading = {name: given.pop(name) for name in ("revision", "local_files_only")}
+    found = BaseModel.from_pretrained(model, **loading, device=device)
     if found.tokenizer is None:
         raise PredictError(f"{model}: has no tokenizer, so texts cannot become vectors; add its files to the folder")
-    run: dict[str, Any] = {} if precision is None else {"precision": str(precision)}
+    run: dict[str, Any] = {} if precision is None else {"precision": precision}
 
     routes = () if found.sentence_recipe is None else found.sentence_recipe.routes
 

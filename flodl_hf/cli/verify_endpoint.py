@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flodl_hf.cli.choices import StyleWord
+from flodl_hf.cli.choices import STYLES
 from flodl_hf.cli.shared import Json, Local, emit_json, reporting, tell
 
 
@@ -17,8 +17,8 @@ def command(
     ],
     source: Annotated[str, typer.Option(metavar="MODEL", help="The model it should answer as: a folder or Hub name.")],
     style: Annotated[
-        StyleWord, typer.Option(help="API of the endpoint: text-embeddings-inference, OpenAI, Hugging Face.")
-    ] = StyleWord.auto,
+        STYLES, typer.Option(help="API of the endpoint: text-embeddings-inference, OpenAI, Hugging Face.")
+    ] = "auto",
     model: Annotated[str | None, typer.Option(help="Name of the endpoint's model.")] = None,
     api_key: Annotated[
         str | None, typer.Option("--api-key", envvar="FLODL_HF_ENDPOINT_KEY", help="The key that the endpoint needs.")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from flodl.errors import FlodlError, nearest
-from flodl_hf.cli.choices import SizeChoice
 from flodl_hf.cli.shared import Json, emit_json, progress, reporting, say, tell
 from flodl_hf.errors import ParityError
 
@@ -23,8 +22,8 @@ def command(
     ] = None,
     checks: Annotated[list[str] | None, typer.Option("--checks", help="Names of checks; all by default.")] = None,
     size: Annotated[
-        SizeChoice, typer.Option(help="tiny (seconds) or real (base shapes of each family; many minutes).")
-    ] = SizeChoice.tiny,
+        Literal["tiny", "real"], typer.Option(help="tiny (seconds) or real (base shapes of each family; many minutes).")
+    ] = "tiny",
     live: Annotated[
         bool, typer.Option("--live", help="Take the pinned Hub checkpoints instead of random ones.")
     ] = False,
