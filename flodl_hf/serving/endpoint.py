@@ -100,9 +100,7 @@ async def send_response(
         await send({"type": "http.response.body", "body": bytes(parts.pop()), "more_body": bool(parts)})
 
 
-_HEAD = (
-    b"content-type: %b\r\ncontent-length: %d\r\nx-content-type-options: nosniff\r\ncache-control: no-store\r\n%b"
-)
+_HEAD = b"content-type: %b\r\ncontent-length: %d\r\nx-content-type-options: nosniff\r\ncache-control: no-store\r\n%b"
 
 
 async def send_error(scope: Scope, send: Send, fault: RefusedError, style: Style, *, close: bool = False) -> int:

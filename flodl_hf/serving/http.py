@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import math
 import signal
@@ -104,13 +103,3 @@ def runner() -> asyncio.Runner:
     # uvicorn's default configuration would log requests in addition to `server_log`.
     quiet = uvicorn.Config(runner, log_config=None, access_log=False)
     return asyncio.Runner(loop_factory=quiet.get_loop_factory())
-
-
-def freeze_gc() -> None:
-    """Exclude existing objects from garbage collection, and collect rarely.
-
-    With the default thresholds scans take a tenth of an HTTP process's time.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 20)

@@ -60,7 +60,9 @@ def limited_protocol(kind: type[Any], settings: Settings, closed: Callable[[], N
                 self._head_received()
                 return
             self._head_size += len(data)
-            if self._head_size > MAX_HEAD:
+            if len(self.headers or ()) > MAX_HEADERS:
+                self.send_400_response("Invalid HTTP request received.")
+            elif self._head_size > MAX_HEAD:
                 self.transport.abort()
             else:
                 self._expect()

@@ -1,7 +1,7 @@
 """Encoding of responses: JSON, and by the ``Accept`` header ``.npy`` and Arrow for arrays, or MessagePack.
 
-Large responses are encoded in steps, between which the event loop serves other requests; encoding millions of numbers
-at once would block it for seconds. Arrays are sent without a copy.
+Large JSON is encoded in steps, between which the event loop serves other requests; encoding millions of numbers at once
+would block it for seconds. Arrays of binary formats are sent without a copy, except in MessagePack.
 """
 
 from __future__ import annotations
@@ -9,18 +9,20 @@ from __future__ import annotations
 import asyncio
 import io
 import sys
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterator
 from functools import lru_cache
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 
 from flodl_hf.serving.http_errors import RefusedError
 from flodl_hf.serving.routes.route import Response
-from flodl_hf.serving.serialization import CHUNK_NUMBERS, json_pieces, msgpack_pieces
 from flodl_hf.workers.messages import as_json
 
 JSON, MSGPACK = "application/json", "application/msgpack"
+CHUNK_NUMBERS = 16_384
+"""Maximum numbers in one step of encoding: half a millisecond in which the event loop is blocked."""
 # Bytes of one write; smaller pieces are joined, because each would be a packet.
 SEND_CHUNK_BYTES = 1 << 18
 
@@ -36,7 +38,18 @@ def _cut(whole: Part) -> list[Part]:
 
 
 async def _json(response: Response, large: bool) -> list[Part]:
-    return await _join_pieces(json_pieces(response.data)) if large else [as_json(response.data)]
+    if not large:
+        return [as_json(response.data)]
+    parts, held, length = list[Part](), list[bytes](), 0
+    for piece in json_pieces(response.data):
+        held.append(piece)
+        length += len(piece)
+        if length >= SEND_CHUNK_BYTES:
+            parts.append(b"".join(held))
+            held, length = [], 0
+        if len(piece) >= CHUNK_NUMBERS:
+            await asyncio.sleep(0)
+    return [*parts, b"".join(held)]
 
 
 async def _npy(response: Response, large: bool) -> list[Part]:
@@ -80,26 +93,16 @@ def _array(response: Response) -> np.ndarray:
 
 
 async def _msgpack(response: Response, large: bool) -> list[Part]:
-    return await _join_pieces(msgpack_pieces(response.data))
+    import msgpack
+
+    return _cut(msgpack.Packer(default=_plain).pack(response.data))
 
 
-async def _join_pieces(pieces: Iterable[Part]) -> list[Part]:
-    """Join pieces to parts of SEND_CHUNK_BYTES, letting the event loop run in between."""
-    parts, held, length = list[Part](), list[Part](), 0
-    for piece in pieces:
-        if isinstance(piece, memoryview):
-            parts += (b"".join(held), *_cut(piece))
-            held, length = [], 0
-            continue
-        held.append(piece)
-        length += len(piece)
-        if length >= SEND_CHUNK_BYTES:
-            parts.append(b"".join(held))
-            held, length = [], 0
-        if len(piece) >= CHUNK_NUMBERS:
-            await asyncio.sleep(0)
-    parts.append(b"".join(held))
-    return parts
+def _plain(value: Any) -> Any:
+    """Return an array as MessagePack types."""
+    if isinstance(value, np.ndarray):
+        return {"dtype": value.dtype.str, "shape": list(value.shape), "data": np.ascontiguousarray(value).tobytes()}
+    raise TypeError(f"{type(value).__name__} has no MessagePack form")
 
 
 _FORMS: dict[str, Callable[[Response, bool], Awaitable[list[Part]]]] = {
@@ -150,3 +153,74 @@ async def encode_response(response: Response, form: str, size: int) -> list[Part
         return await _FORMS[form](response, True)
     parts = await _FORMS[form](response, False)
     return parts if len(parts) == 1 else [b"".join(parts)]
+
+
+# ---- JSON in steps ---------------------------------------------------------------------------------------
+
+
+def json_pieces(value: Any) -> Iterator[bytes]:
+    """Yield a value as JSON in pieces; together they equal the result of `as_json`.
+
+    Args:
+        value: JSON types and arrays.
+    """
+    if _remaining_room(value, CHUNK_NUMBERS) >= 0 or not isinstance(value, (np.ndarray, list, tuple, dict)):
+        yield as_json(value)
+    elif isinstance(value, dict):
+        for at, (name, part) in enumerate(value.items()):
+            yield (b"," if at else b"{") + as_json({name: None})[1:-5]
+            yield from json_pieces(part)
+        yield b"}"
+    else:
+        before = b"["
+        for part, whole in _chunks_of(value):
+            yield before
+            if whole:
+                yield as_json(part)[1:-1]
+            else:
+                yield from json_pieces(part)
+            before = b","
+        yield b"]"
+
+
+def _chunks_of(value: Any) -> Iterator[tuple[Any, bool]]:
+    """Yield chunks of an array or list with at most CHUNK_NUMBERS numbers, or one larger member with False."""
+    if isinstance(value, np.ndarray):
+        step = CHUNK_NUMBERS // max(1, value.size // len(value))
+        if step:
+            yield from ((value[at : at + step], True) for at in range(0, len(value), step))
+        else:
+            yield from ((row, False) for row in value)
+        return
+    held: list[Any] = []
+    left = CHUNK_NUMBERS
+    for part in value:
+        left = _remaining_room(part, left)
+        if left < 0:
+            if held:
+                yield held, True
+                held = []
+            left = _remaining_room(part, CHUNK_NUMBERS)
+            if left < 0:
+                yield part, False
+                left = CHUNK_NUMBERS
+                continue
+        held.append(part)
+    if held:
+        yield held, True
+
+
+def _remaining_room(value: Any, room: int) -> int:
+    """Return ``room`` minus the size of a value; negative as soon as the value is known to be larger."""
+    if isinstance(value, np.ndarray):
+        return room - value.size
+    if isinstance(value, str):
+        return room - 1 - len(value) // 8
+    if isinstance(value, (list, tuple, dict)):
+        room -= 1
+        for part in value.values() if isinstance(value, dict) else value:
+            room = _remaining_room(part, room)
+            if room < 0:
+                break
+        return room
+    return room - 1

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from flodl.errors import DeviceError
 from flodl_hf.serving.app import create_app, reload_on
-from flodl_hf.serving.http import freeze_gc, http_server, runner, server_log, signal_handlers
+from flodl_hf.serving.http import http_server, runner, server_log, signal_handlers
 from flodl_hf.serving.multiprocess.parent import Parent
-from flodl_hf.serving.settings import Settings
+from flodl_hf.serving.settings import Settings, freeze_gc
 
 
 def _bound(host: str, port: int) -> socket.socket:

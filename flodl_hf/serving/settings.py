@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -148,6 +149,16 @@ def usual_http_processes() -> int:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     return max(1, min(4, cores // 8))
+
+
+def freeze_gc() -> None:
+    """Exclude existing objects from garbage collection, and collect rarely.
+
+    With the default thresholds scans take a tenth of a process's time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def served(models: Iterable[str | Served], head: str = "auto", name: str | None = None) -> tuple[Served, ...]:

@@ -28,6 +28,7 @@ from flodl_hf.serving.adapter_models import MixedAdapters, mix_adapters, open_ad
 from flodl_hf.serving.admission import count_characters
 from flodl_hf.serving.batching import Batcher
 from flodl_hf.serving.request import DeadlineError, GivenUpError, Timeline, Turns, WorkerRequest
+from flodl_hf.serving.settings import freeze_gc
 from flodl_hf.serving.tasks import TASKS, check_head, describe, warm_items
 from flodl_hf.serving.thread_pool import run_threads
 from flodl_hf.serving.throughput import TokenRate, measure_peak
@@ -286,6 +287,7 @@ def serve(stream: Stream, fd_channel: int | None = None) -> None:
         "room": worker.has_room(), "pid": os.getpid(),
     }  # fmt: skip
     worker.batcher.drained()
+    freeze_gc()
     requests = _Requests(worker, given["max_concurrent"])
     if fd_channel is not None:
         way = socket.socket(fileno=fd_channel)

@@ -3,13 +3,10 @@
 They retry requests that the server refuses for lack of capacity and split long lists of texts. They need `httpx` (the
 extra ``client``) and no torch.
 
-clients   `Client` and `AsyncClient`
-requests  fields, responses, and splitting of requests
 """
 
 from __future__ import annotations
 
-from flodl_hf.serving.client.clients import AsyncClient, Client
-from flodl_hf.serving.client.requests import ServerError
+from flodl_hf.serving.client.clients import AsyncClient, Client, ServerError
 
 __all__ = ["AsyncClient", "Client", "ServerError"]

@@ -3,18 +3,126 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import sys
 import time
-from collections.abc import Generator, Sequence
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import httpx
+import numpy as np
 
-from flodl_hf.serving.client import requests
-from flodl_hf.serving.client.requests import Query, ServerError
+from flodl.errors import DataError, FlodlError
 
+MAX_TEXTS = 2048
+"""Texts of one request: the default limit of a server. Requests that a server refuses with 413 are halved."""
 MAX_RETRY_S = 60.0
 """Longest pause before a retry."""
+
+
+class ServerError(FlodlError):
+    """A request that the server refused or did not answer.
+
+    Attributes:
+        status: HTTP status; 0 without a response.
+        kind: the ``error_type`` of the response.
+        reason: the header ``x-flodl-fault``: "limit" and "size" for a request that is too large; otherwise "".
+    """
+
+    status: int
+    kind: str
+    reason: str
+
+
+def _joined(parts: list[Any]) -> Any:
+    return [row for part in parts for row in part]
+
+
+@dataclass(frozen=True)
+class Query:
+    """One request of the client.
+
+    Attributes:
+        path: path of the route, without a leading slash.
+        body: the JSON fields, without those that are None; None for GET.
+        read: function from the response to the result.
+        accept: media type of the response.
+        items: name of the field with a list of texts that may be split; None if there is none.
+        join: function from the results of all parts to the result.
+        truncated: whether to warn about texts that the server truncated.
+    """
+
+    path: str
+    body: Mapping[str, Any] | None
+    read: Callable[[httpx.Response], Any]
+    accept: str = "application/json"
+    items: str | None = None
+    join: Callable[[list[Any]], Any] = _joined
+    truncated: bool = False
+
+
+def _read_results(response: httpx.Response) -> list[dict[str, Any]]:
+    """Return the results of a response."""
+    return response.json()["results"]
+
+
+def _read_array(response: httpx.Response) -> np.ndarray:
+    """Return the array of a response."""
+    return np.load(io.BytesIO(response.content), allow_pickle=False)
+
+
+def _list_of(texts: str | Sequence[Any]) -> Any:
+    """Return texts and pairs as JSON types."""
+    return texts if isinstance(texts, str) else [list(t) if isinstance(t, tuple) else t for t in texts]
+
+
+def _read_sparse(response: httpx.Response) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return token ids and weights of each text."""
+    return [
+        (np.array([one["index"] for one in row], np.int64), np.array([one["value"] for one in row], np.float32))
+        for row in response.json()
+    ]
+
+
+def _read_tokens(response: httpx.Response) -> list[np.ndarray]:
+    """Return the vectors of each text's tokens."""
+    return [np.array(row["vectors"], np.float32) for row in _read_results(response)]
+
+
+def _read_ranks(response: httpx.Response) -> list[tuple[int, float]]:
+    """Return index and score of each document."""
+    return [(one["index"], one["relevance_score"]) for one in _read_results(response)]
+
+
+def _join_ranks(parts: list[list[tuple[int, float]]]) -> list[tuple[int, float]]:
+    """Return the ranks of all documents of several requests."""
+    found, offset = [], 0
+    for part in parts:
+        found += [(offset + index, score) for index, score in part]
+        offset += len(part)
+    return sorted(found, key=lambda one: -one[1])
+
+
+def _encoded(path: str, body: Mapping[str, Any]) -> bytes:
+    """Return the JSON of a request.
+
+    Raises:
+        DataError: a text is not valid Unicode, or a value has no JSON form.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    try:
+        return json.dumps(given, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError as error:
+        wrong = f"found the lone surrogate {error.object[error.start]!a}, expected valid Unicode. Remove or replace it"
+    except (TypeError, ValueError) as error:
+        wrong = f"found a value that JSON does not have ({error}), expected texts, numbers, lists and mappings"
+    raise DataError(f"{path}: a request cannot be sent: {wrong}", path=path)
+
+
+MODELS = Query("v1/models", None, lambda response: {row["id"]: row for row in response.json()["data"]})
 
 Steps = Generator[tuple[float, dict[str, Any]], httpx.Response, Any]
 
@@ -39,19 +147,35 @@ class _Methods:
         raise NotImplementedError
 
     def _steps(self, query: Query) -> Steps:
-        """Yield a pause in seconds and the arguments of each HTTP request, receive responses, return the result."""
-        parts = requests.split(query)
-        try:
-            part = next(parts)
-            while True:
-                try:
-                    result = yield from self._attempts(part)
-                except ServerError as error:
-                    part = parts.throw(error)
-                else:
-                    part = parts.send(result)
-        except StopIteration as end:
-            return end.value
+        """Yield a pause in seconds and the arguments of each HTTP request, receive responses, return the result.
+
+        Long lists are sent in parts; a part that the server refuses as too large is halved. Warns once about texts that
+        the server truncated.
+        """
+        texts = None if query.body is None or query.items is None else query.body[query.items]
+        if not isinstance(texts, list) or len(texts) < 2:
+            texts = [None]
+        results, start, size, truncated = [], 0, MAX_TEXTS, 0
+        while start < len(texts):
+            part = texts[start : start + size]
+            body = query.body if part == [None] else {**(query.body or {}), str(query.items): part}
+            try:
+                response = yield from self._attempts(replace(query, body=body))
+            except ServerError as error:
+                if error.reason not in ("limit", "size") or len(part) == 1:
+                    raise
+                size = -(-len(part) // 2)
+                continue
+            truncated += int(response.headers.get("x-flodl-truncated-texts", 0))
+            results.append(query.read(response))
+            start += len(part)
+        if truncated and query.truncated:
+            warnings.warn(
+                f"{query.path}: the server truncated {truncated:,} texts to the model's maximum length. "
+                "embed(windows=True) reads whole texts, embed(truncate=False) refuses long ones.",
+                stacklevel=4,
+            )
+        return results[0] if len(texts) == 1 else query.join(results)
 
     def _attempts(self, query: Query) -> Steps:
         """Send one request, and retry it while the server has no capacity."""
@@ -66,12 +190,17 @@ class _Methods:
                     status=0, kind="unreached", reason="",
                 ) from None  # fmt: skip
             if response.status_code == 200:
-                return query.read(response)
+                return response
             if response.status_code not in (429, 503) or attempt == self.retries:
                 raise _server_error(f"{self.url}/{query.path}", response)
             after = response.headers.get("retry-after", "")
             pause_s = min(MAX_RETRY_S, float(after)) if after.isdecimal() else min(8.0, 0.5 * 2**attempt)
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _task(self, task: str, inputs: Any, model: str | None, options: dict[str, Any]) -> Any:
+        """Run a task of this library's own routes."""
+        body = {"inputs": _list_of(inputs), "model": model, **options}
+        return self._run(Query(f"v1/{task}", body, _read_results, items="inputs"))
 
     def embed(
         self,
@@ -96,7 +225,13 @@ class _Methods:
         Raises:
             ServerError: the server refused the request or did not respond.
         """
-        return self._run(requests.embed(texts, model, normalize, dimensions, truncate, windows))
+        return self._run(
+            Query("embed",
+                  {"inputs": _list_of(texts), "model": model, "normalize": normalize, "dimensions": dimensions,
+                   "truncate": truncate, "windows": windows or None},
+                  (lambda response: _read_array(response)[0]) if isinstance(texts, str) else _read_array,
+                  "application/x-npy", "inputs", np.concatenate, truncated=True)
+        )  # fmt: skip
 
     def embed_sparse(self, texts: str | Sequence[str], *, model: str | None = None) -> Any:
         """Return a list of ``(token ids, weights)``, two arrays for each text.
@@ -105,7 +240,8 @@ class _Methods:
             texts: a text or a list of texts.
             model: name of a masked-word model or of a model with bge-m3's layers.
         """
-        return self._run(requests.sparse(texts, model))
+        body = {"inputs": _list_of(texts), "model": model, "truncate": True}
+        return self._run(Query("embed_sparse", body, _read_sparse, items="inputs", truncated=True))
 
     def embed_tokens(self, texts: str | Sequence[str], *, query: bool = False, model: str | None = None) -> Any:
         """Return a list of arrays ``(tokens, features)`` for late interaction, one for each text.
@@ -115,7 +251,8 @@ class _Methods:
             query: whether the texts are queries.
             model: name of a served model.
         """
-        return self._run(requests.tokens(texts, query, model))
+        body = {"inputs": _list_of(texts), "query": query, "model": model}
+        return self._run(Query("v1/late-interaction", body, _read_tokens, items="inputs"))
 
     def classify(self, texts: Any, *, model: str | None = None, **options: Any) -> Any:
         """Return ``{"labels": [{"label", "score", "windows"}], "empty"}`` for each text or pair.
@@ -125,7 +262,7 @@ class _Methods:
             model: name of a served model.
             **options: ``top_k``, ``threshold``, ``activation``, ``truncate``.
         """
-        return self._run(requests.own("classify", texts, model, options))
+        return self._task("classify", texts, model, options)
 
     def entities(self, texts: str | Sequence[str], *, model: str | None = None, **options: Any) -> Any:
         """Return the entities of each text as a list of records.
@@ -135,7 +272,7 @@ class _Methods:
             model: name of a served model.
             **options: ``aggregation``, ``ignore_labels``, ``constrained``, ``truncate``.
         """
-        return self._run(requests.own("entities", texts, model, options))
+        return self._task("entities", texts, model, options)
 
     def answer(self, pairs: Sequence[Any], *, model: str | None = None, **options: Any) -> Any:
         """Return the answers to each question as a list of records.
@@ -145,7 +282,7 @@ class _Methods:
             model: name of a served model.
             **options: ``top_k``, ``max_answer_length``, ``no_answer``, ``truncate``.
         """
-        return self._run(requests.own("answer", pairs, model, options))
+        return self._task("answer", pairs, model, options)
 
     def fill_mask(self, texts: str | Sequence[str], *, model: str | None = None, **options: Any) -> Any:
         """Return the predicted words of each text's masks as a list of records.
@@ -155,7 +292,7 @@ class _Methods:
             model: name of a served model.
             **options: ``top_k``, ``targets``.
         """
-        return self._run(requests.own("fill-mask", texts, model, options))
+        return self._task("fill-mask", texts, model, options)
 
     def zero_shot(
         self, texts: str | Sequence[str], labels: Sequence[str], *, model: str | None = None, **options: Any
@@ -168,7 +305,7 @@ class _Methods:
             model: name of a served model.
             **options: ``template``, ``multi_label``, ``truncate``.
         """
-        return self._run(requests.own("zero-shot", texts, model, {"labels": list(labels), **options}))
+        return self._task("zero-shot", texts, model, {"labels": list(labels), **options})
 
     def rerank(
         self, query: str, documents: Sequence[str], *, model: str | None = None, top_k: int | None = None
@@ -181,11 +318,15 @@ class _Methods:
             model: name of a served model.
             top_k: maximum number of documents.
         """
-        return self._run(requests.rerank(query, documents, model, top_k))
+        # Without top_n, each response has as many results as its request has documents.
+        body = {"query": query, "documents": list(documents), "model": model}
+        return self._run(
+            Query("v2/rerank", body, _read_ranks, items="documents", join=lambda parts: _join_ranks(parts)[:top_k])
+        )
 
     def models(self) -> Any:
         """Return information about each served model, by name."""
-        return self._run(requests.MODELS)
+        return self._run(MODELS)
 
 
 class Client(_Methods):
@@ -282,7 +423,7 @@ def _arguments(query: Query) -> dict[str, Any]:
         from opentelemetry.propagate import inject
 
         inject(headers)
-    content = None if query.body is None else requests.encoded(query.path, query.body)
+    content = None if query.body is None else _encoded(query.path, query.body)
     method = "GET" if content is None else "POST"
     return {"method": method, "url": query.path, "content": content, "headers": headers}
 

@@ -18,10 +18,10 @@ from starlette.applications import Starlette
 
 from flodl_hf.serving.admission import key_ids
 from flodl_hf.serving.app import close_state, make_app, new_state
-from flodl_hf.serving.http import HttpServer, freeze_gc, http_server, runner, server_log
+from flodl_hf.serving.http import HttpServer, http_server, runner, server_log
 from flodl_hf.serving.http_errors import RefusedError
 from flodl_hf.serving.metrics import Metrics, merged
-from flodl_hf.serving.settings import Settings
+from flodl_hf.serving.settings import Settings, freeze_gc
 from flodl_hf.serving.shared_counters import SharedCounters
 from flodl_hf.serving.workers import Worker
 from flodl_hf.workers.ipc import Link, connect_link, receive_socket

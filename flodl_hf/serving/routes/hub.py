@@ -108,7 +108,7 @@ async def _root(request: Request) -> Response:
     return answered if isinstance(answered, Response) else Response(answered)
 
 
-async def _vectors(request: Request, inputs: Any, single: bool) -> Response:
+async def _vectors(request: Request, inputs: Any, single: bool) -> Any:
     given = _given(request, _VECTORS, above=True)
     options = {**truncation_options(request, given), **prompt_option(request, given)}
     options |= {name: given.get(name) for name in ("normalize", "dimensions", "route")}
@@ -119,79 +119,63 @@ async def _vectors(request: Request, inputs: Any, single: bool) -> Response:
 async def _classes(request: Request, inputs: Any, single: bool) -> Any:
     if (request.fields["parameters"] or {}).get("candidate_labels") is not None:
         given = _given(request, _ZERO_SHOT)
-        options: dict[str, Any] = {"labels": given["candidate_labels"]}
-        if "hypothesis_template" in given:
-            options["template"] = given["hypothesis_template"]
+        options = {"labels": given["candidate_labels"], "template": given.get("hypothesis_template")}
         options["multi_label"] = given.get("multi_label") is True
         found = await request.ask("zero_shot", _of("texts", inputs, "inputs"), options)
-        rows = [[{"label": one["label"], "score": one["score"]} for one in row] for row in found.data]
-        return rows[0] if single else rows
-    items = _of("pairs", inputs, "inputs")
-    given = _given(request, (*_CLASSES, RAW), above=True)
-    options = {name: given.get(name) for name in ("function_to_apply", "top_k", "threshold")} | truncation_options(
-        request, given
-    )
-    options["raw"] = given.get("raw_scores")
-    if options["truncate"] is None and given.get("truncation"):
-        options["truncate"] = True
-    found = await request.ask("classify", items, options)
-    return [[{"label": one["label"], "score": one["score"]} for one in row] for row in found.data]
+    else:
+        single = False
+        items = _of("pairs", inputs, "inputs")
+        given = _given(request, (*_CLASSES, RAW), above=True)
+        options = {**given, **truncation_options(request, given), "raw": given.get("raw_scores")}
+        if options["truncate"] is None and given.get("truncation"):
+            options["truncate"] = True
+        found = await request.ask("classify", items, options)
+    rows = [[{"label": one["label"], "score": one["score"]} for one in row] for row in found.data]
+    return rows[0] if single else rows
 
 
 async def _entities(request: Request, inputs: Any, single: bool) -> Any:
-    given = _given(request, _ENTITIES)
-    strategy = given.get("aggregation_strategy", "simple")
-    options = {"aggregation": strategy, "ignore_labels": given.get("ignore_labels"), "stride": given.get("stride")}
+    given = {"aggregation_strategy": "simple", **_given(request, _ENTITIES)}
+    options = {**given, "aggregation": given["aggregation_strategy"]}
     found = await request.ask("entities", _of("texts", inputs, "inputs"), options)
-    name = "entity" if strategy == "none" else "entity_group"
-    rows = [
-        [{name: one["label"], **{n: one[n] for n in ("score", "word", "start", "end")}} for one in row]
-        for row in found.data
-    ]
+    name = "entity" if options["aggregation"] == "none" else "entity_group"
+    rows = [[{name: one["label"], **_picked(one, "word")} for one in row] for row in found.data]
     return rows[0] if single else rows
+
+
+def _picked(one: dict[str, Any], *more: str) -> dict[str, Any]:
+    return {name: one[name] for name in ("score", *more, "start", "end")}
 
 
 async def _answers(request: Request, inputs: Any, single: bool) -> Any:
     given = _given(request, _ANSWERS)
-    top = given.get("top_k", given.get("topk"))
-    options = {
-        "top_k": top,
-        "max_answer_length": given.get("max_answer_len"),
-        "no_answer": given.get("handle_impossible_answer"),
-        "whole_words": given.get("align_to_words"),
-        "stride": given.get("doc_stride"),
-        "window_tokens": given.get("max_seq_len"),
-    }
+    options = {ours: given.get(theirs) for ours, theirs in _ANSWER_OPTIONS.items()}
+    options["top_k"] = top = given.get("top_k", given.get("topk"))
     found = await request.ask("answer", _of("questions", inputs, "inputs"), options)
-    rows = [
-        [{"answer": one["text"], **{n: one[n] for n in ("score", "start", "end")}} for one in row] for row in found.data
-    ]
-    if top in (None, 1):
-        return (rows[0][0] if rows[0] else {"answer": "", "score": 0.0, "start": 0, "end": 0}) if single else rows
-    return rows[0] if single else rows
+    rows = [[{"answer": one["text"], **_picked(one)} for one in row] for row in found.data]
+    if not single:
+        return rows
+    if top not in (None, 1):
+        return rows[0]
+    return rows[0][0] if rows[0] else {"answer": "", "score": 0.0, "start": 0, "end": 0}
+
+
+_ANSWER_OPTIONS = {
+    "max_answer_length": "max_answer_len", "no_answer": "handle_impossible_answer", "whole_words": "align_to_words",
+    "stride": "doc_stride", "window_tokens": "max_seq_len",
+}  # fmt: skip
 
 
 async def _masks(request: Request, inputs: Any, single: bool) -> Any:
-    given = _given(request, _MASKS)
-    options = {"top_k": given.get("top_k"), "targets": given.get("targets")}
-    found = await request.ask("fill_mask", _of("texts", inputs, "inputs"), options)
-    rows = [
-        [
-            [
-                {
-                    "score": one["score"],
-                    "token": one["token_ids"][0],
-                    "token_str": one["token"],
-                    "sequence": one["sequence"],
-                }
-                for one in mask
-            ]
-            for mask in masks
-        ]
-        for masks in found.data
-    ]
+    found = await request.ask("fill_mask", _of("texts", inputs, "inputs"), _given(request, _MASKS))
+    rows = [[[_word(one) for one in mask] for mask in masks] for masks in found.data]
     plain = [masks[0] if len(masks) == 1 else masks for masks in rows]
     return plain[0] if single else plain
+
+
+def _word(one: dict[str, Any]) -> dict[str, Any]:
+    token = {"token": one["token_ids"][0], "token_str": one["token"]}
+    return {"score": one["score"], **token, "sequence": one["sequence"]}
 
 
 _HEADS = {

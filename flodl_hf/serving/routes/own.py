@@ -5,6 +5,7 @@ Every response contains the model, a result for each input, and token counts.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -17,62 +18,39 @@ from flodl_hf.serving.routes.tei import CUT, DIRECTION
 READ_ALL = Field("truncate", "flag", "false refuses texts longer than one window; default: they are read in windows")
 
 
-def _whole(request: Request, name: str, rows: list[Any], items: list[Any]) -> Response:
-    results = [{name: row, "empty": is_blank(item)} for row, item in zip(rows, items, strict=True)]
-    return Response({"model": request.model, "results": results, "usage": request.usage()})
+def _task(task: str, name: str) -> Callable[[Request], Awaitable[Response]]:
+    """Return the function of a route that runs a task with its fields as options; ``name`` is the key of results."""
+
+    async def answer(request: Request) -> Response:
+        items = request.fields["inputs"]
+        options = {**request.fields, "inputs": None}
+        if task == "classify":
+            options |= truncation_options(request) | {"function_to_apply": options["activation"]}
+        elif task == "zero_shot":
+            _check_labels(request)
+        found = await request.ask(task, items, options)
+        if task == "late_interaction":
+            rows: Any = np.split(found.arrays[0], np.cumsum(found.data["lengths"])[:-1])
+        else:
+            rows = found.data
+        # An answer is empty if its context is.
+        texts = [context for _, context in items] if task == "answer" else items
+        results = [{name: row, "empty": is_blank(text)} for row, text in zip(rows, texts, strict=True)]
+        return Response({"model": request.model, "results": results, "usage": request.usage()})
+
+    return answer
 
 
-def _chosen(request: Request, *names: str) -> dict[str, Any]:
-    return {name: request.fields[name] for name in names}
-
-
-async def _classify(request: Request) -> Response:
-    items = request.fields["inputs"]
-    given = {**_chosen(request, "top_k", "threshold"), **truncation_options(request)}
-    found = await request.ask("classify", items, {**given, "function_to_apply": request.fields["activation"]})
-    return _whole(request, "labels", found.data, items)
-
-
-async def _entities(request: Request) -> Response:
-    items = request.fields["inputs"]
-    given = _chosen(request, "aggregation", "ignore_labels", "constrained", "truncate")
-    found = await request.ask("entities", items, given)
-    return _whole(request, "entities", found.data, items)
-
-
-async def _answer(request: Request) -> Response:
-    items = request.fields["inputs"]
-    given = _chosen(request, "top_k", "max_answer_length", "no_answer", "truncate")
-    found = await request.ask("answer", items, given, texts=len(items))
-    return _whole(request, "answers", found.data, [context for _, context in items])
-
-
-async def _fill_mask(request: Request) -> Response:
-    items = request.fields["inputs"]
-    found = await request.ask("fill_mask", items, _chosen(request, "top_k", "targets"))
-    return _whole(request, "masks", found.data, items)
-
-
-async def _zero_shot(request: Request) -> Response:
-    items, labels = request.fields["inputs"], request.fields["labels"]
+def _check_labels(request: Request) -> None:
+    """Refuse a request without labels, or with too many pairs of texts and labels."""
+    items, labels, most = request.fields["inputs"], request.fields["labels"], request.state.settings.max_inputs
     if not labels:
         raise RefusedError("labels is empty, expected at least one", "empty", param="labels")
-    if len(items) * len(labels) > request.state.settings.max_inputs:
+    if (pairs := len(items) * len(labels)) > most:
         raise RefusedError(
-            f"{len(items)} inputs with {len(labels)} labels are {len(items) * len(labels)} pairs, expected at most "
-            f"{request.state.settings.max_inputs} in a request",
+            f"{len(items)} inputs with {len(labels)} labels are {pairs} pairs, expected at most {most} in a request",
             "limit",
         )
-    given = _chosen(request, "labels", "template", "multi_label", "truncate")
-    found = await request.ask("zero_shot", items, given)
-    return _whole(request, "labels", found.data, items)
-
-
-async def _late_interaction(request: Request) -> Response:
-    items = request.fields["inputs"]
-    found = await request.ask("late_interaction", items, _chosen(request, "query", "truncate"))
-    rows = np.split(found.arrays[0], np.cumsum(found.data["lengths"])[:-1])
-    return _whole(request, "vectors", rows, items)
 
 
 _TEXTS = Field("inputs", "texts", "one text or several", True)
@@ -92,7 +70,7 @@ ROUTES = tuple(
                 CUT,
                 DIRECTION,
             ),
-            _classify,
+            _task("classify", "labels"),
         ),
         (
             "/v1/entities",
@@ -104,7 +82,7 @@ ROUTES = tuple(
                 Field("constrained", "flag", "decode the best sequence that the tag scheme allows"),
                 READ_ALL,
             ),
-            _entities,
+            _task("entities", "entities"),
         ),
         (
             "/v1/answer",
@@ -116,13 +94,13 @@ ROUTES = tuple(
                 Field("no_answer", "flag", "allow a result without an answer"),
                 READ_ALL,
             ),
-            _answer,
+            _task("answer", "answers"),
         ),
         (
             "/v1/fill-mask",
             "words for the masks of texts",
             (_TEXTS, _TOP, Field("targets", "texts", "words to choose from")),
-            _fill_mask,
+            _task("fill_mask", "masks"),
         ),
         (
             "/v1/zero-shot",
@@ -134,7 +112,7 @@ ROUTES = tuple(
                 Field("multi_label", "flag", "score labels independently"),
                 READ_ALL,
             ),
-            _zero_shot,
+            _task("zero_shot", "labels"),
         ),
         (
             "/v1/late-interaction",
@@ -144,7 +122,7 @@ ROUTES = tuple(
                 Field("query", "flag", "whether the texts are queries"),
                 Field("truncate", "flag", "false refuses texts that would be truncated"),
             ),
-            _late_interaction,
+            _task("late_interaction", "vectors"),
         ),
     )
 )
