@@ -344,7 +344,9 @@ def beside_empty(url: str, args: argparse.Namespace, pids: list[int]) -> dict[st
     with running([sys.executable, program, "empty", str(len(answering(pids)))]) as (plain, pid):
         rounds = [(small(url, args, pids), small(plain, args, below(pid))) for _ in range(2)]
     ours, empty = (max(each, key=lambda one: one["requests_per_s"]) for each in zip(*rounds, strict=True))
-    row = {name: empty[name] for name in ("requests_per_s", "answered_p50_ms", "http_processes", "http_us_of_a_request")}
+    row = {
+        name: empty[name] for name in ("requests_per_s", "answered_p50_ms", "http_processes", "http_us_of_a_request")
+    }
     return {**ours, "empty": row, "share_of_empty": round(ours["requests_per_s"] / empty["requests_per_s"], 3)}
 
 
