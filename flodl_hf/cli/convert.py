@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting, tell
+from flodl_hf.cli.shared import Json, Local, Model, Revision, emit, reporting
 
 if TYPE_CHECKING:
     from flodl_hf.checkpoints.config.model_config import ModelConfig
@@ -35,10 +35,7 @@ def command(
     hub = {"revision": revision, "local_files_only": local_files_only}
     folder, _ = resolve_folder(model, hub, (*MODEL_FILES, *BIN_FILES))
     convert_bin(folder, out, ties=stored_ties(read_config_file(transformer_folder(folder))), overwrite=force)
-    if json_output:
-        emit_json({"folder": str(out)})
-    else:
-        tell(str(out))
+    emit({"folder": str(out)}, str(out), json_output)
 
 
 def stored_ties(config: ModelConfig) -> dict[str, str]:

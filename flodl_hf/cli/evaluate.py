@@ -12,7 +12,7 @@ from flodl_hf.checkpoints.weights.prefetch import prefetching
 from flodl_hf.cli.finetune import option_parameters, parse, train_data
 from flodl_hf.cli.options import JSON, REQUIRED, option, parameter, with_parameters
 from flodl_hf.cli.path_checks import check_places
-from flodl_hf.cli.shared import emit_json, reporting, say, tell
+from flodl_hf.cli.shared import emit, reporting, say
 from flodl_hf.training.options import EvaluateOptions
 
 OPTIONS = {*EvaluateOptions.__annotations__, "devices"} - {"batch_size", "loss"}
@@ -36,10 +36,7 @@ def _command() -> Callable[..., None]:
             result = evaluate(model, data, devices=devices, **chosen)
         for note in result.notes:
             say(note)
-        if json_output:
-            emit_json(result.to_dict())
-        else:
-            tell(str(result))
+        emit(result.to_dict(), str(result), json_output)
 
     command.__doc__ = HELP
     parameters = [

@@ -25,7 +25,7 @@ from flodl_hf.cli.command import StrictCommand
 from flodl_hf.cli.error_text import command_line
 from flodl_hf.cli.options import option, parameter, with_parameters
 from flodl_hf.cli.path_checks import check_places
-from flodl_hf.cli.shared import emit_json, reporting, say, tell, training_said
+from flodl_hf.cli.shared import emit, emit_json, reporting, say, tell, training_said
 from flodl_hf.families.schema.tasks import HEADS
 from flodl_hf.models.adapters.settings import FLAT_WORDS
 from flodl_hf.training.option_checks import SCHEDULES
@@ -220,10 +220,7 @@ def _try(said: Mapping[str, Any], model: str, data: Mapping[str, Any], values: M
         rates = f"{found.rates[0]:.1e} to {found.rates[-1]:.1e}"
         best = "the loss did not fall" if found.suggestion is None else f"try --lr {found.suggestion:.1e}"
         text = f"{len(found.rates)} steps at rates of {rates}, lowest loss {min(found.smoothed):.4f}: {best}"
-    if said["json_output"]:
-        emit_json(found.to_dict())
-    else:
-        tell(text)
+    emit(found.to_dict(), text, said["json_output"])
 
 
 def _monitor(dashboard: str | None, control: bool) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from flodl_hf.cli import options as shared
 from flodl_hf.cli.choices import SAMPLINGS
 from flodl_hf.cli.options import REQUIRED, option, with_parameters
-from flodl_hf.cli.shared import emit_json, reporting, tell
+from flodl_hf.cli.shared import emit, reporting
 
 _SOURCE = "File of pairs: anchor and positive, or named columns."
 _OUT = "File to write, JSON lines: anchor, positive, negative_1 ..."
@@ -86,8 +86,6 @@ def command(
         if len(of[a]) == negatives
     ]
     write_atomically(out, ((json.dumps(row, ensure_ascii=False) + "\n").encode() for row in rows))
-    if json_output:
-        emit_json({"file": str(out), "pairs": len(pairs), "written": len(rows), "negatives": negatives})
-    else:
-        each = "1 negative" if negatives == 1 else f"{negatives} negatives"
-        tell(f"{len(rows):,} of {len(pairs):,} pairs with {each} each in {out}")
+    result = {"file": str(out), "pairs": len(pairs), "written": len(rows), "negatives": negatives}
+    each = "1 negative" if negatives == 1 else f"{negatives} negatives"
+    emit(result, f"{len(rows):,} of {len(pairs):,} pairs with {each} each in {out}", json_output)

@@ -100,6 +100,14 @@ def emit_json(value: Any) -> None:
     typer.echo(as_json(value, indent=2))
 
 
+def emit(value: Any, text: str, json_output: bool) -> None:
+    """Print a result on stdout: ``value`` as JSON, or a text."""
+    if json_output:
+        emit_json(value)
+    else:
+        tell(text)
+
+
 def as_json(value: Any, indent: int | None = None) -> str:
     """Return ``value`` as JSON without a character that moves a terminal or that none can be sent."""
     text = json.dumps(plain(value), ensure_ascii=False, indent=indent)

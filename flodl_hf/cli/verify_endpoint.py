@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from flodl_hf.cli import options as shared
 from flodl_hf.cli.choices import STYLES
-from flodl_hf.cli.shared import Json, Local, emit_json, reporting, tell
+from flodl_hf.cli.options import REQUIRED, alias, chosen, option, with_parameters
+from flodl_hf.cli.shared import emit_json, reporting, tell
+
+_TARGET = "A URL, a folder of sentence-transformers, or an ONNX file."
+_SOURCE = "The model it should answer as: a folder or Hub name."
+_STYLE = "API of the endpoint: text-embeddings-inference, OpenAI, Hugging Face."
+_TOLERANCE = "Largest difference that counts as equal, as a share of the largest number."
+TARGET = Annotated[str, typer.Argument(metavar="TARGET", help=_TARGET)]
+OPTIONS = (
+    option("style", STYLES, _STYLE, default="auto"),
+    option("model", str, "Name of the endpoint's model."),
+    option("api_key", str, "The key that the endpoint needs.", envvar="FLODL_HF_ENDPOINT_KEY"),
+    option("tolerance", float, _TOLERANCE, min=0.0),
+    option("timeout_s", float, "Request timeout in seconds.", default=60.0, min=0.001),
+    shared.LOCAL,
+)
+"""Keywords of `flodl_hf.parity.endpoint_checks.verify_endpoint`."""
 
 
 @reporting
-def command(
-    target: Annotated[
-        str, typer.Argument(metavar="TARGET", help="A URL, a folder of sentence-transformers, or an ONNX file.")
-    ],
-    source: Annotated[str, typer.Option(metavar="MODEL", help="The model it should answer as: a folder or Hub name.")],
-    style: Annotated[
-        STYLES, typer.Option(help="API of the endpoint: text-embeddings-inference, OpenAI, Hugging Face.")
-    ] = "auto",
-    model: Annotated[str | None, typer.Option(help="Name of the endpoint's model.")] = None,
-    api_key: Annotated[
-        str | None, typer.Option("--api-key", envvar="FLODL_HF_ENDPOINT_KEY", help="The key that the endpoint needs.")
-    ] = None,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="Largest difference that counts as equal, as a share of the largest number."),
-    ] = None,
-    timeout: Annotated[float, typer.Option("--timeout-s", min=0.001, help="Request timeout in seconds.")] = 60.0,
-    local_files_only: Local = False,
-    json_output: Json = False,
-) -> None:
+@with_parameters((
+    alias("target", TARGET, REQUIRED), option("source", str, _SOURCE, default=REQUIRED, metavar="MODEL"), *OPTIONS,
+    shared.JSON,
+))  # fmt: skip
+def command(target: str, source: str, json_output: bool, **given: Any) -> None:
     """Compare an endpoint with the model it serves: token ids, vectors or scores, prompts, batches, long texts.
 
     Some twenty short requests. Where answers differ, known mistakes are tried one and two at a time, and the one that
@@ -40,12 +42,8 @@ def command(
     Exit status 0 if nothing differs, 1 if something does.
     """
     from flodl_hf.parity.endpoint_checks import verify_endpoint
-    from flodl_hf.parity.endpoint_checks.checks import TOLERANCE
 
-    report = verify_endpoint(
-        target, source, tolerance=TOLERANCE if tolerance is None else tolerance, local_files_only=local_files_only,
-        style=style, model=model, api_key=api_key, timeout_s=timeout,
-    )  # fmt: skip
+    report = verify_endpoint(target, source, **chosen(given, OPTIONS))
     if json_output:
         emit_json(report.to_dict())
     else:
