@@ -4,8 +4,8 @@ Start-up: settings (options), running (sockets and event loops), app (ASGI appli
 and signals), protocol (limits of connections), log (JSON log), multiprocess/ (several HTTP processes).
 
 Requests: endpoint (one HTTP request), routes/ (one file for each API convention), admission (limits and overload),
-shared_counters (current requests of all processes), http_errors (error responses), response_encoding and serialization
-(JSON, npy, Arrow, MessagePack), openapi, metrics (Prometheus, and of each request), traces (OpenTelemetry).
+shared_counters (current requests of all processes), http_errors (error responses), response_encoding (JSON, npy, Arrow,
+MessagePack), openapi, metrics (Prometheus, and of each request), traces (OpenTelemetry).
 
 Workers: workers (requests to worker processes), worker_processes (their start and replacement), worker (a worker
 process), thread_pool (its threads), request (one request in it), batching (its queue), tasks (model calls), throughput

@@ -47,9 +47,9 @@ def test_words_of_options_are_those_of_the_tables() -> None:
     from flodl_hf.training.option_checks import SCHEDULES
     from flodl_hf.training.options import Options
 
-    assert list(choices.PrecisionChoice) == list(get_args(Precision))
-    assert set(choices.AggregationChoice) == set(get_args(Aggregation))
-    assert set(choices.DtypeChoice) == set(DTYPE_NAMES.values())
+    assert get_args(choices.PRECISIONS) == get_args(Precision)
+    assert set(get_args(choices.AGGREGATIONS)) == set(get_args(Aggregation))
+    assert set(get_args(choices.DTYPES)) == set(DTYPE_NAMES.values())
     options = {p.name: p for p in commands()["finetune"].params}
     for name, field in Options.__dataclass_fields__.items():
         if "among" in field.metadata and field.metadata["cli"]:
