@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from flodl_hf import load
-from flodl_hf.inference.decode.windows import join_words
+from flodl_hf.inference.decode.rows import join_words
 from flodl_hf.models import EncoderModel
 from flodl_hf.readers import load_rows
 
@@ -155,7 +155,7 @@ def answers(model: EncoderModel, folder: str, rows: Sequence[dict[str, Any]]) ->
         )[0]
         scores = [theirs(_inputs(model, window)) for window in windows]
         other = question_answering(
-            [s["start_logits"][0] for s in scores], [s["end_logits"][0] for s in scores], windows, row["context"],
+            [torch.stack([s["start_logits"][0], s["end_logits"][0]], -1) for s in scores], windows, row["context"],
             cls_id=model.tokenizer.cls_token_id,
         )  # fmt: skip
         other = other[0] if isinstance(other, list) else other

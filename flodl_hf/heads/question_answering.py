@@ -180,7 +180,6 @@ class QuestionAnswerer(EncoderModel):
             PredictError: the model has no tokenizer or an untrained head, a context without text, or an option
                 that makes no sense.
         """
-        from flodl_hf.inference.decode.rows import Placed
         from flodl_hf.inference.decode.spans import decode_answers_batch
         from flodl_hf.inference.forward import Scores
         from flodl_hf.inference.inputs import as_text_list
@@ -206,9 +205,8 @@ class QuestionAnswerer(EncoderModel):
                     placed, encoded, contexts, cls_id=tokenizer.cls_token_id, top_k=top_k,
                     max_answer_len=max_answer_length, handle_impossible_answer=no_answer, align_to_words=whole_words,
                 )  # fmt: skip
-            start, end = (Placed(part, placed.starts) for part in self.split(placed.values))
             return decode_answers_batch(
-                start, end, encoded.table, contexts, owners=encoded.owners, top_k=top_k,
+                placed, encoded.table, contexts, top_k=top_k,
                 max_answer_length=max_answer_length, no_answer=no_answer, null_margin=null_margin,
                 whole_words=whole_words, distinct=distinct,
             )  # fmt: skip
@@ -227,8 +225,7 @@ def _as_pipeline(placed: Placed, encoded: Encoded, contexts: Sequence[str], **op
     results = []
     for place, context in enumerate(contexts):
         own = [i for i, owner in enumerate(encoded.owners) if owner == place]
-        starts, ends = ([rows[i][:, side] for i in own] for side in (0, 1))
-        results.append(question_answering(starts, ends, [encoded.rows[i] for i in own], context, **options))
+        results.append(question_answering([rows[i] for i in own], [encoded.rows[i] for i in own], context, **options))
     return results
 
 

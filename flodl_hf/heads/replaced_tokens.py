@@ -101,8 +101,7 @@ class ReplacedTokens(ScoringModel):
         Raises:
             PredictError: the model has no tokenizer or an untrained head.
         """
-        from flodl_hf.inference.decode.entities import decode_entities_batch
-        from flodl_hf.inference.decode.labels import TagScheme
+        from flodl_hf.inference.decode.entities import TagScheme, decode_entities_batch
         from flodl_hf.inference.decode.rows import Placed
         from flodl_hf.inference.forward import Scores
         from flodl_hf.inference.inputs import as_text_list, encode
@@ -121,7 +120,7 @@ class ReplacedTokens(ScoringModel):
             # The sigmoid of a score is the second of the softmax of zero and it.
             both = torch.stack([torch.zeros_like(placed.values), placed.values], -1)
             return decode_entities_batch(
-                Placed(both, placed.starts), encoded.table, chunk, scheme, owners=encoded.owners, aggregation="none",
+                Placed(both, placed.starts), encoded.table, chunk, scheme, aggregation="none",
                 ignore_labels=LABELS[:1] if replaced_only else (),
             )  # fmt: skip
 

@@ -213,7 +213,7 @@ class SequenceClassifier(ScoringModel):
             if compat is not None:
                 return zero_shot_classification(logits, chunk, labels, self.config.labels, multi_label=multi_label)
             return decode_zero_shot(
-                logits, [labels] * len(chunk), entailment=entailment,
+                logits, labels, entailment=entailment,
                 contradiction=contradiction_id(self.config.labels, entailment), multi_label=multi_label,
                 owners=encoded.owners, weights=encoded.counts,
             )  # fmt: skip
@@ -276,9 +276,7 @@ class SequenceClassifier(ScoringModel):
             return self._encode([(query, text) for text in chunk], strict=strict, truncate=truncate, prompt=before)
 
         def finish(chunk: list[str], encoded: Encoded, scores: Pending) -> list[Ranked]:
-            found = decode_ranking(
-                scores.stacked(), activation="none", owners=encoded.owners, documents=len(chunk)
-            )  # fmt: skip
+            found = decode_ranking(scores.stacked(), activation="none", owners=encoded.owners)
             return sorted(found, key=lambda document: document.index)
 
         best: Any = Session(self, run).answer(texts, encode, Scores(True), finish, what="rerank")

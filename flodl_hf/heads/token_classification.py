@@ -84,9 +84,8 @@ class TokenClassifier(ScoringModel):
             PredictError: the model has no tokenizer or an untrained head, or an option makes no sense.
             TokenizerError: a text is not a valid string, or too long with ``strict``.
         """
-        from flodl_hf.inference.decode.entities import decode_entities_batch
-        from flodl_hf.inference.decode.labels import TagScheme
-        from flodl_hf.inference.decode.windows import join_words
+        from flodl_hf.inference.decode.entities import TagScheme, decode_entities_batch
+        from flodl_hf.inference.decode.rows import join_words
         from flodl_hf.inference.forward import Scores
         from flodl_hf.inference.inputs import as_text_list, encode
         from flodl_hf.inference.pipeline import Session
@@ -112,8 +111,8 @@ class TokenClassifier(ScoringModel):
                 rows = placed.rows(encoded.table)
                 return self._as_transformers(rows, encoded, plain, spans, aggregation, ignored)
             return decode_entities_batch(
-                placed, encoded.table, plain, scheme, owners=encoded.owners, aggregation=aggregation,
-                ignore_labels=ignored, constrained=constrained, word_spans=spans,
+                placed, encoded.table, plain, scheme, aggregation=aggregation, ignore_labels=ignored,
+                constrained=constrained, word_spans=spans,
             )  # fmt: skip
 
         single = isinstance(texts, str) or (

@@ -275,7 +275,7 @@ def _row_scores(theirs: Any, ours: Any, row: Any) -> Tensor:
 
 def _decode(model: Any, head: str, scores: Callable[[list[Any]], list[Tensor]] | None) -> list[tuple[Any, list[float]]]:
     """Return (answer, scores) for each text, with the scores of the forward pass replaced if given."""
-    from flodl_hf.inference import forward as passes
+    from flodl_hf.inference import batch as passes
 
     saved = passes.scored, passes.all_states, passes.headed
     if scores is not None:

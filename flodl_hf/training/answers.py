@@ -135,16 +135,12 @@ class _Scorer(Scorer):
         Returns:
             The predicted answer and the accepted answers.
         """
+        from flodl_hf.inference.decode.rows import Placed
         from flodl_hf.inference.decode.spans import decode_answers_batch
+        from flodl_hf.inference.token_table import table_of
 
-        best = decode_answers_batch(
-            [row[:, 0] for row in scores],
-            [row[:, 1] for row in scores],
-            self.truth.windows[example],
-            [self.truth.contexts[example]],
-            owners=[0] * len(scores),
-            no_answer=self.no_answer,
-        )[0]
+        table, context = table_of(self.truth.windows[example], [0] * len(scores)), self.truth.contexts[example]
+        (best,) = decode_answers_batch(Placed.of(scores), table, [context], no_answer=self.no_answer)
         said = best[0].text if best else ""
         self.parts[0].update([said], [self.truth.answers[example]])
         return said, list(self.truth.answers[example])

@@ -18,9 +18,7 @@ from torch import Tensor
 
 from flodl_hf.checkpoints.config.labels import ACTIVATIONS, activate
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.rows import Record, as_tensor, build_records, owners_of
-
-_ALONE = np.zeros(1, np.int64)
+from flodl_hf.inference.decode.rows import Record, as_tensor, build_records
 
 Activation: TypeAlias = str
 """``"softmax"``, ``"sigmoid"``, ``"none"``, or a name in `flodl_hf.checkpoints.config.labels.ACTIVATIONS`."""
@@ -110,13 +108,6 @@ def mean_over_windows(
         texts: number of texts; each needs a row.
         weights: weight of each row, usually its number of content tokens; equal without it.
     """
-    counts = np.bincount(owners, minlength=texts)
-    if len(counts) != texts or bool((counts == 0).any()):
-        missing = np.flatnonzero(counts == 0).tolist()
-        raise PredictError(
-            f"classification: texts {missing[:20]} have no row; expected at least one window per text",
-            missing=missing,
-        )
     if len(owners) == texts:
         return values[torch.from_numpy(np.argsort(owners, kind="stable")).to(values.device)]
     weight = torch.ones(len(owners), dtype=torch.float64) if weights is None else torch.as_tensor(weights)
@@ -137,8 +128,8 @@ def decode_classes(
     function_to_apply: str | None = None,
     top_k: int | None = None,
     threshold: float | Sequence[float] | Mapping[str, float] | None = None,
-    owners: Sequence[int] | np.ndarray | None = None,
-    weights: Sequence[float] | np.ndarray | None = None,
+    owners: np.ndarray | None = None,
+    weights: np.ndarray | None = None,
     texts: int | None = None,
 ) -> list[list[Classification]]:
     """Return for each text its labels with scores, best first; equal scores in the order of the labels.
@@ -156,10 +147,10 @@ def decode_classes(
             (labels that are not named are always returned). A text may then have no label.
         owners: index of the text of each row; without it row ``i`` is text ``i``.
         weights: number of content tokens of each row.
-        texts: number of texts; without it as many as ``owners`` names, or as there are rows.
+        texts: number of texts; without it each row is one.
 
     Raises:
-        PredictError: an option makes no sense, or logits, labels and owners do not fit each other.
+        PredictError: an option makes no sense, or logits and labels do not fit each other.
     """
     values = as_tensor(logits)
     if values.ndim != 2 or values.shape[1] != len(labels):
@@ -171,20 +162,13 @@ def decode_classes(
         )
     if top_k is not None and (not isinstance(top_k, Integral) or top_k < 1):
         raise PredictError(f"classification: top_k={top_k!r}; expected at least 1, or None for all", top_k=top_k)
-    if owners is not None and texts is None:
-        texts = _count(owners)
     count = len(values) if texts is None else texts
-    single = count == len(values) == 1 and owners is not None and len(owners) == 1 and not owners[0]
-    owner = _ALONE if single else owners_of(range(len(values)) if owners is None else owners, len(values), count)
     scores = _scores(values, activation_for(problem_type, len(labels), function_to_apply))
-    alone = single or owners is None or (len(owner) == count and bool((owner == np.arange(count)).all()))
-    merged = scores if alone else mean_over_windows(torch.from_numpy(scores), owner, count, weights).numpy()
-    windows = [1] * count if alone else np.bincount(owner, minlength=count).tolist()
-    if threshold is None and count == 1:
-        row = merged[0]
-        best = np.argsort(-row, kind="stable")[:top_k]
-        pairs: Iterable[tuple[int, float]] = zip(best.tolist(), row[best].tolist(), strict=True)
-        return [[Classification(labels[label], score, windows[0]) for label, score in pairs]]
+    if owners is None or np.array_equal(owners, np.arange(count)):
+        merged, windows = scores, [1] * count
+    else:
+        merged = mean_over_windows(torch.from_numpy(scores), owners, count, weights).numpy()
+        windows = np.bincount(owners, minlength=count).tolist()
     index = np.argsort(-merged, axis=1, kind="stable")[:, :top_k]
     ordered = np.take_along_axis(merged, index, 1)
     if threshold is None:
@@ -246,13 +230,7 @@ def _finite(values: Tensor | np.ndarray, task: str) -> None:
         )
 
 
-def _count(owners: Sequence[int] | np.ndarray) -> int:
-    return int(max(owners)) + 1 if len(owners) else 0
-
-
-def _thresholds(threshold: float | Sequence[float] | Mapping[str, float] | None, labels: Sequence[str]) -> Tensor:
-    if threshold is None:
-        return torch.full((len(labels),), -torch.inf, dtype=torch.float32)
+def _thresholds(threshold: float | Sequence[float] | Mapping[str, float], labels: Sequence[str]) -> Tensor:
     if isinstance(threshold, (int, float)):
         return torch.full((len(labels),), float(threshold), dtype=torch.float32)
     if isinstance(threshold, Mapping):
@@ -303,18 +281,17 @@ def contradiction_id(labels: Sequence[str], entailment: int) -> int:
 
 def decode_zero_shot(
     logits: Tensor | np.ndarray,
-    candidates: Sequence[Sequence[str]],
+    candidates: Sequence[str],
     *,
     entailment: int,
     contradiction: int,
+    owners: np.ndarray,
+    weights: np.ndarray,
     multi_label: bool = False,
-    owners: Sequence[int] | np.ndarray | None = None,
-    weights: Sequence[float] | np.ndarray | None = None,
 ) -> list[list[Classification]]:
     """Return for each text its candidate labels with scores, best first.
 
-    Pairs of text and hypothesis are numbered through: all candidates of the first text, then of the second.
-        With
+    Pairs of text and hypothesis are numbered through: all candidates of the first text, then of the second. With
     one answer per text the entailment logits of its candidates go through a softmax; with ``multi_label``, or
     a single candidate, each candidate's entailment is weighed against its contradiction. Of a pair in several
     windows the logits are averaged first, weighted by content tokens, since windows of different pairs need
@@ -322,34 +299,31 @@ def decode_zero_shot(
 
     Args:
         logits: ``(rows, NLI labels)``.
-        candidates: the candidate labels of each text.
+        candidates: the candidate labels, the same for each text.
         entailment: id of the entailment label.
         contradiction: id of the contradiction label.
-        multi_label: whether several candidates may be true.
-        owners: index of the pair of each row; without it row ``i`` is pair ``i``.
+        owners: index of the pair of each row.
         weights: number of content tokens of each row.
+        multi_label: whether several candidates may be true.
     """
     values = as_tensor(logits).float()
     _finite(values, "zero-shot")
-    sizes = [len(names) for names in candidates]
-    pairs = sum(sizes)
-    owner = owners_of(range(len(values)) if owners is None else owners, len(values), pairs)
-    merged = mean_over_windows(values, owner, pairs, weights)
-    windows = np.bincount(owner, minlength=pairs).tolist()
+    pairs = int(owners.max()) + 1 if len(owners) else 0
+    merged = mean_over_windows(values, owners, pairs, weights)
+    windows = np.bincount(owners, minlength=pairs).tolist()
     alone = torch.softmax(merged[:, [contradiction, entailment]], -1)[:, 1].cpu()
     together = merged[:, entailment].cpu()
-    results, place = [], 0
-    for names in candidates:
-        part = slice(place, place + len(names))
-        scores = alone[part] if multi_label or len(names) == 1 else torch.softmax(together[part], 0)
+    results = []
+    for place in range(0, pairs, len(candidates)):
+        part = slice(place, place + len(candidates))
+        scores = alone[part] if multi_label or len(candidates) == 1 else torch.softmax(together[part], 0)
         ordered, index = torch.sort(scores, descending=True, stable=True)
         results.append(
             [
-                Classification(names[int(i)], score, windows[place + int(i)])
+                Classification(candidates[int(i)], score, windows[place + int(i)])
                 for score, i in zip(ordered.tolist(), index.tolist(), strict=True)
             ]
         )
-        place += len(names)
     return results
 
 
@@ -358,8 +332,7 @@ def decode_ranking(
     *,
     activation: Activation = "sigmoid",
     top_k: int | None = None,
-    owners: Sequence[int] | np.ndarray | None = None,
-    documents: int | None = None,
+    owners: np.ndarray | None = None,
 ) -> list[Ranked]:
     """Return the documents of one query, best first; equal scores in the order of their logits, then the caller's.
 
@@ -369,11 +342,10 @@ def decode_ranking(
         logits: one number per row, ``(rows,)`` or ``(rows, 1)``.
         activation: what makes a score of a logit, see `activation_for`; not softmax, which is 1 of any number.
         top_k: most documents; all without it.
-        owners: index of the document of each row; without it row ``i`` is document ``i``.
-        documents: number of documents; without it as many as ``owners`` names.
+        owners: index of the document of each row, each with a row; without it row ``i`` is document ``i``.
 
     Raises:
-        PredictError: the model gives more than one number per row, or a document has no row.
+        PredictError: the model gives more than one number per row.
     """
     values = as_tensor(logits).float()
     if values.ndim not in (1, 2) or (values.ndim == 2 and values.shape[1] != 1):
@@ -383,16 +355,11 @@ def decode_ranking(
         )
     if activation == "softmax":
         raise PredictError("ranking: softmax of one number is always 1; expected 'sigmoid' or 'none'")
-    rows = len(values)
     given = values.reshape(-1).cpu().numpy()
     _finite(given, "ranking")
     scores = class_scores(values.reshape(-1), activation).cpu().numpy()
-    count = documents if documents is not None else rows if owners is None else _count(owners)
-    owner = owners_of(range(rows) if owners is None else owners, rows, count)
-    windows = np.bincount(owner, minlength=count)
-    if bool((windows == 0).any()):
-        missing = np.flatnonzero(windows == 0).tolist()
-        raise PredictError(f"ranking: documents {missing[:20]} have no row", missing=missing)
+    owner = np.arange(len(given)) if owners is None else owners
+    windows = np.bincount(owner)
     order = np.lexsort((owner, -given, -scores))
     _, best = np.unique(owner[order], return_index=True)
     kept = order[np.sort(best)]

@@ -1,24 +1,158 @@
 """Entities from token classification logits, with their character positions.
 
-This file decides how the distributions of a word's tokens become one label, how labelled words join into
-entities, and the fields of an entity. Tags are parsed in ``labels.py``, windows in ``windows.py``, words in
-``words.py``; ``compat/`` reproduces other libraries.
+This file decides which tagging scheme the labels spell (``B-PER`` is a tag, ``credit-card`` is a name), how the
+distributions of a word's tokens become one label, and how labelled words join into entities. Windows are merged in
+``rows.py``, words found in ``words.py``; ``compat/`` reproduces other libraries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.labels import BEGIN, END, OUT, SINGLE, TagScheme
-from flodl_hf.inference.decode.rows import Logits, Record, Rows, build_records, flat_logits, owners_of, pairs_of
-from flodl_hf.inference.decode.windows import TokenStream, merge_windows
+from flodl_hf.inference.decode.rows import (
+    Placed,
+    Record,
+    TokenStream,
+    TokenTable,
+    content_of,
+    build_records,
+    merge_windows,
+    pairs_of,
+)
 from flodl_hf.inference.decode.words import Words, trimmed, words_of
+
+SchemeName: TypeAlias = Literal["BIO", "BIOES", "BILOU", "BMES", "IO", "plain", "tags"]
+
+OUTSIDE = "O"
+
+# Codes of a label's position in an entity, the same for all schemes.
+OUT, BEGIN, INSIDE, END, SINGLE = range(5)
+
+_CODES = {"B": BEGIN, "I": INSIDE, "M": INSIDE, "E": END, "L": END, "S": SINGLE, "U": SINGLE}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TagScheme:
+    """A label set read as tags: for each id its part of an entity and the entity's name.
+
+    Schemes are detected from the labels alone: ``IO`` (``I-PER``), ``BIO`` (``B-``, ``I-``), ``BIOES``
+        (also
+    ``E-``, ``S-``), ``BILOU`` (``L-``, ``U-``), ``BMES`` (``M-``), ``plain`` (names such as ``PER`` or
+    ``credit-card`` with an outside label) and ``tags`` (names without an outside label, as in part-of-speech
+    tagging, where every word stands for itself).
+
+    Attributes:
+        name: the scheme.
+        labels: label names by id.
+        parts: code per id, ``(labels,)``: 0 outside, 1 begin, 2 inside, 3 end, 4 single.
+        entities: index into ``entity_names`` per id, ``(labels,)``.
+        entity_names: names without their prefix, the outside label included.
+        allowed: whether label ``j`` may follow label ``i``, ``(labels, labels)``.
+        may_start: whether a text may begin with the label, ``(labels,)``.
+        may_end: whether a text may end with the label, ``(labels,)``.
+    """
+
+    name: SchemeName
+    labels: tuple[str, ...]
+    parts: np.ndarray
+    entities: np.ndarray
+    entity_names: tuple[str, ...]
+    allowed: np.ndarray
+    may_start: np.ndarray
+    may_end: np.ndarray
+
+    @classmethod
+    def detect(cls, labels: Sequence[str]) -> TagScheme:
+        """Return the scheme that labels, in the order of their ids, spell; the same object for the same labels."""
+        return _detected(tuple(labels))
+
+
+@lru_cache(maxsize=64)
+def _detected(labels: tuple[str, ...]) -> TagScheme:
+    split = _keep_real_prefixes(labels, [_split(label) for label in labels])
+    found = _scheme_of(labels, {letter for letter, _ in split if letter})
+    parts = np.array(
+        [
+            OUT if label == OUTSIDE else SINGLE if found == "tags" else _CODES[letter] if letter else INSIDE
+            for label, (letter, _) in zip(labels, split, strict=True)
+        ],
+        np.int8,
+    )
+    index = {entity: i for i, entity in enumerate(dict.fromkeys(entity for _, entity in split))}
+    names = tuple(index)
+    entities = np.array([index[entity] for _, entity in split], np.int64)
+    allowed, may_start, may_end = _transitions(parts, entities)
+    return TagScheme(found, tuple(labels), parts, entities, names, allowed, may_start, may_end)
+
+
+def _split(label: str) -> tuple[str | None, str]:
+    """Return ``("B", "PER")`` for ``B-PER`` and ``B_PER``, ``(None, label)`` for anything else."""
+    if len(label) > 2 and label[0] in _CODES and label[1] in "-_":
+        return label[0], label[2:]
+    return None, label
+
+
+def _keep_real_prefixes(labels: Sequence[str], split: list[tuple[str | None, str]]) -> list[tuple[str | None, str]]:
+    """Return the split with prefixes kept only where the label set as a whole uses them as tags.
+
+    ``E-mail`` next to ``B-PER`` is a name, because neither ``B-mail`` nor ``I-mail`` exists. A label set in
+    which some names have no prefix uses tags only if one entity appears under two of them.
+    ``S-LOC`` without ``B-LOC`` is a tag where other entities have ``S-`` and ``B-``.
+    """
+    letters_of: dict[str, set[str]] = {}
+    for letter, entity in split:
+        if letter:
+            letters_of.setdefault(entity, set()).add(letter)
+    everyone = all(letter or label == OUTSIDE for label, (letter, _) in zip(labels, split, strict=True))
+    anchored = {entity for entity, letters in letters_of.items() if letters & {"B", "I"}}
+    paired = any(len(letters_of[entity]) > 1 for entity in anchored)
+    if not anchored or not (everyone or paired):
+        return [(None, label) for label in labels]
+    tag_letters = {letter for entity in anchored for letter in letters_of[entity]}
+    return [
+        (letter, entity) if letter and (entity in anchored or letter in tag_letters) else (None, label)
+        for label, (letter, entity) in zip(labels, split, strict=True)
+    ]
+
+
+def _scheme_of(labels: Sequence[str], used: set[str]) -> SchemeName:
+    if not used:
+        return "plain" if OUTSIDE in labels else "tags"
+    if used & {"L", "U"}:
+        return "BILOU"
+    if "M" in used:
+        return "BMES"
+    if used & {"E", "S"}:
+        return "BIOES"
+    return "BIO" if "B" in used else "IO"
+
+
+def _transitions(parts: np.ndarray, entities: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return which label may follow which, may come first, may come last.
+
+    The rules follow the tags that an entity has: an entity without a begin label may begin with inside, one
+    without an end label may stop after begin or inside, one without a single label may stop after begin.
+    """
+    count = int(entities.max()) + 1 if len(entities) else 0
+    has = np.zeros((5, count), bool)
+    has[parts, entities] = True
+    of = has[:, entities]
+    opens = np.select(
+        [parts == INSIDE, parts == END], [~of[BEGIN], ~of[BEGIN] & ~of[INSIDE] & ~of[SINGLE]], default=True
+    )
+    closes = np.select([parts == BEGIN, parts == INSIDE], [~of[END] | ~of[SINGLE], ~of[END]], default=True)
+    leaves_open = (parts == BEGIN) | (parts == INSIDE)
+    goes_on = (parts == INSIDE) | (parts == END)
+    same = entities[:, None] == entities[None, :]
+    allowed = (closes[:, None] & opens[None, :]) | (leaves_open[:, None] & goes_on[None, :] & same)
+    return allowed, opens, closes
 
 
 def best_paths(probabilities: np.ndarray, lengths: np.ndarray, scheme: TagScheme) -> np.ndarray:
@@ -96,12 +230,11 @@ class Entity(Record):
 
 
 def decode_entities_batch(
-    logits: Logits,
-    rows: Rows,
+    logits: Placed,
+    table: TokenTable,
     texts: Sequence[str],
     scheme: TagScheme,
     *,
-    owners: Sequence[int] | np.ndarray | None = None,
     aggregation: Aggregation = "first",
     ignore_labels: Collection[str] = ("O",),
     constrained: bool = False,
@@ -120,12 +253,10 @@ def decode_entities_batch(
     ``"none"`` joins nothing.
 
     Args:
-        logits: ``(rows, seq, labels)`` padded, ``(tokens, labels)`` packed, or one array per row.
-        rows: the windows.
+        logits: of all tokens, ``(tokens, labels)``.
+        table: the windows.
         texts: the texts that the offsets refer to; for pre-split input the words joined (``join_words``).
         scheme: the label set read as tags.
-        owners: index of the text of each row; without it row ``i`` is text ``i``, or all belong to the only
-            text.
         aggregation: see above.
         ignore_labels: full labels or entity names that are left out.
         constrained: take the most probable label sequence that the scheme allows instead of each unit's best
@@ -134,29 +265,20 @@ def decode_entities_batch(
             of the words in the joined text. Words are then never split at punctuation.
 
     Raises:
-        PredictError: logits, rows, texts and labels do not fit each other, or logits are not finite.
+        PredictError: the aggregation is unknown, or logits are not finite.
     """
     if aggregation not in get_args(Aggregation):
         raise PredictError(
             f"entities: aggregation {aggregation!r} is unknown; expected one of {', '.join(get_args(Aggregation))}",
             aggregation=aggregation,
         )
-    flat, row_starts = flat_logits(logits, rows, trailing=1)
-    owner = owners_of(owners, len(rows), len(texts))
-    stream = merge_windows(rows, owner)
+    stream = merge_windows(content_of(table), table.owners)
     if len(stream) == 0:
         return [[] for _ in texts]
-    if flat.shape[1] != len(scheme.labels):
-        raise PredictError(
-            f"entities: logits have {flat.shape[1]} labels, the scheme {len(scheme.labels)}; "
-            "pass the scheme detected from this model's labels",
-            logits=int(flat.shape[1]),
-            labels=len(scheme.labels),
-        )
     presplit = word_spans is not None and any(spans is not None for spans in word_spans)
     if word_spans is not None and presplit:
         stream = _shifted(stream, word_spans)
-    probabilities = _softmax(flat, row_starts[stream.row] + stream.column)
+    probabilities = _softmax(logits.values, logits.starts[stream.row] + stream.column)
     words = words_of(stream, texts, whole=aggregation not in ("none", "simple"), split_punctuation=not presplit)
     if aggregation == "none":
         words = _each_token(stream)
@@ -215,10 +337,7 @@ def _softmax(logits: torch.Tensor, place: np.ndarray) -> np.ndarray:
 
     Arrays, and labels first: sums along a short row are slow, and torch would wake a thread for every core.
     """
-    if logits.device.type == "cpu" and logits.dtype == torch.float32:
-        chosen = logits.numpy()[place]
-    else:
-        chosen = logits.index_select(0, torch.from_numpy(place).to(logits.device)).float().cpu().numpy()
+    chosen = logits.numpy()[place]
     if not bool(np.isfinite(chosen).all()):
         raise PredictError(
             "entities: the logits are not finite; expected numbers; half precision may have overflowed, "
@@ -257,14 +376,7 @@ def _shifted(stream: TokenStream, word_spans: Sequence[Sequence[tuple[int, int]]
     base = np.cumsum(sizes) - sizes
     inside = (stream.word_ids >= 0) & (stream.word_ids < sizes[stream.text])
     shift = np.where(inside, starts[np.where(inside, base[stream.text] + stream.word_ids, 0)], 0)
-    return TokenStream(
-        stream.row,
-        stream.column,
-        stream.text,
-        stream.position,
-        stream.offsets + shift[:, None],
-        stream.word_ids,
-    )
+    return replace(stream, offsets=stream.offsets + shift[:, None])
 
 
 def _each_token(stream: TokenStream) -> Words:

@@ -1,8 +1,7 @@
-"""Rows of a tokenised text for the decoders, and their alignment with logits of any layout.
+"""Rows of tokens as flat arrays, the scores of their tokens, and records of answers.
 
-This file decides how the rows of a batch become flat arrays: which positions are content, their positions in the
-text, and which row of the logits belongs to each. Rows are created by the tokenizers package;
-``windows.py`` merges several views of one token, and every other file defines its kind of answer.
+Overlapping windows are put together here: every token of a text once, from the window where it has most context. Rows
+are created by `flodl_hf.inference.token_table`, and every other file of this package defines its kind of answer.
 """
 
 from __future__ import annotations
@@ -11,14 +10,11 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, make_dataclass
 from functools import cache
-from itertools import chain
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from flodl_hf.errors import PredictError
 
 T = TypeVar("T")
 
@@ -109,6 +105,12 @@ class Placed:
     values: Tensor
     starts: np.ndarray
 
+    @classmethod
+    def of(cls, parts: Sequence[Tensor]) -> Placed:
+        """Return the values of rows that are given one by one, in float32 on the CPU."""
+        sizes = np.array([len(part) for part in parts], np.int64)
+        return cls(torch.cat(list(parts)).detach().float().cpu(), np.cumsum(sizes) - sizes)
+
     def rows(self, table: TokenTable) -> list[Tensor]:
         """Return the values of each row, ``(tokens of the row, ...)``, in the order of the rows."""
         return self.pieces(table.lengths.tolist())
@@ -118,68 +120,9 @@ class Placed:
         return [self.values[a : a + size] for a, size in zip(self.starts.tolist(), sizes, strict=True)]
 
 
-Logits: TypeAlias = Tensor | np.ndarray | Sequence[Tensor] | Sequence[np.ndarray] | Placed
-"""Padded ``(rows, seq, ...)``, packed ``(tokens, ...)``, one array ``(seq, ...)`` per row, or with given positions."""
-
-
-class TokenRow(Protocol):
-    """One model input: the tokens of one window of one text or pair, specials included, padding excluded."""
-
-    @property
-    def ids(self) -> Sequence[int]:
-        """Token ids."""
-        ...
-
-    @property
-    def offsets(self) -> Sequence[tuple[int, int]]:
-        """Character span of each token in its own original text; ``(0, 0)`` for added specials."""
-        ...
-
-    @property
-    def word_ids(self) -> Sequence[int | None]:
-        """Index of the word each token belongs to, counted over the whole text and not over the window."""
-        ...
-
-    @property
-    def sequence_ids(self) -> Sequence[int | None]:
-        """0 for the first text, 1 for the second, ``None`` for added specials."""
-        ...
-
-    @property
-    def special(self) -> Sequence[bool]:
-        """True for tokens that the tokenizer added."""
-        ...
-
-    @property
-    def first_token(self) -> int:
-        """Position of the window's first content token in the whole text's token stream."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Content:
-    """The content tokens of many rows as parallel arrays, in row order.
-
-    Attributes:
-        row: index of the row, ``(tokens,)``.
-        column: place in the row, specials counted, ``(tokens,)``.
-        position: place in the whole text's token stream, ``(tokens,)``.
-        offsets: character span in the original text, ``(tokens, 2)``.
-        word_ids: word index, -1 where the tokenizer gave none, ``(tokens,)``.
-        counts: number of content tokens of each row, ``(rows,)``.
-    """
-
-    row: np.ndarray
-    column: np.ndarray
-    position: np.ndarray
-    offsets: np.ndarray
-    word_ids: np.ndarray
-    counts: np.ndarray
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenTable:
-    """Many rows of tokens as flat arrays, concatenated: the data of `TokenRow`, without an object for each.
+    """Many rows of tokens as flat arrays, concatenated, without an object for each.
 
     Attributes:
         ids: token ids, ``(tokens,)``.
@@ -216,16 +159,6 @@ class TokenTable:
         return np.cumsum(self.lengths) - self.lengths
 
 
-Rows: TypeAlias = Sequence[TokenRow] | TokenTable
-
-
-def null_columns(rows: Rows) -> np.ndarray:
-    """Return the position of each row's first special token, where models are trained to predict "no answer"."""
-    if isinstance(rows, TokenTable):
-        return rows.nulls
-    return np.fromiter((next((i for i, s in enumerate(row.special) if s), 0) for row in rows), np.int64, len(rows))
-
-
 def as_tensor(values: Tensor | np.ndarray) -> Tensor:
     """Return ``values`` as a tensor without gradient; arrays are shared, not copied, where that can be."""
     return values.detach() if isinstance(values, Tensor) else torch.as_tensor(np.ascontiguousarray(values))
@@ -238,106 +171,92 @@ def integers(lists: Iterable[Sequence[int | None]]) -> np.ndarray:
     return found.astype(np.int64)
 
 
-def _lengths(rows: Rows) -> np.ndarray:
-    if isinstance(rows, TokenTable):
-        return rows.lengths
-    return np.fromiter((len(row.ids) for row in rows), np.int64, len(rows))
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenStream:
+    """The content tokens of many rows as parallel arrays.
+
+    Attributes:
+        row: index of the row, ``(tokens,)``.
+        column: place in the row, specials counted, ``(tokens,)``.
+        rank: place among the content tokens of the row, ``(tokens,)``.
+        text: index of the text, ``(tokens,)``.
+        position: place in the text's token stream, ``(tokens,)``.
+        offsets: character span in the text, ``(tokens, 2)``.
+        word_ids: word index, -1 for none, ``(tokens,)``.
+    """
+
+    row: np.ndarray
+    column: np.ndarray
+    rank: np.ndarray
+    text: np.ndarray
+    position: np.ndarray
+    offsets: np.ndarray
+    word_ids: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def chosen(self, tokens: np.ndarray) -> TokenStream:
+        """Return some of the tokens, given by number or by flag."""
+        return TokenStream(*(getattr(self, name)[tokens] for name in self.__slots__))
 
 
-def content_of(rows: Rows, sequence: int = 0) -> Content:
-    """Return the tokens of ``rows`` that belong to text number ``sequence`` (0 or 1), as arrays.
+def content_of(table: TokenTable, sequence: int = 0) -> TokenStream:
+    """Return the tokens of rows that belong to text number ``sequence`` (0 or 1), in the order of the rows.
 
     A special token written by hand inside a text counts as content, since it covers characters of that text.
-
-    Raises:
-        PredictError: a row came without offsets.
     """
-    lengths = _lengths(rows)
-    if isinstance(rows, TokenTable):
-        offsets, word_ids = rows.offsets, rows.word_ids
-        sequences, first = rows.sequence, rows.first_token
-    else:
-        total, offsets, word_ids = int(lengths.sum()), None, None
-        if all(len(row.offsets) == len(row.ids) for row in rows):
-            pairs = chain.from_iterable(chain.from_iterable(row.offsets for row in rows))
-            offsets = np.fromiter(pairs, np.int64, 2 * total).reshape(total, 2)
-            word_ids = integers(row.word_ids for row in rows)
-        sequences = integers(row.sequence_ids for row in rows)
-        first = np.fromiter((row.first_token for row in rows), np.int64, len(rows))
-    if offsets is None or word_ids is None:
-        raise PredictError("decoding: rows without offsets; expected one span per token; encode the texts with offsets")
-    kept = np.flatnonzero(sequences == sequence)
-    row_of = np.repeat(np.arange(len(rows)), lengths)[kept]
-    counts = np.bincount(row_of, minlength=len(rows)).astype(np.int64)
-    rank = np.arange(len(kept)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return Content(
-        row=row_of,
-        column=kept - (np.cumsum(lengths) - lengths)[row_of],
-        position=first[row_of] + rank,
-        offsets=offsets[kept],
-        word_ids=word_ids[kept],
-        counts=counts,
-    )
+    assert table.offsets is not None
+    assert table.word_ids is not None
+    kept = np.flatnonzero(table.sequence == sequence)
+    row = np.repeat(np.arange(len(table)), table.lengths)[kept]
+    counts = np.bincount(row, minlength=len(table))
+    rank = np.arange(len(kept)) - (np.cumsum(counts) - counts)[row]
+    return TokenStream(
+        row, kept - table.starts[row], rank, table.owners[row], table.first_token[row] + rank, table.offsets[kept],
+        table.word_ids[kept],
+    )  # fmt: skip
 
 
-def flat_logits(logits: Logits, rows: Rows, trailing: int) -> tuple[Tensor, np.ndarray]:
-    """Return the logits as ``(positions, ...)`` and the place of each row's first token in them.
+def merge_windows(content: TokenStream, owners: np.ndarray) -> TokenStream:
+    """Return each token once, by text and place; of several windows the one counts where it has most context.
+
+    Context is the distance in tokens to the nearest edge of the window; at equal distance the earlier window counts.
+    Nothing is missing beyond the beginning and the end of a text, but they need no exception: of two windows with a
+    token, the one that reaches the text's edge never has the nearer edge on that side.
 
     Args:
-        logits: padded on the right ``(rows, seq, ...)``, packed in row order ``(tokens, ...)``, or one array
-            per row.
-        rows: the model inputs, in the order of the logits.
-        trailing: dimensions after the token dimension: 1 for ``(..., labels)``, 0 for span logits.
-
-    Raises:
-        PredictError: the logits do not have the shape that the rows require.
+        content: the tokens of all windows.
+        owners: index of the text of each row, ``(rows,)``.
     """
-    if isinstance(logits, Placed):
-        return logits.values, logits.starts
-    lengths = _lengths(rows)
-    if not isinstance(logits, (Tensor, np.ndarray)):
-        parts = [as_tensor(part) for part in logits]
-        sizes = np.fromiter((part.shape[0] for part in parts), np.int64, len(parts))
-        if len(parts) != len(rows) or bool((sizes < lengths).any()):
-            raise _misfit([tuple(part.shape) for part in parts], lengths)
-        flat = torch.cat(parts) if parts else torch.zeros((0,) * (1 + trailing), dtype=torch.float32)
-        return flat, np.cumsum(sizes) - sizes
-    tensor = as_tensor(logits)
-    if tensor.ndim == 2 + trailing:
-        batch, width = int(tensor.shape[0]), int(tensor.shape[1])
-        if batch != len(rows) or (len(rows) and int(lengths.max()) > width):
-            raise _misfit(tuple(tensor.shape), lengths)
-        return tensor.reshape(batch * width, *tensor.shape[2:]), np.arange(batch, dtype=np.int64) * width
-    if tensor.ndim == 1 + trailing and int(tensor.shape[0]) == int(lengths.sum()):
-        return tensor, np.cumsum(lengths) - lengths
-    raise _misfit(tuple(tensor.shape), lengths)
+    if len(owners) == 0 or bool((np.diff(owners) > 0).all()):
+        return content
+    sizes = np.zeros(int(owners.max()) + 1, np.int64)
+    np.maximum.at(sizes, content.text, content.position + 1)
+    place = (np.cumsum(sizes) - sizes)[content.text] + content.position
+    context = np.minimum(content.rank, np.bincount(content.row, minlength=len(owners))[content.row] - 1 - content.rank)
+    # More context ranks higher, then the earlier row.
+    rank = context * len(owners) + (len(owners) - 1 - content.row)
+    best = np.full(int(sizes.sum()), -1)
+    np.maximum.at(best, place, rank)
+    tokens = np.flatnonzero(rank == best[place])
+    chosen = np.full(len(best), -1)
+    chosen[place[tokens]] = tokens
+    return content.chosen(chosen[chosen >= 0])
 
 
-def _misfit(found: object, lengths: np.ndarray) -> PredictError:
-    longest = int(lengths.max()) if len(lengths) else 0
-    return PredictError(
-        f"decoding: logits of shape {found} do not fit {len(lengths)} rows of up to {longest} tokens; "
-        f"expected ({len(lengths)}, at least {longest}, ...) padded, ({int(lengths.sum())}, ...) packed, "
-        "or one array per row; pass the logits together with the rows they were computed from",
-        found=found,
-        lengths=lengths.tolist(),
-    )
+@dataclass(frozen=True, slots=True)
+class JoinedWords:
+    """Pre-split words as one text, with the character span of each word in it."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
 
 
-def owners_of(owners: Sequence[int] | np.ndarray | None, rows: int, texts: int) -> np.ndarray:
-    """Return for each row the index of its text; without ``owners`` row ``i`` is text ``i``, or all are the
-    only text.
-
-    Raises:
-        PredictError: there is not one valid owner per row.
-    """
-    if owners is None:
-        owners = [0] * rows if texts == 1 else range(rows)
-    found = owners if isinstance(owners, np.ndarray) else np.asarray(list(owners), np.int64)
-    if len(found) != rows or bool(((found < 0) | (found >= texts)).any()) or (rows and texts == 0):
-        raise PredictError(
-            f"decoding: {rows} rows of {texts} texts came with owners {found.tolist()[:20]}; "
-            f"expected one index below {texts} per row; pass owners=[text index of each row]",
-            owners=found.tolist(),
-        )
-    return found
+def join_words(words: Sequence[str], delimiter: str = " ") -> JoinedWords:
+    """Return the words joined by ``delimiter`` and the position of each in the joined text."""
+    spans, place = [], 0
+    for word in words:
+        spans.append((place, place + len(word)))
+        place += len(word) + len(delimiter)
+    return JoinedWords(delimiter.join(words), tuple(spans))

@@ -8,7 +8,7 @@ answers. The tokenizers package creates model inputs; the removed pipeline's rul
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -17,19 +17,7 @@ import torch
 from torch import Tensor
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.best_spans import best_spans
-from flodl_hf.inference.decode.rows import (
-    Content,
-    Logits,
-    Record,
-    Rows,
-    build_records,
-    content_of,
-    flat_logits,
-    null_columns,
-    owners_of,
-)
-from flodl_hf.inference.decode.windows import TokenStream, merge_windows, stream_of
+from flodl_hf.inference.decode.rows import Placed, Record, TokenStream, TokenTable, content_of, build_records, merge_windows
 from flodl_hf.inference.decode.words import Words, trimmed, units_at, words_of
 
 Distinct: TypeAlias = Literal["span", "place", "text"]
@@ -71,19 +59,16 @@ class _Windows:
 
 
 def decode_answers_batch(
-    start_logits: Logits,
-    end_logits: Logits,
-    rows: Rows,
+    logits: Placed,
+    table: TokenTable,
     contexts: Sequence[str],
     *,
-    owners: Sequence[int] | np.ndarray | None = None,
     top_k: int = 1,
     max_answer_length: int = 30,
     no_answer: bool = False,
     null_margin: float = 0.0,
     whole_words: bool = True,
     distinct: Distinct = "place",
-    sequence: int = 1,
 ) -> list[list[Answer]]:
     """Return for each question and context up to ``top_k`` answers, best first.
 
@@ -100,12 +85,9 @@ def decode_answers_batch(
     often.
 
     Args:
-        start_logits: ``(rows, seq)`` padded, ``(tokens,)`` packed, or one array per row.
-        end_logits: logits of ends, in the form of ``start_logits``.
-        rows: the windows: question and context.
+        logits: of all tokens, as starts and as ends, ``(tokens, 2)``.
+        table: the windows: question and context.
         contexts: the contexts that the offsets refer to.
-        owners: index of the context of each row; without it row ``i`` is context ``i``, or all are the only
-            one.
         top_k: most answers per context.
         max_answer_length: most tokens of an answer, counted before it is widened to whole words.
         no_answer: whether the null answer may be returned.
@@ -113,35 +95,36 @@ def decode_answers_batch(
         whole_words: widen answers that begin or end inside a word.
         distinct: ``"place"`` drops answers that overlap a better one; ``"text"`` also answers with the same
             words at another place (case ignored); ``"span"`` only the same characters twice.
-        sequence: which of the two texts is the context.
 
     Raises:
-        PredictError: an option makes no sense, or logits, rows and contexts do not fit each other.
+        PredictError: an option makes no sense, or logits are not finite.
     """
     _check_options(top_k, max_answer_length, distinct)
-    owner = owners_of(owners, len(rows), len(contexts))
-    content = content_of(rows, sequence)
-    logits = _gathered(start_logits, end_logits, rows, content)
-    nulls = _nulls(start_logits, end_logits, rows)
+    owner, content = table.owners, content_of(table, 1)
+    values = logits.values.float().numpy()
+    starts_ends = np.ascontiguousarray(values[logits.starts[content.row] + content.column].T)
+    nulls = values[logits.starts + table.nulls].T.astype(np.float64)
+    if not bool(np.isfinite(starts_ends).all()):
+        raise PredictError(
+            "answers: the logits are not finite; expected numbers; half precision may have overflowed, "
+            "so predict in float32 or bfloat16"
+        )
     found: list[list[Answer]] = [[] for _ in contexts]
-    left = np.ones(len(rows), bool)
+    left = np.ones(len(table), bool)
     if top_k == 1:
         left = _decode_alone(
-            found, logits, nulls, content, owner, contexts, max_answer_length, no_answer, null_margin, whole_words
+            found, starts_ends, nulls, content, owner, contexts, max_answer_length, no_answer, null_margin, whole_words
         )
         if not bool(left.any()):
             return found
     if not bool(left.all()):
-        kept = np.flatnonzero(left)
-        tokens = left[content.row]
-        logits, nulls, owner = logits[:, tokens], nulls[:, kept], owner[kept]
-        content = _of_rows(content, tokens, kept)
-    stream = merge_windows((), owner, sequence=sequence, content=content)
-    windows = _windows_of(logits, nulls, content, owner, len(contexts))
+        starts_ends, nulls, content, owner = _of_rows(left, starts_ends, nulls, content, owner)
+    stream = merge_windows(content, owner)
+    windows = _windows_of(starts_ends, nulls, content, owner, len(contexts))
     # Characters of contexts that are answered already are not looked at.
     read = set(owner.tolist())
     words = words_of(stream, [text if i in read else "" for i, text in enumerate(contexts)], whole=whole_words)
-    pending = np.unique(owner[content.row])
+    pending = np.unique(content.text)
     # An answer may be dropped as a duplicate, so more spans are read than requested, and more again if
     # too few.
     candidates = 4 * top_k + 8
@@ -165,7 +148,8 @@ def decode_answers_batch(
         candidates *= 8
     if no_answer:
         for text in np.unique(owner).tolist():
-            found[text] = _with_null(found[text], _log_null(windows, text), top_k, null_margin)
+            log_null = float(windows.null[text] - windows.log_start[text] - windows.log_end[text])
+            found[text] = _with_null(found[text], log_null, top_k, null_margin)
     return found
 
 
@@ -173,7 +157,7 @@ def _decode_alone(
     found: list[list[Answer]],
     logits: np.ndarray,
     nulls: np.ndarray,
-    content: Content,
+    content: TokenStream,
     owner: np.ndarray,
     contexts: Sequence[str],
     longest: int,
@@ -185,17 +169,17 @@ def _decode_alone(
 
     The result contains the windows of contexts with several, and those with a best span of white space only.
     """
-    left = (np.bincount(owner, minlength=len(contexts))[owner] > 1) | (content.counts == 0)
+    counts = np.bincount(content.row, minlength=len(owner))
+    left = (np.bincount(owner, minlength=len(contexts))[owner] > 1) | (counts == 0)
     chosen = np.flatnonzero(~left)
-    text = owner[chosen]
-    if not len(chosen) or bool((np.diff(text) < 0).any()):
+    if not len(chosen) or bool((np.diff(owner[chosen]) < 0).any()):
         return np.ones(len(owner), bool)
     if len(chosen) < len(owner):
-        tokens = ~left[content.row]
-        logits, nulls, content = logits[:, tokens], nulls[:, chosen], _of_rows(content, tokens, chosen)
-    best = best_spans(logits[0], logits[1], content.counts, longest)
+        logits, nulls, content, owner = _of_rows(~left, logits, nulls, content, owner)
+    text = owner
+    best = best_spans(logits[0], logits[1], counts[chosen], longest)
     ends = np.concatenate([best.first, best.last])
-    units = units_at(stream_of(content, text[content.row]), contexts, ends, whole=whole_words)
+    units = units_at(content, contexts, ends, whole=whole_words)
     start, end = units[0][: len(best.first)], units[1][len(best.first) :]
     order = np.lexsort((end, start, best.row))
     order = order[np.append(True, np.diff(best.row[order]) > 0)]
@@ -232,66 +216,32 @@ def _check_options(top_k: int, max_answer_length: int, distinct: str) -> None:
         raise PredictError("answers: " + "; ".join(problems), problems=problems)
 
 
-def _gathered(start_logits: Logits, end_logits: Logits, rows: Rows, content: Content) -> np.ndarray:
-    """Return start and end logits of the content, float32, ``(2, tokens)``."""
-    found = np.empty((2, len(content.row)), np.float32)
-    for side, logits in enumerate((start_logits, end_logits)):
-        flat, starts = flat_logits(logits, rows, trailing=0)
-        found[side] = _picked(flat, starts[content.row] + content.column)
-    if not bool(np.isfinite(found).all()):
-        raise PredictError(
-            "answers: the logits are not finite; expected numbers; half precision may have overflowed, "
-            "so predict in float32 or bfloat16"
-        )
-    return found
+def _of_rows(
+    kept: np.ndarray, logits: np.ndarray, nulls: np.ndarray, content: TokenStream, owner: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, TokenStream, np.ndarray]:
+    """Return the arguments of some rows, ``(rows,)`` flags; rows are renumbered."""
+    tokens = kept[content.row]
+    content = content.chosen(tokens)
+    content = replace(content, row=(np.cumsum(kept) - 1)[content.row])
+    return logits[:, tokens], nulls[:, kept], content, owner[kept]
 
 
-def _nulls(start_logits: Logits, end_logits: Logits, rows: Rows) -> np.ndarray:
-    """Return start and end logits of each row's null position, ``(2, rows)``."""
-    columns = null_columns(rows)
-    found = np.empty((2, len(rows)))
-    for side, logits in enumerate((start_logits, end_logits)):
-        flat, starts = flat_logits(logits, rows, trailing=0)
-        found[side] = _picked(flat, starts + columns)
-    return found
-
-
-def _picked(flat: Tensor, place: np.ndarray) -> np.ndarray:
-    """Return some of the values, as an array."""
-    if flat.device.type == "cpu" and flat.dtype in (torch.float32, torch.float64):
-        return flat.numpy()[place]
-    return flat.index_select(0, torch.from_numpy(place).to(flat.device)).float().cpu().numpy()
-
-
-def _of_rows(content: Content, tokens: np.ndarray, kept: np.ndarray) -> Content:
-    """Return the content of the rows ``kept``, with tokens ``tokens``; rows are renumbered."""
-    number = np.zeros(len(content.counts), np.int64)
-    number[kept] = np.arange(len(kept))
-    return Content(
-        row=number[content.row[tokens]],
-        column=content.column[tokens],
-        position=content.position[tokens],
-        offsets=content.offsets[tokens],
-        word_ids=content.word_ids[tokens],
-        counts=content.counts[kept],
-    )
-
-
-def _windows_of(logits: np.ndarray, nulls: np.ndarray, content: Content, owner: np.ndarray, contexts: int) -> _Windows:
+def _windows_of(
+    logits: np.ndarray, nulls: np.ndarray, content: TokenStream, owner: np.ndarray, contexts: int
+) -> _Windows:
     rows = len(owner)
-    width = int(content.counts.max()) if rows else 0
-    rank = np.arange(len(content.row)) - np.repeat(np.cumsum(content.counts) - content.counts, content.counts)
+    width = int(content.rank.max(initial=-1)) + 1
     first = np.zeros(rows, np.int64)
-    first[content.row] = content.position - rank
+    first[content.row] = content.position - content.rank
     padded = np.full((2, rows, width), -np.inf, np.float32)
-    padded[:, content.row, rank] = logits
+    padded[:, content.row, content.rank] = logits
     null = np.full(contexts, np.inf)
     np.minimum.at(null, owner, nulls.sum(0))
     speaks = np.zeros(contexts, np.int64)
     order = np.lexsort((np.arange(rows), nulls.sum(0)))[::-1]
     speaks[owner[order]] = order
     # Tokens that occur in several windows, once each.
-    text = owner[content.row]
+    text = content.text
     order = np.lexsort((content.position, text))
     new = np.ones(len(order), bool)
     new[1:] = (text[order][1:] != text[order][:-1]) | (content.position[order][1:] != content.position[order][:-1])
@@ -400,13 +350,86 @@ def _distinct(
     return answers, True
 
 
-def _log_null(windows: _Windows, text: int) -> float:
-    return float(windows.null[text] - windows.log_start[text] - windows.log_end[text])
-
-
 def _with_null(answers: list[Answer], log_null: float, top_k: int, null_margin: float) -> list[Answer]:
     null = Answer("", min(1.0, float(np.exp(log_null))), 0, 0, True)
     with np.errstate(divide="ignore"):
         logs = [float(np.log(answer.score)) for answer in answers]
     place = next((i for i, log in enumerate(logs) if log_null - log > null_margin), len(answers))
     return [*answers[:place], null, *answers[place:]][:top_k]
+
+
+# ---- the best span of each context that fits in one window --------------------------------------------
+
+# Number of tokens per block, so that running sums stay in the cache of a core.
+_BLOCK = 1 << 15
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BestSpans:
+    """Spans with the largest sum of their row: one per row, and ties.
+
+    Attributes:
+        row: the row, never falling, ``(spans,)``.
+        first: the span's first token, ``(spans,)``.
+        last: its last token, ``(spans,)``.
+        value: the sum of its logits, float32, ``(spans,)``.
+    """
+
+    row: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+    value: np.ndarray
+
+
+def best_spans(start: np.ndarray, end: np.ndarray, counts: np.ndarray, longest: int) -> BestSpans:
+    """Return the best spans ``first <= last < first + longest`` of each row, by the sum of two logits.
+
+    Args:
+        start: finite logits, float32, rows end to end, ``(tokens,)``.
+        end: finite logits of ends, in the form of ``start``.
+        counts: tokens of each row, each at least 1, ``(rows,)``.
+        longest: most tokens of a span.
+    """
+    ends = np.cumsum(counts)
+    parts: list[BestSpans] = []
+    row = 0
+    while row < len(counts):
+        begin = int(ends[row] - counts[row])
+        stop = max(row + 1, int(np.searchsorted(ends, begin + _BLOCK, side="right")))
+        tokens = slice(begin, int(ends[stop - 1]))
+        found = _block(start[tokens], end[tokens], counts[row:stop], longest)
+        parts.append(BestSpans(found.row + row, found.first + begin, found.last + begin, found.value))
+        row = stop
+    if len(parts) == 1:
+        return parts[0]
+    none = np.zeros(0, np.int64)
+    columns = [[part.row, part.first, part.last, part.value] for part in parts] or [[none, none, none, none]]
+    return BestSpans(*(np.concatenate(column) for column in zip(*columns, strict=True)))
+
+
+def _block(start: np.ndarray, end: np.ndarray, counts: np.ndarray, longest: int) -> BestSpans:
+    rows = len(counts)
+    longest = min(longest, int(counts.max()))
+    # A gap behind each row, so that no span reaches into the next one.
+    gap = longest - 1
+    row_of = np.repeat(np.arange(rows), counts)
+    place = np.arange(len(start)) + row_of * gap
+    size = len(start) + rows * gap
+    first = np.full(size, -np.inf, np.float32)
+    last = np.full(size, -np.inf, np.float32)
+    first[place], last[place] = start, end
+    best = first + last
+    sums = np.empty(size, np.float32)
+    for apart in range(1, longest):
+        part = np.add(first[: size - apart], last[apart:], out=sums[: size - apart])
+        np.maximum(best[: size - apart], part, out=best[: size - apart])
+    best = best[place]
+    most = np.maximum.reduceat(best, np.cumsum(counts) - counts)
+    tokens = np.flatnonzero(best == most[row_of])
+    spans = np.minimum(place[tokens][:, None] + np.arange(longest), size - 1)
+    value = most[row_of[tokens]]
+    equal = first[place[tokens]][:, None] + last[spans] == value[:, None]
+    # A row that ends a block has its last place looked at more than once.
+    equal &= place[tokens][:, None] + np.arange(longest) < size
+    which, apart = np.nonzero(equal)
+    return BestSpans(row_of[tokens[which]], tokens[which], tokens[which] + apart, value[which])

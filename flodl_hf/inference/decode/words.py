@@ -9,13 +9,12 @@ from __future__ import annotations
 import sys
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.windows import TokenStream
+from flodl_hf.inference.decode.rows import TokenStream
 
 _UNSEEN, _SPACE, _PUNCTUATION = -1, 1, 2
 
@@ -95,21 +94,10 @@ def trimmed(text: str, start: int, end: int) -> tuple[int, int]:
     return start + lead, start + max(lead, len(surface.rstrip()))
 
 
-def _checked_sizes(stream: TokenStream, texts: Sequence[str]) -> np.ndarray:
-    """Return the characters of each text, ``(texts,)``, all tokens being within theirs."""
+def _base(stream: TokenStream, texts: Sequence[str]) -> np.ndarray:
+    """Return how many characters precede the text of each token, all texts being concatenated, ``(tokens,)``."""
     sizes = np.fromiter(map(len, texts), np.int64, len(texts))
-    outside = stream.offsets[:, 1] > sizes[stream.text]
-    if bool(outside.any()):
-        at = int(np.flatnonzero(outside)[0])
-        span, size = stream.offsets[at].tolist(), int(sizes[stream.text[at]])
-        raise PredictError(
-            f"decoding: a token of text {stream.text[at]} spans characters {span}, but that text has {size}; "
-            "expected offsets into the text itself; pass the text the rows were made from",
-            text=int(stream.text[at]),
-            span=tuple(span),
-            length=size,
-        )
-    return sizes
+    return (np.cumsum(sizes) - sizes)[stream.text]
 
 
 def _word_starts(stream: TokenStream) -> np.ndarray:
@@ -130,16 +118,12 @@ def units_at(
         texts: the texts that the offsets refer to.
         tokens: stream indices, ``(n,)``.
         whole: as of `words_of`.
-
-    Raises:
-        PredictError: an offset is outside of its text.
     """
     if not len(tokens):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    sizes = _checked_sizes(stream, texts)
     starts = _word_starts(stream) if whole else np.ones(len(stream), bool)
     # Only words without shared characters: if neighbours share a character, all have to be examined.
-    base = (np.cumsum(sizes) - sizes)[stream.text]
+    base = _base(stream, texts)
     reach = np.maximum.accumulate(stream.offsets[:, 1] + base)
     apart = np.append(stream.offsets[:, 0] + base, reach[-1]) >= np.concatenate([reach[:1] * 0, reach])
     first = np.append(np.flatnonzero(starts), len(stream))
@@ -154,17 +138,16 @@ def units_at(
         return words.start[words.of_token[tokens]], words.end[words.of_token[tokens]]
     lengths = stops - begins
     chosen = np.arange(int(lengths.sum())) + np.repeat(begins - (np.cumsum(lengths) - lengths), lengths)
-    offsets, owners = stream.offsets[chosen], stream.text[chosen]
-    heads = np.flatnonzero(np.append(True, np.diff(owners) > 0))
-    low, high = np.minimum.reduceat(offsets[:, 0], heads), np.maximum.reduceat(offsets[:, 1], heads)
+    few = stream.chosen(chosen)
+    heads = np.flatnonzero(np.append(True, np.diff(few.text) > 0))
+    low = np.minimum.reduceat(few.offsets[:, 0], heads)
+    high = np.maximum.reduceat(few.offsets[:, 1], heads)
     pieces: list[Any] = [
-        texts[t][a:b] for t, a, b in zip(owners[heads].tolist(), low.tolist(), high.tolist(), strict=True)
+        texts[t][a:b] for t, a, b in zip(few.text[heads].tolist(), low.tolist(), high.tolist(), strict=True)
     ]
-    text = np.repeat(np.arange(len(heads)), np.diff(np.append(heads, len(owners))))
-    part = TokenStream(
-        stream.row[chosen], stream.column[chosen], text, stream.position[chosen], offsets - low[text][:, None],
-        np.repeat(np.arange(len(word)), lengths),
-    )  # fmt: skip
+    text = np.repeat(np.arange(len(heads)), np.diff(np.append(heads, len(few))))
+    number = np.repeat(np.arange(len(word)), lengths)
+    part = replace(few, text=text, offsets=few.offsets - low[text][:, None], word_ids=number)
     words = words_of(part, pieces, whole=whole)
     place = np.searchsorted(chosen, tokens)
     unit, shift = words.of_token[place], low[text[place]]
@@ -186,15 +169,11 @@ def words_of(stream: TokenStream, texts: Sequence[str], *, whole: bool = True, s
         texts: the texts that the offsets refer to.
         whole: False for one unit per token, still without parting characters.
         split_punctuation: whether outer punctuation leaves its word.
-
-    Raises:
-        PredictError: an offset is outside of its text.
     """
     total = len(stream)
     if total == 0:
         none = np.zeros(0, np.int64)
         return Words(none, none, none, none, none)
-    sizes = _checked_sizes(stream, texts)
     new_text = np.ones(total, bool)
     new_text[1:] = stream.text[1:] != stream.text[:-1]
     starts = np.ones(total, bool)
@@ -203,7 +182,7 @@ def words_of(stream: TokenStream, texts: Sequence[str], *, whole: bool = True, s
         if split_punctuation and not bool(starts.all()):
             starts |= _outer_punctuation(stream, starts, characters_of(texts))
     # A text's characters all follow the previous text's, so one running maximum serves all texts.
-    base = (np.cumsum(sizes) - sizes)[stream.text]
+    base = _base(stream, texts)
     reach = np.maximum.accumulate(stream.offsets[:, 1] + base)
     starts[1:] &= new_text[1:] | (stream.offsets[1:, 0] + base[1:] >= reach[:-1])
     first = np.flatnonzero(starts)

@@ -162,7 +162,7 @@ def test_answers_as_the_removed_pipeline_gave_them(saved: Saved) -> None:
         outs = [model(torch.tensor([r.ids]), token_type_ids=torch.tensor([list(r.type_ids)])) for r in rows]
     for top_k in (1, 3):
         expected = question_answering(
-            [o.start_logits[0] for o in outs], [o.end_logits[0] for o in outs], rows, context,
+            [torch.stack([o.start_logits[0], o.end_logits[0]], -1) for o in outs], rows, context,
             cls_id=model.tokenizer.cls_token_id, top_k=top_k, max_answer_len=15,
         )  # fmt: skip
         found = model.answer(question, context, top_k=top_k, max_answer_length=15, compat="transformers-4.57")

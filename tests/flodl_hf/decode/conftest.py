@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from flodl_hf.inference.decode.entities import decode_entities_batch
+from flodl_hf.inference.decode.rows import Placed
 from flodl_hf.inference.decode.spans import decode_answers_batch
+from flodl_hf.inference.token_table import table_of
 
 CORPUS = [
     "Ada Lovelace lives in Paris and works for the United Nations.",
@@ -32,6 +35,7 @@ class ToyRow:
     sequence_ids: list[int | None]
     special: list[bool]
     first_token: int = 0
+    window: int = 0
 
 
 def _finished(tokenizer: Tokenizer) -> Tokenizer:
@@ -138,13 +142,26 @@ def encode() -> Callable[..., list[ToyRow]]:
     return rows
 
 
+def entities_of(logits: Any, rows: Any, texts: Any, scheme: Any, owners: Any = None, **options: Any) -> Any:
+    """Return the entities of several texts; row ``i`` is text ``i`` unless ``owners`` are given."""
+    table = table_of(rows, range(len(rows)) if owners is None else owners)
+    return decode_entities_batch(Placed.of(list(logits)), table, texts, scheme, **options)
+
+
 def decode_entities(logits: Any, rows: Any, text: str, scheme: Any, **options: Any) -> Any:
     """Return the entities of one text."""
     spans = options.pop("word_spans", None)
-    options |= {"owners": [0] * len(rows), "word_spans": None if spans is None else [spans]}
-    return decode_entities_batch(logits, rows, [text], scheme, **options)[0]
+    parts = [logits] if isinstance(logits, torch.Tensor) and logits.ndim == 2 else logits
+    given = {"owners": [0] * len(rows), "word_spans": None if spans is None else [spans]}
+    return entities_of(parts, rows, [text], scheme, **given, **options)[0]
+
+
+def answers_of(starts: Any, ends: Any, rows: Any, contexts: Any, owners: Any, **options: Any) -> Any:
+    """Return the answers in several contexts, by one tensor of starts and one of ends for each row."""
+    scores = Placed.of([torch.stack(pair, -1) for pair in zip(starts, ends, strict=True)])
+    return decode_answers_batch(scores, table_of(rows, owners), contexts, **options)
 
 
 def decode_answers(start_logits: Any, end_logits: Any, rows: Any, context: str, **options: Any) -> Any:
     """Return the answers in one context."""
-    return decode_answers_batch(start_logits, end_logits, rows, [context], owners=[0] * len(rows), **options)[0]
+    return answers_of(start_logits, end_logits, rows, [context], [0] * len(rows), **options)[0]

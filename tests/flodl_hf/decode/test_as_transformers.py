@@ -12,14 +12,10 @@ import torch
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.decode.classes import decode_classes
 from flodl_hf.inference.decode.compat.fill_mask import fill_mask
-from flodl_hf.inference.decode.compat.text_classification import (
-    feature_extraction,
-    text_classification,
-    zero_shot_classification,
-)
+from flodl_hf.inference.decode.compat.text_classification import text_classification, zero_shot_classification
 from flodl_hf.inference.decode.compat.token_classification import TokenizerFacts, token_classification
-from flodl_hf.inference.decode.labels import TagScheme
-from flodl_hf.inference.decode.windows import join_words
+from flodl_hf.inference.decode.entities import TagScheme
+from flodl_hf.inference.decode.rows import join_words
 
 from .conftest import decode_entities
 
@@ -208,8 +204,6 @@ def test_text_classification(problem, labels, wordpiece, encode) -> None:
             typed = decode_classes(logits, labels, top_k=top_k, **ours)[0]
             assert [c.label for c in typed] == [entry["label"] for entry in expected]
             assert [c.score for c in typed] == pytest.approx([entry["score"] for entry in expected], rel=1e-5)
-        expected = theirs("text-classification", net, tokenizer, text, **options)
-        assert text_classification(logits, labels, legacy=True, **ours) == expected
 
 
 def test_text_classification_of_pairs(wordpiece, encode) -> None:
@@ -273,18 +267,6 @@ def test_fill_mask(kind, encode, request) -> None:
             assert found == expected
     with pytest.raises(PredictError, match="0 masks"):
         fill_mask(at, [2, 3], mask_id=4, pad_id=0, decode=decode)
-
-
-def test_feature_extraction(wordpiece, encode) -> None:
-    net = made("BertModel")
-    expected = theirs("feature-extraction", net, wrapped(wordpiece), TEXTS)
-    rows = [encode(wordpiece, text)[0] for text in TEXTS]
-    states = run(net, rows, "last_hidden_state")
-    padded = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)
-    found = feature_extraction(padded, [len(row.ids) for row in rows])
-    assert found == expected
-    tensors = feature_extraction(padded, [len(row.ids) for row in rows], return_tensors=True)
-    assert all(torch.equal(t[0], s) for t, s in zip(tensors, states, strict=True))
 
 
 def forced(net: Any, labels: list[str], tags: dict[int, str]) -> Any:

@@ -12,11 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flodl_hf.inference.decode import best_spans as best_module
-from flodl_hf.inference.decode.best_spans import best_spans
-from flodl_hf.inference.decode.spans import decode_answers_batch
-from flodl_hf.inference.decode.windows import TokenStream
+from flodl_hf.inference.decode import spans as best_module
+from flodl_hf.inference.decode.rows import TokenStream
+from flodl_hf.inference.decode.spans import best_spans
 from flodl_hf.inference.decode.words import units_at, words_of
+
+from .conftest import answers_of
 
 PIECES = ["Ada", " ", "ü", "(x)", "東京", "3.14", ",", "👩", "o"]
 
@@ -44,7 +45,7 @@ def test_units_of_a_few_tokens_are_those_among_all(seed: int, whole: bool, wante
     spans = np.array([span for _, own, _ in made for span in own], np.int64).reshape(-1, 2)
     ids = np.array([-1 if word is None else word for _, _, own in made for word in own], np.int64)
     place = np.arange(len(text))
-    stream = TokenStream(text, place, text, place, spans, ids)
+    stream = TokenStream(text, place, place, text, place, spans, ids)
     texts = [own for own, _, _ in made]
     tokens = draw.integers(0, len(text), min(wanted, len(text)))
     words = words_of(stream, texts, whole=whole)
@@ -83,11 +84,13 @@ def row_of(spans: list[tuple[int, int]], words: Sequence[int | None], first: int
     count = len(spans)
     return SimpleNamespace(
         ids=list(range(3 + count)),
+        type_ids=[0] * (3 + count),
         offsets=[(0, 0), (0, 1), (0, 0), *spans],
         word_ids=[None, 0, None, *words],
         sequence_ids=[None, 0, None, *[1] * count],
         special=[True, False, True, *[False] * count],
         first_token=first,
+        window=0,
     )
 
 
@@ -119,8 +122,8 @@ def test_one_answer_is_the_first_of_several(
         "owners": owners, "max_answer_length": longest, "no_answer": no_answer, "null_margin": margin,
     }  # fmt: skip
     start, end = logits
-    several = decode_answers_batch(start, end, rows, texts, top_k=40, **given)
-    one = decode_answers_batch(start, end, rows, texts, top_k=1, **given)
+    several = answers_of(start, end, rows, texts, top_k=40, **given)
+    one = answers_of(start, end, rows, texts, top_k=1, **given)
     for found, all_found in zip(one, several, strict=True):
         assert [(a.text, a.start, a.end, a.no_answer) for a in found] == [
             (a.text, a.start, a.end, a.no_answer) for a in all_found[:1]

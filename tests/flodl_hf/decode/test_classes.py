@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import exp
 
+import numpy as np
 import pytest
 import torch
 
@@ -73,7 +74,7 @@ def test_thresholds_choose_labels(threshold, expected) -> None:
 
 def test_a_long_text_has_the_weighted_mean_of_its_windows() -> None:
     logits = torch.tensor([[2.0, 0.0], [0.0, 1.0], [0.0, 3.0]])
-    short, long = decode_classes(logits, ["a", "b"], owners=[1, 0, 1], weights=[30, 7, 10])
+    short, long = decode_classes(logits, ["a", "b"], owners=np.array([1, 0, 1]), weights=[30, 7, 10], texts=2)
     assert [c.windows for c in short + long] == [1, 1, 2, 2]
     p, q = exp(2) / (exp(2) + 1), 1 / (exp(3) + 1)
     assert {c.label: c.score for c in long}["a"] == pytest.approx((30 * p + 10 * q) / 40)
@@ -81,7 +82,8 @@ def test_a_long_text_has_the_weighted_mean_of_its_windows() -> None:
 
 
 def test_windows_of_no_content_still_count() -> None:
-    (found,) = decode_classes(torch.tensor([[2.0, 0.0], [0.0, 0.0]]), ["a", "b"], owners=[0, 0], weights=[0, 0])
+    logits = torch.tensor([[2.0, 0.0], [0.0, 0.0]])
+    (found,) = decode_classes(logits, ["a", "b"], owners=np.array([0, 0]), weights=[0, 0], texts=1)
     assert sum(c.score for c in found) == pytest.approx(1)
 
 
@@ -99,8 +101,6 @@ def test_scores_are_computed_in_float32(dtype) -> None:
         ({"top_k": 0}, "top_k"),
         ({"threshold": [0.1]}, "1 thresholds"),
         ({"threshold": {"z": 0.1}}, "unknown labels"),
-        ({"owners": [1]}, "no row"),
-        ({"owners": [0, 0]}, "owners"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, word) -> None:
@@ -133,13 +133,15 @@ def test_a_model_without_entailment_is_no_nli_model() -> None:
 
 
 def test_zero_shot_weighs_candidates_against_each_other_or_each_alone() -> None:
-    logits = torch.tensor([[0.0, 9.0, 1.0], [2.0, 0.0, 3.0], [1.0, 0.0, 2.0]])
-    candidates = [["sport", "politics"], ["music"]]
-    one, alone = decode_zero_shot(logits, candidates, entailment=2, contradiction=0)
+    logits, ones = torch.tensor([[0.0, 9.0, 1.0], [2.0, 0.0, 3.0]]), np.ones(2)
+    how = {"entailment": 2, "contradiction": 0, "owners": np.arange(2), "weights": ones}
+    (one,) = decode_zero_shot(logits, ["sport", "politics"], **how)
+    one_candidate = torch.tensor([[1.0, 0.0, 2.0]])
+    (alone,) = decode_zero_shot(one_candidate, ["music"], **{**how, "owners": np.arange(1), "weights": ones[:1]})
     assert [c.label for c in one] == ["politics", "sport"]
     assert one[0].score == pytest.approx(exp(3) / (exp(1) + exp(3)))
     assert alone[0].score == pytest.approx(exp(2) / (exp(1) + exp(2)))
-    many, _ = decode_zero_shot(logits, candidates, entailment=2, contradiction=0, multi_label=True)
+    (many,) = decode_zero_shot(logits, ["sport", "politics"], **how, multi_label=True)
     scores = {c.label: c.score for c in many}
     assert scores["sport"] == pytest.approx(exp(1) / (1 + exp(1)))
     assert scores["politics"] == pytest.approx(exp(3) / (exp(2) + exp(3)))
@@ -148,7 +150,7 @@ def test_zero_shot_weighs_candidates_against_each_other_or_each_alone() -> None:
 def test_zero_shot_averages_the_windows_of_a_pair() -> None:
     logits = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 4.0], [0.0, 0.0, 2.0]])
     (found,) = decode_zero_shot(
-        logits, [["a", "b"]], entailment=2, contradiction=0, owners=[0, 0, 1], weights=[2, 1, 5]
+        logits, ["a", "b"], entailment=2, contradiction=0, owners=np.array([0, 0, 1]), weights=np.array([2, 1, 5])
     )
     assert [c.windows for c in sorted(found, key=lambda c: c.label)] == [2, 1]
     assert found[0].score == pytest.approx(0.5)
@@ -156,7 +158,7 @@ def test_zero_shot_averages_the_windows_of_a_pair() -> None:
 
 def test_ranking_takes_the_best_window_of_each_document() -> None:
     logits = torch.tensor([[0.5], [2.0], [-1.0], [2.0]])
-    ranked = decode_ranking(logits, owners=[0, 2, 2, 1], activation="none")
+    ranked = decode_ranking(logits, owners=np.array([0, 2, 2, 1]), activation="none")
     assert [(r.index, r.score, r.windows) for r in ranked] == [(1, 2.0, 1), (2, 2.0, 2), (0, 0.5, 1)]
     assert [r.index for r in decode_ranking(logits, top_k=2)] == [1, 3]
     assert decode_ranking(logits)[0].score == pytest.approx(1 / (1 + exp(-2)))
@@ -166,7 +168,6 @@ def test_ranking_takes_the_best_window_of_each_document() -> None:
     ("change", "word"),
     [
         ({"logits": torch.zeros(2, 2)}, "one label"),
-        ({"owners": [0, 2]}, "no row"),
         ({"activation": "softmax"}, "softmax"),
         ({"logits": torch.tensor([torch.nan])}, "finite"),
     ],

@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.entities import best_paths, decode_entities_batch
-from flodl_hf.inference.decode.labels import TagScheme
-from flodl_hf.inference.decode.windows import join_words
+from flodl_hf.inference.decode.entities import TagScheme, best_paths
+from flodl_hf.inference.decode.rows import join_words
 
-from .conftest import decode_entities
+from .conftest import decode_entities, entities_of
 
 BIO = TagScheme.detect(["O", "B-PER", "I-PER", "B-LOC", "I-LOC"])
 
@@ -34,6 +33,7 @@ def row(tokens, first_token=0, specials=True):
         sequence_ids=[None if flag else 0 for flag in special],
         special=special,
         first_token=first_token,
+        window=0,
     )
 
 
@@ -144,32 +144,24 @@ def test_entities_can_be_ignored_by_name_or_label(ignored) -> None:
     assert [e.label for e in found] == ["LOC"]
 
 
-def test_padded_packed_and_listed_logits_are_the_same() -> None:
+def test_several_texts_are_decoded_as_each_alone() -> None:
     rows = [row(one_token_per_word("a b c d")), row(one_token_per_word("e f"))]
-    parts = [sure([1, 2, 0, 3], 5), sure([3, 4], 5)]
-    padded = torch.full((2, 9, 5), torch.nan)
-    for i, part in enumerate(parts):
-        padded[i, : len(part)] = part
-    texts = ["a b c d", "e f"]
-    listed = decode_entities_batch(parts, rows, texts, BIO)
+    parts, texts = [sure([1, 2, 0, 3], 5), sure([3, 4], 5)], ["a b c d", "e f"]
+    listed = entities_of(parts, rows, texts, BIO)
     assert [[e.word for e in es] for es in listed] == [["a b", "d"], ["e f"]]
-    assert listed == decode_entities_batch(padded, rows, texts, BIO)
-    assert listed == decode_entities_batch(torch.cat(parts), rows, texts, BIO)
-    assert listed == decode_entities_batch(torch.cat(parts).numpy(), rows, texts, BIO)
     assert listed == [decode_entities([p], [r], t, BIO) for p, r, t in zip(parts, rows, texts, strict=True)]
 
 
 def test_an_entity_ends_with_its_text() -> None:
     rows = [row(one_token_per_word("a b")), row(one_token_per_word("c d"))]
-    found = decode_entities_batch([sure([0, 1], 5), sure([2, 0], 5)], rows, ["a b", "c d"], BIO)
+    found = entities_of([sure([0, 1], 5), sure([2, 0], 5)], rows, ["a b", "c d"], BIO)
     assert [[(e.word, e.start) for e in es] for es in found] == [[("b", 2)], [("c", 0)]]
 
 
 def test_texts_without_tokens_have_no_entities() -> None:
     assert decode_entities(torch.zeros(1, 2, 5), [row([])], "", BIO) == []
-    assert decode_entities_batch([], [], [], BIO) == []
     rows = [row([]), row(one_token_per_word("a")), row([])]
-    found = decode_entities_batch([torch.zeros(2, 5), sure([1], 5), torch.zeros(2, 5)], rows, ["", "a", " "], BIO)
+    found = entities_of([torch.zeros(2, 5), sure([1], 5), torch.zeros(2, 5)], rows, ["", "a", " "], BIO)
     assert [len(es) for es in found] == [0, 1, 0]
 
 
@@ -228,7 +220,7 @@ def test_presplit_words_keep_their_numbers_and_their_punctuation() -> None:
         ("PER", "Mr. O'Brien-Smith,", (0, 2)),
         ("LOC", "Paris", (3, 4)),
     ]
-    batch = decode_entities_batch(
+    batch = entities_of(
         [logits, sure([1], 5)],
         [row(tokens), row([(0, 3, 0)])],
         [joined.text, "Ada"],
@@ -274,30 +266,15 @@ def test_the_constrained_path_is_the_best_of_all_legal_ones(seed, lengths) -> No
     ("change", "word"),
     [
         ({"logits": torch.full((1, 4, 5), torch.nan)}, "finite"),
-        ({"logits": torch.zeros(1, 4, 7)}, "7 labels"),
-        ({"logits": torch.zeros(1, 3, 5)}, "do not fit"),
-        ({"logits": torch.zeros(2, 4, 5)}, "do not fit"),
         ({"aggregation": "best"}, "aggregation"),
-        ({"text": "a"}, "characters"),
-        (
-            {"rows": [row([(0, 1, 0), (2, 3, 1)], first_token=0), row([(2, 3, 1)], first_token=5)]},
-            "no window",
-        ),
     ],
 )
 def test_what_does_not_fit_is_refused(change, word) -> None:
     given = {"logits": torch.zeros(1, 4, 5), "rows": [row([(0, 1, 0), (2, 3, 1)])], "text": "a b", **change}
-    if len(given["rows"]) == 2:
-        given["logits"] = torch.zeros(2, 4, 5)
     with pytest.raises(PredictError, match=word):
         decode_entities(
             given["logits"], given["rows"], given["text"], BIO, aggregation=given.get("aggregation", "first")
         )
-
-
-def test_owners_must_name_texts() -> None:
-    with pytest.raises(PredictError, match="owners"):
-        decode_entities_batch(torch.zeros(1, 3, 5), [row([(0, 1, 0)])], ["a"], BIO, owners=[1])
 
 
 # Pieces of texts: words of several tokens, spaces, punctuation, characters of several bytes.

@@ -7,8 +7,7 @@ from itertools import pairwise, product
 
 import pytest
 
-from flodl.errors import ConfigError
-from flodl_hf.inference.decode.labels import TagScheme
+from flodl_hf.inference.decode.entities import TagScheme
 
 
 @pytest.mark.parametrize(
@@ -35,12 +34,6 @@ def test_schemes_are_told_from_the_labels(labels, scheme, entities) -> None:
     found = TagScheme.detect(labels)
     assert found.name == scheme
     assert [found.entity_names[e] for e in found.entities] == entities
-
-
-def test_a_scheme_can_be_stated_and_an_unknown_one_is_refused() -> None:
-    assert TagScheme.detect(["O", "B-cell", "I-cell"], "plain").entity_names == ("O", "B-cell", "I-cell")
-    with pytest.raises(ConfigError):
-        TagScheme.detect(["O"], "BIOX")  # type: ignore[arg-type]
 
 
 # What a legal tag sequence of one entity looks like, as patterns over the letters.

@@ -27,8 +27,7 @@ def answers(case: dict[str, Any]) -> Any:
     rows = [SimpleNamespace(**window, first_token=0) for window in case["windows"]]
     dtype = getattr(torch, case["dtype"])
     return question_answering(
-        [torch.tensor(window["start"], dtype=dtype) for window in case["windows"]],
-        [torch.tensor(window["end"], dtype=dtype) for window in case["windows"]],
+        [torch.tensor([window["start"], window["end"]], dtype=dtype).T for window in case["windows"]],
         rows,
         case["context"],
         cls_id=case["cls_id"],
@@ -95,5 +94,5 @@ def tied(answers: list[dict[str, Any]], bound: float) -> Iterator[tuple[list[dic
 
 def test_options_below_one_are_refused() -> None:
     with pytest.raises(PredictError) as caught:
-        question_answering([], [], [], "", cls_id=2, top_k=0)
+        question_answering([], [], "", cls_id=2, top_k=0)
     assert caught.value.top_k == 0

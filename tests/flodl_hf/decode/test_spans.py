@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.spans import Answer, decode_answers_batch
+from flodl_hf.inference.decode.spans import Answer
 
-from .conftest import decode_answers
+from .conftest import answers_of, decode_answers
 
 
 def window(tokens, first_token=0, question=2):
@@ -30,6 +30,7 @@ def window(tokens, first_token=0, question=2):
         sequence_ids=sides,
         special=[side is None for side in sides],
         first_token=first_token,
+        window=0,
     )
 
 
@@ -175,7 +176,6 @@ def test_an_empty_context_has_no_answer() -> None:
     assert decode_answers(parts, parts, rows, "") == []
     (found,) = decode_answers(parts, parts, rows, "", no_answer=True)
     assert (found.no_answer, found.score) == (True, pytest.approx(1.0))
-    assert decode_answers_batch([], [], [], []) == []
 
 
 def test_a_batch_is_its_contexts_one_by_one() -> None:
@@ -190,10 +190,10 @@ def test_a_batch_is_its_contexts_one_by_one() -> None:
             start.append(torch.randn(len(rows[-1].ids), generator=generator))
             end.append(torch.randn(len(rows[-1].ids), generator=generator))
     options = {"top_k": 4, "no_answer": True, "max_answer_length": 3}
-    together = decode_answers_batch(start, end, rows, texts, owners=owners, **options)
+    together = answers_of(start, end, rows, texts, owners=owners, **options)
     assert [len(found) for found in together] == [4, 1, 2, 4]
     order = [5, 0, 3, 2, 4, 1][: len(rows)] if len(rows) == 6 else list(reversed(range(len(rows))))
-    shuffled = decode_answers_batch(
+    shuffled = answers_of(
         [start[i] for i in order],
         [end[i] for i in order],
         [rows[i] for i in order],
@@ -207,13 +207,6 @@ def test_a_batch_is_its_contexts_one_by_one() -> None:
         assert together[i] == decode_answers(
             [start[j] for j in own], [end[j] for j in own], [rows[j] for j in own], text, **options
         )
-    width = max(len(r.ids) for r in rows)
-    padded = [torch.full((len(rows), width), torch.nan) for _ in range(2)]
-    for i in range(len(rows)):
-        padded[0][i, : len(start[i])] = start[i]
-        padded[1][i, : len(end[i])] = end[i]
-    assert together == decode_answers_batch(*padded, rows, texts, owners=owners, **options)
-    assert together == decode_answers_batch(torch.cat(start), torch.cat(end), rows, texts, owners=owners, **options)
 
 
 @settings(max_examples=60, deadline=None)
@@ -282,8 +275,6 @@ def test_windows_change_nothing_and_answers_are_the_best_spans(data, total, seed
         ({"top_k": 0, "max_answer_length": 0}, "top_k=0.*max_answer_length=0"),
         ({"distinct": "all"}, "distinct"),
         ({"start_logits": [torch.full((9,), torch.nan)]}, "finite"),
-        ({"start_logits": torch.zeros(1, 4)}, "do not fit"),
-        ({"context": "x"}, "characters"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, word) -> None:

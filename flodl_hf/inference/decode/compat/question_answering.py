@@ -8,21 +8,22 @@ of these properties; this is for callers with thresholds and tests based on the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.rows import Logits, TokenRow, flat_logits
+
+if TYPE_CHECKING:
+    from flodl_hf.tokenization.rows import Row
 
 _BARRED = -10000.0
 
 
 def question_answering(
-    start_logits: Logits,
-    end_logits: Logits,
-    rows: Sequence[TokenRow],
+    logits: Sequence[torch.Tensor],
+    rows: Sequence[Row],
     context: str,
     *,
     cls_id: int | None,
@@ -35,8 +36,7 @@ def question_answering(
     """Return ``{"score", "start", "end", "answer"}``, or a list of them if there is not exactly one.
 
     Args:
-        start_logits: of the windows of one question and context, padded, packed or one array per window.
-        end_logits: logits of ends, in the form of ``start_logits``.
+        logits: of each window of one question and context, as starts and as ends, ``(tokens, 2)``.
         rows: the windows.
         context: the text that the offsets refer to.
         cls_id: id of the classification token, which is included in the normalisation.
@@ -47,7 +47,7 @@ def question_answering(
         sequence: which of the two texts is the context: 1, or 0 where a tokenizer pads on the left.
 
     Raises:
-        PredictError: an option is below 1, or logits and rows do not fit.
+        PredictError: an option is below 1.
     """
     if top_k < 1 or max_answer_len < 1:
         raise PredictError(
@@ -55,21 +55,17 @@ def question_answering(
             top_k=top_k,
             max_answer_len=max_answer_len,
         )
-    flat_start, places = flat_logits(start_logits, rows, trailing=0)
-    flat_end, end_places = flat_logits(end_logits, rows, trailing=0)
     # Some candidates coincide once they are widened to words.
     candidates = top_k * 2 + 10 if align_to_words else top_k
     null_score: float = 1000000
     answers: list[dict[str, Any]] = []
     by_text: dict[str, dict[str, Any]] = {}
-    for row, place, end_place in zip(rows, places.tolist(), end_places.tolist(), strict=True):
-        size = len(row.ids)
+    for row, values in zip(rows, logits, strict=True):
         # With the context first (padding on the left) the pipeline bars nothing, not even the question.
         allowed = np.array(
             [sequence == 0 or s == 1 or i == cls_id for s, i in zip(row.sequence_ids, row.ids, strict=True)]
         )
-        start = _normalised(flat_start[place : place + size], allowed)
-        end = _normalised(flat_end[end_place : end_place + size], allowed)
+        start, end = (_normalised(side, allowed) for side in values.unbind(-1))
         if handle_impossible_answer:
             null_score = min(null_score, (start[0] * end[0]).item())
         start[0] = end[0] = 0.0
@@ -121,7 +117,7 @@ def _candidates(
     return [(int(i), int(j), square[i, j].item()) for i, j in zip(first[kept], last[kept], strict=True)]
 
 
-def _characters(row: TokenRow, first: int, last: int, sequence: int, align_to_words: bool) -> tuple[int, int]:
+def _characters(row: Row, first: int, last: int, sequence: int, align_to_words: bool) -> tuple[int, int]:
     """Return the span of characters, widened to words if both ends are inside words of the context."""
     if align_to_words:
         low = _word_tokens(row, row.word_ids[first], sequence)
@@ -131,7 +127,7 @@ def _characters(row: TokenRow, first: int, last: int, sequence: int, align_to_wo
     return row.offsets[first][0], row.offsets[last][1]
 
 
-def _word_tokens(row: TokenRow, word: int | None, sequence: int) -> list[int]:
+def _word_tokens(row: Row, word: int | None, sequence: int) -> list[int]:
     if word is None:
         return []
     pairs = zip(row.word_ids, row.sequence_ids, strict=True)

@@ -1,4 +1,4 @@
-"""The dictionaries of transformers 5's text-classification, zero-shot and feature-extraction pipelines.
+"""The dictionaries of transformers 5's text-classification and zero-shot pipelines.
 
 This file contains their arithmetic (numpy float32, as there) and their order of results. The function
 to apply is selected by ``classes.activation_for``, which both implementations share.
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from flodl_hf.inference.decode.classes import activation_for, class_scores
@@ -28,7 +27,6 @@ def text_classification(
     problem_type: str | None = None,
     function_to_apply: str | None = None,
     top_k: int | None = 1,
-    legacy: bool = False,
 ) -> list[Any]:
     """Return the pipeline's result for each row: ``{"label", "score"}`` dictionaries.
 
@@ -38,7 +36,6 @@ def text_classification(
         problem_type: as in the model's configuration.
         function_to_apply: as given to the pipeline.
         top_k: as given to the pipeline; ``None`` for all labels.
-        legacy: the pipeline was called without ``top_k``: one dictionary per row instead of a list of them.
     """
     values = _array(logits)
     activation = activation_for(problem_type, len(labels), function_to_apply)
@@ -49,9 +46,6 @@ def text_classification(
         values = powers / powers.sum(axis=-1, keepdims=True)
     elif activation != "none":
         values = class_scores(values, activation).numpy()
-    if legacy:
-        best = values.argmax(-1)
-        return [{"label": labels[int(i)], "score": float(row[i])} for i, row in zip(best, values, strict=True)]
     order = np.argsort(-values, axis=-1, kind="stable")[:, :top_k]
     return [
         [{"label": labels[int(i)], "score": float(row[i])} for i in ranks]
@@ -93,20 +87,3 @@ def zero_shot_classification(
         names = [candidates[int(i)] for i in order]
         results.append({"sequence": sequence, "labels": names, "scores": row[order].tolist()})
     return results
-
-
-def feature_extraction(
-    hidden: Tensor | np.ndarray, lengths: Sequence[int] | None = None, *, return_tensors: bool = False
-) -> list[Any]:
-    """Return for each row its hidden states as nested lists ``[1, seq, hidden]``, or as a tensor of that
-    shape.
-
-    Args:
-        hidden: ``(rows, seq, hidden)``.
-        lengths: tokens of each row, the rest being padding; all of them without it.
-        return_tensors: tensors instead of lists.
-    """
-    values = as_tensor(hidden)
-    sizes = [values.shape[1]] * len(values) if lengths is None else list(lengths)
-    parts = [row[None, :size] for row, size in zip(torch.unbind(values), sizes, strict=True)]
-    return parts if return_tensors else [part.tolist() for part in parts]

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.rows import Logits, TokenRow, flat_logits
+
+if TYPE_CHECKING:
+    from flodl_hf.tokenization.rows import Row
 
 _STRATEGIES = ("none", "simple", "first", "average", "max")
 
@@ -52,8 +54,8 @@ class _Piece:
 
 
 def token_classification(
-    logits: Logits,
-    rows: Sequence[TokenRow],
+    logits: Sequence[torch.Tensor],
+    rows: Sequence[Row],
     text: str,
     labels: Sequence[str],
     tokenizer: TokenizerFacts,
@@ -65,7 +67,7 @@ def token_classification(
     """Return the pipeline's dictionaries for one text in one or several windows.
 
     Args:
-        logits: of the text's windows, padded, packed or one array per window.
+        logits: of each of the text's windows, ``(tokens, labels)``.
         rows: the windows; offsets as the tokenizer gives them, not trimmed.
         text: the text, or pre-split words joined.
         labels: names in the order of their ids.
@@ -76,7 +78,7 @@ def token_classification(
             of the words in ``text``.
 
     Raises:
-        PredictError: the strategy is unknown, or logits and rows do not fit.
+        PredictError: the strategy is unknown.
     """
     if aggregation_strategy not in _STRATEGIES:
         raise PredictError(
@@ -84,10 +86,8 @@ def token_classification(
             f"expected one of {', '.join(_STRATEGIES)}",
             aggregation_strategy=aggregation_strategy,
         )
-    flat, places = flat_logits(logits, rows, trailing=1)
     found: list[dict[str, Any]] = []
-    for row, place in zip(rows, places.tolist(), strict=True):
-        values = flat[place : place + len(row.ids)]
+    for row, values in zip(rows, logits, strict=True):
         pieces = _pieces(_softmax(values), row, text, tokenizer, word_spans)
         if aggregation_strategy in ("none", "simple"):
             for piece in pieces:
@@ -124,7 +124,7 @@ def _softmax(logits: torch.Tensor) -> np.ndarray:
 
 def _pieces(
     scores: np.ndarray,
-    row: TokenRow,
+    row: Row,
     text: str,
     tokenizer: TokenizerFacts,
     word_spans: Sequence[tuple[int, int]] | None,
