@@ -38,9 +38,9 @@ from flodl.files import write_atomically
 from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import families
+from flodl_hf.inference.batch import Pooled
 from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.engine import Engine
-from flodl_hf.inference.forward import Pooled
 from flodl_hf.inference.options import RunOptions
 from flodl_hf.parity.cell import Cell, settings_of
 from flodl_hf.parity.reference import load_reference, make_checkpoint

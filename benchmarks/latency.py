@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.throughput import model_of, theirs_of
 from flodl_hf.inference import RunOptions
+from flodl_hf.inference.batch import Scores
 from flodl_hf.inference.engine import Engine
-from flodl_hf.inference.forward import Scores
 from flodl_hf.inference.inputs import encode
 from flodl_hf.tokenization.tokenizer import Tokenizer
 

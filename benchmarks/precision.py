@@ -27,8 +27,8 @@ from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.errors import PredictError
 from flodl_hf.families import FAMILIES
 from flodl_hf.inference import RunOptions
+from flodl_hf.inference.batch import Scores
 from flodl_hf.inference.engine import Engine
-from flodl_hf.inference.forward import Scores
 from flodl_hf.inference.inputs import encode, split_pairs
 from flodl_hf.models import EncoderModel
 from flodl_hf.tokenization.tokenizer import Tokenizer

@@ -127,7 +127,7 @@ def middle(values: list[float]) -> str:
 
 def shares(model: EncoderModel, texts: list[str], precision: str) -> str:
     """Return where the time of one run goes: host steps alone, and the device."""
-    from flodl_hf.inference.forward import Scores
+    from flodl_hf.inference.batch import Scores
     from flodl_hf.inference.inputs import encode
     from flodl_hf.inference.pipeline import Session
 

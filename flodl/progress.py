@@ -84,6 +84,7 @@ class Progress:
             is in the environment or the verbosity level is quiet.
         stream: standard error if None.
         now: the clock, in seconds.
+        started: time of the start by the clock; None for now.
     """
 
     def __init__(
@@ -96,11 +97,12 @@ class Progress:
         show: bool | None = None,
         stream: TextIO | None = None,
         now: Callable[[], float] = time.monotonic,
+        started: float | None = None,
     ) -> None:
         self.what, self.total, self.unit, self.done = what, total, unit, done
         self.figures: dict[str, Any] = {}
         self._before, self._now, self._stream = done, now, stream
-        self._started = now()
+        self._started = now() if started is None else started
         is_hidden = show is False or os.environ.get("RANK", "0") != "0"
         self._is_silent = is_hidden or (show is None and not is_wanted())
         self._next = self._started + (0.0 if show else AFTER_S)

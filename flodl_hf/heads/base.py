@@ -123,8 +123,8 @@ class BaseModel(EncoderModel):
         """
         from flodl_hf.checkpoints.sentence.recipe import recipe_on
         from flodl_hf.heads.vectors import most_sentence_tokens
+        from flodl_hf.inference.batch import Pooled
         from flodl_hf.inference.decode.pooling import check_pooling
-        from flodl_hf.inference.forward import Pooled
         from flodl_hf.inference.inputs import as_text_list
         from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.vectors import Vectors

@@ -109,7 +109,7 @@ def chunk_vectors(
     def finish(items: list[tuple[str, Any]], encoded: Encoded, pending: Pending) -> list[Chunks]:
         windows: list[list[tuple[Any, Tensor]]] = [[] for _ in items]
         of_rows = pending.placed().rows(encoded.table)
-        for row, states, owner in zip(encoded.rows, of_rows, encoded.owners.tolist(), strict=True):
+        for row, states, owner in zip(encoded.rows, of_rows, encoded.table.owners.tolist(), strict=True):
             windows[owner].append((row, changed_states(recipe, states)))
         found = []
         for (text, own), group in zip(items, windows, strict=True):

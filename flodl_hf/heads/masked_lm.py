@@ -78,9 +78,9 @@ class MaskedLM(ScoringModel):
             PredictError: a text has no mask, ``top_k`` is below 1, or the model has no tokenizer or an untrained
                 head.
         """
-        from flodl_hf.inference.forward import ScoresAt
+        from flodl_hf.inference.batch import ScoresAt
         from flodl_hf.inference.inputs import as_text_list
-        from flodl_hf.inference.pipeline import Session, Steps
+        from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.results.lists import Fills, is_empty
         from flodl_hf.inference.token_table import table_of
 
@@ -112,11 +112,11 @@ class MaskedLM(ScoringModel):
                 answers.append(self._fill(tokenizer, session, text, rows, places, own, top_k, targets, compat))
             return answers
 
-        steps = Steps(encode, start, finish)
-        if compat is None:
-            steps = Steps(encode, start, finish, kind=Fills, blank=is_empty)
         # Scores over a whole vocabulary need much memory, so windows are small.
-        return session.run(texts, steps, single=isinstance(texts, str), rows=16, what="fill_mask")
+        return session.answer(
+            texts, encode, None, finish, start=start, kind=Fills if compat is None else None, blank=is_empty,
+            single=isinstance(texts, str), rows=16, what="fill_mask",
+        )  # fmt: skip
 
     @accept_keywords(SPARSE)
     def embed_sparse(
@@ -216,11 +216,10 @@ class MaskedLM(ScoringModel):
 
     def _fill_best(self, texts: Any, session: Session, tokenizer: Tokenizer, top_k: int) -> Any:
         """Return the best words of the whole vocabulary for each mask."""
+        from flodl_hf.inference.batch import BestAt
         from flodl_hf.inference.decode.masks import mask_places
         from flodl_hf.inference.decode.rows import build_records
-        from flodl_hf.inference.forward import BestAt
         from flodl_hf.inference.inputs import encode as rows_of
-        from flodl_hf.inference.pipeline import Steps
         from flodl_hf.inference.results.lists import Fills, is_empty
         from flodl_hf.inference.token_table import chosen_rows
 
@@ -268,8 +267,10 @@ class MaskedLM(ScoringModel):
                 answers[text].append(build_records(Fill, words, own, given, [before + word + after for word in words]))
             return answers
 
-        steps = Steps(encode, start, finish, kind=Fills, blank=is_empty)
-        return session.run(texts, steps, single=isinstance(texts, str), rows=4, what="fill_mask")
+        return session.answer(
+            texts, encode, None, finish, start=start, kind=Fills, blank=is_empty, single=isinstance(texts, str),
+            rows=4, what="fill_mask",
+        )  # fmt: skip
 
     def _fill(
         self,
@@ -305,8 +306,8 @@ class MaskedLM(ScoringModel):
         rows: list[Row],
         places: list[list[int]],
     ) -> list[Any]:
+        from flodl_hf.inference.batch import ScoresAt
         from flodl_hf.inference.decode.masks import decode_targets
-        from flodl_hf.inference.forward import ScoresAt
         from flodl_hf.inference.token_table import table_of
 
         ids = [_target_ids(tokenizer, word) for word in targets]

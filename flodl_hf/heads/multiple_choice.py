@@ -108,8 +108,8 @@ class MultipleChoice(ScoringModel):
         Raises:
             PredictError: an item is no prompt with choices, or the model has no tokenizer or an untrained head.
         """
+        from flodl_hf.inference.batch import Scores
         from flodl_hf.inference.decode.classes import mean_over_windows
-        from flodl_hf.inference.forward import Scores
         from flodl_hf.inference.inputs import encode
         from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.results.lists import Ranking
@@ -125,7 +125,7 @@ class MultipleChoice(ScoringModel):
             return encode(tokenizer, first, second, max_tokens=self.max_tokens, strict=strict)
 
         def finish(chunk: list[Any], found: Encoded, scores: Pending) -> list[list[Ranked]]:
-            merged = mean_over_windows(scores.stacked(), found.owners, found.texts, found.counts)[:, 0]
+            merged = mean_over_windows(scores.stacked(), found.table.owners, found.texts, found.table.counts)[:, 0]
             given = [_item(item)[1] for item in chunk]
             return [
                 _ranked(own, choices) for own, choices in zip(merged.split(list(map(len, given))), given, strict=True)

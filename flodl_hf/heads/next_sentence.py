@@ -20,8 +20,8 @@ from flodl_hf.nn.encoder.losses import check_labels
 
 if TYPE_CHECKING:
     from flodl_hf.inference import RunKeywords
+    from flodl_hf.inference.batch import Work
     from flodl_hf.inference.engine import Pending
-    from flodl_hf.inference.forward import Work
     from flodl_hf.inference.inputs import Encoded
     from flodl_hf.models.encoder_model import EncoderModel
 
@@ -72,7 +72,7 @@ class NextSentence(ScoringModel):
         Raises:
             PredictError: the input is not pairs, or the model has no tokenizer or an untrained head.
         """
-        from flodl_hf.inference.forward import Scores
+        from flodl_hf.inference.batch import Scores
 
         return next_sentence_labels(self, pairs, Scores(True), FOLLOWS, strict=strict, untrained=untrained, run=run)
 
@@ -111,7 +111,7 @@ def next_sentence_labels(
 
     def finish(chunk: list[Any], found: Encoded, scores: Pending) -> list[Any]:
         return decode_classes(
-            scores.stacked(), labels, owners=found.owners, weights=found.counts, texts=len(chunk),
+            scores.stacked(), labels, owners=found.table.owners, weights=found.table.counts, texts=len(chunk),
             problem_type="single_label_classification",
         )  # fmt: skip
 

@@ -99,6 +99,6 @@ class Pretrainer(MaskedLM):
         Raises:
             PredictError: the input is not pairs, or the model has no tokenizer or an untrained head.
         """
-        from flodl_hf.inference.forward import Related
+        from flodl_hf.inference.batch import Related
 
         return next_sentence_labels(self, pairs, Related(), FOLLOWS, strict=strict, untrained=untrained, run=run)

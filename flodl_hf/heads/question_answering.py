@@ -180,8 +180,8 @@ class QuestionAnswerer(EncoderModel):
             PredictError: the model has no tokenizer or an untrained head, a context without text, or an option
                 that makes no sense.
         """
+        from flodl_hf.inference.batch import Scores
         from flodl_hf.inference.decode.spans import decode_answers_batch
-        from flodl_hf.inference.forward import Scores
         from flodl_hf.inference.inputs import as_text_list
         from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.results.lists import Answers
@@ -224,7 +224,7 @@ def _as_pipeline(placed: Placed, encoded: Encoded, contexts: Sequence[str], **op
     rows = placed.rows(encoded.table)
     results = []
     for place, context in enumerate(contexts):
-        own = [i for i, owner in enumerate(encoded.owners) if owner == place]
+        own = [i for i, owner in enumerate(encoded.table.owners) if owner == place]
         results.append(question_answering([rows[i] for i in own], [encoded.rows[i] for i in own], context, **options))
     return results
 

@@ -101,9 +101,9 @@ class ReplacedTokens(ScoringModel):
         Raises:
             PredictError: the model has no tokenizer or an untrained head.
         """
+        from flodl_hf.inference.batch import Scores
         from flodl_hf.inference.decode.entities import TagScheme, decode_entities_batch
         from flodl_hf.inference.decode.rows import Placed
-        from flodl_hf.inference.forward import Scores
         from flodl_hf.inference.inputs import as_text_list, encode
         from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.results.lists import Entities, is_empty

@@ -18,9 +18,8 @@ from flodl_hf.compat.kwargs import accept_keywords
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.prediction_keywords import CLASSES, RERANK, ZERO_SHOT
 from flodl_hf.heads.scoring import ScoringModel
-from flodl_hf.inference.decode.classes import activation_for
+from flodl_hf.inference.decode.classes import activation_for, score_function
 from flodl_hf.models.outputs import SequenceClassificationOutput
-from flodl_hf.models.score_function import score_function
 from flodl_hf.nn.encoder.losses import check_labels, classification_loss
 
 if TYPE_CHECKING:
@@ -105,8 +104,8 @@ class SequenceClassifier(ScoringModel):
             TokenizerError: a text is not a valid string, or too long with ``strict``.
         """
         from flodl_hf.checkpoints.config.labels import tuned_thresholds
+        from flodl_hf.inference.batch import Scores
         from flodl_hf.inference.decode.classes import decide, decode_classes
-        from flodl_hf.inference.forward import Scores
         from flodl_hf.inference.inputs import as_text_list, refuse_two_texts
         from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.results.lists import Labels
@@ -117,7 +116,8 @@ class SequenceClassifier(ScoringModel):
                 f"predict: max_length={shown(max_length, 60)}; expected an integer from 3, or None",
                 max_length=max_length,
             )
-        refuse_two_texts(texts, "predict")
+        if isinstance(texts, tuple):
+            refuse_two_texts(texts, "predict")
         texts = as_text_list(texts, "predict", mapping=True)
 
         between: Mapping[str, float] | None = None
@@ -147,7 +147,7 @@ class SequenceClassifier(ScoringModel):
             found = decode_classes(
                 scores.stacked(), self.config.labels, problem_type=self.config.problem_type,
                 function_to_apply=function_to_apply, top_k=None if between else top_k, threshold=threshold,
-                owners=encoded.owners, weights=encoded.counts, texts=len(chunk),
+                owners=encoded.table.owners, weights=encoded.table.counts, texts=len(chunk),
             )  # fmt: skip
             return found if between is None else [decide(labels, between) for labels in found]
 
@@ -187,9 +187,9 @@ class SequenceClassifier(ScoringModel):
         Raises:
             PredictError: no labels, a template without ``{}``, or a model without an entailment label.
         """
+        from flodl_hf.inference.batch import Scores
         from flodl_hf.inference.decode.classes import contradiction_id, decode_zero_shot, entailment_id
         from flodl_hf.inference.decode.compat.text_classification import zero_shot_classification
-        from flodl_hf.inference.forward import Scores
         from flodl_hf.inference.inputs import as_text_list
         from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.results.lists import Labels
@@ -215,7 +215,7 @@ class SequenceClassifier(ScoringModel):
             return decode_zero_shot(
                 logits, labels, entailment=entailment,
                 contradiction=contradiction_id(self.config.labels, entailment), multi_label=multi_label,
-                owners=encoded.owners, weights=encoded.counts,
+                owners=encoded.table.owners, weights=encoded.table.counts,
             )  # fmt: skip
 
         session = Session(self, run)
@@ -262,8 +262,8 @@ class SequenceClassifier(ScoringModel):
         Raises:
             PredictError: the model has more than one label, or documents are no list of strings.
         """
+        from flodl_hf.inference.batch import Scores
         from flodl_hf.inference.decode.classes import Ranked, decode_ranking
-        from flodl_hf.inference.forward import Scores
         from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.results.lists import Ranking
 
@@ -276,7 +276,7 @@ class SequenceClassifier(ScoringModel):
             return self._encode([(query, text) for text in chunk], strict=strict, truncate=truncate, prompt=before)
 
         def finish(chunk: list[str], encoded: Encoded, scores: Pending) -> list[Ranked]:
-            found = decode_ranking(scores.stacked(), activation="none", owners=encoded.owners)
+            found = decode_ranking(scores.stacked(), activation="none", owners=encoded.table.owners)
             return sorted(found, key=lambda document: document.index)
 
         best: Any = Session(self, run).answer(texts, encode, Scores(True), finish, what="rerank")
@@ -326,7 +326,7 @@ class SequenceClassifier(ScoringModel):
         if prompt or lower:
             firsts, seconds = prompted(prompt, firsts, lower=lower), seconds and prompted("", seconds, lower=lower)
         limit = self._most_tokens(recipe.max_tokens if recipe is not None else None)
-        limit = min((n for n in (limit, max_length) if n is not None), default=None)
+        limit = min(filter(None, (limit, max_length)), default=None)
         return encode(tokenizer, firsts, seconds, max_tokens=limit, strict=strict, truncate=truncate)
 
 

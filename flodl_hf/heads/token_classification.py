@@ -84,9 +84,9 @@ class TokenClassifier(ScoringModel):
             PredictError: the model has no tokenizer or an untrained head, or an option makes no sense.
             TokenizerError: a text is not a valid string, or too long with ``strict``.
         """
+        from flodl_hf.inference.batch import Scores
         from flodl_hf.inference.decode.entities import TagScheme, decode_entities_batch
         from flodl_hf.inference.decode.rows import join_words
-        from flodl_hf.inference.forward import Scores
         from flodl_hf.inference.inputs import as_text_list, encode
         from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.results.lists import Entities, is_empty
@@ -150,7 +150,7 @@ class TokenClassifier(ScoringModel):
         )
         results = []
         for place, text in enumerate(texts):
-            own = [i for i, owner in enumerate(encoded.owners) if owner == place]
+            own = [i for i, owner in enumerate(encoded.table.owners) if owner == place]
             results.append(
                 token_classification(
                     [logits[i] for i in own],

@@ -61,7 +61,6 @@ def too_long(model: Any, text: str) -> bool:
 
 def cut_entities(model: Any, text: str, options: dict[str, Any], offsets: Any) -> list[Any]:
     """Return the entities of a text that is truncated to one window, with other offsets of its tokens if given."""
-    from flodl_hf.inference.engine import facts
     from flodl_hf.inference.inputs import Encoded
     from flodl_hf.inference.token_table import table_of
 
@@ -72,7 +71,7 @@ def cut_entities(model: Any, text: str, options: dict[str, Any], offsets: Any) -
     with torch.inference_mode():
         ids = torch.tensor([list(row.ids)], device=model.device)
         types = torch.tensor([list(row.type_ids)], device=model.device)
-        given = {"token_type_ids": types} if facts(model)["types"] else {}
+        given = {"token_type_ids": types} if model._reads_types else {}
         logits = model(ids, **given).logits[0]
     ignored = options.get("ignore_labels", ["O"])
     strategy = options["aggregation_strategy"]

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from flodl_hf.checkpoints.sentence.multivector import MultiVectorConfig
     from flodl_hf.checkpoints.sentence.steps import Step
     from flodl_hf.inference import RunKeywords
+    from flodl_hf.inference.batch import States, Work
     from flodl_hf.inference.engine import Pending
-    from flodl_hf.inference.forward import States, Work
     from flodl_hf.inference.inputs import Encoded
     from flodl_hf.models.encoder_model import EncoderModel
 
@@ -96,7 +96,7 @@ def padded_batches(
     own: Any = model
     encoded = own._embeddable(list(texts), windows=False, strict=strict, prompt=prompt)
     whole = np.split(encoded.table.ids, np.cumsum(encoded.table.lengths)[:-1])
-    rows = dict(zip(encoded.owners.tolist(), whole, strict=True))
+    rows = dict(zip(encoded.table.owners.tolist(), whole, strict=True))
     shares = recipe.shares(own.config.encoder.num_layers, "the folder")
     order = np.argsort([-len(text) for text in texts])
     for first in range(0, len(texts), size):
@@ -162,8 +162,8 @@ def pooled_beyond(
         normalize: scale vectors to length 1.
         batch_invariant: compute each vector by itself, because products of several rows are summed in another order.
     """
+    from flodl_hf.inference.batch import Pooled
     from flodl_hf.inference.decode.pooling import finish_embeddings
-    from flodl_hf.inference.forward import Pooled
     from flodl_hf.inference.vectors import Vectors
 
     def finished(found: Tensor) -> Tensor:
@@ -228,7 +228,7 @@ def token_embeddings(
     encode = partial(found._embeddable, windows=False, strict=False, prompt=before)
 
     def finish(chunk: list[str], encoded: Encoded, states: Pending) -> list[Tensor]:
-        rows = dict(zip(encoded.owners.tolist(), states.placed().rows(encoded.table), strict=True))
+        rows = dict(zip(encoded.table.owners.tolist(), states.placed().rows(encoded.table), strict=True))
         return [changed_states(recipe, rows[place]) for place in range(len(chunk))]
 
     given: Any = {name: value for name, value in run.items() if name != "batch_size"}  # which is a matter of speed
@@ -239,7 +239,7 @@ def token_embeddings(
 
 def read_states(model: EncoderModel, recipe: SentenceTransformerConfig | None) -> States:
     """Return the pass that computes the states that a folder uses: the last layer's, or others."""
-    from flodl_hf.inference.forward import States
+    from flodl_hf.inference.batch import States
 
     if recipe is None or not recipe.changes_states:
         return States()
@@ -267,14 +267,14 @@ def _without_prompt(
             mask[:, :skipped] = 0
         found.append(pool_padded(states[None], mask, list(names)))
         counts.append(int(mask.sum()))
-    return mean_over_windows(torch.cat(found), encoded.owners, texts, counts)
+    return mean_over_windows(torch.cat(found), encoded.table.owners, texts, counts)
 
 
 def token_vectors(
     model: EncoderModel, texts: str | Iterable[str], *, query: bool, untrained: bool, run: RunKeywords
 ) -> Any:
     """Return a vector for each token; see `BaseModel.embed_tokens`."""
-    from flodl_hf.inference.forward import States
+    from flodl_hf.inference.batch import States
     from flodl_hf.inference.inputs import Encoded, as_text_list
     from flodl_hf.inference.pipeline import Session
     from flodl_hf.inference.token_table import table_of
@@ -356,7 +356,7 @@ def lexical_vectors(
     run: RunKeywords,
 ) -> SparseVectors:
     """Return weights of a text's own words; see `BaseModel.embed_sparse`."""
-    from flodl_hf.inference.forward import States
+    from flodl_hf.inference.batch import States
     from flodl_hf.inference.inputs import encode
 
     tokenizer = model._ready("embed_sparse", untrained=untrained)
@@ -382,7 +382,7 @@ def lexical_vectors(
         together = None if alone else weighed(placed.values)
         parts: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in chunk]
         at = np.cumsum(found.table.lengths) - found.table.lengths
-        for row, owner in enumerate(found.owners.tolist()):
+        for row, owner in enumerate(found.table.owners.tolist()):
             length, start = int(found.table.lengths[row]), int(placed.starts[row])
             ids = found.table.ids[at[row] : at[row] + length]
             mine = slice(start, start + length)
@@ -406,7 +406,7 @@ def splade_vectors(
     run: RunKeywords,
 ) -> SparseVectors:
     """Return weights of words by a masked-word head; see `MaskedLM.embed_sparse`."""
-    from flodl_hf.inference.forward import Splade
+    from flodl_hf.inference.batch import Splade
     from flodl_hf.inference.inputs import encode, prompted
 
     tokenizer = model._ready("embed_sparse", untrained=untrained)
@@ -422,7 +422,7 @@ def splade_vectors(
         return encode(tokenizer, read, max_tokens=most_sentence_tokens(model), strict=strict, truncate=not windows)
 
     def finish(chunk: list[str], found: Encoded, weights: Pending) -> list[tuple[np.ndarray, np.ndarray]]:
-        return list(from_dense(weights.stacked().numpy(), found.owners, len(chunk), pooling.strategy))
+        return list(from_dense(weights.stacked().numpy(), found.table.owners, len(chunk), pooling.strategy))
 
     if model.run_options.token_budget is None:
         run = {"token_budget": TOKENS, **run}

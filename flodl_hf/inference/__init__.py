@@ -4,8 +4,7 @@ options         the keywords that every call takes: precision, devices, token_bu
 prepared_graph  the graph that predicts: fused and cast, remade when the model changes
 inputs          user input as texts, and their tokens as arrays
 token_table     rows of tokens as flat arrays
-forward          computations on a batch: scores, states, pooled vectors
-batch           which rows run together, by a token budget; the rows of a batch, and their results
+batch           one forward pass: rows by a token budget, the computation, and its results
 engine          rows through a prepared graph; memory that runs out
 cuda_graphs     batches recorded as CUDA graphs
 fleet           several devices with one queue

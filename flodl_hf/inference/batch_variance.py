@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from flodl_hf.inference.batch import Scores, States
 from flodl_hf.inference.engine import Engine
-from flodl_hf.inference.forward import Scores, States
 from flodl_hf.inference.inputs import encode, split_pairs
-from flodl_hf.inference.options import RunKeywords, options_of
+from flodl_hf.inference.options import RunKeywords, RunOptions
 
 if TYPE_CHECKING:
     from flodl_hf.inference.graph_model.model import GraphModel
@@ -48,7 +48,7 @@ def spread(model: GraphModel, texts: Sequence[Any], **run: Any) -> Spread:
         PredictError: the model has no tokenizer.
     """
     given: RunKeywords = run  # type: ignore[assignment]
-    options = options_of(model).changed(dict(given))
+    options = (model._run_options or RunOptions()).changed(dict(given))
     tokenizer = model._ready("spread", untrained=True)
     firsts, seconds = split_pairs(list(texts), "spread")
     table = encode(tokenizer, firsts, seconds, max_tokens=model.max_tokens).table

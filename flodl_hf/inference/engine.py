@@ -8,7 +8,8 @@ beyond "one result a row" and "one result a token".
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,12 +17,11 @@ import torch
 from torch import Tensor
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.batch import Batch, Pending, batch_of, check_rows, plan_batches, usual_budget
+from flodl_hf.inference.batch import Batch, Pending, Work, batch_of, check_rows, plan_batches, usual_budget
 from flodl_hf.inference.cuda_graphs import SMALL, WAIT, Recorder
 from flodl_hf.inference.decode.rows import TokenTable
-from flodl_hf.inference.forward import Work
 from flodl_hf.inference.layers_from_disk import Given
-from flodl_hf.inference.options import RunOptions, multiplying
+from flodl_hf.inference.options import Precision, RunOptions
 from flodl_hf.inference.prepared_graph import Prepared, holder
 from flodl_hf.nn.adapter_layers.prompts import prefix_of
 from flodl_hf.nn.layout.buckets import Buffer, bucket_of
@@ -82,7 +82,8 @@ class Engine:
             )
         place = device if on_disk is None else on_disk.device
         found = holder(model).get(model.graph, options.precision, place, unchecked=unchecked, on_disk=on_disk)
-        return cls(found, options, **facts(model))
+        places = model.config.max_tokens
+        return cls(found, options, types=model._reads_types, longest=places and places - model.virtual_tokens)
 
     def batches(self, table: TokenTable) -> list[np.ndarray]:
         """Return which rows run together."""
@@ -101,7 +102,7 @@ class Engine:
         check_rows(table)
         pending = Pending(len(table))
         batches = self.batches(table)
-        with torch.inference_mode(), multiplying(self.options.precision, self.device), current(self.device):
+        with torch.inference_mode(), current(self.device, self.options.precision):
             if self.prepared.layered is not None:
                 self._by_layers(pending, table, batches, work, places)
                 return pending
@@ -173,25 +174,23 @@ class Engine:
     def _run(self, batch: Batch, alone: bool) -> tuple[Tensor, Any]:
         if self.bucketed and not self.exact:
             return self._bucketed(batch, alone)
-        return self._plain(batch)
-
-    def _plain(self, batch: Batch) -> tuple[Tensor, Any]:
         return self._back(batch.work(self.graph, *self._given(batch)).float(), batch.count)
 
     def _given(self, batch: Batch) -> Given:
         """Return the arguments of a batch's pass, on the device."""
+        at = None if batch.at is None else self._chosen(batch.at)
         if self.bucketed and not self.exact:
             buffer = Buffer(self._bucket(batch), types=self.types, pinned=self.cuda)
             lengths = buffer.write(batch.ids, batch.types, batch.lengths)
             packed = buffer.packed.to(self.device, non_blocking=True)
-            return Given(*buffer.on(packed, lengths, len(batch.lengths)), self._chosen(batch))
+            return Given(*buffer.on(packed, lengths, len(batch.lengths)), at)
         if self.prepared.rounded:
             lead = prefix_of(self.graph)
             types = batch.types if self.types else None
             if self.types and types is None:
                 types = np.zeros_like(batch.ids)
             ids, kinds, laid = laid_out(batch.ids, types, batch.lengths, lead=0 if lead is None else lead.count)
-            return Given(ids, kinds, laid, self._chosen(batch))
+            return Given(ids, kinds, laid, at)
         layout: Layout
         shape: tuple[int, ...] = (-1,)
         if self.exact:
@@ -204,12 +203,9 @@ class Engine:
             kinds = torch.zeros_like(there)
             if batch.types is not None:
                 kinds = torch.from_numpy(batch.types).to(there).view(shape)
-        return Given(there, kinds, layout, self._chosen(batch))
+        return Given(there, kinds, layout, at)
 
-    def _chosen(self, batch: Batch) -> Tensor | None:
-        if batch.at is None:
-            return None
-        chosen = batch.at
+    def _chosen(self, chosen: np.ndarray) -> Tensor:
         if self.prepared.rounded:
             chosen = np.pad(chosen, (0, rounded(len(chosen)) - len(chosen)))
         found = torch.from_numpy(chosen)
@@ -241,7 +237,8 @@ class Engine:
             recorder.saw(key, packed, output, step, wait=1 if large else WAIT)
             return result
         there, kinds, layout = buffer.on(packed, all_lengths, len(batch.lengths))
-        return self._back(batch.work(self.graph, there, kinds, layout, self._chosen(batch)).float(), batch.count)
+        at = None if batch.at is None else self._chosen(batch.at)
+        return self._back(batch.work(self.graph, there, kinds, layout, at).float(), batch.count)
 
     def _step(self, work: Work, buffer: Buffer) -> Callable[[Tensor], Tensor]:
         def step(packed: Tensor) -> Tensor:
@@ -262,16 +259,22 @@ class Engine:
         return home, event
 
 
-def current(device: torch.device) -> torch.cuda.device:
-    """Return a context in which a CUDA device is the current one; of another device it changes nothing."""
-    # An index below zero leaves the current device as it is.
-    return torch.cuda.device(device if device.type == "cuda" else -1)
+@contextmanager
+def current(device: torch.device, precision: Precision | None = None) -> Iterator[None]:
+    """Make a CUDA device the current one, and allow or forbid TF32 for its float32 products; nothing for others.
 
-
-def facts(model: GraphModel) -> dict[str, Any]:
-    """Return the facts about a model that an engine needs."""
-    # As in transformers, the tokenizer's model_input_names decide whether a model with token types receives them.
-    given = model.tokenizer is None or model.tokenizer.settings.type_ids
-    places = model.config.max_tokens
-    longest = places and places - model.virtual_tokens
-    return {"types": given and model.config.uses_token_types, "longest": longest}
+    The switch is the whole process's: calls of different precision on several threads take turns.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    switches = precision in ("tf32", "fp32", "exact")
+    before = torch.backends.cuda.matmul.allow_tf32
+    with torch.cuda.device(device):
+        if switches:
+            torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+        try:
+            yield
+        finally:
+            if switches:
+                torch.backends.cuda.matmul.allow_tf32 = before

@@ -13,10 +13,9 @@ from threading import Thread
 import numpy as np
 import torch
 
+from flodl_hf.inference.batch import Work
 from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.engine import Engine, Pending, current
-from flodl_hf.inference.forward import Work
-from flodl_hf.inference.options import multiplying
 
 # Batches that are started ahead on a device, so that it never waits for its thread.
 _AHEAD = 2
@@ -57,7 +56,7 @@ def _serve(
 ) -> None:
     sent: deque[torch.cuda.Event] = deque()
     try:
-        with torch.inference_mode(), multiplying(engine.options.precision, engine.device), current(engine.device):
+        with torch.inference_mode(), current(engine.device, engine.options.precision):
             while queue and not pending.faults:
                 try:
                     batch = queue.popleft()

@@ -153,16 +153,6 @@ class Encoded:
     dropped: int = 0
     uncut: bool = False
 
-    @property
-    def owners(self) -> np.ndarray:
-        """The text of each window, ``(rows,)``."""
-        return self.table.owners
-
-    @property
-    def counts(self) -> np.ndarray:
-        """Content tokens of each window, ``(rows,)``."""
-        return self.table.counts
-
 
 def split_pairs(items: Sequence[Any], task: str) -> tuple[Sequence[str], list[str] | None]:
     """Return first and second texts; the second is None when no item is a pair.
@@ -246,7 +236,7 @@ def encode(
         raise TokenizerError("cut is 'second', but there are no second texts; pass pairs, or cut='first'")
     stated = TRUNCATION.get()
     own = stated or Truncation()
-    limit = min((most for most in (max_tokens, own.max_tokens) if most is not None), default=None)
+    limit = max_tokens if own.max_tokens is None else min(own.max_tokens, max_tokens or own.max_tokens)
     snap = snap and not truncate
     overflow: Overflow = "error" if strict else "truncate" if truncate else "windows"
     if records or words or not len(texts) or stride < 0 or (limit is not None and limit < 1):
@@ -257,12 +247,12 @@ def encode(
         owners = [text for text, group in enumerate(groups) for _ in group]
         rows = [row for group in groups for row in group]
         return Encoded(table_of(rows, owners, offsets=offsets), len(texts), rows)
-    check_batch(texts, "text", False)
-    if pairs is not None:
-        check_batch(pairs, "second text", False)
+    for name, given in (("text", texts), ("second text", pairs)):
+        if given is not None and not set(map(type, given)) <= {str}:
+            check_batch(given, name, False)
     how: dict[str, Any] = {
         "cut": cut or "first", "overflow": overflow, "stride": stride, "snap": snap,
-        "side": own.side or tokenizer._cut_side, "first_place": FIRST_PLACE.get(),
+        "side": own.side or tokenizer.settings.truncation_side, "first_place": FIRST_PLACE.get(),
     }  # fmt: skip
     frame, backend = frame_of(tokenizer, pairs=pairs is not None), tokenizer._backend
     if len(texts) == 1 and pairs is None and not offsets and frame is not None and not any(frame.types):
@@ -298,8 +288,8 @@ def _windows(
     by_ids = backend.ids_show_words
     short = np.arange(len(texts)) if by_ids else np.flatnonzero(sizes <= _LONG_CHARS * limit)
     chosen = short.tolist()
-    second = None if pairs is None else backend.flat([pairs[i] for i in chosen])
-    table = framed(frame, backend.flat([texts[i] for i in chosen]), second, owners=short)
+    second = None if pairs is None else backend.flat(list(map(pairs.__getitem__, chosen)))
+    table = framed(frame, backend.flat(list(map(texts.__getitem__, chosen))), second, owners=short)
     fits = table.lengths <= limit
     if len(short) == len(texts) and fits.all():
         return table, np.zeros(0, np.int64)

@@ -5,19 +5,15 @@ Decides names, defaults and valid values. The options are implemented by the mod
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, get_args
+from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
 import torch
 
 from flodl.devices import all_devices, find_device
 from flodl.errors import nearest
 from flodl_hf.errors import PredictError
-
-if TYPE_CHECKING:
-    from flodl_hf.inference.graph_model.model import GraphModel
 
 Precision: TypeAlias = Literal["exact", "fp32", "tf32", "bf16", "fp16", "int8"]
 """How prediction computes.
@@ -93,23 +89,6 @@ def _missing_on_cpu(precision: str) -> str | None:
     return missing(precision)
 
 
-@contextmanager
-def multiplying(precision: Precision | None, device: torch.device) -> Iterator[None]:
-    """Allow or forbid TF32 for float32 products on a CUDA device, by precision; restore the setting afterwards.
-
-    The switch is the whole process's: calls of different precision on several threads take turns.
-    """
-    if device.type != "cuda" or precision not in ("tf32", "fp32", "exact"):
-        yield
-        return
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-
-
 class RunKeywords(TypedDict, total=False):
     """Keywords of a call that control how it runs; omitted ones use the values of `EncoderModel.runtime`."""
 
@@ -173,8 +152,3 @@ class RunOptions:
                 raise PredictError(f"{name}={value!r}; expected an integer of at least 1, or None", **{name: value})
         check_name(found.precision)
         return found
-
-
-def options_of(model: GraphModel) -> RunOptions:
-    """Return the default options of predictions of a model."""
-    return model._run_options or RunOptions()

@@ -7,6 +7,7 @@ the last. Items are read in the caller's thread only.
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,20 +21,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from flodl.devices import default_device
 from flodl.errors import FlodlError
 from flodl.garbage_collection import gc_paused
 from flodl.progress import Progress
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.batch import COUNTED, HEARD, TRUNCATED, Pending
+from flodl_hf.inference.batch import COUNTED, HEARD, TRUNCATED, Pending, Work
 from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.engine import Engine
 from flodl_hf.inference.fleet import Fleet
-from flodl_hf.inference.forward import Work
 from flodl_hf.inference.graph_model.model import reinit_after_fork
 from flodl_hf.inference.inputs import FIRST_PLACE, Encoded
-from flodl_hf.inference.options import RunKeywords, RunOptions, options_of
-from flodl_hf.inference.results.lists import Found, results_of
+from flodl_hf.inference.options import RunKeywords, RunOptions
+from flodl_hf.inference.results.lists import Found, Results
 
 if TYPE_CHECKING:
     from flodl_hf.inference.graph_model.model import GraphModel
@@ -55,29 +54,6 @@ MAX_WINDOW = 4096
 # with at most MOST_CHARS, since models truncate texts.
 MEAN_CHARS, MOST_CHARS = 128, 4096
 _AUTOCASTS = ("cpu", "cuda", "mps")
-
-
-@dataclass(frozen=True)
-class Steps:
-    """The steps from items to results.
-
-    Args:
-        encode: items to token rows; called in other threads, for several windows at a time.
-        start: starts the forward pass of encoded rows and returns a pending result.
-        decode: items, encoded rows and pending result to one result per item; called in order.
-        join: combines the results of all windows of a sequence; None for a list.
-        kind: type of the results, which contains the text; None for results without text.
-        given: the text that a result contains, for an item.
-        blank: whether an item gets an empty result without a forward pass; needs ``kind``.
-    """
-
-    encode: Callable[[list[Any]], Any]
-    start: Callable[[Any], Any]
-    decode: Callable[[list[Any], Any, Any], Any]
-    join: Callable[[list[Any]], Any] | None = None
-    kind: type[Found[Any]] | None = None
-    given: Callable[[Any], Any] | None = None
-    blank: Callable[[Any], bool] | None = None
 
 
 @dataclass
@@ -108,7 +84,7 @@ class Session:
     def __init__(self, model: GraphModel, given: RunKeywords) -> None:
         reinit_after_fork()
         self.model = model
-        options = options_of(model)
+        options = model._run_options or RunOptions()
         self.options = options.changed(dict(given)) if given else options
         if len(self.options.devices or ()) > 1 and model.weights_on_disk is not None:
             raise PredictError(
@@ -154,88 +130,78 @@ class Session:
     def answer(
         self,
         items: Any,
-        encode: Callable[[list[Any]], Encoded],
-        work: Work,
-        decode: Callable[[list[Any], Encoded, Pending], Any],
+        encode: Callable[[list[Any]], Any],
+        work: Work | None,
+        decode: Callable[[list[Any], Any, Any], Any],
         *,
+        start: Callable[[Any], Any] | None = None,
         join: Callable[[list[Any]], Any] | None = None,
         kind: type[Found[Any]] | None = None,
         given: Callable[[Any], Any] | None = None,
         blank: Callable[[Any], bool] | None = None,
-        **how: Any,
-    ) -> Any:
-        """Return the results of items with rows that need one forward pass.
-
-        Args:
-            items: the items; an iterator returns an iterator.
-            encode: items to rows of tokens.
-            work: what to compute.
-            decode: scores to one result per item.
-            join: see `Steps`.
-            kind: see `Steps`.
-            given: see `Steps`.
-            blank: see `Steps`.
-            **how: options of `run`.
-        """
-
-        def start(encoded: Encoded) -> Pending:
-            instead = STARTS.get()
-            return self.start(encoded.table, work) if instead is None else instead(encoded, work)
-
-        call = None
-        if not how.get("single") and len(self.options.devices or ()) > 1:
-            from flodl_hf.inference.workers import call_of
-
-            call = call_of(self.model, self.options, items, encode, work)
-        return self.run(
-            items, Steps(encode, start, decode, join, kind, given, None if kind is None else blank), call=call, **how
-        )
-
-    def run(
-        self,
-        items: Any,
-        steps: Steps,
-        *,
         single: bool = False,
         rows: int = 1,
         what: str = "predict",
         limit: int | None = None,
-        call: Call | None = None,
     ) -> Any:
         """Return the results of items.
 
         Args:
             items: the items, or one item with ``single``; an iterator returns an iterator.
-            steps: how to compute results.
+            encode: items to token rows; called in other threads, for several windows at a time.
+            work: what to compute of rows that need one forward pass; None with ``start``.
+            decode: items, encoded rows and pending scores to one result per item; called in order.
+            start: starts the forward pass of encoded rows and returns a pending result.
+            join: combines the results of all windows of a sequence; None for a list.
+            kind: type of the results, which contains the text; None for results without text.
+            given: the text that a result contains, for an item.
+            blank: whether an item gets an empty result without a forward pass; needs ``kind``.
             single: whether ``items`` is one item.
             rows: approximate number of rows per item.
             what: name of the method, in the progress bar and warnings.
             limit: default truncation length in tokens, used in a warning.
-            call: sends windows to worker processes.
         """
-        loop = _Loop(self, steps, what, limit, call)
+        loop = _Loop(self, encode, work, decode, start, join, kind, given, blank if kind else None, what, limit)
         if single:
-            return loop.one(items)
+            result = loop.result(_Window(0, [items], [items]))[0]
+            loop.warn()
+            return result
+        if work is not None and len(self.options.devices or ()) > 1:
+            from flodl_hf.inference.workers import call_of
+
+            loop.call = call_of(self.model, self.options, items, encode, work)
         found = loop.all(items, rows)
-        return found if steps.kind is None else results_of(found)
+        return found if kind is None or type(found) is not list else Results(found)
 
 
+@dataclass
 class _Loop:
-    """The windows of one call."""
+    """The windows of one call; see `Session.answer`.
 
-    def __init__(self, session: Session, steps: Steps, what: str, limit: int | None, call: Call | None) -> None:
-        self.session, self.steps, self.what, self.limit, self.call = session, steps, what, limit, call
-        self.progress: Progress | None = None
-        self.ahead = False
-        self.done = self.truncated = self.truncated_pairs = 0
+    Attributes:
+        call: sends windows to worker processes.
+        ahead: whether windows are tokenized while the device computes.
+    """
 
-    def one(self, item: Any) -> Any:
-        """Return the result of one item."""
-        window = self.encode(_Window(0, [item], [item]))
-        self.start(window)
-        result = self.decode(window)[0]
-        self.warn()
-        return result
+    session: Session
+    encode_items: Callable[[list[Any]], Any]
+    work: Any
+    decode_scores: Callable[[list[Any], Any, Any], Any]
+    start_rows: Callable[[Any], Any] | None
+    join: Callable[[list[Any]], Any] | None
+    kind: type[Found[Any]] | None
+    given: Callable[[Any], Any] | None
+    blank: Callable[[Any], bool] | None
+    what: str
+    limit: int | None
+    call: Call | None = None
+    ahead: bool = False
+    progress: Progress | None = None
+    known: int | None = None
+    began: float = 0.0
+    done: int = 0
+    truncated: int = 0
+    truncated_pairs: int = 0
 
     def all(self, items: Iterable[Any], rows: int) -> Any:
         """Return the results of all items; calls that take longer than a second show their progress."""
@@ -250,14 +216,12 @@ class _Loop:
         if options.window is not None:
             first = most = options.window
         chars = MEAN_CHARS * rows if self.ahead and options.window is None else None
-        known = len(items) if isinstance(items, Sequence) else None
-        if options.progress is not False and (known is not None or options.progress):
-            self.progress = Progress(self.what, known, unit="texts", show=options.progress)
+        self.known, self.began = len(items) if isinstance(items, Sequence) else None, time.monotonic()
         parts = self.parts(_windows(iter(items), first, most, chars), deep)
-        if known is None:
+        if self.known is None:
             return chain.from_iterable(parts)
         found = list(parts)
-        return list(chain.from_iterable(found)) if self.steps.join is None else self.steps.join(found)
+        return list(chain.from_iterable(found)) if self.join is None else self.join(found)
 
     def parts(self, windows: Iterator[_Window], deep: int) -> Iterator[Any]:
         """Yield the results of each window.
@@ -265,25 +229,30 @@ class _Loop:
         Garbage collection pauses while results are made: they are many objects that stay alive, and collections would
         take several times as long as the results.
         """
-        with self.progress or nullcontext():
-            made = self.overlapped(windows, deep) if self.ahead else self.in_turn(windows)
+        try:
+            made = self.overlapped(windows, deep) if self.ahead else map(self.result, windows)
             while True:
                 with gc_paused(settled=True):
                     part = next(made, None)
                 if part is None:
                     break
                 yield part
-        self.warn()
+        finally:
+            if self.progress is not None:
+                self.progress.close()
+        if self.truncated or self.truncated_pairs:
+            self.warn()
 
-    def in_turn(self, windows: Iterator[_Window]) -> Iterator[Any]:
-        for window in windows:
-            self.start(self.encode(window))
-            yield self.decode(window)
+    def result(self, window: _Window) -> Any:
+        """Return the results of a window, without overlap."""
+        self.start(self.encode(window))
+        return self.decode(window)
 
     def overlapped(self, windows: Iterator[_Window], deep: int) -> Iterator[Any]:
         first, second = next(windows, None), next(windows, None)
         if first is None or second is None:
-            yield from self.in_turn(iter(() if first is None else (first,)))
+            if first is not None:
+                yield self.result(first)
             return
         # Two threads: the tokenizer has texts while the interpreter makes arrays of other tokens.
         pool = ThreadPoolExecutor(2, thread_name_prefix="flodl-hf-encode")
@@ -315,47 +284,54 @@ class _Loop:
         before = FIRST_PLACE.set(window.place)
         try:
             with torch_defaults():
-                if self.steps.blank is not None:
-                    blank = list(map(self.steps.blank, window.items))
+                if self.blank is not None:
+                    blank = list(map(self.blank, window.items))
                     if any(blank):
                         window.blank = blank
                         window.read = [item for item, empty in zip(window.items, blank, strict=True) if not empty]
-                if window.read:
-                    call = self.call if self.call is not None and self.call.ready else None
-                    window.encoded = self._encoded(window) if call is None else call.ask(window.read)
+                if window.read and self.call is not None and self.call.ready:
+                    window.encoded = self.call.ask(window.read)
+                elif window.read:
+                    window.encoded = self.encode_items(window.read)
+        except FlodlError:
+            if window.blank is not None:
+                self.encode_items(window.items)  # the error names places among all items
+            raise
         finally:
             FIRST_PLACE.reset(before)
         return window
 
-    def _encoded(self, window: _Window) -> Any:
-        try:
-            return self.steps.encode(window.read)
-        except FlodlError:
-            if window.blank is not None:
-                self.steps.encode(window.items)  # the error names places among all items
-            raise
-
     def start(self, window: _Window) -> None:
         if not window.read or isinstance(window.encoded, Future):
             return
-        with torch_defaults():
-            if self.progress is None or self.ahead:
-                window.pending = self.steps.start(window.encoded)
-                return
-            # Without overlap, progress advances with each batch.
-            share = 0.0
+        share = 0.0
 
-            def heard(part: float) -> None:
-                nonlocal share
-                share += part
-                assert self.progress is not None
-                self.progress.update(self.done + min(len(window.items), int(share * len(window.items))))
+        def heard(part: float) -> None:
+            nonlocal share
+            share += part
+            self.report(self.done + min(len(window.items), int(share * len(window.items))))
 
-            before = HEARD.set(heard)
-            try:
-                window.pending = self.steps.start(window.encoded)
-            finally:
-                HEARD.reset(before)
+        # Without overlap, progress advances with each batch.
+        before = HEARD.set(None if self.ahead else heard)
+        try:
+            with torch_defaults():
+                instead = STARTS.get()
+                if self.start_rows is not None:
+                    window.pending = self.start_rows(window.encoded)
+                elif instead is not None:
+                    window.pending = instead(window.encoded, self.work)
+                else:
+                    window.pending = self.session.start(window.encoded.table, self.work)
+        finally:
+            HEARD.reset(before)
+
+    def report(self, done: int) -> None:
+        """Report the items with results; a call that has only one batch shows no progress."""
+        wanted = self.session.options.progress
+        if self.progress is None and (wanted or (wanted is None and self.known is not None and done < self.known)):
+            self.progress = Progress(self.what, self.known, unit="texts", show=wanted, started=self.began)
+        if self.progress is not None:
+            self.progress.update(done)
 
     def decode(self, window: _Window) -> Any:
         if isinstance(window.encoded, Future):
@@ -363,36 +339,28 @@ class _Loop:
             if (count := COUNTED.get()) is not None:
                 count(int(window.encoded.table.lengths.sum()))
             window.pending = Pending.arrived(len(window.encoded.table), arrays)
-        steps, kind = self.steps, self.steps.kind
-        with torch_defaults():
-            found = steps.decode(window.read, window.encoded, window.pending) if window.read else ()
-        if kind is not None:
-            found = list(map(kind, found, self._texts(window.read)))
-        if window.blank is not None:
-            assert kind is not None
-            rest = iter(found)
-            texts = self._texts(window.items)
-            found = [kind((), text) if empty else next(rest) for text, empty in zip(texts, window.blank, strict=True)]
-        self._count(window)
-        return found
-
-    def _texts(self, items: list[Any]) -> list[Any]:
-        given = self.steps.given
-        return items if given is None or set(map(type, items)) == {str} else list(map(given, items))
-
-    def _count(self, window: _Window) -> None:
+        found: Any = ()
+        if window.read:
+            with torch_defaults():
+                found = self.decode_scores(window.read, window.encoded, window.pending)
+        if self.kind is not None:
+            plain = self.given is None or set(map(type, window.items)) == {str}
+            texts: Any = window.items if plain or self.given is None else map(self.given, window.items)
+            if window.blank is not None:
+                rest = iter(found)
+                found = [() if empty else next(rest) for empty in window.blank]
+            found = list(map(self.kind, found, texts))
         self.done += len(window.items)
-        if self.progress is not None:
-            self.progress.update(self.done)
+        self.report(self.done)
         encoded = window.encoded
-        if not isinstance(encoded, Encoded) or not encoded.truncated:
-            return
-        if (heard := TRUNCATED.get()) is not None:
-            heard(encoded.truncated, encoded.dropped)
-        elif encoded.uncut:
-            self.truncated_pairs += encoded.truncated
-        else:
-            self.truncated += encoded.truncated
+        if isinstance(encoded, Encoded) and encoded.truncated:
+            if (truncated := TRUNCATED.get()) is not None:
+                truncated(encoded.truncated, encoded.dropped)
+            elif encoded.uncut:
+                self.truncated_pairs += encoded.truncated
+            else:
+                self.truncated += encoded.truncated
+        return found
 
     def warn(self) -> None:
         """Warn about texts that were truncated without a request."""
@@ -423,8 +391,8 @@ def torch_defaults() -> AbstractContextManager[Any]:
 
     ``precision`` and ``device`` of a call specify how it runs. Both settings belong to a thread, so each step checks.
     """
-    casts = [kind for kind in _AUTOCASTS if torch.is_autocast_enabled(kind)]
-    if not casts and default_device() is None:
+    casts = list(filter(torch.is_autocast_enabled, _AUTOCASTS))
+    if not casts and torch.get_default_device().type == "cpu":
         return nullcontext()
     stack = ExitStack()
     for kind in casts:

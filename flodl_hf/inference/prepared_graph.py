@@ -19,7 +19,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -83,7 +83,8 @@ class Stamp:
         self._places = list(map(_address, self.tensors))
         self._numbers = [cell for tensor in self.tensors if numbers and (cell := _middle(tensor)) is not None]
         self._values = list(map(_value, self._numbers))
-        self._ways = [(m.__dict__, m.__dict__["implementation"]) for m in modules if "implementation" in m.__dict__]
+        self._chosen = [m.__dict__ for m in modules if "implementation" in m.__dict__]
+        self._ways = list(map(_way, self._chosen))
 
     def _now(self) -> Iterator[Tensor | None]:
         return chain.from_iterable(map(dict.values, self._tables))  # type: ignore[arg-type]
@@ -99,7 +100,7 @@ class Stamp:
             and list(map(_address, self.tensors)) == self._places
             and list(map(_value, self._numbers)) == self._values
             and self._below() == self._children
-            and all(table.get("implementation") == seen for table, seen in self._ways)
+            and list(map(_way, self._chosen)) == self._ways
         )
 
 
@@ -118,6 +119,7 @@ def _middle(tensor: Tensor) -> np.ndarray | None:
 _value: Callable[[np.ndarray], bytes] = np.ndarray.tobytes
 _address = Tensor.data_ptr
 _version: Callable[[Tensor], int] = attrgetter("_version")
+_way: Callable[[dict[str, Any]], Any] = methodcaller("get", "implementation")
 
 
 class Prepared:
@@ -210,7 +212,8 @@ class _Holder:
 
 def holder(model: GraphModel) -> _Holder:
     """Return the place where a model keeps its prepared graphs."""
-    return model.__dict__.setdefault(_PLACE, _Holder())
+    found = model.__dict__.get(_PLACE)
+    return found if found is not None else model.__dict__.setdefault(_PLACE, _Holder())
 
 
 def _trusts_buckets(graph: Graph, like: Tensor | None = None) -> bool:

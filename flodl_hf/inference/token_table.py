@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
@@ -45,7 +46,7 @@ class Frame:
     types: tuple[int, ...]
     pair: bool
 
-    @property
+    @cached_property
     def size(self) -> int:
         """How many specials there are."""
         return len(self.lead) + len(self.between) + len(self.trail)
@@ -217,8 +218,10 @@ def of_encodings(
 
 def _laid_out(values: np.ndarray, sizes: list[Any], rows: int, dtype: Any) -> np.ndarray:
     """Return ``values[i]`` repeated ``sizes[i]`` times (numbers, or one per row), row after row."""
-    columns = [np.broadcast_to(np.asarray(size, np.int64), (rows,)) for size in sizes]
-    return np.repeat(np.tile(values.astype(dtype), rows), np.stack(columns, 1).ravel())
+    counts = np.empty((rows, len(sizes)), np.int64)
+    for column, size in enumerate(sizes):
+        counts[:, column] = size
+    return np.repeat(np.tile(values.astype(dtype), rows), counts.ravel())
 
 
 def _per_row(flags: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -42,7 +42,7 @@ class Vectors:
             encoded: their windows.
             pending: what `Pooled` gives of those.
         """
-        owners = encoded.owners
+        owners = encoded.table.owners
         seen = np.bincount(owners, minlength=encoded.texts)
         split = len(owners) != encoded.texts
         out: np.ndarray | None = None
@@ -69,7 +69,7 @@ class Vectors:
             order = np.argsort(rows)
             rows, values = rows[order], values[order]
             where, owner = np.unique(owners[rows], return_inverse=True)
-            mean = _mean(values, owner, encoded.counts[rows])
+            mean = _mean(values, owner, encoded.table.counts[rows])
             # So few numbers at a time that torch wakes no other thread.
             step = max(1, ALONE // mean.shape[1])
             for first in range(0, len(mean), step):

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 import torch
 
-from flodl_hf.inference.forward import Work
+from flodl_hf.inference.batch import Work
 from flodl_hf.inference.options import RunOptions
 from flodl_hf.inference.prepared_graph import Stamp
 from flodl_hf.inference.worker import known_of

@@ -196,7 +196,7 @@ class _Scores(_Computed):
 
 def _logits(engine: Any, pairs: list[tuple[str, str]], prompt: str, *, progress: bool) -> Tensor:
     """Return the scores of pairs before any activation, ``(pairs, labels)``."""
-    from flodl_hf.inference.forward import Scores
+    from flodl_hf.inference.batch import Scores
     from flodl_hf.inference.pipeline import Session
 
     encode = partial(engine._encode, truncate=True, prompt=prompt)
@@ -207,7 +207,7 @@ def _logits(engine: Any, pairs: list[tuple[str, str]], prompt: str, *, progress:
 
 
 def _rows(chunk: list[Any], encoded: Any, scores: Any) -> list[Tensor]:
-    return list(scores.stacked()[np.argsort(encoded.owners)])
+    return list(scores.stacked()[np.argsort(encoded.table.owners)])
 
 
 class _Sparse(_Computed):

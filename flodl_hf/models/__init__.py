@@ -6,7 +6,6 @@ pretrained            from the name of a folder to a model with weights
 filling               stored values checked and copied into a model
 building              the graph of a configuration and a task
 saving                a model written as a folder
-score_function        the score function of a cross-encoder
 adapters              adapters created, attached, read and written
 adapted               methods for adapters
 transformers_methods  methods of transformers' models

@@ -86,9 +86,9 @@ class EncoderModel(FromPretrained, Adapted, TransformersMethods):
     @property
     def run_options(self) -> RunOptions:
         """Default options of predictions of this model."""
-        from flodl_hf.inference.options import options_of
+        from flodl_hf.inference.options import RunOptions
 
-        return options_of(self)
+        return self._run_options or RunOptions()
 
     def runtime(self, **run: Unpack[RunKeywords]) -> Self:
         """Set default options of predictions; returns the model.

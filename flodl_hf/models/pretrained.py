@@ -36,12 +36,12 @@ from flodl_hf.checkpoints.weights.loading import Plan, class_of, head_of, plan_l
 from flodl_hf.checkpoints.weights.on_disk import OnDisk, Weights, stays_on_disk
 from flodl_hf.checkpoints.weights.source import Source
 from flodl_hf.families.schema import PassthroughTensor
+from flodl_hf.inference.decode.classes import score_function
 from flodl_hf.inference.graph_model.model import GraphModel
 from flodl_hf.models.adapters.attach import adapters_of
 from flodl_hf.models.building import assign, empty_graph, initialise, tie_tensors
 from flodl_hf.models.filling import FiniteCheck, check_dtype, check_duplicates, fill, settle_dtype, settle_ties
 from flodl_hf.models.folder_tokenizer import load_tokenizer, tokenizer_files
-from flodl_hf.models.score_function import score_function
 from flodl_hf.models.sentence_folder import (
     colbert_of,
     follow_routes,

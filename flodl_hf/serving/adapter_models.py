@@ -15,9 +15,8 @@ import torch
 
 from flodl.errors import ConfigError, FlodlError, capped
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.batch import Pending
+from flodl_hf.inference.batch import Pending, Work
 from flodl_hf.inference.decode.rows import TokenTable
-from flodl_hf.inference.forward import Work
 from flodl_hf.inference.inputs import Encoded
 
 MAX_MIXED_ADAPTERS = 16

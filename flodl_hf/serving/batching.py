@@ -27,10 +27,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from flodl_hf.inference.batch import check_rows
+from flodl_hf.inference.batch import Work, check_rows
 from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.engine import Engine, Pending
-from flodl_hf.inference.forward import Work
 from flodl_hf.inference.options import RunOptions
 from flodl_hf.serving.adapter_models import MixedAdapters
 from flodl_hf.serving.request import AwaitedResults, WorkerRequest

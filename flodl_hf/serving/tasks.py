@@ -99,8 +99,8 @@ def _check_ids(model: Any, rows: list[list[int]], places: list[int]) -> None:
 def _embed_ids(
     model: Any, rows: list[list[int]], places: list[int], options: Mapping[str, Any], request: WorkerRequest
 ) -> np.ndarray:
+    from flodl_hf.inference.batch import Pooled
     from flodl_hf.inference.decode.pooling import check_pooling
-    from flodl_hf.inference.forward import Pooled
     from flodl_hf.inference.inputs import Encoded
     from flodl_hf.inference.pipeline import Session
     from flodl_hf.inference.token_table import Frame, framed
@@ -174,8 +174,8 @@ def _embed_all(model: Any, items: list[str], options: Mapping[str, Any], request
     """Return the states of all tokens, in the order of the windows."""
     import torch
 
+    from flodl_hf.inference.batch import States
     from flodl_hf.inference.decode.pooling import finish_embeddings
-    from flodl_hf.inference.forward import States
     from flodl_hf.inference.inputs import encode
     from flodl_hf.inference.pipeline import Session
 
@@ -185,8 +185,8 @@ def _embed_all(model: Any, items: list[str], options: Mapping[str, Any], request
     request.count_truncated(encoded.truncated, encoded.dropped)
     placed = Session(model, {}).start(encoded.table, States()).placed()
     rows = placed.rows(encoded.table)
-    order = np.lexsort((encoded.table.window, encoded.owners))
-    lengths = np.bincount(encoded.owners, weights=encoded.table.lengths, minlength=len(items)).astype(int)
+    order = np.lexsort((encoded.table.window, encoded.table.owners))
+    lengths = np.bincount(encoded.table.owners, weights=encoded.table.lengths, minlength=len(items)).astype(int)
     states = finish_embeddings(
         torch.cat([rows[i] for i in order]), truncate_dim=options.get("dimensions"),
         normalize=options.get("normalize") is True,

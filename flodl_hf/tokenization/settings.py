@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from flodl.errors import nearest, shown
@@ -145,7 +146,7 @@ class Settings:
     model_type: str | None = None
     raw: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
-    @property
+    @cached_property
     def type_ids(self) -> bool:
         """Whether segment ids are returned by default."""
         return "token_type_ids" in self.input_names

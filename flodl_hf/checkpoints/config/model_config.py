@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -274,12 +275,12 @@ class ModelConfig:
         """Rows of the token type table; 0 where the family or this model has none."""
         return getattr(self.encoder, "type_vocab_size", 0) or 0
 
-    @property
+    @cached_property
     def uses_token_types(self) -> bool:
         """Whether the model has more than one token type."""
         return self.token_types > 1
 
-    @property
+    @cached_property
     def max_tokens(self) -> int | None:
         """The longest row of tokens that the position table allows, or that the model was made for without one."""
         positions = getattr(self.encoder, "max_positions", None)

@@ -10,15 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flodl_hf.checkpoints.config.labels import ACTIVATIONS, activate
+from flodl.errors import ConfigError, printable
+from flodl_hf.checkpoints.config.labels import ACTIVATIONS, activate, activation_at
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.decode.rows import Record, as_tensor, build_records
+
+if TYPE_CHECKING:
+    from flodl_hf.checkpoints.config.model_config import ModelConfig
 
 Activation: TypeAlias = str
 """``"softmax"``, ``"sigmoid"``, ``"none"``, or a name in `flodl_hf.checkpoints.config.labels.ACTIVATIONS`."""
@@ -84,6 +88,28 @@ def activation_for(problem_type: str | None, num_labels: int, function_to_apply:
     if problem_type == "multi_label_classification" or num_labels == 1:
         return "sigmoid"
     return "softmax"
+
+
+def score_function(config: ModelConfig) -> Activation | None:
+    """Return the function that makes scores of a cross-encoder's logits, as its folder stores it; None without one.
+
+    Raises:
+        ConfigError: the stored activation is not known, or does not give one score for each label.
+    """
+    path = config.score_activation
+    if path is None:
+        return None
+    name = activation_at(path)
+    if name in (None, "GLU"):
+        raise ConfigError(
+            f"{config.where}: found activation_fn={printable(path)}, expected a class of torch.nn without settings: "
+            f"{', '.join(known for known in ACTIVATIONS if known != 'GLU')}. Correct it to the activation that the "
+            "model was trained with.",
+            where=config.where,
+            problems=["activation_fn"],
+            found=path,
+        )
+    return activation_for(None, config.num_labels, name)
 
 
 def class_scores(logits: Tensor | np.ndarray, activation: Activation) -> Tensor:
@@ -172,7 +198,10 @@ def decode_classes(
     index = np.argsort(-merged, axis=1, kind="stable")[:, :top_k]
     ordered = np.take_along_axis(merged, index, 1)
     if threshold is None:
-        return _classifications(labels, index, ordered, windows)
+        width = index.shape[1]
+        names = np.array([*labels], object)[index.ravel()].tolist()
+        found = build_records(Classification, names, ordered.ravel().tolist(), np.repeat(windows, width).tolist())
+        return [found[at : at + width] for at in range(0, len(found), width)]
     rows: Iterable[tuple[list[int], list[float], int]] = zip(index.tolist(), ordered.tolist(), windows, strict=True)
     least = _thresholds(threshold, labels).to(torch.float32).tolist()
     return [
@@ -193,17 +222,6 @@ def decide(found: Sequence[Classification], thresholds: Mapping[str, float]) -> 
     if second not in scores:
         return list(found)
     return [scores[second if scores[second].score >= thresholds[second] else first]]
-
-
-def _classifications(
-    labels: Sequence[str], index: np.ndarray, scores: np.ndarray, windows: list[int]
-) -> list[list[Classification]]:
-    """Return a list for each row of label ids and their scores."""
-    width = index.shape[1]
-    names = np.array([*labels], object)[index.ravel()].tolist()
-    seen = windows if width == 1 else [window for window in windows for _ in range(width)]
-    found = build_records(Classification, names, scores.ravel().tolist(), seen)
-    return [found[at : at + width] for at in range(0, len(found), width)]
 
 
 def _scores(logits: Tensor, activation: Activation) -> np.ndarray:

@@ -21,8 +21,8 @@ from flodl_hf.inference.decode.rows import (
     Record,
     TokenStream,
     TokenTable,
-    content_of,
     build_records,
+    content_of,
     merge_windows,
     pairs_of,
 )

@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.rows import Placed, Record, TokenStream, TokenTable, content_of, build_records, merge_windows
+from flodl_hf.inference.decode.rows import (
+    Placed,
+    Record,
+    TokenStream,
+    TokenTable,
+    build_records,
+    content_of,
+    merge_windows,
+)
 from flodl_hf.inference.decode.words import Words, trimmed, units_at, words_of
 
 Distinct: TypeAlias = Literal["span", "place", "text"]

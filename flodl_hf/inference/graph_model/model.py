@@ -160,7 +160,7 @@ class GraphModel(nn.Module):
         self.register_load_state_dict_pre_hook(_as_network)
         self.load_report = None
         self.source: Source | None = None
-        self._tokenizer: Tokenizer | None = None
+        self.tokenizer: Tokenizer | None = None
         self.sentence_recipe: SentenceTransformerConfig | None = None
         self.beside: nn.Module | None = None
         self.training_recipe: Mapping[str, Any] | None = None
@@ -267,7 +267,7 @@ class GraphModel(nn.Module):
         Raises:
             PredictError: there is no tokenizer, or parts of the model were never trained.
         """
-        fresh = [] if untrained else self.untrained
+        fresh = [] if untrained or not self._untouched else self.untrained
         if fresh:
             raise PredictError(
                 f"{task}: {len(fresh)} tensors of this model are new and untrained ({', '.join(fresh[:4])}"
@@ -291,9 +291,13 @@ class GraphModel(nn.Module):
             stated: maximum from the folder's recipe, which overrides the tokenizer's; None for nothing.
         """
         places = self.config.max_tokens
-        told = stated or (self.tokenizer.model_max_length if self.tokenizer else None)
-        bounds = (places and places - self.virtual_tokens, told)
-        return min((bound for bound in bounds if bound), default=None)
+        told = stated or (None if self.tokenizer is None else self.tokenizer.settings.model_max_length)
+        return min(filter(None, (places and places - self.virtual_tokens, told)), default=None)
+
+    @property
+    def _reads_types(self) -> bool:
+        """Whether predictions give token types: as in transformers, the tokenizer's model_input_names decide too."""
+        return self.config.uses_token_types and (self.tokenizer is None or self.tokenizer.settings.type_ids)
 
     @property
     def virtual_tokens(self) -> int:
@@ -329,20 +333,11 @@ class GraphModel(nn.Module):
     @property
     def graph(self) -> Graph:
         """The network; its parameter names have no prefix, the model's begin with ``network.``."""
-        return self.network
+        return self._modules["network"]  # type: ignore[return-value]
 
     @graph.setter
     def graph(self, graph: Graph) -> None:
         self.network = graph
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of the model's folder, or the one that was set."""
-        return self._tokenizer
-
-    @tokenizer.setter
-    def tokenizer(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
 
     @property
     def device(self) -> torch.device:

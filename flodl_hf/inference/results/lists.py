@@ -401,8 +401,3 @@ class Results(list[R]):
         from flodl_hf.inference.results.pages import list_page
 
         return list_page(self)
-
-
-def results_of(found: Any) -> Any:
-    """Return a plain list of results of texts as `Results`; anything else unchanged."""
-    return Results(found) if type(found) is list else found

@@ -16,9 +16,7 @@ from torch.nn import functional as F
 
 from flodl.graph import Graph
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.batch import Pending, batch_of, check_rows, plan_batches, usual_budget
-from flodl_hf.inference.engine import facts
-from flodl_hf.inference.forward import Work
+from flodl_hf.inference.batch import Pending, Work, batch_of, check_rows, plan_batches, usual_budget
 from flodl_hf.inference.graph_model.model import GraphModel
 from flodl_hf.inference.inputs import Encoded
 from flodl_hf.inference.prepared_graph import shadow
@@ -86,7 +84,7 @@ class Mixed:
     def __init__(self, model: GraphModel, adapters: Adapters, names: Sequence[str]) -> None:
         chosen = [adapters.named(name) for name in names]
         _check(model, chosen, names)
-        self._model, self._where, self._facts = model, _Where(), facts(model)
+        self._model, self._where = model, _Where()
         self.graph = shadow(model.graph)
         linears: Mapping[str, Any] = dict(self.graph.named_modules())
         inside = (path for adapter in chosen for path in adapter.parts if path.startswith("encoder."))
@@ -120,14 +118,14 @@ class Mixed:
         table, device = encoded.table, self._model.device
         check_rows(table)
         pending = Pending(len(table))
-        owners = np.asarray(encoded.owners)
+        owners = np.asarray(encoded.table.owners)
         with torch.inference_mode():
             for rows in plan_batches(table.lengths, usual_budget(device.type)):
-                batch = batch_of(table, rows, work, None, types=self._facts["types"])
+                batch = batch_of(table, rows, work, None, types=self._model._reads_types)
                 of_rows = torch.from_numpy(np.ascontiguousarray(numbers[owners[rows]], np.int64)).to(device)
                 of_tokens = of_rows.repeat_interleave(torch.from_numpy(batch.lengths.astype(np.int64)).to(device))
                 ids = torch.from_numpy(batch.ids.astype(np.int64)).to(device)
-                kinds = torch.zeros_like(ids) if self._facts["types"] else None
+                kinds = torch.zeros_like(ids) if self._model._reads_types else None
                 if batch.types is not None:
                     kinds = torch.from_numpy(batch.types).to(ids)
                 found = self._scores(ids, kinds, Packed.of(batch.lengths.tolist(), device), of_tokens,

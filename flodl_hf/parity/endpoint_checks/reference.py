@@ -229,8 +229,7 @@ def _is_exact_gelu(module: Any) -> bool:
 def score_function(config: Any, task: str) -> Any:
     """Return the activation for scores that a configuration specifies."""
     from flodl_hf.heads.sequence_classification import ranking_activation
-    from flodl_hf.inference.decode.classes import activation_for
-    from flodl_hf.models.score_function import score_function
+    from flodl_hf.inference.decode.classes import activation_for, score_function
 
     if task == "ranking":
         return ranking_activation(config)

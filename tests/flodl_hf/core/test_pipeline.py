@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.pipeline import Session, Steps
+from flodl_hf.inference.pipeline import Session
 
 from .conftest import Make
 
@@ -22,8 +22,8 @@ def decoded(items: list[int], encoded: Any, pending: Any) -> list[int]:
     return list(pending)
 
 
-def steps(encode: Callable[[list[int]], Any] = lambda items: items, decode: Any = decoded) -> Steps:
-    return Steps(encode, lambda encoded: encoded, decode)
+def steps(encode: Callable[[list[int]], Any] = lambda items: items, decode: Any = decoded) -> dict[str, Any]:
+    return {"encode": encode, "work": None, "decode": decode, "start": lambda encoded: encoded}
 
 
 @pytest.fixture(params=[False, True], ids=["in turn", "overlapped"])
@@ -31,7 +31,7 @@ def run(request: pytest.FixtureRequest, make: Make, monkeypatch: pytest.MonkeyPa
     """Return a function that runs steps in windows of ``window`` items, with or without overlap."""
     monkeypatch.setattr("flodl_hf.inference.pipeline.works_by_itself", lambda device: request.param)
     model: Any = make("bert", "base")
-    return lambda items, steps, window=4: Session(model, {"window": window}).run(items, steps)
+    return lambda items, steps, window=4: Session(model, {"window": window}).answer(items, **steps)
 
 
 def test_results_keep_the_order_and_a_bounded_number_is_read_ahead(run: Run) -> None:
@@ -116,4 +116,4 @@ def test_the_graph_is_prepared_while_the_first_windows_are_tokenized(
 
     monkeypatch.setattr("flodl_hf.inference.pipeline.works_by_itself", lambda device: True)
     monkeypatch.setattr(Session, "runner", runner)
-    assert Session(make("bert", "base"), {"window": 4}).run(list(range(9)), steps(encode)) == list(range(9))
+    assert Session(make("bert", "base"), {"window": 4}).answer(list(range(9)), **steps(encode)) == list(range(9))

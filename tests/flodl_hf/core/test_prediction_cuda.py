@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from flodl_hf.inference import RunOptions, spread
-from flodl_hf.inference.batch import Batch
+from flodl_hf.inference.batch import Batch, Scores
 from flodl_hf.inference.engine import Engine
-from flodl_hf.inference.forward import Scores
 from flodl_hf.inference.inputs import encode
 from flodl_hf.inference.prepared_graph import prepared
 from flodl_hf.models.encoder_model import EncoderModel

@@ -19,17 +19,16 @@ from flodl_hf.errors import PredictError
 from flodl_hf.families import FAMILIES
 from flodl_hf.families.schema.tasks import HEADS
 from flodl_hf.inference import RunOptions, forget, spread
-from flodl_hf.inference import forward as passes_module
-from flodl_hf.inference.batch import plan_batches
+from flodl_hf.inference import batch as passes_module
+from flodl_hf.inference.batch import Pooled, Scores, States, plan_batches
 from flodl_hf.inference.cuda_graphs import Recorder
 from flodl_hf.inference.engine import Engine
-from flodl_hf.inference.forward import Pooled, Scores, States
 from flodl_hf.inference.inputs import encode
 from flodl_hf.inference.pipeline import Session
 from flodl_hf.inference.prepared_graph import _trusts_buckets, holder, prepared, shadow
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.nn.attention.dot_product import attend
-from flodl_hf.nn.backends import trials
+from flodl_hf.nn.backends import self_tests
 from flodl_hf.nn.backends.cpu_products import has_int8
 from flodl_hf.nn.kernels import self_test as trust
 from flodl_hf.nn.layout.buckets import Buffer, bucket_of, fill
@@ -434,7 +433,7 @@ def test_a_device_on_which_buckets_differ_goes_on_without(
 
     trust.forget()
     monkeypatch.setattr(trust, "find_spec", lambda _: object())
-    monkeypatch.setattr(trials, "buckets", case)
+    monkeypatch.setattr(self_tests, "buckets", case)
     graph = prepared(make("bert", "sequence_classification"))
     if fault is None:
         assert _trusts_buckets(graph)

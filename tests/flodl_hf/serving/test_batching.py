@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.batch import Pending
+from flodl_hf.inference.batch import Pending, Scores
 from flodl_hf.inference.decode.rows import TokenTable
-from flodl_hf.inference.forward import Scores
 from flodl_hf.inference.options import RunOptions
 from flodl_hf.serving import batching
 from flodl_hf.serving.batching import Batcher
