@@ -52,7 +52,7 @@ FIRST_WINDOW = 512
 MAX_WINDOW = 4096
 # Long texts fill a window earlier: a window has at most this many characters for each text of its size. A text counts
 # with at most MOST_CHARS, since models truncate texts.
-MEAN_CHARS, MOST_CHARS = 128, 4096
+MEAN_CHARS, MOST_CHARS = 256, 4096
 _AUTOCASTS = ("cpu", "cuda", "mps")
 
 
@@ -415,7 +415,9 @@ def _windows(items: Iterator[Any], first: int, most: int, chars: int | None) -> 
         rest = []
         if chars is not None and len(chunk) > 1:
             ends = np.cumsum(np.minimum(np.fromiter(map(_characters, chunk), np.int64, len(chunk)), MOST_CHARS))
-            count = max(1, int(np.searchsorted(ends, chars * size, "right")))
+            # The last window may be half as long again, because a short one uses a device badly.
+            last = len(chunk) < size and ends[-1] <= 1.5 * chars * size
+            count = len(chunk) if last else max(1, int(np.searchsorted(ends, chars * size, "right")))
             chunk, rest = chunk[:count], chunk[count:]
         yield _Window(place, chunk, chunk)
         place, size = place + len(chunk), min(2 * size, most)
