@@ -25,7 +25,7 @@ from flodl_hf.tokenization.charsmap import check_definition
 from flodl_hf.tokenization.first_tokens import splits_at_spaces
 from flodl_hf.tokenization.guard import MAX_GROWTH, check_texts, growth, translated_errors
 from flodl_hf.tokenization.rows import Row
-from flodl_hf.tokenization.source import parse_json
+from flodl_hf.tokenization.source import decode_text, parse_json
 from flodl_hf.tokenization.words import join, joins_words, rows_from_joined
 
 _VARIABLE = "TOKENIZERS_PARALLELISM"
@@ -46,11 +46,6 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _most_threads() -> int:
-    asked = os.environ.get("RAYON_NUM_THREADS", "")
-    return int(asked) if asked.isdecimal() and int(asked) else 1 << 16
-
-
 def over_threads(run: Callable[[list[Any]], list[Any]], batch: list[Any], each: int = 1) -> list[Any]:
     """Return ``run(batch)``, in parallel parts if the library itself uses one core.
 
@@ -61,7 +56,8 @@ def over_threads(run: Callable[[list[Any]], list[Any]], batch: list[Any], each: 
     """
     if len(batch) * each < _LEAST or not switched_off():
         return run(batch)
-    workers = min(16, cores(), _most_threads())
+    limit = os.environ.get("RAYON_NUM_THREADS", "")
+    workers = min(16, cores(), int(limit) if limit.isdecimal() and int(limit) else 16)
     if workers == 1:
         return run(batch)
     # More parts than threads: texts differ in length.
@@ -97,11 +93,7 @@ def load_json(data: bytes, where: str) -> tokenizers.Tokenizer:
     Raises:
         TokenizerError: if the definition is damaged.
     """
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        found = f"byte {error.start} is not UTF-8; expected UTF-8 text"
-        raise TokenizerError(f"{where}: {found}; fetch the file again", where=where) from error
+    text = decode_text(data, where)
     check_definition(data, where)
     try:
         return tokenizers.Tokenizer.from_str(text)

@@ -96,16 +96,18 @@ def as_batch(text: Any, pair: Any, words: bool) -> tuple[Sequence[Any], Sequence
         single = not isinstance(text, (list, tuple))
     texts = [text] if single else text
     pairs = None if pair is None else [pair] if single else pair
-    if not single and pair is None and not words and texts and all(_is_pair(item) for item in texts):
+    if (
+        not single
+        and pair is None
+        and not words
+        and texts
+        and all(isinstance(item, (list, tuple)) and len(item) == 2 for item in texts)
+    ):
         texts, pairs = [item[0] for item in texts], [item[1] for item in texts]
     check_batch(texts, "text", words)
     if pairs is not None:
         check_batch(pairs, "second text", words)
     return texts, pairs, single
-
-
-def _is_pair(item: Any) -> bool:
-    return isinstance(item, (list, tuple)) and len(item) == 2
 
 
 def as_lists(given: Any) -> tuple[dict[str, Any], str | None]:

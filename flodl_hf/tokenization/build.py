@@ -156,11 +156,6 @@ _BUILDERS: Mapping[str, Callable[[Source], Tokenizer]] = {
 }
 
 
-def _builder(rules: FamilyTokenizer) -> Callable[[Source], Tokenizer]:
-    """Return the function that builds a tokenizer of a class."""
-    return _BUILDERS[rules.build or rules.files[0]]
-
-
 def _require(source: Source, vocab: Mapping[str, int], roles: Sequence[str], name: str) -> None:
     missing = [f"{role} {printable(source.tokens[role], 40)}" for role in roles if source.tokens[role] not in vocab]
     if missing:
@@ -286,7 +281,7 @@ def build_backend(
     tokens = {**own.special, **{role: text for role, v in stated.items() if (text := content(v))}}
     source = Source(files, folder, settings, own, tokens, rows)
     with translated_errors(f"{folder}/{vocabulary_file(files)}", "the vocabulary files are damaged; fetch them again"):
-        tokenizer = _builder(own)(source)
+        tokenizer = _BUILDERS[own.build or own.files[0]](source)
         special = role_tokens(tokens, stated, mask_takes_space=own.mask_takes_space)
         add_tokens(tokenizer, settings, mapped, added, folder=folder, rows=rows, roles=special)
         template = own.template

@@ -7,24 +7,15 @@ from collections.abc import Mapping, Sequence
 
 from flodl.errors import capped, printable
 from flodl_hf.errors import TokenizerError
+from flodl_hf.tokenization.source import decode_text
 
 # Ids are 32-bit numbers in the tokenizers library, and rows of an embedding in every model.
 _MAX_ID = 10_000_000
 
 
-def _text(data: bytes, where: str) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise TokenizerError(
-            f"{where}: byte {error.start} is not UTF-8; expected UTF-8 text; save the file so, or fetch it again",
-            where=where,
-        ) from error
-
-
 def _lines(data: bytes, where: str) -> list[str]:
     # Only line feeds end a line: vocabularies contain characters at which str.splitlines would split.
-    lines = _text(data, where).replace("\r\n", "\n").split("\n")
+    lines = decode_text(data, where).replace("\r\n", "\n").split("\n")
     while lines and not lines[-1]:
         lines.pop()
     return lines
@@ -85,7 +76,7 @@ def read_vocab_json(data: bytes, where: str) -> dict[str, int]:
         return out
 
     try:
-        value = json.loads(_text(data, where), object_pairs_hook=pairs)
+        value = json.loads(decode_text(data, where), object_pairs_hook=pairs)
     except (ValueError, RecursionError) as error:
         raise TokenizerError(
             f"{where}: not valid JSON: {printable(str(error))}; expected an object of tokens and ids; fetch it again",

@@ -69,19 +69,30 @@ def with_settings(files: Mapping[str, bytes], changes: Mapping[str, Any], folder
     return found
 
 
+def decode_text(data: bytes, where: str) -> str:
+    """Return the text in ``data``.
+
+    Raises:
+        TokenizerError: it is not UTF-8.
+    """
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TokenizerError(
+            f"{where}: byte {error.start} is not UTF-8; expected UTF-8 text; save the file so, or fetch it again",
+            where=where,
+        ) from error
+
+
 def parse_json(data: bytes, where: str) -> dict[str, Any]:
     """Return the JSON object in ``data``.
 
     Raises:
         TokenizerError: if it is not UTF-8, not JSON, nested too deeply, or not an object.
     """
+    text = decode_text(data, where)
     try:
-        value = json.loads(data.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise TokenizerError(
-            f"{where}: byte {error.start} is not UTF-8; expected UTF-8 text; save the file so, or fetch it again",
-            where=where,
-        ) from error
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise TokenizerError(

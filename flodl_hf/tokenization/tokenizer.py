@@ -43,31 +43,17 @@ __all__ = ["Encoded", "Tokenizer"]
 
 
 def contradictions(
-    inner: tokenizers.Tokenizer,
-    settings: Settings,
-    mapped: Mapping[str, Any],
-    config: Mapping[str, Any],
-    pad_token: str | None,
-) -> list[str]:
-    """Return a sentence for each contradiction of settings and ``tokenizer.json``, with the value that is used.
+    backend: Backend, settings: Settings, mapped: Mapping[str, Any], config: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield a sentence for each contradiction of settings and ``tokenizer.json``, with the value that is used.
 
     Args:
-        inner: the tokenizer of ``tokenizer.json``.
+        backend: the tokenizer of ``tokenizer.json``.
         settings: values of ``tokenizer_config.json``, as read.
         mapped: ``special_tokens_map.json``.
         config: the model's ``config.json``, or an empty mapping.
-        pad_token: the token that the padding section names.
     """
     stated = settings.raw
-    return [
-        *_files(stated, mapped),
-        *_padding(settings, pad_token),
-        *_lengths(settings, config),
-        *_segments(inner, settings, config),
-    ]
-
-
-def _files(stated: Mapping[str, Any], mapped: Mapping[str, Any]) -> Iterator[str]:
     which = "former" if "added_tokens_decoder" in stated else "latter"
     for role in ROLES:
         one, other = content(stated.get(role)), content(mapped.get(role))
@@ -76,19 +62,12 @@ def _files(stated: Mapping[str, Any], mapped: Mapping[str, Any]) -> Iterator[str
                 f"{role}: {printable(one, 40)} in tokenizer_config.json and {printable(other, 40)} in "
                 f"special_tokens_map.json; the {which} is used, as in transformers"
             )
-
-
-def _padding(settings: Settings, pad_token: str | None) -> Iterator[str]:
-    chosen = settings.special.get("pad_token")
+    chosen, pad_token = settings.special.get("pad_token"), backend.pad_token
     if pad_token and chosen and chosen != pad_token:
         yield (
             f"pad_token: {printable(chosen, 40)} by the settings files and {printable(pad_token, 40)} in the padding "
             "section of tokenizer.json; the settings are used, as in transformers"
         )
-
-
-def _lengths(settings: Settings, config: Mapping[str, Any]) -> Iterator[str]:
-    stated = settings.raw
     old, new = stated.get("max_len"), stated.get("model_max_length")
     if old is not None and new is not None and old != new:
         yield f"max_len: {old} and model_max_length: {new}; the latter is used, as in transformers"
@@ -98,17 +77,15 @@ def _lengths(settings: Settings, config: Mapping[str, Any]) -> Iterator[str]:
             f"model_max_length: {settings.model_max_length} in tokenizer_config.json and {positions} positions in "
             "config.json; predictions use the limit of the model, tokenizer calls the setting, as in transformers"
         )
-
-
-def _segments(inner: tokenizers.Tokenizer, settings: Settings, config: Mapping[str, Any]) -> Iterator[str]:
     rows = config.get("type_vocab_size")
-    if settings.type_ids or not isinstance(rows, int) or rows < 2 or not any(inner.encode("", "").type_ids):
-        return
-    why = "model_input_names" if isinstance(settings.raw.get("model_input_names"), list) else "tokenizer_class"
-    yield (
-        f"token types: the model has {rows} and the template marks a second text; none are returned because of {why} "
-        '(to have them, "model_input_names": ["input_ids", "token_type_ids", "attention_mask"] in the same file)'
-    )
+    has_types = isinstance(rows, int) and rows > 1 and not settings.type_ids
+    if has_types and any(backend.inner.encode("", "").type_ids):
+        why = "model_input_names" if isinstance(stated.get("model_input_names"), list) else "tokenizer_class"
+        yield (
+            f"token types: the model has {rows} and the template marks a second text; none are returned because of "
+            f'{why} (to have them, "model_input_names": ["input_ids", "token_type_ids", "attention_mask"] in the same '
+            "file)"
+        )
 
 
 _SETTABLE = ("model_max_length", "padding_side", "truncation_side", *ROLES)
@@ -165,7 +142,7 @@ class Tokenizer(Calls):
             name = "special_tokens_map.json"
             mapped = parse_json(self._files[name], f"{folder}/{name}") if name in self._files else {}
             with translated_errors(f"{folder}/tokenizer.json", "the tokenizer definition is damaged; fetch it again"):
-                found = contradictions(backend, settings, mapped, self._config, frozen.pad_token)
+                found = [*contradictions(frozen, settings, mapped, self._config)]
         self.notes = (*notes, *found)
         if settings.split_special:
             backend.encode_special_tokens = True

@@ -65,11 +65,6 @@ class Vocabulary:
         return self._inner.get_vocab_size(with_added_tokens=True)
 
     @property
-    def source_folder(self) -> str:
-        """The folder of the tokenizer."""
-        return self._folder
-
-    @property
     def settings(self) -> Settings:
         """The settings, with defaults."""
         return self._settings

@@ -666,7 +666,7 @@ def test_saving_again_over_the_source_is_safe(tmp_path: Path) -> None:
 
 def test_every_kind_is_loaded_from_a_local_name(folder: Path) -> None:
     tokenizer = Tokenizer.from_pretrained(folder, local_files_only=True)
-    assert tokenizer.source_folder == str(folder)
+    assert tokenizer.name_or_path == str(folder)
     assert len(tokenizer) == tokenizer.vocab_size == len(tokenizer.get_vocab())
     assert "vocab_size" in repr(tokenizer)
 
