@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from flodl_hf.parity.cell import REORDERED, Bench, Evidence, gap, verdict
@@ -112,19 +112,11 @@ def _virtual(bench: Bench, model: Any, settings: Any) -> dict[str, float] | Evid
 
 def _written(bench: Bench, model: Any, settings: Any, prefix: str) -> tuple[Path, dict[str, Tensor]]:
     """Return the folder of an adapter that is as if trained, and its tensors by transformers' names."""
-    from flodl_hf.checkpoints.weights.checkpoint.shard import SafetensorsShard
-
     model.add_adapter(settings)
     draw = torch.Generator().manual_seed(bench.seed)
     with torch.no_grad():
         for parameter in (p for p in model.parameters() if p.requires_grad):
             parameter.add_(torch.randn(parameter.shape, generator=draw) * 0.05)
     out = model.save_pretrained(bench.room / "adapter", overwrite=True)
-    place = out / "adapter_model.safetensors"
-    shard = SafetensorsShard(os.open(place, os.O_RDONLY), place.name, str(place))
-    try:
-        shard.parse()
-        names = list(shard.entries)
-        return out, {n.removeprefix(prefix): t for n, t in zip(names, shard.read(names), strict=True)}
-    finally:
-        shard.close()
+    stored = load_file(out / "adapter_model.safetensors")
+    return out, {name.removeprefix(prefix): tensor for name, tensor in stored.items()}

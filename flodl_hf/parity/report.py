@@ -43,22 +43,22 @@ def as_json(results: Sequence[CellResult], facts: dict[str, Any]) -> dict[str, A
     return {"provenance": facts, "counts": counts, "cells": [result.to_dict() for result in results]}
 
 
-def _rows(results: Sequence[CellResult]) -> list[tuple[str, dict[str, CellResult]]]:
-    rows: dict[str, dict[str, CellResult]] = {}
+def _grid(results: Sequence[CellResult]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """Return the names of heads, and a row of states for each family and variant."""
+    heads = [head for head in HEADS if any(r.cell.head == head.name for r in results)]
+    states: dict[str, dict[str, str]] = {}
     for result in results:
         label = result.cell.family + (f" ({result.cell.variant})" if result.cell.variant != "base" else "")
-        rows.setdefault(label, {})[result.cell.head] = result
-    return list(rows.items())
+        states.setdefault(label, {})[result.cell.head] = result.status
+    rows = [(label, [found.get(head.name, "") for head in heads]) for label, found in states.items()]
+    return [head.short for head in heads], rows
 
 
 def as_text(results: Sequence[CellResult]) -> str:
     """Return families down, heads across, one word a cell, then every failure and the largest differences."""
-    heads = [head for head in HEADS if any(r.cell.head == head.name for r in results)]
-    width = max([len(label) for label, _ in _rows(results)] + [6]) + 2
-    lines = [" " * width + "".join(f"{head.short:<13}" for head in heads)]
-    for label, cells in _rows(results):
-        words = [cells[h.name].status if h.name in cells else "" for h in heads]
-        lines.append(f"{label:<{width}}" + "".join(f"{word:<13}" for word in words))
+    heads, rows = _grid(results)
+    width = max([len(label) for label, _ in rows] + [6]) + 2
+    lines = [f"{label:<{width}}" + "".join(f"{word:<13}" for word in words) for label, words in [("", heads), *rows]]
     lines += [f"{status}: {where}: {detail}" for where, status, detail in _not_passed(results)]
     lines += ["", "largest difference of each check:"]
     lines += [f"  {name:<26}{value}" for name, value in _largest(results)]
@@ -89,7 +89,7 @@ def _largest(results: Sequence[CellResult]) -> list[tuple[str, str]]:
 
 def as_markdown(results: Sequence[CellResult], facts: dict[str, Any]) -> str:
     """Return the page: the grid, the checks with their largest differences, and how it was measured."""
-    heads = [head for head in HEADS if any(r.cell.head == head.name for r in results)]
+    heads, rows = _grid(results)
     counts = as_json(results, facts)["counts"]
     counted = ", ".join(f"{count} {status}" for status, count in counts.items())
     lines = [
@@ -103,13 +103,10 @@ def as_markdown(results: Sequence[CellResult], facts: dict[str, Any]) -> str:
         "`unsupported`: the family has no such head, in transformers or here. `no reference`: transformers cannot read "
         "files of the family; tests compare the encoder with another implementation.",
         "",
-        "| family | " + " | ".join(head.short for head in heads) + " |",
+        f"| family | {' | '.join(heads)} |",
         "|---" * (len(heads) + 1) + "|",
+        *(f"| {label} | {' | '.join(words)} |" for label, words in rows),
     ]
-    for label, cells in _rows(results):
-        lines.append(
-            f"| {label} | " + " | ".join(cells[h.name].status if h.name in cells else "" for h in heads) + " |"
-        )
     lines += ["", "| check | largest difference (cell) |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in _largest(results)]
     open_ends = [row for row in _not_passed(results) if row[1] in ("fail", "not run")]
