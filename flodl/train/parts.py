@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Self
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from flodl.distributed.average import model_tensors
 from flodl.distributed.group import Ranks
@@ -94,6 +95,8 @@ class TrainerParts:
         )
         self.unoptimised_at_start = set(self._unoptimised())
         self.rates = Rates(self.optimizer, settings.schedule, ranks.world, settings.lr_scale_ratio)
+        if isinstance(self.rates.schedule, LRScheduler) and any(r.action == "rate" for r in self.observing.rules):
+            raise TrainError("rules: found set_rate with a torch LRScheduler; expected a function of the step.")
         self.identity = identity(model, self.optimizer, self.rates.schedule)
         self.log = StepLog(self.events, every=settings.log_every, on_nan=settings.on_nan)
         self.evaluator = Evaluator(self, evals, plan.eval_fn)

@@ -18,6 +18,7 @@ from flodl.train.events import EpochMetrics, Event
 from flodl.train.feed import as_feed, check_data, gives_batches
 from flodl.train.observing import Observing
 from flodl.train.optim.optimizers import OptimizerMaker, make_optimizer
+from flodl.train.optim.rates import make_schedule
 from flodl.train.settings import Settings, check_settings
 from flodl.train.step.host import TrainStep
 
@@ -151,7 +152,8 @@ class RunPlan:
             observing = Observing(model, Ranks(), self.settings)
             with contextlib.closing(observing.watching):
                 if not isinstance(maker, torch.optim.Optimizer):
-                    observing.optimizer(lambda: make_optimizer(model, maker, groups))
+                    made = observing.optimizer(lambda: make_optimizer(model, maker, groups))
+                    make_schedule(self.settings.schedule, made)
 
     def _sizes(self) -> dict[str, Any]:
         """Return the settings that determine the batches of training data."""

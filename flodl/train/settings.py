@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from flodl.checked_fields import Values, check_fields, choice, listed, number, of_kind, pair, path, text, truth, whole
@@ -18,7 +17,6 @@ from flodl.errors import TrainError, capped, nearest
 from flodl.train.callback import Callback, CheckpointFunction
 from flodl.train.events import Subscriber
 from flodl.train.optim.ema import Ema
-from flodl.train.optim.rates import make_schedule
 from flodl.train.precision import PRECISIONS
 from flodl.train.rules import Rule, as_rule
 from flodl.train.trackers import TRACKERS, make_tracker
@@ -327,7 +325,6 @@ def check_settings(settings: Settings, *, world: int = 1, run: Any = None, own_l
     problems = [
         *(_own_loop_faults(settings) if own_loop else []),
         *_policy_faults(settings, world),
-        *_schedule_faults(settings),
         *([] if settings.shard is None else _shard_faults(settings, run)),
         *([] if run is None or run.evaluates else _metric_faults(settings)),
     ]
@@ -362,21 +359,6 @@ def _policy_faults(settings: Settings, world: int) -> Iterator[str]:
         yield f"speed_hint: found rank {knobs.speed_hint[0]}, expected a rank from 0 to {world - 1}"
     if knobs.max_restarts and settings.folder is None and world > 1:
         yield f"max_restarts: found {knobs.max_restarts} and no folder to resume from, expected .checkpoints(folder)"
-
-
-def _schedule_faults(settings: Settings) -> Iterator[str]:
-    schedule = settings.schedule
-    if schedule is None or isinstance(schedule, torch.optim.lr_scheduler.LRScheduler):
-        return
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=getattr(schedule, "reference", 1.0) or 1.0)
-    try:
-        made = make_schedule(schedule, optimizer)
-    except TrainError as error:
-        if not hasattr(error, "schedule"):  # the rate of the real optimiser is compared later
-            yield error.message
-        return
-    if isinstance(made, torch.optim.lr_scheduler.LRScheduler) and any("rate" in str(r)[:4] for r in settings.rules):
-        yield "rules: found set_rate with a torch LRScheduler, which overwrites rates; expected a function of the step"
 
 
 def _metric_faults(settings: Settings) -> Iterator[str]:

@@ -96,9 +96,8 @@ class Keeper:
                 make_folders(self.folder)
                 self._lock = lock_folder(self.folder)
             except OSError as error:
-                reason = f"{error.strerror or error}{_space(self.folder.parent, error)}"
                 raise TrainError(
-                    f"checkpoints: {self.folder} cannot be written ({reason}). Use another folder.",
+                    f"checkpoints: {self.folder} cannot be written ({error.strerror or error}). Use another folder.",
                     folder=str(self.folder),
                     errno=error.errno,
                 ) from error
@@ -276,7 +275,7 @@ class Keeper:
                 suffix, chunks = _format(content, ready)
                 report["files"][stem + suffix] = _write(stage / (stem + suffix), self._unless_dropped(chunks))
         except Exception as error:
-            report["error"] = f"rank {ranks.rank}: {type(error).__name__}: {error}{_space(self.folder, error)}"
+            report["error"] = f"rank {ranks.rank}: {type(error).__name__}: {error}"
         if ranks.rank != 0:
             with contextlib.suppress(Exception):  # the next collective reports that rank 0 is lost
                 ranks.store.set(f"save/{number}/{ranks.rank}", json.dumps(report))
@@ -393,10 +392,3 @@ def _format(content: Any, ready: torch.cuda.Event | None) -> tuple[str, Iterable
     if content and all(isinstance(value, torch.Tensor) for value in content.values()):
         return ".safetensors", safetensors_chunks(content, ready)
     return ".json", [json.dumps(content, indent=1).encode()]
-
-
-def _space(folder: Path, error: Exception) -> str:
-    with contextlib.suppress(OSError):
-        if isinstance(error, OSError):
-            return f" ({shutil.disk_usage(folder).free / 1e6:.1f} MB free at {folder})"
-    return ""

@@ -9,7 +9,6 @@ runs before it are ordinary steps, and the capture itself computes nothing.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
@@ -84,7 +83,6 @@ class _Captures:
         self.step: HostStep = device.step
         self.given_up: str | None = None
         self.num_captured = 0
-        self.first_s = self.capture_s = 0.0
         self.forget()
 
     def forget(self) -> None:
@@ -122,9 +120,7 @@ class _Captures:
     def _observe(self, run: Run) -> tuple[Outcome, str | None]:
         """Return the outcome of an ordinary step, and the operation that a graph cannot contain, or None."""
         assert self.capturer is not None
-        began = time.perf_counter()
         outcome, fault = self.capturer.watch(run)
-        self.first_s += time.perf_counter() - began
         return outcome, fault or _fixed_numbers(outcome)
 
     def _note_run(self, key: Any, fault: str | None, number: int = 0) -> None:
@@ -139,7 +135,7 @@ class _Captures:
     def _capture(self, key: Any, run: Run, inputs: Sequence[torch.Tensor] = ()) -> _Graph | None:
         """Return the new captured graph of a key; None, with random states as before, if it cannot be captured."""
         assert self.capturer is not None
-        before, began = random_state(HOST), time.perf_counter()
+        before = random_state(HOST)
         fault, replay = None, None
         try:
             replay = self.capturer.capture(run)
@@ -156,7 +152,6 @@ class _Captures:
             self._give_up(fault or "nothing was captured")
             return None
         self.num_captured += 1
-        self.capture_s += time.perf_counter() - began
         watching = self.step.watching
         put_tags = watching.holding() if inputs and watching is not None else None
         graph = self._graphs[key] = _Graph(replay, inputs, held, put_tags)
@@ -192,7 +187,7 @@ class StepCaptures(_Captures):
     def recorded(self) -> Recorded:
         """Summary of the steps so far."""
         reason = self.given_up or (f"there are more shapes than {self.most}" if self._full else None)
-        return Recorded(self._steps, self._replayed, self.num_captured, self.first_s, self.capture_s, reason)
+        return Recorded(self._steps, self._replayed, self.num_captured, reason)
 
     def _signature(self) -> object:
         """Return a value that differs if also modules or watched values were replaced."""
@@ -205,7 +200,7 @@ class StepCaptures(_Captures):
         self._steps += 1
         ordinary = partial(self.compute, batches)
         if self.given_up is not None:
-            return self._launch(ordinary)
+            return ordinary()
         try:
             tensors: list[torch.Tensor] = []
             spec = tuple(flatten(batch, tensors, self.device.num_rows) for batch in batches)
@@ -216,7 +211,7 @@ class StepCaptures(_Captures):
             graph = self._graphs.get(key)
         except (Refused, TypeError) as error:
             self._give_up(str(error))
-            return self._launch(ordinary)
+            return ordinary()
         if graph is None:
             if len(self._graphs) >= self.most:
                 if not self._full:
@@ -225,7 +220,7 @@ class StepCaptures(_Captures):
                         "time. Expected few shapes; use buckets, or batches of one size."
                     )
                 self._full = True
-                return self._launch(ordinary)
+                return ordinary()
             if key not in self._runs:
                 translated = _translations()
                 outcome, fault = self._observe(ordinary)
@@ -235,25 +230,18 @@ class StepCaptures(_Captures):
             came, first = self._runs[key]
             self._runs[key] = came + 1, first
             if came + 1 < MIN_OCCURRENCES and self._steps - first > MAX_GAP_STEPS * came:
-                return self._launch(ordinary)  # too rare for a capture to pay yet
+                return ordinary()  # too rare for a capture to pay yet
             inputs = [tensor.clone() for tensor in tensors]
             rest = iter(inputs)
             own = [_with(batch, rest) for batch in batches]
             graph = self._capture(key, partial(self.compute, own), inputs)
             if graph is None:
-                return self._launch(ordinary)
+                return ordinary()
         graph.take(tensors)
         if graph.put_tags is not None:
             graph.put_tags()
         self._replayed += 1
         return _copied(graph.replay())
-
-    def _launch(self, run: Run) -> Outcome:
-        """Return the outcome of an ordinary step."""
-        began = time.perf_counter()
-        outcome = run()
-        self.first_s += time.perf_counter() - began
-        return outcome
 
 
 class EndCaptures(_Captures):

@@ -311,7 +311,6 @@ def test_a_full_disk_fails_the_save_and_neither_the_run_nor_earlier_checkpoints(
     failed = [event for event in events if isinstance(event, SaveFailed)]
     assert failed
     assert "No space left" in failed[0].reason
-    assert "MB free" in failed[0].reason
     assert [p.name for p in list_checkpoints(tmp_path)] == ["step-00000003", "step-00000006"]
     assert not list(tmp_path.glob(".stage*"))
     expected = {k.removeprefix("model/"): v for k, v in whole[1].items() if k.startswith("model/")}
