@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -178,7 +178,10 @@ def _text_of(event: Warned | SaveFailed) -> str:
 def _lines_of(event: Any, level: Verbosity) -> list[str]:
     """Return the lines of an event at a verbosity level."""
     if isinstance(event, EvalDone):
-        return [f"step {event.step:,}: {', '.join(figures_of(_main(event.metrics)))}"]
+        # Without metrics of labels, such as ``f1/PER`` or ``dev/f1/PER``, if there are others.
+        plain = {name: value for name, value in event.metrics.items() if "/" not in name}
+        plain = plain or {name: value for name, value in event.metrics.items() if name.count("/") == 1}
+        return [f"step {event.step:,}: {', '.join(figures_of(plain))}"]
     if isinstance(event, EpochMetrics):
         rows = event.samples / event.epoch_ms * 1e3 if event.epoch_ms else 0.0
         loss = "" if math.isnan(event.loss) else f"loss {event.loss:.4f}, "
@@ -200,9 +203,3 @@ def _lines_of(event: Any, level: Verbosity) -> list[str]:
 
 def _plural(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def _main(figures: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics except per-label ones such as ``f1/PER`` or ``dev/f1/PER``."""
-    plain = {name: value for name, value in figures.items() if "/" not in name}
-    return plain or {name: value for name, value in figures.items() if name.count("/") == 1}

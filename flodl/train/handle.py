@@ -139,9 +139,9 @@ class Handle:
 
     def __init__(self, plan: RunPlan, run_rank: Callable[[Ranks, RunPlan], bytes | None]) -> None:
         names, settings = plan.settings.device_names, plan.settings
-        self.world_size = names if isinstance(names, int) else len(names)
+        self.world_size = len(names)
         usual = [f"cuda:{rank % cuda_count()}" if cuda_count() else "cpu" for rank in range(self.world_size)]
-        self.devices = usual if isinstance(names, int) else list(names)
+        self.devices = [name or other for name, other in zip(names, usual, strict=True)]
         self._plan = plan
         self._events = Events()
         self._metrics: list[EpochMetrics] = []
@@ -159,7 +159,7 @@ class Handle:
                 run_rank,
                 (sent,),
                 ranks=self.world_size,
-                device=None if isinstance(names, int) else names,
+                device=None if None in names else self.devices,
                 start=plan.start,
                 timeout_s=settings.knobs.timeout_s,
                 max_restarts=settings.knobs.max_restarts,

@@ -250,12 +250,6 @@ class TrainerParts:
         """Return a context in which the model has the averaged weights, if the run keeps an average."""
         return self.average.applied() if self.average is not None else contextlib.nullcontext()
 
-    def model_was_replaced(self) -> None:
-        """Note that parameters and buffers were overwritten on all ranks alike."""
-        self.step_.loaded()
-        if isinstance(self.policy, LocalSteps):
-            self.policy.mean.buffers.refresh()
-
     def warn(self, message: str) -> None:
         """Report a warning."""
         self.events.emit(Warned(rank=self.ranks.rank, step=self.policy.lr_step, message=message))

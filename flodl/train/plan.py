@@ -109,14 +109,11 @@ class RunPlan:
     @property
     def world(self) -> int:
         """Number of ranks that this process starts or is; 1 under torchrun."""
-        names = self.settings.device_names
-        return 1 if under_torchrun() else names if isinstance(names, int) else len(names)
+        return 1 if under_torchrun() else len(self.settings.device_names)
 
     def join_ranks(self) -> Ranks:
         """Return the ranks of torchrun, or the one of this process on the first device."""
-        names = self.settings.device_names
-        device = None if isinstance(names, int) else names[0]
-        return join_ranks(device=device, timeout_s=self.settings.knobs.timeout_s)
+        return join_ranks(device=self.settings.device_names[0], timeout_s=self.settings.knobs.timeout_s)
 
     def with_data(self, data: Any, options: Mapping[str, Any]) -> RunPlan:
         """Return the plan with this training data."""

@@ -245,10 +245,12 @@ class Settings:
         return Ema(self.ema) if isinstance(self.ema, (int, float)) else self.ema
 
     @property
-    def device_names(self) -> int | tuple[str, ...]:
-        """Names of the devices, one for each rank, or the number of ranks."""
+    def device_names(self) -> tuple[str | None, ...]:
+        """Name of the device of each rank; None for the usual one."""
         found = training_devices(self.devices)
-        return (found,) if isinstance(found, str) else tuple(found) if isinstance(found, list) else found or 1
+        if isinstance(found, list):
+            return tuple(found)
+        return (found,) if isinstance(found, str) else (None,) * (found or 1)
 
     def made_trackers(self) -> list[Subscriber]:
         """Return the trackers of the run.
@@ -323,25 +325,21 @@ def check_settings(settings: Settings, *, world: int = 1, run: Any = None, own_l
         TrainError: ``problems`` lists all faults.
     """
     problems = [
-        *(_own_loop_faults(settings) if own_loop else []),
         *_policy_faults(settings, world),
         *([] if settings.shard is None else _shard_faults(settings, run)),
-        *([] if run is None or run.evaluates else _metric_faults(settings)),
     ]
+    wanted = {"early_stopping": settings.early_stopping and settings.early_stopping[0], "keep_best": settings.keep_best}
+    for name, metric in wanted.items():
+        if metric and run is not None and not run.evaluates:
+            problems.append(f"{name}: found {metric!r} and no evaluation, expected .evaluate(step, data) or .eval_fn")
+    if own_loop and settings.micro_batch_size == "auto":
+        problems.append("micro_batch_size: found 'auto' in a loop of your own; expected a number")
+    if own_loop and settings.capture is True:
+        problems.append("capture: found True in a loop of your own, which is not captured; expected 'auto'")
     if len(problems) == 1:
         raise TrainError(problems[0], problems=problems)
     if problems:
         raise TrainError(f"settings that cannot be combined:\n{capped(problems)}", problems=problems)
-
-
-def _own_loop_faults(settings: Settings) -> Iterator[str]:
-    if settings.micro_batch_size == "auto":
-        yield "micro_batch_size: found 'auto' in a loop of your own, which has no trial run; expected a number"
-    if settings.capture is True:
-        yield (
-            "capture: found True in a loop of your own (Trainer.setup), whose steps are not captured; expected 'auto', "
-            "or Trainer.fit"
-        )
 
 
 def _policy_faults(settings: Settings, world: int) -> Iterator[str]:
@@ -359,13 +357,6 @@ def _policy_faults(settings: Settings, world: int) -> Iterator[str]:
         yield f"speed_hint: found rank {knobs.speed_hint[0]}, expected a rank from 0 to {world - 1}"
     if knobs.max_restarts and settings.folder is None and world > 1:
         yield f"max_restarts: found {knobs.max_restarts} and no folder to resume from, expected .checkpoints(folder)"
-
-
-def _metric_faults(settings: Settings) -> Iterator[str]:
-    wanted = {"early_stopping": settings.early_stopping and settings.early_stopping[0], "keep_best": settings.keep_best}
-    for name, metric in wanted.items():
-        if metric:
-            yield f"{name}: found {metric!r} and no evaluation, expected .evaluate(step, data) or .eval_fn(call)"
 
 
 def _shard_faults(settings: Settings, run: Any) -> list[str]:

@@ -49,8 +49,7 @@ def trial_of(plan: RunPlan, callback: Callback, **settings: Any) -> RunPlan:
     """Return the plan of a run on a copy of the model and one device, which writes nothing."""
     plan.check(1)
     given = plan.settings
-    names = given.device_names
-    first = {"devices": None if isinstance(names, int) else names[0]}
+    first = {"devices": given.device_names[0]}
     settings = {**ALONE, **first, **settings, "callbacks": (*given.callbacks, callback)}
     own: Any = {"functions": (), "metrics_fn": None, "eval_fn": None, "subscribers": ()}
     return replace(plan, model_factory=Copied(plan.model_factory), settings=replace(given, **settings), **own)
@@ -185,7 +184,10 @@ def fit_micro_batch(trainer: Any) -> int | None:
     turn, size = heaviest_turn(trainer), None
     while True:
         feed.micro_batch_size = size
-        _cut_to(feed, size)
+        data = getattr(getattr(feed, "loader", None), "data", None)
+        cut: Any = getattr(getattr(data, "collate", None), "cut_to", None)
+        if cut is not None:  # a collate function that depends on the size
+            data.collate = cut(size)  # type: ignore[union-attr]
         rows, fits = try_turn(trainer, turn)
         table = trainer.ranks.table([float(rows), float(fits)])
         if all(row[1] for row in table):
@@ -203,14 +205,6 @@ def fit_micro_batch(trainer: Any) -> int | None:
     if size is not None:
         trainer.warn(f"micro_batch_size: {size} rows, because twice as many exceed the memory")
     return size
-
-
-def _cut_to(feed: Any, size: int | None) -> None:
-    """Pass the size to a collate function that depends on it."""
-    data = getattr(getattr(feed, "loader", None), "data", None)
-    cut: Callable[[int | None], Any] | None = getattr(getattr(data, "collate", None), "cut_to", None)
-    if cut is not None:
-        data.collate = cut(size)  # type: ignore[union-attr]
 
 
 def try_turn(trainer: Any, turn: int) -> tuple[int, bool]:

@@ -92,7 +92,7 @@ class CosineRestarts(_Curve, base=RATE, total=SOME_STEPS, warmup=STEPS, cycles=n
 
 @dataclass(frozen=True)
 class Polynomial(_Curve, base=RATE, total=SOME_STEPS, warmup=STEPS, power=number(above=0)):
-    """A straight rise from 0, then a fall to ``end`` whose distance from it is a power of what remains.
+    """A straight rise from 0, then a fall to ``end`` by a power of the remaining share of steps.
 
     Attributes:
         base: the highest rate.
@@ -128,8 +128,8 @@ class InverseSqrt(_Curve, base=RATE, warmup=STEPS, timescale=SOME_STEPS | None):
     Attributes:
         base: the highest rate.
         warmup: steps of the rise.
-        timescale: steps after which the rate, were there no rise, is ``base / sqrt(2)``; None takes ``warmup``, or
-            10,000 where that is 0.
+        timescale: steps after which the rate is ``base / sqrt(2)`` if there is no rise; None for ``warmup``, or 10,000
+            if that is 0.
     """
 
     base: float

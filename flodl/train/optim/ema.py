@@ -80,7 +80,7 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Give the model the averaged weights inside, in the memory of its own weights."""
+        """Give the model the averaged weights inside, in the memory of the model's weights."""
         before = [p.detach().clone() for p in self._parameters]
         self.put()
         try:

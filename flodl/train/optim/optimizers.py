@@ -121,7 +121,7 @@ def layerwise_decay(
     Ruder 2018). A schedule given to the trainer scales all groups alike.
 
     Args:
-        layers: path whose numbered children are the layers.
+        layers: path of the layers, which are its numbered children.
         lowest: paths beneath layer 0.
 
     Raises:
@@ -151,7 +151,7 @@ def make_optimizer(
     """Return the optimiser ``maker``, or the one it creates for the groups or all trainable parameters.
 
     Raises:
-        TrainError: nothing of the model learns, some of it by sparse gradients, the optimiser has other parameters
+        TrainError: the model has no trainable parameters or has sparse gradients, the optimiser has other parameters
             than the model's, or ``maker`` makes none.
     """
     if not any(p.requires_grad for p in model.parameters()):
@@ -177,7 +177,9 @@ def make_optimizer(
             "or an optimiser."
         )
     if isinstance(made, torch.optim.LBFGS):
-        raise TrainError("optimizer: found LBFGS; expected an optimiser whose step() needs no closure, such as AdamW.")
+        raise TrainError(
+            "optimizer: found LBFGS; expected an optimiser with a step() that needs no closure, such as AdamW."
+        )
     own = {id(p) for p in model.parameters()}
     foreign = sum(id(p) not in own for group in made.param_groups for p in group["params"])
     if foreign:

@@ -152,7 +152,7 @@ class Rates:
             self._observe(evaluator.found)
 
     def end_epoch(self, metrics: EpochMetrics, evaluator: Any) -> None:
-        """Pass a training figure of an epoch to the schedule; `evaluated` passes those of evaluations.
+        """Pass a training figure of an epoch to the schedule; `evaluated` passes figures of evaluations.
 
         Raises:
             TrainError: there is no such figure.

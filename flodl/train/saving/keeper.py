@@ -134,16 +134,12 @@ class Keeper:
         """Save if it is due or requested, where all ranks are equal."""
         if any(flags[:3]):
             self.save(wait=True)
-        elif (self.due or self.is_best() or any(flags[SAVE:])) and not self._epoch_follows():
-            self.save()
+        elif self.due or self.is_best() or any(flags[SAVE:]):
+            policy, feed = self.trainer.policy, self.trainer.feed
+            saves_epoch = isinstance(policy, Sync) and self.settings.save_epochs is True
+            if not saves_epoch or policy.position < feed.turns(self.trainer.epoch_number):
+                self.save()  # otherwise the save after the epoch follows
         self.report()
-
-    def _epoch_follows(self) -> bool:
-        """Return whether the save after the epoch follows this step."""
-        policy, feed = self.trainer.policy, self.trainer.feed
-        if not isinstance(policy, Sync) or feed is None or self.settings.save_epochs is not True:
-            return False
-        return policy.position >= feed.turns(self.trainer.epoch_number)
 
     def end(self) -> None:
         """Save the end of the run unless ``save_end`` skips it; all ranks call this."""

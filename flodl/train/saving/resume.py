@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from flodl.distributed.local_steps import LocalSteps
 from flodl.distributed.policy import Choice
 from flodl.distributed.rounds import Knobs
 from flodl.distributed.sharded import local, whole_parts
@@ -42,6 +43,8 @@ def recipe(trainer: Any) -> dict[str, Any]:
     """Return everything that determines the numbers of a run, as flat JSON values."""
     settings, metric, around = trainer.settings, trainer.rates.metric, trainer.hooks.around
     data = trainer.feed.identity() if trainer.feed is not None else {}
+    usual = vars(Knobs())
+    knobs = {n: value for n, value in vars(settings.knobs).items() if n not in MAY_CHANGE and value != usual[n]}
     found = {
         **settings.recipe(),
         **trainer.identity,
@@ -50,17 +53,11 @@ def recipe(trainer: Any) -> dict[str, Any]:
         "world_size": trainer.ranks.world,
         "optimizer": type(trainer.optimizer).__name__,
         **({} if metric is None else {"schedule_metric": metric, **settings.eval_times()}),
-        **({} if trainer.ranks.solo else _knobs(settings.knobs)),
+        **({} if trainer.ranks.solo else knobs),
         **({"callbacks": [type(c).__name__ for c in around]} if around else {}),
     }
     # As read from a file, where tuples are lists.
     return json.loads(json.dumps(found))
-
-
-def _knobs(knobs: Knobs) -> dict[str, Any]:
-    """Return the options of the policy that differ from the defaults and may not change."""
-    usual = vars(Knobs())
-    return {n: value for n, value in vars(knobs).items() if n not in MAY_CHANGE and value != usual[n]}
 
 
 def past_of(trainer: Any) -> Past:
@@ -148,8 +145,8 @@ def restore(trainer: Any, saved: Checkpoint) -> None:
         trainer.policy.steps = run["policy"]["steps"]
     else:
         raise TrainError(
-            f"resume: {saved.path} was written inside an epoch under policy {policy!r}, whose position in the data "
-            f"{trainer.policy.name!r} cannot use. Resume with {policy!r}, or from a checkpoint between epochs.",
+            f"resume: {saved.path} was written inside an epoch under policy {policy!r}; its position in the data "
+            f"is of no use for {trainer.policy.name!r}. Resume with {policy!r}, or from a checkpoint between epochs.",
             path=str(saved.path),
         )
     own = states[min(rank, world - 1)]
@@ -187,7 +184,9 @@ def restore(trainer: Any, saved: Checkpoint) -> None:
         trainer.log.losses = saved.tensors["losses"]["losses"][...].tolist()
     trainer.evaluator.history = [dict(row) for row in past.get("evaluations", ())]
     trainer.earlier_s, trainer.changes = past.get("seconds", 0.0), [*past.get("changes", ()), *changes]
-    trainer.model_was_replaced()
+    trainer.step_.loaded()
+    if isinstance(trainer.policy, LocalSteps):
+        trainer.policy.mean.buffers.refresh()
 
 
 def _compare(trainer: Any, saved: dict[str, Any], checkpoint: Checkpoint) -> list[dict[str, object]]:

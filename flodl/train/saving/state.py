@@ -269,7 +269,7 @@ def check_same_model(ranks: Ranks, model: nn.Module) -> None:
     apart = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
     if apart:
         raise TrainError(
-            f"the model of rank {', '.join(map(str, apart))} has other parameters or buffers than that of rank 0; "
+            f"the model of rank {', '.join(map(str, apart))} has other parameters or buffers than rank 0; "
             "expected equal models. Look for code that depends on the rank.",
             ranks_apart=apart,
         )
@@ -338,7 +338,7 @@ def event_after(values: Iterable[object]) -> torch.cuda.Event | None:
 
 
 def on_host(tensors: Mapping[str, torch.Tensor], ready: torch.cuda.Event | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in host memory; those of a device are copied on a separate stream once ``ready`` has passed."""
+    """Yield the tensors in host memory; tensors of a device are copied on a separate stream once ``ready`` has passed."""
     stream = None
     for name, tensor in tensors.items():
         if not tensor.is_cuda:

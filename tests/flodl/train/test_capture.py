@@ -700,8 +700,6 @@ def ends(monkeypatch, capturer, **settings):
 def test_a_run_ends_with_how_many_steps_were_replayed_and_why_others_were_not(monkeypatch):
     told = ends(monkeypatch, Repeats())
     assert (told.steps, told.replayed, told.shapes, told.reason) == (20, 19, 1, None)
-    assert told.first_s > 0
-    assert told.capture_s > 0
     assert str(told).startswith("95% of 20 steps replayed, 1 shape of batches captured")
     assert "; others were launched one operation at a time, the first of each shape" in str(told)
     waits = ends(monkeypatch, Repeats(waits=9))

@@ -83,9 +83,6 @@ FAULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no work": ({"shares": (0.0, 0.0)}, ["shares"]),
     "speed_hint": ({"speed_hint": (2, 1.5)}, ["speed_hint"]),
     "restarts": ({"max_restarts": 1}, ["max_restarts"]),
-    "no schedule": ({"schedule": lambda world: "fast"}, ["schedule"]),
-    "a broken schedule": ({"schedule": lambda: Linear(1, 0, 10)}, ["schedule"]),
-    "no rate": ({"schedule": type("S", (), {"lr": lambda self, step: None})()}, ["schedule"]),
     "figures": ({"early_stopping": ("loss", 1), "keep_best": "f1"}, ["early_stopping", "keep_best"]),
     "shards": ({"shard": "fsdp", "precision": "fp16", "compile": True}, ["shard='fsdp' with precision='fp16'", "shard='fsdp' with compile"]),
 }  # fmt: skip
@@ -114,6 +111,9 @@ def frozen() -> nn.Module:
         (lambda run: run.evaluate(lambda model, batch: (0, 1), [{"x": 1}] * 4), "no batch size"),
         (lambda run: run.dataset(x for x in [1]), "without a length"),
         (lambda run: run.set(watch=["nowhere"]), "nowhere"),
+        (lambda run: run.set(schedule=lambda world: "fast"), "schedule: found"),
+        (lambda run: run.set(schedule=lambda: Linear(1, 0, 10)), "schedule: found"),
+        (lambda run: run.set(schedule=type("S", (), {"lr": lambda self, step: None})()), "schedule: found"),
         (lambda run: run.set(rules=["freeze nowhere when after_epochs(1)"]), "nowhere"),
     ],
 )
