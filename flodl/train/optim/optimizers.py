@@ -177,9 +177,7 @@ def make_optimizer(
             "or an optimiser."
         )
     if isinstance(made, torch.optim.LBFGS):
-        raise TrainError(
-            "optimizer: found LBFGS; expected an optimiser with a step() that needs no closure, such as AdamW."
-        )
+        raise TrainError("optimizer: found LBFGS; expected an optimiser with a step() without a closure.")
     own = {id(p) for p in model.parameters()}
     foreign = sum(id(p) not in own for group in made.param_groups for p in group["params"])
     if foreign:

@@ -338,7 +338,7 @@ def event_after(values: Iterable[object]) -> torch.cuda.Event | None:
 
 
 def on_host(tensors: Mapping[str, torch.Tensor], ready: torch.cuda.Event | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in host memory; tensors of a device are copied on a separate stream once ``ready`` has passed."""
+    """Yield the tensors in host memory; tensors of a device are copied on a separate stream after ``ready``."""
     stream = None
     for name, tensor in tensors.items():
         if not tensor.is_cuda:
