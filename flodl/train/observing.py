@@ -47,6 +47,7 @@ class Observing:
         values: the figures of trends, by kind and name. If kinds share a name, evaluation has priority, then watched
             values.
         epochs: watched values of each epoch, averaged over ranks.
+        before: totals of this rank at the end of the last window, as JSON values.
 
     Raises:
         ConfigError: an invalid rule.
@@ -64,7 +65,7 @@ class Observing:
         self._optimizer: torch.optim.Optimizer | None = None
         self._has_new_values = False
         self._looked_at = 0
-        self._before = Tally().to_dict()
+        self.before = Tally().to_dict()
 
     def optimizer(self, make: Callable[[], torch.optim.Optimizer]) -> torch.optim.Optimizer:
         """Return the optimiser of ``make()``, with parameters that a rule may thaw, and a group for each own rate.
@@ -124,8 +125,8 @@ class Observing:
             tally: totals of this rank.
             shared_loss: whether each rank has the loss of all ranks.
         """
-        parts = self.ranks.gather(_less(tally.to_dict(), self._before))
-        self._looked_at, self._before = steps, tally.to_dict()
+        parts = self.ranks.gather(_less(tally.to_dict(), self.before))
+        self._looked_at, self.before = steps, tally.to_dict()
         figures = epoch_metrics(parts, shared_loss=shared_loss, epoch=0, step=steps, evaluated={})
         self._note(figures, means(parts, "observed"))
 
@@ -142,7 +143,7 @@ class Observing:
         values = means(parts, "observed")
         self.epochs.append(values)
         # Negative totals: the first window of the next epoch includes the last steps of this one.
-        self._before = _less(self._before, parts[self.ranks.rank])
+        self.before = _less(self.before, parts[self.ranks.rank])
         self.watching.hand_back(values)
         self.graphs.end_epoch()
         if self.settings.trend_every is None:
@@ -230,12 +231,8 @@ class Observing:
         trends = {"values": self.values, "acted": acted} if self.rules else {}
         return {"epochs": self.epochs, "looked_at": self._looked_at, **trends}
 
-    def own_state(self) -> dict[str, Any]:
-        """Return the state of this rank, as JSON values."""
-        return {"before": self._before}
-
     def load_state_dict(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Restore `state_dict`, `own_state` and the histories of graphs; freeze and thaw again.
+        """Restore `state_dict`, the state of this rank and the histories of graphs; freeze and thaw again.
 
         Learning rates are in the state of the optimiser.
         """
@@ -247,7 +244,7 @@ class Observing:
             if self.rules[position].action in ("freeze", "thaw"):
                 self._act(position)
         self._looked_at = state.get("looked_at", 0)
-        self._before = own.get("before", self._before)
+        self.before = own.get("before", self.before)
         self.epochs = [dict(values) for values in state.get("epochs", ())]
         self.watching.hand_back_all(self.epochs)
 

@@ -110,9 +110,8 @@ class CsvTracker(Tracker):
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """Write one line for each value."""
-        if self._target is not None:
-            csv.writer(self._target).writerows([step, name, repr(float(value))] for name, value in figures.items())
-            self._target.flush()
+        csv.writer(self._target).writerows([step, name, repr(float(value))] for name, value in figures.items())
+        self._target.flush()
 
 
 class JsonLinesTracker(Tracker):
@@ -173,9 +172,8 @@ class TensorBoardTracker(Tracker):
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """Add scalars."""
-        if self._target is not None:
-            for name, value in figures.items():
-                self._target.add_scalar(name, value, step)
+        for name, value in figures.items():
+            self._target.add_scalar(name, value, step)
 
 
 class _Service(Tracker):
@@ -236,8 +234,7 @@ class WandbTracker(_Service):
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """Log values."""
-        if self._target is not None:
-            self._target.log({**figures, "step": step})
+        self._target.log({**figures, "step": step})
 
 
 class MlflowTracker(_Service):
@@ -261,8 +258,7 @@ class MlflowTracker(_Service):
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """Log metrics."""
-        if self._target is not None:
-            self._target.log_metrics({name: float(value) for name, value in figures.items()}, step=step)
+        self._target.log_metrics({name: float(value) for name, value in figures.items()}, step=step)
 
 
 TRACKERS: dict[str, Callable[..., Tracker]] = {

@@ -176,15 +176,14 @@ class Keeper:
             if self._best_path is None:
                 self.join()
             if self._best_path is None or not self._best_path.exists():
-                found, _ = self._best_on_disk()
+                found = self._best_on_disk()
         self._best = self.ranks.tell(found)
 
     def resume_best(self, record: Mapping[str, Any] | None) -> None:
         """Find the best checkpoint, and warn if the recorded one is damaged or missing; all ranks call this."""
         if self.metric is None:
             return
-        found, messages = self.ranks.tell(self._best_on_disk() if self.ranks.rank == 0 else None)
-        self._best = found
+        found = self._best = self.ranks.tell(self._best_on_disk() if self.ranks.rank == 0 else None)
         if record is not None and record.get("metric", self.metric) != self.metric:
             record = None  # of another metric
         if record is not None and (found is None or found["value"] < record["value"]):
@@ -193,22 +192,18 @@ class Keeper:
                 f"the best checkpoint, step {record['step']} ({self.metric.lstrip('-')} {abs(record['value']):.6g}), "
                 f"is damaged or missing; {left}. Its weights are lost."
             )
-        for message in messages:
-            self.trainer.warn(message)
 
-    def _best_on_disk(self) -> tuple[dict[str, Any] | None, list[str]]:
-        """Return the record of the best undamaged checkpoint, and a message for each damaged one."""
-        messages = []
+    def _best_on_disk(self) -> dict[str, Any] | None:
+        """Return the record of the best undamaged checkpoint; None without one."""
         for value, step, path in ranked(self.folder, self.metric or ""):
             if path not in self._damaged:
                 try:
                     open_checkpoint(path)
                     self._best_path = path
-                    return {"value": value, "step": step, "metric": self.metric}, messages
-                except CheckpointError as error:
+                    return {"value": value, "step": step, "metric": self.metric}
+                except CheckpointError:
                     self._damaged.add(path)
-                    messages.append(error.message)
-        return None, messages
+        return None
 
     # ---- writing -------------------------------------------------------------------------------------
 

@@ -82,7 +82,7 @@ def snapshot(trainer: Any, best: dict[str, Any] | None) -> dict[str, Any]:
         "random": random_rest,
         "tally": trainer.tally.to_dict(),
         "policy": trainer.policy.own_state(),
-        "observing": trainer.observing.own_state(),
+        "observing": {"before": trainer.observing.before},
     }
     files: dict[str, Any] = {}
     shards: dict[str, torch.Tensor] = {}
