@@ -115,11 +115,10 @@ class ShowProgress:
     Args:
         show: True also for short runs, False never, None for runs longer than a second.
         total: steps of the whole run if known better than from epochs.
-        what: name of the run.
     """
 
-    def __init__(self, show: bool | None = None, *, total: int | None = None, what: str = "training") -> None:
-        self.show, self.total, self.what = show, total, what
+    def __init__(self, show: bool | None = None, *, total: int | None = None) -> None:
+        self.show, self.total = show, total
         self._progress: Progress | None = None
 
     def __call__(self, event: Any) -> None:
@@ -147,12 +146,12 @@ class ShowProgress:
     def _begin(self, event: RunStarted) -> None:
         self.close()
         total = event.total_steps if self.total is None else self.total
-        self._progress = Progress(self.what, total or None, unit="steps", done=event.step, show=self.show)
+        self._progress = Progress("training", total or None, unit="steps", done=event.step, show=self.show)
         parts = [_plural(event.epochs, "epoch"), _plural(total, "step")] if total else []
         parts += [f"{event.world} devices"] if event.world > 1 else []
         parts += [f"resumed from step {event.step:,}"] if event.resumed_from else []
         if parts:
-            self._print(f"{self.what}: {', '.join(parts)}")
+            self._print(f"training: {', '.join(parts)}")
         if event.world > 1:
             self._print(f"policy: {event.policy}, because {event.policy_reason}")
 

@@ -150,8 +150,7 @@ class Hooks:
         ]
         if never:
             raise TrainError(
-                f"callbacks: {'; '.join(never)} is never called. Expected the methods of flodl.train.Callback: "
-                f"{', '.join(KNOWN)}.",
+                f"callbacks: {'; '.join(never)} is never called; expected methods of flodl.train.Callback.",
                 problems=never,
             )
         for name in (*KNOWN, "close"):
@@ -180,8 +179,7 @@ class Hooks:
             given = call.before_backward(self.trainer, loss)
             if given is not None and not isinstance(given, Loss):
                 raise TrainError(
-                    f"{type(call).__name__}.before_backward: found {type(given).__name__}; expected a "
-                    "flodl.train.Loss, or None.",
+                    f"{type(call).__name__}.before_backward: found {type(given).__name__}; expected a Loss, or None.",
                     found=type(given).__name__,
                 )
             loss = loss if given is None else given
@@ -203,8 +201,7 @@ class Hooks:
             found = type(self.callbacks[place]).__name__ if place < len(self.callbacks) else None
             if found != entry["kind"]:
                 raise TrainError(
-                    f"resume: the checkpoint has the state of callback {place}, a {entry['kind']}; found {found}. Pass "
-                    "the callbacks in the order of the first run.",
+                    f"resume: callback {place} was a {entry['kind']}, is {found}. Pass callbacks in their first order.",
                     place=place,
                 )
             self.callbacks[place].load_state_dict(entry["state"])

@@ -9,7 +9,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -77,10 +77,7 @@ class Trained(ModelWeights):
             TrainError: the model was sharded, or the result was unpickled.
         """
         if self._factory is None:
-            raise TrainError(
-                "trained: found no model, because it was sharded or belongs to another process. Use "
-                "trained.load_into(model) on rank 0."
-            )
+            raise TrainError("trained: found no model in this process. Use trained.load_into(model) on rank 0.")
         model = self._factory(torch.device("cpu"))
         return model if self.in_place else self.load_into(model)
 
@@ -95,10 +92,7 @@ class Trained(ModelWeights):
             TrainError: the weights are not on this rank.
         """
         if not self.whole:
-            raise TrainError(
-                "trained: the weights were sharded and are on rank 0 only. Check `trained.whole`, or read the "
-                "checkpoint or the folder that was written."
-            )
+            raise TrainError("trained: the weights are on rank 0 only. Check trained.whole, or read a checkpoint.")
         return super().state_dict()
 
 
@@ -192,11 +186,8 @@ class Handle:
             self._events.emit(RunFailed(step=error.step, epoch=0, reason=str(error), **about))
         else:
             self._metrics.append(body)
-            return self._metrics_fn(self._warn, body) is not False
+            return self._metrics_fn(partial(warnings.warn, category=RuntimeWarning, stacklevel=2), body) is not False
         return None
-
-    def _warn(self, message: str) -> None:
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def _result(self, data: bytes) -> Trained:
         """Return the result of the weights that rank 0 sent; a model that the user passed gets them."""
@@ -267,8 +258,7 @@ class Handle:
         while not self._snapshots and self.poll(timeout_s=0.05):
             if time.monotonic() > until:
                 raise TrainError(
-                    f"snapshot: rank 0 did not send one within {timeout_s:g} s and is in phase "
-                    f"{self._crew.board.phase(0)!r}; expected a step to end in that time. Increase timeout_s.",
+                    f"snapshot: rank 0, in phase {self._crew.board.phase(0)!r}, sent none within {timeout_s:g} s.",
                     timeout_s=timeout_s,
                 )
         if not self._snapshots:

@@ -87,8 +87,7 @@ class Observing:
             lacking = sum(id(p) not in known for p in parameters)
             if lacking and (rule.action == "thaw" or (rule.action == "rate" and lacking == len(parameters))):
                 raise TrainError(
-                    f"rules: {str(rule)!r} acts on {lacking} parameters that the optimiser does not have; expected all "
-                    "of them. Pass the optimiser as a factory, or include frozen parameters in its groups.",
+                    f"rules: {str(rule)!r} acts on {lacking} parameters that the optimiser lacks. Pass a factory.",
                     rule=str(rule),
                 )
             if rule.action == "rate":
@@ -427,8 +426,7 @@ def _collect_output(name: str, how: Reduce, module: nn.Module, args: Any, output
         value = value[0]
     if not isinstance(value, (Tensor, float, int)):
         raise GraphError(
-            f"watch {name!r}: the output of {type(module).__name__} is {type(output).__name__}, expected a tensor or a "
-            "tuple that begins with one. Watch a tag, or call flodl.monitor.log in the module.",
+            f"watch {name!r}: the output of {type(module).__name__} is {type(output).__name__}, expected a tensor.",
             tag=name,
         )
     _add(collector, name, value, how)

@@ -67,10 +67,7 @@ class OwnLoop:
             TrainError: always between `batches` and `step`.
         """
         if self._position is not None:
-            raise TrainError(
-                "optimizer.step(): found a call inside of trainer.batches(); expected trainer.step() alone, which "
-                "updates the parameters and clears gradients. Remove optimizer.step() and optimizer.zero_grad()."
-            )
+            raise TrainError("optimizer.step(): found a call in trainer.batches(); expected trainer.step() alone.")
 
     def batches(self, loader: Any, **options: Any) -> Iterator[Any]:
         """Yield the batches of this rank in the present epoch; see `Trainer.batches`."""
@@ -136,10 +133,7 @@ class OwnLoop:
         trainer, step = self.trainer, self.trainer.step_
         precision = trainer.precision
         if precision.name in ("bf16", "fp16") and self._batches and not precision.entered:
-            raise TrainError(
-                f"step: found precision={precision.name!r} and a forward pass without it; expected "
-                "`with trainer.precision.context():` around model and loss. Or use precision='fp32'."
-            )
+            raise TrainError(f"step: found precision={precision.name!r} without trainer.precision.context().")
         if not self._summed and self._batches:
             self._check_gradients()
             step.own_gradients(float(self._samples))

@@ -59,8 +59,7 @@ def model_factory_of(model: Any) -> Callable[[torch.device], nn.Module]:
         fits = True
     if not fits:
         raise TrainError(
-            f"model: found {name}, which cannot be called with a device; expected a model, or a function of the "
-            "device that returns one: lambda device: ...",
+            f"model: found {name}; expected a model, or a function of the device: lambda device: ...",
             found=name,
         )
     return model

@@ -27,7 +27,7 @@ from flodl.monitor.resources import Resources
 from flodl.monitor.timeline import Timeline, lane_spans
 from flodl.train.callback import Callback
 from flodl.train.evaluate import evaluating
-from flodl.train.events import LayersTimed, ModelDescribed, RankWork, StepDone, Warned
+from flodl.train.events import LayersTimed, ModelDescribed, RankWork, StepDone
 from flodl.train.step.outcome import Part
 
 EVERY_S = 0.5
@@ -225,8 +225,7 @@ class LayerProbe(Callback):
     def _stop(self, trainer: Any, fault: Exception) -> None:
         self.close(trainer)
         self._profiler, self._is_off = None, True
-        text = f"layers cannot be measured: {type(fault).__name__}: {str(fault)[:300]}"
-        trainer.events.emit(Warned(rank=0, step=trainer.policy.lr_step, message=text))
+        trainer.warn(f"layers cannot be measured: {type(fault).__name__}: {str(fault)[:300]}")
 
     def _compute_again(self, trainer: Any, batch: Any) -> None:
         model, device, began = trainer.model, trainer.ranks.device, time.monotonic()

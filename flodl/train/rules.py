@@ -107,10 +107,7 @@ def as_rule(rule: Rule | str) -> Rule:
     if isinstance(rule, str):
         return parse_rule(rule)
     if not isinstance(rule, Rule):
-        raise ConfigError(
-            f"rules: found a {type(rule).__name__}; expected stop_when(...) and the like, or a text: {FORMS}",
-            problems=[repr(rule)],
-        )
+        raise ConfigError(f"rules: found {rule!r}; expected a rule or its text: {FORMS}", problems=[repr(rule)])
     return rule
 
 

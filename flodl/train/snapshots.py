@@ -104,8 +104,7 @@ class ModelSnapshot(ModelWeights):
             step, epoch = int(about["step"]), int(about["epoch"])
         except (KeyError, TypeError, ValueError, AttributeError) as fault:
             raise CheckpointError(
-                f"{os.fspath(path)}: not a ModelSnapshot file ({type(fault).__name__}: {fault}); expected a "
-                ".safetensors file of ModelSnapshot.save. Use load_tensors for other files.",
+                f"{os.fspath(path)}: found {type(fault).__name__}: {fault}; expected a file of ModelSnapshot.save.",
                 problems=[KEY],
             ) from None
         parameters = {name: tensor for name, tensor in found.tensors.items() if name not in names}

@@ -53,8 +53,7 @@ class Tracker:
             return importlib.import_module(module)
         except ImportError as fault:
             raise TrainError(
-                f"{type(self).__name__}: {module} cannot be imported ({fault}), expected the package {self.package}. "
-                f"Install it: pip install {self.package}",
+                f"{type(self).__name__}: {module} cannot be imported ({fault}). Install it: pip install {self.package}",
                 package=self.package,
             ) from None
 
@@ -278,8 +277,7 @@ def make_tracker(name: str, folder: str | os.PathLike[str], config: Mapping[str,
     """
     if name not in TRACKERS:
         raise TrainError(
-            f"trackers: found {name!r}{nearest(str(name), TRACKERS)}, expected one of {', '.join(TRACKERS)}, or a "
-            "callable that receives events.",
+            f"trackers: found {name!r}{nearest(str(name), TRACKERS)}, expected one of {', '.join(TRACKERS)}.",
             found=name,
         )
     tracker = TRACKERS[name](folder, config)

@@ -197,8 +197,7 @@ def fit_micro_batch(trainer: Any) -> int | None:
         most = int(max(row[0] for row in table))
         if most <= trainer.min_rows:
             raise TrainError(
-                f"micro_batch_size: {most} row(s) of the heaviest batch exceed the memory of {trainer.ranks.device}. "
-                "Shorten rows, train in bf16, or checkpoint activations.",
+                f"micro_batch_size: {most} row(s) of the heaviest batch exceed the memory of {trainer.ranks.device}.",
                 rows=most,
             )
         size = max(trainer.min_rows, most // 2)
@@ -221,7 +220,10 @@ def try_turn(trainer: Any, turn: int) -> tuple[int, bool]:
         ratios = (1.0,) * trainer.ranks.world if several else (1.0,)
         share = Share(trainer.ranks.rank if several else 0, ratios, trainer.min_rows)
         try:
-            held = _reserve(trainer)
+            held: list[torch.Tensor] = []
+            if device.type == "cuda" and not trainer.optimizer.state:  # the first step allocates this memory
+                num_copies = 1 if isinstance(trainer.optimizer, torch.optim.SGD) else 2
+                held = [torch.empty_like(p) for p in model.parameters() if p.requires_grad for _ in range(num_copies)]
             for _, batches in trainer.feed.work(trainer.epoch_number, [turn], share):
                 for batch in batches:
                     largest = max(largest, batch_len(batch))
@@ -234,15 +236,6 @@ def try_turn(trainer: Any, turn: int) -> tuple[int, bool]:
         except torch.OutOfMemoryError:
             fits = False
     return largest, fits
-
-
-def _reserve(trainer: Any) -> list[torch.Tensor]:
-    """Return memory of the size that the optimiser allocates at its first step, reserved during the trial."""
-    if trainer.optimizer.state or trainer.ranks.device.type != "cuda":
-        return []
-    copies = 1 if isinstance(trainer.optimizer, torch.optim.SGD) else 2
-    learned = [p for p in trainer.model.parameters() if p.requires_grad]
-    return [torch.empty_like(p) for p in learned for _ in range(copies)]
 
 
 SMOOTH = 0.9

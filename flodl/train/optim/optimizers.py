@@ -82,11 +82,7 @@ def parameter_groups(
     named = list(model.named_parameters())
     unused = [path for path, _ in rules if not any(_lies_in(name, path) for name, _ in named)]
     if unused:
-        raise TrainError(
-            f"parameter_groups: found no parameter at {', '.join(unused)}; "
-            f"the model has names like {', '.join(name for name, _ in named[:4])}.",
-            paths=unused,
-        )
+        raise TrainError(f"parameter_groups: found no parameter at {', '.join(unused)}.", paths=unused)
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, parameter in named:
         if not parameter.requires_grad:
@@ -141,12 +137,11 @@ def layerwise_decay(
     return parameter_groups(model, rules, no_decay=no_decay)
 
 
-GroupFactory = Callable[[nn.Module], list[dict[str, Any]]]
 OptimizerMaker = OptimizerFactory | Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer
 
 
 def make_optimizer(
-    model: nn.Module, maker: OptimizerMaker, groups: GroupFactory | None = None
+    model: nn.Module, maker: OptimizerMaker, groups: Callable[[nn.Module], Any] | None = None
 ) -> torch.optim.Optimizer:
     """Return the optimiser ``maker``, or the one it creates for the groups or all trainable parameters.
 
@@ -161,29 +156,21 @@ def make_optimizer(
         if getattr(module, "sparse", False) is True and any(p.requires_grad for p in module.parameters(recurse=False))
     ]  # fmt: skip
     if sparse:
-        raise TrainError(
-            f"model: {', '.join(sparse[:5])} would have sparse gradients, which are not summed, measured or clipped "
-            "here. Expected dense ones: make these modules with sparse=False.",
-            modules=sparse,
-        )
+        raise TrainError(f"model: found sparse gradients of {', '.join(sparse[:5])}; expected none.", modules=sparse)
     if isinstance(maker, torch.optim.Optimizer):
         made = maker
     elif callable(maker):
         given = groups(model) if groups is not None else None
         made = maker(given if given is not None else [p for p in model.parameters() if p.requires_grad])
     else:
-        raise TrainError(
-            f"optimizer: found {maker!r}; expected a factory such as flodl.train.adamw(1e-3), a class of torch.optim, "
-            "or an optimiser."
-        )
+        raise TrainError(f"optimizer: found {maker!r}; expected a factory such as adamw(1e-3), or an optimiser.")
     if isinstance(made, torch.optim.LBFGS):
         raise TrainError("optimizer: found LBFGS; expected an optimiser with a step() without a closure.")
     own = {id(p) for p in model.parameters()}
     foreign = sum(id(p) not in own for group in made.param_groups for p in group["params"])
     if foreign:
         raise TrainError(
-            f"optimizer: found {foreign} parameters that the model does not have and that would not be saved. Expected "
-            "parameters of the model; make a module with learned parameters, such as a loss, part of it.",
+            f"optimizer: found {foreign} parameters that the model does not have; expected its own.",
             found=foreign,
         )
     return made

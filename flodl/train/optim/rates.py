@@ -39,10 +39,7 @@ def make_schedule(given: Any, optimizer: torch.optim.Optimizer) -> Any:
             fault = fault or error
     if isinstance(made, LRScheduler):
         if made.optimizer is not optimizer:
-            raise TrainError(
-                "schedule: found a torch LRScheduler of another optimizer; expected one of the optimizer of this run. "
-                "Pass a function: lambda optimizer: CosineAnnealingLR(optimizer, T_max=10)."
-            )
+            raise TrainError("schedule: found a torch LRScheduler of another optimizer; expected a function of it.")
         return made
     made = copy.deepcopy(made)  # a schedule with a state changes, and the caller may start another run with it
     rate, error = _call(getattr(made, "lr", made), 0)

@@ -57,10 +57,7 @@ def lock_folder(folder: Path, timeout_s: float = 10.0) -> int:
     while not lock(descriptor):
         if time.monotonic() > until:
             os.close(descriptor)
-            raise TrainError(
-                f"checkpoints: another run is writing to {folder}. Wait for it, or use another folder.",
-                folder=str(folder),
-            )
+            raise TrainError(f"checkpoints: another run is writing to {folder}.", folder=str(folder))
         time.sleep(0.1)
     return descriptor
 

@@ -59,8 +59,7 @@ def learned_tensors(model: nn.Module) -> Tensors:
     odd = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
     if odd:
         raise TrainError(
-            f"checkpoint: the state_dict of the model has values other than tensors: {', '.join(odd[:5])}. Expected "
-            "tensors only, because nothing is pickled; store such values in buffers.",
+            f"checkpoint: found values other than tensors in the state_dict: {', '.join(odd[:5])}. Use buffers.",
             names=odd,
         )
     return {name: value for name, value in state.items() if name not in fixed}
@@ -269,8 +268,7 @@ def check_same_model(ranks: Ranks, model: nn.Module) -> None:
     apart = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
     if apart:
         raise TrainError(
-            f"the model of rank {', '.join(map(str, apart))} has other parameters or buffers than rank 0; "
-            "expected equal models. Look for code that depends on the rank.",
+            f"the model of rank {', '.join(map(str, apart))} differs from the model of rank 0; expected equal models.",
             ranks_apart=apart,
         )
 

@@ -121,7 +121,10 @@ class _Captures:
         """Return the outcome of an ordinary step, and the operation that a graph cannot contain, or None."""
         assert self.capturer is not None
         outcome, fault = self.capturer.watch(run)
-        return outcome, fault or _fixed_numbers(outcome)
+        names = [name[1:] for name, total, _ in outcome.metrics if name[:1] == OBSERVED and total is not None]
+        if names and fault is None:
+            fault = f"{', '.join(names)} is a Python number, which a replay would repeat; expected a tensor"
+        return outcome, fault
 
     def _note_run(self, key: Any, fault: str | None, number: int = 0) -> None:
         """Allow the capture of a key after its first run, or count a fault."""
@@ -306,14 +309,6 @@ class EndCaptures(_Captures):
 def _copied(outcome: Outcome) -> Outcome:
     """Return the outcome of a replay with a row that later replays do not overwrite."""
     return replace(outcome, row=outcome.row.clone())
-
-
-def _fixed_numbers(outcome: Outcome) -> str | None:
-    """Return why a step that reports numbers of Python cannot be captured: a replay would report them again."""
-    names = [
-        name[len(OBSERVED) :] for name, total, _ in outcome.metrics if name.startswith(OBSERVED) and total is not None
-    ]
-    return f"{', '.join(names)} is a Python number, which a replay would repeat; expected a tensor" if names else None
 
 
 def _plain(group: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -193,10 +193,7 @@ class HostStep:
     def _add(self, part: Part, loss: Loss, alone: bool = False) -> None:
         """Add the gradient and the figures of one micro-batch; divide first if it is ``alone`` in its step."""
         if not loss.sum.requires_grad:
-            raise TrainError(
-                "backward: the loss does not depend on any trainable parameter. Expected a loss computed from "
-                "the model's output with gradients on; look for no_grad, detach, or everything frozen.",
-            )
+            raise TrainError("backward: the loss does not depend on any trainable parameter (no_grad, detach, frozen).")
         if self.hooks is not None:
             loss = self.hooks.before_backward(loss)
         if self.sum_of_means or alone:
@@ -232,8 +229,7 @@ class HostStep:
         rows = self.ranks.table([float(len(batches)), float(self._spare is None)])
         if any(row[1] for row in rows) and any(row[0] for row in rows):
             raise TrainError(
-                "shard: the first batch has fewer rows than there are ranks, and each rank needs one. "
-                f"Expected at least {self.ranks.world} rows; use larger batches.",
+                f"shard: the first batch has too few rows; expected {self.ranks.world}, one for each rank.",
                 world=self.ranks.world,
             )
         return int(max(row[0] for row in rows)) - len(batches)
@@ -340,7 +336,7 @@ class HostStep:
             if self._overflows >= MAX_OVERFLOWS:
                 raise TrainError(
                     f"step {step}: the float16 gradient overflowed {self._overflows} times in a row, at a loss scale "
-                    f"of {scaler.get_scale():g}. Expected no overflow after a few halvings. Train in bf16 or fp32.",
+                    f"of {scaler.get_scale():g}. Train in bf16 or fp32.",
                     step=step,
                 )
             return f"float16 overflow, loss scale now {scaler.get_scale():g}"

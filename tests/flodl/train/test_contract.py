@@ -275,8 +275,8 @@ def both(trainer: Any, batch: Any, number: int) -> None:
     [
         (twice, {}, "a second call for one batch"),
         (both, {}, "gradients of loss.backward"),
-        (plainly, {"precision": "bf16"}, "precision='bf16' and a forward pass without it"),
-        (plainly, {"precision": "fp16"}, "precision='fp16' and a forward pass without it"),
+        (plainly, {"precision": "bf16"}, "precision='bf16' without"),
+        (plainly, {"precision": "fp16"}, "precision='fp16' without"),
     ],
 )
 def test_a_loop_that_would_learn_something_else_is_refused(body: Any, settings: Any, says: str) -> None:

@@ -58,13 +58,13 @@ def frozen() -> nn.Module:
 
 
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
-    "a class": (lambda: made(Net), "found Net, which cannot be called with a device"),
-    "a function of nothing": (lambda: made(lambda: Net()), "which cannot be called with a device"),
+    "a class": (lambda: made(Net), "found Net; expected a model"),
+    "a function of nothing": (lambda: made(lambda: Net()), "or a function of the device"),
     "a name": (lambda: made(optimizer="adamw"), "optimizer: found 'adamw'; expected a factory"),
     "another's": (lambda: made(optimizer=torch.optim.SGD(Net().parameters(), 0.1)), "parameters that the model does not have"),
     "another's beside": (lambda: made(optimizer=lambda own: torch.optim.SGD([*own, nn.Parameter(X)], 0.1)), "1 parameters that the model does not have"),
     "a closure": (lambda: made(optimizer=torch.optim.LBFGS), "found LBFGS"),
-    "sparse": (lambda: made(nn.Sequential(nn.Embedding(3, 4, sparse=True), Net())), "0 would have sparse gradients"),
+    "sparse": (lambda: made(nn.Sequential(nn.Embedding(3, 4, sparse=True), Net())), "found sparse gradients of 0"),
     "frozen": (lambda: made(frozen()), "no trainable parameter"),
     "a float": (lambda: made().evaluate(lambda model, batch: {"a": 0.5}, ROWS), "the figure 'a' is float; expected a sum"),
     "callback": (lambda: made(callbacks=[Logs()]), "Logs.on_log is never called"),

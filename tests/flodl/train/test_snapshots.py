@@ -64,7 +64,7 @@ def test_a_snapshot_is_saved_and_read_and_loaded(tmp_path):
     fresh = again.load_into(make_model())
     assert all(torch.equal(fresh.state_dict()[name], t) for name, t in looks.after[4].items())
     found.save(tmp_path / "at.fdl")
-    with pytest.raises(CheckpointError, match="not a ModelSnapshot file"):
+    with pytest.raises(CheckpointError, match="expected a file of ModelSnapshot"):
         ModelSnapshot.load(tmp_path / "at.fdl")
     with pytest.raises(CheckpointError, match="missing"):
         found.load_into(torch.nn.Linear(2, 2))
