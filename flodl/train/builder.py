@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 OPTIONS = {*Settings.__dataclass_fields__, *Knobs.__dataclass_fields__, *ALIASES} - {"knobs"}
+# Methods with other arguments than the setting of the same name.
 FORMS: dict[str, Callable[..., dict[str, Any]]] = {
     "backend": lambda name: {"backend": "cpu" if name == "gloo" else name},
     "early_stopping": lambda metric, patience=3: {"early_stopping": (metric, patience)},
@@ -25,7 +26,6 @@ FORMS: dict[str, Callable[..., dict[str, Any]]] = {
     "shares": lambda shares: {"shares": shares if isinstance(shares, str) else tuple(shares)},
     "speed_hint": lambda slow, ratio: {"speed_hint": (slow, ratio)},
 }
-"""Methods with other arguments than the setting of the same name."""
 
 
 class TrainerBuilder:

@@ -123,8 +123,8 @@ class CheckpointFunction(Callback):
 
 
 PREFIXES = ("on_", "before_", "after_")
+# Methods that are called; a method with one of the prefixes that is not among them is a mistake.
 KNOWN = tuple(name for name in vars(Callback) if name.startswith(PREFIXES))
-"""Methods that are called; a method with one of the prefixes that is not among them is a mistake."""
 
 
 class Hooks:

@@ -244,13 +244,12 @@ class RunDone(StepEvent):
     summed: Summed | None = None
 
 
+# A function or object that is called with events, passed to ``subscribe``; its result is ignored.
+#
+# Progress, trackers, the monitor and the timeline are subscribers. They are called in the process that subscribed and
+# change nothing in the run; an error in a subscriber is warned of once. The last event of a run without an error is
+# `RunDone`.
 Subscriber = Callable[[Any], Any]
-"""A function or object that is called with events, passed to ``subscribe``; its result is ignored.
-
-Progress, trackers, the monitor and the timeline are subscribers. They are called in the process that subscribed and
-change nothing in the run; an error in a subscriber is warned of once. The last event of a run without an error is
-`RunDone`.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)

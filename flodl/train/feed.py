@@ -28,8 +28,8 @@ from flodl.nested import map_leaves
 from flodl.train.loss import batch_len, is_column
 from flodl.train.saving.state import load_random, random_state
 
+# The original seed, and the one set here, of each generator that was seeded here.
 _SEEDS: WeakKeyDictionary[torch.Generator, tuple[int, int]] = WeakKeyDictionary()
-"""The original seed, and the one set here, of each generator that was seeded here."""
 
 
 @dataclass(frozen=True)
@@ -214,8 +214,8 @@ class StreamFeed:
         return [_slice(batch, *piece, batch_len(batch)) for piece in _pieces(first, last, size, share)]
 
 
+# Turns of an epoch, by number; an empty share of a rank gives a turn without micro-batches.
 Feed = RowFeed | StreamFeed
-"""Turns of an epoch, by number; an empty share of a rank gives a turn without micro-batches."""
 
 
 def _length_of(loader: Any) -> int | None:

@@ -155,12 +155,12 @@ class RankActivity(Callback):
         return f"work/{self._trainer.ranks.attempt}/{rank}/{number}"
 
 
+# Seconds between two measured steps.
 EVERY_S = 20.0
-"""Seconds between two measured steps."""
+# Time between two additional passes, as a multiple of their duration.
 IDLE_RATIO = 200.0
-"""Time between two additional passes, as a multiple of their duration."""
+# Steps at the start that are slower than later ones.
 FIRST_STEPS = 2
-"""Steps at the start that are slower than later ones."""
 
 
 class LayerProbe(Callback):

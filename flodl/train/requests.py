@@ -12,8 +12,8 @@ from flodl.distributed.group import Ranks
 from flodl.errors import TrainError
 from flodl.signals import StopSignals
 
+# Positions of two requests in `Requests.flags`.
 EVALUATE, SAVE = 3, 4
-"""Positions of two requests in `Requests.flags`."""
 
 
 class Requests:

@@ -46,8 +46,8 @@ class Schedule:
         ConfigError: invalid arguments; ``problems`` lists each of them.
     """
 
+    # Valid values of each argument, passed as keywords of the class.
     values: ClassVar[Mapping[str, Values]] = {}
-    """Valid values of each argument, passed as keywords of the class."""
 
     def __init_subclass__(cls, **values: Values) -> None:
         cls.values = values

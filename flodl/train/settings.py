@@ -21,6 +21,10 @@ from flodl.train.precision import PRECISIONS
 from flodl.train.rules import Rule, as_rule
 from flodl.train.trackers import TRACKERS, make_tracker
 
+# Settings that may differ when a run resumes; all others are compared with the checkpoint.
+#
+# They determine the length of the run, what it saves and reports, and how long ranks wait; or they change numbers only
+# by rounding (another device), or by measured times (when ranks average).
 MAY_CHANGE = frozenset((
     "num_epochs", "max_steps", "early_stopping", "folder", "save_every", "save_epochs", "save_end", "keep_last",
     "keep_best", "resume", "allow_change", "max_restarts", "timeline", "progress", "log_every", "monitor", "trackers",
@@ -28,12 +32,8 @@ MAY_CHANGE = frozenset((
     "timeout_s", "slowdown", "check_every", "anchor", "max_anchor", "overhead_target", "speed_hint", "max_batch_diff",
     "max_overshoot", "divergence_threshold",
 ))  # fmt: skip
-"""Settings that may differ when a run resumes; all others are compared with the checkpoint.
 
-They determine the length of the run, what it saves and reports, and how long ranks wait; or they change numbers only by
-rounding (another device), or by measured times (when ranks average).
-"""
-
+# Names of other libraries with equal meaning.
 ALIASES: Mapping[str, str] = {
     "max_epochs": "num_epochs", "epochs": "num_epochs", "num_train_epochs": "num_epochs",
     "gradient_accumulation_steps": "accumulate", "accumulate_grad_batches": "accumulate",
@@ -42,11 +42,11 @@ ALIASES: Mapping[str, str] = {
     "log_every_n_steps": "log_every", "default_root_dir": "folder", "output_dir": "folder",
     "partition_ratios": "shares", "enable_progress_bar": "progress",
 }  # fmt: skip
-"""Names of other libraries with equal meaning."""
 PRECISION_NAMES: Mapping[Any, str] = {
     "bf16-mixed": "bf16", "16-mixed": "fp16", "fp16-mixed": "fp16", "32-true": "fp32", "32": "fp32", 32: "fp32",
     "no": "fp32", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32",
 }  # fmt: skip
+# Names that are not settings, with what to use instead.
 REPLACED: Mapping[str, str] = {
     **dict.fromkeys(("lr", "learning_rate"), "the optimiser has the rate: adamw(1e-3)"),
     **dict.fromkeys(("shuffle", "drop_last"), "pass them with the data: fit(data, shuffle=False), dataset(data, ...)"),
@@ -57,7 +57,6 @@ REPLACED: Mapping[str, str] = {
     "eval_steps": "use eval_every",
     "save_steps": "use save_every",
 }
-"""Names that are not settings, with what to use instead."""
 
 
 def _is_monitor(value: Any) -> bool:
@@ -76,6 +75,7 @@ _DEVICES = of_kind(
     lambda value: whole(1).fits(value) or text.fits(value) or (_TEXTS.fits(value) and bool(value)),
 )
 
+# Valid values of each field of `Settings`.
 VALUES: Mapping[str, Values] = {
     "num_epochs": whole(0),
     **dict.fromkeys(("accumulate", "keep_last", "log_every"), whole(1)),
@@ -118,7 +118,6 @@ VALUES: Mapping[str, Values] = {
     ),
     "monitor": truth | of_kind("a port, or a flodl.monitor.Monitor", _is_monitor) | None,
 }
-"""Valid values of each field of `Settings`."""
 
 
 @dataclass(frozen=True, kw_only=True)

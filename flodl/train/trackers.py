@@ -33,12 +33,14 @@ class Tracker:
     Args:
         folder: folder for files.
         config: settings of the run.
+
+    Attributes:
+        package: the package that must be installed.
     """
 
     package: str = ""
-    """Package that must be installed."""
+    # Open file, writer or run.
     _target: Any = None
-    """Open file, writer or run."""
 
     def __init__(self, folder: str | os.PathLike[str] = "runs", config: Mapping[str, Any] | None = None) -> None:
         self.folder, self.config = Path(folder), dict(config or {})
@@ -178,10 +180,10 @@ class TensorBoardTracker(Tracker):
 class _Service(Tracker):
     """A service that gives each run an id, by which a resumed run is continued."""
 
+    # Whether the service's run was started here, so that it is ended here.
     _is_own = True
-    """Whether the service's run was started here, so that it is ended here."""
+    # Method of the target that ends a run.
     _ends: str
-    """Method of the target that ends a run."""
 
     def end(self) -> None:
         """End the run if it was started here."""

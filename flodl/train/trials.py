@@ -27,11 +27,11 @@ from flodl.train.loss import as_loss, batch_len
 from flodl.train.plan import RunPlan
 from flodl.train.saving.state import load_random, random_state
 
+# Settings of a run that writes nothing.
 ALONE: dict[str, Any] = {
     "folder": None, "resume": False, "save_every": None, "keep_best": None, "early_stopping": None, "eval_every": None,
     "timeline": None, "monitor": None,
 }  # fmt: skip
-"""Settings of a run that writes nothing."""
 
 
 @dataclass

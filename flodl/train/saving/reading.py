@@ -24,8 +24,8 @@ from flodl.files import open_regular, read_regular, unseal
 from flodl.train.saving.state import MODEL
 
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?$")
+# Format of the manifest.
 FORMAT = "flodl-run/1"
-"""Format of the manifest."""
 _UNSEALED = ("format", "step", "world", "metrics", "files")  # fields of manifests of old versions, without a checksum
 _FAULTS = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
 

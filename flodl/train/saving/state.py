@@ -25,10 +25,10 @@ from flodl.distributed.sharded import like, put, whole, whole_parts
 from flodl.errors import CheckpointError, TrainError, capped
 
 Tensors = dict[str, torch.Tensor]
+# Prefix of the names of shards that a rank saves.
 SHARDS = "shard/"
-"""Prefix of the names of shards that a rank saves."""
+# Prefix of the names of shards of weights.
 MODEL = f"{SHARDS}model/"
-"""Prefix of the names of shards of weights."""
 
 
 def model_state(model: nn.Module, *, keep: bool = True) -> Tensors:

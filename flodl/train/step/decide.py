@@ -22,10 +22,10 @@ SUMS = 1024
 WARPS = 4
 
 
+# Elements that a program reads in one operation.
 BLOCK = 2048
-"""Elements that a program reads in one operation."""
+# Programs that write one number each: all run simultaneously, and one program can sum their results.
 MOST_PROGRAMS = 1056
-"""Programs that write one number each: all run simultaneously, and one program can sum their results."""
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ import torch
 from flodl.errors import TrainError
 from flodl.train.loss import LOSS_FAULT, NOTHING_COUNTED, decide
 
+# Prefix of the names of values collected inside the model, which travel with the metrics of a step.
 OBSERVED = "\0"
-"""Prefix of the names of values collected inside the model, which travel with the metrics of a step."""
 
+# Names of metrics, each with its sum and its count; None for a number that is in the row.
 Packed = tuple[tuple[str, float | None, float | None], ...]
-"""Names of metrics, each with its sum and its count; None for a number that is in the row."""
 
 
 @dataclass

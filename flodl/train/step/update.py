@@ -22,14 +22,14 @@ import torch
 from flodl.train.step.decide import BlockLayout, BlockTables, StepDecision, capturing, is_dense, sent
 from flodl.train.step.host import has_plain_step, take_step
 
+# Optimisers whose fused kernels can leave a step out and divide gradients.
 KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-"""Optimisers whose fused kernels can leave a step out and divide gradients."""
 MOST_PROGRAMS = 1 << 15
 BLOCK = 1024
 STEPS = 256  # counts that a program counts up
 AVERAGES = ("exp_avg", "exp_avg_sq")
+# Parameters, gradients, averages, averages of squares, and counts of steps, each in the same order.
 Tensors = list[list[torch.Tensor]]
-"""Parameters, gradients, averages, averages of squares, and counts of steps, each in the same order."""
 
 
 def why_unsupported(optimizer: torch.optim.Optimizer) -> str | None:
@@ -309,10 +309,10 @@ def _waiting_allowed() -> Iterator[None]:
             torch.cuda.set_sync_debug_mode(mode)
 
 
+# Counts of steps at which a trial begins: ways to compute powers that differ may round alike at the first counts.
 COUNTS = tuple(range(1, 640, 20))
-"""Counts of steps at which a trial begins: ways to compute powers that differ may round alike at the first counts."""
+# Shapes of tensors that start at sixteen bytes and contain a whole number of these, and of others.
 SHAPES = tuple((large, *[small] * (len(COUNTS) - 1)) for large, small in (((512, 96), (64,)), ((257, 129), (3,))))
-"""Shapes of tensors that start at sixteen bytes and contain a whole number of these, and of others."""
 
 
 def _moved(
