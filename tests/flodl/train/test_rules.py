@@ -333,7 +333,7 @@ def test_rules_that_cannot_act_are_refused_before_training():
     ready = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     with pytest.raises(TrainError, match="acts on 2 parameters"):
         run("thaw encoder when after_epochs(1)", model=model, optimizer=ready).run()
-    with pytest.raises(ConfigError, match="found a int"):
+    with pytest.raises(ConfigError, match="found 3; expected a rule"):
         run(3).run()
 
 
